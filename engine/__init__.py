@@ -1,0 +1,1 @@
+"""The model, its paged KV and the executor that runs steps. Knows no text, network, Ray or roles."""

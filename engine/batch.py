@@ -1,0 +1,45 @@
+"""One step of the engine as plain values: what to run, and what came out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceStep:
+    """What one sequence does in a step: run `tokens` at positions start, start + 1, ...
+
+    block_ids: the sequence's blocks in order; they cover at least start + len(tokens) positions, and
+        the KV of positions 0 .. start - 1 is already there.
+    sampling: how to choose the token that follows the last one of `tokens`; None when nothing is
+        sampled (a prompt's chunk before its last). The sampled token's noise is a function of
+        (sampling.seed, start + len(tokens)): the absolute position that the token will have.
+    banned: token ids that must not be sampled now (stop and end tokens before min_tokens).
+    """
+
+    tokens: tuple[int, ...]
+    start: int
+    block_ids: tuple[int, ...]
+    sampling: SamplingParams | None
+    banned: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """All sequences of one step. Prompt chunks and single decode tokens mix freely."""
+
+    sequences: tuple[SequenceStep, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that run through the model in this step."""
+        return sum(len(sequence.tokens) for sequence in self.sequences)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """The sampled token of each sequence, in the order of the batch; None where none was asked for."""
+
+    tokens: tuple[int | None, ...]

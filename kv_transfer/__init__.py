@@ -1,0 +1,1 @@
+"""Moves KV blocks between workers: credits, leases, tickets, plans, backends. Knows no models or schedulers."""

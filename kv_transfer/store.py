@@ -1,0 +1,35 @@
+"""What kv_transfer needs from a rank's KV pool. The engine's pool satisfies it structurally."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+
+class BlockStore(Protocol):
+    """One rank's paged KV, `[layer][block, k/v, kv_head, token, head_dim]`.
+
+    Heads are counted within the rank. Both calls are safe from any thread as long as the caller owns
+    the blocks; on a GPU they are ordered on the current stream.
+    """
+
+    num_layers: int
+    num_heads: int
+    block_size: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def gather(
+        self, blocks: Sequence[int], layers: range, heads: range, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """A contiguous copy `[layer, block, k/v, head, token, head_dim]` of the named slice."""
+        ...
+
+    def scatter(
+        self, blocks: Sequence[int], layers: range, heads: range, data: torch.Tensor
+    ) -> None:
+        """Write `data`, shaped as `gather` returns it, into the named slice."""
+        ...

@@ -1,0 +1,44 @@
+"""Structured logs: one line a record, `key=value` pairs after the message.
+
+Secrets and prompt text are never passed to a logger.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+_STANDARD = frozenset(vars(logging.LogRecord("", 0, "", 0, "", None, None))) | {
+    "message",
+    "asctime",
+    "taskName",
+}
+
+
+class KeyValueFormatter(logging.Formatter):
+    """`time level logger message key=value ...`, the pairs taken from `extra`."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record with its extra fields appended."""
+        line = super().format(record)
+        pairs = {k: v for k, v in vars(record).items() if k not in _STANDARD}
+        return line + "".join(f" {key}={value}" for key, value in sorted(pairs.items()))
+
+
+def get_logger(name: str) -> logging.Logger:
+    """The logger of a module, under the root `baton`."""
+    return logging.getLogger(f"baton.{name}")
+
+
+def configure_logging(level: str | None = None) -> None:
+    """Send Baton's records to standard error. `level` defaults to BATON_LOG_LEVEL or WARNING."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(KeyValueFormatter())
+    root = logging.getLogger("baton")
+    root.handlers = [handler]
+    root.propagate = False
+    root.setLevel(level or os.environ.get("BATON_LOG_LEVEL", "WARNING"))

@@ -1,0 +1,1 @@
+"""The prefill worker: admission, chunked-prefill scheduler, hand-off. Thin on purpose."""

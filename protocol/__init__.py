@@ -1,0 +1,1 @@
+"""What every process of a Baton cluster agrees on. Pure values: no torch, no ray, no I/O."""

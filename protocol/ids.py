@@ -1,0 +1,53 @@
+"""Identities: requests, attempts, workers and their incarnations."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    """What a worker does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestKey:
+    """One attempt at one request. Every message about a request carries it.
+
+    `attempt` starts at 0 and grows by one each time the router submits the request again,
+    so that anything a lost attempt still sends is recognised as old.
+    """
+
+    request_id: str
+    attempt: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.request_id}/{self.attempt}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRef:
+    """Where a worker is and which incarnation of it is meant.
+
+    `worker_id` is the stable name of the replica, `epoch` a random 62-bit number drawn when its
+    process started, `address` the `host:port` of its control service.
+    """
+
+    worker_id: str
+    epoch: int
+    role: Role
+    address: str
+
+
+def new_epoch() -> int:
+    """A number that no other incarnation of any worker shares."""
+    return secrets.randbits(62)
+
+
+def new_request_id() -> str:
+    """A 128-bit random id, as 32 hex digits: never taken from a client, so never guessed or repeated."""
+    return secrets.token_hex(16)

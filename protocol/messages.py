@@ -1,0 +1,227 @@
+"""Messages between router and workers and between workers.
+
+All are frozen values, sent through protocol.codec. Requests travel as token ids: text ends at the router.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from protocol.errors import ErrorInfo
+from protocol.ids import RequestKey, WorkerRef
+from protocol.kv_layout import KVFingerprint, KVLayout
+from protocol.sampling import SamplingParams
+from protocol.states import FinishReason, WorkerState
+from protocol.ticket import Ticket
+from protocol.timeline import Span
+
+# --- router -> worker -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    """Run one request. Sent to decode and, unless `local_prefill_reason` is set, to prefill.
+
+    `output_ids` are tokens the client already has (after a lost attempt): they count as output and
+    the first new token has index len(output_ids). `deadline` is seconds since the Unix epoch.
+    `peer` is the other worker of the pair, `router_id` names the event stream to answer on.
+    """
+
+    key: RequestKey
+    router_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    deadline: float
+    output_ids: tuple[int, ...] = ()
+    peer: WorkerRef | None = None
+    ticket: Ticket | None = None
+    local_prefill_reason: str = ""
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    """Stop working for these attempts and free what they hold. Unknown keys are ignored."""
+
+    keys: tuple[RequestKey, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subscribe:
+    """Open the stream of events for one router. A second stream of the same id replaces the first."""
+
+    router_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ack:
+    """Done, nothing to say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusQuery:
+    """Ask a worker how it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainCommand:
+    """Refuse new work, finish the old."""
+
+
+# --- worker -> router -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEvent:
+    """One output token. `index` counts output tokens of the whole request from 0, over all attempts.
+
+    With `finish` set it is the last; `spans` then hold the worker's part of the timeline.
+    """
+
+    key: RequestKey
+    index: int
+    token: int
+    finish: FinishReason | None = None
+    spans: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailEvent:
+    """The attempt ended here without finishing. `retriable`: another worker may well succeed."""
+
+    key: RequestKey
+    error: ErrorInfo
+    retriable: bool
+    spans: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanEvent:
+    """Timeline of a part that ended before the request did (prefill after its commit)."""
+
+    key: RequestKey
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLoad:
+    """What a router needs to choose a worker. Sent in every batch of events and on request."""
+
+    running: int = 0  # sequences in the running batch
+    waiting: int = 0  # sequences accepted, not yet running
+    waiting_tokens: int = 0  # prompt tokens not yet computed (prefill: the backlog)
+    free_blocks: int = 0  # credits: blocks that a new sequence could get now
+    total_blocks: int = 0
+    tokens_per_second: float = 0.0  # measured prefill rate, or decode rate over all sequences
+    held_blocks: int = 0
+    cached_blocks: int = 0
+    quarantined_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventBatch:
+    """All events of one step for one router. An empty batch is a sign of life."""
+
+    epoch: int
+    sequence: int
+    load: WorkerLoad
+    tokens: tuple[TokenEvent, ...] = ()
+    failures: tuple[FailEvent, ...] = ()
+    spans: tuple[SpanEvent, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStatus:
+    """A worker's answer to StatusQuery. `steps` and `last_step_age_s` prove progress."""
+
+    ref: WorkerRef
+    state: WorkerState
+    load: WorkerLoad
+    layout: KVLayout
+    fingerprint: KVFingerprint
+    max_model_len: int
+    max_prompt_tokens: int  # what fits the KV pool, one output token included
+    steps: int
+    last_step_age_s: float
+    uptime_s: float
+    counters: dict[str, int] = field(default_factory=dict)
+
+
+# --- prefill <-> decode ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkAddress:
+    """How a sender rank reaches one receiver rank. `endpoint` is the backend's own address."""
+
+    rank: int
+    backend: str
+    endpoint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """Decode -> prefill: blocks are reserved, start.
+
+    `generation` is a number that this decode worker never uses twice; every later message of the
+    hand-off repeats it. `block_ids` are decode's, in prompt order; the first `num_cached_blocks`
+    already hold this prompt's KV and must not be sent.
+    """
+
+    key: RequestKey
+    ticket: Ticket
+    decode: WorkerRef
+    generation: int
+    block_ids: tuple[int, ...]
+    num_cached_blocks: int
+    layout: KVLayout
+    fingerprint: KVFingerprint
+    links: tuple[LinkAddress, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Prefill -> decode: these blocks (by index into the grant), of these layers, are ready to move.
+
+    The reply (Ack) means that decode has checked the ticket and posted its receives; only then does
+    the sender write. `sequence` counts the pieces of one hand-off from 0.
+    """
+
+    key: RequestKey
+    ticket: Ticket
+    generation: int
+    sequence: int
+    first_block: int
+    num_blocks: int
+    first_layer: int
+    num_layers: int
+    prefill: WorkerRef
+    prefill_layout: KVLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """Prefill -> decode: everything was sent. The reply (Ack) means that all of it arrived and decode
+    owns the sequence from here. `num_pieces` and `checksum` let decode prove it."""
+
+    key: RequestKey
+    ticket: Ticket
+    generation: int
+    first_token: int
+    num_pieces: int
+    num_blocks: int
+    checksum: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffEnd:
+    """Either side -> the other: this hand-off is over without a commit.
+
+    `released`: it is not needed (the request ended at token 1, or the client left);
+    otherwise it failed and `error` says why. Idempotent; unknown keys are ignored.
+    """
+
+    key: RequestKey
+    epoch: int  # of the sender of this message
+    released: bool
+    error: ErrorInfo | None = None

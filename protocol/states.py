@@ -1,0 +1,74 @@
+"""Life cycles and the only transitions they allow."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from protocol.errors import StaleMessage
+
+
+class WorkerState(StrEnum):
+    """Life of a worker: it serves only after a real step has run."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+
+
+class TransferState(StrEnum):
+    """Life of one hand-off, on either side."""
+
+    OFFERED = "offered"  # known, no blocks held on decode
+    RESERVED = "reserved"  # decode holds blocks, the grant is on its way or there
+    MOVING = "moving"  # at least one piece was announced
+    COMMITTED = "committed"  # every block arrived; decode owns the sequence
+    RELEASED = "released"  # nothing is held any more, the hand-off was used or not needed
+    ABORTED = "aborted"  # nothing is held any more, the hand-off failed
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended well."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+WORKER_TRANSITIONS: dict[WorkerState, frozenset[WorkerState]] = {
+    WorkerState.STARTING: frozenset({WorkerState.READY, WorkerState.STOPPED}),
+    WorkerState.READY: frozenset({WorkerState.DRAINING, WorkerState.STOPPED}),
+    WorkerState.DRAINING: frozenset({WorkerState.STOPPED}),
+    WorkerState.STOPPED: frozenset(),
+}
+
+TRANSFER_TRANSITIONS: dict[TransferState, frozenset[TransferState]] = {
+    TransferState.OFFERED: frozenset(
+        {TransferState.RESERVED, TransferState.RELEASED, TransferState.ABORTED}
+    ),
+    TransferState.RESERVED: frozenset(
+        {
+            TransferState.MOVING,
+            TransferState.COMMITTED,
+            TransferState.RELEASED,
+            TransferState.ABORTED,
+        }
+    ),
+    TransferState.MOVING: frozenset(
+        {TransferState.COMMITTED, TransferState.RELEASED, TransferState.ABORTED}
+    ),
+    TransferState.COMMITTED: frozenset({TransferState.RELEASED, TransferState.ABORTED}),
+    TransferState.RELEASED: frozenset(),
+    TransferState.ABORTED: frozenset(),
+}
+
+
+def check_transfer(current: TransferState, target: TransferState) -> None:
+    """Raise StaleMessage unless the table allows the step."""
+    if target not in TRANSFER_TRANSITIONS[current]:
+        raise StaleMessage(f"hand-off is {current}, cannot become {target}")
+
+
+def check_worker(current: WorkerState, target: WorkerState) -> None:
+    """Raise StaleMessage unless the table allows the step."""
+    if target not in WORKER_TRANSITIONS[current]:
+        raise StaleMessage(f"worker is {current}, cannot become {target}")

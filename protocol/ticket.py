@@ -1,0 +1,57 @@
+"""Tickets: the router's signed permission for one hand-off between two named incarnations."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from dataclasses import dataclass
+
+from protocol.errors import StaleMessage
+from protocol.ids import RequestKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """Permission to write `num_blocks` blocks for `key` from one epoch into another until `expires_at`.
+
+    `expires_at` is in seconds since the Unix epoch. `signature` is HMAC-SHA256 (RFC 2104) over all
+    other fields with the cluster's secret.
+    """
+
+    key: RequestKey
+    prefill_epoch: int
+    decode_epoch: int
+    num_blocks: int
+    expires_at: float
+    signature: bytes = b""
+
+    def _body(self) -> bytes:
+        fields = (
+            self.key.request_id,
+            self.key.attempt,
+            self.prefill_epoch,
+            self.decode_epoch,
+            self.num_blocks,
+            self.expires_at.hex(),
+        )
+        return "\x1f".join(map(str, fields)).encode()
+
+    def signed(self, secret: bytes) -> Ticket:
+        """The same ticket with its signature."""
+        digest = hmac.new(secret, self._body(), hashlib.sha256).digest()
+        return Ticket(
+            key=self.key,
+            prefill_epoch=self.prefill_epoch,
+            decode_epoch=self.decode_epoch,
+            num_blocks=self.num_blocks,
+            expires_at=self.expires_at,
+            signature=digest,
+        )
+
+    def verify(self, secret: bytes, *, now: float) -> None:
+        """Raise StaleMessage when the signature is wrong or the ticket has expired."""
+        expected = hmac.new(secret, self._body(), hashlib.sha256).digest()
+        if not hmac.compare_digest(expected, self.signature):
+            raise StaleMessage(f"ticket of {self.key} has a wrong signature", param="ticket")
+        if now >= self.expires_at:
+            raise StaleMessage(f"ticket of {self.key} has expired", param="ticket")

@@ -1,0 +1,220 @@
+"""Serve and call typed control methods over gRPC.
+
+A method is declared once (`Method`) and used by both sides. Errors of protocol.errors cross the wire
+as themselves: the server puts the ErrorInfo into the trailing metadata, the client raises it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import grpc
+from grpc import aio
+
+from observability.logging import get_logger
+from protocol import codec
+from protocol.errors import (
+    GRPC_STATUS,
+    BatonError,
+    DeadlineExceeded,
+    ErrorInfo,
+    Internal,
+    Unauthenticated,
+    Unavailable,
+)
+
+Req = TypeVar("Req")
+Rep = TypeVar("Rep")
+
+ERROR_KEY = "baton-error-bin"
+SECRET_KEY = "baton-secret-bin"
+_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_send_message_length", 256 << 20),
+    ("grpc.max_receive_message_length", 256 << 20),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.so_reuseport", 0),
+]
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Method(Generic[Req, Rep]):
+    """One control method: `/service/name`, its message classes, and whether it streams replies."""
+
+    service: str
+    name: str
+    request: type[Req]
+    reply: type[Rep]
+    streams: bool = False
+
+    @property
+    def path(self) -> str:
+        """The full gRPC method path."""
+        return f"/{self.service}/{self.name}"
+
+
+Handler = Callable[[Any], Awaitable[Any] | AsyncIterator[Any]]
+
+
+class ControlServer:
+    """A gRPC server of control methods on a port of its own (bind to 0, then advertise `address`).
+
+    Callers must present the cluster's secret; it is compared in constant time.
+    """
+
+    def __init__(self, handlers: Mapping[Method[Any, Any], Handler], *, secret: bytes) -> None:
+        self._handlers = handlers
+        self._secret = secret
+        self._server: aio.Server | None = None
+        self.address = ""
+
+    async def start(self, host: str = "127.0.0.1") -> str:
+        """Bind to a free port of `host`; return the `host:port` to advertise."""
+        server = aio.server(options=_OPTIONS)
+        services: dict[str, dict[str, grpc.RpcMethodHandler]] = {}
+        for method, handler in self._handlers.items():
+            services.setdefault(method.service, {})[method.name] = self._bind(method, handler)
+        for service, methods in services.items():
+            generic = grpc.method_handlers_generic_handler(service, methods)
+            server.add_generic_rpc_handlers((generic,))
+        port = server.add_insecure_port(f"{host}:0")
+        if port == 0:
+            raise Unavailable(f"cannot bind a control port on {host}", param="host")
+        await server.start()
+        self._server = server
+        self.address = f"{host}:{port}"
+        return self.address
+
+    async def stop(self, grace_s: float = 0.5) -> None:
+        """Stop accepting calls; running ones get `grace_s` seconds."""
+        if self._server is not None:
+            await self._server.stop(grace_s)
+            self._server = None
+
+    def _check_secret(self, context: aio.ServicerContext[Any, Any]) -> None:
+        for key, value in context.invocation_metadata() or ():
+            if key == SECRET_KEY and isinstance(value, bytes):
+                if hmac.compare_digest(value, self._secret):
+                    return
+                break
+        raise Unauthenticated("the control channel needs the cluster's secret")
+
+    def _bind(self, method: Method[Any, Any], handler: Handler) -> grpc.RpcMethodHandler:
+        async def unary(request: bytes, context: aio.ServicerContext[Any, Any]) -> bytes:
+            try:
+                self._check_secret(context)
+                reply = await handler(codec.decode(method.request, request))  # type: ignore[misc]
+            except Exception as error:
+                await _abort(context, method, error)
+                raise
+            return codec.encode(reply)
+
+        async def stream(
+            request: bytes, context: aio.ServicerContext[Any, Any]
+        ) -> AsyncIterator[bytes]:
+            try:
+                self._check_secret(context)
+                replies = handler(codec.decode(method.request, request))
+                async for reply in replies:  # type: ignore[union-attr]
+                    yield codec.encode(reply)
+            except Exception as error:
+                await _abort(context, method, error)
+                raise
+
+        if method.streams:
+            return grpc.unary_stream_rpc_method_handler(stream)
+        return grpc.unary_unary_rpc_method_handler(unary)
+
+
+async def _abort(
+    context: aio.ServicerContext[Any, Any], method: Method[Any, Any], error: Exception
+) -> None:
+    if isinstance(error, aio.AbortError):
+        raise error
+    if not isinstance(error, BatonError):
+        log.exception("control method failed", extra={"method": method.path})
+        error = Internal(f"{method.name}: {type(error).__name__}: {error}")
+    info = error.info()
+    await context.abort(
+        grpc.StatusCode[GRPC_STATUS[info.code]],
+        info.message,
+        ((ERROR_KEY, codec.encode(info)),),
+    )
+
+
+class ControlClient:
+    """Calls control methods of one peer. Every call has a deadline; errors arrive typed."""
+
+    def __init__(self, address: str, *, secret: bytes) -> None:
+        self.address = address
+        self._channel = aio.insecure_channel(address, options=_OPTIONS)
+        self._metadata = ((SECRET_KEY, secret),)
+
+    async def call(self, method: Method[Req, Rep], request: Req, *, timeout_s: float) -> Rep:
+        """One reply. Raises the peer's typed error, Unavailable when it cannot be reached, or
+        DeadlineExceeded after `timeout_s` seconds."""
+        rpc = self._channel.unary_unary(method.path)
+        try:
+            data = await rpc(codec.encode(request), timeout=timeout_s, metadata=self._metadata)
+        except aio.AioRpcError as error:
+            raise self._typed(error, method) from error
+        return codec.decode(method.reply, data)
+
+    async def stream(self, method: Method[Req, Rep], request: Req) -> AsyncIterator[Rep]:
+        """Replies until the peer ends the stream; closing the iterator cancels it."""
+        rpc = self._channel.unary_stream(method.path)
+        call = rpc(codec.encode(request), metadata=self._metadata)
+        try:
+            async for data in call:
+                yield codec.decode(method.reply, data)
+        except aio.AioRpcError as error:
+            raise self._typed(error, method) from error
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        """Close the channel; calls in flight are cancelled."""
+        await self._channel.close(None)
+
+    def _typed(self, error: aio.AioRpcError, method: Method[Any, Any]) -> BatonError:
+        for key, value in error.trailing_metadata() or ():
+            if key == ERROR_KEY and isinstance(value, bytes):
+                return codec.decode(ErrorInfo, value).to_error()
+        where = f"{method.name} at {self.address}"
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return DeadlineExceeded(f"{where}: no answer in time")
+        return Unavailable(f"{where}: {error.code().name}: {error.details()}")
+
+
+class ClientPool:
+    """One ControlClient per address, made on first use."""
+
+    def __init__(self, *, secret: bytes) -> None:
+        self._secret = secret
+        self._clients: dict[str, ControlClient] = {}
+
+    def get(self, address: str) -> ControlClient:
+        """The client of `address`."""
+        client = self._clients.get(address)
+        if client is None:
+            client = self._clients[address] = ControlClient(address, secret=self._secret)
+        return client
+
+    async def drop(self, address: str) -> None:
+        """Forget a peer that has left."""
+        client = self._clients.pop(address, None)
+        if client is not None:
+            await client.close()
+
+    async def close(self) -> None:
+        """Close every channel."""
+        clients, self._clients = list(self._clients.values()), {}
+        await asyncio.gather(*(client.close() for client in clients))
