@@ -1,0 +1,41 @@
+"""Settings that both kinds of worker have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """Bounds and deadlines of one worker.
+
+    max_num_seqs: sequences in one step. max_num_batched_tokens: tokens in one step (the chunk size of a
+    long prompt). max_waiting: accepted requests that may wait; beyond it Submit is Overloaded.
+    watermark: share of blocks kept free for growth of running sequences when a new one is admitted.
+    starvation_s: a request that waited this long is served before all younger ones.
+    heartbeat_s: longest silence on an event stream. stall_s: a step longer than this is a dead engine.
+    """
+
+    host: str = "127.0.0.1"
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_waiting: int = 1024
+    watermark: float = 0.01
+    starvation_s: float = 5.0
+    heartbeat_s: float = 0.5
+    stall_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs})"
+            )
+        if not 0.0 <= self.watermark < 1.0:
+            raise ValueError(f"watermark must be in [0, 1), got {self.watermark}")
+        for name in ("starvation_s", "heartbeat_s", "stall_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")

@@ -1,0 +1,53 @@
+"""Checks of a submitted request against what this worker can hold. The router made them before;
+a worker still never lets a bad id or an impossible length reach the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.errors import ContextTooLong, InvalidRequest
+from protocol.messages import Submit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one worker can hold: context of the model, its vocabulary, its pool."""
+
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Longest prompt that leaves room for one output token, in the context and in the pool."""
+        return min(self.max_model_len, self.num_blocks * self.block_size) - 1
+
+    def check(self, submit: Submit, *, whole_output: bool) -> None:
+        """Raise InvalidRequest or ContextTooLong, naming the field.
+
+        `whole_output`: the pool must hold prompt + max_tokens (decode), not just prompt + 1 (prefill).
+        """
+        ids = submit.prompt_ids
+        if not ids:
+            raise InvalidRequest("prompt must have at least one token", param="prompt")
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            raise InvalidRequest(
+                f"prompt has a token id outside the vocabulary of {self.vocab_size}", param="prompt"
+            )
+        submit.sampling.validate(self.vocab_size)
+        if len(submit.output_ids) >= submit.sampling.max_tokens:
+            raise InvalidRequest("all max_tokens were made already", param="max_tokens")
+        total = len(ids) + submit.sampling.max_tokens
+        if total > self.max_model_len:
+            raise ContextTooLong(
+                f"prompt ({len(ids)}) + max_tokens ({submit.sampling.max_tokens}) exceed the context "
+                f"of {self.max_model_len} tokens",
+                param="max_tokens",
+            )
+        needed = total if whole_output else len(ids) + len(submit.output_ids) + 1
+        capacity = self.num_blocks * self.block_size
+        if needed > capacity:
+            raise ContextTooLong(
+                f"{needed} tokens do not fit the KV pool of {capacity} tokens", param="prompt"
+            )
