@@ -1,7 +1,7 @@
-"""Messages as msgpack (https://msgpack.org): a dataclass is the array of its field values, in order.
+"""Messages as msgpack (https://msgpack.org): a dataclass is the array of its fields, in order.
 
-Decoding is driven by the declared types and is strict: a wrong type, a missing or an extra field is an
-InvalidRequest naming the path. Nothing is ever unpickled. Decoders are built once per class.
+Decoding is driven by the declared types and is strict: a wrong type, a missing or an extra field is
+an InvalidRequest naming the path. Nothing is ever unpickled. Decoders are built once per class.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ def encode(message: object) -> bytes:
 
 
 def decode(cls: type[T], data: bytes) -> T:
-    """The message of class `cls` in `data`. Raises InvalidRequest naming the field that is wrong."""
+    """The message of class `cls` in `data`. Raises InvalidRequest naming the wrong field."""
     try:
         raw = msgpack.unpackb(data, raw=False, use_list=False, strict_map_key=False)
     except (ValueError, msgpack.exceptions.UnpackException) as error:
         raise InvalidRequest(f"{cls.__name__}: not msgpack: {error}", param=cls.__name__) from error
-    return typing.cast(T, _decoder(cls)(raw, cls.__name__))
+    kind: Any = cls
+    return typing.cast(T, _decoder(kind)(raw, cls.__name__))
 
 
 def _plain(value: Any) -> Any:
@@ -45,7 +46,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (int, str)):
         return value
     if dataclasses.is_dataclass(value):
-        return [_plain(getattr(value, name)) for name in _field_names(type(value))]
+        cls: Any = type(value)
+        return [_plain(getattr(value, name)) for name in _field_names(cls)]
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]
     if isinstance(value, dict):
@@ -54,7 +56,7 @@ def _plain(value: Any) -> Any:
 
 
 @cache
-def _field_names(cls: type) -> tuple[str, ...]:
+def _field_names(cls: Any) -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(cls))
 
 

@@ -51,9 +51,7 @@ class ErrorInfo:
 
     def to_error(self) -> BatonError:
         """The exception of this code."""
-        return _CLASSES[self.code](
-            self.message, param=self.param, retry_after_s=self.retry_after_s
-        )
+        return _CLASSES[self.code](self.message, param=self.param, retry_after_s=self.retry_after_s)
 
 
 class BatonError(Exception):

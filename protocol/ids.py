@@ -49,5 +49,5 @@ def new_epoch() -> int:
 
 
 def new_request_id() -> str:
-    """A 128-bit random id, as 32 hex digits: never taken from a client, so never guessed or repeated."""
+    """A 128-bit random id, 32 hex digits: never a client's, so never guessed or repeated."""
     return secrets.token_hex(16)

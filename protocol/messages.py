@@ -1,6 +1,7 @@
 """Messages between router and workers and between workers.
 
-All are frozen values, sent through protocol.codec. Requests travel as token ids: text ends at the router.
+All are frozen values, sent through protocol.codec. Requests travel as token ids: text ends at the
+router.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subscribe:
-    """Open the stream of events for one router. A second stream of the same id replaces the first."""
+    """Open the stream of events for one router. A second of the same id replaces the first."""
 
     router_id: str
 
@@ -73,7 +74,7 @@ class DrainCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent:
-    """One output token. `index` counts output tokens of the whole request from 0, over all attempts.
+    """One output token. `index` counts output tokens of the request from 0, over all attempts.
 
     With `finish` set it is the last; `spans` then hold the worker's part of the timeline.
     """
@@ -181,7 +182,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Prefill -> decode: these blocks (by index into the grant), of these layers, are ready to move.
+    """Prefill -> decode: these blocks (by index into the grant) and layers are ready to move.
 
     The reply (Ack) means that decode has checked the ticket and posted its receives; only then does
     the sender write. `sequence` counts the pieces of one hand-off from 0.
@@ -201,8 +202,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """Prefill -> decode: everything was sent. The reply (Ack) means that all of it arrived and decode
-    owns the sequence from here. `num_pieces` and `checksum` let decode prove it."""
+    """Prefill -> decode: everything was sent. The reply (Ack) means that all of it arrived and
+    decode owns the sequence from here. `num_pieces` and `checksum` let decode prove it."""
 
     key: RequestKey
     ticket: Ticket

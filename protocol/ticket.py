@@ -12,7 +12,7 @@ from protocol.ids import RequestKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """Permission to write `num_blocks` blocks for `key` from one epoch into another until `expires_at`.
+    """Permission to write `num_blocks` blocks for `key` from one epoch into another, for a while.
 
     `expires_at` is in seconds since the Unix epoch. `signature` is HMAC-SHA256 (RFC 2104) over all
     other fields with the cluster's secret.

@@ -1,7 +1,8 @@
 """Serve and call typed control methods over gRPC.
 
-A method is declared once (`Method`) and used by both sides. Errors of protocol.errors cross the wire
-as themselves: the server puts the ErrorInfo into the trailing metadata, the client raises it again.
+A method is declared once (`Method`) and used by both sides. Errors of protocol.errors cross
+the wire as themselves: the server puts the ErrorInfo into the trailing metadata, the client raises
+it again.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class ControlServer:
     async def start(self, host: str = "127.0.0.1") -> str:
         """Bind to a free port of `host`; return the `host:port` to advertise."""
         server = aio.server(options=_OPTIONS)
-        services: dict[str, dict[str, grpc.RpcMethodHandler]] = {}
+        services: dict[str, dict[str, grpc.RpcMethodHandler[Any, Any]]] = {}
         for method, handler in self._handlers.items():
             services.setdefault(method.service, {})[method.name] = self._bind(method, handler)
         for service, methods in services.items():
@@ -107,7 +108,7 @@ class ControlServer:
                 break
         raise Unauthenticated("the control channel needs the cluster's secret")
 
-    def _bind(self, method: Method[Any, Any], handler: Handler) -> grpc.RpcMethodHandler:
+    def _bind(self, method: Method[Any, Any], handler: Handler) -> grpc.RpcMethodHandler[Any, Any]:
         async def unary(request: bytes, context: aio.ServicerContext[Any, Any]) -> bytes:
             try:
                 self._check_secret(context)
@@ -140,7 +141,7 @@ async def _abort(
     if isinstance(error, aio.AbortError):
         raise error
     if not isinstance(error, BatonError):
-        log.exception("control method failed", extra={"method": method.path})
+        log.error("control method failed", exc_info=error, extra={"method": method.path})
         error = Internal(f"{method.name}: {type(error).__name__}: {error}")
     info = error.info()
     await context.abort(
@@ -161,7 +162,7 @@ class ControlClient:
     async def call(self, method: Method[Req, Rep], request: Req, *, timeout_s: float) -> Rep:
         """One reply. Raises the peer's typed error, Unavailable when it cannot be reached, or
         DeadlineExceeded after `timeout_s` seconds."""
-        rpc = self._channel.unary_unary(method.path)
+        rpc: aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(method.path)
         try:
             data = await rpc(codec.encode(request), timeout=timeout_s, metadata=self._metadata)
         except aio.AioRpcError as error:
@@ -170,7 +171,7 @@ class ControlClient:
 
     async def stream(self, method: Method[Req, Rep], request: Req) -> AsyncIterator[Rep]:
         """Replies until the peer ends the stream; closing the iterator cancels it."""
-        rpc = self._channel.unary_stream(method.path)
+        rpc: aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(method.path)
         call = rpc(codec.encode(request), metadata=self._metadata)
         try:
             async for data in call:
