@@ -1,0 +1,36 @@
+"""Where Baton keeps things on this machine: models, and the state of the cluster it started."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def baton_home() -> Path:
+    """`BATON_HOME`, by default `~/.cache/baton`. Not created here."""
+    return Path(os.environ.get("BATON_HOME") or "~/.cache/baton").expanduser().absolute()
+
+
+def models_dir() -> Path:
+    """The folder that holds one folder per model."""
+    return baton_home() / "models"
+
+
+def run_dir() -> Path:
+    """The folder of the running cluster's state and logs."""
+    return baton_home() / "run"
+
+
+@contextmanager
+def file_lock(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on `path`, waiting for other processes. The kernel frees it if we die."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(handle, fcntl.LOCK_UN)
