@@ -1,0 +1,103 @@
+"""What the step thread of a prefill worker is told, and what it asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from protocol.errors import ErrorInfo
+from protocol.ids import RequestKey
+from protocol.messages import Submit
+from worker_runtime.outlet import RouterEvents
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    """A request was accepted; it runs once decode has granted blocks."""
+
+    submit: Submit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Granted:
+    """Decode holds blocks for the request; the first `num_cached_blocks` need not be sent."""
+
+    key: RequestKey
+    num_blocks: int
+    num_cached_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancelled:
+    """These attempts are not wanted any more."""
+
+    keys: tuple[RequestKey, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterGone:
+    """The router's stream ended: nobody listens to its requests."""
+
+    router_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivered:
+    """Decode has everything and owns the sequence. Times are seconds since the Unix epoch."""
+
+    key: RequestKey
+    num_bytes: int
+    num_pieces: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffEnded:
+    """The hand-off is over without a commit, and no read of the source blocks is in flight."""
+
+    key: RequestKey
+    error: ErrorInfo | None
+
+
+Command = Submitted | Granted | Cancelled | RouterGone | Delivered | HandoffEnded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Push:
+    """These blocks are complete: send them as blocks first_block .. of the grant."""
+
+    key: RequestKey
+    block_ids: tuple[int, ...]
+    first_block: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitHandoff:
+    """Everything was pushed and token 1 is known."""
+
+    key: RequestKey
+    first_token: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndHandoff:
+    """Tell the decode worker that the hand-off is over."""
+
+    key: RequestKey
+    released: bool
+    error: ErrorInfo | None
+
+
+@dataclass(slots=True)
+class Output:
+    """What one turn of the step thread wants done on the event loop, in this order."""
+
+    events: dict[str, RouterEvents] = field(default_factory=dict)
+    handoffs: list[Push | CommitHandoff | EndHandoff] = field(default_factory=list)
+
+    def of(self, router_id: str) -> RouterEvents:
+        """The events for one router."""
+        return self.events.setdefault(router_id, RouterEvents())
+
+    def __bool__(self) -> bool:
+        return bool(self.events or self.handoffs)

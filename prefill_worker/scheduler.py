@@ -1,0 +1,359 @@
+"""Chunked prefill under a token budget. Pure: commands and a clock in, a batch and an output out.
+
+Life of a sequence here (blocks held in parentheses):
+
+    EXPECTING (none) -> GRANTED (none) -> RUNNING (held, in chunks) -> SENDING (held) -> gone
+    any of them -> ENDING (held) when cancelled or failed: freed once no read is in flight
+
+Nothing is held before decode has granted room, so a full decode pool never pins memory here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from engine.batch import SequenceStep, StepBatch, StepResult
+from prefill_worker.commands import (
+    Cancelled,
+    Command,
+    CommitHandoff,
+    Delivered,
+    EndHandoff,
+    Granted,
+    HandoffEnded,
+    Output,
+    Push,
+    RouterGone,
+    Submitted,
+)
+from protocol.errors import DeadlineExceeded, ErrorInfo
+from protocol.ids import RequestKey
+from protocol.messages import FailEvent, SpanEvent, TokenEvent, WorkerLoad
+from protocol.timeline import Phase, Span
+from worker_runtime.blocks import Blocks
+from worker_runtime.config import WorkerConfig
+from worker_runtime.rate import Rate
+from worker_runtime.sequence import Sequence
+
+
+class State(StrEnum):
+    """Where a sequence is on this worker."""
+
+    EXPECTING = "expecting"
+    GRANTED = "granted"
+    RUNNING = "running"
+    SENDING = "sending"
+    ENDING = "ending"
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A sequence with its state; `order` is its seniority, `pushed` counts blocks handed to the sender."""
+
+    sequence: Sequence
+    state: State
+    order: int
+    pushed: int = 0
+    granted_at: float = 0.0
+    num_bytes: int = 0
+    num_pieces: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One chunk of the batch in flight."""
+
+    entry: _Entry
+    num_tokens: int
+    samples: bool
+
+
+class PrefillScheduler:
+    """Decides what a prefill worker does next. Not thread-safe: the step thread owns it."""
+
+    def __init__(
+        self, *, config: WorkerConfig, blocks: Blocks, block_size: int, place: str
+    ) -> None:
+        self._config = config
+        self._blocks = blocks
+        self._block_size = block_size
+        self._place = place
+        self._entries: dict[RequestKey, _Entry] = {}
+        self._next_order = 0
+        self._rows: list[_Row] = []
+        self._rate = Rate()
+        self._step_started = 0.0
+        self.num_finished = 0
+        self.num_failed = 0
+        self.num_cancelled = 0
+
+    # --- commands -------------------------------------------------------------------------------
+
+    def handle(self, command: Command, now: float, out: Output) -> None:
+        """Take one command in."""
+        match command:
+            case Submitted(submit=submit):
+                self._submitted(Sequence.of(submit, now), now)
+            case Granted():
+                self._granted(command, now)
+            case Cancelled(keys=keys):
+                for key in keys:
+                    self._cancel(key, out)
+            case RouterGone(router_id=router_id):
+                gone = [k for k, e in self._entries.items() if _router(e) == router_id]
+                for key in gone:
+                    self._cancel(key, out)
+            case Delivered():
+                self._delivered(command, out)
+            case HandoffEnded(key=key, error=error):
+                self._handoff_ended(key, error, out)
+
+    def _submitted(self, sequence: Sequence, now: float) -> None:
+        if sequence.key in self._entries:
+            return
+        sequence.mark_start(Phase.CREDIT_WAIT, now)
+        self._entries[sequence.key] = _Entry(sequence, State.EXPECTING, self._next_order)
+        self._next_order += 1
+
+    def _granted(self, command: Granted, now: float) -> None:
+        entry = self._entries.get(command.key)
+        if entry is None or entry.state is not State.EXPECTING:
+            return
+        entry.state = State.GRANTED
+        entry.pushed = command.num_cached_blocks
+        entry.granted_at = now
+        entry.sequence.mark_end(Phase.CREDIT_WAIT, now)
+        entry.sequence.mark_start(Phase.PREFILL_QUEUE, now)
+
+    def _cancel(self, key: RequestKey, out: Output) -> None:
+        entry = self._entries.get(key)
+        if entry is None or entry.state is State.ENDING:
+            return
+        self.num_cancelled += 1
+        self._end(entry, out, released=True, error=None)
+
+    def _delivered(self, command: Delivered, out: Output) -> None:
+        entry = self._entries.get(command.key)
+        if entry is None or entry.state not in (State.SENDING, State.ENDING):
+            return
+        if entry.state is State.SENDING:
+            self.num_finished += 1
+            entry.sequence.marks[Phase.TRANSFER] = [command.start, command.end]
+            entry.num_bytes, entry.num_pieces = command.num_bytes, command.num_pieces
+            out.of(_router(entry)).spans.append(
+                SpanEvent(key=command.key, spans=self._spans(entry))
+            )
+        self._remove(entry)
+
+    def _handoff_ended(self, key: RequestKey, error: ErrorInfo | None, out: Output) -> None:
+        entry = self._entries.get(key)
+        if entry is None:
+            return
+        if entry.state is not State.ENDING and error is not None:
+            self._fail(entry, error, retriable=True, out=out)
+        self._remove(entry)
+
+    # --- plan -----------------------------------------------------------------------------------
+
+    def plan(self, now: float, out: Output) -> StepBatch | None:
+        """Expire, and fill the token budget with chunks; None when nothing can run."""
+        self._expire(now, out)
+        self._rows = []
+        budget = self._config.max_num_batched_tokens
+        for entry in sorted(self._runnable(), key=lambda e: self._rank(e, now)):
+            if budget == 0 or len(self._rows) == self._config.max_num_seqs:
+                break
+            if entry.state is State.GRANTED and not self._start(entry):
+                continue
+            budget -= self._take(entry, budget, now)
+        if not self._rows:
+            return None
+        self._step_started = now
+        return StepBatch(sequences=tuple(_step(row) for row in self._rows))
+
+    def _rank(self, entry: _Entry, now: float) -> tuple[int, float, int]:
+        """Shortest remaining work first, so that a short prompt never sits behind a whole long one;
+        every second of waiting counts as a second of work already done, so that none starves."""
+        waited = now - entry.granted_at
+        speed = self._rate.per_second() or float(self._config.max_num_batched_tokens)
+        overdue = waited > self._config.starvation_s
+        key = -waited if overdue else entry.sequence.num_uncomputed / speed - waited
+        priority = entry.sequence.submit.priority
+        return (-priority if not overdue else -(2**31), key, entry.order)
+
+    def _start(self, entry: _Entry) -> bool:
+        """Take blocks for the whole prompt, or leave the sequence waiting."""
+        blocks = self._blocks.allocate(-(-len(entry.sequence.tokens) // self._block_size))
+        if blocks is None:
+            return False
+        entry.sequence.block_ids = blocks
+        entry.state = State.RUNNING
+        return True
+
+    def _take(self, entry: _Entry, budget: int, now: float) -> int:
+        sequence = entry.sequence
+        num_tokens = min(sequence.num_uncomputed, budget)
+        if sequence.num_computed == 0:
+            sequence.mark_end(Phase.PREFILL_QUEUE, now)
+            sequence.mark_start(Phase.PREFILL, now)
+        self._rows.append(_Row(entry, num_tokens, num_tokens == sequence.num_uncomputed))
+        return num_tokens
+
+    # --- apply ----------------------------------------------------------------------------------
+
+    def apply(self, result: StepResult, now: float, out: Output) -> None:
+        """Take the planned step in: push complete blocks, and token 1 of prompts that are done."""
+        num_tokens = 0
+        for row, token in zip(self._rows, result.tokens, strict=True):
+            num_tokens += row.num_tokens
+            row.entry.sequence.num_computed += row.num_tokens
+            row.entry.sequence.num_chunks += 1
+            self._push(row.entry, out, last=token is not None)
+            if token is not None:
+                self._sampled(row.entry, token, now, out)
+        self._rate.add(num_tokens, now - self._step_started)
+        self._rows = []
+
+    def _push(self, entry: _Entry, out: Output, *, last: bool) -> None:
+        sequence = entry.sequence
+        ready = sequence.num_computed // self._block_size
+        if last:
+            ready = -(-sequence.num_computed // self._block_size)
+        if ready > entry.pushed:
+            out.handoffs.append(
+                Push(
+                    key=sequence.key,
+                    block_ids=tuple(sequence.block_ids[entry.pushed : ready]),
+                    first_block=entry.pushed,
+                )
+            )
+            entry.pushed = ready
+
+    def _sampled(self, entry: _Entry, token: int, now: float, out: Output) -> None:
+        sequence = entry.sequence
+        finish = sequence.append(token)
+        sequence.mark_end(Phase.PREFILL, now)
+        out.of(_router(entry)).tokens.append(
+            TokenEvent(
+                key=sequence.key,
+                index=sequence.num_output - 1,
+                token=token,
+                finish=finish,
+                spans=self._spans(entry) if finish is not None else (),
+            )
+        )
+        if finish is None:
+            entry.state = State.SENDING
+            out.handoffs.append(CommitHandoff(key=sequence.key, first_token=token))
+            return
+        self.num_finished += 1
+        self._end(entry, out, released=True, error=None)
+
+    # --- ends -----------------------------------------------------------------------------------
+
+    def _end(
+        self, entry: _Entry, out: Output, *, released: bool, error: ErrorInfo | None
+    ) -> None:
+        """Leave the hand-off; blocks stay held until the sender says that no read is in flight."""
+        entry.state = State.ENDING
+        self._rows = [row for row in self._rows if row.entry is not entry]
+        out.handoffs.append(EndHandoff(key=entry.sequence.key, released=released, error=error))
+
+    def _remove(self, entry: _Entry) -> None:
+        if entry.sequence.block_ids:
+            self._blocks.free(entry.sequence.block_ids)
+        self._rows = [row for row in self._rows if row.entry is not entry]
+        del self._entries[entry.sequence.key]
+
+    def _expire(self, now: float, out: Output) -> None:
+        late = [
+            e
+            for e in self._entries.values()
+            if e.state is not State.ENDING and now >= e.sequence.submit.deadline
+        ]
+        for entry in late:
+            error = DeadlineExceeded("the request's deadline passed", param="deadline").info()
+            self._fail(entry, error, retriable=False, out=out)
+            self._end(entry, out, released=False, error=error)
+
+    def _fail(self, entry: _Entry, error: ErrorInfo, *, retriable: bool, out: Output) -> None:
+        self.num_failed += 1
+        out.of(_router(entry)).failures.append(
+            FailEvent(
+                key=entry.sequence.key,
+                error=error,
+                retriable=retriable,
+                spans=self._spans(entry),
+            )
+        )
+
+    def fail_all(self, error: ErrorInfo, out: Output) -> None:
+        """End every request: the engine is broken, another worker may serve them."""
+        for entry in list(self._entries.values()):
+            if entry.state is not State.ENDING:
+                self._fail(entry, error, retriable=True, out=out)
+                self._end(entry, out, released=False, error=error)
+
+    # --- views ----------------------------------------------------------------------------------
+
+    def load(self) -> WorkerLoad:
+        """Figures for the routers; `waiting_tokens` over `tokens_per_second` is the backlog in seconds."""
+        working = (State.EXPECTING, State.GRANTED, State.RUNNING)
+        backlog = sum(e.sequence.num_uncomputed for e in self._entries.values() if e.state in working)
+        return WorkerLoad(
+            running=self._count(State.RUNNING, State.SENDING),
+            waiting=self._count(State.EXPECTING, State.GRANTED),
+            waiting_tokens=backlog,
+            free_blocks=self._blocks.num_free,
+            total_blocks=self._blocks.num_blocks,
+            tokens_per_second=self._rate.per_second(),
+            held_blocks=self._blocks.num_held,
+            cached_blocks=self._blocks.num_cached,
+            quarantined_blocks=self._blocks.num_quarantined,
+        )
+
+    def next_deadline(self) -> float | None:
+        """The earliest deadline among all requests."""
+        alive = (e for e in self._entries.values() if e.state is not State.ENDING)
+        return min((e.sequence.submit.deadline for e in alive), default=None)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not ended here."""
+        return len(self._entries)
+
+    def _runnable(self) -> list[_Entry]:
+        return [e for e in self._entries.values() if e.state in (State.GRANTED, State.RUNNING)]
+
+    def _count(self, *states: State) -> int:
+        return sum(e.state in states for e in self._entries.values())
+
+    def _spans(self, entry: _Entry) -> tuple[Span, ...]:
+        sequence = entry.sequence
+        return sequence.spans(
+            self._place,
+            {
+                Phase.PREFILL: {
+                    "tokens": sequence.num_computed,
+                    "chunks": sequence.num_chunks,
+                },
+                Phase.TRANSFER: {"bytes": entry.num_bytes, "pieces": entry.num_pieces},
+            },
+        )
+
+
+def _router(entry: _Entry) -> str:
+    return entry.sequence.submit.router_id
+
+
+def _step(row: _Row) -> SequenceStep:
+    sequence = row.entry.sequence
+    start = sequence.num_computed
+    return SequenceStep(
+        tokens=tuple(sequence.tokens[start : start + row.num_tokens]),
+        start=start,
+        block_ids=tuple(sequence.block_ids),
+        sampling=sequence.sampling if row.samples else None,
+        banned=sequence.banned() if row.samples else (),
+    )

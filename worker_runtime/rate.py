@@ -1,0 +1,25 @@
+"""A smoothed rate of tokens per second of busy time."""
+
+from __future__ import annotations
+
+import math
+
+
+class Rate:
+    """Exponentially weighted over busy time, with a time constant of `window_s` seconds: idle time
+    neither raises nor lowers it, so it stays a measure of how fast the worker is when it works."""
+
+    def __init__(self, window_s: float = 5.0) -> None:
+        self._window_s = window_s
+        self._tokens = 0.0
+        self._seconds = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """A step of `seconds` ran `tokens` tokens."""
+        keep = math.exp(-seconds / self._window_s)
+        self._tokens = self._tokens * keep + tokens
+        self._seconds = self._seconds * keep + seconds
+
+    def per_second(self) -> float:
+        """Tokens per second of busy time; 0 before the first step."""
+        return self._tokens / self._seconds if self._seconds > 0 else 0.0
