@@ -1,0 +1,199 @@
+"""Metrics in Prometheus' text format. One `MetricSet` per process object, nothing process-wide.
+
+Text format: https://prometheus.io/docs/instrumenting/exposition_formats/
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from observability import metrics
+from observability.metrics import REQUEST_METRICS, Kind, Metric, split_counter_key
+from protocol.messages import WorkerStatus
+
+PREFIX = "baton_"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_MODEL_LABEL = "model_name"
+_COUNTER_LABELS = {metric.name: metric.labels for metric in metrics.WORKER_COUNTERS}
+
+
+class MetricSet:
+    """The metrics of one router: its own, and those of the workers it was told about.
+
+    Every series carries `model_name`. With `vllm_names` the figures that vLLM publishes too are
+    exported a second time as `vllm:<name>`. Safe to use from any thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_name: str,
+        definitions: Iterable[Metric] = REQUEST_METRICS,
+        vllm_names: bool = False,
+    ) -> None:
+        self._model_name = model_name
+        self._vllm_names = vllm_names
+        self._registry = CollectorRegistry(auto_describe=False)
+        definitions = tuple(definitions)
+        self._metrics = {metric.name: self._register(metric) for metric in definitions}
+        self._children: dict[tuple[str, tuple[str, ...]], Any] = {}
+        for metric in definitions:
+            if not metric.labels:
+                self._child(metric, {})  # exported as 0 before its first event
+        self.workers = WorkerCollector(model_name)
+        self._registry.register(self.workers)
+
+    def count(self, metric: Metric, amount: float = 1, **labels: str) -> None:
+        """Add to a counter."""
+        self._child(metric, labels).inc(amount)
+
+    def set(self, metric: Metric, value: float, **labels: str) -> None:
+        """Set a gauge."""
+        self._child(metric, labels).set(value)
+
+    def add(self, metric: Metric, amount: float, **labels: str) -> None:
+        """Move a gauge up or down."""
+        self._child(metric, labels).inc(amount)
+
+    def observe(self, metric: Metric, value: float, **labels: str) -> None:
+        """Record one value of a histogram."""
+        self._child(metric, labels).observe(value)
+
+    def value(self, metric: Metric, **labels: str) -> float:
+        """What a counter or gauge stands at; of a histogram, how many values it holds."""
+        suffix = "_count" if metric.kind is Kind.HISTOGRAM else ""
+        labels = {_MODEL_LABEL: self._model_name, **labels}
+        return self._registry.get_sample_value(PREFIX + metric.name + suffix, labels) or 0.0
+
+    def render(self) -> bytes:
+        """The text to serve at /metrics, with CONTENT_TYPE."""
+        return generate_latest(_Page(self._registry, vllm_names=self._vllm_names))
+
+    def _register(self, metric: Metric) -> Counter | Gauge | Histogram:
+        name, labels = PREFIX + metric.name, (_MODEL_LABEL, *metric.labels)
+        if metric.kind is Kind.COUNTER:
+            return Counter(name, metric.help, labels, registry=self._registry)
+        if metric.kind is Kind.GAUGE:
+            return Gauge(name, metric.help, labels, registry=self._registry)
+        return Histogram(name, metric.help, labels, registry=self._registry, buckets=metric.buckets)
+
+    def _child(self, metric: Metric, labels: dict[str, str]) -> Any:
+        values = tuple(labels[name] for name in metric.labels)
+        child = self._children.get((metric.name, values))
+        if child is None:
+            child = self._metrics[metric.name].labels(self._model_name, *values)
+            self._children[metric.name, values] = child
+        return child
+
+
+class WorkerCollector(Collector):
+    """Exports the last status of each worker, until it is forgotten."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._statuses: dict[str, WorkerStatus] = {}
+
+    def update(self, status: WorkerStatus) -> None:
+        """Take a worker's newest status."""
+        self._statuses[status.ref.worker_id] = status
+
+    def forget(self, worker_id: str) -> None:
+        """Drop a worker that has left."""
+        self._statuses.pop(worker_id, None)
+
+    def collect(self) -> Iterator[Family]:
+        """The families of all known workers (called by the registry)."""
+        statuses = list(self._statuses.values())
+        yield from self._gauges(statuses)
+        yield from self._counters(statuses)
+
+    def _gauges(self, statuses: list[WorkerStatus]) -> Iterator[Family]:
+        families = {metric.name: self._family(metric) for metric in metrics.WORKER_GAUGES}
+        for status in statuses:
+            for metric, labels, value in _gauge_values(status):
+                families[metric.name].add_metric([self._model_name, *labels], value)
+        workers = [(status.ref.role.value, status.state.value) for status in statuses]
+        for pair in sorted(set(workers)):
+            families[metrics.WORKERS.name].add_metric(
+                [self._model_name, *pair], workers.count(pair)
+            )
+        yield from families.values()
+
+    def _counters(self, statuses: list[WorkerStatus]) -> Iterator[Family]:
+        families = {
+            metric.name: self._family(metric, extra=metrics.WORKER_LABELS)
+            for metric in metrics.WORKER_COUNTERS
+        }
+        for status in statuses:
+            where = [self._model_name, status.ref.role.value, status.ref.worker_id]
+            for key, value in {metrics.STEPS.name: status.steps, **status.counters}.items():
+                name, labels = split_counter_key(key)
+                if name in families:  # a newer worker may count what this router does not know
+                    values = [labels.get(label, "") for label in _COUNTER_LABELS[name]]
+                    families[name].add_metric([*where, *values], value)
+        yield from families.values()
+
+    def _family(
+        self, metric: Metric, extra: tuple[str, ...] = ()
+    ) -> GaugeMetricFamily | CounterMetricFamily:
+        labels = (_MODEL_LABEL, *extra, *metric.labels)
+        family = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+        return family(PREFIX + metric.name, metric.help, labels=labels)
+
+
+def _gauge_values(status: WorkerStatus) -> Iterator[tuple[Metric, tuple[str, ...], float]]:
+    load = status.load
+    where = (status.ref.role.value, status.ref.worker_id)
+    yield metrics.WORKER_RUNNING, where, load.running
+    yield metrics.WORKER_WAITING, where, load.waiting
+    yield metrics.WORKER_WAITING_TOKENS, where, load.waiting_tokens
+    yield metrics.WORKER_TOKEN_RATE, where, load.tokens_per_second
+    yield metrics.WORKER_STEP_AGE, where, status.last_step_age_s
+    yield metrics.CREDITS, where, load.free_blocks
+    if load.total_blocks:
+        busy = load.held_blocks + load.quarantined_blocks
+        yield metrics.KV_CACHE_USAGE, where, busy / load.total_blocks
+    idle = load.total_blocks - load.held_blocks - load.cached_blocks - load.quarantined_blocks
+    for state, blocks in (
+        ("free", idle),
+        ("held", load.held_blocks),
+        ("cached", load.cached_blocks),
+        ("quarantined", load.quarantined_blocks),
+    ):
+        yield metrics.KV_BLOCKS, (*where, state), blocks
+
+
+class _Page(Collector):
+    """A registry as it is served: no `_created` series, and vLLM's names beside ours if wanted."""
+
+    def __init__(self, registry: CollectorRegistry, *, vllm_names: bool) -> None:
+        self._registry = registry
+        self._aliases = {
+            PREFIX + metric.name.removesuffix("_total"): metric.name.removesuffix("_total")
+            for metric in metrics.ALL_METRICS
+            if vllm_names and metric.vllm
+        }
+
+    def collect(self) -> Iterator[Family]:
+        for family in self._registry.collect():
+            family.samples = [s for s in family.samples if not s.name.endswith("_created")]
+            yield family
+            alias = self._aliases.get(family.name)
+            if alias is not None:
+                yield _renamed(family, family.name, f"vllm:{alias}")
+
+
+def _renamed(family: Family, old: str, new: str) -> Family:
+    copy = Family(new, family.documentation, family.type, family.unit)
+    copy.samples = [
+        Sample(new + s.name.removeprefix(old), s.labels, s.value, s.timestamp, s.exemplar)
+        for s in family.samples
+    ]
+    return copy

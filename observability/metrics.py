@@ -1,0 +1,221 @@
+"""Every metric of Baton, in one place, as plain values: name, kind, meaning, labels, buckets.
+
+Exported names carry the prefix `baton_`. Where vLLM publishes the same figure, the name, the unit
+and the style of the buckets are vLLM's, and `vllm=True` lets it be exported as `vllm:<name>` too. A
+worker keeps only integers (`WorkerStatus.counters`, keyed by `counter_key`); a router exports them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """How a metric's value moves."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One metric. `name` has no prefix; counters end in `_total`, times are in seconds."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    vllm: bool = False
+
+
+def counter_key(metric: Metric, **labels: str) -> str:
+    """The key of one series in `WorkerStatus.counters`: `name` or `name{label=value,...}`.
+
+    Raises ValueError unless exactly the metric's labels are given.
+    """
+    if set(labels) != set(metric.labels):
+        raise ValueError(f"{metric.name} has the labels {metric.labels}, not {sorted(labels)}")
+    if not labels:
+        return metric.name
+    return metric.name + "{" + ",".join(f"{name}={labels[name]}" for name in metric.labels) + "}"
+
+
+def split_counter_key(key: str) -> tuple[str, dict[str, str]]:
+    """The name and labels of a key made by `counter_key`."""
+    name, brace, rest = key.partition("{")
+    if not brace:
+        return name, {}
+    pairs = (pair.partition("=") for pair in rest.rstrip("}").split(","))
+    return name, {label: value for label, _, value in pairs}
+
+
+def _counter(name: str, text: str, *labels: str, vllm: bool = False) -> Metric:
+    return Metric(name=name, kind=Kind.COUNTER, help=text, labels=labels, vllm=vllm)
+
+
+def _gauge(name: str, text: str, *labels: str, vllm: bool = False) -> Metric:
+    return Metric(name=name, kind=Kind.GAUGE, help=text, labels=labels, vllm=vllm)
+
+
+def _histogram(
+    name: str, text: str, buckets: tuple[float, ...], *labels: str, vllm: bool = False
+) -> Metric:
+    return Metric(
+        name=name, kind=Kind.HISTOGRAM, help=text, labels=labels, buckets=buckets, vllm=vllm
+    )
+
+
+# vLLM's bounds, with finer ones below 10 ms, where a modern GPU's decode steps lie.
+_TTFT = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_TOKEN_TIME = (
+    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4),
+    *(0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_REQUEST_TIME = (
+    *(0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_PHASE_TIME = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
+    *(30.0, 60.0, 120.0),
+)
+_TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+_BYTES = tuple(float(4**power << 10) for power in range(1, 14))  # 4 KiB .. 64 GiB
+
+# --- requests, as the router sees them ------------------------------------------------------------
+
+REQUESTS_RUNNING = _gauge(
+    "num_requests_running", "Accepted requests whose first token has been sent.", vllm=True
+)
+REQUESTS_WAITING = _gauge(
+    "num_requests_waiting", "Accepted requests without a token yet.", vllm=True
+)
+REQUESTS = _counter("requests_total", "Requests that arrived.", "door", "endpoint")
+REQUEST_SUCCESS = _counter(
+    "request_success_total", "Requests that ended well.", "finished_reason", vllm=True
+)
+REQUEST_FAILURES = _counter(
+    "request_failures_total", "Requests that ended in a typed error.", "door", "code"
+)
+RESUMES = _counter(
+    "request_resumes_total", "Attempts submitted again after a worker was lost.", "cause"
+)
+PROMPT_TOKENS = _counter("prompt_tokens_total", "Prompt tokens of accepted requests.", vllm=True)
+GENERATION_TOKENS = _counter("generation_tokens_total", "Output tokens sent.", vllm=True)
+TIME_TO_FIRST_TOKEN = _histogram(
+    "time_to_first_token_seconds", "Arrival to the first token sent.", _TTFT, vllm=True
+)
+INTER_TOKEN_LATENCY = _histogram(
+    "inter_token_latency_seconds", "Gap between successive tokens.", _TOKEN_TIME, vllm=True
+)
+TIME_PER_OUTPUT_TOKEN = _histogram(
+    "request_time_per_output_token_seconds",
+    "(end-to-end - time to first token) / (tokens - 1) of a request.",
+    _TOKEN_TIME,
+    vllm=True,
+)
+E2E_LATENCY = _histogram(
+    "e2e_request_latency_seconds", "Arrival to the last token sent.", _REQUEST_TIME, vllm=True
+)
+QUEUE_TIME = _histogram(
+    "request_queue_time_seconds",
+    "Waiting of a request before its prefill: credits and prefill queue.",
+    _REQUEST_TIME,
+    vllm=True,
+)
+PREFILL_TIME = _histogram(
+    "request_prefill_time_seconds", "First chunk started to token 1.", _REQUEST_TIME, vllm=True
+)
+DECODE_TIME = _histogram(
+    "request_decode_time_seconds", "First decode step to the last token.", _REQUEST_TIME, vllm=True
+)
+REQUEST_PROMPT_TOKENS = _histogram(
+    "request_prompt_tokens", "Prompt tokens of a request.", _TOKENS, vllm=True
+)
+REQUEST_GENERATION_TOKENS = _histogram(
+    "request_generation_tokens", "Output tokens of a request.", _TOKENS, vllm=True
+)
+PHASE_TIME = _histogram(
+    "request_phase_seconds", "Time of a request in one phase of its life.", _PHASE_TIME, "phase"
+)
+
+# --- the hand-off, as the router sees it (from timelines and its own choices) ---------------------
+
+LOCAL_PREFILLS = _counter(
+    "local_prefills_total", "Requests prefilled on their decode worker, by reason.", "reason"
+)
+HANDOFF_TIME = _histogram(
+    "handoff_seconds", "First piece announced to commit acknowledged.", _PHASE_TIME
+)
+HANDOFF_SIZE = _histogram("handoff_bytes", "KV bytes moved by one hand-off.", _BYTES)
+
+# --- workers: gauges from WorkerLoad --------------------------------------------------------------
+
+WORKER_LABELS = ("role", "worker")
+WORKERS = _gauge("workers", "Workers known, by role and state.", "role", "state")
+WORKER_RUNNING = _gauge("worker_requests_running", "Sequences in the batch.", *WORKER_LABELS)
+WORKER_WAITING = _gauge(
+    "worker_requests_waiting", "Sequences accepted, not yet in the batch.", *WORKER_LABELS
+)
+WORKER_WAITING_TOKENS = _gauge(
+    "worker_waiting_tokens", "Prompt tokens accepted, not yet computed.", *WORKER_LABELS
+)
+WORKER_TOKEN_RATE = _gauge(
+    "worker_tokens_per_second", "Measured rate: prompt or output tokens.", *WORKER_LABELS
+)
+KV_CACHE_USAGE = _gauge(
+    "kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", *WORKER_LABELS, vllm=True
+)
+KV_BLOCKS = _gauge(
+    "kv_blocks", "KV blocks: free, held, cached or quarantined.", *WORKER_LABELS, "state"
+)
+CREDITS = _gauge("handoff_credits", "Blocks that a new hand-off could reserve.", *WORKER_LABELS)
+WORKER_STEP_AGE = _gauge(
+    "worker_last_step_age_seconds", "Time since the worker's last step.", *WORKER_LABELS
+)
+
+# --- workers: counters, in WorkerStatus.counters; role and worker are added by the exporter -------
+
+STEPS = _counter("worker_steps_total", "Steps run.")
+COMPUTED_PROMPT_TOKENS = _counter("worker_prompt_tokens_total", "Prompt tokens computed.")
+COMPUTED_OUTPUT_TOKENS = _counter("worker_generation_tokens_total", "Tokens sampled.")
+PREEMPTIONS = _counter("num_preemptions_total", "Sequences put back to free blocks.", vllm=True)
+WORKER_CANCELS = _counter("worker_cancels_total", "Attempts cancelled by a router.")
+WORKER_FAILURES = _counter("worker_failures_total", "Attempts that failed here.", "cause")
+HANDOFFS = _counter("handoffs_total", "Hand-offs ended, by outcome.", "outcome")
+HANDOFF_FAILURES = _counter("handoff_failures_total", "Hand-offs aborted, by cause.", "cause")
+HANDOFF_BYTES = _counter("handoff_bytes_total", "KV bytes sent or received.")
+HANDOFF_BLOCKS = _counter("handoff_blocks_total", "KV blocks sent or received.")
+HANDOFF_BLOCKS_SKIPPED = _counter(
+    "handoff_blocks_skipped_total", "KV blocks not sent because decode had them."
+)
+HANDOFF_PIECES = _counter("handoff_pieces_total", "Pieces sent or received.")
+HANDOFF_QUARANTINES = _counter(
+    "handoff_quarantines_total", "Hand-offs whose blocks were quarantined after a failure."
+)
+PREFIX_QUERIES = _counter("prefix_cache_queries_total", "Prompt tokens looked up.", vllm=True)
+PREFIX_HITS = _counter("prefix_cache_hits_total", "Prompt tokens found in the cache.", vllm=True)
+
+REQUEST_METRICS: tuple[Metric, ...] = (
+    *(REQUESTS_RUNNING, REQUESTS_WAITING, REQUESTS, REQUEST_SUCCESS, REQUEST_FAILURES, RESUMES),
+    *(PROMPT_TOKENS, GENERATION_TOKENS, TIME_TO_FIRST_TOKEN, INTER_TOKEN_LATENCY),
+    *(TIME_PER_OUTPUT_TOKEN, E2E_LATENCY, QUEUE_TIME, PREFILL_TIME, DECODE_TIME),
+    *(REQUEST_PROMPT_TOKENS, REQUEST_GENERATION_TOKENS, PHASE_TIME),
+    *(LOCAL_PREFILLS, HANDOFF_TIME, HANDOFF_SIZE),
+)
+WORKER_GAUGES: tuple[Metric, ...] = (
+    *(WORKERS, WORKER_RUNNING, WORKER_WAITING, WORKER_WAITING_TOKENS, WORKER_TOKEN_RATE),
+    *(KV_CACHE_USAGE, KV_BLOCKS, CREDITS, WORKER_STEP_AGE),
+)
+WORKER_COUNTERS: tuple[Metric, ...] = (
+    *(STEPS, COMPUTED_PROMPT_TOKENS, COMPUTED_OUTPUT_TOKENS, PREEMPTIONS, WORKER_CANCELS),
+    *(WORKER_FAILURES, HANDOFFS, HANDOFF_FAILURES, HANDOFF_BYTES, HANDOFF_BLOCKS),
+    *(HANDOFF_BLOCKS_SKIPPED, HANDOFF_PIECES, HANDOFF_QUARANTINES, PREFIX_QUERIES, PREFIX_HITS),
+)
+ALL_METRICS: tuple[Metric, ...] = REQUEST_METRICS + WORKER_GAUGES + WORKER_COUNTERS
