@@ -327,7 +327,6 @@ class DecodeScheduler:
             return
         if sequence.block_ids:
             self._blocks.free(sequence.block_ids)
-        self._rows = [row for row in self._rows if row.entry is not entry]
         del self._entries[sequence.key]
 
     def fail_all(self, error: ErrorInfo, out: Output) -> None:
@@ -360,6 +359,15 @@ class DecodeScheduler:
         """The earliest deadline among all requests."""
         alive = (e for e in self._entries.values() if e.state is not State.ENDING)
         return min((e.sequence.submit.deadline for e in alive), default=None)
+
+    def counters(self) -> dict[str, int]:
+        """How requests ended here, since the start."""
+        return {
+            "finished": self.num_finished,
+            "failed": self.num_failed,
+            "cancelled": self.num_cancelled,
+            "preemptions": self.num_preemptions,
+        }
 
     @property
     def num_unfinished(self) -> int:

@@ -257,13 +257,11 @@ class PrefillScheduler:
     ) -> None:
         """Leave the hand-off; blocks stay held until the sender says that no read is in flight."""
         entry.state = State.ENDING
-        self._rows = [row for row in self._rows if row.entry is not entry]
         out.handoffs.append(EndHandoff(key=entry.sequence.key, released=released, error=error))
 
     def _remove(self, entry: _Entry) -> None:
         if entry.sequence.block_ids:
             self._blocks.free(entry.sequence.block_ids)
-        self._rows = [row for row in self._rows if row.entry is not entry]
         del self._entries[entry.sequence.key]
 
     def _expire(self, now: float, out: Output) -> None:
@@ -317,6 +315,14 @@ class PrefillScheduler:
         """The earliest deadline among all requests."""
         alive = (e for e in self._entries.values() if e.state is not State.ENDING)
         return min((e.sequence.submit.deadline for e in alive), default=None)
+
+    def counters(self) -> dict[str, int]:
+        """How requests ended here, since the start."""
+        return {
+            "finished": self.num_finished,
+            "failed": self.num_failed,
+            "cancelled": self.num_cancelled,
+        }
 
     @property
     def num_unfinished(self) -> int:

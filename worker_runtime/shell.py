@@ -1,0 +1,199 @@
+"""The control face of a worker: submit, cancel, events, status, drain. Lives on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from observability.logging import get_logger
+from protocol.errors import Internal, Overloaded, StaleMessage, Unavailable
+from protocol.ids import WorkerRef
+from protocol.kv_layout import KVFingerprint, KVLayout
+from protocol.messages import (
+    Ack,
+    Cancel,
+    DrainCommand,
+    EventBatch,
+    StatusQuery,
+    Submit,
+    Subscribe,
+    WorkerLoad,
+    WorkerStatus,
+)
+from protocol.states import WorkerState, check_worker
+from rpc import methods
+from rpc.service import Handler, Method
+from worker_runtime.clock import Clock
+from worker_runtime.config import WorkerConfig
+from worker_runtime.limits import Limits
+from worker_runtime.outlet import EventOutlet, RouterEvents
+
+log = get_logger(__name__)
+
+
+class Progress(Protocol):
+    """The part of a step loop that health is judged by."""
+
+    steps: int
+    last_step_end: float
+    broken: Exception | None
+
+    def stalled_for(self) -> float:
+        """Seconds the running step has taken; 0 when idle."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """What the step thread last said about itself."""
+
+    load: WorkerLoad = WorkerLoad()
+    num_unfinished: int = 0
+    counters: Mapping[str, int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What a worker is: fixed once its engine is built."""
+
+    limits: Limits
+    layout: KVLayout
+    fingerprint: KVFingerprint
+    whole_output: bool
+
+
+class Shell:
+    """Serves the worker methods and keeps the worker's state. Subscribed routers alone may submit.
+
+    `accept` takes a checked request, `cancel` keys, `router_gone` a router id; all run on the event loop.
+    """
+
+    def __init__(
+        self,
+        *,
+        ref: WorkerRef,
+        identity: Identity,
+        config: WorkerConfig,
+        progress: Progress,
+        clock: Clock,
+        accept: Callable[[Submit], None],
+        cancel: Callable[[Cancel], None],
+        router_gone: Callable[[str], None],
+    ) -> None:
+        self.ref = ref
+        self.state = WorkerState.STARTING
+        self._identity = identity
+        self._config = config
+        self._progress = progress
+        self._clock = clock
+        self._accept = accept
+        self._cancel = cancel
+        self._started = clock()
+        self._snapshot = Snapshot()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._submitted_since_snapshot = 0
+        self.outlet = EventOutlet(
+            epoch=ref.epoch,
+            heartbeat_s=config.heartbeat_s,
+            load=lambda: self._snapshot.load,
+            on_gone=router_gone,
+        )
+
+    def handlers(self) -> dict[Method[Any, Any], Handler]:
+        """The worker methods, for a ControlServer."""
+        return {
+            methods.SUBMIT: self._on_submit,
+            methods.CANCEL: self._on_cancel,
+            methods.EVENTS: self._on_events,
+            methods.STATUS: self._on_status,
+            methods.DRAIN: self._on_drain,
+        }
+
+    # --- called by the worker -------------------------------------------------------------------
+
+    def become(self, state: WorkerState) -> None:
+        """Take the next state; repeating the present one is harmless."""
+        if state is not self.state:
+            check_worker(self.state, state)
+            self.state = state
+
+    def deliver(self, events: dict[str, RouterEvents], snapshot: Snapshot, accepted: int) -> None:
+        """Publish a turn's events and take its snapshot; `accepted` requests entered the scheduler."""
+        self._snapshot = snapshot
+        self._submitted_since_snapshot -= accepted
+        if snapshot.num_unfinished == 0 and self._submitted_since_snapshot == 0:
+            self._idle.set()
+        self.outlet.publish(events)
+
+    async def drained(self, timeout_s: float) -> bool:
+        """Refuse new work and wait until the old has ended; False when time ran out first."""
+        if self.state is WorkerState.READY:
+            self.become(WorkerState.DRAINING)
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def check_health(self) -> None:
+        """Raise Internal when the engine is broken or a step has hung. Idle is healthy."""
+        if self._progress.broken is not None:
+            raise Internal(f"the engine broke: {self._progress.broken}")
+        stalled = self._progress.stalled_for()
+        if stalled > self._config.stall_s:
+            raise Internal(f"a step has been running for {stalled:.1f} s")
+
+    def status(self) -> WorkerStatus:
+        """This worker as it is now."""
+        now = self._clock()
+        identity, counters = self._identity, self._snapshot.counters
+        return WorkerStatus(
+            ref=self.ref,
+            state=self.state,
+            load=self._snapshot.load,
+            layout=identity.layout,
+            fingerprint=identity.fingerprint,
+            max_model_len=identity.limits.max_model_len,
+            max_prompt_tokens=identity.limits.max_prompt_tokens,
+            steps=self._progress.steps,
+            last_step_age_s=now - self._progress.last_step_end,
+            uptime_s=now - self._started,
+            counters=dict(counters or {}),
+        )
+
+    # --- methods --------------------------------------------------------------------------------
+
+    async def _on_submit(self, submit: Submit) -> Ack:
+        if self.state is not WorkerState.READY:
+            raise Unavailable(f"worker {self.ref.worker_id} is {self.state}", retry_after_s=1.0)
+        if not self.outlet.knows(submit.router_id):
+            raise StaleMessage(
+                f"router {submit.router_id} has no event stream here", param="router_id"
+            )
+        waiting = self._snapshot.load.waiting + self._submitted_since_snapshot
+        if waiting >= self._config.max_waiting:
+            raise Overloaded(f"{waiting} requests are waiting already", retry_after_s=1.0)
+        self._identity.limits.check(submit, whole_output=self._identity.whole_output)
+        self._accept(submit)
+        self._submitted_since_snapshot += 1
+        self._idle.clear()
+        return Ack()
+
+    async def _on_cancel(self, cancel: Cancel) -> Ack:
+        self._cancel(cancel)
+        return Ack()
+
+    def _on_events(self, subscribe: Subscribe) -> AsyncIterator[EventBatch]:
+        return self.outlet.stream(subscribe.router_id)
+
+    async def _on_status(self, _query: StatusQuery) -> WorkerStatus:
+        return self.status()
+
+    async def _on_drain(self, _command: DrainCommand) -> Ack:
+        if self.state is WorkerState.READY:
+            self.become(WorkerState.DRAINING)
+        return Ack()
+
