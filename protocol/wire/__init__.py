@@ -1,0 +1,1 @@
+"""The public gRPC contract: `*.proto` and the code generated from it. See `generate.py`."""
