@@ -1,1 +1,2 @@
-"""The decode worker: block reservation, continuous-batching scheduler, token outlet. Thin on purpose."""
+"""The decode worker: block reservation, continuous-batching scheduler, token outlet. Thin on
+purpose."""

@@ -6,34 +6,13 @@ from dataclasses import dataclass, field
 
 from protocol.errors import ErrorInfo
 from protocol.ids import RequestKey
-from protocol.messages import Submit
 from worker_runtime.outlet import RouterEvents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Submitted:
-    """A request was accepted."""
-
-    submit: Submit
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cancelled:
-    """These attempts are not wanted any more."""
-
-    keys: tuple[RequestKey, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouterGone:
-    """The router's stream ended: nobody listens to its requests."""
-
-    router_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """All KV of the request arrived; decode owns the sequence. `first_token` was made by prefill."""
+    """All KV of the request arrived; decode owns the sequence. `first_token` was made by
+    prefill."""
 
     key: RequestKey
     first_token: int
@@ -54,7 +33,7 @@ class BlocksSafe:
     key: RequestKey
 
 
-Command = Submitted | Cancelled | RouterGone | Committed | HandoffEnded | BlocksSafe
+Command = Committed | HandoffEnded | BlocksSafe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

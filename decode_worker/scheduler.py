@@ -15,15 +15,12 @@ from enum import StrEnum
 
 from decode_worker.commands import (
     BlocksSafe,
-    Cancelled,
     Command,
     Committed,
     EndHandoff,
     HandoffEnded,
     Output,
     Reserve,
-    RouterGone,
-    Submitted,
 )
 from engine.batch import SequenceStep, StepBatch, StepResult
 from protocol.errors import DeadlineExceeded, ErrorInfo
@@ -31,6 +28,7 @@ from protocol.ids import RequestKey
 from protocol.messages import FailEvent, TokenEvent, WorkerLoad
 from protocol.timeline import Phase, Span
 from worker_runtime.blocks import Blocks
+from worker_runtime.commands import Cancelled, RouterCommand, RouterGone, Submitted
 from worker_runtime.config import WorkerConfig
 from worker_runtime.rate import Rate
 from worker_runtime.sequence import Sequence
@@ -87,7 +85,7 @@ class DecodeScheduler:
 
     # --- commands -------------------------------------------------------------------------------
 
-    def handle(self, command: Command, now: float, out: Output) -> None:
+    def handle(self, command: Command | RouterCommand, now: float, out: Output) -> None:
         """Take one command in."""
         match command:
             case Submitted(submit=submit):
@@ -169,7 +167,8 @@ class DecodeScheduler:
         return StepBatch(sequences=tuple(_step(row) for row in self._rows))
 
     def _running(self) -> list[_Entry]:
-        """Decoding sequences first, so that a prompt's chunk never takes their place; then by age."""
+        """Decoding sequences first, so that a prompt's chunk never takes their place; then by
+        age."""
         running = [e for e in self._entries.values() if e.state is State.RUNNING]
         return sorted(running, key=lambda e: (e.sequence.num_uncomputed > 1, e.order))
 
@@ -187,7 +186,8 @@ class DecodeScheduler:
         return num_tokens
 
     def _make_room(self, entry: _Entry, num_positions: int) -> bool:
-        """Give `entry` blocks for its next positions, preempting younger sequences if there are none."""
+        """Give `entry` blocks for its next positions, preempting younger sequences if there are
+        none."""
         held = entry.sequence.block_ids
         missing = -(-num_positions // self._block_size) - len(held)
         while missing > 0:
@@ -216,8 +216,8 @@ class DecodeScheduler:
         self._rows = [row for row in self._rows if row.entry is not entry]
 
     def _admit(self, now: float, out: Output) -> None:
-        """Give blocks to waiting sequences, oldest first; one that does not fit is passed over, until it
-        has waited `starvation_s`: then younger ones wait for it."""
+        """Give blocks to waiting sequences, oldest first; one that does not fit is passed over,
+        until it has waited `starvation_s`: then younger ones wait for it."""
         slots = self._config.max_num_seqs - self._count(State.RUNNING, State.ARRIVING)
         for entry in sorted(self._waiting(), key=lambda e: (-e.sequence.submit.priority, e.order)):
             if slots <= 0:
@@ -244,9 +244,7 @@ class DecodeScheduler:
             entry.state = State.ARRIVING
             prompt_blocks = -(-len(sequence.tokens) // self._block_size)
             granted = tuple(blocks[:prompt_blocks])
-            out.reserves.append(
-                Reserve(key=sequence.key, block_ids=granted, num_cached_blocks=0)
-            )
+            out.reserves.append(Reserve(key=sequence.key, block_ids=granted, num_cached_blocks=0))
         return True
 
     def _needed(self, sequence: Sequence) -> int:
@@ -256,7 +254,8 @@ class DecodeScheduler:
     # --- apply ----------------------------------------------------------------------------------
 
     def apply(self, result: StepResult, now: float, out: Output) -> None:
-        """Take the tokens of the planned step in; finished sequences leave and free their blocks."""
+        """Take the tokens of the planned step in; finished sequences leave and free their
+        blocks."""
         num_tokens = 0
         for row, token in zip(self._rows, result.tokens, strict=True):
             sequence = row.entry.sequence
@@ -314,10 +313,9 @@ class DecodeScheduler:
         )
         out.of(_router(entry)).failures.append(event)
 
-    def _drop(
-        self, entry: _Entry, out: Output, *, released: bool, error: ErrorInfo | None
-    ) -> None:
-        """Forget a sequence that did not finish; blocks that may be written to go into quarantine."""
+    def _drop(self, entry: _Entry, out: Output, *, released: bool, error: ErrorInfo | None) -> None:
+        """Forget a sequence that did not finish; blocks that may be written to go into
+        quarantine."""
         sequence = entry.sequence
         if entry.state in (State.WAITING_ROOM, State.ARRIVING):
             out.ends.append(EndHandoff(key=sequence.key, released=released, error=error))

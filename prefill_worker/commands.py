@@ -6,15 +6,7 @@ from dataclasses import dataclass, field
 
 from protocol.errors import ErrorInfo
 from protocol.ids import RequestKey
-from protocol.messages import Submit
 from worker_runtime.outlet import RouterEvents
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submitted:
-    """A request was accepted; it runs once decode has granted blocks."""
-
-    submit: Submit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,20 +16,6 @@ class Granted:
     key: RequestKey
     num_blocks: int
     num_cached_blocks: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cancelled:
-    """These attempts are not wanted any more."""
-
-    keys: tuple[RequestKey, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouterGone:
-    """The router's stream ended: nobody listens to its requests."""
-
-    router_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +37,7 @@ class HandoffEnded:
     error: ErrorInfo | None
 
 
-Command = Submitted | Granted | Cancelled | RouterGone | Delivered | HandoffEnded
+Command = Granted | Delivered | HandoffEnded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

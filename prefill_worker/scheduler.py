@@ -15,7 +15,6 @@ from enum import StrEnum
 
 from engine.batch import SequenceStep, StepBatch, StepResult
 from prefill_worker.commands import (
-    Cancelled,
     Command,
     CommitHandoff,
     Delivered,
@@ -24,14 +23,13 @@ from prefill_worker.commands import (
     HandoffEnded,
     Output,
     Push,
-    RouterGone,
-    Submitted,
 )
 from protocol.errors import DeadlineExceeded, ErrorInfo
 from protocol.ids import RequestKey
 from protocol.messages import FailEvent, SpanEvent, TokenEvent, WorkerLoad
 from protocol.timeline import Phase, Span
 from worker_runtime.blocks import Blocks
+from worker_runtime.commands import Cancelled, RouterCommand, RouterGone, Submitted
 from worker_runtime.config import WorkerConfig
 from worker_runtime.rate import Rate
 from worker_runtime.sequence import Sequence
@@ -49,7 +47,8 @@ class State(StrEnum):
 
 @dataclass(slots=True)
 class _Entry:
-    """A sequence with its state; `order` is its seniority, `pushed` counts blocks handed to the sender."""
+    """A sequence with its state; `order` is its seniority, `pushed` counts blocks handed to the
+    sender."""
 
     sequence: Sequence
     state: State
@@ -90,7 +89,7 @@ class PrefillScheduler:
 
     # --- commands -------------------------------------------------------------------------------
 
-    def handle(self, command: Command, now: float, out: Output) -> None:
+    def handle(self, command: Command | RouterCommand, now: float, out: Output) -> None:
         """Take one command in."""
         match command:
             case Submitted(submit=submit):
@@ -252,9 +251,7 @@ class PrefillScheduler:
 
     # --- ends -----------------------------------------------------------------------------------
 
-    def _end(
-        self, entry: _Entry, out: Output, *, released: bool, error: ErrorInfo | None
-    ) -> None:
+    def _end(self, entry: _Entry, out: Output, *, released: bool, error: ErrorInfo | None) -> None:
         """Leave the hand-off; blocks stay held until the sender says that no read is in flight."""
         entry.state = State.ENDING
         out.handoffs.append(EndHandoff(key=entry.sequence.key, released=released, error=error))
@@ -296,9 +293,12 @@ class PrefillScheduler:
     # --- views ----------------------------------------------------------------------------------
 
     def load(self) -> WorkerLoad:
-        """Figures for the routers; `waiting_tokens` over `tokens_per_second` is the backlog in seconds."""
+        """Figures for the routers; `waiting_tokens` over `tokens_per_second` is the backlog in
+        seconds."""
         working = (State.EXPECTING, State.GRANTED, State.RUNNING)
-        backlog = sum(e.sequence.num_uncomputed for e in self._entries.values() if e.state in working)
+        backlog = sum(
+            e.sequence.num_uncomputed for e in self._entries.values() if e.state in working
+        )
         return WorkerLoad(
             running=self._count(State.RUNNING, State.SENDING),
             waiting=self._count(State.EXPECTING, State.GRANTED),

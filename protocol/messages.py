@@ -185,8 +185,9 @@ class Piece:
     """Prefill -> decode: these blocks (by index into the grant) and layers are ready to move.
 
     The reply (Ack) means that decode has checked the ticket and posted its receives; only then does
-    the sender write. `sequence` counts the pieces of one hand-off from 0. `link` is the incarnation of
-    the sender's connections to this decode worker: a higher one voids whatever was posted on a lower.
+    the sender write. `sequence` counts the pieces of one hand-off from 0. `link` is the
+    incarnation of the sender's connections to this decode worker: a higher one voids whatever was
+    posted on a lower.
     """
 
     key: RequestKey

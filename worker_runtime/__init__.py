@@ -1,1 +1,2 @@
-"""What the prefill and the decode worker share: inbox, step loop, token outlet, control shell, ranks."""
+"""What the prefill and the decode worker share: inbox, step loop, token outlet, control shell,
+ranks."""

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 class WorkerConfig:
     """Bounds and deadlines of one worker.
 
-    max_num_seqs: sequences in one step. max_num_batched_tokens: tokens in one step (the chunk size of a
-    long prompt). max_waiting: accepted requests that may wait; beyond it Submit is Overloaded.
+    max_num_seqs: sequences in one step. max_num_batched_tokens: tokens in one step (the chunk
+    size of a long prompt). max_waiting: accepted requests that may wait; beyond it Submit is
+    Overloaded.
     watermark: share of blocks kept free for growth of running sequences when a new one is admitted.
     starvation_s: a request that waited this long is served before all younger ones.
-    heartbeat_s: longest silence on an event stream. stall_s: a step longer than this is a dead engine.
+    heartbeat_s: longest silence on an event stream. stall_s: a step longer than this is a dead
+    engine.
     """
 
     host: str = "127.0.0.1"

@@ -12,45 +12,63 @@ from protocol.messages import WorkerLoad
 from worker_runtime.shell import Snapshot
 
 C = TypeVar("C")
-O = TypeVar("O")
+Out = TypeVar("Out")
+CIn = TypeVar("CIn", contravariant=True)
+OutIn = TypeVar("OutIn", contravariant=True)
 
 
-class Scheduler(Protocol[C, O]):
+class Scheduler(Protocol[CIn, OutIn]):
     """What both schedulers are to their driver."""
 
-    def handle(self, command: C, now: float, out: O) -> None: ...
+    def handle(self, command: CIn, now: float, out: OutIn) -> None:
+        """Take one command in."""
+        ...
 
-    def plan(self, now: float, out: O) -> StepBatch | None: ...
+    def plan(self, now: float, out: OutIn) -> StepBatch | None:
+        """The next step, or None."""
+        ...
 
-    def apply(self, result: StepResult, now: float, out: O) -> None: ...
+    def apply(self, result: StepResult, now: float, out: OutIn) -> None:
+        """Take a step's tokens in."""
+        ...
 
-    def fail_all(self, error: ErrorInfo, out: O) -> None: ...
+    def fail_all(self, error: ErrorInfo, out: OutIn) -> None:
+        """End every request with `error`."""
+        ...
 
-    def load(self) -> WorkerLoad: ...
+    def load(self) -> WorkerLoad:
+        """Figures for the routers."""
+        ...
 
-    def next_deadline(self) -> float | None: ...
+    def next_deadline(self) -> float | None:
+        """When to look again."""
+        ...
 
-    def counters(self) -> dict[str, int]: ...
+    def counters(self) -> dict[str, int]:
+        """How requests ended."""
+        ...
 
     @property
-    def num_unfinished(self) -> int: ...
+    def num_unfinished(self) -> int:
+        """Requests still here."""
+        ...
 
 
 #: Takes one turn's output, what the scheduler is like after it, and how many requests it took in.
-Deliver = Callable[[O, Snapshot, int], None]
+Deliver = Callable[[Out, Snapshot, int], None]
 
 
-class SchedulerDriver(Generic[C, O]):
+class SchedulerDriver(Generic[C, Out]):
     """Collects what the scheduler decides in a turn and hands it to the event loop in one call."""
 
     def __init__(
         self,
-        scheduler: Scheduler[C, O],
+        scheduler: Scheduler[C, Out],
         *,
-        new_output: Callable[[], O],
+        new_output: Callable[[], Out],
         is_submit: Callable[[C], bool],
         loop: asyncio.AbstractEventLoop,
-        deliver: Deliver[O],
+        deliver: Deliver[Out],
     ) -> None:
         self._scheduler = scheduler
         self._new_output = new_output

@@ -10,7 +10,8 @@ C = TypeVar("C")
 
 
 class Inbox(Generic[C]):
-    """Many producers, one consumer. Waiting costs nothing and ends at once when a command arrives."""
+    """Many producers, one consumer. Waiting costs nothing and ends at once when a command
+    arrives."""
 
     def __init__(self) -> None:
         self._items: deque[C] = deque()

@@ -26,7 +26,8 @@ class Limits:
     def check(self, submit: Submit, *, whole_output: bool) -> None:
         """Raise InvalidRequest or ContextTooLong, naming the field.
 
-        `whole_output`: the pool must hold prompt + max_tokens (decode), not just prompt + 1 (prefill).
+        `whole_output`: the pool must hold prompt + max_tokens (decode), not just prompt + 1
+        (prefill).
         """
         ids = submit.prompt_ids
         if not ids:
@@ -41,8 +42,8 @@ class Limits:
         total = len(ids) + submit.sampling.max_tokens
         if total > self.max_model_len:
             raise ContextTooLong(
-                f"prompt ({len(ids)}) + max_tokens ({submit.sampling.max_tokens}) exceed the context "
-                f"of {self.max_model_len} tokens",
+                f"prompt ({len(ids)}) + max_tokens ({submit.sampling.max_tokens}) exceed the "
+                f"context of {self.max_model_len} tokens",
                 param="max_tokens",
             )
         needed = total if whole_output else len(ids) + len(submit.output_ids) + 1

@@ -21,8 +21,8 @@ class RouterEvents:
 class EventOutlet:
     """Fans step events out to subscribed routers. Lives on the event loop; not thread-safe.
 
-    A stream that ends means that its router is gone: `on_gone(router_id)` lets the worker cancel the
-    router's requests. A second stream with the same id replaces the first.
+    A stream that ends means that its router is gone: `on_gone(router_id)` lets the worker cancel
+    the router's requests. A second stream with the same id replaces the first.
     """
 
     def __init__(

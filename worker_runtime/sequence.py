@@ -15,8 +15,9 @@ from protocol.timeline import Phase, Span
 class Sequence:
     """Tokens, blocks and marks of one request. Owned and changed by exactly one scheduler.
 
-    `tokens` are prompt + output so far; positions 0 .. num_computed - 1 have their KV in `block_ids`.
-    `num_known_output` output tokens came with the request (an earlier attempt made them).
+    `tokens` are prompt + output so far; positions 0 .. num_computed - 1 have their KV in
+    `block_ids`. `num_known_output` output tokens came with the request (an earlier attempt made
+    them).
     """
 
     submit: Submit
@@ -32,9 +33,7 @@ class Sequence:
     @classmethod
     def of(cls, submit: Submit, now: float) -> Sequence:
         """The sequence of a request that has just arrived."""
-        return cls(
-            submit=submit, arrival=now, tokens=[*submit.prompt_ids, *submit.output_ids]
-        )
+        return cls(submit=submit, arrival=now, tokens=[*submit.prompt_ids, *submit.output_ids])
 
     @property
     def key(self) -> RequestKey:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from observability.logging import get_logger
@@ -49,7 +49,7 @@ class Progress(Protocol):
 class Snapshot:
     """What the step thread last said about itself."""
 
-    load: WorkerLoad = WorkerLoad()
+    load: WorkerLoad = field(default_factory=WorkerLoad)
     num_unfinished: int = 0
     counters: Mapping[str, int] | None = None
 
@@ -67,10 +67,11 @@ class Identity:
 class Shell:
     """Serves the worker methods and keeps the worker's state. Subscribed routers alone may submit.
 
-    `accept` takes a checked request, `cancel` keys, `router_gone` a router id; all run on the event loop.
+    `accept` takes a checked request, `cancel` keys, `router_gone` a router id; all run on the
+    event loop.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one caller, every argument named
         self,
         *,
         ref: WorkerRef,
@@ -121,7 +122,8 @@ class Shell:
             self.state = state
 
     def deliver(self, events: dict[str, RouterEvents], snapshot: Snapshot, accepted: int) -> None:
-        """Publish a turn's events and take its snapshot; `accepted` requests entered the scheduler."""
+        """Publish a turn's events and take its snapshot; `accepted` requests entered the
+        scheduler."""
         self._snapshot = snapshot
         self._submitted_since_snapshot -= accepted
         if snapshot.num_unfinished == 0 and self._submitted_since_snapshot == 0:
@@ -196,4 +198,3 @@ class Shell:
         if self.state is WorkerState.READY:
             self.become(WorkerState.DRAINING)
         return Ack()
-

@@ -89,7 +89,7 @@ class StepLoop(Generic[C]):
         try:
             while not self._inbox.closed:
                 self._turn()
-        except Exception as error:  # noqa: BLE001 - the supervisor's edge: any defect ends this worker
+        except Exception as error:
             log.exception("step loop ended")
             self.broken = error
             self._driver.fail_all(error)

@@ -1,0 +1,114 @@
+"""A decode worker: grants block credits, takes KV in, decodes, streams tokens to the routers."""
+
+from __future__ import annotations
+
+from engine.ranks import RankGroup
+from kv_transfer.receiver import Receiver
+
+from decode_worker.commands import BlocksSafe, Command, Committed, HandoffEnded, Output
+from decode_worker.scheduler import DecodeScheduler
+from protocol.errors import ErrorInfo
+from protocol.ids import RequestKey, Role, WorkerRef
+from protocol.messages import Commit, Submit, WorkerStatus
+from rpc import methods
+from worker_runtime.clock import Clock, wall_clock
+from worker_runtime.host import WorkerHost, WorkerSettings
+from worker_runtime.shell import Snapshot
+
+
+class DecodeWorker:
+    """One replica of the decode pool: an engine (one or more ranks), a scheduler, a receiver.
+
+    All methods belong to the event loop that `start` runs on. `group` holds the follower ranks
+    when the engine is tensor parallel; the worker closes it.
+    """
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        *,
+        group: RankGroup | None = None,
+        clock: Clock = wall_clock,
+    ) -> None:
+        self._host: WorkerHost[Command, Output] = WorkerHost(settings, group=group, clock=clock)
+        self._receiver: Receiver
+
+    async def start(self) -> WorkerRef:
+        """Load the model, run a real step, serve. Returns once the worker is ready for requests."""
+        host, settings = self._host, self._host.settings
+        ref = await host.load(Role.DECODE)
+        executor = host.ranks.executor
+        self._receiver = Receiver(
+            ref=ref,
+            layout=executor.layout,
+            fingerprint=executor.fingerprint,
+            secret=settings.secret,
+            ranks=host.ranks,
+            clients=host.clients,
+            config=settings.transfer,
+            listener=self,
+        )
+        await self._receiver.start()
+        scheduler = DecodeScheduler(
+            config=settings.worker,
+            blocks=host.blocks,
+            block_size=executor.layout.block_size,
+            place=settings.worker_id,
+        )
+        await host.serve(
+            scheduler,
+            new_output=Output,
+            deliver=self._deliver,
+            accept=self._accept,
+            whole_output=True,
+            handlers={
+                methods.PIECE: self._receiver.on_piece,
+                methods.COMMIT: self._receiver.on_commit,
+                methods.END: self._receiver.on_end,
+            },
+        )
+        return ref
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new work, finish the old; False when `timeout_s` passed first."""
+        return await self._host.drain(timeout_s)
+
+    async def stop(self) -> None:
+        """End at once: running requests fail for their routers, which resume them elsewhere."""
+        await self._host.stop(self._receiver.close)
+
+    def check_health(self) -> None:
+        """Raise Internal when the engine is broken or hangs."""
+        self._host.check_health()
+
+    def status(self) -> WorkerStatus:
+        """This worker as it is now."""
+        return self._host.status()
+
+    def _accept(self, submit: Submit) -> None:
+        if submit.peer is not None and submit.ticket is not None:
+            self._receiver.offer(submit.key, submit.ticket, submit.peer)
+
+    def _deliver(self, out: Output, snapshot: Snapshot, accepted: int) -> None:
+        """Carry out what the step thread decided; runs on the event loop."""
+        self._host.shell.deliver(out.events, snapshot, accepted)
+        for reserve in out.reserves:
+            self._host.tasks.start(
+                self._receiver.reserve(reserve.key, reserve.block_ids, reserve.num_cached_blocks)
+            )
+        for end in out.ends:
+            self._host.tasks.start(self._receiver.end(end.key, end.released, end.error))
+
+    # --- the receiver's listener, on the event loop -----------------------------------------------
+
+    def committed(self, key: RequestKey, commit: Commit) -> None:
+        """All KV arrived."""
+        self._host.inbox.put(Committed(key=key, first_token=commit.first_token))
+
+    def ended(self, key: RequestKey, error: ErrorInfo | None) -> None:
+        """No more writes of this hand-off will be accepted."""
+        self._host.inbox.put(HandoffEnded(key=key, error=error))
+
+    def blocks_safe(self, key: RequestKey, _block_ids: tuple[int, ...]) -> None:
+        """No write of this hand-off can be in flight any more."""
+        self._host.inbox.put(BlocksSafe(key=key))

@@ -1,0 +1,175 @@
+"""The body of a worker: engine ranks, step thread, control server. The two workers add what
+differs: a scheduler and one side of the hand-off."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from engine.config import EngineConfig
+from engine.kv.allocator import BlockAllocator
+from engine.ranks import RankGroup
+
+from kv_transfer.config import TransferConfig
+from protocol.ids import Role, WorkerRef, new_epoch
+from protocol.messages import Cancel, Submit, WorkerStatus
+from protocol.states import WorkerState
+from rpc.service import ClientPool, ControlServer, Handler, Method
+from worker_runtime.clock import Clock, wall_clock
+from worker_runtime.commands import Cancelled, RouterCommand, RouterGone, Submitted
+from worker_runtime.config import WorkerConfig
+from worker_runtime.driver import Deliver, Scheduler, SchedulerDriver
+from worker_runtime.inbox import Inbox
+from worker_runtime.limits import Limits
+from worker_runtime.ranks import Ranks, build_ranks
+from worker_runtime.shell import Identity, Shell
+from worker_runtime.step_loop import StepLoop
+from worker_runtime.tasks import Tasks
+
+C = TypeVar("C")
+Out = TypeVar("Out")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """Everything a worker is built from. `secret` is the cluster's, for control calls and
+    tickets."""
+
+    worker_id: str
+    engine: EngineConfig
+    worker: WorkerConfig
+    transfer: TransferConfig
+    secret: bytes
+
+
+class WorkerHost(Generic[C, Out]):
+    """Loads, serves, drains and stops one worker. All methods belong to one event loop.
+
+    `load` first, then `serve`. `group` holds the follower ranks when the engine is tensor parallel;
+    the host closes it.
+    """
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        *,
+        group: RankGroup | None = None,
+        clock: Clock = wall_clock,
+    ) -> None:
+        self.settings = settings
+        self.clock = clock
+        self.inbox: Inbox[C | RouterCommand] = Inbox()
+        self.tasks = Tasks()
+        self.clients = ClientPool(secret=settings.secret)
+        self._group = group
+        self._server = ControlServer(secret=settings.secret)
+        self.ref: WorkerRef
+        self.ranks: Ranks
+        self.blocks: BlockAllocator
+        self.shell: Shell
+        self._loop: StepLoop[C | RouterCommand]
+
+    async def load(self, role: Role) -> WorkerRef:
+        """Load the model on every rank, run a real step, and take a control port."""
+        settings = self.settings
+        self.ranks = await asyncio.to_thread(
+            build_ranks, settings.engine, settings.transfer, self._group
+        )
+        layout = self.ranks.executor.layout
+        self.blocks = BlockAllocator(layout.num_blocks, layout.block_size)
+        self.ref = WorkerRef(
+            worker_id=settings.worker_id,
+            epoch=new_epoch(),
+            role=role,
+            address=self._server.bind(settings.worker.host),
+        )
+        return self.ref
+
+    async def serve(
+        self,
+        scheduler: Scheduler[C | RouterCommand, Out],
+        *,
+        new_output: Callable[[], Out],
+        deliver: Deliver[Out],
+        accept: Callable[[Submit], None],
+        whole_output: bool,
+        handlers: Mapping[Method[Any, Any], Handler],
+    ) -> None:
+        """Start the step thread and the control server; the worker is READY when this returns."""
+        driver = SchedulerDriver(
+            scheduler,
+            new_output=new_output,
+            is_submit=lambda command: isinstance(command, Submitted),
+            loop=asyncio.get_running_loop(),
+            deliver=deliver,
+        )
+        self._loop = StepLoop(
+            name=f"{self.settings.worker_id}-steps",
+            driver=driver,
+            executor=self.ranks.executor,
+            inbox=self.inbox,
+            clock=self.clock,
+        )
+        self.shell = self._make_shell(accept, whole_output)
+        self._server.add(self.shell.handlers())
+        self._server.add(handlers)
+        await self._server.start()
+        self._loop.start()
+        self.shell.become(WorkerState.READY)
+
+    def _make_shell(self, accept: Callable[[Submit], None], whole_output: bool) -> Shell:
+        executor = self.ranks.executor
+
+        def accept_and_queue(submit: Submit) -> None:
+            accept(submit)
+            self.inbox.put(Submitted(submit=submit))
+
+        def cancel(message: Cancel) -> None:
+            self.inbox.put(Cancelled(keys=message.keys))
+
+        limits = Limits(
+            vocab_size=executor.vocab_size,
+            max_model_len=executor.max_model_len,
+            block_size=executor.layout.block_size,
+            num_blocks=executor.layout.num_blocks,
+        )
+        return Shell(
+            ref=self.ref,
+            identity=Identity(
+                limits=limits,
+                layout=executor.layout,
+                fingerprint=executor.fingerprint,
+                whole_output=whole_output,
+            ),
+            config=self.settings.worker,
+            progress=self._loop,
+            clock=self.clock,
+            accept=accept_and_queue,
+            cancel=cancel,
+            router_gone=lambda router_id: self.inbox.put(RouterGone(router_id=router_id)),
+        )
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new work, finish the old; False when `timeout_s` passed first."""
+        return await self.shell.drained(timeout_s)
+
+    async def stop(self, close_handoff: Callable[[], Any]) -> None:
+        """End at once: running requests fail for their routers, which resume them elsewhere."""
+        self.shell.become(WorkerState.STOPPED)
+        self.shell.outlet.close()
+        await asyncio.to_thread(self._loop.stop)
+        await self.tasks.cancel()
+        await close_handoff()
+        await self._server.stop()
+        await self.clients.close()
+        await asyncio.to_thread(self.ranks.close)
+
+    def check_health(self) -> None:
+        """Raise Internal when the engine is broken or hangs."""
+        self.shell.check_health()
+
+    def status(self) -> WorkerStatus:
+        """This worker as it is now."""
+        return self.shell.status()
