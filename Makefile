@@ -1,0 +1,112 @@
+# Every target sets up what it needs in $(VENV) by itself. `make help` lists them.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+# Start-up reads compiled modules; make sure that they get written.
+unexport PYTHONDONTWRITEBYTECODE
+
+VENV ?= .venv
+RUN := $(VENV)/bin
+MODEL ?= smollm2-135m
+CONFIG ?= deploy/configs/local-cpu.yaml
+ARGS ?=
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+SETUP = @$(or $(PYTHON),$(error Python 3.11 or newer is needed: set PYTHON=...)) scripts/setup_env.py $(VENV)
+PYTEST := $(RUN)/python -m pytest
+PROTOS := $(wildcard protocol/wire/*.proto)
+PROTOC = $(RUN)/python -m grpc_tools.protoc -I. $(foreach kind,python pyi grpc_python,--$(kind)_out=$(1)) $(PROTOS)
+
+##@ Run
+
+.PHONY: demo
+demo: env ## Ask the real small model a question through the whole path, then stop (no GPU needed)
+	@$(RUN)/baton demo --config $(CONFIG) $(ARGS)
+
+.PHONY: up
+up: env model ## Start $(CONFIG) on this machine and keep it up
+	@$(RUN)/baton up $(CONFIG) $(ARGS)
+
+.PHONY: down
+down: env ## Stop what `make up` started
+	@$(RUN)/baton down
+
+.PHONY: model
+model: env ## Fetch and convert $(MODEL), once
+	@$(RUN)/baton models get $(MODEL)
+
+##@ Test
+
+.PHONY: test
+test: env-dev model ## Everything: unit, architecture, integration and cluster tests (about ten minutes)
+	$(PYTEST) tests $(ARGS)
+
+.PHONY: test-unit
+test-unit: env-dev ## Unit and architecture tests: no Ray, no model, under a minute
+	$(PYTEST) tests/unit tests/architecture $(ARGS)
+
+.PHONY: test-integration
+test-integration: env-dev model ## Processes and the real model, no Ray
+	$(PYTEST) tests/integration $(ARGS)
+
+.PHONY: test-cluster
+test-cluster: env-dev model ## Through Ray Serve
+	$(PYTEST) tests/cluster $(ARGS)
+
+.PHONY: test-gpu
+test-gpu: ## Tests that need a CUDA device, with the python that is active (PYTHON=...)
+	$(PYTHON) -m pytest tests -m gpu $(ARGS)
+
+##@ Change
+
+.PHONY: check
+check: env-dev ## What must hold before a commit: format, lint, types, imports, generated code, unit tests
+	$(RUN)/ruff format --check .
+	$(RUN)/ruff check .
+	$(RUN)/mypy
+	$(RUN)/lint-imports --no-logo
+	@$(MAKE) --no-print-directory proto-check
+	$(PYTEST) tests/unit tests/architecture -q $(ARGS)
+
+.PHONY: fix
+fix: env-dev ## Format, and mend what the linter can mend
+	$(RUN)/ruff check --fix .
+	$(RUN)/ruff format .
+
+.PHONY: proto
+proto: env-dev ## Generate the Python code of protocol/wire/*.proto
+	$(call PROTOC,.)
+
+.PHONY: proto-check
+proto-check: env-dev ## Fail if the committed generated code is not what `make proto` writes
+	@folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; $(call PROTOC,$$folder); \
+	for file in $$(cd $$folder && find . -type f); do diff -q "$$file" "$$folder/$$file"; done
+
+.PHONY: lock
+lock: env-dev ## Write constraints/*.txt again from what is installed in $(VENV)
+	$(RUN)/python scripts/lock.py
+
+.PHONY: bench
+bench: env model ## Measure a running server (`make up`): ARGS="--concurrency 1,4,16 --theme serve"
+	$(RUN)/python -m benchmarks.serve $(ARGS)
+
+##@ Environment
+
+.PHONY: env
+env: ## Build $(VENV) with what running needs, once
+	$(SETUP) constraints/cpu.txt
+
+.PHONY: env-dev
+env-dev: ## Build $(VENV) with tests and checkers too, once
+	$(SETUP) constraints/cpu.txt constraints/dev.txt
+
+.PHONY: clean
+clean: ## Remove $(VENV), caches and build output (not fetched models)
+	rm -rf $(VENV) $(VENV).lock build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: help
+help: ## This list
+	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} \
+	/^[a-z-]+:.*## / {printf "  %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
