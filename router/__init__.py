@@ -1,1 +1,1 @@
-"""The front door: OpenAI HTTP and gRPC, text, admission, pair choice, relay, resume. No torch, no ray."""
+"""The front door: OpenAI HTTP and gRPC, text, admission, pair choice, relay, resume."""

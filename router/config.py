@@ -1,0 +1,89 @@
+"""Settings of one router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """One router process: the model it speaks for, its bounds, its deadlines.
+
+    model_path: folder with config.json, tokenizer.json and, for chat, a template.
+    served_model_name: the name clients use; the folder's name when empty. `model_aliases` work too.
+    max_model_len: context in tokens; the model's own when None. Workers may lower it further.
+    max_requests: sequences in flight (n and batches count each); beyond it 429 /
+        RESOURCE_EXHAUSTED.
+    max_body_bytes, max_message_bytes: largest HTTP body and gRPC message.
+    default_timeout_s, max_timeout_s: deadline of a request that names none, and the longest
+        allowed.
+    local_prefill_tokens: prompts up to this many tokens are prefilled on their decode worker.
+    max_attempts: times a request may be submitted after a worker accepted it and was lost or
+        failed.
+    resume_wait_s: how long an accepted request waits for a worker when its own was lost.
+    silence_s: an event stream silent for longer is broken (workers speak at least every second).
+    submit_timeout_s, connect_timeout_s: deadlines of calls to workers.
+    timeline_wait_s: how long the last message waits for prefill's spans when a timeline was asked
+        for.
+    retry_after_s: what refused clients are told.
+    keep_alive_s: idle HTTP connections live this long; above what load balancers use (60 to 75 s).
+    neutralise_control_tokens: whether a role marker inside chat content is read as plain text.
+    reuse_port: whether several routers of one host may share a port (SO_REUSEPORT).
+    drain_s: how long a drain waits for requests in flight.
+    vllm_metric_names: export the shared metrics as `vllm:*` too.
+    """
+
+    model_path: str
+    served_model_name: str = ""
+    model_aliases: tuple[str, ...] = ()
+    max_model_len: int | None = None
+    max_requests: int = 1024
+    max_body_bytes: int = 32 << 20
+    max_message_bytes: int = 32 << 20
+    default_timeout_s: float = 600.0
+    max_timeout_s: float = 3600.0
+    local_prefill_tokens: int = 16
+    max_attempts: int = 4
+    resume_wait_s: float = 30.0
+    silence_s: float = 5.0
+    submit_timeout_s: float = 5.0
+    connect_timeout_s: float = 5.0
+    timeline_wait_s: float = 0.5
+    retry_after_s: float = 1.0
+    keep_alive_s: int = 90
+    text_threads: int = 2
+    neutralise_control_tokens: bool = True
+    reuse_port: bool = True
+    admin_enabled: bool = True
+    drain_s: float = 30.0
+    vllm_metric_names: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.model_path:
+            raise ValueError("model_path must not be empty")
+        for name in _POSITIVE:
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.local_prefill_tokens < 0:
+            raise ValueError(f"local_prefill_tokens must be >= 0, got {self.local_prefill_tokens}")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ValueError(f"max_model_len must be at least 2, got {self.max_model_len}")
+        if self.default_timeout_s > self.max_timeout_s:
+            raise ValueError(
+                f"default_timeout_s ({self.default_timeout_s}) must not exceed "
+                f"max_timeout_s ({self.max_timeout_s})"
+            )
+
+    @property
+    def model_name(self) -> str:
+        """The name clients use for the model."""
+        return self.served_model_name or Path(self.model_path).name
+
+
+_POSITIVE = (
+    *("max_requests", "max_body_bytes", "max_message_bytes", "default_timeout_s"),
+    *("max_timeout_s", "max_attempts", "resume_wait_s", "silence_s", "submit_timeout_s"),
+    *("connect_timeout_s", "timeline_wait_s", "retry_after_s", "keep_alive_s"),
+    *("text_threads", "drain_s"),
+)

@@ -1,0 +1,115 @@
+"""Typed reading of a request's fields out of a mapping, as JSON or protobuf gave them.
+
+Every reader returns None for a field that is absent or null, and raises InvalidRequest naming the
+field when its type is wrong. Ranges are checked by whoever gives the values a meaning.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from protocol.errors import InvalidRequest
+
+Fields = Mapping[str, Any]
+
+_NAMES = {
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    list: "an array",
+    dict: "an object",
+    type(None): "null",
+}
+#: Integers beyond this cannot mean anything here and would not survive the wire.
+_MAX_INT = 2**63 - 1
+
+
+def kind_of(value: object) -> str:
+    """What a JSON value is, in words."""
+    return _NAMES.get(type(value), type(value).__name__)
+
+
+def wrong_type(param: str, expected: str, value: object) -> InvalidRequest:
+    """The error of a field with a value of the wrong type."""
+    return InvalidRequest(f"{param} must be {expected}, got {kind_of(value)}", param=param)
+
+
+def boolean(fields: Fields, name: str) -> bool | None:
+    """A boolean field."""
+    value = fields.get(name)
+    if value is None or isinstance(value, bool):
+        return value
+    raise wrong_type(name, "a boolean", value)
+
+
+def integer(fields: Fields, name: str) -> int | None:
+    """An integer field of at most 64 bits."""
+    value = fields.get(name)
+    return None if value is None else as_integer(value, name)
+
+
+def as_integer(value: object, param: str) -> int:
+    """`value` as an integer of at most 64 bits."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise wrong_type(param, "an integer", value)
+    if abs(value) > _MAX_INT:
+        raise InvalidRequest(f"{param} must fit 64 bits", param=param)
+    return value
+
+
+def number(fields: Fields, name: str) -> float | None:
+    """A finite number field."""
+    value = fields.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise wrong_type(name, "a number", value)
+    try:
+        result = float(value)
+    except OverflowError:
+        result = math.inf
+    if not math.isfinite(result):
+        raise InvalidRequest(f"{name} must be a finite number", param=name)
+    return result
+
+
+def text(fields: Fields, name: str) -> str | None:
+    """A string field that is valid Unicode."""
+    value = fields.get(name)
+    return None if value is None else as_text(value, name)
+
+
+def as_text(value: object, param: str) -> str:
+    """`value` as a string without lone surrogates (they have no UTF-8 form)."""
+    if not isinstance(value, str):
+        raise wrong_type(param, "a string", value)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{param} is not valid Unicode: {error.reason}", param=param) from None
+    return value
+
+
+def as_array(value: object, param: str) -> list[Any]:
+    """`value` as an array."""
+    if not isinstance(value, list):
+        raise wrong_type(param, "an array", value)
+    return value
+
+
+def as_object(value: object, param: str) -> dict[str, Any]:
+    """`value` as an object."""
+    if not isinstance(value, dict):
+        raise wrong_type(param, "an object", value)
+    return value
+
+
+def token_ids(values: list[Any], param: str) -> tuple[int, ...]:
+    """An array of integers, as a tuple. Whether they are in the vocabulary is checked later."""
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise wrong_type(param, "an array of integers", value)
+    return tuple(values)

@@ -1,0 +1,300 @@
+"""The one request model that both front doors parse into, with the same checks and defaults.
+
+Choices, the same on every door: an omitted model is the served one; an explicit `max_tokens` that
+does not fit behind the prompt is refused, an unset one is the rest of the context (chat) or at
+most 16 (completions); unknown fields are refused; `top_p: 0` is refused, `temperature` below 1e-4
+is greedy; choice i of n uses seed + i, so choice 0 is what n = 1 gives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeVar
+
+from protocol.errors import InvalidRequest, Unsupported
+from router import fields as read
+from router.fields import Fields
+from router.unserved import check_fields
+
+T = TypeVar("T")
+
+MAX_CHOICES = 16
+MAX_PROMPTS = 256
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+DEFAULT_COMPLETION_TOKENS = 16
+
+#: A prompt of a completion: text, or token ids.
+Prompt = str | tuple[int, ...]
+
+
+class RequestKind(StrEnum):
+    """Which of the two forms a request has."""
+
+    CHAT = "chat"
+    COMPLETION = "completion"
+
+
+class ChatRole(StrEnum):
+    """Who wrote a message."""
+
+    SYSTEM = "system"
+    USER = "user"
+    ASSISTANT = "assistant"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatMessage:
+    """One message; parts of type text are joined by line breaks."""
+
+    role: ChatRole
+    content: str
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """A request as the client meant it: types checked, defaults of the API filled in.
+
+    `max_tokens` None means unset; `max_tokens_param` is the name the client used for it.
+    """
+
+    kind: RequestKind
+    model: str | None = None
+    prompts: tuple[Prompt, ...] = ()
+    messages: tuple[ChatMessage, ...] = ()
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    n: int = 1
+    max_tokens: int | None = None
+    max_tokens_param: str = "max_tokens"
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    user: str | None = None
+    timeout_s: float | None = None
+    timeline: bool = False
+    return_token_ids: bool = False
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that workers will run for it."""
+        return self.n * max(1, len(self.prompts))
+
+
+_COMMON = frozenset(
+    {
+        *("model", "temperature", "top_p", "top_k", "min_p", "seed", "n", "max_tokens"),
+        *("min_tokens", "stop", "stop_token_ids", "ignore_eos", "stream", "stream_options"),
+        *("user", "timeout", "timeline", "return_token_ids"),
+    }
+)
+_SERVED = {
+    RequestKind.CHAT: _COMMON | {"messages", "max_completion_tokens"},
+    RequestKind.COMPLETION: _COMMON | {"prompt"},
+}
+
+
+def parse_request(kind: RequestKind, fields: Fields) -> GenerateRequest:
+    """The request in `fields`. Raises InvalidRequest naming the first wrong field."""
+    check_fields(fields, _SERVED[kind])
+    chat = kind is RequestKind.CHAT
+    max_tokens, max_tokens_param = _max_tokens(fields)
+    stream = read.boolean(fields, "stream") or False
+    return GenerateRequest(
+        kind=kind,
+        model=read.text(fields, "model"),
+        prompts=() if chat else parse_prompts(fields.get("prompt")),
+        messages=parse_messages(fields.get("messages")) if chat else (),
+        temperature=_or(read.number(fields, "temperature"), 1.0),
+        top_p=_or(read.number(fields, "top_p"), 1.0),
+        top_k=_top_k(fields),
+        min_p=_or(read.number(fields, "min_p"), 0.0),
+        seed=read.integer(fields, "seed"),
+        n=_within(_or(read.integer(fields, "n"), 1), "n", 1, MAX_CHOICES),
+        max_tokens=max_tokens,
+        max_tokens_param=max_tokens_param,
+        min_tokens=_or(read.integer(fields, "min_tokens"), 0),
+        stop=_stops(fields.get("stop")),
+        stop_token_ids=_stop_token_ids(fields),
+        ignore_eos=read.boolean(fields, "ignore_eos") or False,
+        stream=stream,
+        include_usage=_include_usage(fields, stream=stream),
+        user=read.text(fields, "user"),
+        timeout_s=_timeout(fields),
+        timeline=read.boolean(fields, "timeline") or False,
+        return_token_ids=read.boolean(fields, "return_token_ids") or False,
+    )
+
+
+def parse_prompts(value: object) -> tuple[Prompt, ...]:
+    """One prompt or a batch: a string, token ids, or an array of either."""
+    if value is None:
+        raise InvalidRequest("prompt is required", param="prompt")
+    if isinstance(value, str):
+        return (read.as_text(value, "prompt"),)
+    if not isinstance(value, list):
+        raise read.wrong_type(
+            "prompt", "a string, an array of integers, or an array of these", value
+        )
+    if not value:
+        raise InvalidRequest("prompt must not be an empty array", param="prompt")
+    if isinstance(value[0], int):
+        return (read.token_ids(value, "prompt"),)
+    if len(value) > MAX_PROMPTS:
+        raise InvalidRequest(
+            f"prompt: at most {MAX_PROMPTS} prompts a request, got {len(value)}", param="prompt"
+        )
+    return tuple(_prompt(item) for item in value)
+
+
+def parse_messages(value: object) -> tuple[ChatMessage, ...]:
+    """The messages of a chat; at least one."""
+    if value is None:
+        raise InvalidRequest("messages is required", param="messages")
+    messages = read.as_array(value, "messages")
+    if not messages:
+        raise InvalidRequest("messages must not be empty", param="messages")
+    return tuple(_message(item, f"messages[{i}]") for i, item in enumerate(messages))
+
+
+def _prompt(value: object) -> Prompt:
+    if isinstance(value, str):
+        return read.as_text(value, "prompt")
+    if isinstance(value, list):
+        if not value:
+            raise InvalidRequest("prompt must not be an empty array", param="prompt")
+        return read.token_ids(value, "prompt")
+    raise read.wrong_type("prompt", "an array of strings or of arrays of integers", value)
+
+
+def _message(value: object, path: str) -> ChatMessage:
+    message = read.as_object(value, path)
+    for name, item in message.items():
+        if name in ("role", "content", "name") or item is None or item == []:
+            continue
+        raise Unsupported(f"{path}.{name} is not supported", param=f"{path}.{name}")
+    author = message.get("name")
+    return ChatMessage(
+        role=_role(message.get("role"), f"{path}.role"),
+        content=_content(message.get("content"), f"{path}.content"),
+        name=None if author is None else read.as_text(author, f"{path}.name"),
+    )
+
+
+def _role(value: object, path: str) -> ChatRole:
+    if value is None:
+        raise InvalidRequest(f"{path} is required", param=path)
+    role = read.as_text(value, path)
+    if role == "developer":  # the newer name of the same thing; templates know the older one
+        return ChatRole.SYSTEM
+    if role in ("tool", "function"):
+        raise Unsupported(f"{path}: {role} messages are not supported yet", param=path)
+    try:
+        return ChatRole(role)
+    except ValueError:
+        known = ", ".join(ChatRole)
+        raise InvalidRequest(f"{path} must be one of {known}, got {role!r}", param=path) from None
+
+
+def _content(value: object, path: str) -> str:
+    if value is None:
+        raise InvalidRequest(f"{path} is required", param=path)
+    if isinstance(value, str):
+        return read.as_text(value, path)
+    if not isinstance(value, list):
+        raise read.wrong_type(path, "a string or an array of parts", value)
+    return "\n".join(_part(part, f"{path}[{i}]") for i, part in enumerate(value))
+
+
+def _part(value: object, path: str) -> str:
+    part = read.as_object(value, path)
+    kind = part.get("type")
+    if kind != "text":
+        raise Unsupported(f"{path}: parts of type {kind!r} are not supported", param=f"{path}.type")
+    return read.as_text(part.get("text"), f"{path}.text")
+
+
+def _max_tokens(fields: Fields) -> tuple[int | None, str]:
+    old = read.integer(fields, "max_tokens")
+    new = read.integer(fields, "max_completion_tokens")
+    if old is not None and new is not None and old != new:
+        raise InvalidRequest(
+            "max_tokens and max_completion_tokens differ; give one", param="max_completion_tokens"
+        )
+    value, name = (old, "max_tokens") if new is None else (new, "max_completion_tokens")
+    if value is not None and value < 1:
+        raise InvalidRequest(f"{name} must be at least 1, got {value}", param=name)
+    return value, name
+
+
+def _top_k(fields: Fields) -> int:
+    value = _or(read.integer(fields, "top_k"), 0)
+    return 0 if value == -1 else value  # -1 is the other customary way to say "off"
+
+
+def _stops(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    items = [value] if isinstance(value, str) else read.as_array(value, "stop")
+    if len(items) > MAX_STOPS:
+        raise InvalidRequest(f"stop: at most {MAX_STOPS} strings, got {len(items)}", param="stop")
+    stops = tuple(read.as_text(item, "stop") for item in items)
+    for stop in stops:
+        if not 0 < len(stop) <= MAX_STOP_CHARS:
+            raise InvalidRequest(
+                f"stop strings must have 1 to {MAX_STOP_CHARS} characters, got {len(stop)}",
+                param="stop",
+            )
+    return stops
+
+
+def _stop_token_ids(fields: Fields) -> tuple[int, ...]:
+    value = fields.get("stop_token_ids")
+    if value is None:
+        return ()
+    return read.token_ids(read.as_array(value, "stop_token_ids"), "stop_token_ids")
+
+
+def _include_usage(fields: Fields, *, stream: bool) -> bool:
+    value = fields.get("stream_options")
+    if value is None:
+        return False
+    options = read.as_object(value, "stream_options")
+    if not stream:
+        raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+    for name, item in options.items():
+        # Padding against traffic analysis; false is what happens.
+        neutral = name in ("include_obfuscation", "continuous_usage_stats") and not item
+        if name != "include_usage" and item is not None and not neutral:
+            raise Unsupported(
+                f"stream_options.{name} is not supported", param=f"stream_options.{name}"
+            )
+    usage = options.get("include_usage")
+    if usage is not None and not isinstance(usage, bool):
+        raise read.wrong_type("stream_options.include_usage", "a boolean", usage)
+    return usage or False
+
+
+def _timeout(fields: Fields) -> float | None:
+    value = read.number(fields, "timeout")
+    if value is not None and value <= 0:
+        raise InvalidRequest(f"timeout must be positive, got {value}", param="timeout")
+    return value
+
+
+def _within(value: int, param: str, low: int, high: int) -> int:
+    if not low <= value <= high:
+        raise InvalidRequest(f"{param} must be between {low} and {high}, got {value}", param=param)
+    return value
+
+
+def _or(value: T | None, default: T) -> T:
+    return default if value is None else value

@@ -1,0 +1,1 @@
+"""Text on this side of the router, token ids on the other."""

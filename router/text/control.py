@@ -1,0 +1,87 @@
+"""Role markers inside chat content are text, not control.
+
+A user who writes `<|im_end|>` must not be able to end their turn and forge another. Content that
+contains a control token's spelling gets a mark in its place before the template runs; afterwards
+the prompt is tokenised around the marks, and each spelling in two pieces, so that it comes out as
+ordinary tokens of the same text. Prompts without such spellings are tokenised in one piece,
+untouched.
+
+Special tokens are neutralised in everybody's content. Added tokens not flagged special (`<think>`)
+are neutralised in the user's only: in the assistant's own turns they may be meant.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Sequence
+
+from router.request import ChatRole
+
+_Encode = Callable[[str], tuple[int, ...]]
+
+
+class ControlTokens:
+    """The spellings to look for, of one tokenizer."""
+
+    def __init__(self, *, special: Sequence[str], plain: Sequence[str], encode: _Encode) -> None:
+        self._special = _pattern(special)
+        self._all = _pattern([*special, *plain])
+        self._encode = encode
+
+    def marks(self) -> Marks:
+        """A fresh set of marks, for one prompt."""
+        return Marks(self._special, self._all, self._encode)
+
+
+class Marks:
+    """The spellings found in one prompt. The marks are random, so content cannot contain them."""
+
+    def __init__(
+        self, special: re.Pattern[str] | None, everything: re.Pattern[str] | None, encode: _Encode
+    ) -> None:
+        self._special = special
+        self._all = everything
+        self._encode = encode
+        self._nonce = ""
+        self._found: list[str] = []
+
+    @property
+    def used(self) -> bool:
+        """Whether any spelling was found."""
+        return bool(self._found)
+
+    def hide(self, content: str, role: ChatRole) -> str:
+        """`content` with a mark for each control token it spells."""
+        pattern = self._all if role is ChatRole.USER else self._special
+        if pattern is None or pattern.search(content) is None:
+            return content
+        self._nonce = self._nonce or secrets.token_hex(8)
+        return pattern.sub(self._mark, content)
+
+    def encode(self, prompt: str) -> tuple[int, ...]:
+        """The ids of a prompt with marks."""
+        ids: list[int] = []
+        parts = re.split(f"\ue000{self._nonce}:([0-9]+)\ue001", prompt)
+        for i, part in enumerate(parts):
+            ids += self._spelled(self._found[int(part)]) if i % 2 else self._encode(part)
+        return tuple(ids)
+
+    def _mark(self, match: re.Match[str]) -> str:
+        self._found.append(match.group())
+        return f"\ue000{self._nonce}:{len(self._found) - 1}\ue001"
+
+    def _spelled(self, token: str) -> list[int]:
+        """The token's spelling as ordinary ids: cut where neither part is a control token."""
+        if len(token) < 2 or self._all is None:
+            return []  # a single character cannot be spelled any other way
+        for cut in range(1, len(token)):
+            parts = token[:cut], token[cut:]
+            if not any(self._all.search(part) for part in parts):
+                return [i for part in parts for i in self._encode(part)]
+        return []
+
+
+def _pattern(tokens: Sequence[str]) -> re.Pattern[str] | None:
+    ordered = sorted({token for token in tokens if token}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered))) if ordered else None

@@ -1,0 +1,37 @@
+"""The text of one output: detokenised, searched for stop strings, cut."""
+
+from __future__ import annotations
+
+from protocol.states import FinishReason
+from router.text.detokenizer import Detokenizer
+from router.text.stops import StopMatcher
+
+
+class TextStream:
+    """Turns the output tokens of one sequence into text, in order.
+
+    A stop or end token is not part of the text. Stop strings count from the first token after
+    `min_tokens`; a match must lie wholly behind it. `tokens` counts every output token.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, stops: StopMatcher, *, min_tokens: int) -> None:
+        self._detokenizer = detokenizer
+        self._stops = stops
+        self._min_tokens = min_tokens
+        self.tokens = 0
+        self.finish: FinishReason | None = None
+
+    def push(self, token: int, finish: FinishReason | None) -> str:
+        """The text that this token makes certain. Sets `finish` when the output ends with it."""
+        self.tokens += 1
+        text = "" if finish is FinishReason.STOP else self._detokenizer.push(token)
+        if finish is not None:
+            text += self._detokenizer.flush()
+        if self.tokens > self._min_tokens:
+            text = self._stops.push(text)
+        if self._stops.matched:
+            self.finish = FinishReason.STOP
+        elif finish is not None:
+            self.finish = finish
+            text += self._stops.flush()
+        return text

@@ -1,0 +1,169 @@
+"""A model's text side, read from its folder: tokenizer, chat template, end tokens.
+
+Reads tokenizer.json, tokenizer_config.json, config.json, generation_config.json and
+chat_template.jinja as transformers writes them; nothing of transformers or torch is needed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from protocol.errors import InvalidRequest
+from router.request import ChatMessage
+from router.text.control import ControlTokens
+from router.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_table
+from router.text.template import ChatTemplate
+
+
+class ModelText:
+    """Text to ids and back for one model. Thread-safe once made; encoding releases the GIL.
+
+    vocab_size: ids the model can be given. max_position: its context in tokens, None if not stated.
+    eos_ids: every id that ends an output: the tokenizer's, config.json's and
+    generation_config.json's together, because each of them alone is wrong for some model.
+    """
+
+    def __init__(self, folder: Path, *, neutralise_control_tokens: bool = True) -> None:
+        self._tokenizer = _load_tokenizer(folder / "tokenizer.json")
+        model = _read_json(folder / "config.json", required=True)
+        settings = _read_json(folder / "tokenizer_config.json")
+        generation = _read_json(folder / "generation_config.json")
+        text_model = model.get("text_config") or model
+        self.vocab_size = int(text_model.get("vocab_size") or self._tokenizer.get_vocab_size())
+        context = text_model.get("max_position_embeddings")
+        self.max_position = None if context is None else int(context)
+        self.eos_ids = self._end_tokens(settings, text_model, generation)
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        self._control = ControlTokens(
+            special=[token.content for token in added if token.special],
+            plain=[token.content for token in added if not token.special],
+            encode=lambda text: self.encode(text, add_special_tokens=False),
+        )
+        self._neutralise = neutralise_control_tokens
+        self._template = _load_template(folder, settings)
+        self._byte_table = self._make_byte_table()
+        self._longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """The ids of a text; by default with what the tokenizer adds (often a BOS)."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], *, add_special_tokens: bool = False
+    ) -> tuple[int, ...]:
+        """The ids of a chat. The template writes the special tokens, so none are added on top.
+
+        Raises InvalidRequest when the model has no template or the template refuses the messages.
+        """
+        if self._template is None:
+            raise InvalidRequest("this model has no chat template", param="messages")
+        if not self._neutralise:
+            prompt = self._template.render([_plain(message) for message in messages])
+            return self.encode(prompt, add_special_tokens=add_special_tokens)
+        marks = self._control.marks()
+        plain = [_plain(m) | {"content": marks.hide(m.content, m.role)} for m in messages]
+        prompt = self._template.render(plain)
+        if not marks.used:
+            return self.encode(prompt, add_special_tokens=add_special_tokens)
+        return marks.encode(prompt)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of all ids at once."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def detokenizer(self) -> Detokenizer:
+        """A fresh incremental decoder for one output."""
+        if self._byte_table is not None:
+            return ByteDetokenizer(self._byte_table)
+        return WindowDetokenizer(self.decode)
+
+    def surely_longer_than(self, text: str, limit: int) -> bool:
+        """Whether `text` cannot be `limit` tokens or fewer, told without tokenising it.
+
+        Only byte-level vocabularies allow the conclusion: nothing is normalised away in them.
+        """
+        return self._byte_table is not None and len(text) > limit * self._longest_token
+
+    def _end_tokens(
+        self, settings: dict[str, Any], model: dict[str, Any], generation: dict[str, Any]
+    ) -> tuple[int, ...]:
+        ids = set(_ids(model.get("eos_token_id"))) | set(_ids(generation.get("eos_token_id")))
+        token = _token_text(settings.get("eos_token"))
+        if token is not None:
+            ids |= set(_ids(self._tokenizer.token_to_id(token)))
+        return tuple(sorted(i for i in ids if 0 <= i < self.vocab_size))
+
+    def _make_byte_table(self) -> list[bytes] | None:
+        spec = json.loads(self._tokenizer.to_str())
+        if not _is_byte_level(spec.get("decoder")) or spec.get("normalizer") is not None:
+            return None
+        added = self._tokenizer.get_added_tokens_decoder()
+        if any(token.lstrip or token.rstrip for token in added.values()):
+            return None
+        special = {i for i, token in added.items() if token.special}
+        size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+        tokens = (None if i in special else self._tokenizer.id_to_token(i) for i in range(size))
+        return byte_table(list(tokens))
+
+
+def _load_tokenizer(path: Path) -> Tokenizer:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing")
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.no_truncation()  # some files carry training's; a prompt is never cut silently
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _load_template(folder: Path, settings: dict[str, Any]) -> ChatTemplate | None:
+    path = folder / "chat_template.jinja"
+    source = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
+    if isinstance(source, list):  # named variants; "default" is the one for plain chat
+        named = {item["name"]: item["template"] for item in source}
+        source = named.get("default")
+    if not source:
+        return None
+    names = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
+    texts = {name: _token_text(settings.get(name)) for name in names}
+    return ChatTemplate(source, {name: text for name, text in texts.items() if text is not None})
+
+
+def _plain(message: ChatMessage) -> dict[str, Any]:
+    plain: dict[str, Any] = {"role": message.role.value, "content": message.content}
+    return plain if message.name is None else plain | {"name": message.name}
+
+
+def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
+    if not path.is_file():
+        if required:
+            raise FileNotFoundError(f"{path} is missing")
+        return {}
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
+
+
+def _ids(value: object) -> Iterator[int]:
+    values = value if isinstance(value, list) else [value]
+    yield from (i for i in values if isinstance(i, int))
+
+
+def _token_text(value: object) -> str | None:
+    """A special token is written as a string, or as an object with its content."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _is_byte_level(decoder: dict[str, Any] | None) -> bool:
+    if decoder is None:
+        return False
+    if decoder.get("type") == "Sequence":
+        parts = decoder.get("decoders", [])
+        return len(parts) == 1 and _is_byte_level(parts[0])
+    return decoder.get("type") == "ByteLevel"
