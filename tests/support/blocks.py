@@ -1,0 +1,58 @@
+"""A strict allocator: every misuse of a block raises at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StrictBlocks:
+    """Free, held and quarantined blocks; hands out the most recently freed first, so reuse is quick."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks))
+        self._held: set[int] = set()
+        self._quarantined: set[int] = set()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    @property
+    def num_cached(self) -> int:
+        return 0
+
+    @property
+    def num_quarantined(self) -> int:
+        return len(self._quarantined)
+
+    def allocate(self, n: int) -> list[int] | None:
+        if n > len(self._free):
+            return None
+        taken = [self._free.pop() for _ in range(n)]
+        self._held.update(taken)
+        return taken
+
+    def free(self, ids: Sequence[int]) -> None:
+        for block in ids:
+            self._held.remove(block)
+            self._free.append(block)
+
+    def quarantine(self, ids: Sequence[int]) -> None:
+        for block in ids:
+            self._held.remove(block)
+            self._quarantined.add(block)
+
+    def unquarantine(self, ids: Sequence[int]) -> None:
+        for block in ids:
+            self._quarantined.remove(block)
+            self._free.append(block)
+
+    def check(self) -> None:
+        total = len(self._free) + len(self._held) + len(self._quarantined)
+        assert total == self.num_blocks
+        assert len(set(self._free)) == len(self._free)

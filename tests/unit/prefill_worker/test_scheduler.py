@@ -1,0 +1,376 @@
+"""The prefill scheduler: chunks, pushes in order, token 1, and nothing held that need not be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefill_worker.commands import (
+    CommitHandoff,
+    Delivered,
+    EndHandoff,
+    Granted,
+    HandoffEnded,
+    Output,
+    Push,
+)
+from prefill_worker.scheduler import PrefillScheduler
+from protocol.errors import ErrorCode, HandoffFailed
+from protocol.ids import RequestKey, Role, WorkerRef
+from protocol.messages import FailEvent, SpanEvent, Submit, TokenEvent
+from protocol.sampling import SamplingParams
+from protocol.states import FinishReason
+from protocol.timeline import Phase
+from tests.support.blocks import StrictBlocks
+from tests.support.paged import PagedTokens, next_token
+from worker_runtime.commands import Cancelled, RouterGone, Submitted
+from worker_runtime.config import WorkerConfig
+
+BLOCK = 4
+PEER = WorkerRef(worker_id="d0", epoch=7, role=Role.DECODE, address="127.0.0.1:1")
+
+
+def make_submit(
+    name: str,
+    prompt: list[int],
+    *,
+    seed: int = 0,
+    max_tokens: int = 9,
+    deadline: float = 1e9,
+    router: str = "r",
+    output: tuple[int, ...] = (),
+    stop: tuple[int, ...] = (),
+) -> Submit:
+    return Submit(
+        key=RequestKey(name),
+        router_id=router,
+        prompt_ids=tuple(prompt),
+        output_ids=output,
+        sampling=SamplingParams(
+            seed=seed, max_tokens=max_tokens, ignore_eos=True, stop_token_ids=stop
+        ),
+        deadline=deadline,
+        peer=PEER,
+    )
+
+
+@dataclass
+class Bench:
+    """A scheduler with its engine; pushed blocks are copied out at once, as a sender would."""
+
+    num_blocks: int = 64
+    config: WorkerConfig = field(
+        default_factory=lambda: WorkerConfig(max_num_seqs=4, max_num_batched_tokens=8)
+    )
+    now: float = 100.0
+
+    def __post_init__(self) -> None:
+        self.blocks = StrictBlocks(self.num_blocks)
+        self.engine = PagedTokens(self.num_blocks, BLOCK)
+        self.scheduler = PrefillScheduler(
+            config=self.config, blocks=self.blocks, block_size=BLOCK, place="p0"
+        )
+        self.tokens: list[TokenEvent] = []
+        self.failures: list[FailEvent] = []
+        self.spans: list[SpanEvent] = []
+        self.arrived: dict[RequestKey, dict[int, list[int]]] = {}
+        self.commits: list[CommitHandoff] = []
+        self.ends: list[EndHandoff] = []
+        self.pushes: list[Push] = []
+        self.out = Output()
+
+    def tell(self, command: object) -> None:
+        self.scheduler.handle(command, self.now, self.out)  # type: ignore[arg-type]
+        self.collect()
+
+    def collect(self) -> None:
+        for step in self.out.events.values():
+            self.tokens += step.tokens
+            self.failures += step.failures
+            self.spans += step.spans
+        for handoff in self.out.handoffs:
+            match handoff:
+                case Push(key=key, block_ids=ids, first_block=first):
+                    self.pushes.append(handoff)
+                    store = self.arrived.setdefault(key, {})
+                    for offset, block in enumerate(ids):
+                        assert first + offset not in store, "a block was pushed twice"
+                        store[first + offset] = list(self.engine.slots[block])
+                case CommitHandoff():
+                    self.commits.append(handoff)
+                case EndHandoff():
+                    self.ends.append(handoff)
+        self.out = Output()
+
+    def turn(self) -> bool:
+        self.now += 1.0
+        batch = self.scheduler.plan(self.now, self.out)
+        if batch is not None:
+            assert batch.num_tokens <= self.config.max_num_batched_tokens
+            self.scheduler.apply(self.engine.run(batch), self.now, self.out)
+        self.collect()
+        self.blocks.check()
+        return batch is not None
+
+    def submit(self, submit: Submit, *, cached: int = 0, grant: bool = True) -> RequestKey:
+        self.tell(Submitted(submit=submit))
+        if grant:
+            self.grant(submit, cached)
+        return submit.key
+
+    def grant(self, submit: Submit, cached: int = 0) -> None:
+        num_blocks = -(-len(submit.prompt_ids) // BLOCK)
+        self.tell(Granted(key=submit.key, num_blocks=num_blocks, num_cached_blocks=cached))
+
+    def deliver(self, key: RequestKey) -> None:
+        self.tell(Delivered(key=key, num_bytes=640, num_pieces=2, start=1.0, end=2.0))
+
+    def pushed_tokens(self, key: RequestKey, length: int) -> list[int]:
+        store = self.arrived[key]
+        flat = [token for index in sorted(store) for token in store[index]]
+        return flat[:length]
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 7, 8, 9, 16, 17, 31])
+def test_every_block_is_pushed_once_and_token_one_is_right(length: int) -> None:
+    bench = Bench()
+    prompt = list(range(50, 50 + length))
+    key = bench.submit(make_submit("a", prompt))
+    while bench.turn():
+        pass
+    assert bench.pushed_tokens(key, length) == prompt
+    assert len(bench.arrived[key]) == -(-length // BLOCK)
+    first = next_token(prompt, 0)
+    assert [(e.index, e.token, e.finish) for e in bench.tokens] == [(0, first, None)]
+    assert bench.commits == [CommitHandoff(key=key, first_token=first)]
+    assert bench.blocks.num_held == -(-length // BLOCK)
+    bench.deliver(key)
+    assert bench.blocks.num_free == 64
+    assert bench.scheduler.num_unfinished == 0
+
+
+def test_blocks_move_while_the_rest_of_the_prompt_is_computed() -> None:
+    bench = Bench()
+    bench.submit(make_submit("a", list(range(20))))
+    progress = []
+    while bench.turn():
+        progress.append(sum(len(p.block_ids) for p in bench.pushes))
+    assert progress == [2, 4, 5]
+
+
+def test_nothing_runs_and_nothing_is_held_before_the_grant() -> None:
+    bench = Bench()
+    submit = make_submit("a", list(range(20)))
+    bench.submit(submit, grant=False)
+    assert not bench.turn()
+    assert bench.blocks.num_held == 0
+    assert bench.scheduler.load().waiting_tokens == 20
+    bench.grant(submit)
+    assert bench.turn()
+
+
+def test_blocks_that_decode_already_has_are_not_pushed() -> None:
+    bench = Bench()
+    key = bench.submit(make_submit("a", list(range(14))), cached=2)
+    while bench.turn():
+        pass
+    assert sorted(bench.arrived[key]) == [2, 3]
+
+
+def test_fully_cached_prompt_pushes_nothing_and_still_commits() -> None:
+    bench = Bench()
+    key = bench.submit(make_submit("a", list(range(8))), cached=2)
+    while bench.turn():
+        pass
+    assert bench.pushes == []
+    assert [c.key for c in bench.commits] == [key]
+
+
+@pytest.mark.parametrize("how", ["max_tokens", "stop"])
+def test_request_that_ends_at_token_one_releases_decode(how: str) -> None:
+    bench = Bench()
+    prompt = [1, 2, 3]
+    first = next_token(prompt, 0)
+    stop = (first,) if how == "stop" else ()
+    key = bench.submit(make_submit("a", prompt, max_tokens=1 if not stop else 5, stop=stop))
+    bench.turn()
+    reason = FinishReason.STOP if stop else FinishReason.LENGTH
+    assert [(e.token, e.finish) for e in bench.tokens] == [(first, reason)]
+    assert bench.commits == []
+    assert bench.ends == [EndHandoff(key=key, released=True, error=None)]
+    assert {span.phase for span in bench.tokens[0].spans} >= {Phase.PREFILL, Phase.CREDIT_WAIT}
+    bench.tell(HandoffEnded(key=key, error=None))
+    assert bench.blocks.num_free == 64
+    assert bench.failures == []
+
+
+def test_resumed_request_prefills_its_output_too() -> None:
+    bench = Bench()
+    key = bench.submit(make_submit("a", [1, 2, 3], output=(9, 8, 7)))
+    bench.turn()
+    assert bench.pushed_tokens(key, 6) == [1, 2, 3, 9, 8, 7]
+    assert bench.tokens[0].index == 3
+    assert bench.tokens[0].token == next_token([1, 2, 3, 9, 8, 7], 0)
+
+
+def test_short_prompt_overtakes_a_long_one_between_its_chunks() -> None:
+    bench = Bench(num_blocks=256)
+    bench.submit(make_submit("long", [1] * 400))
+    bench.turn()
+    bench.turn()
+    short = bench.submit(make_submit("short", [2, 3]))
+    bench.turn()
+    assert [e.key for e in bench.tokens] == [short]
+
+
+def test_long_prompt_is_not_starved_by_a_stream_of_short_ones() -> None:
+    config = WorkerConfig(max_num_seqs=4, max_num_batched_tokens=8, starvation_s=20.0)
+    bench = Bench(num_blocks=256, config=config)
+    long = bench.submit(make_submit("long", [1] * 64))
+    for i in range(120):
+        key = bench.submit(make_submit(f"s{i}", [2] * 8))
+        bench.turn()
+        for event in bench.tokens:
+            if event.key == long:
+                assert i < 100
+                return
+        if any(e.key == key for e in bench.tokens):
+            bench.deliver(key)
+    raise AssertionError("the long prompt never finished")
+
+
+def test_prompt_without_room_waits_and_lets_others_pass() -> None:
+    bench = Bench(num_blocks=6)
+    first = bench.submit(make_submit("first", [1] * 16))
+    bench.turn()
+    bench.submit(make_submit("second", [2] * 16))
+    small = bench.submit(make_submit("small", [3]))
+    for _ in range(4):
+        bench.turn()
+    assert {e.key for e in bench.tokens} == {first, small}
+    bench.deliver(first)
+    for _ in range(4):
+        bench.turn()
+    assert len(bench.tokens) == 3
+
+
+@pytest.mark.parametrize("phase", ["expecting", "granted", "running", "sending"])
+def test_cancel_ends_the_handoff_and_frees_blocks_once_it_is_over(phase: str) -> None:
+    bench = Bench()
+    submit = make_submit("a", list(range(20)))
+    key = bench.submit(submit, grant=phase != "expecting")
+    turns = {"expecting": 0, "granted": 0, "running": 1, "sending": 3}[phase]
+    for _ in range(turns):
+        bench.turn()
+    held = bench.blocks.num_held
+    bench.tell(Cancelled(keys=(key,)))
+    assert bench.ends == [EndHandoff(key=key, released=True, error=None)]
+    assert bench.blocks.num_held == held
+    assert not bench.turn()
+    bench.tell(HandoffEnded(key=key, error=None))
+    assert bench.blocks.num_free == 64
+    assert bench.scheduler.num_unfinished == 0
+    assert bench.failures == []
+
+
+def test_delivery_that_crosses_a_cancel_frees_the_blocks_once() -> None:
+    bench = Bench()
+    key = bench.submit(make_submit("a", [1, 2, 3]))
+    bench.turn()
+    bench.tell(Cancelled(keys=(key,)))
+    bench.deliver(key)
+    bench.tell(HandoffEnded(key=key, error=None))
+    assert bench.blocks.num_free == 64
+    assert bench.scheduler.counters() == {"finished": 0, "failed": 0, "cancelled": 1}
+
+
+def test_failed_handoff_is_retriable_and_frees_the_blocks() -> None:
+    bench = Bench()
+    key = bench.submit(make_submit("a", [1, 2, 3]))
+    bench.turn()
+    bench.tell(HandoffEnded(key=key, error=HandoffFailed("decode is gone").info()))
+    assert [(f.error.code, f.retriable) for f in bench.failures] == [
+        (ErrorCode.HANDOFF_FAILED, True)
+    ]
+    assert bench.blocks.num_free == 64
+
+
+def test_deadline_ends_a_request_that_never_got_credits() -> None:
+    bench = Bench()
+    bench.submit(make_submit("a", [1], deadline=103.0), grant=False)
+    for _ in range(4):
+        bench.turn()
+    assert bench.failures[0].error.code is ErrorCode.DEADLINE_EXCEEDED
+    assert not bench.ends[0].released
+
+
+def test_timeline_has_transfer_with_bytes_after_delivery() -> None:
+    bench = Bench()
+    key = bench.submit(make_submit("a", list(range(20))))
+    while bench.turn():
+        pass
+    bench.deliver(key)
+    spans = {span.phase: span for span in bench.spans[0].spans}
+    assert spans[Phase.TRANSFER].counts == {"bytes": 640, "pieces": 2}
+    assert spans[Phase.PREFILL].counts == {"tokens": 20, "chunks": 3}
+    assert set(spans) == {
+        Phase.CREDIT_WAIT,
+        Phase.PREFILL_QUEUE,
+        Phase.PREFILL,
+        Phase.TRANSFER,
+    }
+
+
+def test_router_gone_cancels_its_requests_only() -> None:
+    bench = Bench()
+    bench.submit(make_submit("a", [1, 2], router="gone"))
+    kept = bench.submit(make_submit("b", [1, 2], router="here"))
+    bench.tell(RouterGone(router_id="gone"))
+    bench.turn()
+    assert [e.key for e in bench.tokens] == [kept]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 99), min_size=1, max_size=30),
+            st.integers(0, 10),  # arrives
+            st.integers(0, 6),  # granted so many turns later
+            st.one_of(st.none(), st.integers(0, 30)),  # cancelled at turn
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    num_blocks=st.integers(8, 20),
+)
+def test_any_mix_pushes_every_prompt_exactly(
+    requests: list[tuple[list[int], int, int, int | None]], num_blocks: int
+) -> None:
+    bench = Bench(num_blocks=num_blocks)
+    submits = [make_submit(f"q{i}", prompt, seed=i) for i, (prompt, *_) in enumerate(requests)]
+    cancelled: set[int] = set()
+    for turn in range(200):
+        for i, (_, arrives, delay, cancel) in enumerate(requests):
+            if turn == arrives:
+                bench.submit(submits[i], grant=False)
+            if turn == arrives + delay:
+                bench.grant(submits[i])
+            if cancel is not None and turn == cancel and turn >= arrives:
+                cancelled.add(i)
+                bench.tell(Cancelled(keys=(submits[i].key,)))
+                bench.tell(HandoffEnded(key=submits[i].key, error=None))
+        bench.turn()
+        if turn % 2:
+            for commit in bench.commits:
+                bench.deliver(commit.key)
+    assert bench.blocks.num_free == num_blocks
+    assert bench.scheduler.num_unfinished == 0
+    first = {event.key: event.token for event in bench.tokens}
+    for i, (prompt, *_) in enumerate(requests):
+        if i not in cancelled:
+            assert bench.pushed_tokens(submits[i].key, len(prompt)) == prompt
+            assert first[submits[i].key] == next_token(prompt, i)
