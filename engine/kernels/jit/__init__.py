@@ -1,0 +1,1 @@
+"""Triton sources. Call them through the typed wrappers in engine.kernels.triton_*."""

@@ -1,0 +1,148 @@
+# mypy: ignore-errors
+"""Paged split-KV attention of one new token per sequence, with RoPE and the KV write fused in.
+
+Flash-decoding (Dao et al., 2023): the context is cut into splits that run side by side; the last
+split to finish merges the partial results, so that no second kernel is needed.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from engine.kernels.jit.elementwise import rotated
+
+
+@triton.jit
+def write_new_token(
+    qkv_row, cell, kvh, cos, sin, dims, dim_ok,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+):
+    """Rotate the new token's key and put key and value into their cell of the pool."""
+    one = tl.arange(0, 1)[:, None]
+    k_base = qkv_row + (HEADS + kvh) * DIM + one
+    v_base = qkv_row + (HEADS + KV_HEADS + kvh) * DIM + one
+    k = rotated(k_base, one == 0, cos, sin, dims, dim_ok, DIM // 2, DIM)
+    v = tl.load(v_base + dims[None, :], mask=dim_ok[None, :], other=0.0)
+    tl.store(cell + one + dims[None, :], k.to(qkv_row.dtype.element_ty), mask=dim_ok[None, :])
+    tl.store(cell + KV_HEADS * PAGE * DIM + one + dims[None, :], v, mask=dim_ok[None, :])
+
+
+@triton.jit
+def merge_splits(
+    partial, stats, first, active, out_row, dims, dim_ok,
+    GROUP: tl.constexpr, GROUP_P: tl.constexpr, DIM: tl.constexpr, DIM_P: tl.constexpr,
+    SPLITS_P: tl.constexpr,
+):
+    """Weigh the partial outputs of all active splits by their share of the softmax."""
+    splits = tl.arange(0, SPLITS_P)
+    ok = splits < active
+    for g in tl.static_range(GROUP):
+        at = (first + splits) * GROUP_P + g
+        peak = tl.load(stats + at * 2, mask=ok, other=-float("inf"), cache_modifier=".cg")
+        total = tl.load(stats + at * 2 + 1, mask=ok, other=0.0, cache_modifier=".cg")
+        part = tl.load(
+            partial + at[:, None] * DIM_P + dims[None, :],
+            mask=ok[:, None] & dim_ok[None, :], other=0.0, cache_modifier=".cg",
+        )
+        weight = tl.exp2(peak - tl.max(peak, axis=0))
+        value = tl.sum(part * weight[:, None], axis=0) / tl.sum(total * weight, axis=0)
+        tl.store(out_row + g * DIM + dims, value.to(out_row.dtype.element_ty), mask=dim_ok)
+
+
+@triton.jit
+def paged_decode(
+    qkv, cos_table, sin_table, pool, indptr, blocks, lengths, out, partial, stats, counters, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr,
+    DIM: tl.constexpr, DIM_P: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    SPLITS: tl.constexpr, SPLITS_P: tl.constexpr, MIN_TILES: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """One (KV head, split, sequence) of out[b] = softmax(q k^T * scale) v over a paged context.
+
+    qkv: [batch, (HEADS + 2 KV_HEADS) * DIM], not yet rotated; pool: [block, 2, KV_HEADS, PAGE, DIM];
+    lengths[b] counts the new token; a sequence's blocks are blocks[indptr[b]: indptr[b + 1]].
+    Rows of length 0 are padding: they touch nothing. out: [batch, HEADS * DIM].
+    """
+    kvh = tl.program_id(0)
+    split = tl.program_id(1)
+    b = tl.program_id(2)
+    length = tl.load(lengths + b)
+    table = blocks + tl.load(indptr + b)
+    tiles = tl.cdiv(length, TILE)
+    share = tl.maximum(tl.cdiv(tiles, SPLITS), MIN_TILES)
+    active = tl.cdiv(tiles, share)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if split < active:
+        start = split * share * TILE
+        end = tl.minimum(length, start + share * TILE)
+        half: tl.constexpr = DIM // 2
+        page_size: tl.constexpr = PAGE * DIM
+        dims = tl.arange(0, DIM_P)
+        dim_ok = dims < DIM
+        group = tl.arange(0, GROUP_P)
+        angle = (length - 1).to(tl.int64) * half + tl.where(dims < half, dims, dims - half)
+        cos = tl.load(cos_table + angle, mask=dim_ok, other=0.0)
+        sin = tl.load(sin_table + angle, mask=dim_ok, other=0.0)
+        qkv_row = qkv + b.to(tl.int64) * (HEADS + 2 * KV_HEADS) * DIM
+        q_base = qkv_row + (kvh * GROUP + group)[:, None] * DIM
+        q = rotated(q_base, (group < GROUP)[:, None], cos, sin, dims, dim_ok, half, DIM)
+        q = q.to(qkv.dtype.element_ty)
+        head_pool = pool + kvh * page_size
+        if end == length:
+            last = length - 1
+            block = tl.load(table + last // PAGE).to(tl.int64)
+            cell = head_pool + block * (2 * KV_HEADS * page_size) + (last % PAGE) * DIM
+            write_new_token(
+                qkv_row, cell, kvh, cos, sin, dims, dim_ok, HEADS, KV_HEADS, DIM, PAGE
+            )
+            tl.debug_barrier()
+        peak = tl.full([GROUP_P], -float("inf"), tl.float32)
+        total = tl.zeros([GROUP_P], tl.float32)
+        acc = tl.zeros([GROUP_P, DIM_P], tl.float32)
+        for at in tl.range(start, end, TILE, num_stages=STAGES):
+            tokens = at + tl.arange(0, TILE)
+            ok = tokens < end
+            block = tl.load(table + tokens // PAGE, mask=ok, other=0).to(tl.int64)
+            cell = head_pool + block * (2 * KV_HEADS * page_size) + (tokens % PAGE) * DIM
+            k = tl.load(
+                cell[None, :] + dims[:, None], mask=ok[None, :] & dim_ok[:, None], other=0.0
+            )
+            score = tl.dot(q, k, input_precision=PRECISION) * (scale * 1.4426950408889634)
+            score = tl.where(ok[None, :], score, -float("inf"))
+            new_peak = tl.maximum(peak, tl.max(score, axis=1))
+            weight = tl.exp2(score - new_peak[:, None])
+            shrink = tl.exp2(peak - new_peak)
+            total = total * shrink + tl.sum(weight, axis=1)
+            v = tl.load(
+                cell[:, None] + KV_HEADS * page_size + dims[None, :],
+                mask=ok[:, None] & dim_ok[None, :], other=0.0,
+            )
+            acc = tl.dot(
+                weight.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION
+            )
+            peak = new_peak
+        out_row = out + b.to(tl.int64) * (HEADS * DIM) + kvh * GROUP * DIM
+        if active == 1:
+            tl.store(
+                out_row + group[:, None] * DIM + dims[None, :],
+                (acc / total[:, None]).to(out.dtype.element_ty),
+                mask=(group < GROUP)[:, None] & dim_ok[None, :],
+            )
+        else:
+            pair = b * KV_HEADS + kvh
+            first = pair * SPLITS
+            at_group = (first + split) * GROUP_P + group
+            tl.store(partial + at_group[:, None] * DIM_P + dims[None, :], acc,
+                     mask=(group < GROUP)[:, None] & dim_ok[None, :])
+            tl.store(stats + at_group * 2, peak)
+            tl.store(stats + at_group * 2 + 1, total)
+            tl.debug_barrier()
+            finished = tl.atomic_add(counters + pair, 1, sem="acq_rel", scope="gpu")
+            if finished == active - 1:
+                merge_splits(
+                    partial, stats, first, active, out_row, dims, dim_ok,
+                    GROUP, GROUP_P, DIM, DIM_P, SPLITS_P,
+                )
+                tl.store(counters + pair, 0)

@@ -1,0 +1,122 @@
+# mypy: ignore-errors
+"""A linear layer over few rows: one stream over the weights, with norm, SwiGLU and residual fused."""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def load_weights(w, rows, row_ok, cols, K, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """A tile of the weight matrix [N, K], streamed: it is read once and evicted first."""
+    pointers = w + rows[:, None].to(tl.int64) * K + cols[None, :]
+    if EVEN_N and EVEN_K:
+        return tl.load(pointers, eviction_policy="evict_first")
+    ok = row_ok[:, None] & (cols < K)[None, :]
+    return tl.load(pointers, mask=ok, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def row_step(tile, tile_up, x, gain, at, K, acc, acc_up, squares, NORM: tl.constexpr, GATED: tl.constexpr):
+    """One tile of a single row's product, by multiply-add; sums stay spread over the tile."""
+    value = tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)
+    if NORM:
+        squares += value * value
+        value *= tl.load(gain + at, mask=at < K, other=0.0).to(tl.float32)
+    acc += tile.to(tl.float32) * value[None, :]
+    if GATED:
+        acc_up += tile_up.to(tl.float32) * value[None, :]
+    return acc, acc_up, squares
+
+
+@triton.jit
+def rows_step(
+    tile, tile_up, x, gain, m, m_ok, at, K, acc, acc_up, total,
+    NORM: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """One tile of several rows' product, on the matrix units: acc[n, m] += tile[n, k] x[m, k]."""
+    ok = m_ok[None, :] & (at < K)[:, None]
+    value = tl.load(x + m[None, :].to(tl.int64) * K + at[:, None], mask=ok, other=0.0)
+    if NORM:
+        wide = value.to(tl.float32)
+        total += tl.sum(wide * wide, axis=0)
+        scale = tl.load(gain + at, mask=at < K, other=0.0).to(tl.float32)
+        value = (wide * scale[:, None]).to(value.dtype)
+    acc = tl.dot(tile, value, acc, input_precision=PRECISION)
+    if GATED:
+        acc_up = tl.dot(tile_up, value, acc_up, input_precision=PRECISION)
+    return acc, acc_up, total
+
+
+@triton.jit
+def skinny_linear(
+    x, w, bias, residual, gain, out, eps, M, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    NORM: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """out[M, N] = f(norm(x)[M, K] @ w[N, K]^T + bias) + residual, for M <= BLOCK_M.
+
+    NORM folds the RMS norm in: a tile of x is multiplied by `gain`, the sum of squares is gathered on
+    the way, and the row's scale is applied to the product. GATED: w is [2 N, K], gate rows first, and
+    f(gate, up) = silu(gate) * up. The first weight tile is requested before the previous kernel is
+    waited for, so that memory does not idle between kernels.
+    """
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_ok = rows < N
+    cols = tl.arange(0, BLOCK_K)
+    m = tl.arange(0, BLOCK_M)
+    m_ok = m < M
+    tile = load_weights(w, rows, row_ok, cols, K, EVEN_N, EVEN_K)
+    tile_up = tile
+    if GATED:
+        tile_up = load_weights(w, rows + N, row_ok, cols, K, EVEN_N, EVEN_K)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if BLOCK_M == 1:
+        squares = tl.zeros([BLOCK_K], tl.float32)
+        part = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        part_up = part
+        part, part_up, squares = row_step(
+            tile, tile_up, x, gain, cols, K, part, part_up, squares, NORM, GATED
+        )
+        for start in tl.range(BLOCK_K, K, BLOCK_K, num_stages=STAGES):
+            at = start + cols
+            tile = load_weights(w, rows, row_ok, at, K, EVEN_N, EVEN_K)
+            if GATED:
+                tile_up = load_weights(w, rows + N, row_ok, at, K, EVEN_N, EVEN_K)
+            part, part_up, squares = row_step(
+                tile, tile_up, x, gain, at, K, part, part_up, squares, NORM, GATED
+            )
+        acc = tl.sum(part, axis=1)[:, None]
+        acc_up = tl.sum(part_up, axis=1)[:, None]
+        total = tl.zeros([BLOCK_M], tl.float32) + tl.sum(squares, axis=0)
+    else:
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        acc_up = acc
+        acc, acc_up, total = rows_step(
+            tile, tile_up, x, gain, m, m_ok, cols, K, acc, acc_up, total, NORM, GATED, PRECISION
+        )
+        for start in tl.range(BLOCK_K, K, BLOCK_K, num_stages=STAGES):
+            at = start + cols
+            tile = load_weights(w, rows, row_ok, at, K, EVEN_N, EVEN_K)
+            if GATED:
+                tile_up = load_weights(w, rows + N, row_ok, at, K, EVEN_N, EVEN_K)
+            acc, acc_up, total = rows_step(
+                tile, tile_up, x, gain, m, m_ok, at, K, acc, acc_up, total, NORM, GATED, PRECISION
+            )
+    if NORM:
+        inverse = tl.rsqrt(total / K + eps)[None, :]
+        acc *= inverse
+        acc_up *= inverse
+    if BIAS:
+        acc += tl.load(bias + rows, mask=row_ok, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        acc = acc / (1.0 + tl.exp(-acc)) * acc_up
+    where = m[None, :].to(tl.int64) * N + rows[:, None]
+    ok = row_ok[:, None] & m_ok[None, :]
+    if RESIDUAL:
+        acc += tl.load(residual + where, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out + where, acc.to(out.dtype.element_ty), mask=ok)

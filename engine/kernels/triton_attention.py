@@ -1,0 +1,165 @@
+"""Typed wrappers of the paged attention kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from engine.kernels.jit.decode_attention import paged_decode
+from engine.kernels.jit.prefill_attention import paged_prefill
+from engine.kernels.triton_elementwise import launch_options
+
+#: Programs that fill a Hopper card a few times over.
+_TARGET_PROGRAMS = 528
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeShape:
+    """How decode attention is cut: splits of a context, tokens per tile, least tiles per split."""
+
+    splits: int
+    tile: int = 64
+    min_tiles: int = 1
+    stages: int = 3
+    warps: int = 4
+
+
+def decode_shape(batch: int, kv_heads: int, head_dim: int, long_context: bool) -> DecodeShape:
+    """Splits for a batch: enough programs to fill the card, more where one context may be long."""
+    splits = 1
+    while splits < 64 and splits * batch * kv_heads < _TARGET_PROGRAMS:
+        splits *= 2
+    if long_context:
+        splits = max(splits, 32)
+    tile = 64 if head_dim <= 128 else 32
+    return DecodeShape(splits=max(splits, 2), tile=tile, min_tiles=1 if batch * kv_heads < 128 else 4)
+
+
+class DecodeScratch:
+    """Partial results of splits, shared by all layers: they run one after another on one stream."""
+
+    def __init__(self, batch: int, num_heads: int, kv_heads: int, head_dim: int, splits: int, device: torch.device) -> None:
+        group = max(16, triton.next_power_of_2(num_heads // kv_heads))
+        rows = batch * kv_heads * splits * group
+        width = triton.next_power_of_2(head_dim)
+        self.partial = torch.empty(rows * width, dtype=torch.float32, device=device)
+        self.stats = torch.empty(rows * 2, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(batch * kv_heads, dtype=torch.int32, device=device)
+
+
+def decode_attention(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    pool: torch.Tensor,
+    indptr: torch.Tensor,
+    blocks: torch.Tensor,
+    lengths: torch.Tensor,
+    scratch: DecodeScratch,
+    shape: DecodeShape,
+    *,
+    num_heads: int,
+    scale: float,
+    out: torch.Tensor,
+    pdl: bool = False,
+) -> None:
+    """Rotate and store each row's new token, then attend over its whole paged context.
+
+    qkv: `[batch, (heads + 2 kv_heads) * dim]` straight from the projection; pool: one layer,
+    `[block, 2, kv_heads, page, dim]`; row b's blocks are blocks[indptr[b]:], its context of
+    lengths[b] tokens includes the new one; length 0 marks padding. out: `[batch, heads * dim]`.
+    """
+    _, _, kv_heads, page, dim = pool.shape
+    group = num_heads // kv_heads
+    paged_decode[(kv_heads, shape.splits, qkv.shape[0])](
+        qkv,
+        cos,
+        sin,
+        pool,
+        indptr,
+        blocks,
+        lengths,
+        out,
+        scratch.partial,
+        scratch.stats,
+        scratch.counters,
+        scale,
+        HEADS=num_heads,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        GROUP_P=max(16, triton.next_power_of_2(group)),
+        DIM=dim,
+        DIM_P=triton.next_power_of_2(dim),
+        PAGE=page,
+        TILE=shape.tile,
+        SPLITS=shape.splits,
+        SPLITS_P=triton.next_power_of_2(shape.splits),
+        MIN_TILES=shape.min_tiles,
+        STAGES=shape.stages,
+        PDL=pdl,
+        PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
+        num_warps=shape.warps,
+        **launch_options(pdl),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedChunks:
+    """Prompt chunks packed one after another, on the device (int32 vectors, one entry a sequence).
+
+    first_rows: first row of the sequence; starts: absolute position of that row; counts: its rows;
+    indptr, blocks: block tables one after another; max_count: the largest count, known on the host.
+    """
+
+    first_rows: torch.Tensor
+    starts: torch.Tensor
+    counts: torch.Tensor
+    indptr: torch.Tensor
+    blocks: torch.Tensor
+    max_count: int
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    chunks: PackedChunks,
+    *,
+    num_heads: int,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """Causal attention of every chunk's rotated queries over its paged context.
+
+    q: rows of at least heads * dim values (a slice of the qkv rows will do), out likewise; the
+    chunks' own keys and values are in the pool already.
+    """
+    _, _, kv_heads, page, dim = pool.shape
+    width = triton.next_power_of_2(dim)
+    small = chunks.max_count <= 64 or q.dtype == torch.float32
+    block_m = 16 if chunks.max_count <= 16 else (64 if small or width > 128 else 128)
+    tile = 32 if width > 128 or q.dtype == torch.float32 else 64
+    paged_prefill[(triton.cdiv(chunks.max_count, block_m), num_heads, chunks.counts.shape[0])](
+        q,
+        q.stride(0),
+        pool,
+        chunks.first_rows,
+        chunks.starts,
+        chunks.counts,
+        chunks.indptr,
+        chunks.blocks,
+        out,
+        out.stride(0),
+        scale,
+        HEADS=num_heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        DIM_P=width,
+        PAGE=page,
+        BLOCK_M=block_m,
+        TILE=tile,
+        STAGES=2 if q.dtype == torch.float32 else 3,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=8 if block_m == 128 else 4,
+    )

@@ -1,0 +1,78 @@
+"""Typed wrapper of the few-rows linear kernel, and its measured launch shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from engine.kernels.jit.linear import skinny_linear
+from engine.kernels.triton_elementwise import launch_options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearShape:
+    """How one launch is cut: rows of the weight and columns per tile, pipeline stages, warps."""
+
+    block_n: int
+    block_k: int
+    stages: int
+    warps: int
+
+
+def default_shape(rows: int, gated: bool) -> LinearShape:
+    """The launch shape measured best on Hopper for this number of rows."""
+    if rows == 1:
+        return LinearShape(block_n=8 if gated else 16, block_k=512, stages=1, warps=4)
+    return LinearShape(block_n=16, block_k=256, stages=3, warps=4)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    out: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    gain: torch.Tensor | None = None,
+    eps: float = 0.0,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+    pdl: bool = False,
+    shape: LinearShape | None = None,
+) -> None:
+    """out `[m, n]` = f(norm(x) weight^T + bias) + residual for few rows m.
+
+    weight: `[n, k]`, or `[2 n, k]` when gated (gate rows first; f = silu(gate) * up). `gain` turns
+    the RMS norm of x on. `residual` may be `out` itself.
+    """
+    rows, k = x.shape
+    n = out.shape[1]
+    shape = shape or default_shape(rows, gated)
+    block_k = min(shape.block_k, triton.next_power_of_2(k))
+    skinny_linear[(triton.cdiv(n, shape.block_n),)](
+        x,
+        weight,
+        x if bias is None else bias,
+        x if residual is None else residual,
+        x if gain is None else gain,
+        out,
+        eps,
+        rows,
+        n,
+        k,
+        BLOCK_M=1 if rows == 1 else max(16, triton.next_power_of_2(rows)),
+        BLOCK_N=shape.block_n,
+        BLOCK_K=block_k,
+        STAGES=shape.stages,
+        NORM=gain is not None,
+        GATED=gated,
+        RESIDUAL=residual is not None,
+        BIAS=bias is not None,
+        EVEN_N=n % shape.block_n == 0,
+        EVEN_K=k % block_k == 0,
+        PDL=pdl,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=shape.warps,
+        **launch_options(pdl),
+    )
