@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class StrictBlocks:
-    """Free, held and quarantined blocks; hands out the most recently freed first, so reuse is quick."""
+    """Free, held and quarantined blocks; the last freed go out first, so reuse is quick."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks

@@ -1,4 +1,4 @@
-"""The decode scheduler: right tokens under any mix of arrivals, preemption, cancels and hand-offs."""
+"""The decode scheduler: right tokens under any mix of arrivals, preemption, cancel and hand-off."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Bench:
         raise AssertionError("no end in sight")
 
     def serve_reserves(self) -> None:
-        """Prefill for every grant: write the prompt's KV into the granted blocks, commit token 1."""
+        """Play prefill for every grant: write the prompt's KV into its blocks, commit token 1."""
         reserves, self.reserves = self.reserves, []
         for reserve in reserves:
             submit = self.submits[reserve.key]

@@ -1,0 +1,470 @@
+"""The parts that both workers share."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from engine.batch import SequenceStep, StepBatch, StepResult
+from protocol.errors import (
+    ContextTooLong,
+    Internal,
+    InvalidRequest,
+    Overloaded,
+    StaleMessage,
+    Unavailable,
+)
+from protocol.ids import RequestKey, Role, WorkerRef
+from protocol.kv_layout import KVFingerprint, KVLayout
+from protocol.messages import (
+    Cancel,
+    DrainCommand,
+    EventBatch,
+    StatusQuery,
+    Submit,
+    Subscribe,
+    TokenEvent,
+    WorkerLoad,
+)
+from protocol.sampling import SamplingParams
+from protocol.states import WorkerState
+from rpc import methods
+from rpc.service import ControlClient, ControlServer
+from worker_runtime.config import WorkerConfig
+from worker_runtime.inbox import Inbox
+from worker_runtime.limits import Limits
+from worker_runtime.outlet import EventOutlet, RouterEvents
+from worker_runtime.rate import Rate
+from worker_runtime.sequence import Sequence
+from worker_runtime.shell import Identity, Shell, Snapshot
+from worker_runtime.step_loop import StepLoop
+from worker_runtime.tasks import Tasks
+
+KEY = RequestKey("q")
+LIMITS = Limits(vocab_size=100, max_model_len=50, block_size=4, num_blocks=10)
+
+
+def make_submit(
+    prompt: tuple[int, ...] = (1, 2, 3), output: tuple[int, ...] = (), **sampling: object
+) -> Submit:
+    params = SamplingParams(**{"max_tokens": 5, **sampling})  # type: ignore[arg-type]
+    return Submit(
+        key=KEY, router_id="r", prompt_ids=prompt, output_ids=output, sampling=params, deadline=1e12
+    )
+
+
+class TestLimits:
+    @pytest.mark.parametrize(
+        ("submit", "param", "kind"),
+        [
+            (make_submit(()), "prompt", InvalidRequest),
+            (make_submit((-1,)), "prompt", InvalidRequest),
+            (make_submit((100,)), "prompt", InvalidRequest),
+            (make_submit((99, 2**40)), "prompt", InvalidRequest),
+            (make_submit(temperature=-1.0), "temperature", InvalidRequest),
+            (make_submit(stop_token_ids=(100,)), "stop_token_ids", InvalidRequest),
+            (make_submit(output=(1,) * 5), "max_tokens", InvalidRequest),
+            (make_submit((1,) * 46), "max_tokens", ContextTooLong),
+            (make_submit((1,) * 36), "prompt", ContextTooLong),
+        ],
+    )
+    def test_names_the_field(self, submit: Submit, param: str, kind: type[InvalidRequest]) -> None:
+        with pytest.raises(kind) as caught:
+            LIMITS.check(submit, whole_output=True)
+        assert caught.value.param == param
+        assert type(caught.value) is kind
+
+    def test_exact_fit_passes(self) -> None:
+        LIMITS.check(make_submit((1,) * 35), whole_output=True)
+        LIMITS.check(make_submit((99, 0)), whole_output=True)
+
+    def test_prefill_needs_room_for_one_token_only(self) -> None:
+        LIMITS.check(make_submit((1,) * 39, max_tokens=11), whole_output=False)
+        with pytest.raises(ContextTooLong):
+            LIMITS.check(make_submit((1,) * 40, max_tokens=10), whole_output=False)
+
+    @pytest.mark.parametrize(("context", "expected"), [(50, 39), (20, 19)])
+    def test_longest_prompt(self, context: int, expected: int) -> None:
+        limits = Limits(vocab_size=9, max_model_len=context, block_size=4, num_blocks=10)
+        assert limits.max_prompt_tokens == expected
+
+
+class TestInbox:
+    def test_keeps_order_and_drains_all(self) -> None:
+        inbox: Inbox[int] = Inbox()
+        for i in range(5):
+            inbox.put(i)
+        assert inbox.drain() == [0, 1, 2, 3, 4]
+        assert inbox.drain() == []
+
+    def test_wait_ends_when_a_command_arrives(self) -> None:
+        inbox: Inbox[int] = Inbox()
+        thread = threading.Thread(target=inbox.put, args=(1,))
+        thread.start()
+        inbox.wait(10.0)
+        thread.join()
+        assert inbox.drain() == [1]
+
+    def test_close_wakes_for_good(self) -> None:
+        inbox: Inbox[int] = Inbox()
+        inbox.close()
+        inbox.wait(None)
+        assert inbox.closed
+
+
+def test_rate_is_over_busy_time_only() -> None:
+    rate = Rate()
+    assert rate.per_second() == 0.0
+    for _ in range(50):
+        rate.add(100, 0.5)
+    assert rate.per_second() == pytest.approx(200.0)
+    for _ in range(200):
+        rate.add(100, 0.25)
+    assert rate.per_second() == pytest.approx(400.0, rel=0.01)
+
+
+def test_sequence_bans_stop_tokens_before_min_tokens() -> None:
+    submit = make_submit(min_tokens=2, stop_token_ids=(7,), eos_token_ids=(2,))
+    sequence = Sequence.of(submit, 0.0)
+    assert sequence.banned() == (7, 2)
+    assert sequence.append(7) is None
+    assert sequence.banned() == (7, 2)
+    sequence.append(1)
+    assert sequence.banned() == ()
+    assert sequence.append(7) == "stop"
+
+
+class TestOutlet:
+    @pytest.fixture
+    def gone(self) -> list[str]:
+        return []
+
+    @pytest.fixture
+    def outlet(self, gone: list[str]) -> EventOutlet:
+        return EventOutlet(
+            epoch=5, heartbeat_s=0.05, load=lambda: WorkerLoad(running=3), on_gone=gone.append
+        )
+
+    async def test_first_batch_comes_at_once_and_silence_is_broken(
+        self, outlet: EventOutlet
+    ) -> None:
+        stream = outlet.stream("r")
+        first = await anext(stream)
+        second = await anext(stream)
+        assert (first.epoch, first.load.running) == (5, 3)
+        assert second.sequence == first.sequence + 1
+        await stream.aclose()  # type: ignore[attr-defined]
+
+    async def test_events_reach_their_router_only(self, outlet: EventOutlet) -> None:
+        mine, other = outlet.stream("mine"), outlet.stream("other")
+        await anext(mine)
+        await anext(other)
+        event = TokenEvent(key=KEY, index=0, token=4)
+        outlet.publish({"mine": RouterEvents(tokens=[event]), "nobody": RouterEvents()})
+        assert (await anext(mine)).tokens == (event,)
+        assert (await anext(other)).tokens == ()
+
+    async def test_end_of_a_stream_is_told_once(self, outlet: EventOutlet, gone: list[str]) -> None:
+        stream = outlet.stream("r")
+        await anext(stream)
+        assert outlet.knows("r")
+        await stream.aclose()  # type: ignore[attr-defined]
+        assert gone == ["r"]
+        assert not outlet.knows("r")
+
+    async def test_second_stream_replaces_the_first_without_losing_the_router(
+        self, outlet: EventOutlet, gone: list[str]
+    ) -> None:
+        first = outlet.stream("r")
+        await anext(first)
+        second = outlet.stream("r")
+        await anext(second)
+        assert [batch async for batch in first] == []
+        assert gone == []
+        assert outlet.knows("r")
+
+    async def test_close_ends_streams_after_what_is_queued(self, outlet: EventOutlet) -> None:
+        stream = outlet.stream("r")
+        await anext(stream)
+        event = TokenEvent(key=KEY, index=0, token=4)
+        outlet.publish({"r": RouterEvents(tokens=[event])})
+        outlet.close()
+        assert [batch.tokens async for batch in stream] == [(event,)]
+
+
+class CountingDriver:
+    """Runs one step for every command and notes what it saw."""
+
+    def __init__(self) -> None:
+        self.todo: list[int] = []
+        self.results: list[StepResult] = []
+        self.failed: Exception | None = None
+        self.done = threading.Event()
+
+    def handle(self, command: int, now: float) -> None:
+        self.todo.append(command)
+
+    def plan(self, now: float) -> StepBatch | None:
+        if not self.todo:
+            return None
+        token = self.todo.pop(0)
+        step = SequenceStep(tokens=(token,), start=0, block_ids=(0,), sampling=SamplingParams())
+        return StepBatch(sequences=(step,))
+
+    def apply(self, result: StepResult, now: float) -> None:
+        self.results.append(result)
+
+    def publish(self) -> None:
+        if len(self.results) == 3 or self.failed is not None:
+            self.done.set()
+
+    def next_deadline(self) -> float | None:
+        return None
+
+    def fail_all(self, error: Exception) -> None:
+        self.failed = error
+
+
+class EchoExecutor:
+    """Samples the token it was given; breaks on 13."""
+
+    def run(self, batch: StepBatch) -> StepResult:
+        token = batch.sequences[0].tokens[0]
+        if token == 13:
+            raise RuntimeError("device lost")
+        return StepResult(tokens=(token,))
+
+
+class TestStepLoop:
+    def make(self) -> tuple[CountingDriver, Inbox[int], StepLoop[int]]:
+        driver, inbox = CountingDriver(), Inbox[int]()
+        loop = StepLoop(
+            name="t", driver=driver, executor=EchoExecutor(), inbox=inbox, clock=time.time
+        )
+        return driver, inbox, loop
+
+    def test_runs_what_is_planned_and_stops(self) -> None:
+        driver, inbox, loop = self.make()
+        loop.start()
+        for token in (4, 5, 6):
+            inbox.put(token)
+        assert driver.done.wait(5)
+        assert [r.tokens for r in driver.results] == [(4,), (5,), (6,)]
+        assert loop.stop()
+        assert loop.steps == 3
+        assert loop.stalled_for() == 0.0
+
+    def test_broken_engine_fails_everything_and_is_remembered(self) -> None:
+        driver, inbox, loop = self.make()
+        told: list[Exception] = []
+        loop.on_broken = told.append
+        loop.start()
+        inbox.put(13)
+        assert driver.done.wait(5)
+        assert loop.stop()
+        assert str(loop.broken) == "device lost"
+        assert driver.failed is loop.broken
+        assert told == [loop.broken]
+
+
+class FakeProgress:
+    steps = 4
+    last_step_end = 0.0
+    broken: Exception | None = None
+    stalled = 0.0
+
+    def stalled_for(self) -> float:
+        return self.stalled
+
+
+class TestShell:
+    @pytest.fixture
+    def progress(self) -> FakeProgress:
+        return FakeProgress()
+
+    @pytest.fixture
+    def accepted(self) -> list[Submit]:
+        return []
+
+    @pytest.fixture
+    def cancelled(self) -> list[Cancel]:
+        return []
+
+    @pytest.fixture
+    async def shell(
+        self, progress: FakeProgress, accepted: list[Submit], cancelled: list[Cancel]
+    ) -> Shell:
+        layout = KVLayout(
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=8,
+            block_size=4,
+            num_blocks=10,
+            dtype="float32",
+            rank_heads=((0, 1),),
+        )
+        fingerprint = KVFingerprint(
+            model="m",
+            weights="w",
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=8,
+            block_size=4,
+            dtype="float32",
+            rope="r",
+        )
+        return Shell(
+            ref=WorkerRef(worker_id="d0", epoch=9, role=Role.DECODE, address="x"),
+            identity=Identity(
+                limits=LIMITS, layout=layout, fingerprint=fingerprint, whole_output=True
+            ),
+            config=WorkerConfig(max_waiting=2, heartbeat_s=0.05, stall_s=1.0),
+            progress=progress,
+            clock=time.time,
+            accept=accepted.append,
+            cancel=cancelled.append,
+            router_gone=lambda _router: None,
+        )
+
+    @pytest.fixture
+    async def client(self, shell: Shell) -> AsyncIterator[ControlClient]:
+        server = ControlServer(shell.handlers(), secret=b"s")
+        client = ControlClient(await server.start(), secret=b"s")
+        yield client
+        await client.close()
+        await server.stop(0)
+
+    async def subscribe(self, client: ControlClient) -> AsyncIterator[EventBatch]:
+        stream = client.stream(methods.EVENTS, Subscribe(router_id="r"))
+        await anext(stream)
+        return stream
+
+    async def test_refuses_before_ready_and_while_draining(
+        self, shell: Shell, client: ControlClient
+    ) -> None:
+        with pytest.raises(Unavailable, match="starting"):
+            await client.call(methods.SUBMIT, make_submit(), timeout_s=5)
+        shell.become(WorkerState.READY)
+        stream = await self.subscribe(client)
+        await client.call(methods.SUBMIT, make_submit(), timeout_s=5)
+        await client.call(methods.DRAIN, DrainCommand(), timeout_s=5)
+        with pytest.raises(Unavailable, match="draining"):
+            await client.call(methods.SUBMIT, make_submit(), timeout_s=5)
+        await stream.aclose()  # type: ignore[attr-defined]
+
+    async def test_refuses_a_router_that_does_not_listen(
+        self, shell: Shell, client: ControlClient
+    ) -> None:
+        shell.become(WorkerState.READY)
+        with pytest.raises(StaleMessage) as caught:
+            await client.call(methods.SUBMIT, make_submit(), timeout_s=5)
+        assert caught.value.param == "router_id"
+
+    async def test_bounds_waiting_requests_even_between_snapshots(
+        self, shell: Shell, client: ControlClient, accepted: list[Submit]
+    ) -> None:
+        shell.become(WorkerState.READY)
+        stream = await self.subscribe(client)
+        for _ in range(2):
+            await client.call(methods.SUBMIT, make_submit(), timeout_s=5)
+        with pytest.raises(Overloaded) as caught:
+            await client.call(methods.SUBMIT, make_submit(), timeout_s=5)
+        assert caught.value.retry_after_s == 1.0
+        shell.deliver({}, Snapshot(num_unfinished=2), 2)
+        await client.call(methods.SUBMIT, make_submit(), timeout_s=5)
+        assert len(accepted) == 3
+        await stream.aclose()  # type: ignore[attr-defined]
+
+    async def test_bad_request_is_refused_by_name_and_not_accepted(
+        self, shell: Shell, client: ControlClient, accepted: list[Submit]
+    ) -> None:
+        shell.become(WorkerState.READY)
+        stream = await self.subscribe(client)
+        with pytest.raises(InvalidRequest) as caught:
+            await client.call(methods.SUBMIT, make_submit((500,)), timeout_s=5)
+        assert caught.value.param == "prompt"
+        assert accepted == []
+        await stream.aclose()  # type: ignore[attr-defined]
+
+    async def test_cancel_passes_the_keys(
+        self, client: ControlClient, cancelled: list[Cancel]
+    ) -> None:
+        await client.call(methods.CANCEL, Cancel(keys=(KEY,)), timeout_s=5)
+        assert cancelled == [Cancel(keys=(KEY,))]
+
+    async def test_status_tells_state_limits_and_progress(
+        self, shell: Shell, client: ControlClient
+    ) -> None:
+        shell.deliver({}, Snapshot(load=WorkerLoad(free_blocks=7), counters={"finished": 2}), 0)
+        status = await client.call(methods.STATUS, StatusQuery(), timeout_s=5)
+        assert status.state is WorkerState.STARTING
+        assert status.load.free_blocks == 7
+        assert (status.max_model_len, status.max_prompt_tokens) == (50, 39)
+        assert (status.steps, status.counters) == (4, {"finished": 2})
+
+    async def test_drain_waits_for_the_last_request(
+        self, shell: Shell, client: ControlClient
+    ) -> None:
+        shell.become(WorkerState.READY)
+        stream = await self.subscribe(client)
+        await client.call(methods.SUBMIT, make_submit(), timeout_s=5)
+        assert not await shell.drained(0.05)
+        shell.deliver({}, Snapshot(num_unfinished=1), 1)
+        waiting = asyncio.create_task(shell.drained(5.0))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        shell.deliver({}, Snapshot(num_unfinished=0), 0)
+        assert await waiting
+        await stream.aclose()  # type: ignore[attr-defined]
+
+    async def test_health_follows_step_progress_and_idle_is_healthy(
+        self, shell: Shell, progress: FakeProgress
+    ) -> None:
+        shell.check_health()
+        progress.stalled = 2.0
+        with pytest.raises(Internal, match="running for"):
+            shell.check_health()
+        progress.stalled = 0.0
+        progress.broken = RuntimeError("boom")
+        with pytest.raises(Internal, match="boom"):
+            shell.check_health()
+
+
+async def test_tasks_keep_and_cancel_what_runs() -> None:
+    tasks = Tasks()
+    done: list[str] = []
+
+    async def quick() -> None:
+        done.append("quick")
+
+    async def slow() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            done.append("cancelled")
+            raise
+
+    tasks.start(quick())
+    tasks.start(slow())
+    await asyncio.sleep(0.01)
+    await tasks.cancel()
+    assert done == ["quick", "cancelled"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_num_seqs", 0),
+        ("max_waiting", 0),
+        ("max_num_batched_tokens", 1),
+        ("watermark", 1.0),
+        ("stall_s", 0.0),
+    ],
+)
+def test_worker_config_names_the_bad_field(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=field):
+        WorkerConfig(**{field: value})  # type: ignore[arg-type]
