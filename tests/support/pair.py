@@ -1,0 +1,232 @@
+"""Prefill and decode workers in this process, and a client that plays the router."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+from decode_worker.worker import DecodeWorker
+from engine.config import EngineConfig
+from kv_transfer.config import TransferConfig
+from prefill_worker.worker import PrefillWorker
+from protocol.errors import BatonError
+from protocol.ids import RequestKey, WorkerRef, new_request_id
+from protocol.messages import Cancel, EventBatch, FailEvent, Submit, Subscribe, TokenEvent
+from protocol.sampling import SamplingParams
+from protocol.states import FinishReason
+from protocol.ticket import Ticket
+from protocol.timeline import Span
+from rpc import methods
+from rpc.service import ClientPool
+from worker_runtime.config import WorkerConfig
+from worker_runtime.host import WorkerSettings
+
+SECRET = b"test secret"
+
+
+@dataclass
+class Answer:
+    """Everything the workers said about one request."""
+
+    tokens: dict[int, int] = field(default_factory=dict)
+    finish: FinishReason | None = None
+    failures: list[FailEvent] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def ids(self) -> list[int]:
+        assert sorted(self.tokens) == list(range(min(self.tokens), max(self.tokens) + 1))
+        return [self.tokens[i] for i in sorted(self.tokens)]
+
+
+class FakeRouter:
+    """Submits to chosen workers and merges their events by token index."""
+
+    def __init__(self, router_id: str = "test-router") -> None:
+        self.router_id = router_id
+        self.pool = ClientPool(secret=SECRET)
+        self.answers: dict[RequestKey, Answer] = {}
+        self._streams: list[asyncio.Task[None]] = []
+
+    async def watch(self, ref: WorkerRef) -> None:
+        started = asyncio.Event()
+        self._streams.append(asyncio.create_task(self._follow(ref, started)))
+        await asyncio.wait_for(started.wait(), 10)
+
+    async def _follow(self, ref: WorkerRef, started: asyncio.Event) -> None:
+        stream = self.pool.get(ref.address).stream(
+            methods.EVENTS, Subscribe(router_id=self.router_id)
+        )
+        try:
+            async for batch in stream:
+                started.set()
+                self._take(batch)
+        except BatonError:
+            return
+
+    def _take(self, batch: EventBatch) -> None:
+        for event in batch.tokens:
+            self._token(event)
+        for failure in batch.failures:
+            answer = self.answers.get(failure.key)
+            if answer is not None:
+                answer.failures.append(failure)
+                answer.done.set()
+        for part in batch.spans:
+            if part.key in self.answers:
+                self.answers[part.key].spans.extend(part.spans)
+
+    def _token(self, event: TokenEvent) -> None:
+        answer = self.answers.get(event.key)
+        if answer is None:
+            return
+        assert event.index not in answer.tokens, "a token came twice"
+        answer.tokens[event.index] = event.token
+        answer.arrivals.append(time.monotonic())
+        if event.finish is not None:
+            answer.finish = event.finish
+            answer.spans.extend(event.spans)
+            answer.done.set()
+
+    async def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        decode: WorkerRef,
+        prefill: WorkerRef | None,
+        *,
+        block_size: int = 16,
+        timeout_s: float = 120.0,
+        output: Sequence[int] = (),
+        attempt: int = 0,
+    ) -> RequestKey:
+        key = RequestKey(new_request_id(), attempt)
+        self.answers[key] = Answer()
+        deadline = time.time() + timeout_s
+        base = Submit(
+            key=key,
+            router_id=self.router_id,
+            prompt_ids=tuple(prompt),
+            output_ids=tuple(output),
+            sampling=sampling,
+            deadline=deadline,
+        )
+        if prefill is None:
+            local = replace(base, local_prefill_reason="test")
+            await self.pool.get(decode.address).call(methods.SUBMIT, local, timeout_s=10)
+            return key
+        ticket = Ticket(
+            key=key,
+            prefill_epoch=prefill.epoch,
+            decode_epoch=decode.epoch,
+            num_blocks=-(-(len(prompt) + len(output)) // block_size),
+            expires_at=deadline,
+        ).signed(SECRET)
+        await asyncio.gather(
+            self.pool.get(decode.address).call(
+                methods.SUBMIT, replace(base, peer=prefill, ticket=ticket), timeout_s=10
+            ),
+            self.pool.get(prefill.address).call(
+                methods.SUBMIT, replace(base, peer=decode, ticket=ticket), timeout_s=10
+            ),
+        )
+        return key
+
+    async def answer(self, key: RequestKey, timeout_s: float = 120.0) -> Answer:
+        answer = self.answers[key]
+        await asyncio.wait_for(answer.done.wait(), timeout_s)
+        return answer
+
+    async def cancel(self, key: RequestKey, *refs: WorkerRef) -> None:
+        for ref in refs:
+            await self.pool.get(ref.address).call(methods.CANCEL, Cancel(keys=(key,)), timeout_s=10)
+
+    async def close(self) -> None:
+        for task in self._streams:
+            task.cancel()
+        await asyncio.gather(*self._streams, return_exceptions=True)
+        await self.pool.close()
+
+
+@dataclass
+class Pair:
+    """Running workers with the router that watches them."""
+
+    router: FakeRouter
+    prefills: list[PrefillWorker]
+    decodes: list[DecodeWorker]
+    prefill_refs: list[WorkerRef]
+    decode_refs: list[WorkerRef]
+
+    async def generate(
+        self, prompt: Sequence[int], sampling: SamplingParams, *, local: bool = False
+    ) -> Answer:
+        prefill = None if local else self.prefill_refs[0]
+        key = await self.router.submit(prompt, sampling, self.decode_refs[0], prefill)
+        return await self.router.answer(key)
+
+    async def idle(self, timeout_s: float = 10.0) -> None:
+        """Wait until no worker has anything left, then check that every block is free."""
+        workers = [*self.prefills, *self.decodes]
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
+            loads = [worker.status().load for worker in workers]
+            if all(
+                load.running == load.waiting == load.held_blocks == load.quarantined_blocks == 0
+                for load in loads
+            ):
+                break
+            await asyncio.sleep(0.02)
+        for load in loads:
+            assert (load.running, load.waiting, load.waiting_tokens) == (0, 0, 0)
+            assert (load.held_blocks, load.quarantined_blocks) == (0, 0)
+
+
+@asynccontextmanager
+async def running_pair(
+    model_path: str,
+    *,
+    num_prefill: int = 1,
+    num_decode: int = 1,
+    dtype: str = "float32",
+    prefill_blocks: int = 256,
+    decode_blocks: int = 256,
+    prefill_config: WorkerConfig | None = None,
+    decode_config: WorkerConfig | None = None,
+    transfer: TransferConfig | None = None,
+) -> AsyncIterator[Pair]:
+    """Workers over gloo in this process; everything is closed at the end."""
+
+    def settings(name: str, blocks: int, config: WorkerConfig | None) -> WorkerSettings:
+        return WorkerSettings(
+            worker_id=name,
+            engine=EngineConfig(model_path=model_path, dtype=dtype, num_blocks=blocks),
+            worker=config or WorkerConfig(),
+            transfer=transfer or TransferConfig(),
+            secret=SECRET,
+        )
+
+    prefills = [
+        PrefillWorker(settings(f"prefill-{i}", prefill_blocks, prefill_config))
+        for i in range(num_prefill)
+    ]
+    decodes = [
+        DecodeWorker(settings(f"decode-{i}", decode_blocks, decode_config))
+        for i in range(num_decode)
+    ]
+    prefill_refs = [await worker.start() for worker in prefills]
+    decode_refs = [await worker.start() for worker in decodes]
+    router = FakeRouter()
+    for ref in (*prefill_refs, *decode_refs):
+        await router.watch(ref)
+    pair = Pair(router, prefills, decodes, prefill_refs, decode_refs)
+    try:
+        yield pair
+    finally:
+        await router.close()
+        for worker in (*prefills, *decodes):
+            await worker.stop()
