@@ -31,11 +31,17 @@ def encode(message: object) -> bytes:
 def decode(cls: type[T], data: bytes) -> T:
     """The message of class `cls` in `data`. Raises InvalidRequest naming the wrong field."""
     try:
-        raw = msgpack.unpackb(data, raw=False, use_list=False, strict_map_key=False)
-    except (ValueError, msgpack.exceptions.UnpackException) as error:
+        raw = msgpack.unpackb(
+            data, raw=False, use_list=False, strict_map_key=False, ext_hook=_no_extension
+        )
+    except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
         raise InvalidRequest(f"{cls.__name__}: not msgpack: {error}", param=cls.__name__) from error
     kind: Any = cls
     return typing.cast(T, _decoder(kind)(raw, cls.__name__))
+
+
+def _no_extension(code: int, _data: bytes) -> Any:
+    raise ValueError(f"extension type {code}")
 
 
 def _plain(value: Any) -> Any:

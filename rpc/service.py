@@ -86,9 +86,10 @@ class ControlServer:
         for service, methods in services.items():
             generic = grpc.method_handlers_generic_handler(service, methods)
             server.add_generic_rpc_handlers((generic,))
-        port = server.add_insecure_port(f"{host}:0")
-        if port == 0:
-            raise Unavailable(f"cannot bind a control port on {host}", param="host")
+        try:
+            port = server.add_insecure_port(f"{host}:0")
+        except RuntimeError as error:
+            raise Unavailable(f"cannot bind a control port on {host}", param="host") from error
         await server.start()
         self._server = server
         self.address = f"{host}:{port}"

@@ -1,0 +1,264 @@
+import contextlib
+import dataclasses
+import enum
+import inspect
+import math
+import types
+import typing
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol import codec, messages
+from protocol.errors import ErrorCode, ErrorInfo, InvalidRequest
+from protocol.ids import RequestKey, Role, WorkerRef
+from protocol.messages import Ack, Cancel, EventBatch, Submit, TokenEvent, WorkerLoad
+from protocol.sampling import SamplingParams
+from protocol.states import FinishReason
+from protocol.ticket import Ticket
+from protocol.timeline import Phase, Span
+
+CLASSES = sorted(
+    {
+        cls
+        for _, cls in inspect.getmembers(messages, inspect.isclass)
+        if dataclasses.is_dataclass(cls)
+    }
+    | {ErrorInfo, Ticket, Span, SamplingParams},
+    key=lambda cls: cls.__name__,
+)
+INTS = st.integers(-(2**63), 2**64 - 1)
+FLOATS = st.floats(allow_nan=False)
+
+
+def strategy(cls):
+    """Instances of a dataclass from its declared types, with integers that fit msgpack."""
+    return st.builds(cls, **{name: _of(kind) for name, kind in _hints(cls).items()})
+
+
+def _hints(cls):
+    return typing.get_type_hints(cls)
+
+
+def _of(kind):
+    args = typing.get_args(kind)
+    if kind is int:
+        return INTS
+    if kind is float:
+        return FLOATS
+    if kind in (str, bytes, bool):
+        return st.from_type(kind)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return st.sampled_from(kind)
+    if dataclasses.is_dataclass(kind):
+        return strategy(kind)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return st.one_of(st.none(), *(_of(arg) for arg in args if arg is not type(None)))
+    if typing.get_origin(kind) is dict:
+        return st.dictionaries(_of(args[0]), _of(args[1]), max_size=3)
+    if len(args) == 2 and args[1] is Ellipsis:
+        return st.lists(_of(args[0]), max_size=3).map(tuple)
+    return st.tuples(*(_of(arg) for arg in args))
+
+
+def raw_of(cls):
+    """The plain array of one small instance of `cls`."""
+    return list(msgpack.unpackb(codec.encode(smallest(cls)), strict_map_key=False))
+
+
+def smallest(cls):
+    return cls(**{name: _smallest_of(kind) for name, kind in _hints(cls).items()})
+
+
+def _smallest_of(kind):
+    if kind in (int, float, str, bytes, bool):
+        return kind()
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return next(iter(kind))
+    if dataclasses.is_dataclass(kind):
+        return smallest(kind)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return None
+    if typing.get_origin(kind) is dict:
+        return {}
+    return ()
+
+
+def refused(cls, data):
+    with pytest.raises(InvalidRequest) as caught:
+        codec.decode(cls, data)
+    return caught.value
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_every_message_round_trips(cls):
+    @settings(max_examples=25, deadline=None)
+    @given(strategy(cls))
+    def round_trip(message):
+        decoded = codec.decode(cls, codec.encode(message))
+        assert decoded == message
+        assert type(decoded) is cls
+
+    round_trip()
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_every_wrong_field_is_refused_by_name(cls):
+    for index, field in enumerate(dataclasses.fields(cls)):
+        raw = raw_of(cls)
+        raw[index] = 7.5 if raw[index] == {} else {"no": "map"}
+        if field.type == "float":
+            raw[index] = "1.0"
+        error = refused(cls, msgpack.packb(raw))
+        assert error.param.startswith(f"{cls.__name__}.{field.name}")
+        assert error.code is ErrorCode.INVALID_REQUEST
+        assert "expected" in error.message
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_missing_and_extra_fields_are_refused(cls):
+    raw = raw_of(cls)
+    if raw:
+        assert refused(cls, msgpack.packb(raw[:-1])).param == cls.__name__
+    assert refused(cls, msgpack.packb([*raw, 1])).param == cls.__name__
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b"\xc1", id="unused type byte"),
+        pytest.param(b"\x93\x01", id="truncated array"),
+        pytest.param(b"\xdd\xff\xff\xff\xff", id="array of four billion"),
+        pytest.param(b"\xdf\xff\xff\xff\xff", id="map of four billion"),
+        pytest.param(b"\xdb\xff\xff\xff\xffx", id="string of four billion bytes"),
+        pytest.param(b"\x90\x90", id="trailing message"),
+        pytest.param(b"\x91" * 5000 + b"\x01", id="nested too deep"),
+        pytest.param(b"\x91\xa2\xff\xfe", id="invalid UTF-8"),
+        pytest.param(b"\x81\x80\x01", id="a map as a key"),
+        pytest.param(b"\xd6\xff\x00\x00\x00", id="truncated timestamp"),
+        pytest.param(b"\xc7\x0c\xff" + b"\xff" * 12, id="impossible timestamp"),
+        pytest.param(b"\x91\xd4\x05\x01", id="extension type"),
+        pytest.param(b"\xc0", id="nil"),
+        pytest.param(b"\x80", id="a map for a message"),
+        pytest.param(b"\x07", id="a number for a message"),
+    ],
+)
+def test_bytes_that_are_no_message_are_refused(data):
+    assert refused(Cancel, data).param.startswith("Cancel")
+
+
+@given(st.binary(max_size=64))
+@settings(max_examples=200, deadline=None)
+def test_random_bytes_never_raise_anything_else(data):
+    for cls in (Cancel, Submit, EventBatch):
+        with contextlib.suppress(InvalidRequest):
+            codec.decode(cls, data)
+
+
+@given(strategy(Submit), st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_flipped_byte_is_decoded_or_refused(message, data):
+    encoded = bytearray(codec.encode(message))
+    position = data.draw(st.integers(0, len(encoded) - 1))
+    encoded[position] ^= data.draw(st.integers(1, 255))
+    with contextlib.suppress(InvalidRequest):
+        assert isinstance(codec.decode(Submit, bytes(encoded)), Submit)
+
+
+def key_bytes(request_id="r", attempt=0):
+    return [request_id, attempt]
+
+
+def test_paths_reach_into_nested_values():
+    bad = msgpack.packb([[key_bytes(), key_bytes(attempt="one")]])
+    assert refused(Cancel, bad).param == "Cancel.keys.attempt"
+    event = [key_bytes(), 0, 5, None, [["decode", 0.0, 1.0, "", {"bytes": 1.5}, ""]]]
+    assert refused(TokenEvent, msgpack.packb(event)).param == "TokenEvent.spans.counts.bytes"
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_booleans_are_not_numbers(value):
+    event = [key_bytes(attempt=value), 0, 5, None, []]
+    assert refused(TokenEvent, msgpack.packb(event)).param == "TokenEvent.key.attempt"
+    span = ["decode", value, 1.0, "", {}, ""]
+    assert refused(Span, msgpack.packb(span)).param == "Span.start"
+
+
+def test_whole_numbers_are_good_floats_but_not_the_reverse():
+    span = codec.decode(Span, msgpack.packb(["decode", 3, 4, "", {}, ""]))
+    assert span.start == 3.0
+    assert type(span.start) is float
+    event = [key_bytes(), 1.0, 5, None, []]
+    assert refused(TokenEvent, msgpack.packb(event)).param == "TokenEvent.index"
+
+
+def test_strings_and_bytes_are_not_mixed_up():
+    assert refused(Cancel, msgpack.packb([[[b"r", 0]]])).param == "Cancel.keys.request_id"
+    ticket = [key_bytes(), 1, 2, 3, 4.0, "not bytes"]
+    assert refused(Ticket, msgpack.packb(ticket)).param == "Ticket.signature"
+
+
+@pytest.mark.parametrize("value", ["sideways", 3, None, [], {"a": 1}])
+def test_unknown_enum_values_are_refused(value):
+    raw = ["decode-0", 1, value, "127.0.0.1:1"]
+    assert refused(WorkerRef, msgpack.packb(raw)).param == "WorkerRef.role"
+
+
+def test_enums_travel_by_value():
+    raw = msgpack.unpackb(codec.encode(TokenEvent(key=RequestKey("r"), index=0, token=1)))
+    assert raw[3] is None
+    finished = TokenEvent(key=RequestKey("r"), index=0, token=1, finish=FinishReason.LENGTH)
+    assert msgpack.unpackb(codec.encode(finished))[3] == "length"
+
+
+def test_infinities_survive_and_nan_stays_nan():
+    span = Span(phase=Phase.DECODE, start=-math.inf, end=math.inf)
+    assert codec.decode(Span, codec.encode(span)) == span
+    odd = Span(phase=Phase.DECODE, start=math.nan, end=0.0)
+    assert math.isnan(codec.decode(Span, codec.encode(odd)).start)
+
+
+def test_an_empty_message_is_an_empty_array():
+    assert codec.encode(Ack()) == b"\x90"
+    assert codec.decode(Ack, b"\x90") == Ack()
+
+
+def test_integers_beyond_64_bits_cannot_be_sent():
+    with pytest.raises(OverflowError):
+        codec.encode(WorkerLoad(running=2**64))
+
+
+def test_values_without_a_wire_form_are_programming_errors():
+    @dataclasses.dataclass(frozen=True)
+    class Odd:
+        value: object
+
+    @dataclasses.dataclass(frozen=True)
+    class Either:
+        value: int | str
+
+    with pytest.raises(TypeError, match="set has no wire form"):
+        codec.encode(Odd(value={1}))
+    with pytest.raises(TypeError, match="no wire form"):
+        codec.decode(Odd, b"\x91\x01")
+    with pytest.raises(TypeError, match="wire form"):
+        codec.decode(Either, b"\x91\x01")
+
+
+def test_a_long_prompt_is_compact():
+    submit = Submit(
+        key=RequestKey("0" * 32),
+        router_id="router-0",
+        prompt_ids=tuple(range(8192)),
+        sampling=SamplingParams(),
+        deadline=1e9,
+    )
+    assert len(codec.encode(submit)) < 3 * 8192 + 300
+    assert codec.decode(Submit, codec.encode(submit)) == submit
+
+
+def test_roles_are_the_two_pools():
+    assert {role.value for role in Role} == {"prefill", "decode"}

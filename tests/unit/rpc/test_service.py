@@ -1,0 +1,325 @@
+import asyncio
+import time
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from grpc import aio
+
+from protocol import codec
+from protocol.errors import (
+    BatonError,
+    DeadlineExceeded,
+    ErrorCode,
+    ErrorInfo,
+    Internal,
+    InvalidRequest,
+    Overloaded,
+    Unauthenticated,
+    Unavailable,
+)
+from protocol.ids import RequestKey
+from protocol.messages import Ack, Cancel, EventBatch, Subscribe, WorkerLoad
+from rpc.methods import CANCEL, EVENTS
+from rpc.service import SECRET_KEY, ClientPool, ControlClient, ControlServer
+
+SECRET = b"secret"
+KEYS = Cancel(keys=(RequestKey("r", 1),))
+
+
+@asynccontextmanager
+async def serving(handlers, *, server_secret=SECRET, client_secret=SECRET):
+    server = ControlServer(handlers, secret=server_secret)
+    address = await server.start()
+    client = ControlClient(address, secret=client_secret)
+    try:
+        yield client, server
+    finally:
+        await client.close()
+        await server.stop(0)
+
+
+async def acknowledge(_request):
+    return Ack()
+
+
+async def test_a_request_arrives_whole_and_its_reply_comes_back():
+    seen = []
+
+    async def cancel(request):
+        seen.append(request)
+        return Ack()
+
+    async with serving({CANCEL: cancel}) as (client, _):
+        assert await client.call(CANCEL, KEYS, timeout_s=5) == Ack()
+    assert seen == [KEYS]
+
+
+async def test_two_servers_take_two_ports():
+    async with (
+        serving({CANCEL: acknowledge}) as (_, one),
+        serving({CANCEL: acknowledge}) as (_, two),
+    ):
+        assert one.address != two.address
+        assert not one.address.endswith(":0")
+
+
+async def test_an_impossible_host_is_a_typed_error():
+    with pytest.raises(Unavailable, match=r"203\.0\.113\.1"):
+        await ControlServer({CANCEL: acknowledge}, secret=SECRET).start("203.0.113.1")
+
+
+@pytest.mark.parametrize("code", ErrorCode)
+async def test_every_error_crosses_the_wire_as_itself(code):
+    info = ErrorInfo(
+        code=code, message="caf\u00e9: what happened", param="top_p", retry_after_s=2.5
+    )
+
+    async def fail(_request):
+        raise info.to_error()
+
+    async with serving({CANCEL: fail}) as (client, _):
+        with pytest.raises(BatonError) as caught:
+            await client.call(CANCEL, KEYS, timeout_s=5)
+    assert type(caught.value) is type(info.to_error())
+    assert caught.value.info() == info
+
+
+@pytest.mark.parametrize("code", [ErrorCode.OVERLOADED, ErrorCode.STALE_MESSAGE])
+async def test_an_error_in_a_stream_comes_after_what_was_sent(code):
+    async def events(_request):
+        yield batch(0)
+        yield batch(1)
+        raise ErrorInfo(code=code, message="enough").to_error()
+
+    received = []
+    async with serving({EVENTS: events}) as (client, _):
+        with pytest.raises(BatonError) as caught:
+            async for item in client.stream(EVENTS, Subscribe(router_id="r")):
+                received.append(item)
+    assert received == [batch(0), batch(1)]
+    assert caught.value.code is code
+
+
+async def test_a_defect_is_internal_and_the_server_lives_on():
+    calls = []
+
+    async def broken(_request):
+        calls.append(1)
+        raise KeyError("oops")
+
+    async with serving({CANCEL: broken}) as (client, _):
+        for _ in range(2):
+            with pytest.raises(Internal, match="Cancel: KeyError"):
+                await client.call(CANCEL, KEYS, timeout_s=5)
+    assert len(calls) == 2
+
+
+def batch(sequence):
+    return EventBatch(epoch=1, sequence=sequence, load=WorkerLoad(running=sequence))
+
+
+async def test_a_stream_arrives_in_order_and_ends():
+    async def events(request):
+        assert request.router_id == "router-7"
+        for sequence in range(100):
+            yield batch(sequence)
+
+    async with serving({EVENTS: events}) as (client, _):
+        received = [b async for b in client.stream(EVENTS, Subscribe(router_id="router-7"))]
+    assert received == [batch(n) for n in range(100)]
+
+
+async def test_each_item_arrives_when_it_is_sent():
+    more = asyncio.Event()
+
+    async def events(_request):
+        yield batch(0)
+        await more.wait()
+        yield batch(1)
+
+    async with serving({EVENTS: events}) as (client, _):
+        stream = client.stream(EVENTS, Subscribe(router_id="r"))
+        assert (await asyncio.wait_for(anext(stream), 5)).sequence == 0
+        more.set()
+        assert (await asyncio.wait_for(anext(stream), 5)).sequence == 1
+        await stream.aclose()
+
+
+async def test_closing_the_stream_stops_the_server_side():
+    stopped = asyncio.Event()
+
+    async def events(_request):
+        try:
+            yield batch(0)
+            await asyncio.Event().wait()
+        finally:
+            stopped.set()
+
+    async with serving({EVENTS: events}) as (client, _):
+        stream = client.stream(EVENTS, Subscribe(router_id="r"))
+        await anext(stream)
+        await stream.aclose()
+        await asyncio.wait_for(stopped.wait(), 5)
+
+
+async def test_cancelling_the_caller_cancels_the_handler():
+    started, stopped = asyncio.Event(), asyncio.Event()
+
+    async def slow(_request):
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopped.set()
+
+    async with serving({CANCEL: slow}) as (client, _):
+        call = asyncio.create_task(client.call(CANCEL, KEYS, timeout_s=60))
+        await asyncio.wait_for(started.wait(), 5)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await asyncio.wait_for(stopped.wait(), 5)
+
+
+async def test_a_deadline_is_kept_and_typed():
+    async def never(_request):
+        await asyncio.Event().wait()
+
+    async with serving({CANCEL: never}) as (client, server):
+        began = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match="Cancel at") as caught:
+            await client.call(CANCEL, KEYS, timeout_s=0.2)
+        assert 0.15 <= time.monotonic() - began < 3
+        assert server.address in caught.value.message
+
+
+@pytest.mark.parametrize("secret", [b"", b"Secret", b"secret\0", b"\xff\xfe"])
+async def test_a_wrong_secret_reaches_no_handler(secret):
+    calls = []
+
+    async def cancel(_request):
+        calls.append(1)
+        return Ack()
+
+    async with serving({CANCEL: cancel}, client_secret=secret) as (client, _):
+        with pytest.raises(Unauthenticated):
+            await client.call(CANCEL, KEYS, timeout_s=5)
+    assert calls == []
+
+
+async def test_a_wrong_secret_opens_no_stream():
+    async def events(_request):
+        yield batch(0)
+
+    async with serving({EVENTS: events}, client_secret=b"wrong") as (client, _):
+        with pytest.raises(Unauthenticated):
+            await anext(client.stream(EVENTS, Subscribe(router_id="r")))
+
+
+@pytest.mark.parametrize("metadata", [(), (("baton-secret-bin", b"x"),)])
+async def test_no_secret_is_refused_as_unauthenticated(metadata):
+    async with (
+        serving({CANCEL: acknowledge}) as (_, server),
+        aio.insecure_channel(server.address) as channel,
+    ):
+        with pytest.raises(aio.AioRpcError) as caught:
+            await channel.unary_unary(CANCEL.path)(codec.encode(KEYS), metadata=metadata)
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_bytes_that_are_no_message_name_the_field():
+    async with (
+        serving({CANCEL: acknowledge}) as (_, server),
+        aio.insecure_channel(server.address) as channel,
+    ):
+        call = channel.unary_unary(CANCEL.path)
+        with pytest.raises(aio.AioRpcError) as caught:
+            await call(b"\x91\x01", metadata=((SECRET_KEY, SECRET),))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "Cancel.keys" in caught.value.details()
+
+
+async def test_a_reply_of_the_wrong_class_is_refused():
+    async def confused(_request):
+        return KEYS
+
+    async with serving({CANCEL: confused}) as (client, _):
+        with pytest.raises(InvalidRequest, match="Ack"):
+            await client.call(CANCEL, KEYS, timeout_s=5)
+
+
+async def test_an_unknown_method_is_unavailable_not_a_hang():
+    async with serving({CANCEL: acknowledge}) as (client, _):
+        with pytest.raises(Unavailable, match="UNIMPLEMENTED"):
+            await anext(client.stream(EVENTS, Subscribe(router_id="r")))
+
+
+async def test_an_absent_peer_is_unavailable_at_once():
+    async with serving({CANCEL: acknowledge}) as (_, server):
+        address = server.address
+    client = ControlClient(address, secret=SECRET)
+    began = time.monotonic()
+    with pytest.raises(Unavailable):
+        await client.call(CANCEL, KEYS, timeout_s=20)
+    assert time.monotonic() - began < 10
+    await client.close()
+
+
+async def test_a_server_that_stops_ends_its_streams():
+    async def events(_request):
+        yield batch(0)
+        await asyncio.Event().wait()
+
+    async with serving({EVENTS: events}) as (client, server):
+        stream = client.stream(EVENTS, Subscribe(router_id="r"))
+        await anext(stream)
+        await server.stop(0)
+        with pytest.raises((Unavailable, Overloaded)):
+            await asyncio.wait_for(anext(stream), 5)
+
+
+async def test_many_calls_at_once_keep_to_their_own_replies():
+    async def cancel(request):
+        await asyncio.sleep(0.001 * (int(request.keys[0].request_id) % 5))
+        if int(request.keys[0].request_id) % 7 == 0:
+            raise Overloaded(request.keys[0].request_id)
+        return Ack()
+
+    async def one(client, number):
+        try:
+            await client.call(CANCEL, Cancel(keys=(RequestKey(str(number)),)), timeout_s=10)
+        except Overloaded as error:
+            return error.message
+        return None
+
+    async with serving({CANCEL: cancel}) as (client, _):
+        results = await asyncio.gather(*(one(client, number) for number in range(200)))
+    assert results == [str(n) if n % 7 == 0 else None for n in range(200)]
+
+
+async def test_a_message_of_megabytes_passes():
+    seen = []
+
+    async def cancel(request):
+        seen.append(len(request.keys))
+        return Ack()
+
+    many = Cancel(keys=tuple(RequestKey("r" * 100, n) for n in range(50_000)))
+    async with serving({CANCEL: cancel}) as (client, _):
+        await client.call(CANCEL, many, timeout_s=20)
+    assert seen == [50_000]
+
+
+async def test_the_pool_makes_one_client_an_address_until_dropped():
+    async with serving({CANCEL: acknowledge}) as (_, server):
+        pool = ClientPool(secret=SECRET)
+        first = pool.get(server.address)
+        assert pool.get(server.address) is first
+        assert await first.call(CANCEL, KEYS, timeout_s=5) == Ack()
+        await pool.drop(server.address)
+        await pool.drop("unknown:1")
+        again = pool.get(server.address)
+        assert again is not first
+        assert await again.call(CANCEL, KEYS, timeout_s=5) == Ack()
+        await pool.close()
