@@ -1,0 +1,124 @@
+"""What the model asks of a device: the operations of one rank, behind one small Protocol.
+
+Shapes: T tokens of the step, S sequences, H hidden, Q and K query and KV heads of this rank, D head
+dim, B tokens per block, I MLP columns of this rank. A KV layer is `[block, 2, K, B, D]`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.kernels.sampling import SamplingInputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """Sizes of one rank's attention. `scale` multiplies q . k before the softmax."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    scale: float
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_q_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """One step laid out in rows: sequences that run one token first, longer chunks after them.
+
+    Host tensors, all int64. Sequence s runs `queries[s]` rows; afterwards `contexts[s]` tokens of it
+    are in the KV, in `block_ids[s]` (exactly the blocks they need).
+
+    token_ids, positions, slots: `[T]`; slot = block * block_size + offset of the row's KV.
+    num_decodes: how many leading sequences run exactly one token.
+    sample_rows: `[n]`, rows whose logits are wanted, ascending.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    queries: tuple[int, ...]
+    contexts: tuple[int, ...]
+    block_ids: tuple[tuple[int, ...], ...]
+    num_decodes: int
+    sample_rows: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the step."""
+        return self.token_ids.shape[0]
+
+    @property
+    def samples_all(self) -> bool:
+        """Whether every row is sampled, as in a step of decodes only."""
+        return self.sample_rows.shape[0] == self.num_tokens
+
+
+class Linear(Protocol):
+    """x W^T + b, with the weight in whatever form the device likes."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[T, in] -> [T, out]`."""
+        ...
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + x W^T + b, as one operation; only asked where `fuses_residual`."""
+        ...
+
+
+class Kernels(Protocol):
+    """The operations of one rank on one device. Nothing here knows which model it serves.
+
+    `prepare` turns a step into whatever the device wants to compute once per step instead of once per
+    layer; the result goes back into the calls as `plan`.
+    """
+
+    geometry: Geometry
+    fuses_residual: bool
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """A linear product; may keep only a packed form of `weight` `[out, in]`."""
+        ...
+
+    def gated_linear(
+        self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
+    ) -> Linear:
+        """silu(x gate^T + b) * (x up^T + b): `[T, H] -> [T, I]`. Its `add` is never asked."""
+        ...
+
+    def prepare(self, inputs: StepInputs, cos: Tensor, sin: Tensor) -> Any:
+        """Work done once per step. cos, sin: float32 tables `[positions, D / 2]`."""
+        ...
+
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """Rows of `table`: `[T] -> [T, H]`."""
+        ...
+
+    def add_rms_norm(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """(norm(x + delta), x + delta), both `[T, H]`; without delta (norm(x), x)."""
+        ...
+
+    def rope_and_write_kv(self, qkv: Tensor, kv: Tensor, plan: Any) -> Tensor:
+        """Rotate q and k of `qkv` `[T, (Q + 2 K) D]`, write k and v into `kv`; q as `[T, Q, D]`."""
+        ...
+
+    def paged_attention(self, q: Tensor, kv: Tensor, plan: Any) -> Tensor:
+        """Causal attention of each row over its sequence's KV: `[T, Q, D] -> [T, Q D]`."""
+        ...
+
+    def sample(self, logits: Tensor, inputs: SamplingInputs) -> Tensor:
+        """The next token of each row of `logits` `[n, vocabulary]`, on the host, int64 `[n]`."""
+        ...

@@ -1,0 +1,343 @@
+"""CPU operations: few torch calls a layer, weights packed for oneDNN where that is faster.
+
+Shapes as in engine.kernels.base.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.kernels.base import Geometry, Linear, StepInputs
+from engine.kernels.sampling import SamplingInputs, sample
+
+#: Rows of queries that one attention product of a prompt chunk takes.
+_QUERY_TILE = 256
+#: A decode group is cut where padding would exceed this share of its longest context.
+_MAX_PADDING = 0.5
+
+
+class DenseLinear:
+    """x W^T + b with the weight as it is."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight = weight
+        self._transposed = weight.t()
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[T, in] -> [T, out]`."""
+        return F.linear(x, self._weight, self._bias)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + x W^T + b."""
+        if self._bias is not None:
+            residual = residual + self._bias
+        return torch.addmm(residual, x, self._transposed)
+
+
+class PackedLinear:
+    """x W^T + b with the weight reordered for oneDNN once, the sum with a residual fused."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[T, in] -> [T, out]`."""
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self._weight, self._bias, "none", [], ""
+        )
+        return out
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + x W^T + b."""
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
+            x, residual, self._weight, self._bias, "add"
+        )
+        return out
+
+
+class DenseGated:
+    """silu(x gate^T + b) * (x up^T + b) as one product of both weights."""
+
+    def __init__(self, gate: Linear, up: Linear) -> None:
+        self._gate = gate
+        self._up = up
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[T, H] -> [T, I]`."""
+        return F.silu(self._gate(x), inplace=True).mul_(self._up(x))
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + the product."""
+        return self(x).add_(residual)
+
+
+class PackedGated:
+    """The same, with silu and the product fused into two packed linears."""
+
+    def __init__(
+        self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
+    ) -> None:
+        self._gate = torch.ops.mkldnn._reorder_linear_weight(gate, 16)
+        self._up = torch.ops.mkldnn._reorder_linear_weight(up, 16)
+        self._gate_bias = gate_bias
+        self._up_bias = up_bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[T, H] -> [T, I]`."""
+        product = torch.ops.mkldnn._linear_pointwise
+        gate = product(x, self._gate, self._gate_bias, "swish", [], "")
+        out: Tensor = product.binary(x, gate, self._up, self._up_bias, "mul")
+        return out
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + the product."""
+        return self(x).add_(residual)
+
+
+def packs(dtype: torch.dtype) -> bool:
+    """Whether packed products exist here and pay: bfloat16 through oneDNN."""
+    if dtype is not torch.bfloat16 or not torch.backends.mkldnn.is_available():
+        return False
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    return hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and hasattr(
+        torch.ops.mkldnn, "_linear_pointwise"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionGroup:
+    """Sequences of one step that attend together: rows `rows`, `queries` of them per sequence.
+
+    pages: rows of the KV layer seen as `[(block, k/v, head), B D]`, ordered (k/v, sequence, head,
+    block), so that gathering them gives dense k and v. mask: added to the scores, or None.
+    """
+
+    rows: slice
+    num_sequences: int
+    queries: int
+    length: int
+    pages: Tensor
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuPlan:
+    """What every layer of one step shares."""
+
+    cos: Tensor
+    sin: Tensor
+    kv_rows: Tensor
+    groups: tuple[AttentionGroup, ...]
+
+
+class CpuKernels:
+    """engine.kernels.base.Kernels on the CPU."""
+
+    fuses_residual = True
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+        self._packs = packs(geometry.dtype)
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """Packed where that pays."""
+        return PackedLinear(weight, bias) if self._packs else DenseLinear(weight, bias)
+
+    def gated_linear(
+        self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
+    ) -> Linear:
+        """Packed where that pays."""
+        if self._packs:
+            return PackedGated(gate, up, gate_bias, up_bias)
+        return DenseGated(DenseLinear(gate, gate_bias), DenseLinear(up, up_bias))
+
+    def prepare(self, inputs: StepInputs, cos: Tensor, sin: Tensor) -> CpuPlan:
+        """Row indexes, masks and rotations of the step."""
+        return make_plan(inputs, cos, sin, self.geometry)
+
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """`[T] -> [T, H]`."""
+        return F.embedding(token_ids, table)
+
+    def add_rms_norm(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """(norm(x + delta), x + delta)."""
+        if delta is not None:
+            x = x + delta
+        return rms_norm(x, weight, eps), x
+
+    def rope_and_write_kv(self, qkv: Tensor, kv: Tensor, plan: CpuPlan) -> Tensor:
+        """q rotated, k and v written."""
+        return rope_and_write_kv(qkv, kv, plan, self.geometry)
+
+    def paged_attention(self, q: Tensor, kv: Tensor, plan: CpuPlan) -> Tensor:
+        """`[T, Q, D] -> [T, Q D]`."""
+        return paged_attention(q, kv, plan, self.geometry)
+
+    def sample(self, logits: Tensor, inputs: SamplingInputs) -> Tensor:
+        """The next token of each row."""
+        return sample(logits, inputs)
+
+
+def make_plan(inputs: StepInputs, cos: Tensor, sin: Tensor, geometry: Geometry) -> CpuPlan:
+    """Compute once what every layer needs."""
+    row_cos, row_sin = cos[inputs.positions], sin[inputs.positions]
+    blocks = inputs.slots // geometry.block_size
+    offsets = inputs.slots % geometry.block_size
+    heads = torch.arange(2 * geometry.num_kv_heads)  # (k/v, head), as a block stores them
+    kv_rows = (blocks[:, None] * (2 * geometry.num_kv_heads) + heads) * geometry.block_size
+    return CpuPlan(
+        cos=torch.cat((row_cos, row_cos), -1)[:, None].to(geometry.dtype),
+        sin=torch.cat((-row_sin, row_sin), -1)[:, None].to(geometry.dtype),
+        kv_rows=kv_rows + offsets[:, None],
+        groups=(*_decode_groups(inputs, geometry), *_chunk_groups(inputs, geometry)),
+    )
+
+
+def _decode_groups(inputs: StepInputs, geometry: Geometry) -> list[AttentionGroup]:
+    """Decodes, longest context first, cut into groups of similar length."""
+    groups = []
+    first = 0
+    while first < inputs.num_decodes:
+        longest = len(inputs.block_ids[first])
+        last = first + 1
+        while last < inputs.num_decodes:
+            if len(inputs.block_ids[last]) < longest * (1 - _MAX_PADDING):
+                break
+            last += 1
+        groups.append(_decode_group(inputs, first, last, geometry))
+        first = last
+    return groups
+
+
+def _decode_group(inputs: StepInputs, first: int, last: int, geometry: Geometry) -> AttentionGroup:
+    longest = len(inputs.block_ids[first])
+    # A shorter sequence is padded with its own last block: masked, and never another's KV.
+    tables = [
+        ids + ids[-1:] * (longest - len(ids)) for ids in inputs.block_ids[first:last]
+    ]
+    contexts = torch.tensor(inputs.contexts[first:last])
+    length = longest * geometry.block_size
+    if last - first == 1:
+        mask, length = None, inputs.contexts[first]
+    else:
+        hidden = torch.arange(length)[None, :] >= contexts[:, None]
+        bias = torch.zeros(hidden.shape, dtype=geometry.dtype).masked_fill_(hidden, -torch.inf)
+        mask = bias.repeat_interleave(geometry.num_kv_heads, 0)[:, None]
+    return AttentionGroup(
+        rows=slice(first, last),
+        num_sequences=last - first,
+        queries=1,
+        length=length,
+        pages=_pages(torch.tensor(tables), geometry),
+        mask=mask,
+    )
+
+
+def _chunk_groups(inputs: StepInputs, geometry: Geometry) -> list[AttentionGroup]:
+    """Each longer chunk on its own; the mask covers one tile of its rows."""
+    groups = []
+    row = inputs.num_decodes
+    for s in range(inputs.num_decodes, len(inputs.queries)):
+        queries = inputs.queries[s]
+        tile = min(queries, _QUERY_TILE)
+        future = torch.ones(tile, tile, dtype=torch.bool).triu_(1)
+        mask = torch.zeros(tile, tile, dtype=geometry.dtype).masked_fill_(future, -torch.inf)
+        groups.append(
+            AttentionGroup(
+                rows=slice(row, row + queries),
+                num_sequences=1,
+                queries=queries,
+                length=inputs.contexts[s],
+                pages=_pages(torch.tensor([inputs.block_ids[s]]), geometry),
+                mask=mask[:, None],
+            )
+        )
+        row += queries
+    return groups
+
+
+def _pages(tables: Tensor, geometry: Geometry) -> Tensor:
+    """Page rows in the order (k/v, sequence, head, block) of block tables `[sequences, blocks]`."""
+    heads = geometry.num_kv_heads
+    kind = torch.arange(2)[:, None, None, None]
+    head = torch.arange(heads)[None, None, :, None]
+    return ((tables[None, :, None, :] * 2 + kind) * heads + head).flatten()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight."""
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def rope_and_write_kv(qkv: Tensor, kv: Tensor, plan: CpuPlan, geometry: Geometry) -> Tensor:
+    """Rotate q and k in place, write k and v, return q `[T, Q, D]`, a view of `qkv`."""
+    q_heads, kv_heads, dim = geometry.num_q_heads, geometry.num_kv_heads, geometry.head_dim
+    heads = qkv.view(qkv.shape[0], q_heads + 2 * kv_heads, dim)
+    turning = heads[:, : q_heads + kv_heads]
+    # x cos + (x with its halves swapped) (-sin | sin) is the rotate-half rotation.
+    swapped = turning.roll(dim // 2, -1)
+    torch.addcmul(turning * plan.cos, swapped, plan.sin, out=turning)
+    kv.view(-1, dim).index_put_((plan.kv_rows,), heads[:, q_heads:])
+    return heads[:, :q_heads]
+
+
+def paged_attention(q: Tensor, kv: Tensor, plan: CpuPlan, geometry: Geometry) -> Tensor:
+    """Attention group by group: `[T, Q, D] -> [T, Q D]`."""
+    pages = kv.view(-1, geometry.block_size * geometry.head_dim)
+    if len(plan.groups) == 1:
+        return _attend(q, pages, plan.groups[0], geometry)
+    parts = [_attend(q[group.rows], pages, group, geometry) for group in plan.groups]
+    return torch.cat(parts)
+
+
+def _attend(q: Tensor, pages: Tensor, group: AttentionGroup, geometry: Geometry) -> Tensor:
+    gathered = pages.index_select(0, group.pages)
+    k, v = gathered.view(
+        2, group.num_sequences * geometry.num_kv_heads, -1, geometry.head_dim
+    ).unbind()
+    if group.queries == 1:
+        return _attend_decodes(q, k, v, group, geometry)
+    return _attend_chunk(q, k, v, group, geometry)
+
+
+def _attend_decodes(
+    q: Tensor, k: Tensor, v: Tensor, group: AttentionGroup, geometry: Geometry
+) -> Tensor:
+    """One query a sequence. The queries that share a KV head are the rows of one product."""
+    q = q.reshape(k.shape[0], geometry.group_size, geometry.head_dim)
+    if group.mask is None:
+        k, v = k[:, : group.length], v[:, : group.length]
+        out: Tensor = F.scaled_dot_product_attention(q[None], k[None], v[None], scale=geometry.scale)
+    else:
+        scores = torch.baddbmm(group.mask, q, k.transpose(1, 2), alpha=geometry.scale)
+        out = torch.bmm(scores.softmax(-1), v)
+    return out.reshape(group.num_sequences, -1)
+
+
+def _attend_chunk(
+    q: Tensor, k: Tensor, v: Tensor, group: AttentionGroup, geometry: Geometry
+) -> Tensor:
+    """A chunk of one sequence, tile by tile, so that no product covers more future than one tile."""
+    kv_heads, size, dim = geometry.num_kv_heads, geometry.group_size, geometry.head_dim
+    q = q.reshape(group.queries, kv_heads, size, dim)
+    history = group.length - group.queries
+    out = torch.empty(group.queries, kv_heads, size, dim, dtype=q.dtype)
+    for first in range(0, group.queries, _QUERY_TILE):
+        last = min(first + _QUERY_TILE, group.queries)
+        rows, seen = last - first, history + last
+        tile = q[first:last].transpose(0, 1).reshape(kv_heads, rows * size, dim)
+        scores = torch.bmm(tile, k[:, :seen].transpose(1, 2)).mul_(geometry.scale)
+        assert group.mask is not None
+        scores.view(kv_heads, rows, size, seen)[..., seen - rows :] += group.mask[:rows, :, :rows]
+        result = torch.bmm(scores.softmax(-1), v[:, :seen])
+        out[first:last] = result.view(kv_heads, rows, size, dim).transpose(0, 1)
+    return out.view(group.queries, -1)

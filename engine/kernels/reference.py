@@ -1,0 +1,89 @@
+"""Plain-torch operations, written to be read: the oracle of every faster implementation.
+
+Shapes as in engine.kernels.base. All arithmetic is in float32; results have the dtype of the inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich, 2019)."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (normed * weight.float()).to(x.dtype)
+
+
+def add_rms_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + delta), x + delta); without delta (rms_norm(x), x)."""
+    total = x if delta is None else x + delta
+    return rms_norm(total, weight, eps), total
+
+
+def rope_and_write_kv(
+    qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: Tensor, num_q_heads: int
+) -> Tensor:
+    """Rotate q and k, write k and v at `slots`, return the rotated q `[T, Q, D]`.
+
+    qkv: `[T, (Q + 2 K) D]`, heads in the order q, k, v. cos, sin: `[T, D / 2]` of each row's position.
+    The halves of a head are rotated against each other (the "rotate_half" convention of Llama).
+    """
+    _, _, num_kv_heads, block_size, head_dim = kv.shape
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    q, k, v = heads.split((num_q_heads, num_kv_heads, num_kv_heads), dim=1)
+    blocks, offsets = slots // block_size, slots % block_size
+    kv[blocks, 0, :, offsets] = _rotate(k, cos, sin)
+    kv[blocks, 1, :, offsets] = v
+    return _rotate(q, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def paged_attention(
+    q: Tensor,
+    kv: Tensor,
+    query_starts: Tensor,
+    contexts: Tensor,
+    block_table: Tensor,
+    scale: float,
+) -> Tensor:
+    """Causal attention of every row over its own sequence's KV: `[T, Q D]`.
+
+    q: `[T, Q, D]`, rows of sequence s at query_starts[s] .. query_starts[s + 1]; its last row is at
+    position contexts[s] - 1. block_table: `[S, blocks]`, the blocks of each sequence in order.
+    """
+    out = torch.empty_like(q)
+    for s, context in enumerate(contexts.tolist()):
+        first, last = int(query_starts[s]), int(query_starts[s + 1])
+        k, v = _sequence_kv(kv, block_table[s], context)
+        group = q.shape[1] // k.shape[0]
+        k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+        scores = torch.einsum("tqd,qld->qtl", q[first:last].float(), k) * scale
+        positions = torch.arange(context - (last - first), context, device=q.device)
+        future = torch.arange(context, device=q.device)[None, :] > positions[:, None]
+        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+        out[first:last] = torch.einsum("qtl,qld->tqd", weights, v).to(q.dtype)
+    return out.flatten(1)
+
+
+def _sequence_kv(kv: Tensor, blocks: Tensor, context: int) -> tuple[Tensor, Tensor]:
+    """k and v of one sequence, float32 `[K, context, D]`."""
+    needed = -(-context // kv.shape[3])
+    pages = kv[blocks[:needed]].float()
+    flat = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context]
+    return flat[0], flat[1]
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of `[T, 2 I]`, gate first (Shazeer, 2020)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)

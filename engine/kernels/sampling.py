@@ -1,0 +1,170 @@
+"""Sampling with counter-based noise: the same ids in any batch, on any worker, after any preemption.
+
+The noise of (seed, position, token) is a hash, so nothing is carried from token to token. A sampled
+row takes argmax(logits / temperature + Gumbel noise) over the tokens its filters leave, which draws
+from the softmax (Gumbel, 1954). Hashing is 32-bit integer arithmetic that wraps alike on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from protocol.sampling import SamplingParams
+
+_MASK64 = (1 << 64) - 1
+_GOLDEN64 = 0x9E3779B97F4A7C15
+#: Tokens looked at before a whole row has to be sorted for top-p.
+_SHORT_SORT = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingInputs:
+    """How each row is sampled. Greedy rows are in no other list; host tensors, `[sampled rows]`.
+
+    banned: (row, token) pairs that must not be chosen.
+    rows: the rows that are sampled; keys: `[rows, 2]` int32 from (seed, position).
+    filtered: whether any row has top_k, top_p or min_p set.
+    """
+
+    num_rows: int
+    banned: tuple[tuple[int, int], ...]
+    rows: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    keys: Tensor
+    filtered: bool
+
+    @staticmethod
+    def build(
+        params: Sequence[SamplingParams],
+        positions: Sequence[int],
+        banned: Sequence[Sequence[int]],
+    ) -> SamplingInputs:
+        """One entry a row: how to sample it, the position its token will have, what it may not be."""
+        rows = [row for row, p in enumerate(params) if not p.greedy]
+        chosen = [params[row] for row in rows]
+        keys = [noise_key(params[row].seed, positions[row]) for row in rows]
+        return SamplingInputs(
+            num_rows=len(params),
+            banned=tuple((row, token) for row, ids in enumerate(banned) for token in ids),
+            rows=torch.tensor(rows, dtype=torch.int64),
+            temperature=torch.tensor([p.temperature for p in chosen], dtype=torch.float32),
+            top_k=torch.tensor([p.top_k for p in chosen], dtype=torch.int64),
+            top_p=torch.tensor([p.top_p for p in chosen], dtype=torch.float32),
+            min_p=torch.tensor([p.min_p for p in chosen], dtype=torch.float32),
+            keys=torch.tensor(keys, dtype=torch.int32).view(-1, 2),
+            filtered=any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in chosen),
+        )
+
+
+def noise_key(seed: int, position: int) -> tuple[int, int]:
+    """Two signed 32-bit keys of (seed, position), by splitmix64 (Steele et al., 2014)."""
+    mixed = _mix64(_mix64(seed + _GOLDEN64) + position * _GOLDEN64)
+    return _signed32(mixed & 0xFFFFFFFF), _signed32(mixed >> 32)
+
+
+def _mix64(value: int) -> int:
+    value &= _MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return value ^ (value >> 31)
+
+
+def _signed32(value: int) -> int:
+    return value - (1 << 32) if value & 0x80000000 else value
+
+
+def _mix32(x: Tensor, key: Tensor | None = None) -> Tensor:
+    """MurmurHash3's 32-bit finaliser in place on int32, `key` xored in half-way."""
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x *= _signed32(0x85EBCA6B)
+    if key is not None:
+        x ^= key
+    x ^= (x >> 13).bitwise_and_(0x7FFFF)
+    x *= _signed32(0xC2B2AE35)
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    return x
+
+
+def gumbel_noise(keys: Tensor, tokens: Tensor) -> Tensor:
+    """Standard Gumbel noise, float32 `[rows, tokens]`, of keys `[rows, 2]` int32 and token ids int32
+    (`[tokens]`, or `[rows, tokens]`).
+
+    23 bits become u in (0, 1), never 0 or 1, exact in float32: the noise is at most 16.7.
+    """
+    spread = _mix32(tokens * _signed32(0x9E3779B1))
+    bits = _mix32(spread ^ keys[:, :1], keys[:, 1:])
+    bits = (bits >> 9).bitwise_and_(0x7FFFFF)
+    uniform = bits.float().add_(0.5).mul_(2.0**-23)
+    return uniform.log_().neg_().log_().neg_()
+
+
+def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
+    """The next token of each row, int64 `[n]`. `logits` `[n, vocabulary]` may be written to.
+
+    Ties go to the lowest id. No row's result depends on another row.
+    """
+    if inputs.banned:
+        pairs = torch.tensor(inputs.banned, device=logits.device)
+        logits[pairs[:, 0], pairs[:, 1]] = -torch.inf
+    tokens = logits.max(dim=-1).indices
+    if inputs.rows.shape[0]:
+        rows = inputs.rows.to(logits.device)
+        tokens[rows] = _sample_rows(logits[rows].float(), inputs)
+    return tokens
+
+
+def _sample_rows(logits: Tensor, inputs: SamplingInputs) -> Tensor:
+    device = logits.device
+    scaled = logits.div_(inputs.temperature.to(device)[:, None])
+    if inputs.filtered:
+        floor = _lowest_kept(scaled, inputs)
+        scaled.masked_fill_(scaled < floor[:, None], -torch.inf)
+    ids = torch.arange(scaled.shape[1], dtype=torch.int32, device=device)
+    return scaled.add_(gumbel_noise(inputs.keys.to(device), ids)).max(dim=-1).indices
+
+
+def _lowest_kept(scaled: Tensor, inputs: SamplingInputs) -> Tensor:
+    """The lowest scaled logit that top-k, then top-p, then min-p leave in each row, `[rows]`.
+
+    Equal logits are kept or dropped together, so the order of a sort never matters.
+    """
+    device, vocabulary = scaled.device, scaled.shape[1]
+    top_k = inputs.top_k.to(device)
+    top_k = torch.where((top_k <= 0) | (top_k > vocabulary), vocabulary, top_k)
+    width = min(vocabulary, _SHORT_SORT)
+    head = scaled.topk(width, dim=-1).values
+    floor, done = _floor_from_head(head, scaled, top_k, inputs.top_p.to(device))
+    if not bool(done.all()):
+        long = (~done).nonzero()[:, 0]
+        ordered = scaled[long].sort(dim=-1, descending=True).values
+        floor[long], _ = _floor_from_head(
+            ordered, scaled[long], top_k[long], inputs.top_p.to(device)[long]
+        )
+    return torch.maximum(floor, head[:, 0] + inputs.min_p.to(device).log())
+
+
+def _floor_from_head(
+    head: Tensor, scaled: Tensor, top_k: Tensor, top_p: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(floor, whether `head` was long enough to know it), from the highest logits in order."""
+    width, vocabulary = head.shape[1], scaled.shape[1]
+    whole = top_k >= vocabulary
+    within = top_k <= width
+    weights = (head - head[:, :1]).exp_().double()
+    running = weights.cumsum(dim=-1)
+    everything = (scaled - head[:, :1]).exp_().sum(dim=-1, dtype=torch.float64)
+    last = (top_k - 1).clamp(max=width - 1)[:, None]
+    total = torch.where(whole, everything, running.gather(1, last)[:, 0])
+    kept = (running - weights < (top_p.double() * total)[:, None]).sum(dim=-1)
+    every_p = top_p >= 1.0
+    count = torch.where(every_p, top_k, torch.minimum(kept, top_k)).clamp(min=1)
+    floor = head.gather(1, (count - 1).clamp(max=width - 1)[:, None])[:, 0]
+    known = within | (whole & ((kept < width) | every_p)) | (width == vocabulary)
+    return torch.where(whole & every_p, -torch.inf, floor), known

@@ -1,0 +1,1 @@
+"""Paged KV: who owns which block, and the tensors behind them."""

@@ -1,0 +1,158 @@
+"""Who owns which KV block. Pure Python over ints; every block is in exactly one state."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from enum import Enum
+
+from protocol.errors import Internal
+
+
+class BlockState(Enum):
+    """The states of a block."""
+
+    FREE = "free"
+    HELD = "held"  # at least one sequence refers to it
+    CACHED = "cached"  # nobody refers to it, its content is kept until room is needed
+    QUARANTINED = "quarantined"  # a write to it may still be in flight
+
+
+class BlockAllocator:
+    """Hands out blocks and counts references. Not thread-safe: one owner decides.
+
+    A call that would break the accounts (freeing a free block, quarantining a shared one, an id
+    out of range or repeated) raises Internal and changes nothing.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._states = [BlockState.FREE] * num_blocks
+        self._references = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._num_quarantined = 0
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can give without dropping anything cached."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks kept for their content only; `allocate` takes them when free ones run out."""
+        return len(self._cached)
+
+    @property
+    def num_quarantined(self) -> int:
+        """Blocks that a write may still be in flight to."""
+        return self._num_quarantined
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that at least one sequence refers to."""
+        return self.num_blocks - len(self._free) - len(self._cached) - self._num_quarantined
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def allocate(self, n: int) -> list[int] | None:
+        """`n` held blocks with one reference each, or None when there are not that many.
+
+        Takes free blocks first, then cached ones, oldest first.
+        """
+        if n < 0:
+            raise Internal(f"cannot allocate {n} blocks")
+        if n > len(self._free) + len(self._cached):
+            return None
+        while len(self._free) < n:
+            evicted, _ = self._cached.popitem(last=False)
+            self._states[evicted] = BlockState.FREE
+            self._free.append(evicted)
+        taken = [self._free.pop() for _ in range(n)]
+        for block in taken:
+            self._states[block] = BlockState.HELD
+            self._references[block] = 1
+        return taken
+
+    def retain(self, ids: Sequence[int]) -> None:
+        """Add a reference to held blocks; a cached block becomes held again."""
+        self._expect(ids, (BlockState.HELD, BlockState.CACHED), "retain")
+        for block in ids:
+            if self._states[block] is BlockState.CACHED:
+                del self._cached[block]
+                self._states[block] = BlockState.HELD
+            self._references[block] += 1
+
+    def free(self, ids: Sequence[int], *, keep: bool = False) -> None:
+        """Drop a reference to held blocks; the last one frees the block, or caches it with `keep`."""
+        self._expect(ids, (BlockState.HELD,), "free")
+        for block in ids:
+            self._references[block] -= 1
+            if self._references[block]:
+                continue
+            if keep:
+                self._states[block] = BlockState.CACHED
+                self._cached[block] = None
+            else:
+                self._release(block)
+
+    def quarantine(self, ids: Sequence[int]) -> None:
+        """Take held blocks with a single reference out of use until `unquarantine`."""
+        self._expect(ids, (BlockState.HELD,), "quarantine")
+        shared = [block for block in ids if self._references[block] != 1]
+        if shared:
+            raise Internal(f"cannot quarantine shared blocks {shared}")
+        for block in ids:
+            self._references[block] = 0
+            self._states[block] = BlockState.QUARANTINED
+        self._num_quarantined += len(ids)
+
+    def unquarantine(self, ids: Sequence[int]) -> None:
+        """Free quarantined blocks: no write to them can be in flight any more."""
+        self._expect(ids, (BlockState.QUARANTINED,), "unquarantine")
+        for block in ids:
+            self._release(block)
+        self._num_quarantined -= len(ids)
+
+    def references(self, block: int) -> int:
+        """How many sequences refer to a block."""
+        return self._references[block]
+
+    def check(self) -> None:
+        """Raise Internal unless states, references and lists agree."""
+        count = {state: self._states.count(state) for state in BlockState}
+        free = set(self._free)
+        sound = (
+            len(free) == len(self._free) == count[BlockState.FREE]
+            and len(self._cached) == count[BlockState.CACHED]
+            and self._num_quarantined == count[BlockState.QUARANTINED]
+            and all(self._states[block] is BlockState.FREE for block in free)
+            and all(self._states[block] is BlockState.CACHED for block in self._cached)
+            and all(
+                (references > 0) == (state is BlockState.HELD)
+                for references, state in zip(self._references, self._states, strict=True)
+            )
+        )
+        if not sound:
+            raise Internal(
+                f"block accounts do not add up: {self.num_free} free, {self.num_held} held, "
+                f"{self.num_cached} cached, {self.num_quarantined} quarantined of {self.num_blocks}"
+            )
+
+    def _release(self, block: int) -> None:
+        self._states[block] = BlockState.FREE
+        self._free.append(block)
+
+    def _expect(self, ids: Iterable[int], allowed: tuple[BlockState, ...], action: str) -> None:
+        seen = set()
+        for block in ids:
+            if not 0 <= block < self.num_blocks:
+                raise Internal(f"cannot {action} block {block} of {self.num_blocks}")
+            if block in seen:
+                raise Internal(f"cannot {action} block {block} twice in one call")
+            if self._states[block] not in allowed:
+                raise Internal(f"cannot {action} block {block}: it is {self._states[block].value}")
+            seen.add(block)

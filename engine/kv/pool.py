@@ -1,0 +1,64 @@
+"""The tensors of one rank's paged KV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from protocol.kv_layout import KVLayout
+
+
+class KVPool:
+    """`data[layer][block, k/v, kv_head, token, head_dim]` of one rank, in one allocation.
+
+    Heads are counted within the rank. Calls are safe from any thread as long as the caller owns the
+    blocks; on a GPU they are ordered on the current stream. Memory starts as zeros, never as garbage
+    that could hold NaN.
+    """
+
+    def __init__(
+        self, layout: KVLayout, rank: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        first, last = layout.rank_heads[rank]
+        self.num_layers = layout.num_layers
+        self.num_heads = last - first
+        self.block_size = layout.block_size
+        self.head_dim = layout.head_dim
+        self.num_blocks = layout.num_blocks
+        self.dtype = dtype
+        self.device = device
+        self.data = torch.zeros(
+            self.num_layers,
+            self.num_blocks,
+            2,
+            self.num_heads,
+            self.block_size,
+            self.head_dim,
+            dtype=dtype,
+            device=device,
+        )
+        self.layers: tuple[Tensor, ...] = self.data.unbind()
+
+    def gather(
+        self, blocks: Sequence[int], layers: range, heads: range, out: Tensor | None = None
+    ) -> Tensor:
+        """A contiguous copy `[layer, block, k/v, head, token, head_dim]` of the named slice.
+
+        Whole layers and heads are copied page by page; `out`, when given, must be contiguous and of
+        that shape.
+        """
+        index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
+        source = self.data[layers.start : layers.stop]
+        if len(heads) == self.num_heads:
+            return torch.index_select(source, 1, index, out=out)
+        part = source[:, :, :, heads.start : heads.stop]
+        result = torch.index_select(part, 1, index)
+        return result if out is None else out.copy_(result)
+
+    def scatter(self, blocks: Sequence[int], layers: range, heads: range, data: Tensor) -> None:
+        """Write `data`, shaped as `gather` returns it, into the named slice."""
+        index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
+        target = self.data[layers.start : layers.stop, :, :, heads.start : heads.stop]
+        target.index_copy_(1, index, data)

@@ -1,0 +1,55 @@
+"""Vocabulary-parallel embedding and output head.
+
+Every rank holds `vocab_rows` rows; rows past the end of the vocabulary are padding and are cut off
+before anything is sampled.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.kernels.base import Kernels
+from engine.model.sharding import RankShare
+from engine.tp import TensorParallel
+
+
+class VocabularyEmbedding:
+    """Token ids to vectors, each from the rank that holds its row."""
+
+    def __init__(
+        self, kernels: Kernels, table: Tensor, share: RankShare, tp: TensorParallel
+    ) -> None:
+        self._kernels = kernels
+        self._table = table
+        self._share = share
+        self._tp = tp
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """`[T] -> [T, H]`, equal on every rank."""
+        if self._tp.size == 1:
+            return self._kernels.embed(token_ids, self._table)
+        first, last = self._share.vocab
+        elsewhere = (token_ids < first) | (token_ids >= last)
+        local = (token_ids - first).masked_fill_(elsewhere, 0)
+        out = self._kernels.embed(local, self._table).masked_fill_(elsewhere[:, None], 0)
+        return self._tp.all_reduce(out)
+
+
+class VocabularyHead:
+    """Vectors to logits, gathered on rank 0."""
+
+    def __init__(
+        self, kernels: Kernels, weight: Tensor, vocab_size: int, tp: TensorParallel
+    ) -> None:
+        self._linear = kernels.linear(weight, None)
+        self._vocab_size = vocab_size
+        self._tp = tp
+
+    def __call__(self, x: Tensor) -> Tensor | None:
+        """`[n, H] -> [n, vocabulary]` on rank 0, None on the others."""
+        parts = self._tp.gather(self._linear(x))
+        if parts is None:
+            return None
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return logits[:, : self._vocab_size]

@@ -1,0 +1,164 @@
+"""Reads a checkpoint: safetensors, each rank only its slices, the index deciding who owns a tensor."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.errors import ModelRefused
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+_SAMPLE_BYTES = 2048
+_SAMPLES = 4
+
+Span = tuple[int, int]
+
+
+class Checkpoint:
+    """The tensors of a model folder. Every failure is a ModelRefused naming the file or tensor.
+
+    With an index only the files it names are opened, and a tensor is read only from the file that
+    the index says; stray files and copies elsewhere are ignored. A context manager.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
+        self._folder = Path(model_path)
+        self._dtype = dtype
+        self._device = device or torch.device("cpu")
+        self._owners = _owners(self._folder)
+        self._files: dict[Path, Any] = {}
+
+    def __enter__(self) -> Checkpoint:
+        """Nothing is opened before it is read."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close every file."""
+        self._files.clear()
+
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: Span | None = None,
+        columns: Span | None = None,
+    ) -> Tensor:
+        """Rows and columns of tensor `name`, whose whole shape must be `shape`."""
+        path = self._owners.get(name)
+        if path is None:
+            raise ModelRefused(f"{self._folder}: tensor {name} is missing", param=name)
+        try:
+            part = self._open(path).get_slice(name)
+            found = tuple(part.get_shape())
+            if found != shape:
+                raise ModelRefused(
+                    f"{path}: tensor {name} has shape {list(found)}, expected {list(shape)}",
+                    param=name,
+                )
+            data = _slice(part, rows, columns)
+        except SafetensorError as error:
+            raise ModelRefused(f"{path}: tensor {name}: {error}", param=name) from error
+        return data.to(device=self._device, dtype=self._dtype).contiguous()
+
+    def check(self) -> None:
+        """Open every file that owns a tensor: truncated and missing shards show before loading."""
+        for path in sorted(set(self._owners.values())):
+            self._open(path)
+
+    def digest(self) -> str:
+        """A name for the content: equal for the same weights however they are sharded into files.
+
+        Hashes every tensor's name, dtype, shape and a few samples of its bytes, so that it takes
+        milliseconds and still tells fine-tunes of one model apart.
+        """
+        digest = hashlib.sha256()
+        headers = {path: _read_header(path) for path in set(self._owners.values())}
+        for name, path in sorted(self._owners.items()):
+            tensors, start = headers[path]
+            if name not in tensors:
+                raise ModelRefused(f"{path}: tensor {name} is missing", param=name)
+            entry = tensors[name]
+            digest.update(f"{name} {entry['dtype']} {entry['shape']}\n".encode())
+            first, last = entry["data_offsets"]
+            with path.open("rb") as file:
+                for sample in range(_SAMPLES):
+                    file.seek(start + first + (last - first) * sample // _SAMPLES)
+                    digest.update(file.read(min(_SAMPLE_BYTES, last - first)))
+        return digest.hexdigest()[:32]
+
+    def _open(self, path: Path) -> Any:
+        file = self._files.get(path)
+        if file is None:
+            try:
+                file = self._files[path] = safe_open(path, framework="pt", device="cpu")
+            except (OSError, SafetensorError) as error:
+                raise ModelRefused(f"{path} cannot be read: {error}", param=str(path)) from error
+        return file
+
+
+def _slice(part: Any, rows: Span | None, columns: Span | None) -> Tensor:
+    row_slice = slice(None) if rows is None else slice(*rows)
+    data: Tensor = part[row_slice] if columns is None else part[row_slice, slice(*columns)]
+    return data
+
+
+def _owners(folder: Path) -> dict[str, Path]:
+    """Which file owns each tensor."""
+    index = folder / INDEX_FILE
+    if index.exists():
+        return _owners_by_index(folder, index)
+    single = folder / SINGLE_FILE
+    if not single.exists():
+        raise ModelRefused(f"{folder} has neither {INDEX_FILE} nor {SINGLE_FILE}", param=str(single))
+    tensors, _ = _read_header(single)
+    return dict.fromkeys(tensors, single)
+
+
+def _owners_by_index(folder: Path, index: Path) -> dict[str, Path]:
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        owners = {str(name): folder / Path(file).name for name, file in names.items()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelRefused(f"{index} cannot be read: {error!r}", param=str(index)) from error
+    for path in set(owners.values()):
+        if not path.exists():
+            raise ModelRefused(f"{path} is missing, but {INDEX_FILE} names it", param=str(path))
+    return owners
+
+
+def _read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """The header of a safetensors file and where its data starts.
+
+    https://huggingface.co/docs/safetensors: eight bytes of length, then a JSON object.
+    """
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except (OSError, ValueError, struct.error, KeyError, TypeError, MemoryError) as error:
+        raise ModelRefused(f"{path} cannot be read: {error!r}", param=str(path)) from error
+    if path.stat().st_size < 8 + length + end:
+        raise ModelRefused(f"{path} is truncated", param=str(path))
+    return header, 8 + length

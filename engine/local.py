@@ -1,0 +1,161 @@
+"""Prefill and decode in one process: the oracle of the tests and the colocated baseline."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from engine.batch import SequenceStep, StepBatch
+from engine.config import EngineConfig
+from engine.executor import Executor, build_executor
+from engine.kv.allocator import BlockAllocator
+from protocol.errors import ContextTooLong, InvalidRequest
+from protocol.sampling import SamplingParams
+
+
+class _Sequence:
+    """One request on its way. `computed` tokens of prompt + output are in the KV."""
+
+    def __init__(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        self.tokens = list(prompt)
+        self.num_prompt = len(prompt)
+        self.sampling = sampling
+        self.computed = 0
+        self.blocks: list[int] = []
+        self.finished = False
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    def append(self, token: int, max_model_len: int) -> None:
+        self.tokens.append(token)
+        count = len(self.output)
+        self.finished = (
+            self.sampling.ends_with(token, count)
+            or count >= self.sampling.max_tokens
+            or len(self.tokens) >= max_model_len
+        )
+
+    def banned(self) -> tuple[int, ...]:
+        sampling = self.sampling
+        if len(self.output) >= sampling.min_tokens:
+            return ()
+        ends = () if sampling.ignore_eos else sampling.eos_token_ids
+        return (*sampling.stop_token_ids, *ends)
+
+
+class LocalEngine:
+    """Runs requests to their end with continuous batching, chunked prefill and preemption.
+
+    Every step takes one token of each running sequence that is past its prompt, then prompt chunks
+    up to `max_step_tokens` in order of arrival. When blocks run out, the youngest sequence gives all
+    of its blocks back and is computed again later, output included.
+    """
+
+    def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
+        self._config = config
+        self.executor = executor or build_executor(config)
+        layout = self.executor.layout
+        self._blocks = BlockAllocator(layout.num_blocks, layout.block_size)
+        self.preemptions = 0
+        self.steps = 0
+
+    def generate(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[list[int]]:
+        """The output ids of each request (a stop token included), in order.
+
+        Raises InvalidRequest or ContextTooLong, before anything runs, when one cannot be served.
+        """
+        sequences = [self._admit(prompt, sampling) for prompt, sampling in requests]
+        waiting = deque(sequences)
+        running: list[_Sequence] = []
+        while waiting or running:
+            self._step(waiting, running)
+            running = [sequence for sequence in running if not sequence.finished]
+        self._blocks.check()
+        return [sequence.output for sequence in sequences]
+
+    def close(self) -> None:
+        """Close the executor."""
+        self.executor.close()
+
+    def _admit(self, prompt: Sequence[int], sampling: SamplingParams) -> _Sequence:
+        vocab_size = self.executor.vocab_size
+        sampling.validate(vocab_size)
+        if not prompt:
+            raise InvalidRequest("prompt is empty", param="prompt")
+        if not all(0 <= token < vocab_size for token in prompt):
+            raise InvalidRequest(f"prompt has ids outside 0 .. {vocab_size - 1}", param="prompt")
+        room = min(
+            self.executor.max_model_len, self._blocks.num_blocks * self._blocks.block_size
+        )
+        if min(len(prompt) + sampling.max_tokens, self.executor.max_model_len + 1) > room:
+            raise ContextTooLong(
+                f"{len(prompt)} prompt tokens and {sampling.max_tokens} more exceed {room}",
+                param="prompt",
+            )
+        return _Sequence(prompt, sampling)
+
+    def _step(self, waiting: deque[_Sequence], running: list[_Sequence]) -> None:
+        while waiting and len(running) < self._config.max_running:
+            if self._blocks.num_free < self._blocks.blocks_for(len(waiting[0].tokens)):
+                break
+            running.append(waiting.popleft())
+        planned: list[tuple[_Sequence, SequenceStep]] = []
+        budget = self._config.max_step_tokens
+        for sequence in sorted(running, key=lambda s: len(s.tokens) - s.computed > 1):
+            if sequence not in running:
+                continue  # preempted meanwhile
+            count = min(len(sequence.tokens) - sequence.computed, budget)
+            if count and self._make_room(sequence, count, planned, waiting, running):
+                planned.append((sequence, self._plan(sequence, count)))
+                budget -= count
+        result = self.executor.run(StepBatch(sequences=tuple(step for _, step in planned)))
+        self.steps += 1
+        for (sequence, step), token in zip(planned, result.tokens, strict=True):
+            self._apply(sequence, step, token)
+
+    def _plan(self, sequence: _Sequence, count: int) -> SequenceStep:
+        end = sequence.computed + count
+        last = end == len(sequence.tokens)
+        return SequenceStep(
+            tokens=tuple(sequence.tokens[sequence.computed : end]),
+            start=sequence.computed,
+            block_ids=tuple(sequence.blocks),
+            sampling=sequence.sampling if last else None,
+            banned=sequence.banned() if last else (),
+        )
+
+    def _make_room(
+        self,
+        sequence: _Sequence,
+        count: int,
+        planned: list[tuple[_Sequence, SequenceStep]],
+        waiting: deque[_Sequence],
+        running: list[_Sequence],
+    ) -> bool:
+        """Give `sequence` the blocks for `count` more tokens, preempting younger ones if need be."""
+        missing = self._blocks.blocks_for(sequence.computed + count) - len(sequence.blocks)
+        while (blocks := self._blocks.allocate(max(0, missing))) is None:
+            victim = running.pop()
+            self._preempt(victim)
+            waiting.appendleft(victim)
+            planned[:] = [entry for entry in planned if entry[0] is not victim]
+            if victim is sequence:
+                return False
+        sequence.blocks += blocks
+        return True
+
+    def _preempt(self, sequence: _Sequence) -> None:
+        self._blocks.free(sequence.blocks)
+        sequence.blocks = []
+        sequence.computed = 0
+        self.preemptions += 1
+
+    def _apply(self, sequence: _Sequence, step: SequenceStep, token: int | None) -> None:
+        sequence.computed += len(step.tokens)
+        if token is not None:
+            sequence.append(token, self.executor.max_model_len)
+        if sequence.finished:
+            self._blocks.free(sequence.blocks)
+            sequence.blocks = []

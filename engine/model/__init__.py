@@ -1,0 +1,1 @@
+"""Model configurations, how they are split over ranks, and the forward pass."""

@@ -1,0 +1,46 @@
+"""How many KV blocks fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.config import EngineConfig
+from engine.errors import ModelRefused
+from engine.model.config import ModelConfig
+from engine.model.sharding import rank_heads
+from protocol.kv_layout import DTYPE_BYTES
+
+#: Without any setting a CPU engine takes this share of the free memory, up to a cap.
+_FREE_SHARE = 8
+_FREE_CAP = 1 << 30
+
+
+def num_kv_blocks(config: EngineConfig, model: ModelConfig) -> int:
+    """Blocks per rank: as configured, or as many as the memory for them holds."""
+    if config.num_blocks is not None:
+        return config.num_blocks
+    budget = config.kv_memory_bytes
+    if budget is None:
+        budget = min(_FREE_CAP, available_memory() // _FREE_SHARE)
+    blocks = budget // block_bytes(config, model)
+    if blocks < 1:
+        raise ModelRefused(
+            f"{budget} bytes do not hold one KV block of {block_bytes(config, model)} bytes",
+            param="kv_memory_bytes",
+        )
+    return blocks
+
+
+def block_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """Bytes of one block on the rank that holds most KV heads."""
+    heads = max(last - first for first, last in rank_heads(model, config.tp_size))
+    tokens = model.num_layers * config.block_size
+    return 2 * heads * model.head_dim * tokens * DTYPE_BYTES[config.dtype]
+
+
+def available_memory() -> int:
+    """Bytes of memory that this machine can still give, as Linux estimates it."""
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return _FREE_CAP
