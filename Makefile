@@ -15,8 +15,6 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 SETUP = @$(or $(PYTHON),$(error Python 3.11 or newer is needed: set PYTHON=...)) scripts/setup_env.py $(VENV)
 PYTEST := $(RUN)/python -m pytest
-PROTOS := $(wildcard protocol/wire/*.proto)
-PROTOC = $(RUN)/python -m grpc_tools.protoc -I. $(foreach kind,python pyi grpc_python,--$(kind)_out=$(1)) $(PROTOS)
 
 ##@ Run
 
@@ -76,12 +74,11 @@ fix: env-dev ## Format, and mend what the linter can mend
 
 .PHONY: proto
 proto: env-dev ## Generate the Python code of protocol/wire/*.proto
-	$(call PROTOC,.)
+	$(RUN)/python -m protocol.wire.generate
 
 .PHONY: proto-check
 proto-check: env-dev ## Fail if the committed generated code is not what `make proto` writes
-	@folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; $(call PROTOC,$$folder); \
-	for file in $$(cd $$folder && find . -type f); do diff -q "$$file" "$$folder/$$file"; done
+	$(RUN)/python -m protocol.wire.generate --check
 
 .PHONY: lock
 lock: env-dev ## Write constraints/*.txt again from what is installed in $(VENV)

@@ -1,0 +1,99 @@
+"""Who may import whom: the contracts of pyproject.toml, and that they cover every package."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PACKAGES = PROJECT["tool"]["importlinter"]["root_packages"]
+
+
+def test_import_contracts_hold():
+    command = [
+        sys.executable,
+        "-c",
+        "from importlinter.cli import lint_imports_command as main; main()",
+    ]
+    run = subprocess.run(
+        [*command, "--no-logo", "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "0 broken" in run.stdout
+
+
+def test_every_package_is_built_typed_checked_and_under_contract():
+    found = {path.parent.name for path in ROOT.glob("*/py.typed")}
+    assert set(PACKAGES) == found
+    assert set(PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]) == found
+    assert found <= set(PROJECT["tool"]["mypy"]["packages"])
+    layers = PROJECT["tool"]["importlinter"]["contracts"][0]["layers"]
+    assert {part for layer in layers for part in layer.split(" | ")} == found
+
+
+def imports_of(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+@pytest.mark.parametrize("package", [name for name in PACKAGES if name != "cluster"])
+def test_ray_is_imported_by_cluster_alone(package):
+    for path in (ROOT / package).rglob("*.py"):
+        roots = {name.partition(".")[0] for name in imports_of(path)}
+        assert "ray" not in roots, path
+
+
+def test_generated_code_is_used_by_the_grpc_door_only():
+    users = {
+        path.relative_to(ROOT).parts[:2]
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        if path.parent.name != "wire"
+        and any("_pb2" in name or name == "protocol.wire" for name in imports_of(path))
+    }
+    assert users <= {("router", "grpc"), ("cluster", "cli"), ("cluster", "client")}
+
+
+def test_nothing_imports_tests_benchmarks_or_examples():
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            roots = {name.partition(".")[0] for name in imports_of(path)}
+            assert not roots & {"tests", "benchmarks", "examples", "scripts"}, path
+
+
+def test_the_router_runs_without_torch_ray_or_transformers():
+    """Import every module of the router in a fresh interpreter and see what came along."""
+    code = """
+import importlib, pkgutil, sys, router
+for module in pkgutil.walk_packages(router.__path__, "router."):
+    importlib.import_module(module.name)
+print(sorted({"torch", "ray", "transformers", "triton"} & set(sys.modules)))
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.stdout.strip() == "[]", run.stderr
+
+
+def test_the_workers_run_without_ray_or_transformers():
+    code = """
+import importlib, pkgutil, sys
+for package in ("engine", "kv_transfer", "worker_runtime", "prefill_worker", "decode_worker"):
+    root = importlib.import_module(package)
+    for module in pkgutil.walk_packages(root.__path__, package + "."):
+        if "kernels" not in module.name and "cuda" not in module.name:
+            importlib.import_module(module.name)
+unwanted = {"ray", "transformers", "fastapi", "starlette", "prometheus_client"}
+print(sorted(unwanted & set(sys.modules)))
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.stdout.strip() == "[]", run.stderr

@@ -1,0 +1,45 @@
+"""The lock files pin exactly, and agree with what the project asks for."""
+
+import re
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def lock(name):
+    lines = (ROOT / "constraints" / name).read_text().splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[a-z0-9-]+==[\w.]+", pin) for pin in pins)
+    return dict(pin.split("==") for pin in pins)
+
+
+RUN, DEV = lock("cpu.txt"), lock("dev.txt")
+
+
+def test_no_package_is_pinned_twice():
+    assert not RUN.keys() & DEV.keys()
+
+
+def test_locks_satisfy_the_requirements():
+    extras = PROJECT["optional-dependencies"]
+    for text in [*PROJECT["dependencies"], *extras["models"]]:
+        wanted = Requirement(text)
+        assert RUN[canonicalize_name(wanted.name)] in wanted.specifier
+    for text in [*extras["test"], *extras["dev"][1:]]:
+        wanted = Requirement(text)
+        assert {**RUN, **DEV}[canonicalize_name(wanted.name)] in wanted.specifier
+
+
+def test_the_generator_is_no_newer_than_the_runtime():
+    """Generated gRPC code refuses a runtime older than its generator."""
+    generator = tuple(map(int, DEV["grpcio-tools"].split(".")))
+    assert generator <= tuple(map(int, RUN["grpcio"].split(".")))
+
+
+def test_torch_is_pinned_without_a_build():
+    assert re.fullmatch(r"[\d.]+", RUN["torch"])

@@ -1,0 +1,61 @@
+"""The README and the contributor's guide name commands that exist."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+PAGES = [
+    path
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"))
+    if path.is_file()
+]
+
+
+def commands(path):
+    """Every `make x` in a code span or a code block of a page."""
+    text = path.read_text()
+    code = re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL)
+    return {target for part in code for target in re.findall(r"\bmake ([a-z][a-z-]*)", part)}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_pages_name_targets_that_exist(path):
+    assert commands(path) <= TARGETS
+
+
+def test_the_readme_shows_how_to_run_and_how_to_test():
+    assert {"demo", "test"} <= commands(ROOT / "README.md")
+
+
+def test_every_target_is_explained():
+    described = re.findall(
+        r"^([a-z][a-z-]*):.*## \S", (ROOT / "Makefile").read_text(), re.MULTILINE
+    )
+    assert set(described) == TARGETS
+    phony = re.findall(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(" ".join(phony).split()) == TARGETS
+
+
+def test_help_lists_every_target():
+    run = subprocess.run(
+        ["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert {line.split()[0] for line in run.splitlines() if line.startswith("  ")} >= TARGETS
+
+
+def test_ci_calls_the_readme_test_command():
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
+
+
+LINK = re.compile(r"\[[^\]]+\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_between_pages_lead_somewhere(path):
+    targets = [link for link in LINK.findall(path.read_text()) if "://" not in link]
+    missing = [link for link in targets if not (path.parent / link).exists()]
+    assert missing == []
