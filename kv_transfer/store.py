@@ -11,8 +11,8 @@ import torch
 class BlockStore(Protocol):
     """One rank's paged KV, `[layer][block, k/v, kv_head, token, head_dim]`.
 
-    Heads are counted within the rank. Both calls are safe from any thread as long as the caller owns
-    the blocks; on a GPU they are ordered on the current stream.
+    Heads are counted within the rank. Both calls are safe from any thread as long as the caller
+    owns the blocks; on a GPU they are ordered on the current stream.
     """
 
     num_layers: int

@@ -1,0 +1,1 @@
+"""How bytes travel between two ranks. One contract (base), one contract suite, several backends."""

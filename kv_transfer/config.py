@@ -1,0 +1,60 @@
+"""Settings of the hand-off."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class BackendName(StrEnum):
+    """How KV bytes travel."""
+
+    MEMORY = "memory"  # within one process: tests and examples
+    GLOO = "gloo"  # TCP between CPU tensors
+
+
+class ChecksumKind(StrEnum):
+    """How a piece's bytes are summed for the proof at commit."""
+
+    CRC32 = "crc32"  # sensitive to order
+    SUM = "sum"  # 64-bit sum of words, several times cheaper, blind to order
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferConfig:
+    """Settings of one worker's hand-offs. Times in seconds; both sides should agree on them.
+
+    lease_s: from the grant to the commit, whatever the ticket still allows.
+    op_timeout_s: one message on one link, once both sides may post it.
+    connect_timeout_s: building one link.
+    rpc_timeout_s, rpc_attempts: one control call, and how often an unanswered one is repeated.
+    repair_s: after a receive failed, how long decode waits for the piece to be announced again.
+    piece_attempts: how often a piece is tried, each time on a fresh link, before the hand-off
+    fails.
+    pipeline_depth: pieces on their way to one decode worker at a time (bounds its staging memory).
+    max_piece_bytes: upper size of a piece over all ranks; larger pushes are split.
+    max_peers: peers whose links are kept open; the least recently used idle one is closed.
+    remembered: ended hand-offs whose late messages are still answered as what they are.
+    """
+
+    backend: BackendName = BackendName.GLOO
+    host: str = "127.0.0.1"
+    lease_s: float = 120.0
+    op_timeout_s: float = 15.0
+    connect_timeout_s: float = 10.0
+    rpc_timeout_s: float = 5.0
+    rpc_attempts: int = 3
+    repair_s: float = 5.0
+    piece_attempts: int = 2
+    pipeline_depth: int = 2
+    max_piece_bytes: int = 64 << 20
+    max_peers: int = 64
+    remembered: int = 4096
+    checksum: ChecksumKind = ChecksumKind.CRC32
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if isinstance(value, (int, float)) and value <= 0:
+                raise ValueError(f"{name} must be positive, got {value}")

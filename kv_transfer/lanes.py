@@ -1,0 +1,185 @@
+"""A sender's lane to one incarnation of a decode worker: pieces in order, links renewed when
+broken."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import OrderedDict
+from typing import Protocol
+
+from kv_transfer.backends.base import LinkBroken
+from kv_transfer.calls import Client, Clients, call_repeatedly
+from kv_transfer.config import TransferConfig
+from kv_transfer.orders import CloseOrder, Order, Outcome
+from kv_transfer.ranks import RankChannel, first_error, run_orders
+from kv_transfer.stats import TransferStats
+from kv_transfer.tasks import Tasks
+from protocol.errors import BatonError, HandoffFailed, StaleMessage
+from protocol.ids import WorkerRef
+from protocol.messages import Piece
+from rpc import methods
+
+
+class PieceJob(Protocol):
+    """One piece to deliver, on whatever link is good now."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether the hand-off still wants it."""
+        ...
+
+    def announcement(self, link: int) -> Piece:
+        """The message that announces it."""
+        ...
+
+    def orders(self, link: int, *, discard: bool) -> dict[int, Order]:
+        """What each source rank has to send; the lane starts it at once and calls `moved` at its
+        end."""
+        ...
+
+    def moved(self) -> None:
+        """The ranks have ended what `orders` named."""
+        ...
+
+
+class Lane:
+    """All pieces to one decode worker pass here.
+
+    Both sides run the messages of a link in order, so the order must be the same on both: a piece
+    is announced only when the one before was acknowledged, and its data queued behind that one's.
+    Data of earlier pieces keeps moving meanwhile, up to `pipeline_depth` pieces at a time.
+
+    `link` is the incarnation of the connections. As soon as it is unsure whether both sides are in
+    step,
+    it is renewed: decode then drops whatever it had posted on the old one.
+    """
+
+    def __init__(self, decode: WorkerRef, client: Client, lanes: Lanes) -> None:
+        self.decode = decode
+        self.users = 0
+        self._client = client
+        self._lanes = lanes
+        self._config = lanes.config
+        self._slots = asyncio.Semaphore(lanes.config.pipeline_depth)
+        self._turn = asyncio.Lock()
+        self._link = lanes.next_link()
+
+    async def deliver(self, job: PieceJob) -> list[Outcome]:
+        """Announce and send one piece; every source rank's outcome. Raises the decode worker's
+        refusal, or HandoffFailed when the last attempt failed too. Never leaves a send in
+        flight."""
+        error: BatonError = HandoffFailed("no attempt was made")
+        for _ in range(self._config.piece_attempts):
+            async with self._slots:
+                link, moving = await self._announce(job)
+                outcomes = [] if moving is None else await moving
+            failure = LinkBroken("link replaced") if moving is None else first_error(outcomes)
+            if failure is None:
+                return outcomes
+            self._renew(link)
+            error = failure
+        raise error
+
+    async def _announce(self, job: PieceJob) -> tuple[int, asyncio.Task[list[Outcome]] | None]:
+        """Take a turn: the link used and the running send, or None when the link is to be
+        replaced."""
+        async with self._turn:
+            if not job.alive:
+                raise StaleMessage("the hand-off is over", param="key")
+            link = self._link
+            piece = job.announcement(link)
+            answer = await call_repeatedly(self._client, methods.PIECE, piece, self._config)
+            if answer.error is None:
+                if link != self._link:
+                    return link, None
+                orders = job.orders(link, discard=not job.alive)
+                return link, self._lanes.tasks.start(self._move(job, orders))
+            if answer.uncertain:
+                self._renew(link)
+            if answer.refused and answer.error.param == "link":
+                return link, None
+            raise answer.error
+
+    async def _move(self, job: PieceJob, orders: dict[int, Order]) -> list[Outcome]:
+        outcomes = await self._lanes.run(orders)
+        job.moved()
+        return outcomes
+
+    def _renew(self, link: int) -> None:
+        """Leave a link that may be broken or out of step; what is blocked on it fails at once."""
+        if link == self._link:
+            self._link = self._lanes.next_link()
+            self._lanes.stats.relinked += 1
+            self._lanes.tasks.start(self._close(link, forget=False))
+
+    async def forget(self) -> None:
+        """Close the links for good. Only when nothing is in flight or the peer is dead."""
+        await self._close(self._link, forget=True)
+
+    async def _close(self, link: int, *, forget: bool) -> None:
+        await self._lanes.close(self.decode.epoch, link, forget=forget)
+
+
+class Lanes:
+    """A sender's lanes by decode epoch, made on first use; the least recently used idle one is
+    closed when there are more than `max_peers`. Numbers all links, so that no two incarnations
+    share one."""
+
+    def __init__(
+        self,
+        *,
+        me: WorkerRef,
+        num_ranks: int,
+        ranks: RankChannel,
+        clients: Clients,
+        config: TransferConfig,
+        tasks: Tasks,
+        stats: TransferStats,
+    ) -> None:
+        self.config = config
+        self.tasks = tasks
+        self.stats = stats
+        self._me = me
+        self._num_ranks = num_ranks
+        self._ranks = ranks
+        self._clients = clients
+        self._numbers = itertools.count(1)
+        self._lanes: OrderedDict[int, Lane] = OrderedDict()
+
+    def get(self, decode: WorkerRef) -> Lane:
+        """The lane to a decode worker, now the most recently used."""
+        lane = self._lanes.get(decode.epoch)
+        if lane is None:
+            self._make_room()
+            lane = Lane(decode, self._clients.get(decode.address), self)
+            self._lanes[decode.epoch] = lane
+        self._lanes.move_to_end(decode.epoch)
+        return lane
+
+    async def forget(self, epoch: int) -> None:
+        """Close a lane's links. Only when nothing is in flight or the peer is dead."""
+        lane = self._lanes.pop(epoch, None)
+        if lane is not None:
+            await lane.forget()
+
+    def next_link(self) -> int:
+        """A number that no link of this sender has had."""
+        return next(self._numbers)
+
+    async def run(self, orders: dict[int, Order]) -> list[Outcome]:
+        """Run orders on the ranks of this worker."""
+        return await run_orders(self._ranks, orders)
+
+    async def close(self, receiver_epoch: int, link: int, *, forget: bool) -> None:
+        """Close the links to one decode worker up to `link`."""
+        close = CloseOrder(
+            sender_epoch=self._me.epoch, receiver_epoch=receiver_epoch, link=link, forget=forget
+        )
+        await self.run({rank: Order(close=close) for rank in range(self._num_ranks)})
+
+    def _make_room(self) -> None:
+        surplus = len(self._lanes) + 1 - self.config.max_peers
+        idle = [epoch for epoch, lane in self._lanes.items() if lane.users == 0]
+        for epoch in idle[: max(0, surplus)]:
+            self.tasks.start(self._lanes.pop(epoch).forget())

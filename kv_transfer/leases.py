@@ -1,0 +1,358 @@
+"""The life of one hand-off as either side sees it. Pure: messages and times in, verdicts out.
+
+    OFFERED -> RESERVED -> MOVING -> COMMITTED     (protocol.states has the table)
+    any of them -> RELEASED | ABORTED
+
+Everything here is idempotent: a message seen before changes nothing and says so; one that belongs
+to another attempt, epoch, ticket or generation raises StaleMessage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kv_transfer.checksum import combine
+from kv_transfer.coverage import Coverage
+from protocol.errors import BatonError, HandoffFailed, StaleMessage
+from protocol.ids import RequestKey, WorkerRef
+from protocol.messages import Commit, Grant, Piece
+from protocol.states import TransferState, check_transfer
+from protocol.ticket import Ticket
+
+ENDED = frozenset({TransferState.RELEASED, TransferState.ABORTED})
+OVER = ENDED | {TransferState.COMMITTED}
+
+
+class Verdict(StrEnum):
+    """What a message means to a hand-off."""
+
+    NEW = "new"  # act on it
+    REPEAT = "repeat"  # already done: acknowledge again
+
+
+class Progress(StrEnum):
+    """Life of one piece on the receiver."""
+
+    POSTED = "posted"
+    ARRIVED = "arrived"
+    LOST = "lost"
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """What became of one announced piece; `checksum` and `num_bytes` once it has arrived."""
+
+    piece: Piece
+    progress: Progress = Progress.POSTED
+    num_bytes: int = 0
+    checksum: int = 0
+
+
+def check_ticket(
+    ticket: Ticket, *, secret: bytes, now: float, me: WorkerRef, peer_epoch: int
+) -> None:
+    """Raise StaleMessage unless the ticket is genuine, in time, and for these two incarnations.
+
+    `now` is wall-clock time in seconds.
+    """
+    ticket.verify(secret, now=now)
+    mine, theirs = ticket.decode_epoch, ticket.prefill_epoch
+    if me.role == "prefill":
+        mine, theirs = theirs, mine
+    if mine != me.epoch:
+        raise StaleMessage(f"ticket of {ticket.key} is for another incarnation", param="epoch")
+    if theirs != peer_epoch:
+        raise StaleMessage(f"ticket of {ticket.key} is for another peer", param="epoch")
+
+
+class _Lease:
+    """What both sides keep: identity, ticket, state, deadline (monotonic seconds)."""
+
+    def __init__(
+        self, *, key: RequestKey, ticket: Ticket, peer: WorkerRef, deadline: float
+    ) -> None:
+        self.key = key
+        self.ticket = ticket
+        self.peer = peer
+        self.deadline = deadline
+        self.state = TransferState.OFFERED
+        self.error: BatonError | None = None
+
+    def is_in(self, *states: TransferState) -> bool:
+        """Whether the hand-off is in one of these states now."""
+        return self.state in states
+
+    def move_to(self, target: TransferState) -> None:
+        """Take a step that the table allows, or raise StaleMessage."""
+        check_transfer(self.state, target)
+        self.state = target
+
+    def end(self, *, released: bool, error: BatonError | None) -> Verdict:
+        """Leave without a commit. REPEAT when it is over already."""
+        if self.state in OVER:
+            return Verdict.REPEAT
+        self.move_to(TransferState.RELEASED if released else TransferState.ABORTED)
+        self.error = error
+        return Verdict.NEW
+
+    def check_same(self, ticket: Ticket) -> None:
+        """Raise StaleMessage when a message of this attempt carries another ticket."""
+        if ticket != self.ticket:
+            raise StaleMessage(f"{self.key} has another ticket", param="ticket")
+
+
+class Inbound(_Lease):
+    """Decode's side: grants blocks, takes pieces, proves at commit that all of it arrived."""
+
+    def __init__(
+        self, *, key: RequestKey, ticket: Ticket, peer: WorkerRef, deadline: float
+    ) -> None:
+        super().__init__(key=key, ticket=ticket, peer=peer, deadline=deadline)
+        self.generation = 0
+        self.block_ids: tuple[int, ...] = ()
+        self.num_cached = 0
+        self.commit_message: Commit | None = None
+        self._coverage: Coverage | None = None
+        self._arrivals: dict[int, _Arrival] = {}
+
+    @property
+    def writable(self) -> tuple[int, ...]:
+        """The blocks that pieces may write."""
+        return self.block_ids[self.num_cached :]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that arrived."""
+        return sum(a.num_bytes for a in self._arrivals.values())
+
+    def reserve(
+        self, *, generation: int, block_ids: tuple[int, ...], num_cached: int, num_layers: int
+    ) -> None:
+        """Blocks are set aside under `generation`."""
+        if not 0 <= num_cached <= len(block_ids):
+            raise StaleMessage(
+                f"{num_cached} cached of {len(block_ids)}", param="num_cached_blocks"
+            )
+        if len(block_ids) > self.ticket.num_blocks:
+            raise StaleMessage(
+                f"{len(block_ids)} blocks, the ticket allows {self.ticket.num_blocks}",
+                param="num_blocks",
+            )
+        self.move_to(TransferState.RESERVED)
+        self.generation = generation
+        self.block_ids = block_ids
+        self.num_cached = num_cached
+        self._coverage = Coverage(
+            num_blocks=len(block_ids), num_cached=num_cached, num_layers=num_layers
+        )
+
+    def check_current(self, ticket: Ticket, generation: int) -> None:
+        """Raise StaleMessage unless a message names this hand-off as it is now."""
+        self.check_same(ticket)
+        if self.generation == 0 or generation != self.generation:
+            raise StaleMessage(
+                f"{self.key} is in generation {self.generation}, not {generation}",
+                param="generation",
+            )
+
+    def announce(self, piece: Piece) -> Verdict:
+        """A piece wants in. NEW: post receives for it. A piece known before is posted again only on
+        a newer link, and only if it has not arrived."""
+        self.check_current(piece.ticket, piece.generation)
+        known = self._arrivals.get(piece.sequence)
+        if known is not None:
+            return self._announce_again(known, piece)
+        if self.state is not TransferState.MOVING:
+            self.move_to(TransferState.MOVING)
+        assert self._coverage is not None
+        self._coverage.add(piece.first_block, piece.num_blocks, piece.first_layer, piece.num_layers)
+        self._arrivals[piece.sequence] = _Arrival(piece)
+        return Verdict.NEW
+
+    def _announce_again(self, known: _Arrival, piece: Piece) -> Verdict:
+        if _rectangle(known.piece) != _rectangle(piece):
+            raise StaleMessage(f"piece {piece.sequence} was another one before", param="sequence")
+        if piece.link < known.piece.link:
+            raise StaleMessage(f"piece {piece.sequence} has moved to a newer link", param="link")
+        if piece.link == known.piece.link:
+            return Verdict.REPEAT
+        if self.state is not TransferState.MOVING:
+            raise StaleMessage(f"hand-off of {self.key} is {self.state}", param="generation")
+        self._arrivals[piece.sequence] = _Arrival(piece)
+        return Verdict.NEW
+
+    def arrived(self, sequence: int, link: int, *, num_bytes: int, checksum: int) -> None:
+        """All ranks have this piece, by this link."""
+        arrival = self._arrivals[sequence]
+        if arrival.piece.link == link:
+            arrival.progress = Progress.ARRIVED
+            arrival.num_bytes, arrival.checksum = num_bytes, checksum
+
+    def lost(self, sequence: int, link: int) -> bool:
+        """The piece failed on this link; True when nothing newer replaces it yet."""
+        arrival = self._arrivals[sequence]
+        if arrival.piece.link != link or self.state is not TransferState.MOVING:
+            return False
+        arrival.progress = Progress.LOST
+        return True
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no announced piece is still on its way."""
+        return all(a.progress is not Progress.POSTED for a in self._arrivals.values())
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether a piece failed and was not announced again."""
+        return any(a.progress is Progress.LOST for a in self._arrivals.values())
+
+    def commit(self, commit: Commit) -> Verdict:
+        """Own the sequence. Raises HandoffFailed naming what is missing or differs; the caller ends
+        the hand-off then."""
+        self.check_current(commit.ticket, commit.generation)
+        if self.state is TransferState.COMMITTED:
+            if commit != self.commit_message:
+                raise StaleMessage(f"{self.key} was committed with other content", param="commit")
+            return Verdict.REPEAT
+        if self.state in ENDED:
+            raise StaleMessage(f"hand-off of {self.key} is {self.state}", param="generation")
+        self._prove(commit)
+        self.move_to(TransferState.COMMITTED)
+        self.commit_message = commit
+        return Verdict.NEW
+
+    def _prove(self, commit: Commit) -> None:
+        arrived = [a for a in self._arrivals.values() if a.progress is Progress.ARRIVED]
+        missing = sorted(set(self._arrivals) - {a.piece.sequence for a in arrived})
+        checks = {
+            "num_pieces": (commit.num_pieces, len(arrived)),
+            "num_blocks": (commit.num_blocks, len(self.writable)),
+            "checksum": (commit.checksum, combine([a.checksum for a in arrived])),
+        }
+        if missing:
+            raise HandoffFailed(f"{self.key}: pieces {missing} did not arrive", param="num_pieces")
+        for name, (theirs, mine) in checks.items():
+            if theirs != mine:
+                raise HandoffFailed(f"{self.key}: {name} is {theirs}, arrived {mine}", param=name)
+        if self._coverage is None or not self._coverage.complete:
+            raise HandoffFailed(f"{self.key}: not all blocks were sent", param="num_blocks")
+
+
+def _rectangle(piece: Piece) -> tuple[int, int, int, int]:
+    return piece.first_block, piece.num_blocks, piece.first_layer, piece.num_layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Area:
+    """A rectangle of a grant that one piece carries: blocks (by index) and layers."""
+
+    first_block: int
+    num_blocks: int
+    first_layer: int
+    num_layers: int
+
+
+class Outbound(_Lease):
+    """Prefill's side: takes the grant, splits pushes into pieces, sums up for the commit."""
+
+    def __init__(
+        self, *, key: RequestKey, ticket: Ticket, peer: WorkerRef, deadline: float
+    ) -> None:
+        super().__init__(key=key, ticket=ticket, peer=peer, deadline=deadline)
+        self.grant_message: Grant | None = None
+        self.first_token: int | None = None
+        self.num_pieces = 0
+        self._coverage: Coverage | None = None
+        self._sent: dict[int, tuple[int, int]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes sent."""
+        return sum(num_bytes for num_bytes, _ in self._sent.values())
+
+    @property
+    def generation(self) -> int:
+        """Decode's name for this hand-off; 0 before the grant."""
+        return 0 if self.grant_message is None else self.grant_message.generation
+
+    def grant(self, grant: Grant) -> Verdict:
+        """Decode holds blocks."""
+        self.check_same(grant.ticket)
+        if self.grant_message is not None:
+            if grant != self.grant_message:
+                raise StaleMessage(f"{self.key} was granted before", param="generation")
+            return Verdict.REPEAT
+        if grant.decode.epoch != self.peer.epoch:
+            raise StaleMessage(f"{self.key} is for another decode worker", param="epoch")
+        _check_blocks(grant)
+        self.move_to(TransferState.RESERVED)
+        self.grant_message = grant
+        self._coverage = Coverage(
+            num_blocks=len(grant.block_ids),
+            num_cached=grant.num_cached_blocks,
+            num_layers=grant.layout.num_layers,
+        )
+        return Verdict.NEW
+
+    def push(self, area: Area, *, max_blocks: int) -> list[tuple[int, Area]]:
+        """Take a rectangle of finished blocks; the numbered pieces to send. Cached blocks are
+        skipped."""
+        grant = self.grant_message
+        if grant is None or self._coverage is None:
+            raise StaleMessage(f"{self.key} has no grant", param="key")
+        first = max(area.first_block, grant.num_cached_blocks)
+        end = area.first_block + area.num_blocks
+        if first >= end:
+            return []
+        self._coverage.add(first, end - first, area.first_layer, area.num_layers)
+        if self.state is TransferState.RESERVED:
+            self.move_to(TransferState.MOVING)
+        pieces = []
+        for start in range(first, end, max_blocks):
+            part = Area(
+                first_block=start,
+                num_blocks=min(max_blocks, end - start),
+                first_layer=area.first_layer,
+                num_layers=area.num_layers,
+            )
+            pieces.append((self.num_pieces, part))
+            self.num_pieces += 1
+        return pieces
+
+    def sent(self, sequence: int, *, num_bytes: int, checksum: int) -> None:
+        """All ranks have sent this piece."""
+        self._sent[sequence] = (num_bytes, checksum)
+
+    def committing(self, first_token: int) -> None:
+        """Everything was pushed. Raises ValueError when it was not."""
+        if self._coverage is None or not self._coverage.complete:
+            raise ValueError(f"{self.key}: commit before all blocks were pushed")
+        self.first_token = first_token
+
+    def commit_request(self) -> Commit:
+        """The proof to send once every piece is out."""
+        grant = self.grant_message
+        assert grant is not None
+        assert self.first_token is not None
+        return Commit(
+            key=self.key,
+            ticket=self.ticket,
+            generation=grant.generation,
+            first_token=self.first_token,
+            num_pieces=self.num_pieces,
+            num_blocks=len(grant.block_ids) - grant.num_cached_blocks,
+            checksum=combine([checksum for _, checksum in self._sent.values()]),
+        )
+
+
+def _check_blocks(grant: Grant) -> None:
+    ids = grant.block_ids
+    if not 0 <= grant.num_cached_blocks <= len(ids) <= grant.ticket.num_blocks:
+        raise StaleMessage(
+            f"grant of {len(ids)} blocks, {grant.num_cached_blocks} cached, ticket for "
+            f"{grant.ticket.num_blocks}",
+            param="block_ids",
+        )
+    if len(set(ids)) != len(ids) or any(not 0 <= b < grant.layout.num_blocks for b in ids):
+        raise StaleMessage("grant names a block twice or out of range", param="block_ids")

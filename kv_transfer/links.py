@@ -1,0 +1,162 @@
+"""One link with the thread that works on it: operations in order, the first failure ends them
+all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+
+import torch
+
+from kv_transfer.access import Access
+from kv_transfer.backends.base import Link, LinkBroken, LinkId
+from kv_transfer.orders import PartResult
+from protocol.errors import BatonError, Internal
+
+#: Works on an open link with a staging buffer of at least the requested size.
+Work = Callable[[Link, torch.Tensor], PartResult]
+
+
+class Operation:
+    """One message waiting for its turn."""
+
+    __slots__ = ("access", "num_bytes", "result", "work")
+
+    def __init__(self, *, access: Access, num_bytes: int, work: Work) -> None:
+        self.access = access
+        self.num_bytes = num_bytes
+        self.work = work
+        self.result: Future[PartResult] = Future()
+
+
+class LinkThread:
+    """Opens a link on its first operation and runs operations one after the other in a thread.
+
+    `submit` and `close` may be called from any thread and do not block. `predecessor` is the
+    incarnation
+    this one replaces: nothing starts here while that one still touches the pool.
+    """
+
+    def __init__(
+        self,
+        link: LinkId,
+        *,
+        open_link: Callable[[], Link],
+        device: torch.device,
+        predecessor: LinkThread | None,
+    ) -> None:
+        self.link = link
+        self._open_link = open_link
+        self._device = device
+        self._predecessor = predecessor
+        self._queue: SimpleQueue[Operation | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._open: Link | None = None
+        self._failure: BatonError | None = None
+        self._pending: set[Operation] = set()
+        self.revoked: list[Access] = []
+        self._staging = torch.empty(0, dtype=torch.uint8, device=device)
+        self._thread = threading.Thread(target=self._run, name=f"kv-{link}", daemon=True)
+        self._thread.start()
+
+    def submit(self, operation: Operation) -> None:
+        """Queue an operation; its future fails with LinkBroken when the link does."""
+        with self._lock:
+            if self._failure is None:
+                self._pending.add(operation)
+                self._queue.put(operation)
+                return
+            failure = self._failure
+        fail(operation, failure)
+
+    def close(self, reason: str = "closed") -> None:
+        """Break the link: queued operations fail now, a running one soon; none starts to touch the
+        pool after this returns."""
+        self._break(LinkBroken(f"link {self.link}: {reason}"))
+        self._queue.put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread's end."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self.wait_for_predecessor()
+            while (operation := self._queue.get()) is not None:
+                if not self._work(operation):
+                    return
+        finally:
+            self._staging = torch.empty(0, dtype=torch.uint8)
+
+    def _work(self, operation: Operation) -> bool:
+        try:
+            link = self._opened()
+            result = operation.work(link, self._buffer(operation.num_bytes))
+        except BatonError as error:
+            self._break(error)
+            return False
+        except Exception as error:  # noqa: BLE001 - a thread's edge: whoever waits must learn of it
+            self._break(Internal(f"link {self.link}: {type(error).__name__}: {error}"))
+            return False
+        with self._lock:
+            known = operation in self._pending
+            self._pending.discard(operation)
+        if known:
+            operation.result.set_result(result)
+        return known
+
+    def wait_for_predecessor(self) -> None:
+        """Wait until no earlier incarnation touches the pool: at most one copy of one message."""
+        predecessor = self._predecessor
+        if predecessor is not None:
+            predecessor.wait_for_predecessor()
+            for access in predecessor.revoked:
+                access.over.result()
+            self._predecessor = None
+
+    def _opened(self) -> Link:
+        self._raise_if_broken()
+        if self._open is None:
+            link = self._open_link()
+            with self._lock:
+                self._open = link
+            try:
+                self._raise_if_broken()
+            except BatonError:
+                link.close()
+                raise
+        return self._open
+
+    def _raise_if_broken(self) -> None:
+        with self._lock:
+            failure = self._failure
+        if failure is not None:
+            raise failure
+
+    def _buffer(self, num_bytes: int) -> torch.Tensor:
+        if self._staging.numel() < num_bytes:
+            self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        return self._staging[:num_bytes]
+
+    def _break(self, error: BatonError) -> None:
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = error
+            pending, self._pending = self._pending, set()
+            self.revoked = [operation.access for operation in pending]
+            link = self._open
+        for access in self.revoked:
+            access.revoke()
+        if link is not None:
+            link.close()
+        for operation in pending:
+            fail(operation, error)
+
+
+def fail(operation: Operation, error: BatonError) -> None:
+    """Report a failure, but only once the operation can touch the pool no more."""
+    operation.access.revoke().add_done_callback(lambda _: operation.result.set_exception(error))

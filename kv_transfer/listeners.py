@@ -1,0 +1,63 @@
+"""What a worker is told about its hand-offs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from protocol.errors import ErrorInfo
+from protocol.ids import RequestKey
+from protocol.messages import Commit, Grant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferReport:
+    """A committed hand-off: what moved, and when (wall-clock seconds since the Unix epoch) from the
+    first announcement to the commit's acknowledgement."""
+
+    num_bytes: int
+    num_pieces: int
+    start: float
+    end: float
+
+
+class SenderListener(Protocol):
+    """The prefill worker. Called on the event loop; must not block.
+
+    Of `committed` and `ended` exactly one is called for every hand-off that was expected, once.
+    After it no read of the source blocks is in flight: they may be freed.
+    """
+
+    def granted(self, key: RequestKey, grant: Grant) -> None:
+        """Decode holds blocks: the prompt may run."""
+        ...
+
+    def committed(self, key: RequestKey, report: TransferReport) -> None:
+        """Decode has everything and owns the sequence."""
+        ...
+
+    def ended(self, key: RequestKey, error: ErrorInfo | None) -> None:
+        """Over without a commit; `error` is None when the hand-off was merely not needed."""
+        ...
+
+
+class ReceiverListener(Protocol):
+    """The decode worker. Called on the event loop; must not block.
+
+    Of `committed` and `ended` exactly one is called for every hand-off that was offered, once.
+    Block ids given to `reserve` come back exactly once: with `committed`, then the worker owns them
+    and what is in them; or through `blocks_safe`.
+    """
+
+    def committed(self, key: RequestKey, commit: Commit) -> None:
+        """All KV arrived and was proved: the sequence is decode's."""
+        ...
+
+    def ended(self, key: RequestKey, error: ErrorInfo | None) -> None:
+        """Over without a commit: no more writes will be accepted, but one may be in flight until
+        `blocks_safe`. `error` is None when the hand-off was merely not needed."""
+        ...
+
+    def blocks_safe(self, key: RequestKey, block_ids: tuple[int, ...]) -> None:
+        """No write can be in flight to these blocks: they may be used again."""
+        ...

@@ -1,0 +1,104 @@
+"""What rank 0 tells every rank's data plane to do, and what the ranks answer.
+
+A hand-off is named by (receiver_epoch, generation), which no two hand-offs of a cluster share. A
+link is named by the epochs and ranks of its two ends and its incarnation `link`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol import codec
+from protocol.errors import ErrorInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One message of a piece: `num_heads` heads from `first_head` (within this rank) to or from a
+    peer rank.
+
+    `endpoint` is where the receiving rank listens; receivers leave it empty.
+    """
+
+    peer_rank: int
+    first_head: int
+    num_heads: int
+    endpoint: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveOrder:
+    """Send or receive one rank's messages of one piece. `rank` is the rank that runs the order,
+    `blocks` are its worker's block ids."""
+
+    rank: int
+    sender_epoch: int
+    receiver_epoch: int
+    link: int
+    generation: int
+    sequence: int
+    blocks: tuple[int, ...]
+    first_layer: int
+    num_layers: int
+    parts: tuple[Part, ...]
+    discard: bool = False  # a send whose content no longer matters but which the receiver awaits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RevokeOrder:
+    """Touch the blocks of this hand-off no more. Answered once no access is in progress."""
+
+    receiver_epoch: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseOrder:
+    """Close the links between two workers up to incarnation `link`; blocked operations on them
+    fail.
+
+    `forget` drops all memory of them: only when nothing was moving or the peer is dead.
+    """
+
+    sender_epoch: int
+    receiver_epoch: int
+    link: int
+    forget: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenOrder:
+    """Start listening for links, if not yet done; answer the endpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """Exactly one of these."""
+
+    send: MoveOrder | None = None
+    receive: MoveOrder | None = None
+    revoke: RevokeOrder | None = None
+    close: CloseOrder | None = None
+    listen: ListenOrder | None = None
+
+    def encode(self) -> bytes:
+        """The bytes for RankChannel.execute."""
+        return codec.encode(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartResult:
+    """One message moved: its size and checksum."""
+
+    peer_rank: int
+    num_bytes: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A rank's answer to any order. With `error` set nothing else counts."""
+
+    error: ErrorInfo | None = None
+    parts: tuple[PartResult, ...] = ()
+    endpoint: str = ""

@@ -1,0 +1,127 @@
+"""A sender's record of one hand-off, and its pieces as the lane wants them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from kv_transfer.lanes import Lane
+from kv_transfer.leases import OVER, Area, Outbound
+from kv_transfer.orders import MoveOrder, Order, Part
+from kv_transfer.plan import HeadSlice
+from protocol.errors import BatonError
+from protocol.ids import WorkerRef
+from protocol.kv_layout import KVLayout
+from protocol.messages import Piece
+
+
+@dataclass(slots=True, eq=False)
+class Outgoing:
+    """One hand-off in progress. `moving` counts pieces that the ranks are sending."""
+
+    lease: Outbound
+    lane: Lane | None = None
+    plan: tuple[HeadSlice, ...] = ()
+    max_blocks: int = 1
+    moving: int = 0
+    started: float | None = None
+    pieces: set[asyncio.Task[None]] = field(default_factory=set)
+    still: asyncio.Event = field(default_factory=asyncio.Event)  # set whenever moving falls to 0
+    quiet: asyncio.Event = field(
+        default_factory=asyncio.Event
+    )  # over, source blocks not read any more
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What a sender remembers of a hand-off that is over. `quiet` is None when it never began."""
+
+    peer_epoch: int
+    error: BatonError | None
+    quiet: asyncio.Event | None
+
+
+class PieceOut:
+    """One piece of one hand-off (lanes.PieceJob). `blocks` are the source's block ids."""
+
+    def __init__(
+        self,
+        handoff: Outgoing,
+        *,
+        me: WorkerRef,
+        layout: KVLayout,
+        sequence: int,
+        area: Area,
+        blocks: tuple[int, ...],
+    ) -> None:
+        self._handoff = handoff
+        self._me = me
+        self._layout = layout
+        self._sequence = sequence
+        self._area = area
+        self._blocks = blocks
+
+    @property
+    def alive(self) -> bool:
+        """Whether the hand-off still wants it."""
+        return self._handoff.lease.state not in OVER
+
+    def announcement(self, link: int) -> Piece:
+        """The message that announces it."""
+        lease, area = self._handoff.lease, self._area
+        return Piece(
+            key=lease.key,
+            ticket=lease.ticket,
+            generation=lease.generation,
+            sequence=self._sequence,
+            first_block=area.first_block,
+            num_blocks=area.num_blocks,
+            first_layer=area.first_layer,
+            num_layers=area.num_layers,
+            prefill=self._me,
+            prefill_layout=self._layout,
+            link=link,
+        )
+
+    def orders(self, link: int, *, discard: bool) -> dict[int, Order]:
+        """What each source rank has to send. Counts as moving from here on."""
+        self._handoff.moving += 1
+        self._handoff.still.clear()
+        parts: dict[int, list[Part]] = {}
+        grant = self._handoff.lease.grant_message
+        assert grant is not None
+        endpoints = {address.rank: address.endpoint for address in grant.links}
+        for slice_ in self._handoff.plan:
+            part = Part(
+                peer_rank=slice_.dest_rank,
+                first_head=slice_.source_heads[0],
+                num_heads=slice_.num_heads,
+                endpoint=endpoints[slice_.dest_rank],
+            )
+            parts.setdefault(slice_.source_rank, []).append(part)
+        return {
+            rank: Order(send=self._order(rank, link, tuple(own), discard=discard))
+            for rank, own in parts.items()
+        }
+
+    def moved(self) -> None:
+        """The ranks have ended what `orders` named."""
+        self._handoff.moving -= 1
+        if self._handoff.moving == 0:
+            self._handoff.still.set()
+
+    def _order(self, rank: int, link: int, parts: tuple[Part, ...], *, discard: bool) -> MoveOrder:
+        lease, area = self._handoff.lease, self._area
+        return MoveOrder(
+            rank=rank,
+            sender_epoch=self._me.epoch,
+            receiver_epoch=lease.peer.epoch,
+            link=link,
+            generation=lease.generation,
+            sequence=self._sequence,
+            blocks=self._blocks,
+            first_layer=area.first_layer,
+            num_layers=area.num_layers,
+            parts=parts,
+            discard=discard,
+        )

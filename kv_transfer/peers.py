@@ -1,0 +1,116 @@
+"""A receiver's view of the prefill workers that send to it: connections, and what to receive on
+them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from kv_transfer.config import TransferConfig
+from kv_transfer.orders import CloseOrder, MoveOrder, Order, Part
+from kv_transfer.plan import reshard
+from kv_transfer.ranks import RankChannel, run_orders
+from kv_transfer.tasks import Tasks
+from protocol.errors import HandoffFailed, StaleMessage
+from protocol.ids import WorkerRef
+from protocol.kv_layout import KVLayout
+from protocol.messages import Piece
+
+
+class Peer:
+    """The connections from one incarnation of a prefill worker: the newest incarnation of them that
+    was named, and the newest known to be broken."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.link = 0
+        self.broken = 0
+        self.moving = 0
+
+    def use(self, link: int) -> None:
+        """A piece names `link`. Raises StaleMessage when a newer one was named, HandoffFailed when
+        it is broken here; both name `link`, on which the sender takes a new one."""
+        if link < self.link:
+            raise StaleMessage(f"link {link} was replaced by {self.link}", param="link")
+        if link <= self.broken:
+            raise HandoffFailed(f"link {link} is broken", param="link")
+        self.link = link
+
+
+def receive_orders(
+    piece: Piece, blocks: tuple[int, ...], *, me: WorkerRef, layout: KVLayout
+) -> dict[int, Order]:
+    """What each destination rank has to receive of a piece, into `blocks` (decode's ids)."""
+    parts: dict[int, list[Part]] = {}
+    for slice_ in reshard(piece.prefill_layout.rank_heads, layout.rank_heads):
+        part = Part(
+            peer_rank=slice_.source_rank,
+            first_head=slice_.dest_heads[0],
+            num_heads=slice_.num_heads,
+        )
+        parts.setdefault(slice_.dest_rank, []).append(part)
+    return {
+        rank: Order(
+            receive=MoveOrder(
+                rank=rank,
+                sender_epoch=piece.prefill.epoch,
+                receiver_epoch=me.epoch,
+                link=piece.link,
+                generation=piece.generation,
+                sequence=piece.sequence,
+                blocks=blocks,
+                first_layer=piece.first_layer,
+                num_layers=piece.num_layers,
+                parts=tuple(own),
+            )
+        )
+        for rank, own in parts.items()
+    }
+
+
+class Peers:
+    """The prefill workers heard of lately; the connections of the least recently used idle one are
+    closed when there are more than `max_peers`."""
+
+    def __init__(
+        self,
+        *,
+        me: WorkerRef,
+        layout: KVLayout,
+        ranks: RankChannel,
+        config: TransferConfig,
+        tasks: Tasks,
+    ) -> None:
+        self._me = me
+        self._num_ranks = layout.tp_size
+        self._ranks = ranks
+        self._limit = config.max_peers
+        self._tasks = tasks
+        self._peers: OrderedDict[int, Peer] = OrderedDict()
+
+    def get(self, epoch: int) -> Peer:
+        """The peer of this epoch, now the most recently used."""
+        peer = self._peers.get(epoch)
+        if peer is None:
+            self._make_room()
+            peer = self._peers[epoch] = Peer(epoch)
+        self._peers.move_to_end(epoch)
+        return peer
+
+    async def forget(self, epoch: int) -> None:
+        """Close a peer's connections. Only when nothing is moving or the peer is dead."""
+        peer = self._peers.pop(epoch, None)
+        if peer is not None:
+            await self._close(peer)
+
+    def _make_room(self) -> None:
+        surplus = len(self._peers) + 1 - self._limit
+        idle = [peer for peer in self._peers.values() if peer.moving == 0]
+        for peer in idle[: max(0, surplus)]:
+            del self._peers[peer.epoch]
+            self._tasks.start(self._close(peer))
+
+    async def _close(self, peer: Peer) -> None:
+        close = CloseOrder(
+            sender_epoch=peer.epoch, receiver_epoch=self._me.epoch, link=peer.link, forget=True
+        )
+        await run_orders(self._ranks, {r: Order(close=close) for r in range(self._num_ranks)})

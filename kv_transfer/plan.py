@@ -1,0 +1,118 @@
+"""Which heads of which source rank go to which destination rank. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from protocol.errors import HandoffFailed
+from protocol.kv_layout import DTYPE_BYTES, KVFingerprint, KVLayout
+
+HeadRange = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSlice:
+    """Heads `heads` (half-open, counted over the model) go from one rank to another.
+
+    `source_heads` and `dest_heads` are the same heads counted within each rank.
+    """
+
+    source_rank: int
+    dest_rank: int
+    heads: HeadRange
+    source_heads: HeadRange
+    dest_heads: HeadRange
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of the slice."""
+        return self.heads[1] - self.heads[0]
+
+
+def check_fingerprint(mine: KVFingerprint, theirs: KVFingerprint) -> None:
+    """Raise HandoffFailed naming the first field in which the two differ."""
+    field = mine.differing_field(theirs)
+    if field is not None:
+        raise HandoffFailed(
+            f"KV of the two workers does not fit: {field} is {getattr(mine, field)!r} here, "
+            f"{getattr(theirs, field)!r} there",
+            param=field,
+        )
+
+
+def check_layout(mine: KVLayout, theirs: KVLayout) -> None:
+    """Raise HandoffFailed naming the first field in which two layouts must agree and do not."""
+    for field in ("num_layers", "num_kv_heads", "head_dim", "block_size", "dtype"):
+        if getattr(mine, field) != getattr(theirs, field):
+            raise HandoffFailed(
+                f"KV layouts do not fit: {field} is {getattr(mine, field)!r} here, "
+                f"{getattr(theirs, field)!r} there",
+                param=field,
+            )
+    for layout in (mine, theirs):
+        _check_ranks(layout.rank_heads, layout.num_kv_heads)
+
+
+def _check_ranks(rank_heads: tuple[HeadRange, ...], num_heads: int) -> None:
+    held = set[int]()
+    for rank, (first, last) in enumerate(rank_heads):
+        if not 0 <= first < last <= num_heads:
+            raise HandoffFailed(
+                f"rank {rank} holds heads [{first}, {last}) of {num_heads}", param="rank_heads"
+            )
+        held.update(range(first, last))
+    if len(held) != num_heads:
+        missing = sorted(set(range(num_heads)) - held)
+        raise HandoffFailed(f"no rank holds heads {missing}", param="rank_heads")
+
+
+@cache
+def reshard(source: tuple[HeadRange, ...], dest: tuple[HeadRange, ...]) -> tuple[HeadSlice, ...]:
+    """The slices that fill every destination rank, each of its heads exactly once.
+
+    A destination that shares a head with others gets a copy of its own; of several sources that
+    hold a head only one sends it to a given destination. Each rank's heads are covered left to
+    right, always by the source that reaches furthest, which gives the fewest messages (greedy
+    interval cover); ties go to different replicas for different destinations, so that replicas
+    share the work.
+    """
+    slices = []
+    for dest_rank, (first, last) in enumerate(dest):
+        position = first
+        while position < last:
+            source_rank = _furthest(source, position, last, dest_rank)
+            end = min(source[source_rank][1], last)
+            offset = source[source_rank][0]
+            slices.append(
+                HeadSlice(
+                    source_rank=source_rank,
+                    dest_rank=dest_rank,
+                    heads=(position, end),
+                    source_heads=(position - offset, end - offset),
+                    dest_heads=(position - first, end - first),
+                )
+            )
+            position = end
+    return tuple(slices)
+
+
+def _furthest(source: tuple[HeadRange, ...], head: int, limit: int, dest_rank: int) -> int:
+    reach = {rank: min(b, limit) for rank, (a, b) in enumerate(source) if a <= head < b}
+    if not reach:
+        raise HandoffFailed(f"no source rank holds head {head}", param="rank_heads")
+    best = [rank for rank, end in reach.items() if end == max(reach.values())]
+    return best[dest_rank % len(best)]
+
+
+def block_bytes(layout: KVLayout, *, num_layers: int, num_heads: int) -> int:
+    """Bytes of one block's keys and values for so many layers and heads."""
+    per_head = 2 * layout.block_size * layout.head_dim * DTYPE_BYTES[layout.dtype]
+    return num_layers * num_heads * per_head
+
+
+def blocks_per_piece(layout: KVLayout, num_layers: int, max_bytes: int) -> int:
+    """How many blocks one piece may hold so that all its heads stay within `max_bytes`; at least
+    1."""
+    size = block_bytes(layout, num_layers=num_layers, num_heads=layout.num_kv_heads)
+    return max(1, max_bytes // size)

@@ -1,0 +1,59 @@
+"""How rank 0 reaches the data planes of its worker's ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from kv_transfer.data_plane import DataPlane
+from kv_transfer.orders import Order, Outcome
+from protocol import codec
+from protocol.errors import BatonError, HandoffFailed, Internal
+
+
+class RankChannel(Protocol):
+    """Carries orders to ranks.
+
+    `execute` hands its order over before it first suspends, and each rank starts its orders in the
+    order of these calls. It raises only when the rank cannot be reached (it is dead, or the group
+    is).
+    """
+
+    async def execute(self, rank: int, order: bytes) -> bytes:
+        """Run one order on one rank; its outcome."""
+        ...
+
+
+class LocalRanks:
+    """Ranks whose data planes live in this process."""
+
+    def __init__(self, planes: Sequence[DataPlane]) -> None:
+        self._planes = planes
+
+    async def execute(self, rank: int, order: bytes) -> bytes:
+        """Run one order on one rank; its outcome."""
+        return await asyncio.wrap_future(self._planes[rank].execute(order))
+
+
+async def run_order(ranks: RankChannel, rank: int, order: Order) -> Outcome:
+    """The outcome of one order, errors inside it: never raises, except when cancelled."""
+    try:
+        return codec.decode(Outcome, await ranks.execute(rank, order.encode()))
+    except BatonError as error:
+        return Outcome(error=error.info())
+    except Exception as error:  # noqa: BLE001 - the hand-off must end whatever the trouble
+        return Outcome(error=Internal(f"rank {rank}: {type(error).__name__}: {error}").info())
+
+
+async def run_orders(ranks: RankChannel, orders: dict[int, Order]) -> list[Outcome]:
+    """Run one order on each of several ranks; returns when all have ended."""
+    return await asyncio.gather(*(run_order(ranks, rank, order) for rank, order in orders.items()))
+
+
+def first_error(outcomes: list[Outcome]) -> BatonError | None:
+    """What went wrong, as a HandoffFailed, or None when nothing did."""
+    for outcome in outcomes:
+        if outcome.error is not None:
+            return HandoffFailed(outcome.error.message, param=outcome.error.param)
+    return None

@@ -1,0 +1,409 @@
+"""Decode's side of every hand-off, on rank 0's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kv_transfer.calls import Clients, call_repeatedly
+from kv_transfer.checksum import combine
+from kv_transfer.clock import Clock
+from kv_transfer.config import TransferConfig
+from kv_transfer.credits import Credits, Holding
+from kv_transfer.deadlines import Deadlines
+from kv_transfer.incoming import Incoming, Settled
+from kv_transfer.leases import OVER, Inbound, Verdict, check_ticket
+from kv_transfer.listeners import ReceiverListener
+from kv_transfer.orders import ListenOrder, Order, Outcome, RevokeOrder
+from kv_transfer.peers import Peer, Peers, receive_orders
+from kv_transfer.plan import check_layout
+from kv_transfer.ranks import RankChannel, first_error, run_order, run_orders
+from kv_transfer.remembered import Attempts, Remembered
+from kv_transfer.stats import TransferStats
+from kv_transfer.tasks import Tasks
+from protocol.errors import BatonError, ErrorInfo, HandoffFailed, StaleMessage, Unavailable
+from protocol.ids import RequestKey, WorkerRef
+from protocol.kv_layout import KVFingerprint, KVLayout
+from protocol.messages import Ack, Commit, Grant, HandoffEnd, LinkAddress, Piece
+from protocol.states import TransferState
+from protocol.ticket import Ticket
+from rpc import methods
+
+_CLOSE_GRACE_S = 1.0
+
+
+class Receiver:
+    """Grants blocks to prefill workers and takes KV into them.
+
+    Every method belongs to the event loop that it was made on: from another thread go through
+    `loop.call_soon_threadsafe`. Only the methods that are coroutines wait for anything.
+    """
+
+    def __init__(  # noqa: PLR0913 - the wiring of a worker, all of it by name
+        self,
+        *,
+        ref: WorkerRef,
+        layout: KVLayout,
+        fingerprint: KVFingerprint,
+        secret: bytes,
+        ranks: RankChannel,
+        clients: Clients,
+        config: TransferConfig,
+        listener: ReceiverListener,
+        clock: Clock = Clock(),  # noqa: B008 - frozen
+    ) -> None:
+        self.ref = ref
+        self.layout = layout
+        self.stats = TransferStats()
+        self._fingerprint = fingerprint
+        self._secret = secret
+        self._ranks = ranks
+        self._clients = clients
+        self._config = config
+        self._listener = listener
+        self._clock = clock
+        self._tasks = Tasks()
+        self._links: tuple[LinkAddress, ...] = ()
+        self._live: dict[RequestKey, Incoming] = {}
+        self._settled: Remembered[Settled] = Remembered(config.remembered)
+        self._attempts = Attempts(config.remembered)
+        self._credits = Credits()
+        self._peers = Peers(me=ref, layout=layout, ranks=ranks, config=config, tasks=self._tasks)
+        self._deadlines = Deadlines(
+            now=clock.monotonic, ring=lambda: self.expire(clock.monotonic())
+        )
+
+    async def start(self) -> None:
+        """Make every rank listen for links. Raises HandoffFailed when one cannot."""
+        links = []
+        for rank in range(self.layout.tp_size):
+            outcome = await run_order(self._ranks, rank, Order(listen=ListenOrder()))
+            if outcome.error is not None:
+                raise HandoffFailed(f"rank {rank} cannot listen: {outcome.error.message}")
+            backend = self._config.backend.value
+            links.append(LinkAddress(rank=rank, backend=backend, endpoint=outcome.endpoint))
+        self._links = tuple(links)
+
+    @property
+    def num_live(self) -> int:
+        """Hand-offs offered or in progress."""
+        return len(self._live)
+
+    def num_blocks(self, holding: Holding) -> int:
+        """Blocks that are granted to hand-offs, or quarantined after them."""
+        return self._credits.count(holding)
+
+    # --- from the worker ------------------------------------------------------------------------
+
+    def offer(self, key: RequestKey, ticket: Ticket, peer: WorkerRef) -> None:
+        """A request was submitted whose KV will come from `peer`. Holds no blocks. Raises
+        StaleMessage for a bad ticket or an older attempt, and the error of a hand-off that prefill
+        has ended already. Idempotent."""
+        if key in self._live:
+            self._live[key].lease.check_same(ticket)
+            return
+        settled = self._settled.get(key)
+        if settled is not None:
+            raise settled.error or StaleMessage(f"hand-off of {key} is over", param="key")
+        self._check_ticket(ticket, key, peer.epoch)
+        for older in self._attempts.admit(key):
+            self._end_key(older, StaleMessage(f"{key} replaces {older}", param="attempt"))
+        deadline = self._clock.until(ticket.expires_at)
+        self._live[key] = Incoming(Inbound(key=key, ticket=ticket, peer=peer, deadline=deadline))
+        self._deadlines.add(deadline, key)
+
+    async def reserve(
+        self, key: RequestKey, block_ids: tuple[int, ...], num_cached_blocks: int
+    ) -> None:
+        """Blocks are set aside, in prompt order, the first `num_cached_blocks` filled already:
+        grant them.
+
+        Takes the blocks at once and returns when prefill has the grant. Never raises for what goes
+        wrong with the hand-off: then `ended` is called (unless it was) and `blocks_safe` gives them
+        back.
+        """
+        handoff = self._live.get(key)
+        if handoff is None:
+            self._listener.blocks_safe(key, block_ids)
+            return
+        lease = handoff.lease
+        if not lease.is_in(TransferState.OFFERED):
+            raise ValueError(f"{key} has blocks already")
+        try:
+            self._reserve(handoff, block_ids, num_cached_blocks)
+        except BatonError as error:
+            self._finish(handoff, released=False, error=error, tell=True)
+            self._listener.blocks_safe(key, block_ids)
+            return
+        client = self._clients.get(lease.peer.address)
+        answer = await call_repeatedly(client, methods.GRANT, self._grant(lease), self._config)
+        # Once pieces come, prefill has the grant whatever became of the reply.
+        if answer.error is not None and lease.is_in(TransferState.RESERVED):
+            failure = _failure(answer.error)
+            self._finish(handoff, released=False, error=failure, tell=answer.uncertain)
+
+    async def end(self, key: RequestKey, released: bool, error: ErrorInfo | None = None) -> None:
+        """Leave a hand-off: not needed any more (`released`), or failed here. Prefill is told.
+
+        After a commit it only gives the blocks back, through `blocks_safe`: for a worker that had
+        stopped wanting the sequence when it learned of the commit. Ignored when it is over already.
+        """
+        handoff = self._live.get(key)
+        if handoff is not None:
+            failure = None if error is None else error.to_error()
+            self._finish(handoff, released=released, error=failure, tell=True)
+            return
+        settled = self._settled.get(key)
+        if settled is not None and settled.state is TransferState.COMMITTED:
+            settled.state = TransferState.RELEASED
+            self._listener.blocks_safe(key, settled.block_ids)
+
+    def expire(self, now: float) -> None:
+        """End every hand-off whose deadline has come (monotonic seconds). Called by a timer,
+        too."""
+        for key in self._deadlines.due(now):
+            handoff = self._live.get(key)
+            if handoff is not None and handoff.deadline <= now:
+                what = "passed its deadline"
+                if handoff.lease.deadline > now:
+                    what = "lost a piece that did not come again"
+                self._end_key(key, HandoffFailed(f"hand-off of {key} {what}"))
+
+    async def peer_lost(self, epoch: int) -> None:
+        """The prefill worker of this epoch is known dead: end what it was to send, drop its
+        links."""
+        lost = [h for h in self._live.values() if h.lease.peer.epoch == epoch]
+        for handoff in lost:
+            error = HandoffFailed(f"prefill worker {handoff.lease.peer.worker_id} is lost")
+            self._finish(handoff, released=False, error=error, tell=False)
+        await self._peers.forget(epoch)
+
+    async def close(self) -> None:
+        """End everything, tell the peers if they listen, and stop."""
+        for key in list(self._live):
+            self._end_key(key, Unavailable("the decode worker stops"))
+        self._deadlines.close()
+        await self._tasks.wind_up(_CLOSE_GRACE_S)
+
+    # --- from prefill ---------------------------------------------------------------------------
+
+    async def on_piece(self, piece: Piece) -> Ack:
+        """A piece is ready to move. The reply means that its receives are posted on every rank.
+
+        Raises StaleMessage when ticket, epoch, generation or range are not those of a current
+        hand-off: then nothing is posted and no block is touched. One that names `link` asks for a
+        newer link.
+        """
+        handoff = self._current(piece.key, piece.ticket)
+        if piece.prefill.epoch != piece.ticket.prefill_epoch:
+            raise StaleMessage(f"piece of {piece.key} is from another incarnation", param="epoch")
+        handoff.lease.check_current(piece.ticket, piece.generation)
+        check_layout(self.layout, piece.prefill_layout)
+        peer = self._peers.get(piece.prefill.epoch)
+        peer.use(piece.link)
+        if handoff.lease.announce(piece) is Verdict.NEW:
+            self._post(handoff, piece, peer)
+        return Ack()
+
+    async def on_commit(self, commit: Commit) -> Ack:
+        """Everything was sent. The reply means that all of it arrived and decode owns the sequence.
+
+        Waits for what is still arriving. Raises HandoffFailed naming what is missing or differs,
+        and StaleMessage for a hand-off that is not current.
+        """
+        settled = self._settled.get(commit.key)
+        if settled is not None and settled.commit is not None and settled.commit == commit:
+            return Ack()
+        handoff = self._current(commit.key, commit.ticket)
+        lease = handoff.lease
+        lease.check_current(commit.ticket, commit.generation)
+        try:
+            await self._settle(handoff)
+            if lease.commit(commit) is Verdict.REPEAT:
+                return Ack()
+        except HandoffFailed as error:
+            self._finish(handoff, released=False, error=error, tell=False)
+            raise
+        self._credits.close(lease.generation)
+        self._retire(handoff)
+        self.stats.committed += 1
+        self._listener.committed(lease.key, commit)
+        return Ack()
+
+    async def on_end(self, end: HandoffEnd) -> Ack:
+        """Prefill leaves a hand-off."""
+        handoff = self._live.get(end.key)
+        error = None if end.error is None else end.error.to_error()
+        if handoff is not None:
+            if end.epoch != handoff.lease.peer.epoch:
+                raise StaleMessage(f"end of {end.key} is from another incarnation", param="epoch")
+            self._finish(handoff, released=end.released, error=error, tell=False)
+        elif self._settled.get(end.key) is None:
+            state = TransferState.RELEASED if end.released else TransferState.ABORTED
+            self._settled.put(end.key, Settled(end.epoch, state, error))
+        return Ack()
+
+    # --- one hand-off ---------------------------------------------------------------------------
+
+    def _check_ticket(self, ticket: Ticket, key: RequestKey, peer_epoch: int) -> None:
+        if ticket.key != key:
+            raise StaleMessage(f"ticket of {ticket.key} used for {key}", param="ticket")
+        check_ticket(
+            ticket, secret=self._secret, now=self._clock.wall(), me=self.ref, peer_epoch=peer_epoch
+        )
+
+    def _current(self, key: RequestKey, ticket: Ticket) -> Incoming:
+        self._check_ticket(ticket, key, ticket.prefill_epoch)
+        handoff = self._live.get(key)
+        if handoff is None:
+            settled = self._settled.get(key)
+            state = "unknown" if settled is None else settled.state
+            raise StaleMessage(f"hand-off of {key} is {state}", param="key")
+        return handoff
+
+    def _reserve(self, handoff: Incoming, block_ids: tuple[int, ...], num_cached: int) -> None:
+        lease = handoff.lease
+        generation = self._credits.grant(block_ids[num_cached:])
+        try:
+            lease.reserve(
+                generation=generation,
+                block_ids=block_ids,
+                num_cached=num_cached,
+                num_layers=self.layout.num_layers,
+            )
+        except BatonError:
+            self._credits.close(generation)
+            raise
+        lease.deadline = min(lease.deadline, self._clock.monotonic() + self._config.lease_s)
+        self._deadlines.add(lease.deadline, lease.key)
+
+    def _grant(self, lease: Inbound) -> Grant:
+        return Grant(
+            key=lease.key,
+            ticket=lease.ticket,
+            decode=self.ref,
+            generation=lease.generation,
+            block_ids=lease.block_ids,
+            num_cached_blocks=lease.num_cached,
+            layout=self.layout,
+            fingerprint=self._fingerprint,
+            links=self._links,
+        )
+
+    def _post(self, handoff: Incoming, piece: Piece, peer: Peer) -> None:
+        end = piece.first_block + piece.num_blocks
+        blocks = handoff.lease.block_ids[piece.first_block : end]
+        orders = receive_orders(piece, blocks, me=self.ref, layout=self.layout)
+        handoff.moving += 1
+        peer.moving += 1
+        self._tasks.start(self._receive(handoff, piece, peer, orders))
+
+    async def _receive(
+        self, handoff: Incoming, piece: Piece, peer: Peer, orders: dict[int, Order]
+    ) -> None:
+        outcomes = await run_orders(self._ranks, orders)
+        handoff.moving -= 1
+        peer.moving -= 1
+        error = first_error(outcomes)
+        if error is None:
+            self._arrived(handoff, piece, outcomes)
+        else:
+            if piece.link > peer.broken:
+                peer.broken = piece.link
+                self.stats.relinked += 1
+            if handoff.lease.lost(piece.sequence, piece.link):
+                handoff.repair_by = self._clock.monotonic() + self._config.repair_s
+                self._deadlines.add(handoff.repair_by, piece.key)
+        handoff.changed.set()
+
+    def _arrived(self, handoff: Incoming, piece: Piece, outcomes: list[Outcome]) -> None:
+        parts = [part for outcome in outcomes for part in outcome.parts]
+        num_bytes = sum(part.num_bytes for part in parts)
+        checksum = combine([part.checksum for part in parts])
+        handoff.lease.arrived(piece.sequence, piece.link, num_bytes=num_bytes, checksum=checksum)
+        self.stats.num_bytes += num_bytes
+        self.stats.num_pieces += 1
+
+    async def _settle(self, handoff: Incoming) -> None:
+        """Wait until nothing is on its way; raises HandoffFailed after one operation's time."""
+        lease = handoff.lease
+        try:
+            async with asyncio.timeout(self._config.op_timeout_s):
+                while not lease.is_settled and lease.state not in OVER:
+                    handoff.changed.clear()
+                    await handoff.changed.wait()
+        except TimeoutError:
+            raise HandoffFailed(f"{lease.key}: pieces did not arrive", param="num_pieces") from None
+
+    def _end_key(self, key: RequestKey, error: BatonError) -> None:
+        handoff = self._live.get(key)
+        if handoff is not None:
+            self._finish(handoff, released=False, error=error, tell=True)
+
+    def _finish(
+        self, handoff: Incoming, *, released: bool, error: BatonError | None, tell: bool
+    ) -> None:
+        lease = handoff.lease
+        if lease.end(released=released, error=error) is Verdict.REPEAT:
+            return
+        self._retire(handoff)
+        if released:
+            self.stats.released += 1
+        else:
+            self.stats.failures["unknown" if error is None else error.code.value] += 1
+        handoff.changed.set()
+        if lease.generation:
+            self._credits.quarantine(lease.generation)
+        self._listener.ended(lease.key, None if error is None else error.info())
+        if tell:
+            self._tasks.start(self._tell(lease))
+        if lease.generation == 0:
+            return
+        if handoff.moving == 0:
+            self._become_safe(lease)
+        else:
+            self._tasks.start(self._fence(handoff))
+
+    def _retire(self, handoff: Incoming) -> None:
+        lease = handoff.lease
+        del self._live[lease.key]
+        self._settled.put(
+            lease.key,
+            Settled(
+                lease.peer.epoch, lease.state, lease.error, lease.commit_message, lease.block_ids
+            ),
+        )
+
+    async def _fence(self, handoff: Incoming) -> None:
+        """Wait until no rank writes the blocks: messages are received into staging buffers, so this
+        takes at most one scatter. A rank that cannot be asked has to end its receives first."""
+        lease = handoff.lease
+        revoke = RevokeOrder(receiver_epoch=self.ref.epoch, generation=lease.generation)
+        ranks = range(self.layout.tp_size)
+        outcomes = await run_orders(self._ranks, {rank: Order(revoke=revoke) for rank in ranks})
+        if first_error(outcomes) is not None:
+            while handoff.moving:
+                handoff.changed.clear()
+                await handoff.changed.wait()
+        self._become_safe(lease)
+
+    def _become_safe(self, lease: Inbound) -> None:
+        self._credits.close(lease.generation)
+        self._listener.blocks_safe(lease.key, lease.block_ids)
+
+    async def _tell(self, lease: Inbound) -> None:
+        error = None if lease.error is None else lease.error.info()
+        end = HandoffEnd(
+            key=lease.key,
+            epoch=self.ref.epoch,
+            released=lease.state is TransferState.RELEASED,
+            error=error,
+        )
+        client = self._clients.get(lease.peer.address)
+        await call_repeatedly(client, methods.END, end, self._config)
+
+
+def _failure(error: BatonError) -> BatonError:
+    """An unanswered call as what it means here."""
+    if isinstance(error, (StaleMessage, HandoffFailed)):
+        return error
+    return HandoffFailed(f"prefill worker: {error.message}", param=error.param)

@@ -1,0 +1,54 @@
+"""What is remembered of hand-offs that are over, so that late messages are recognised."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Generic, TypeVar
+
+from protocol.errors import StaleMessage
+from protocol.ids import RequestKey
+
+T = TypeVar("T")
+
+
+class Remembered(Generic[T]):
+    """The last `limit` records by key; the oldest is forgotten first."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._records: OrderedDict[RequestKey, T] = OrderedDict()
+
+    def put(self, key: RequestKey, record: T) -> None:
+        """Remember."""
+        self._records[key] = record
+        self._records.move_to_end(key)
+        while len(self._records) > self._limit:
+            self._records.popitem(last=False)
+
+    def get(self, key: RequestKey) -> T | None:
+        """The record of `key`, if it is still known."""
+        return self._records.get(key)
+
+    def take(self, key: RequestKey) -> T | None:
+        """Forget and return the record of `key`."""
+        return self._records.pop(key, None)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+
+class Attempts:
+    """The newest attempt seen of each request; older ones are refused."""
+
+    def __init__(self, limit: int) -> None:
+        self._newest: Remembered[int] = Remembered(limit)
+
+    def admit(self, key: RequestKey) -> list[RequestKey]:
+        """Note an attempt; the older attempts that it replaces. Raises StaleMessage when it is the
+        older."""
+        request = RequestKey(key.request_id)
+        newest = self._newest.get(request)
+        if newest is not None and key.attempt < newest:
+            raise StaleMessage(f"{key} is older than attempt {newest}", param="attempt")
+        self._newest.put(request, key.attempt)
+        return [RequestKey(key.request_id, attempt) for attempt in range(key.attempt)]

@@ -1,0 +1,387 @@
+"""Prefill's side of every hand-off, on rank 0's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kv_transfer.calls import Clients, call_repeatedly
+from kv_transfer.checksum import combine
+from kv_transfer.clock import Clock
+from kv_transfer.config import TransferConfig
+from kv_transfer.deadlines import Deadlines
+from kv_transfer.lanes import Lanes
+from kv_transfer.leases import OVER, Area, Outbound, Verdict, check_ticket
+from kv_transfer.listeners import SenderListener, TransferReport
+from kv_transfer.orders import Order, RevokeOrder
+from kv_transfer.outgoing import Finished, Outgoing, PieceOut
+from kv_transfer.plan import (
+    blocks_per_piece,
+    check_fingerprint,
+    check_layout,
+    reshard,
+)
+from kv_transfer.ranks import RankChannel, first_error, run_orders
+from kv_transfer.remembered import Attempts, Remembered
+from kv_transfer.stats import TransferStats
+from kv_transfer.tasks import Tasks
+from protocol.errors import BatonError, ErrorInfo, HandoffFailed, StaleMessage, Unavailable
+from protocol.ids import RequestKey, WorkerRef
+from protocol.kv_layout import KVFingerprint, KVLayout
+from protocol.messages import Ack, Grant, HandoffEnd
+from protocol.states import TransferState
+from protocol.ticket import Ticket
+from rpc import methods
+
+_CLOSE_GRACE_S = 1.0
+
+
+__all__ = ["Sender", "TransferReport"]
+
+
+class Sender:
+    """Sends finished KV blocks to decode workers.
+
+    Every method belongs to the event loop that it was made on: from another thread go through
+    `loop.call_soon_threadsafe`. Only the methods that are coroutines wait for anything.
+    """
+
+    def __init__(  # noqa: PLR0913 - the wiring of a worker, all of it by name
+        self,
+        *,
+        ref: WorkerRef,
+        layout: KVLayout,
+        fingerprint: KVFingerprint,
+        secret: bytes,
+        ranks: RankChannel,
+        clients: Clients,
+        config: TransferConfig,
+        listener: SenderListener,
+        clock: Clock = Clock(),  # noqa: B008 - frozen
+    ) -> None:
+        self.ref = ref
+        self.layout = layout
+        self.stats = TransferStats()
+        self._fingerprint = fingerprint
+        self._secret = secret
+        self._ranks = ranks
+        self._clients = clients
+        self._config = config
+        self._listener = listener
+        self._clock = clock
+        self._tasks = Tasks()
+        self._live: dict[RequestKey, Outgoing] = {}
+        self._finished: Remembered[Finished] = Remembered(config.remembered)
+        self._early: Remembered[Grant] = Remembered(config.remembered)
+        self._attempts = Attempts(config.remembered)
+        self._lanes = Lanes(
+            me=ref,
+            num_ranks=layout.tp_size,
+            ranks=ranks,
+            clients=clients,
+            config=config,
+            tasks=self._tasks,
+            stats=self.stats,
+        )
+        self._deadlines = Deadlines(
+            now=clock.monotonic, ring=lambda: self.expire(clock.monotonic())
+        )
+
+    @property
+    def num_live(self) -> int:
+        """Hand-offs expected or in progress."""
+        return len(self._live)
+
+    # --- from the worker ------------------------------------------------------------------------
+
+    def expect(self, key: RequestKey, ticket: Ticket, decode: WorkerRef) -> None:
+        """A request was submitted whose KV will go to `decode`; its grant may already be here, or
+        come until the ticket expires. Raises StaleMessage for a bad ticket or an older attempt, and
+        the error of a hand-off that decode has ended before it began. Idempotent."""
+        if key in self._live:
+            self._live[key].lease.check_same(ticket)
+            return
+        finished = self._finished.get(key)
+        if finished is not None:
+            raise finished.error or StaleMessage(f"hand-off of {key} is over", param="key")
+        self._check_ticket(ticket, key, decode.epoch)
+        for older in self._attempts.admit(key):
+            self._end_key(older, StaleMessage(f"{key} replaces {older}", param="attempt"))
+        deadline = self._clock.until(ticket.expires_at)
+        lease = Outbound(key=key, ticket=ticket, peer=decode, deadline=deadline)
+        self._live[key] = Outgoing(lease)
+        self._deadlines.add(deadline, key)
+        early = self._early.take(key)
+        if early is not None:  # decode was quicker than the router
+            self._tasks.start(self._take_early(early))
+
+    def push(
+        self,
+        key: RequestKey,
+        block_ids: tuple[int, ...],
+        first_block: int,
+        num_blocks: int,
+        *,
+        first_layer: int = 0,
+        num_layers: int | None = None,
+    ) -> None:
+        """Send `block_ids`, finished source blocks, as blocks first_block, first_block + 1, ... of
+        the grant. Returns at once; the data leaves in the order of the pushes.
+
+        The blocks must stay as they are until `committed` or `ended`. Those that decode has already
+        are skipped. `first_layer` and `num_layers` restrict the push to a group of layers. A push
+        for a hand-off that is over is ignored; one that was never granted, or that repeats blocks,
+        raises StaleMessage.
+        """
+        if len(block_ids) != num_blocks:
+            raise ValueError(f"{len(block_ids)} block ids for {num_blocks} blocks")
+        handoff = self._live.get(key)
+        if handoff is None:
+            return
+        layers = self.layout.num_layers - first_layer if num_layers is None else num_layers
+        area = Area(
+            first_block=first_block,
+            num_blocks=num_blocks,
+            first_layer=first_layer,
+            num_layers=layers,
+        )
+        for sequence, part in handoff.lease.push(area, max_blocks=handoff.max_blocks):
+            start = part.first_block - first_block
+            blocks = block_ids[start : start + part.num_blocks]
+            piece = PieceOut(
+                handoff,
+                me=self.ref,
+                layout=self.layout,
+                sequence=sequence,
+                area=part,
+                blocks=blocks,
+            )
+            handoff.pieces.add(self._tasks.start(self._deliver(handoff, sequence, piece)))
+
+    def commit(self, key: RequestKey, first_token: int) -> None:
+        """Everything was pushed and token 1 is known: commit once all of it is out. Returns at
+        once. Ignored for a hand-off that is over; raises ValueError when blocks are missing."""
+        handoff = self._live.get(key)
+        if handoff is not None:
+            handoff.lease.committing(first_token)
+            self._tasks.start(self._commit(handoff))
+
+    async def end(self, key: RequestKey, released: bool, error: ErrorInfo | None = None) -> None:
+        """Leave a hand-off: not needed any more (`released`), or failed here. `ended` is called as
+        soon as no source block is being read, and decode is told. Ignored when it is over
+        already."""
+        handoff = self._live.get(key)
+        if handoff is not None:
+            failure = None if error is None else error.to_error()
+            self._finish(handoff, released=released, error=failure, tell=True)
+            await handoff.quiet.wait()
+
+    def expire(self, now: float) -> None:
+        """End every hand-off whose deadline has come (monotonic seconds). Called by a timer,
+        too."""
+        for key in self._deadlines.due(now):
+            handoff = self._live.get(key)
+            if handoff is not None and handoff.lease.deadline <= now:
+                self._end_key(key, HandoffFailed(f"hand-off of {key} passed its deadline"))
+
+    async def peer_lost(self, epoch: int) -> None:
+        """The decode worker of this epoch is known dead: end what was meant for it, drop its
+        links."""
+        lost = [h for h in self._live.values() if h.lease.peer.epoch == epoch]
+        for handoff in lost:
+            error = HandoffFailed(f"decode worker {handoff.lease.peer.worker_id} is lost")
+            self._finish(handoff, released=False, error=error, tell=False)
+        await self._lanes.forget(epoch)
+
+    async def close(self) -> None:
+        """End everything, tell the peers if they listen, and stop."""
+        for key in list(self._live):
+            self._end_key(key, Unavailable("the prefill worker stops"))
+        self._deadlines.close()
+        await self._tasks.wind_up(_CLOSE_GRACE_S)
+
+    # --- from decode ----------------------------------------------------------------------------
+
+    async def on_grant(self, grant: Grant) -> Ack:
+        """Decode holds blocks for a request. Raises StaleMessage when it names another incarnation,
+        ticket or generation, and HandoffFailed naming the field in which the two KV layouts
+        differ."""
+        self._check_ticket(grant.ticket, grant.key, grant.decode.epoch)
+        finished = self._finished.get(grant.key)
+        if finished is not None:
+            raise StaleMessage(f"hand-off of {grant.key} is over", param="key")
+        handoff = self._live.get(grant.key)
+        if handoff is None:
+            self._early.put(grant.key, grant)
+            return Ack()
+        if handoff.lease.grant(grant) is Verdict.REPEAT:
+            return Ack()
+        try:
+            self._fit(handoff, grant)
+        except HandoffFailed as error:
+            self._finish(handoff, released=False, error=error, tell=False)
+            raise
+        self._listener.granted(grant.key, grant)
+        return Ack()
+
+    async def on_end(self, end: HandoffEnd) -> Ack:
+        """Decode leaves a hand-off. The reply means that nothing more will be written for it."""
+        handoff = self._live.get(end.key)
+        if handoff is not None:
+            if end.epoch != handoff.lease.peer.epoch:
+                raise StaleMessage(f"end of {end.key} is from another incarnation", param="epoch")
+            error = None if end.error is None else end.error.to_error()
+            self._finish(handoff, released=end.released, error=error, tell=False)
+            await handoff.quiet.wait()
+            return Ack()
+        finished = self._finished.get(end.key)
+        if finished is None:
+            self._early.take(end.key)
+            error = None if end.error is None else end.error.to_error()
+            self._finished.put(end.key, Finished(end.epoch, error, None))
+        elif finished.quiet is not None:
+            await finished.quiet.wait()
+        return Ack()
+
+    # --- one hand-off ---------------------------------------------------------------------------
+
+    def _check_ticket(self, ticket: Ticket, key: RequestKey, peer_epoch: int) -> None:
+        if ticket.key != key:
+            raise StaleMessage(f"ticket of {ticket.key} used for {key}", param="ticket")
+        check_ticket(
+            ticket, secret=self._secret, now=self._clock.wall(), me=self.ref, peer_epoch=peer_epoch
+        )
+
+    async def _take_early(self, grant: Grant) -> None:
+        try:
+            await self.on_grant(grant)
+        except BatonError as error:
+            # The grant was acknowledged when it came: its refusal has to be told by hand.
+            handoff = self._live.get(grant.key)
+            if handoff is not None:
+                self._finish(handoff, released=False, error=error, tell=True)
+            else:
+                await self._tell(grant.key, grant.decode, released=False, error=error)
+
+    def _fit(self, handoff: Outgoing, grant: Grant) -> None:
+        check_fingerprint(self._fingerprint, grant.fingerprint)
+        check_layout(self.layout, grant.layout)
+        backends = {address.backend for address in grant.links}
+        if backends != {self._config.backend.value}:
+            raise HandoffFailed(
+                f"decode's links are {sorted(backends)}, ours {self._config.backend}",
+                param="backend",
+            )
+        if sorted(address.rank for address in grant.links) != list(range(grant.layout.tp_size)):
+            raise HandoffFailed("decode did not name one link for each rank", param="links")
+        handoff.plan = reshard(self.layout.rank_heads, grant.layout.rank_heads)
+        handoff.max_blocks = blocks_per_piece(
+            self.layout, self.layout.num_layers, self._config.max_piece_bytes
+        )
+        handoff.lane = self._lanes.get(grant.decode)
+        handoff.lane.users += 1
+        lease = handoff.lease
+        lease.deadline = min(lease.deadline, self._clock.monotonic() + self._config.lease_s)
+        self._deadlines.add(lease.deadline, lease.key)
+
+    async def _deliver(self, handoff: Outgoing, sequence: int, piece: PieceOut) -> None:
+        assert handoff.lane is not None
+        if handoff.started is None:
+            handoff.started = self._clock.wall()
+        try:
+            outcomes = await handoff.lane.deliver(piece)
+        except BatonError as error:
+            self._finish(handoff, released=False, error=_failure(error), tell=True)
+            return
+        parts = [part for outcome in outcomes for part in outcome.parts]
+        num_bytes = sum(part.num_bytes for part in parts)
+        checksum = combine([part.checksum for part in parts])
+        handoff.lease.sent(sequence, num_bytes=num_bytes, checksum=checksum)
+        self.stats.num_bytes += num_bytes
+        self.stats.num_pieces += 1
+
+    async def _commit(self, handoff: Outgoing) -> None:
+        await asyncio.gather(*handoff.pieces)
+        started = handoff.started or self._clock.wall()
+        lease = handoff.lease
+        if lease.state in OVER:
+            return
+        client = self._clients.get(lease.peer.address)
+        answer = await call_repeatedly(client, methods.COMMIT, lease.commit_request(), self._config)
+        if lease.state in OVER:  # ended meanwhile; decode keeps the sequence if it had committed
+            return
+        if answer.error is not None:
+            error = _failure(answer.error)
+            self._finish(handoff, released=False, error=error, tell=answer.uncertain)
+            return
+        lease.move_to(TransferState.COMMITTED)
+        self.stats.committed += 1
+        self._retire(handoff)
+        handoff.quiet.set()
+        report = TransferReport(
+            num_bytes=lease.num_bytes,
+            num_pieces=lease.num_pieces,
+            start=started,
+            end=self._clock.wall(),
+        )
+        self._listener.committed(lease.key, report)
+
+    def _end_key(self, key: RequestKey, error: BatonError) -> None:
+        handoff = self._live.get(key)
+        if handoff is not None:
+            self._finish(handoff, released=False, error=error, tell=True)
+
+    def _finish(
+        self, handoff: Outgoing, *, released: bool, error: BatonError | None, tell: bool
+    ) -> None:
+        lease = handoff.lease
+        if lease.end(released=released, error=error) is Verdict.REPEAT:
+            return
+        self._retire(handoff)
+        if released:
+            self.stats.released += 1
+        else:
+            self.stats.failures["unknown" if error is None else error.code.value] += 1
+        if tell:
+            self._tasks.start(self._tell(lease.key, lease.peer, released=released, error=error))
+        if handoff.moving == 0:
+            self._become_quiet(handoff)
+        else:
+            self._tasks.start(self._fence(handoff))
+
+    def _retire(self, handoff: Outgoing) -> None:
+        lease = handoff.lease
+        del self._live[lease.key]
+        self._finished.put(lease.key, Finished(lease.peer.epoch, lease.error, handoff.quiet))
+        if handoff.lane is not None:
+            handoff.lane.users -= 1
+
+    async def _fence(self, handoff: Outgoing) -> None:
+        """Wait until no rank reads the source blocks: at most one gather, not the messages
+        themselves."""
+        lease = handoff.lease
+        revoke = RevokeOrder(receiver_epoch=lease.peer.epoch, generation=lease.generation)
+        ranks = range(self.layout.tp_size)
+        outcomes = await run_orders(self._ranks, {rank: Order(revoke=revoke) for rank in ranks})
+        if first_error(outcomes) is not None:
+            await handoff.still.wait()
+        self._become_quiet(handoff)
+
+    def _become_quiet(self, handoff: Outgoing) -> None:
+        handoff.quiet.set()
+        error = handoff.lease.error
+        self._listener.ended(handoff.lease.key, None if error is None else error.info())
+
+    async def _tell(
+        self, key: RequestKey, decode: WorkerRef, *, released: bool, error: BatonError | None
+    ) -> None:
+        info = None if error is None else error.info()
+        end = HandoffEnd(key=key, epoch=self.ref.epoch, released=released, error=info)
+        client = self._clients.get(decode.address)
+        await call_repeatedly(client, methods.END, end, self._config)
+
+
+def _failure(error: BatonError) -> BatonError:
+    """An unanswered call as what it means here."""
+    if isinstance(error, (StaleMessage, HandoffFailed)):
+        return error
+    return HandoffFailed(f"decode worker: {error.message}", param=error.param)

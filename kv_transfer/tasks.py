@@ -1,0 +1,40 @@
+"""Keeps the tasks of a sender or receiver, so that none is lost, silent, or left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from observability.logging import get_logger
+
+log = get_logger(__name__)
+
+
+class Tasks:
+    """A set of running tasks."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run `work` on the current loop; tasks start in the order of these calls."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    async def wind_up(self, grace_s: float) -> None:
+        """Wait for running tasks, at most `grace_s` seconds; then cancel them and wait for their
+        end."""
+        if self._tasks:
+            await asyncio.wait(list(self._tasks), timeout=grace_s)
+        left = list(self._tasks)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a hand-off's task failed", exc_info=error)
