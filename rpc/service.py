@@ -71,28 +71,42 @@ class ControlServer:
     Callers must present the cluster's secret; it is compared in constant time.
     """
 
-    def __init__(self, handlers: Mapping[Method[Any, Any], Handler], *, secret: bytes) -> None:
-        self._handlers = handlers
+    def __init__(
+        self, handlers: Mapping[Method[Any, Any], Handler] | None = None, *, secret: bytes
+    ) -> None:
+        self._handlers = dict(handlers or {})
         self._secret = secret
         self._server: aio.Server | None = None
         self.address = ""
 
-    async def start(self, host: str = "127.0.0.1") -> str:
-        """Bind to a free port of `host`; return the `host:port` to advertise."""
+    def bind(self, host: str = "127.0.0.1") -> str:
+        """Take a free port of `host`; return the `host:port` to advertise. Nothing is served yet,
+        so handlers that need to know the address can still be added."""
         server = aio.server(options=_OPTIONS)
+        try:
+            port = server.add_insecure_port(f"{host}:0")
+        except RuntimeError as error:
+            raise Unavailable(f"cannot bind a control port on {host}", param="host") from error
+        self._server = server
+        self.address = f"{host}:{port}"
+        return self.address
+
+    def add(self, handlers: Mapping[Method[Any, Any], Handler]) -> None:
+        """Serve these methods too; only before `start`."""
+        self._handlers.update(handlers)
+
+    async def start(self, host: str = "127.0.0.1") -> str:
+        """Serve, on a free port of `host` unless `bind` took one; return the address."""
+        if self._server is None:
+            self.bind(host)
+        assert self._server is not None
         services: dict[str, dict[str, grpc.RpcMethodHandler[Any, Any]]] = {}
         for method, handler in self._handlers.items():
             services.setdefault(method.service, {})[method.name] = self._bind(method, handler)
         for service, methods in services.items():
             generic = grpc.method_handlers_generic_handler(service, methods)
-            server.add_generic_rpc_handlers((generic,))
-        try:
-            port = server.add_insecure_port(f"{host}:0")
-        except RuntimeError as error:
-            raise Unavailable(f"cannot bind a control port on {host}", param="host") from error
-        await server.start()
-        self._server = server
-        self.address = f"{host}:{port}"
+            self._server.add_generic_rpc_handlers((generic,))
+        await self._server.start()
         return self.address
 
     async def stop(self, grace_s: float = 0.5) -> None:
