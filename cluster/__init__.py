@@ -1,1 +1,1 @@
-"""The composition root and the only package that imports Ray: config, CLI, Serve deployments, scaling."""
+"""The composition root, the only package that imports Ray: config, CLI, deployments, scaling."""

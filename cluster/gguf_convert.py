@@ -19,7 +19,7 @@ from protocol.errors import Unavailable
 
 
 def convert_gguf(gguf: Path, target: Path) -> None:
-    """Write config.json, model.safetensors and the tokenizer's files into the empty folder `target`.
+    """Write config.json, model.safetensors and the tokenizer's files into the folder `target`.
 
     Raises Unavailable when the packages of the extra `models` are missing.
     """
@@ -73,4 +73,4 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr)  # noqa: T201
+    sys.stderr.write(text + "\n")

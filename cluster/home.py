@@ -26,7 +26,7 @@ def run_dir() -> Path:
 
 @contextmanager
 def file_lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `path`, waiting for other processes. The kernel frees it if we die."""
+    """Hold an exclusive lock on `path`, waiting for others. The kernel frees it if we die."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)

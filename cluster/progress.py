@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
-from typing import TextIO
+from typing import Self, TextIO
 
 _WIDTH = 28
 _REDRAW_S = 0.1
@@ -35,7 +35,7 @@ class ProgressBar:
         self._done = 0.0
         self._drawn_at = 0.0
 
-    def __enter__(self) -> ProgressBar:
+    def __enter__(self) -> Self:
         self._draw()
         return self
 

@@ -1,0 +1,166 @@
+"""Cross-checks of a configuration, made before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.config import ClusterConfig, PoolSection
+from engine.model.config import ModelConfig
+from engine.model.sharding import allowed_degrees
+from protocol.errors import BatonError, InvalidRequest
+from protocol.ids import Role
+
+Bundle = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """A pool's wish: `replicas` groups, each of `bundles` that must lie on one node."""
+
+    pool: str
+    replicas: int
+    bundles: tuple[Bundle, ...]
+
+    def total(self) -> dict[str, float]:
+        """What one replica needs, summed over its ranks."""
+        total: dict[str, float] = {}
+        for bundle in self.bundles:
+            for name, amount in bundle.items():
+                total[name] = total.get(name, 0.0) + amount
+        return total
+
+
+def check_config(config: ClusterConfig, model_path: Path) -> None:
+    """Raise InvalidRequest naming the first field at odds with another or with the model."""
+    try:
+        model = ModelConfig.load(model_path)
+    except BatonError as error:
+        raise _refuse("model.name", f"{model_path}: {error.message}") from error
+    if config.decode.replicas < 1:
+        raise _refuse("decode.replicas", "must be at least 1: without decode nothing is served")
+    _check_ports(config)
+    _check_length(config, model)
+    for role in Role:
+        _check_pool(config, role, model)
+
+
+def check_resources(demands: Sequence[Demand], nodes: Sequence[Bundle]) -> None:
+    """Raise InvalidRequest, with demand and supply printed, when the replicas cannot all be placed.
+
+    `nodes` are the free resources of each node. Packs the largest replicas first, each onto the
+    fullest node that still has room, which leaves whole nodes for other large ones.
+    """
+    free = [dict(node) for node in nodes]
+    wanted = [demand for demand in demands for _ in range(demand.replicas)]
+    placed: dict[str, int] = {demand.pool: 0 for demand in demands}
+    for demand in sorted(wanted, key=lambda d: -sum(d.total().values())):
+        need = demand.total()
+        fits = [node for node in free if all(node.get(k, 0.0) >= v for k, v in need.items())]
+        if not fits:
+            raise _refuse(f"{demand.pool}.replicas", _shortage(demand, placed, demands, nodes))
+        best = min(fits, key=lambda node: sum(node.get(name, 0.0) for name in need))
+        for name, amount in need.items():
+            best[name] -= amount
+        placed[demand.pool] += 1
+
+
+def demands_of(config: ClusterConfig) -> tuple[Demand, ...]:
+    """What each pool asks of Ray."""
+    pools = (("prefill", config.prefill), ("decode", config.decode))
+    return (
+        Demand(
+            pool="router",
+            replicas=config.router.replicas,
+            bundles=(config.router.placement.bundle(),),
+        ),
+        *(
+            Demand(
+                pool=name,
+                replicas=pool.replicas,
+                bundles=(pool.placement.bundle(),) * pool.engine.tp_size,
+            )
+            for name, pool in pools
+        ),
+    )
+
+
+def _refuse(path: str, message: str) -> InvalidRequest:
+    return InvalidRequest(f"{path}: {message}", param=path)
+
+
+def _check_ports(config: ClusterConfig) -> None:
+    network = config.network
+    if network.http_port == network.grpc_port != 0:
+        raise _refuse(
+            "network.grpc_port", f"is the same as network.http_port ({network.http_port})"
+        )
+    for name in ("http_port", "grpc_port"):
+        if getattr(network, name) == 0 and config.router.replicas > 1:
+            raise _refuse(
+                f"network.{name}",
+                "must be given when router.replicas is more than 1: they share it",
+            )
+    if config.router.replicas > 1 and not config.router.settings.reuse_port:
+        raise _refuse(
+            "router.settings.reuse_port", "must be true when router.replicas is more than 1"
+        )
+
+
+def _check_length(config: ClusterConfig, model: ModelConfig) -> None:
+    wanted, limit = config.model.max_model_len, model.max_position_embeddings
+    if wanted is not None and wanted < 2:
+        raise _refuse("model.max_model_len", f"must be at least 2, got {wanted}")
+    if wanted is not None and wanted > limit:
+        raise _refuse("model.max_model_len", f"{wanted} is more than the model's {limit}")
+
+
+def _check_pool(config: ClusterConfig, role: Role, model: ModelConfig) -> None:
+    pool = config.pool(role)
+    where = role.value
+    try:
+        config.engine_config(role, Path(config.model.name))
+    except BatonError as error:  # the engine's own check of what the model section says
+        raise _refuse(f"model.{error.param}", error.message) from error
+    allowed = allowed_degrees(model)
+    if pool.engine.tp_size not in allowed:
+        raise _refuse(
+            f"{where}.engine.tp_size",
+            f"{pool.engine.tp_size} does not suit {model.num_heads} query and "
+            f"{model.num_kv_heads} KV heads; allowed: {', '.join(map(str, allowed))}",
+        )
+    _check_device(pool, where)
+
+
+def _check_device(pool: PoolSection, where: str) -> None:
+    on_gpu, gpus = pool.engine.device.startswith("cuda"), pool.placement.gpus
+    if on_gpu and gpus != 1:
+        raise _refuse(
+            f"{where}.placement.gpus", f"must be 1 for each rank on device cuda, got {gpus}"
+        )
+    if not on_gpu and gpus:
+        raise _refuse(
+            f"{where}.placement.gpus", f"is {gpus}, but the device is {pool.engine.device!r}"
+        )
+
+
+def _shortage(
+    demand: Demand, placed: Mapping[str, int], demands: Sequence[Demand], nodes: Sequence[Bundle]
+) -> str:
+    need = demand.total()
+    lines = [
+        f"replica {placed[demand.pool] + 1} of {demand.replicas} finds no node with "
+        f"{_shown(need)} free on it ({len(demand.bundles)} rank(s) that must share a node)",
+        "  demand: "
+        + "; ".join(f"{d.pool} {d.replicas} x {_shown(d.total())}" for d in demands if d.replicas),
+        "  supply: " + "; ".join(f"node {i}: {_shown(n, need)}" for i, n in enumerate(nodes)),
+    ]
+    if all(sum(node.get(k, 0.0) for node in nodes) >= v for k, v in need.items()):
+        lines.append("  there is enough in total, but not on one node: it is fragmented")
+    return "\n".join(lines)
+
+
+def _shown(amounts: Bundle, only: Mapping[str, float] | None = None) -> str:
+    names = only if only is not None else amounts
+    return ", ".join(f"{name} {amounts.get(name, 0.0):g}" for name in names) or "nothing"

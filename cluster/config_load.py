@@ -1,0 +1,128 @@
+"""Read a ClusterConfig: the YAML file, then environment twins (`BATON_*`), then `--set a.b=c`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.config import DERIVED, ClusterConfig
+from cluster.config_tree import build, leaf_paths
+from protocol.errors import InvalidRequest
+
+#: Environment variables of Baton that are no configuration fields.
+RESERVED = frozenset({"BATON_HOME", "BATON_LOG_LEVEL", "BATON_CONFIG"})
+_CONTAINERS = ("dict", "tuple")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A configuration and what the user should be told about how it was read."""
+
+    config: ClusterConfig
+    warnings: tuple[str, ...] = ()
+
+
+def load_config(
+    path: str | Path, *, overrides: Iterable[str] = (), environ: Mapping[str, str] | None = None
+) -> Loaded:
+    """The configuration in `path` with its overrides. Raises InvalidRequest naming the fault."""
+    tree = _read(Path(path))
+    assignments, warnings = _from_environment(environ or {})
+    for where, text in assignments:
+        _assign(tree, where, text)
+    for override in overrides:
+        where, equals, text = override.partition("=")
+        if not equals or not where.strip():
+            raise InvalidRequest(f"--set {override!r}: expected FIELD=VALUE", param="--set")
+        _assign(tree, where.strip(), text.strip())
+    config = build(ClusterConfig, tree, derived=DERIVED)
+    return Loaded(config=config, warnings=warnings)
+
+
+def env_name(path: str) -> str:
+    """The environment twin of a dotted path: `model.dtype` -> `BATON_MODEL_DTYPE`."""
+    return "BATON_" + path.replace(".", "_").upper()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise InvalidRequest(f"no configuration file {path}", param=str(path)) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"cannot read {path}: {error}", param=str(path)) from error
+    try:
+        tree = yaml.load(text, Loader=_UniqueKeys)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise InvalidRequest(f"{path} is not valid YAML: {reason}", param=str(path)) from error
+    if not isinstance(tree, dict):
+        raise InvalidRequest(f"{path} must hold sections of fields", param=str(path))
+    return tree
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """A SafeLoader that refuses a key given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _value in node.value:
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"{key.value!r} is given twice", problem_mark=key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _from_environment(
+    environ: Mapping[str, str],
+) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
+    twins = {env_name(path): path for path in leaf_paths(ClusterConfig, DERIVED)}
+    found = [(twins[name], text) for name, text in environ.items() if name in twins]
+    strange = [
+        name
+        for name in environ
+        if name.startswith("BATON_") and name not in twins and name not in RESERVED
+    ]
+    warnings = tuple(_unknown(name, twins) for name in sorted(strange))
+    return found, warnings
+
+
+def _unknown(name: str, twins: Mapping[str, str]) -> str:
+    match = difflib.get_close_matches(name, twins, n=1)
+    hint = f" (did you mean {match[0]}?)" if match else ""
+    return f"environment variable {name} is not a setting of Baton: ignored{hint}"
+
+
+def _assign(tree: dict[str, Any], path: str, text: str) -> None:
+    """Set one dotted path in the tree; the value's type is settled when the dataclass is built."""
+    parents, _, last = path.rpartition(".")
+    node = tree
+    walked: list[str] = []
+    for name in filter(None, parents.split(".")):
+        walked.append(name)
+        child = node.setdefault(name, {})
+        if child is None:
+            child = node[name] = {}
+        if not isinstance(child, dict):
+            raise InvalidRequest(
+                f"{path}: {'.'.join(walked)} is a value, not a section", param=path
+            )
+        node = child
+    node[last] = _container(text)
+
+
+def _container(text: str) -> object:
+    """Lists and maps are read as YAML; everything else stays text."""
+    if text[:1] in "[{" and text:
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError:
+            return text
+    return text
