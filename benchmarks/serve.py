@@ -1,0 +1,214 @@
+"""Measure a running server over HTTP: `python -m benchmarks.serve --help`.
+
+Closed loop: python -m benchmarks.serve --concurrency 1,4,16 --prompt-tokens 128 --output-tokens 64
+Arrivals:    python -m benchmarks.serve --trace azure2023_conv.csv --speed 0.5 --limit 200
+Any server with OpenAI's completions API will do, which is how peers are compared. `ignore_eos` and
+prompts of token ids are sent unless `--respect-eos`, `--text` or `--api chat` say otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks import report
+from benchmarks.load import Target, closed_loop, timed_arrivals
+from benchmarks.measure import Slo, Summary, summarise
+from benchmarks.workload import Ask, Style, fit_trace, read_trace, spread_ticks
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.serve", description="Measure a server with an OpenAI API."
+    )
+    _add_server(made.add_argument_group("server"))
+    _add_load(made.add_argument_group("load"))
+    _add_report(made.add_argument_group("report"))
+    return made
+
+
+def _add_server(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--url", default="http://127.0.0.1:8000")
+    group.add_argument("--model", default="", help="default: the first that /v1/models lists")
+    group.add_argument("--api", choices=("completions", "chat"), default="completions")
+    group.add_argument("--api-key", default="")
+    group.add_argument("--timeout", type=float, default=600.0, help="seconds for one request")
+
+
+def _add_load(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--concurrency", type=_numbers, default=[1, 4, 16], metavar="N,N,...")
+    group.add_argument("--prompt-tokens", type=int, default=128, help="clips those of a trace")
+    group.add_argument("--output-tokens", type=int, default=64, help="clips those of a trace")
+    group.add_argument("--requests", type=int, default=0, help="a run; default 4 a client, >= 8")
+    group.add_argument("--warmup", type=int, default=2, help="requests a client, not counted")
+    group.add_argument("--repeats", type=int, default=3)
+    group.add_argument("--text", action="store_true", help="words instead of token ids")
+    group.add_argument("--vocab-size", type=int, default=49152)
+    group.add_argument("--temperature", type=float, default=0.0)
+    group.add_argument("--respect-eos", action="store_true", help="let the model end early")
+    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--trace", type=Path, help="arrivals from a file instead of a closed loop")
+    group.add_argument("--speed", type=float, default=1.0, help="replay a trace this much faster")
+    group.add_argument("--limit", type=int, default=200, help="requests of a trace")
+    group.add_argument("--spread-ticks", action="store_true", help="for traces with coarse clocks")
+
+
+def _add_report(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--theme", default="", help="write a report under benchmarks/results")
+    group.add_argument("--hardware", default="", help="name of the machine; default: processor")
+    group.add_argument("--server", default="", help="what was measured: version, flags")
+    group.add_argument("--config", default="", help="the config file the server was started with")
+    group.add_argument("--note", default="")
+    group.add_argument("--slo-ttft", type=float, metavar="SECONDS")
+    group.add_argument("--slo-tpot", type=float, metavar="SECONDS")
+
+
+def _numbers(text: str) -> list[int]:
+    numbers = [int(part) for part in text.split(",")]
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError("clients are counted from 1")
+    return numbers
+
+
+async def run(options: argparse.Namespace) -> list[report.Run]:
+    """Every run that the options ask for, announced as it ends."""
+    model = options.model or await first_model(options.url, options.api_key)
+    options.model = model
+    slo = None
+    if options.slo_ttft is not None and options.slo_tpot is not None:
+        slo = Slo(ttft=options.slo_ttft, tpot=options.slo_tpot)
+    if options.trace:
+        return [await _trace(options, slo)]
+    return [await _closed(options, clients, slo) for clients in options.concurrency]
+
+
+async def _closed(options: argparse.Namespace, clients: int, slo: Slo | None) -> report.Run:
+    ask = Ask(prompt_tokens=options.prompt_tokens, output_tokens=options.output_tokens)
+    count = options.requests or max(8, 4 * clients)
+    target = _target(options)
+    # Numbers pick the prompts: none is sent twice, so no cache of prefixes can help.
+    first = 1_000_000 * clients
+    warm = [ask] * (options.warmup * clients)
+    if warm:
+        await closed_loop(target, warm, concurrency=clients, first_number=first)
+    label = f"{clients} client{'s' if clients > 1 else ''}"
+    summaries: list[Summary] = []
+    for _ in range(options.repeats):
+        first += max(count, len(warm))
+        results = await closed_loop(target, [ask] * count, concurrency=clients, first_number=first)
+        summaries.append(summarise(results, slo))
+        _say(report.overview(label, summaries))
+    return report.Run(
+        label=label,
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+        concurrency=clients,
+        repeats=tuple(summaries),
+    )
+
+
+async def _trace(options: argparse.Namespace, slo: Slo | None) -> report.Run:
+    asks = read_trace(options.trace)
+    if options.spread_ticks:
+        asks = spread_ticks(asks)
+    asks = fit_trace(
+        asks,
+        limit=options.limit,
+        speed=options.speed,
+        max_prompt=options.prompt_tokens,
+        max_output=options.output_tokens,
+    )
+    target = _target(options)
+    if options.warmup:
+        await closed_loop(target, asks[: options.warmup], concurrency=1, first_number=1_000_000)
+    summary = summarise(await timed_arrivals(target, asks), slo)
+    label = f"{options.trace.name} x{options.speed:g}"
+    _say(report.overview(label, [summary]))
+    return report.Run(
+        label=label,
+        prompt_tokens=summary.prompt_tokens,
+        output_tokens=summary.output_tokens,
+        concurrency=None,
+        repeats=(summary,),
+    )
+
+
+def _target(options: argparse.Namespace) -> Target:
+    style = Style(
+        api=options.api,
+        text=options.text,
+        model=options.model,
+        vocab_size=options.vocab_size,
+        seed=options.seed,
+        temperature=options.temperature,
+        ignore_eos=not options.respect_eos,
+    )
+    return Target(url=options.url, style=style, timeout_s=options.timeout, api_key=options.api_key)
+
+
+async def first_model(url: str, api_key: str = "") -> str:
+    """The first model that the server lists."""
+    connection = Target(url=url, style=Style(), api_key=api_key).connect()
+    try:
+        answer = await connection.get("/v1/models", timeout_s=30)
+    finally:
+        connection.close()
+    return str(json.loads(answer.body)["data"][0]["id"])
+
+
+def _workload(options: argparse.Namespace) -> Iterator[str]:
+    yield f"trace {options.trace.name}" if options.trace else "closed loop, streamed"
+    yield f"{options.api}, " + ("text" if options.text or options.api == "chat" else "token ids")
+    yield "ignore_eos" if not options.respect_eos else "may end early"
+    yield f"temperature {options.temperature:g}, seed {options.seed}"
+    yield f"warm-up {options.warmup} a client, {options.repeats} repeats"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write; 1 when a request failed, 2 when the server cannot be reached."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parser().parse_args(arguments)
+    try:
+        runs = asyncio.run(run(options))
+    except OSError as error:
+        _say(f"{options.url}: {error}")
+        return 2
+    if options.theme:
+        made = report.Report(
+            theme=options.theme,
+            hardware=options.hardware or report.processor(),
+            command=command_line(arguments),
+            server=options.server,
+            model=options.model,
+            workload="; ".join(_workload(options)),
+            note=options.note,
+            config=options.config,
+            runs=tuple(runs),
+        )
+        _say(f"written: {report.write(made)}")
+    return int(any(summary.failures for one in runs for summary in one.repeats))
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """The command to write down, without the key."""
+    shown, hide = [], False
+    for argument in arguments:
+        shown.append("..." if hide else argument)
+        hide = argument == "--api-key"
+    joined = shlex.join(a for a in shown if not a.startswith("--api-key="))
+    return f"python -m benchmarks.serve {joined}"
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

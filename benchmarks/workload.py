@@ -1,0 +1,169 @@
+"""What to ask: prompts of a given length, and arrival traces read from files."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+_WORDS = (
+    "time",
+    "year",
+    "people",
+    "way",
+    "day",
+    "thing",
+    "life",
+    "child",
+    "world",
+    "school",
+    "state",
+    "family",
+    "group",
+    "country",
+    "problem",
+    "hand",
+    "part",
+    "place",
+    "case",
+    "week",
+    "company",
+    "system",
+    "question",
+    "work",
+    "number",
+    "night",
+    "point",
+    "home",
+    "water",
+    "room",
+    "money",
+)
+
+# Ids below this are special tokens in the vocabularies seen so far.
+_FIRST_PLAIN_TOKEN = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One request to make: `at` seconds after the start, so many tokens in and out."""
+
+    at: float = 0.0
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style:
+    """How a request is put: `completions` with token ids or text, or `chat` with text.
+
+    Random token ids lie in [256, vocab_size); equal (seed, number) give equal prompts.
+    """
+
+    api: str = "completions"
+    text: bool = False
+    model: str = ""
+    vocab_size: int = 49152
+    seed: int = 0
+    temperature: float = 0.0
+    ignore_eos: bool = True
+
+    @property
+    def path(self) -> str:
+        """The HTTP path."""
+        return "/v1/chat/completions" if self.api == "chat" else "/v1/completions"
+
+    def body(self, ask: Ask, number: int) -> dict[str, Any]:
+        """The JSON body of request `number`."""
+        source = random.Random(f"{self.seed}/{number}")
+        body: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": ask.output_tokens,
+            "temperature": self.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.ignore_eos:
+            body["ignore_eos"] = True
+        if self.api == "chat":
+            body["messages"] = [{"role": "user", "content": _text(source, ask.prompt_tokens)}]
+        elif self.text:
+            body["prompt"] = _text(source, ask.prompt_tokens)
+        else:
+            ids = range(_FIRST_PLAIN_TOKEN, self.vocab_size)
+            body["prompt"] = source.choices(ids, k=ask.prompt_tokens)
+        return body
+
+
+def _text(source: random.Random, num_words: int) -> str:
+    """Common words: about one token each, so the length in tokens is near `num_words`."""
+    return " ".join(source.choices(_WORDS, k=max(1, num_words)))
+
+
+def read_trace(path: Path) -> list[Ask]:
+    """The requests of a trace, times from 0. The known forms are told apart by their fields.
+
+    - Azure 2023: CSV with TIMESTAMP, ContextTokens, GeneratedTokens
+    - ServeGen samples: CSV with t_s, input_tokens, output_tokens
+    - Mooncake: JSON lines with timestamp (ms), input_length, output_length
+    """
+    with path.open(newline="") as file:
+        rows = map(json.loads, file) if path.suffix == ".jsonl" else csv.DictReader(file)
+        asks = [_ask_of(row) for row in rows]
+    if not asks:
+        raise ValueError(f"{path} holds no request")
+    start = min(ask.at for ask in asks)
+    return [replace(ask, at=ask.at - start) for ask in sorted(asks, key=lambda ask: ask.at)]
+
+
+def _ask_of(row: dict[str, Any]) -> Ask:
+    if "ContextTokens" in row:
+        # Seven digits of a second; Python reads six.
+        at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+        return _ask(at, row["ContextTokens"], row["GeneratedTokens"])
+    if "t_s" in row:
+        return _ask(float(row["t_s"]), row["input_tokens"], row["output_tokens"])
+    if "input_length" in row:
+        return _ask(row["timestamp"] / 1000, row["input_length"], row["output_length"])
+    raise ValueError(f"unknown trace with the fields {sorted(row)}")
+
+
+def _ask(at: float, prompt_tokens: Any, output_tokens: Any) -> Ask:
+    return Ask(at=at, prompt_tokens=int(prompt_tokens), output_tokens=max(1, int(output_tokens)))
+
+
+def spread_ticks(asks: Sequence[Ask]) -> list[Ask]:
+    """Requests that share a tick, spread evenly until the next tick (coarse clocks make bursts)."""
+    ticks = sorted({ask.at for ask in asks})
+    following = dict(itertools.pairwise(ticks))
+    return sorted(_spread(asks, following), key=lambda ask: ask.at)
+
+
+def _spread(asks: Sequence[Ask], following: dict[float, float]) -> Iterator[Ask]:
+    groups: dict[float, list[Ask]] = {}
+    for ask in asks:
+        groups.setdefault(ask.at, []).append(ask)
+    for tick, group in groups.items():
+        width = following.get(tick, tick) - tick
+        for place, ask in enumerate(group):
+            yield replace(ask, at=tick + width * place / len(group))
+
+
+def fit_trace(
+    asks: Sequence[Ask], *, limit: int, speed: float, max_prompt: int, max_output: int
+) -> list[Ask]:
+    """The first `limit` requests, `speed` times as fast, lengths clipped."""
+    return [
+        Ask(
+            at=ask.at / speed,
+            prompt_tokens=max(1, min(ask.prompt_tokens, max_prompt)),
+            output_tokens=min(ask.output_tokens, max_output),
+        )
+        for ask in asks[:limit]
+    ]

@@ -1,0 +1,133 @@
+import time
+
+import pytest
+
+from benchmarks.load import Target, closed_loop, timed_arrivals
+from benchmarks.measure import summarise
+from benchmarks.serve import first_model
+from benchmarks.workload import Ask, Style
+from tests.unit.benchmarks.stub_server import Stub, running
+
+ASK = Ask(prompt_tokens=5, output_tokens=4)
+
+
+def target(url, **changes):
+    return Target(url=url, style=Style(model="m"), timeout_s=5, **changes)
+
+
+async def test_a_closed_loop_keeps_exactly_n_requests_in_flight():
+    stub = Stub(delay=0.005)
+    async with running(stub) as url:
+        results = await closed_loop(target(url), [ASK] * 24, concurrency=4)
+    assert len(results) == 24
+    assert not any(result.error for result in results)
+    assert stub.most_running == 4
+    assert stub.connections == 4
+    prompts = [tuple(body["prompt"]) for body in stub.bodies]
+    assert len(set(prompts)) == 24
+
+
+async def test_what_is_sent():
+    stub = Stub()
+    async with running(stub) as url:
+        await closed_loop(target(url, api_key="k"), [ASK], concurrency=3)
+    body = stub.bodies[0]
+    assert stub.paths == ["/v1/completions"]
+    assert len(body.pop("prompt")) == 5
+    assert body == {
+        "model": "m",
+        "max_tokens": 4,
+        "temperature": 0.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+    }
+    assert stub.headers[0]["Authorization"] == "Bearer k"
+
+
+async def test_times_are_those_of_the_server():
+    stub = Stub(delay=0.1, gap=0.05)
+    async with running(stub) as url:
+        (result,) = await closed_loop(target(url), [ASK], concurrency=1)
+    assert result.output_tokens == 4
+    assert result.prompt_tokens == 5
+    assert result.ttft == pytest.approx(0.1, abs=0.045)
+    assert len(result.gaps) == 3
+    assert result.tpot == pytest.approx(0.05, abs=0.03)
+    assert result.e2e == pytest.approx(0.25, abs=0.1)
+
+
+async def test_glued_tokens_count_as_one_chunk_but_as_all_their_tokens():
+    async with running(Stub(glue=2, gap=0.01)) as url:
+        (result,) = await closed_loop(target(url), [ASK], concurrency=1)
+    assert result.output_tokens == 4
+    assert len(result.chunk_times) == 4  # each event is content; two share one arrival
+    assert result.gaps[0] == 0.0
+
+
+async def test_chat_ignores_the_chunk_without_content():
+    stub = Stub(delay=0.02)
+    style = Style(api="chat", model="m")
+    async with running(stub) as url:
+        (result,) = await closed_loop(Target(url=url, style=style), [ASK], concurrency=1)
+    assert stub.paths == ["/v1/chat/completions"]
+    assert stub.bodies[0]["messages"][0]["role"] == "user"
+    assert len(result.chunk_times) == 4
+
+
+@pytest.mark.parametrize(
+    ("fail", "error"),
+    [
+        ("status", "HTTP 429"),
+        ("close", "closed the connection"),
+        ("short", "3 output tokens instead of 4"),
+        ("event", "worker lost"),
+        ("no end", "without [DONE]"),
+    ],
+)
+async def test_failures_are_counted_with_their_reason(fail, error):
+    async with running(Stub(fail=fail)) as url:
+        results = await closed_loop(target(url), [ASK] * 3, concurrency=1)
+    assert [error in result.error for result in results] == [True] * 3
+    summary = summarise(results)
+    assert (summary.failures, summary.output_tokens) == (3, 0)
+    assert sum(summary.errors.values()) == 3
+
+
+async def test_a_silent_server_is_given_up():
+    async with running(Stub(delay=30)) as url:
+        began = time.monotonic()
+        slow = Target(url=url, style=Style(), timeout_s=0.2)
+        (result,) = await closed_loop(slow, [ASK], concurrency=1)
+    assert result.error == "timed out"
+    assert time.monotonic() - began < 3
+
+
+async def test_an_absent_server_fails_every_request():
+    async with running(Stub()) as url:
+        pass
+    results = await closed_loop(target(url), [ASK] * 2, concurrency=1)
+    assert all(result.error for result in results)
+
+
+async def test_a_server_that_closes_after_each_answer_is_no_failure():
+    stub = Stub(close=True)
+    async with running(stub) as url:
+        results = await closed_loop(target(url), [ASK] * 3, concurrency=1)
+    assert [result.error for result in results] == [""] * 3
+    assert stub.connections == 3
+
+
+async def test_arrivals_come_at_their_time_and_overlap():
+    stub = Stub(delay=0.2)
+    asks = [Ask(at=0.05 * n, prompt_tokens=3, output_tokens=2) for n in range(4)]
+    async with running(stub) as url:
+        results = await timed_arrivals(target(url), asks)
+    sends = [result.sent - results[0].sent for result in results]
+    assert sends == pytest.approx([0.0, 0.05, 0.1, 0.15], abs=0.04)
+    assert stub.most_running >= 3
+
+
+async def test_the_model_is_asked_for():
+    async with running(Stub()) as url:
+        assert await first_model(url) == "stub-model"
