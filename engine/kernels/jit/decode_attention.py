@@ -7,9 +7,8 @@ split to finish merges the partial results, so that no second kernel is needed.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from engine.kernels.jit.elementwise import rotated
+from engine.kernels.jit.elementwise import pdl_wait, rotated
 
 
 @triton.jit
@@ -71,9 +70,7 @@ def paged_decode(
     tiles = tl.cdiv(length, TILE)
     share = tl.maximum(tl.cdiv(tiles, SPLITS), MIN_TILES)
     active = tl.cdiv(tiles, share)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    pdl_wait(PDL)
     if split < active:
         start = split * share * TILE
         end = tl.minimum(length, start + share * TILE)

@@ -7,15 +7,21 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
+def pdl_wait(PDL: tl.constexpr):
+    """Let the next kernel start early, then wait for the previous one (programmatic launch)."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
 def rms_norm(x, residual, gain, out, eps, HIDDEN, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr):
     """out = rms(x [+ residual]) * gain; with ADD the sum is stored back into `residual`."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < HIDDEN
     weight = tl.load(gain + cols, mask=mask, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    pdl_wait(PDL)
     value = tl.load(x + row * HIDDEN + cols, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(residual + row * HIDDEN + cols, mask=mask, other=0.0).to(tl.float32)
@@ -30,9 +36,7 @@ def rms_norm(x, residual, gain, out, eps, HIDDEN, BLOCK: tl.constexpr, ADD: tl.c
 @triton.jit
 def silu_mul(gate_up, out, WIDTH, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out[r, c] = silu(gate_up[r, c]) * gate_up[r, WIDTH + c]."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < WIDTH
@@ -100,9 +104,7 @@ def embed(
     PDL: tl.constexpr,
 ):
     """out[r] = table[token - first_id], zero outside; token = previous[feed[r]] where feed[r] >= 0."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(feed + row)

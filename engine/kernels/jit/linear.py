@@ -3,7 +3,8 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from engine.kernels.jit.elementwise import pdl_wait
 
 
 @triton.jit
@@ -71,9 +72,7 @@ def skinny_linear(
     tile_up = tile
     if GATED:
         tile_up = load_weights(w, rows + N, row_ok, cols, K, EVEN_N, EVEN_K)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    pdl_wait(PDL)
     if BLOCK_M == 1:
         squares = tl.zeros([BLOCK_K], tl.float32)
         part = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
