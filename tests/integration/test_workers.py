@@ -1,0 +1,249 @@
+"""Prefill and decode workers with a real hand-off over gloo, against transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.local import LocalEngine
+from protocol.errors import ErrorCode, InvalidRequest, Unavailable
+from protocol.sampling import SamplingParams
+from protocol.states import FinishReason
+from protocol.timeline import Phase
+from tests.support.pair import Pair, running_pair
+from tests.support.tiny import Oracle, save_tiny_llama
+from worker_runtime.config import WorkerConfig
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+CHUNK = 32
+CONFIG = WorkerConfig(max_num_seqs=8, max_num_batched_tokens=CHUNK)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def oracle(model: str) -> Oracle:
+    return Oracle(model)
+
+
+@pytest.fixture
+async def pair(model: str) -> AsyncIterator[Pair]:
+    async with running_pair(model, prefill_config=CONFIG, decode_config=CONFIG) as pair:
+        yield pair
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return [random.Random(seed * 1000 + length).randrange(128) for _ in range(length)]
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["handed over", "prefilled on decode"])
+async def test_greedy_ids_equal_transformers_at_every_kind_of_length(
+    pair: Pair, oracle: Oracle, local: bool
+) -> None:
+    lengths = [1, 2, 15, 16, 17, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7]
+    for length in lengths:
+        prompt = prompt_of(length)
+        answer = await pair.generate(prompt, GREEDY, local=local)
+        assert answer.ids() == oracle.greedy(prompt, 12), length
+        assert answer.finish is FinishReason.LENGTH
+        assert sorted(answer.tokens) == list(range(12))
+    await pair.idle()
+
+
+async def test_requests_at_once_do_not_mix(pair: Pair, oracle: Oracle) -> None:
+    prompts = [prompt_of(5 + 9 * i, seed=i) for i in range(12)]
+    answers = await asyncio.gather(
+        *(pair.generate(p, GREEDY, local=i % 4 == 3) for i, p in enumerate(prompts))
+    )
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.ids() == oracle.greedy(prompt, 12)
+    await pair.idle()
+
+
+async def test_sampled_ids_do_not_depend_on_the_path(pair: Pair, model: str) -> None:
+    params = SamplingParams(
+        temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=42, max_tokens=16, ignore_eos=True
+    )
+    prompt = prompt_of(40)
+    local = LocalEngine(EngineConfig(model_path=model, dtype="float32", num_blocks=64))
+    expected = local.generate([(prompt, params)])[0]
+    alone = await pair.generate(prompt, params)
+    on_decode = await pair.generate(prompt, params, local=True)
+    others = [pair.generate(prompt_of(20 + i, seed=i), GREEDY) for i in range(7)]
+    crowd = await asyncio.gather(pair.generate(prompt, params), *others)
+    assert alone.ids() == on_decode.ids() == crowd[0].ids() == expected
+    different = SamplingParams(
+        temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=43, max_tokens=16, ignore_eos=True
+    )
+    assert (await pair.generate(prompt, different)).ids() != expected
+
+
+async def test_preemption_changes_nothing(model: str, oracle: Oracle) -> None:
+    async with running_pair(
+        model, decode_blocks=12, prefill_config=CONFIG, decode_config=CONFIG
+    ) as pair:
+        params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+        seeded = SamplingParams(temperature=1.0, seed=5, max_tokens=60, ignore_eos=True)
+        prompts = [prompt_of(20, seed=i) for i in range(5)]
+        answers = await asyncio.gather(
+            *(pair.generate(p, seeded if i == 0 else params) for i, p in enumerate(prompts))
+        )
+        assert pair.decodes[0].status().counters["preemptions"] > 0
+        for prompt, answer in zip(prompts[1:], answers[1:], strict=True):
+            assert answer.ids() == oracle.greedy(prompt, 60)
+        local = LocalEngine(EngineConfig(model_path=model, dtype="float32", num_blocks=64))
+        assert answers[0].ids() == local.generate([(prompts[0], seeded)])[0]
+        await pair.idle()
+
+
+async def test_request_that_ends_at_token_one_never_reaches_decode(
+    pair: Pair, oracle: Oracle
+) -> None:
+    prompt = prompt_of(20)
+    first = oracle.greedy(prompt, 1)[0]
+    steps = pair.decodes[0].status().steps
+    one = SamplingParams(temperature=0.0, max_tokens=1)
+    stop = SamplingParams(temperature=0.0, max_tokens=9, stop_token_ids=(first,))
+    ended = SamplingParams(temperature=0.0, max_tokens=9, eos_token_ids=(first,))
+    for params, reason in ((one, "length"), (stop, "stop"), (ended, "stop")):
+        answer = await pair.generate(prompt, params)
+        assert (answer.ids(), answer.finish) == ([first], FinishReason(reason))
+        await pair.idle()
+    assert pair.decodes[0].status().steps == steps
+
+
+async def test_resumed_request_continues_without_repeating(pair: Pair, oracle: Oracle) -> None:
+    prompt = prompt_of(20)
+    whole = oracle.greedy(prompt, 12)
+    key = await pair.router.submit(
+        prompt, GREEDY, pair.decode_refs[0], pair.prefill_refs[0], output=whole[:5], attempt=1
+    )
+    answer = await pair.router.answer(key)
+    assert sorted(answer.tokens) == list(range(5, 12))
+    assert answer.ids() == whole[5:]
+
+
+async def test_timeline_covers_both_workers(pair: Pair) -> None:
+    answer = await pair.generate(prompt_of(70), GREEDY)
+    await pair.idle()
+    spans = {(span.place, span.phase): span for span in answer.spans}
+    assert spans["prefill-0", Phase.PREFILL].counts == {"tokens": 70, "chunks": 3}
+    transfer = spans["prefill-0", Phase.TRANSFER]
+    layers, kv_heads, head_dim = 2, 2, 16
+    blocks = -(-70 // 16)
+    assert transfer.counts["bytes"] == blocks * 16 * layers * 2 * kv_heads * head_dim * 4
+    assert transfer.start < spans["prefill-0", Phase.PREFILL].end
+    assert spans["decode-0", Phase.DECODE].counts["steps"] == 11
+
+
+async def test_cancel_in_any_phase_returns_every_block(pair: Pair) -> None:
+    rng = random.Random(7)
+    long = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    for i in range(30):
+        prompt = prompt_of(rng.choice([3, 40, 120]), seed=i)
+        local = rng.random() < 0.3
+        prefill = None if local else pair.prefill_refs[0]
+        key = await pair.router.submit(prompt, long, pair.decode_refs[0], prefill)
+        await asyncio.sleep(rng.random() * 0.06)
+        await pair.router.cancel(key, *pair.decode_refs, *pair.prefill_refs)
+    await pair.idle()
+
+
+async def test_router_that_leaves_frees_its_requests(pair: Pair) -> None:
+    long = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    for i in range(4):
+        await pair.router.submit(
+            prompt_of(40, seed=i), long, pair.decode_refs[0], pair.prefill_refs[0]
+        )
+    await pair.router.close()
+    await pair.idle()
+
+
+async def test_bad_requests_are_refused_by_name_and_harm_nobody(pair: Pair, oracle: Oracle) -> None:
+    running = asyncio.create_task(pair.generate(prompt_of(30), GREEDY))
+    for prompt, params, name in (
+        ([], GREEDY, "prompt"),
+        ([128], GREEDY, "prompt"),
+        ([-1], GREEDY, "prompt"),
+        ([1], SamplingParams(max_tokens=5000), "max_tokens"),
+        ([1], SamplingParams(temperature=-1.0), "temperature"),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            await pair.router.submit(prompt, params, pair.decode_refs[0], None)
+        assert caught.value.param == name
+    assert (await running).ids() == oracle.greedy(prompt_of(30), 12)
+
+
+async def test_ticket_of_a_stranger_is_refused(pair: Pair) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.support.pair.SECRET", b"wrong")
+        with pytest.raises(Exception, match="signature") as caught:
+            await pair.router.submit([1, 2], GREEDY, pair.decode_refs[0], pair.prefill_refs[0])
+    assert caught.value.code is ErrorCode.STALE_MESSAGE
+    await pair.idle()
+
+
+async def test_deadline_is_a_typed_end(pair: Pair) -> None:
+    long = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
+    key = await pair.router.submit(
+        prompt_of(40), long, pair.decode_refs[0], pair.prefill_refs[0], timeout_s=0.15
+    )
+    answer = await pair.router.answer(key)
+    assert answer.failures[0].error.code is ErrorCode.DEADLINE_EXCEEDED
+    assert not answer.failures[0].retriable
+    await pair.idle()
+
+
+async def test_draining_worker_finishes_what_it_has_and_refuses_more(
+    pair: Pair, oracle: Oracle
+) -> None:
+    prompt = prompt_of(30)
+    running = asyncio.create_task(pair.generate(prompt, GREEDY))
+    await asyncio.sleep(0.02)
+    drained = [await pair.prefills[0].drain(10), await pair.decodes[0].drain(10)]
+    assert drained == [True, True]
+    assert (await running).ids() == oracle.greedy(prompt, 12)
+    with pytest.raises(Unavailable):
+        await pair.router.submit(prompt, GREEDY, pair.decode_refs[0], None)
+
+
+async def test_loss_of_prefill_fails_its_requests_as_retriable(model: str) -> None:
+    async with running_pair(model, prefill_config=CONFIG, decode_config=CONFIG) as pair:
+        long = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
+        key = await pair.router.submit(
+            prompt_of(400), long, pair.decode_refs[0], pair.prefill_refs[0]
+        )
+        await asyncio.sleep(0.02)
+        await pair.prefills[0].stop()
+        answer = await pair.router.answer(key)
+        assert answer.failures[0].retriable
+        load = pair.decodes[0].status().load
+        for _ in range(100):
+            load = pair.decodes[0].status().load
+            if load.held_blocks == load.quarantined_blocks == 0:
+                break
+            await asyncio.sleep(0.02)
+        assert (load.running, load.held_blocks, load.quarantined_blocks) == (0, 0, 0)
+        pair.prefills.clear()
+
+
+def test_model_folder_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"config\.json"):
+        LocalEngine(EngineConfig(model_path=str(tmp_path / "absent")))

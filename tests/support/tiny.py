@@ -1,0 +1,52 @@
+"""Tiny random Llama checkpoints, made by transformers, and what transformers answers on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+
+def save_tiny_llama(folder: Path, *, seed: int = 0, **overrides: Any) -> str:
+    """Write a random model with wide weights (so that its answers vary); return the path."""
+    torch.manual_seed(seed)
+    settings: dict[str, Any] = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.3,
+        "tie_word_embeddings": False,
+    }
+    settings.update(overrides)
+    model = LlamaForCausalLM(LlamaConfig(**settings))
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+class Oracle:
+    """transformers in float32: greedy continuations of a checkpoint."""
+
+    def __init__(self, path: str) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+    def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """Exactly `num_tokens` greedy tokens, ends of sequence ignored."""
+        ids = torch.tensor([list(prompt)])
+        with torch.inference_mode():
+            out = self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=num_tokens,
+                min_new_tokens=num_tokens,
+                do_sample=False,
+                pad_token_id=0,
+                eos_token_id=None,
+            )
+        return [int(token) for token in out[0, len(prompt) :]]
