@@ -1,0 +1,339 @@
+"""Two workers' transfer sides in one process, with pools that can be compared bit for bit."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kv_transfer.backends.base import Backend
+from kv_transfer.config import TransferConfig
+from kv_transfer.data_plane import DataPlane
+from kv_transfer.listeners import TransferReport
+from kv_transfer.ranks import LocalRanks, RankChannel
+from kv_transfer.receiver import Receiver
+from kv_transfer.sender import Sender
+from protocol import codec
+from protocol.errors import ErrorInfo, Unavailable
+from protocol.ids import RequestKey, Role, WorkerRef
+from protocol.kv_layout import KVFingerprint, KVLayout
+from protocol.messages import Commit, Grant
+from protocol.ticket import Ticket
+from rpc import methods
+
+SECRET = b"a secret of the tests"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def split_heads(num_heads: int, tp_size: int) -> tuple[tuple[int, int], ...]:
+    """Even split, or replication when ranks outnumber heads; uneven when nothing else fits."""
+    if tp_size >= num_heads and tp_size % num_heads == 0:
+        copies = tp_size // num_heads
+        return tuple((rank // copies, rank // copies + 1) for rank in range(tp_size))
+    bounds = [rank * num_heads // tp_size for rank in range(tp_size + 1)]
+    return tuple(
+        (first, max(last, first + 1)) for first, last in zip(bounds, bounds[1:], strict=False)
+    )
+
+
+def make_layout(tp_size: int, **changes: Any) -> KVLayout:
+    fields: dict[str, Any] = {
+        "num_layers": 2,
+        "num_kv_heads": 4,
+        "head_dim": 8,
+        "block_size": 4,
+        "num_blocks": 16,
+        "dtype": "float32",
+    }
+    fields.update(changes)
+    return KVLayout(**fields, rank_heads=split_heads(fields["num_kv_heads"], tp_size))
+
+
+def make_fingerprint(layout: KVLayout, **changes: Any) -> KVFingerprint:
+    fields: dict[str, Any] = {
+        "model": "toy",
+        "weights": "0",
+        "num_layers": layout.num_layers,
+        "num_kv_heads": layout.num_kv_heads,
+        "head_dim": layout.head_dim,
+        "block_size": layout.block_size,
+        "dtype": layout.dtype,
+        "rope": "plain",
+    }
+    fields.update(changes)
+    return KVFingerprint(**fields)
+
+
+class ToyPool:
+    """One rank's pool (kv_transfer.store.BlockStore) with every write counted per block."""
+
+    def __init__(self, layout: KVLayout, rank: int) -> None:
+        first, last = layout.rank_heads[rank]
+        self.num_layers = layout.num_layers
+        self.num_heads = last - first
+        self.block_size = layout.block_size
+        self.head_dim = layout.head_dim
+        self.dtype = DTYPES[layout.dtype]
+        self.device = torch.device("cpu")
+        shape = (layout.num_blocks, 2, self.num_heads, self.block_size, self.head_dim)
+        self.layers = [torch.zeros(shape, dtype=self.dtype) for _ in range(layout.num_layers)]
+        self.before_scatter: Callable[[], None] = lambda: None
+        self.before_gather: Callable[[], None] = lambda: None
+
+    def gather(
+        self, blocks: Sequence[int], layers: range, heads: range, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        self.before_gather()
+        picked = torch.stack(
+            [self.layers[i][list(blocks), :, heads.start : heads.stop] for i in layers]
+        )
+        return picked if out is None else out.copy_(picked)
+
+    def scatter(
+        self, blocks: Sequence[int], layers: range, heads: range, data: torch.Tensor
+    ) -> None:
+        self.before_scatter()
+        for index, layer in enumerate(layers):
+            self.layers[layer][list(blocks), :, heads.start : heads.stop] = data[index]
+
+
+def make_pools(layout: KVLayout) -> list[ToyPool]:
+    return [ToyPool(layout, rank) for rank in range(layout.tp_size)]
+
+
+def random_kv(layout: KVLayout, num_blocks: int, seed: int) -> torch.Tensor:
+    """Random bits for so many blocks of the whole model: [layer, block, k/v, head, token, dim]."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (
+        layout.num_layers,
+        num_blocks,
+        2,
+        layout.num_kv_heads,
+        layout.block_size,
+        layout.head_dim,
+    )
+    return torch.randn(shape, generator=generator).to(DTYPES[layout.dtype])
+
+
+def fill(pools: list[ToyPool], layout: KVLayout, blocks: Sequence[int], kv: torch.Tensor) -> None:
+    for pool, (first, last) in zip(pools, layout.rank_heads, strict=True):
+        for layer in range(layout.num_layers):
+            pool.layers[layer][list(blocks)] = kv[layer, :, :, first:last]
+
+
+def differing(
+    pools: list[ToyPool], layout: KVLayout, blocks: Sequence[int], kv: torch.Tensor
+) -> list[tuple[int, int]]:
+    """(rank, layer) where the blocks do not hold exactly `kv`."""
+    wrong = []
+    for rank, (first, last) in enumerate(layout.rank_heads):
+        for layer in range(layout.num_layers):
+            if not torch.equal(
+                pools[rank].layers[layer][list(blocks)], kv[layer, :, :, first:last]
+            ):
+                wrong.append((rank, layer))
+    return wrong
+
+
+@dataclass
+class Events:
+    """What a worker was told; the futures of `wait` resolve on the next matching call."""
+
+    grants: dict[RequestKey, Grant] = field(default_factory=dict)
+    commits: list[tuple[RequestKey, Commit | TransferReport]] = field(default_factory=list)
+    ends: list[tuple[RequestKey, ErrorInfo | None]] = field(default_factory=list)
+    safe: list[tuple[RequestKey, tuple[int, ...]]] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def granted(self, key: RequestKey, grant: Grant) -> None:
+        assert key not in self.grants
+        self.grants[key] = grant
+        self.changed.set()
+
+    def committed(self, key: RequestKey, result: Commit | TransferReport) -> None:
+        self.commits.append((key, result))
+        self.changed.set()
+
+    def ended(self, key: RequestKey, error: ErrorInfo | None) -> None:
+        self.ends.append((key, error))
+        self.changed.set()
+
+    def blocks_safe(self, key: RequestKey, block_ids: tuple[int, ...]) -> None:
+        self.safe.append((key, block_ids))
+        self.changed.set()
+
+    async def wait(self, ready: Callable[[Events], object], timeout_s: float = 10.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not ready(self):
+                self.changed.clear()
+                await self.changed.wait()
+
+    def ended_with(self, key: RequestKey) -> ErrorInfo | None:
+        return dict(self.ends)[key]
+
+    def is_over(self, key: RequestKey) -> bool:
+        return key in dict(self.ends) or key in dict(self.commits)
+
+
+class DirectClients:
+    """Calls handlers of this process through the codec. `intercept` may delay, lose or repeat calls."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[str, dict[Any, Callable[[Any], Awaitable[Any]]]] = {}
+        self.calls: list[tuple[str, Any]] = []
+        self.intercept: Callable[[str, Any, Any], Awaitable[None]] | None = None
+
+    def get(self, address: str) -> _Direct:
+        return _Direct(self, address)
+
+
+class _Direct:
+    def __init__(self, clients: DirectClients, address: str) -> None:
+        self._clients = clients
+        self._address = address
+
+    async def call(self, method: Any, request: Any, *, timeout_s: float) -> Any:
+        self._clients.calls.append((method.name, request))
+        if self._clients.intercept is not None:
+            await self._clients.intercept(self._address, method, request)
+        handler = self._clients.handlers.get(self._address, {}).get(method)
+        if handler is None:
+            raise Unavailable(f"nobody at {self._address}")
+        copy = codec.decode(method.request, codec.encode(request))
+        async with asyncio.timeout(timeout_s):
+            return await handler(copy)
+
+
+@dataclass
+class Side:
+    """One worker's half."""
+
+    ref: WorkerRef
+    layout: KVLayout
+    pools: list[ToyPool]
+    planes: list[DataPlane]
+    events: Events
+
+
+QUICK = TransferConfig(
+    lease_s=20, op_timeout_s=2, connect_timeout_s=2, rpc_timeout_s=1, repair_s=0.5
+)
+
+
+def make_side(
+    role: Role,
+    layout: KVLayout,
+    config: TransferConfig,
+    backends: Callable[[], Backend],
+    epoch: int,
+) -> Side:
+    pools = make_pools(layout)
+    return Side(
+        ref=WorkerRef(
+            worker_id=f"{role}-{epoch}", epoch=epoch, role=role, address=f"{role}-{epoch}:1"
+        ),
+        layout=layout,
+        pools=pools,
+        planes=[DataPlane(pool, config, backend=backends()) for pool in pools],
+        events=Events(),
+    )
+
+
+class Pair:
+    """A sender and a receiver joined by direct calls and real data planes."""
+
+    def __init__(
+        self,
+        *,
+        source: KVLayout,
+        dest: KVLayout,
+        backends: Callable[[], Backend],
+        config: TransferConfig = QUICK,
+        clients: DirectClients | None = None,
+        wrap: Callable[[RankChannel], RankChannel] = lambda ranks: ranks,
+        dest_fingerprint: KVFingerprint | None = None,
+        epochs: tuple[int, int] = (11, 22),
+    ) -> None:
+        self.clients = clients or DirectClients()
+        self.config = config
+        self.prefill = make_side(Role.PREFILL, source, config, backends, epochs[0])
+        self.decode = make_side(Role.DECODE, dest, config, backends, epochs[1])
+        self.sender = Sender(
+            ref=self.prefill.ref,
+            layout=source,
+            fingerprint=make_fingerprint(source),
+            secret=SECRET,
+            ranks=wrap(LocalRanks(self.prefill.planes)),
+            clients=self.clients,
+            config=config,
+            listener=self.prefill.events,
+        )
+        self.receiver = Receiver(
+            ref=self.decode.ref,
+            layout=dest,
+            fingerprint=dest_fingerprint or make_fingerprint(dest),
+            secret=SECRET,
+            ranks=wrap(LocalRanks(self.decode.planes)),
+            clients=self.clients,
+            config=config,
+            listener=self.decode.events,
+        )
+        self.clients.handlers[self.prefill.ref.address] = {
+            methods.GRANT: self.sender.on_grant,
+            methods.END: self.sender.on_end,
+        }
+        self.clients.handlers[self.decode.ref.address] = {
+            methods.PIECE: self.receiver.on_piece,
+            methods.COMMIT: self.receiver.on_commit,
+            methods.END: self.receiver.on_end,
+        }
+
+    async def __aenter__(self) -> Pair:
+        await self.receiver.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.sender.close()
+        await self.receiver.close()
+        for plane in (*self.prefill.planes, *self.decode.planes):
+            plane.close()
+
+    def ticket(self, key: RequestKey, num_blocks: int, ttl_s: float = 30.0) -> Ticket:
+        return Ticket(
+            key=key,
+            prefill_epoch=self.prefill.ref.epoch,
+            decode_epoch=self.decode.ref.epoch,
+            num_blocks=num_blocks,
+            expires_at=time.time() + ttl_s,
+        ).signed(SECRET)
+
+    def submit(self, key: RequestKey, num_blocks: int, ttl_s: float = 30.0) -> Ticket:
+        """What the router does: both sides learn of the request."""
+        ticket = self.ticket(key, num_blocks, ttl_s)
+        self.receiver.offer(key, ticket, self.prefill.ref)
+        self.sender.expect(key, ticket, self.decode.ref)
+        return ticket
+
+    async def run(
+        self,
+        key: RequestKey,
+        source_blocks: tuple[int, ...],
+        dest_blocks: tuple[int, ...],
+        *,
+        num_cached: int = 0,
+        chunk: int = 2,
+        first_token: int = 7,
+    ) -> None:
+        """A whole hand-off, pushed in chunks; returns when both sides have committed."""
+        self.submit(key, len(dest_blocks))
+        await self.receiver.reserve(key, dest_blocks, num_cached)
+        for first in range(0, len(source_blocks), chunk):
+            blocks = source_blocks[first : first + chunk]
+            self.sender.push(key, blocks, first, len(blocks))
+        self.sender.commit(key, first_token)
+        await self.prefill.events.wait(lambda e: e.is_over(key))
+        await self.decode.events.wait(lambda e: e.is_over(key))
