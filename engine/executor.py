@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from engine.batch import SequenceStep, StepBatch, StepResult
 from engine.config import EngineConfig
+from engine.follower import Follower, Handler
 from engine.kv.pool import KVPool
+from engine.ranks import RankGroup, RankInvite
 from engine.runner import RankRunner
 from engine.tp import TensorParallel
+from protocol.errors import InvalidRequest
 from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.sampling import SamplingParams
 
@@ -58,11 +62,12 @@ class FinishedStep:
         return self._result
 
 
-class LocalExecutor:
-    """Executor of a single rank in this process, synchronous."""
+class RankExecutor:
+    """Executor of rank 0 in this process: alone, or with the followers of a group. Synchronous."""
 
-    def __init__(self, runner: RankRunner) -> None:
+    def __init__(self, runner: RankRunner, group: RankGroup | None = None) -> None:
         self._runner = runner
+        self._group = group
         self.layout = runner.layout
         self.fingerprint = runner.fingerprint
         self.vocab_size = runner.vocab_size
@@ -71,11 +76,14 @@ class LocalExecutor:
 
     def launch(self, batch: StepBatch) -> PendingStep:
         """Run the step."""
-        return FinishedStep(self._runner.run(batch))
+        return FinishedStep(self.run(batch))
 
     def run(self, batch: StepBatch) -> StepResult:
-        """Run the step."""
-        return self._runner.run(batch)
+        """Check the batch, have the followers start on it, run it here."""
+        step = self._runner.prepare(batch)
+        if self._group is not None:
+            self._group.step(batch)
+        return self._runner.run(step)
 
     def warmup(self) -> None:
         """A prompt chunk, then a decode."""
@@ -83,7 +91,7 @@ class LocalExecutor:
             self.run(batch)
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the tensor group; the followers end with their RankGroup."""
         self._runner.close()
 
 
@@ -102,6 +110,56 @@ def warmup_batches(block_size: int, max_model_len: int) -> list[StepBatch]:
     ]
 
 
-def build_executor(config: EngineConfig) -> Executor:
-    """Load the model and its KV pool. Raises ModelRefused naming what cannot be served."""
-    return LocalExecutor(RankRunner(config, TensorParallel()))
+def build_executor(
+    config: EngineConfig, group: RankGroup | None = None, *, timeout_s: float = 600.0
+) -> Executor:
+    """Load rank 0, wait for the followers of `group` to have loaded, make the KV pools.
+
+    Raises ModelRefused naming what cannot be served, and RankLost when a follower does not come or
+    fails within `timeout_s`.
+    """
+    _check_size(config, 1 if group is None else group.size)
+    if group is None:
+        runner = RankRunner(config, TensorParallel())
+        runner.open(runner.choose_num_blocks())
+        return RankExecutor(runner)
+    group.accept(timeout_s)
+    runner = RankRunner(config, group.tp)
+    num_blocks = runner.choose_num_blocks()
+    runner.open(num_blocks)
+    group.open(num_blocks, timeout_s)
+    return RankExecutor(runner, group)
+
+
+class FollowerExecutor:
+    """A follower rank that has loaded and joined: its pool, and the loop that obeys rank 0."""
+
+    def __init__(self, runner: RankRunner, follower: Follower) -> None:
+        self._runner = runner
+        self._follower = follower
+        self.layout = runner.layout
+        self.pool = runner.pool
+
+    def follow(self, handlers: Mapping[str, Handler]) -> None:
+        """Obey rank 0 until it closes the group. Raises RankLost when it is gone."""
+        self._follower.follow(self._runner, handlers)
+
+
+def build_follower(invite: RankInvite, rank: int, config: EngineConfig) -> FollowerExecutor:
+    """Join, load this rank's share, make its KV pool when rank 0 says so."""
+    _check_size(config, invite.size)
+    follower = Follower(invite, rank)
+    try:
+        runner = RankRunner(config, follower.tp)
+        follower.open(runner)
+    except Exception as error:
+        follower.broken(error)
+        raise
+    return FollowerExecutor(runner, follower)
+
+
+def _check_size(config: EngineConfig, size: int) -> None:
+    if config.tp_size != size:
+        raise InvalidRequest(
+            f"tp_size is {config.tp_size}, but the engine has {size} rank(s)", param="tp_size"
+        )

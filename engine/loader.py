@@ -6,7 +6,6 @@ import hashlib
 import json
 import struct
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ class Checkpoint:
     """The tensors of a model folder. Every failure is a ModelRefused naming the file or tensor.
 
     With an index only the files it names are opened, and a tensor is read only from the file that
-    the index says; stray files and copies elsewhere are ignored. A context manager.
+    the index says; stray files and copies elsewhere are ignored.
     """
 
     def __init__(
@@ -41,19 +40,6 @@ class Checkpoint:
         self._device = device or torch.device("cpu")
         self._owners = _owners(self._folder)
         self._files: dict[Path, Any] = {}
-
-    def __enter__(self) -> Checkpoint:
-        """Nothing is opened before it is read."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close every file."""
-        self._files.clear()
 
     def read(
         self,

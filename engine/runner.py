@@ -6,14 +6,14 @@ import torch
 
 from engine.batch import StepBatch, StepResult
 from engine.config import EngineConfig
-from engine.inputs import prepare_step
+from engine.inputs import PreparedStep, prepare_step
 from engine.kernels.base import Geometry
 from engine.kernels.cpu import CpuKernels
 from engine.kv.pool import KVPool
 from engine.loader import Checkpoint
 from engine.model.config import ModelConfig
 from engine.model.llama import LlamaModel
-from engine.model.sharding import rank_heads, share_of
+from engine.model.sharding import RankShare, rank_heads, share_of
 from engine.sizing import num_kv_blocks
 from engine.tp import TensorParallel
 from protocol.errors import Unsupported
@@ -21,7 +21,13 @@ from protocol.kv_layout import KVFingerprint, KVLayout
 
 
 class RankRunner:
-    """Loads one rank's share and runs steps on it. All ranks are given the same batches in order."""
+    """Loads one rank's share, then runs steps on it. All ranks get the same batches in order.
+
+    `open` must come between: the size of the KV pool is rank 0's decision.
+    """
+
+    layout: KVLayout
+    pool: KVPool
 
     def __init__(self, config: EngineConfig, tp: TensorParallel) -> None:
         if config.device != "cpu":
@@ -31,40 +37,51 @@ class RankRunner:
         model = ModelConfig.load(config.model_path)
         share = share_of(model, tp.rank, tp.size)
         self.config = config
+        self.model_config = model
         self.vocab_size = model.vocab_size
         self.max_model_len = min(
             config.max_model_len or model.max_position_embeddings, model.max_position_embeddings
         )
-        dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-        self.kernels = CpuKernels(
-            Geometry(
-                num_q_heads=share.num_q_heads,
-                num_kv_heads=share.num_kv_heads,
-                head_dim=model.head_dim,
-                block_size=config.block_size,
-                scale=model.head_dim**-0.5,
-                dtype=dtype,
-                device=device,
-            )
-        )
-        with torch.inference_mode(), Checkpoint(config.model_path, dtype, device) as source:
+        self._dtype: torch.dtype = getattr(torch, config.dtype)
+        self._device = torch.device(config.device)
+        self.kernels = CpuKernels(_geometry(config, model, share, self._dtype, self._device))
+        with torch.inference_mode():
+            source = Checkpoint(config.model_path, self._dtype, self._device)
+            source.check()
             self.fingerprint = _fingerprint(config, model, source.digest())
             self.model = LlamaModel(model, share, source, self.kernels, tp, self.max_model_len)
-        num_blocks = tp.minimum(num_kv_blocks(config, model))
-        self.layout = _layout(config, model, tp.size, num_blocks)
-        self.pool = KVPool(self.layout, tp.rank, dtype, device)
         self._tp = tp
 
-    def run(self, batch: StepBatch) -> StepResult:
-        """Run one step; on ranks other than 0 every token is None."""
-        step = prepare_step(
+    def choose_num_blocks(self) -> int:
+        """Rank 0's choice of the pool's size."""
+        return num_kv_blocks(self.config, self.model_config)
+
+    def open(self, num_blocks: int) -> None:
+        """Make the KV pool."""
+        self.layout = KVLayout(
+            num_layers=self.model_config.num_layers,
+            num_kv_heads=self.model_config.num_kv_heads,
+            head_dim=self.model_config.head_dim,
+            block_size=self.config.block_size,
+            num_blocks=num_blocks,
+            dtype=self.config.dtype,
+            rank_heads=rank_heads(self.model_config, self._tp.size),
+        )
+        self.pool = KVPool(self.layout, self._tp.rank, self._dtype, self._device)
+
+    def prepare(self, batch: StepBatch) -> PreparedStep:
+        """Lay the batch out in rows; raises Internal when it is not sound."""
+        return prepare_step(
             batch,
             block_size=self.layout.block_size,
             num_blocks=self.layout.num_blocks,
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
         )
-        tokens: list[int | None] = [None] * len(batch.sequences)
+
+    def run(self, step: PreparedStep) -> StepResult:
+        """Run one step; on ranks other than 0 every token is None."""
+        tokens: list[int | None] = [None] * len(step.inputs.queries)
         with torch.inference_mode():
             logits = self.model.forward(step.inputs, self.pool.layers)
             if logits is not None:
@@ -73,20 +90,30 @@ class RankRunner:
                     tokens[index] = token
         return StepResult(tokens=tuple(tokens))
 
+    def follow_step(self, batch: StepBatch) -> None:
+        """Run this rank's part of a step that rank 0 has prepared already."""
+        self.run(self.prepare(batch))
+
     def close(self) -> None:
         """Leave the tensor-parallel group."""
         self._tp.close()
 
 
-def _layout(config: EngineConfig, model: ModelConfig, size: int, num_blocks: int) -> KVLayout:
-    return KVLayout(
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
+def _geometry(
+    config: EngineConfig,
+    model: ModelConfig,
+    share: RankShare,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Geometry:
+    return Geometry(
+        num_q_heads=share.num_q_heads,
+        num_kv_heads=share.num_kv_heads,
         head_dim=model.head_dim,
         block_size=config.block_size,
-        num_blocks=num_blocks,
-        dtype=config.dtype,
-        rank_heads=rank_heads(model, size),
+        scale=model.head_dim**-0.5,
+        dtype=dtype,
+        device=device,
     )
 
 

@@ -2,80 +2,96 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
+from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from engine.errors import RankLost
+
+#: How often a waiting rank looks whether a peer was found to be gone.
+_LOOK = timedelta(seconds=1)
 
 
 class TensorParallel:
     """Collectives among the ranks of one engine; a no-op when there is only one.
 
-    All ranks call the same operations in the same order. A peer that dies or stays silent for
-    `timeout_s` surfaces as RankLost.
+    All ranks call the same operations in the same order. A peer that dies or stays silent surfaces
+    as RankLost.
     """
 
-    def __init__(
-        self, rank: int = 0, size: int = 1, group: dist.ProcessGroupGloo | None = None
-    ) -> None:
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank = rank
         self.size = size
-        self._group = group
+        self._group: Any = None
+        self._timeout_s = 0.0
+        self._abandoned: RankLost | None = None
 
-    @staticmethod
-    def connect(
-        store: dist.Store, rank: int, size: int, *, host: str = "127.0.0.1", timeout_s: float = 20.0
-    ) -> TensorParallel:
-        """Join the group of `size` ranks that meet at `store`; `host` is this rank's own address."""
-        if size == 1:
-            return TensorParallel()
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    def connect(self, store: Any, host: str, timeout_s: float) -> None:
+        """Meet the other ranks at `store` (a torch Store); `host` is this rank's own address.
+
+        `timeout_s` bounds the meeting and every collective after it.
+        """
+        if self.size == 1:
+            return
+        # A device of its own, because the default one resolves this host's name.
+        gloo: Any = c10d.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=host)]
         options._timeout = timedelta(seconds=timeout_s)
+        self._timeout_s = timeout_s
         try:
-            group = dist.ProcessGroupGloo(store, rank, size, options)
+            self._group = gloo(store, self.rank, self.size, options)
         except RuntimeError as error:
-            raise RankLost(f"rank {rank}: the group did not form: {error}", param="tp") from error
-        return TensorParallel(rank, size, group)
+            raise RankLost(
+                f"rank {self.rank}: the group did not form: {error}", param="tp"
+            ) from error
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, in place; `x` must be contiguous."""
-        if self._group is not None:
-            options = dist.AllreduceOptions()
-            options.reduceOp = dist.ReduceOp.SUM
-            self._wait(self._group.allreduce([x], options))
+        if self.size > 1:
+            self._wait(self._members().allreduce([x], c10d.AllreduceOptions()))
         return x
-
-    def minimum(self, value: int) -> int:
-        """The smallest of the ranks' values."""
-        if self._group is None:
-            return value
-        box = torch.tensor([value], dtype=torch.int64)
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MIN
-        self._wait(self._group.allreduce([box], options))
-        return int(box)
 
     def gather(self, x: Tensor) -> list[Tensor] | None:
         """Every rank's `x`, in rank order, on rank 0; None on the others. Shapes must be equal."""
-        if self._group is None:
+        if self.size == 1:
             return [x]
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
-        options = dist.GatherOptions()
+        options = c10d.GatherOptions()
         options.rootRank = 0
-        self._wait(self._group.gather([parts] if parts else [], [x], options))
-        return parts if self.rank == 0 else None
+        self._wait(self._members().gather([parts] if parts else [], [x], options))
+        return parts or None
+
+    def abandon(self, error: RankLost) -> None:
+        """A peer is known to be gone: whatever waits for it raises `error` within a second."""
+        self._abandoned = error
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group. Idempotent."""
         self._group = None
 
-    def _wait(self, work: dist.Work) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise RankLost(f"rank {self.rank}: a peer is gone: {error}", param="tp") from error
+    def _members(self) -> Any:
+        if self._abandoned is not None:
+            raise self._abandoned
+        if self._group is None:
+            raise RankLost(f"rank {self.rank} has not joined its group", param="tp")
+        return self._group
+
+    def _wait(self, work: Any) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                work.wait(_LOOK)
+                return
+            except RuntimeError as error:
+                if self._abandoned is not None:
+                    raise self._abandoned from error
+                if work.is_completed() or time.monotonic() > deadline:
+                    raise RankLost(
+                        f"rank {self.rank}: a peer is gone: {error}", param="tp"
+                    ) from error

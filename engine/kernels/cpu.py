@@ -102,13 +102,12 @@ class PackedGated:
 
 def packs(dtype: torch.dtype) -> bool:
     """Whether packed products exist here and pay: bfloat16 through oneDNN."""
-    if dtype is not torch.bfloat16 or not torch.backends.mkldnn.is_available():
+    needed = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
+    if dtype is not torch.bfloat16 or not torch._C.has_mkldnn:
         return False
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if not all(hasattr(torch.ops.mkldnn, name) for name in needed):
         return False
-    return hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and hasattr(
-        torch.ops.mkldnn, "_linear_pointwise"
-    )
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ def rope_and_write_kv(
     """
     _, _, num_kv_heads, block_size, head_dim = kv.shape
     heads = qkv.view(qkv.shape[0], -1, head_dim)
-    q, k, v = heads.split((num_q_heads, num_kv_heads, num_kv_heads), dim=1)
+    q, k, v = torch.split(heads, (num_q_heads, num_kv_heads, num_kv_heads), dim=1)
     blocks, offsets = slots // block_size, slots % block_size
     kv[blocks, 0, :, offsets] = _rotate(k, cos, sin)
     kv[blocks, 1, :, offsets] = v

@@ -1,0 +1,65 @@
+"""What rank 0 and its followers tell each other. All travel through protocol.codec."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from protocol.errors import BatonError, ErrorInfo, Internal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankInvite:
+    """What a follower needs to join. `authkey` is a secret."""
+
+    host: str
+    port: int
+    store_port: int
+    size: int
+    timeout_s: float
+    authkey: bytes = field(repr=False)
+
+
+class Command(StrEnum):
+    """What rank 0 can ask for."""
+
+    OPEN = "open"
+    STEP = "step"
+    CALL = "call"
+    CLOSE = "close"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """Rank 0 -> follower. `number` is the pool's size for OPEN and the call's number for CALL."""
+
+    command: Command
+    number: int = 0
+    kind: str = ""
+    payload: bytes = b""
+
+
+class Sign(StrEnum):
+    """What a follower tells."""
+
+    ALIVE = "alive"
+    LOADED = "loaded"
+    ANSWER = "answer"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Follower -> rank 0. An ANSWER repeats the call's number; BROKEN comes before the end."""
+
+    sign: Sign
+    number: int = 0
+    payload: bytes = b""
+    error: ErrorInfo | None = None
+
+
+def error_info(error: BaseException) -> ErrorInfo:
+    """Any exception as a value."""
+    if isinstance(error, BatonError):
+        return error.info()
+    return Internal(f"{type(error).__name__}: {error}").info()
