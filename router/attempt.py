@@ -1,0 +1,123 @@
+"""One attempt at one output: it takes the events of both workers and decides when it is over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from protocol.errors import BatonError, HandoffFailed, Unavailable
+from protocol.ids import RequestKey, Role, WorkerRef
+from protocol.messages import FailEvent, SpanEvent, TokenEvent
+from protocol.states import FinishReason
+from protocol.timeline import Span
+from router.merge import TokenMerger
+
+#: Takes each token in order; returns True when the output is to be cut there (a stop string).
+Emit = Callable[[int, FinishReason | None], bool]
+
+
+class Outcome(StrEnum):
+    """How an attempt ended."""
+
+    FINISHED = "finished"  # the last token came
+    CUT = "cut"  # the router needs no more
+    REFUSED = "refused"  # a worker would not take it
+    FAILED = "failed"  # a worker gave it up
+    LOST = "lost"  # a worker's event stream broke
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """The end of an attempt. `worker_id` is who refused, failed or was lost.
+
+    `retriable` says whether another attempt makes sense; otherwise `error` goes to the client.
+    """
+
+    outcome: Outcome
+    role: Role | None = None
+    worker_id: str = ""
+    error: BatonError | None = None
+    retriable: bool = False
+
+
+class Attempt:
+    """The sink of one attempt's events. `ended` resolves exactly once; events after it are dropped,
+    except spans, which are kept until the attempt is detached."""
+
+    def __init__(
+        self, key: RequestKey, *, merger: TokenMerger, emit: Emit, prefill: WorkerRef | None
+    ) -> None:
+        self.key = key
+        self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self.spans: list[Span] = []
+        self.prefill_reported = asyncio.Event()
+        self.decode_started = False
+        self._merger = merger
+        self._emit = emit
+        self._prefill = prefill
+        if prefill is None:
+            self.prefill_reported.set()
+
+    def on_token(self, event: TokenEvent, role: Role) -> None:
+        """Merge one token; a span on the last one is the end of that worker's part."""
+        self._add_spans(event.spans, role)
+        if self.ended.done():
+            return
+        if role is Role.DECODE:
+            self.decode_started = True
+        for token, finish in self._merger.add(event.index, event.token, event.finish):
+            cut = self._emit(token, finish)
+            if finish is not None:
+                self.end(Ended(outcome=Outcome.FINISHED, role=role))
+                return
+            if cut:
+                self.end(Ended(outcome=Outcome.CUT))
+                return
+
+    def on_fail(self, event: FailEvent, ref: WorkerRef) -> None:
+        """A worker gave up."""
+        self._add_spans(event.spans, ref.role)
+        self.end(
+            Ended(
+                outcome=Outcome.FAILED,
+                role=ref.role,
+                worker_id=ref.worker_id,
+                error=event.error.to_error(),
+                retriable=event.retriable,
+            )
+        )
+
+    def on_spans(self, event: SpanEvent) -> None:
+        """Prefill's part, after its commit."""
+        self._add_spans(event.spans, Role.PREFILL)
+
+    def on_lost(self, ref: WorkerRef, reason: str) -> None:
+        """Decode lost: over. Prefill lost: over, unless decode has taken the output up already and
+        nothing from prefill is missing."""
+        if ref.role is Role.PREFILL:
+            self.prefill_reported.set()
+            if self.decode_started and self._merger.output_ids:
+                return
+        error_class = HandoffFailed if ref.role is Role.PREFILL else Unavailable
+        self.end(
+            Ended(
+                outcome=Outcome.LOST,
+                role=ref.role,
+                worker_id=ref.worker_id,
+                error=error_class(f"{ref.role} worker {ref.worker_id} was lost: {reason}"),
+                retriable=True,
+            )
+        )
+
+    def end(self, ended: Ended) -> None:
+        """Resolve, unless it has ended already."""
+        if not self.ended.done():
+            self.ended.set_result(ended)
+
+    def _add_spans(self, spans: tuple[Span, ...], role: Role) -> None:
+        if spans:
+            self.spans.extend(spans)
+            if role is Role.PREFILL:
+                self.prefill_reported.set()

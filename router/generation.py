@@ -1,0 +1,191 @@
+"""One request in flight: its outputs, their text, and what is ready to be sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+from observability import metrics
+from observability.export import MetricSet
+from protocol.errors import BatonError, Internal
+from protocol.states import FinishReason
+from router.relay import Flight, PlacedSpan, Relay, SequenceJob
+from router.text.stream import TextStream
+from router.timeline import Timeline, make_timeline
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one message adds to one choice. Mutable only for speed; nobody changes it."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens of a request: each prompt counted once, however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        """Both together."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+class _Choice:
+    """One output: its text, and the tokens whose text is not out yet."""
+
+    def __init__(self, job: SequenceJob, stream: TextStream) -> None:
+        self.job = job
+        self.stream = stream
+        self.held_ids: list[int] = []
+
+
+class Generation:
+    """Runs the outputs of one request, as a context: leaving it, however, ends them all.
+
+    Iterating yields lists of deltas in the order they were made, as soon as there are any; it ends
+    when every choice has finished and raises the first failure. How fast the reader is does not
+    matter to
+    the outputs: stop strings and deadlines take effect without it.
+    """
+
+    def __init__(
+        self,
+        relay: Relay,
+        *,
+        request_id: str,
+        jobs: Sequence[SequenceJob],
+        text_stream: Callable[[], TextStream],
+        prompt_tokens: int,
+        arrival: float,
+        spans: Sequence[PlacedSpan] = (),
+    ) -> None:
+        self.request_id = request_id
+        self.arrival = arrival
+        self.first_token = 0.0
+        self.prompts = [job.prompt_ids for job in jobs]
+        self._relay = relay
+        self._metrics: MetricSet = relay.metrics
+        self._prompt_tokens = prompt_tokens
+        self._choices = [_Choice(job, text_stream()) for job in jobs]
+        self._flights = [
+            Flight(relay, choice.job, partial(self._on_token, choice)) for choice in self._choices
+        ]
+        self._spans = list(spans)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ready: list[Delta] = []
+        self._wake = asyncio.Event()
+        self._running = len(jobs)
+        self._error: BaseException | None = None
+        self._last_token = 0.0
+
+    async def __aenter__(self) -> Self:
+        self._metrics.add(metrics.REQUESTS_WAITING, 1)
+        self._metrics.count(metrics.PROMPT_TOKENS, self._prompt_tokens)
+        for flight in self._flights:
+            task = asyncio.create_task(flight.run())
+            task.add_done_callback(self._landed)
+            self._tasks.append(task)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        gauge = metrics.REQUESTS_RUNNING if self.first_token else metrics.REQUESTS_WAITING
+        self._metrics.add(gauge, -1)
+        self._metrics.count(metrics.GENERATION_TOKENS, self.usage.completion_tokens)
+
+    async def __aiter__(self) -> AsyncIterator[list[Delta]]:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            if self._ready:
+                ready, self._ready = self._ready, []
+                yield ready
+            if self._error is not None:
+                raise self._error
+            if not self._running and not self._ready:
+                return
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        made = sum(choice.stream.tokens for choice in self._choices)
+        return Usage(prompt_tokens=self._prompt_tokens, completion_tokens=made)
+
+    @property
+    def finishes(self) -> list[FinishReason | None]:
+        """How each choice ended."""
+        return [choice.stream.finish for choice in self._choices]
+
+    @property
+    def spans(self) -> list[PlacedSpan]:
+        """The spans so far, in no order."""
+        return [*self._spans, *(span for flight in self._flights for span in flight.spans)]
+
+    def timeline(self) -> Timeline:
+        """Where the time went, so far."""
+        return make_timeline(
+            request_id=self.request_id,
+            arrival=self.arrival,
+            first_token=self.first_token,
+            end=self._relay.clock(),
+            spans=self.spans,
+        )
+
+    def _on_token(self, choice: _Choice, token: int, finish: FinishReason | None) -> bool:
+        """Take one token in order; whether the output is cut here."""
+        self._measure()
+        stream = choice.stream
+        text = stream.push(token, finish)
+        choice.held_ids.append(token)
+        if text or stream.finish is not None:
+            self._ready.append(Delta(choice.job.index, text, choice.held_ids, stream.finish))
+            choice.held_ids = []
+            self._wake.set()
+        return stream.finish is not None
+
+    def _measure(self) -> None:
+        now = self._relay.clock()
+        if self.first_token:
+            if len(self._choices) == 1:  # tokens of several choices interleave: no gap to speak of
+                self._metrics.observe(metrics.INTER_TOKEN_LATENCY, max(0.0, now - self._last_token))
+        else:
+            self.first_token = now
+            self._metrics.observe(metrics.TIME_TO_FIRST_TOKEN, max(0.0, now - self.arrival))
+            self._metrics.add(metrics.REQUESTS_WAITING, -1)
+            self._metrics.add(metrics.REQUESTS_RUNNING, 1)
+        self._last_token = now
+
+    def _landed(self, task: asyncio.Task[None]) -> None:
+        self._running -= 1
+        if not task.cancelled():
+            error = task.exception()
+            if error is not None and self._error is None:
+                known = isinstance(error, BatonError)
+                self._error = error if known else _internal(error)
+                for other in self._tasks:
+                    other.cancel()
+        self._wake.set()
+
+
+def _internal(error: BaseException) -> Internal:
+    internal = Internal(f"{type(error).__name__}: {error}")
+    internal.__cause__ = error
+    return internal

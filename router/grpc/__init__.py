@@ -1,0 +1,1 @@
+"""The gRPC door: baton.v1, health and reflection."""

@@ -1,0 +1,77 @@
+"""baton.v1.Admin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from grpc import aio
+
+from protocol.errors import BatonError, InvalidRequest, Unsupported
+from protocol.wire import inference_pb2 as pb
+from router.admin import AdminBackend, ClusterView
+from router.grpc import convert
+from router.grpc.errors import abort
+
+_Context = aio.ServicerContext[Any, Any]
+
+_MAX_REPLICAS = 100_000
+
+
+class AdminServicer:
+    """The methods, as gRPC calls them. Without a backend the cluster can be seen, not steered."""
+
+    def __init__(self, own_view: Callable[[], ClusterView], backend: AdminBackend | None) -> None:
+        self._own_view = own_view
+        self._backend = backend
+
+    async def get_cluster(self, request: pb.GetClusterRequest, context: _Context) -> pb.Cluster:
+        """The cluster as it is."""
+        try:
+            return convert.cluster_message(await self._view())
+        except BatonError as error:
+            await abort(context, error)
+
+    async def scale(self, request: pb.ScaleRequest, context: _Context) -> pb.Cluster:
+        """Change the pools that are named; the cluster after the change was accepted."""
+        try:
+            convert.check_known(request)
+            prefill = _replicas(request, "prefill", least=0)
+            decode = _replicas(request, "decode", least=1)
+            if prefill is None and decode is None:
+                raise InvalidRequest("prefill or decode is required", param="prefill")
+            await self._steering().scale(prefill=prefill, decode=decode)
+            return convert.cluster_message(await self._view())
+        except BatonError as error:
+            await abort(context, error)
+
+    async def drain(self, request: pb.DrainRequest, context: _Context) -> pb.DrainResponse:
+        """Drain one worker."""
+        try:
+            convert.check_known(request)
+            if not request.worker_id:
+                raise InvalidRequest("worker_id is required", param="worker_id")
+            await self._steering().drain(request.worker_id)
+            return pb.DrainResponse()
+        except BatonError as error:
+            await abort(context, error)
+
+    async def _view(self) -> ClusterView:
+        own = self._own_view()
+        return own if self._backend is None else await self._backend.view(own)
+
+    def _steering(self) -> AdminBackend:
+        if self._backend is None:
+            raise Unsupported("this router was started without a cluster to steer")
+        return self._backend
+
+
+def _replicas(request: pb.ScaleRequest, name: str, *, least: int) -> int | None:
+    if not request.HasField(name):
+        return None
+    value = int(getattr(request, name))
+    if not least <= value <= _MAX_REPLICAS:
+        raise InvalidRequest(
+            f"{name} must be between {least} and {_MAX_REPLICAS}, got {value}", param=name
+        )
+    return value

@@ -1,0 +1,197 @@
+"""Between the messages of baton.v1 and the router's own values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from protocol.errors import InvalidRequest
+from protocol.wire import inference_pb2 as pb
+from router.admin import ClusterView, PoolView, RouterView, WorkerView
+from router.generation import Delta, Usage
+from router.request import RequestKind
+from router.timeline import Timeline
+
+_INPUTS = ("prompt", "prompt_token_ids", "prompts", "chat")
+
+
+def generate_fields(request: pb.GenerateRequest) -> tuple[RequestKind, dict[str, Any]]:
+    """The fields that are set, named as the HTTP door names them, and the kind of request."""
+    check_known(request)
+    fields = _set_fields(request, skip=_INPUTS)
+    fields.setdefault("stream", True)
+    kind = request.WhichOneof("input")
+    if kind == "chat":
+        return RequestKind.CHAT, fields | {"messages": _messages(request.chat)}
+    if kind == "prompt":
+        fields["prompt"] = request.prompt
+    elif kind == "prompt_token_ids":
+        fields["prompt"] = list(request.prompt_token_ids.ids)
+    elif kind == "prompts":
+        fields["prompt"] = [_prompt(prompt) for prompt in request.prompts.prompts]
+    return RequestKind.COMPLETION, fields
+
+
+def tokenize_fields(request: pb.TokenizeRequest) -> dict[str, Any]:
+    """The fields that are set."""
+    check_known(request)
+    fields = _set_fields(request, skip=("chat",))
+    if request.WhichOneof("input") == "chat":
+        fields["messages"] = _messages(request.chat)
+    return fields
+
+
+def detokenize_fields(request: pb.DetokenizeRequest) -> dict[str, Any]:
+    """The fields that are set; no tokens are an empty array."""
+    check_known(request)
+    return {"tokens": []} | _set_fields(request)
+
+
+def check_known(message: Message) -> None:
+    """Raise InvalidRequest when a newer client has set a field this build does not know."""
+    fields = UnknownFieldSet(message)
+    unknown = sorted(fields[i].field_number for i in range(len(fields)))
+    if unknown:
+        name = message.DESCRIPTOR.name
+        raise InvalidRequest(
+            f"{name} has unknown fields: {', '.join(map(str, unknown))}",
+            param=f"{name}.{unknown[0]}",
+        )
+
+
+def _set_fields(message: Message, skip: Sequence[str] = ()) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for descriptor, value in message.ListFields():
+        if descriptor.name in skip:
+            continue
+        if isinstance(value, Message):
+            check_known(value)
+            fields[descriptor.name] = _set_fields(value)
+        elif descriptor.message_type is not None:  # a map
+            fields[descriptor.name] = dict(value)
+        elif descriptor.is_repeated:
+            fields[descriptor.name] = list(value)
+        else:
+            fields[descriptor.name] = value
+    return fields
+
+
+def _prompt(prompt: pb.Prompt) -> str | list[int] | None:
+    kind = prompt.WhichOneof("kind")
+    if kind is None:
+        return None
+    return prompt.text if kind == "text" else list(prompt.token_ids.ids)
+
+
+def _messages(chat: pb.Chat) -> list[dict[str, Any]]:
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(chat.messages)]
+
+
+def _message(message: pb.Message, path: str) -> dict[str, Any]:
+    check_known(message)
+    fields: dict[str, Any] = {"role": message.role or None}
+    if message.HasField("name"):
+        fields["name"] = message.name
+    if message.HasField("content"):
+        if message.parts:
+            raise InvalidRequest(f"{path}: give content or parts", param=f"{path}.parts")
+        fields["content"] = message.content
+    elif message.parts:
+        fields["content"] = [
+            {"type": part.type, "text": part.text if part.HasField("text") else None}
+            for part in message.parts
+        ]
+    return fields
+
+
+def choice_message(delta: Delta, *, token_ids: bool) -> pb.Choice:
+    """One delta."""
+    return pb.Choice(
+        index=delta.index,
+        text=delta.text,
+        token_ids=delta.token_ids if token_ids else (),
+        finish_reason=None if delta.finish is None else delta.finish.value,
+    )
+
+
+def usage_message(usage: Usage) -> pb.Usage:
+    """Usage."""
+    return pb.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.total_tokens,
+    )
+
+
+def timeline_message(timeline: Timeline) -> pb.Timeline:
+    """A timeline with its spans."""
+    spans = [
+        pb.Span(
+            phase=placed.span.phase.value,
+            start=placed.span.start,
+            end=placed.span.end,
+            place=placed.span.place,
+            counts=placed.span.counts,
+            note=placed.span.note,
+            choice=placed.choice,
+            attempt=placed.attempt,
+        )
+        for placed in timeline.spans
+    ]
+    return pb.Timeline(
+        request_id=timeline.request_id,
+        arrival=timeline.arrival,
+        first_token=timeline.first_token,
+        end=timeline.end,
+        spans=spans,
+    )
+
+
+def cluster_message(view: ClusterView) -> pb.Cluster:
+    """A view of the cluster."""
+    return pb.Cluster(
+        model=view.model,
+        pools=[_pool(pool) for pool in view.pools],
+        routers=[_router(router) for router in view.routers],
+    )
+
+
+def _pool(pool: PoolView) -> pb.Pool:
+    return pb.Pool(
+        role=pool.role.value,
+        target=pool.target,
+        workers=[_worker(worker) for worker in pool.workers],
+    )
+
+
+def _worker(worker: WorkerView) -> pb.Worker:
+    load = worker.load
+    return pb.Worker(
+        worker_id=worker.ref.worker_id,
+        epoch=worker.ref.epoch,
+        address=worker.ref.address,
+        state=worker.state,
+        running=load.running,
+        waiting=load.waiting,
+        waiting_tokens=load.waiting_tokens,
+        free_blocks=load.free_blocks,
+        held_blocks=load.held_blocks,
+        cached_blocks=load.cached_blocks,
+        quarantined_blocks=load.quarantined_blocks,
+        total_blocks=load.total_blocks,
+        tokens_per_second=load.tokens_per_second,
+        in_flight=worker.in_flight,
+    )
+
+
+def _router(router: RouterView) -> pb.RouterInfo:
+    return pb.RouterInfo(
+        router_id=router.router_id,
+        http_address=router.http_address,
+        grpc_address=router.grpc_address,
+        state=router.state,
+        requests=router.requests,
+    )

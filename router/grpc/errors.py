@@ -1,0 +1,57 @@
+"""Typed errors as gRPC statuses, with the field at fault in machine-readable form.
+
+Details follow google.rpc (https://cloud.google.com/apis/design/errors): BadRequest names the field,
+RetryInfo says when to come back. The same is in plain trailers for clients without those types.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc import aio
+
+from protocol.errors import GRPC_STATUS, BatonError
+
+_DETAILS_KEY = "grpc-status-details-bin"
+
+
+async def abort(context: aio.ServicerContext[Any, Any], error: BatonError) -> NoReturn:
+    """End the call with this error's status."""
+    code = grpc.StatusCode[GRPC_STATUS[error.code]]
+    await context.abort(code, error.message, trailers(error))
+    raise AssertionError("abort returned")
+
+
+def trailers(error: BatonError) -> tuple[tuple[str, str | bytes], ...]:
+    """The trailing metadata of an error."""
+    pairs: list[tuple[str, str | bytes]] = [("baton-error-code", error.code.value)]
+    details: list[Message] = []
+    if error.param is not None:
+        pairs.append(("baton-error-param", error.param.encode("ascii", "replace").decode()))
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.param, description=error.message
+        )
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_after_s is not None:
+        pairs.append(("retry-after", f"{error.retry_after_s:g}"))
+        delay = Duration()
+        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    status = status_pb2.Status(
+        code=grpc.StatusCode[GRPC_STATUS[error.code]].value[0],
+        message=error.message,
+        details=[_packed(detail) for detail in details],
+    )
+    pairs.append((_DETAILS_KEY, status.SerializeToString()))
+    return tuple(pairs)
+
+
+def _packed(detail: Message) -> AnyMessage:
+    packed = AnyMessage()
+    packed.Pack(detail)
+    return packed

@@ -1,0 +1,150 @@
+"""baton.v1.Inference."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from grpc import aio
+
+from protocol.errors import BatonError
+from protocol.wire import inference_pb2 as pb
+from router.generation import Generation
+from router.grpc import convert
+from router.grpc.errors import abort
+from router.request import GenerateRequest, parse_request
+from router.service import Door, InferenceService
+
+_Context = aio.ServicerContext[Any, Any]
+
+#: Metadata has small limits in most stacks; a longer timeline is in the last message only.
+_MAX_TRAILER = 4096
+#: What gRPC reports as remaining time when there is no deadline.
+_NO_DEADLINE_S = 1e8
+
+
+class InferenceServicer:
+    """The methods, as gRPC calls them."""
+
+    def __init__(self, service: InferenceService) -> None:
+        self._service = service
+
+    async def generate(self, request: pb.GenerateRequest, context: _Context) -> None:
+        """Stream one request's output.
+
+        Writes to the context rather than yielding: so a cancelled call unwinds here and at once.
+        """
+        arrival = self._service.clock()
+        try:
+            with self._service.track(Door.GRPC, "generate"):
+                kind, fields = convert.generate_fields(request)
+                parsed = parse_request(kind, fields)
+                token_ids = not request.HasField("return_token_ids") or request.return_token_ids
+                async with self._service.generate(
+                    parsed, arrival=arrival, time_left_s=_time_left_s(context)
+                ) as generation:
+                    await self._relay(parsed, generation, context, token_ids=token_ids)
+        except BatonError as error:
+            await abort(context, error)
+
+    async def list_models(
+        self, request: pb.ListModelsRequest, context: _Context
+    ) -> pb.ListModelsResponse:
+        """The models served."""
+        models = [
+            pb.Model(
+                id=model.id,
+                created=model.created,
+                owned_by="baton",
+                max_model_len=model.max_model_len,
+            )
+            for model in self._service.models()
+        ]
+        return pb.ListModelsResponse(models=models)
+
+    async def tokenize(self, request: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:
+        """Text or chat to ids."""
+        try:
+            tokens = await self._service.tokenize(convert.tokenize_fields(request))
+        except BatonError as error:
+            await abort(context, error)
+        return pb.TokenizeResponse(
+            tokens=tokens.ids, count=len(tokens.ids), max_model_len=tokens.max_model_len
+        )
+
+    async def detokenize(
+        self, request: pb.DetokenizeRequest, context: _Context
+    ) -> pb.DetokenizeResponse:
+        """Ids to text."""
+        try:
+            text = await self._service.detokenize(convert.detokenize_fields(request))
+        except BatonError as error:
+            await abort(context, error)
+        return pb.DetokenizeResponse(prompt=text)
+
+    async def _relay(
+        self,
+        request: GenerateRequest,
+        generation: Generation,
+        context: _Context,
+        *,
+        token_ids: bool,
+    ) -> None:
+        whole = _Whole(len(generation.prompts))
+        message = self._first(generation)
+        opened: set[int] = set()
+        async for deltas in generation:
+            for delta in deltas:
+                choice = convert.choice_message(delta, token_ids=token_ids)
+                if request.return_token_ids and delta.index not in opened:
+                    opened.add(delta.index)
+                    choice.prompt_token_ids.extend(generation.prompts[delta.index])
+                if not request.stream:
+                    whole.add(choice)
+                    continue
+                message.choices.append(choice)
+                await context.write(message)
+                message = pb.GenerateResponse()
+        message.choices.extend(whole.choices())
+        message.usage.CopyFrom(convert.usage_message(generation.usage))
+        if request.timeline:
+            timeline = generation.timeline()
+            message.timeline.CopyFrom(convert.timeline_message(timeline))
+            trailer = json.dumps(timeline.to_json())
+            if len(trailer) <= _MAX_TRAILER:
+                context.set_trailing_metadata((("baton-timeline", trailer),))
+        await context.write(message)
+
+    def _first(self, generation: Generation) -> pb.GenerateResponse:
+        return pb.GenerateResponse(
+            id=generation.request_id,
+            model=self._service.models()[0].id,
+            created=int(generation.arrival),
+        )
+
+
+class _Whole:
+    """Gathers the choices of a request that is not streamed."""
+
+    def __init__(self, count: int) -> None:
+        self._parts: list[list[pb.Choice]] = [[] for _ in range(count)]
+
+    def add(self, choice: pb.Choice) -> None:
+        """Take the next part of a choice."""
+        self._parts[choice.index].append(choice)
+
+    def choices(self) -> list[pb.Choice]:
+        """Each choice in one piece."""
+        return [self._joined(parts) for parts in self._parts if parts]
+
+    def _joined(self, parts: list[pb.Choice]) -> pb.Choice:
+        joined = pb.Choice()
+        for part in parts:
+            joined.MergeFrom(part)  # appends the ids; text, a single value, is set below
+        joined.text = "".join(part.text for part in parts)
+        return joined
+
+
+def _time_left_s(context: _Context) -> float | None:
+    left_s = context.time_remaining()
+    return None if left_s is None or left_s > _NO_DEADLINE_S else left_s

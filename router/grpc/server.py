@@ -1,0 +1,143 @@
+"""The gRPC listener: both services of baton.v1, grpc.health.v1, reflection."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+from grpc import aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from protocol.errors import InvalidRequest, Unavailable
+from protocol.wire import inference_pb2 as pb
+from router.grpc.admin import AdminServicer
+from router.grpc.errors import abort
+from router.grpc.inference import InferenceServicer
+
+M = TypeVar("M", bound=Message)
+_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+INFERENCE = "baton.v1.Inference"
+ADMIN = "baton.v1.Admin"
+
+
+class GrpcServer:
+    """Serves from `start` until `stop`; health says NOT_SERVING until told otherwise."""
+
+    def __init__(
+        self,
+        inference: InferenceServicer,
+        admin: AdminServicer | None,
+        *,
+        max_message_bytes: int,
+        reuse_port: bool,
+    ) -> None:
+        self._inference = inference
+        self._admin = admin
+        self._options: list[tuple[str, int]] = [
+            ("grpc.max_send_message_length", max_message_bytes),
+            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.so_reuseport", int(reuse_port)),
+            # Clients that keep connections alive with pings are welcome.
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ]
+        self._health = health.aio.HealthServicer()
+        self._services = [INFERENCE] if admin is None else [INFERENCE, ADMIN]
+        self._server: aio.Server | None = None
+
+    async def start(self, host: str, port: int) -> str:
+        """Bind (port 0: any free one) and serve; the `host:port` that was bound."""
+        server = aio.server(options=self._options)
+        handlers = {INFERENCE: _inference_handlers(self._inference)}
+        if self._admin is not None:
+            handlers[ADMIN] = _admin_handlers(self._admin)
+        for service, methods in handlers.items():
+            generic = grpc.method_handlers_generic_handler(service, methods)
+            server.add_generic_rpc_handlers((generic,))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        await self.set_serving(False)
+        bracketed = f"[{host}]" if ":" in host else host
+        try:
+            bound = server.add_insecure_port(f"{bracketed}:{port}")
+        except RuntimeError as error:
+            raise Unavailable(
+                f"cannot listen on {host}:{port}: {error}", param="grpc_port"
+            ) from None
+        await server.start()
+        self._server = server
+        return f"{host}:{bound}"
+
+    async def set_serving(self, serving: bool) -> None:
+        """What grpc.health.v1 answers for the server and its services."""
+        states = health_pb2.HealthCheckResponse.ServingStatus
+        state = states.Value("SERVING" if serving else "NOT_SERVING")
+        for service in ("", *self._services):
+            await self._health.set(service, state)
+
+    async def stop(self, grace_s: float = 0.5) -> None:
+        """Stop listening; running calls get `grace_s` seconds."""
+        if self._server is not None:
+            await self._server.stop(grace_s)
+            self._server = None
+
+
+def _inference_handlers(servicer: InferenceServicer) -> dict[str, _Handler]:
+    generate = grpc.unary_stream_rpc_method_handler(
+        _checked(servicer.generate),
+        request_deserializer=_tolerant(pb.GenerateRequest),
+        response_serializer=pb.GenerateResponse.SerializeToString,
+    )
+    return {
+        "Generate": generate,
+        "ListModels": _unary(servicer.list_models, pb.ListModelsRequest),
+        "Tokenize": _unary(servicer.tokenize, pb.TokenizeRequest),
+        "Detokenize": _unary(servicer.detokenize, pb.DetokenizeRequest),
+    }
+
+
+def _admin_handlers(servicer: AdminServicer) -> dict[str, _Handler]:
+    return {
+        "GetCluster": _unary(servicer.get_cluster, pb.GetClusterRequest),
+        "Scale": _unary(servicer.scale, pb.ScaleRequest),
+        "Drain": _unary(servicer.drain, pb.DrainRequest),
+    }
+
+
+def _unary(method: Callable[[Any, Any], Awaitable[Any]], kind: type[M]) -> _Handler:
+    return grpc.unary_unary_rpc_method_handler(
+        _checked(method),
+        request_deserializer=_tolerant(kind),
+        response_serializer=lambda reply: reply.SerializeToString(),
+    )
+
+
+def _tolerant(kind: type[M]) -> Callable[[bytes], M | InvalidRequest]:
+    """A parser that returns its failure: gRPC would answer an exception here with INTERNAL."""
+
+    def parse(data: bytes) -> M | InvalidRequest:
+        message = kind()
+        try:
+            message.ParseFromString(data)
+        except DecodeError:
+            name = kind.DESCRIPTOR.name
+            return InvalidRequest(
+                f"{name} does not parse: damaged, or a string is not valid UTF-8", param=name
+            )
+        return message
+
+    return parse
+
+
+def _checked(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+    async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
+        if isinstance(request, InvalidRequest):
+            await abort(context, request)
+        return await method(request, context)
+
+    return call

@@ -1,0 +1,78 @@
+"""The workers this router knows, kept up to date by whoever runs the cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from protocol.ids import Role, WorkerRef
+from router.config import RouterConfig
+from router.member import Member
+
+
+class Members:
+    """The set of followed workers. One member per incarnation; lives on one event loop."""
+
+    def __init__(self, *, router_id: str, secret: bytes, config: RouterConfig) -> None:
+        self._router_id = router_id
+        self._secret = secret
+        self._config = config
+        self._members: dict[tuple[str, int], Member] = {}
+        self._changed = asyncio.Event()
+
+    def set(self, refs: Sequence[WorkerRef]) -> None:
+        """Follow exactly these workers: new ones are connected to, others leave once their requests
+        have ended. The same worker with a new epoch is a new worker."""
+        wanted = {(ref.worker_id, ref.epoch): ref for ref in refs}
+        for key, ref in wanted.items():
+            member = self._members.get(key)
+            if member is None or not member.stay():
+                self._members[key] = self._make(ref)
+        for key, member in list(self._members.items()):
+            if key not in wanted and not member.leaving:
+                member.leave()
+
+    def ready(self, role: Role) -> list[Member]:
+        """The workers of a role that take requests."""
+        return [m for m in self._members.values() if m.ref.role is role and m.ready]
+
+    def all(self) -> list[Member]:
+        """Every followed worker, leaving ones included."""
+        return list(self._members.values())
+
+    def capacity(self) -> int:
+        """Tokens of the longest sequence that some ready decode worker can hold; 0 without one."""
+        return max((member.capacity for member in self.ready(Role.DECODE)), default=0)
+
+    async def changed(self, timeout_s: float) -> None:
+        """Return when a worker has joined, left or been lost, or after the time."""
+        event = self._changed
+        try:
+            await asyncio.wait_for(event.wait(), timeout_s)
+        except TimeoutError:
+            return
+
+    async def refresh(self, timeout_s: float = 1.0) -> None:
+        """Ask every worker for its status."""
+        await asyncio.gather(*(member.refresh(timeout_s) for member in self.all()))
+
+    async def close(self) -> None:
+        """Stop following everybody."""
+        await asyncio.gather(*(member.close() for member in self.all()))
+        self._members.clear()
+
+    def _make(self, ref: WorkerRef) -> Member:
+        return Member(
+            ref,
+            router_id=self._router_id,
+            secret=self._secret,
+            config=self._config,
+            on_change=self._on_change,
+        )
+
+    def _on_change(self, member: Member) -> None:
+        key = (member.ref.worker_id, member.ref.epoch)
+        if member.closed and self._members.get(key) is member:
+            del self._members[key]
+        event, self._changed = self._changed, asyncio.Event()
+        event.set()

@@ -1,0 +1,44 @@
+"""What a finished request adds to the metrics."""
+
+from __future__ import annotations
+
+from observability import metrics
+from observability.export import MetricSet
+from protocol.states import FinishReason
+from protocol.timeline import Phase
+from router.generation import Generation
+
+_QUEUES = (Phase.CREDIT_WAIT, Phase.PREFILL_QUEUE)
+_PREFILLS = (Phase.PREFILL, Phase.LOCAL_PREFILL)
+
+
+def succeeded(metric_set: MetricSet, generation: Generation, *, end: float) -> None:
+    """Record a request that ended well, at `end` seconds since the Unix epoch."""
+    reason = generation.finishes[0] or FinishReason.STOP
+    metric_set.count(metrics.REQUEST_SUCCESS, finished_reason=reason.value)
+    usage = generation.usage
+    metric_set.observe(metrics.REQUEST_PROMPT_TOKENS, usage.prompt_tokens)
+    metric_set.observe(metrics.REQUEST_GENERATION_TOKENS, usage.completion_tokens)
+    total_s = max(0.0, end - generation.arrival)
+    metric_set.observe(metrics.E2E_LATENCY, total_s)
+    if usage.completion_tokens > 1 and len(generation.finishes) == 1:
+        after_first_s = max(0.0, end - generation.first_token)
+        metric_set.observe(
+            metrics.TIME_PER_OUTPUT_TOKEN, after_first_s / (usage.completion_tokens - 1)
+        )
+    _measure_phases(metric_set, generation)
+
+
+def _measure_phases(metric_set: MetricSet, generation: Generation) -> None:
+    seconds = dict.fromkeys(Phase, 0.0)
+    for placed in generation.spans:
+        span = placed.span
+        length_s = max(0.0, span.end - span.start)
+        seconds[span.phase] += length_s
+        metric_set.observe(metrics.PHASE_TIME, length_s, phase=span.phase.value)
+        if span.phase is Phase.TRANSFER:
+            metric_set.observe(metrics.HANDOFF_TIME, length_s)
+            metric_set.observe(metrics.HANDOFF_SIZE, span.counts.get("bytes", 0))
+    metric_set.observe(metrics.QUEUE_TIME, sum(seconds[phase] for phase in _QUEUES))
+    metric_set.observe(metrics.PREFILL_TIME, sum(seconds[phase] for phase in _PREFILLS))
+    metric_set.observe(metrics.DECODE_TIME, seconds[Phase.DECODE])

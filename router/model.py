@@ -1,0 +1,120 @@
+"""The model this router speaks for: its names, its context, its text work off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from protocol.errors import ContextTooLong, NotFound
+from router.config import RouterConfig
+from router.request import ChatMessage, GenerateRequest, RequestKind
+from router.text.detokenizer import Detokenizer
+from router.text.tokenizer import ModelText
+
+R = TypeVar("R")
+
+#: Texts longer than this (characters) go through a lane of their own, one at a time, so that they
+#: never make short ones wait.
+_LONG_TEXT = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What clients are told about a model."""
+
+    id: str
+    created: int
+    max_model_len: int
+
+
+class ServedModel:
+    """One model under its names. Tokenising runs in threads; the tokenizer lets go of the GIL."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.name = config.model_name
+        self._names = {self.name, *config.model_aliases}
+        self._created = int(time.time())
+        self._text = ModelText(
+            Path(config.model_path), neutralise_control_tokens=config.neutralise_control_tokens
+        )
+        known = [n for n in (config.max_model_len, self._text.max_position) if n is not None]
+        if not known:
+            raise ValueError("max_model_len must be set: the model's config does not state it")
+        self.context = min(known)
+        self.vocab_size = self._text.vocab_size
+        self.eos_ids = self._text.eos_ids
+        self._short = ThreadPoolExecutor(config.text_threads, thread_name_prefix="text")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="long-text")
+
+    def check_name(self, name: str | None) -> None:
+        """Raise NotFound unless `name` is a name of this model; None means the served one."""
+        if name is not None and name not in self._names:
+            raise NotFound(f"the model {name!r} does not exist", param="model")
+
+    def info(self) -> ModelInfo:
+        """What clients are told."""
+        return ModelInfo(id=self.name, created=self._created, max_model_len=self.context)
+
+    def detokenizer(self) -> Detokenizer:
+        """A fresh incremental decoder."""
+        return self._text.detokenizer()
+
+    async def encode_request(
+        self, request: GenerateRequest, *, limit: int
+    ) -> list[tuple[int, ...]]:
+        """The ids of each prompt of a request.
+
+        Text that cannot fit `limit` tokens is refused without tokenising it.
+        """
+        param = "messages" if request.kind is RequestKind.CHAT else "prompt"
+        texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
+        texts += [message.content for message in request.messages]
+        for text in texts:
+            if self._text.surely_longer_than(text, limit):
+                raise ContextTooLong(
+                    f"{param}: {len(text)} characters are more than {limit} tokens can hold",
+                    param=param,
+                )
+        if request.kind is RequestKind.CHAT:
+            return [await self.encode_chat(request.messages)]
+        if not texts:
+            return [prompt for prompt in request.prompts if isinstance(prompt, tuple)]
+        return await self._in_thread(
+            lambda: [p if isinstance(p, tuple) else self._text.encode(p) for p in request.prompts],
+            sum(map(len, texts)),
+        )
+
+    async def encode_text(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """The ids of one text."""
+        return await self._in_thread(
+            lambda: self._text.encode(text, add_special_tokens=add_special_tokens), len(text)
+        )
+
+    async def encode_chat(
+        self, messages: Sequence[ChatMessage], *, add_special_tokens: bool = False
+    ) -> tuple[int, ...]:
+        """The ids of a chat through the model's template."""
+        size = sum(len(message.content) for message in messages)
+        return await self._in_thread(
+            lambda: self._text.encode_chat(messages, add_special_tokens=add_special_tokens), size
+        )
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens included."""
+        return await self._in_thread(
+            lambda: self._text.decode(ids, skip_special_tokens=False), len(ids)
+        )
+
+    def close(self) -> None:
+        """End the threads."""
+        self._short.shutdown(wait=False, cancel_futures=True)
+        self._long.shutdown(wait=False, cancel_futures=True)
+
+    async def _in_thread(self, work: Callable[[], R], size: int) -> R:
+        lane = self._long if size > _LONG_TEXT else self._short
+        return await asyncio.get_running_loop().run_in_executor(lane, work)

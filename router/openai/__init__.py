@@ -1,0 +1,1 @@
+"""The OpenAI-style HTTP door: JSON and server-sent events."""

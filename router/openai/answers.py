@@ -1,0 +1,94 @@
+"""Sending answers over ASGI: whole bodies, event streams, errors, and noticing who has left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.types import Receive, Send
+
+from protocol.errors import BatonError, Cancelled
+from router.openai.errors import error_body, error_headers, error_status
+
+Headers = list[tuple[bytes, bytes]]
+
+JSON_TYPE = (b"content-type", b"application/json")
+#: The last one keeps proxies like nginx from holding events back.
+STREAM_HEADERS: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Answer:
+    """One HTTP answer on its way out. Knows whether its status line has gone."""
+
+    def __init__(self, send: Send) -> None:
+        self.started = False
+        self._send = send
+
+    async def whole(self, status: int, body: bytes, headers: Headers) -> None:
+        """Send a complete answer."""
+        length = (b"content-length", b"%d" % len(body))
+        await self._start(status, [*headers, length])
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def object(self, value: object, headers: Headers | None = None) -> None:
+        """Send a JSON object with status 200."""
+        body = json.dumps(value, ensure_ascii=False).encode()
+        await self.whole(200, body, [JSON_TYPE, *(headers or [])])
+
+    async def begin_stream(self, headers: Headers) -> None:
+        """Send the head of an event stream."""
+        await self._start(200, [*STREAM_HEADERS, *headers])
+
+    async def part(self, events: bytes, *, last: bool = False) -> None:
+        """Send events."""
+        message = {"type": "http.response.body", "body": events, "more_body": not last}
+        await self._send(message)
+
+    async def error(self, error: BatonError) -> None:
+        """Send an error: as the answer, or, inside a stream, as its last event without an end mark,
+        so that it cannot be taken for success. A client that has left is sent nothing."""
+        if isinstance(error, Cancelled):
+            return
+        if self.started:
+            await self.part(b"data: " + error_body(error.info()) + b"\n\n", last=True)
+        else:
+            headers = [JSON_TYPE, *error_headers(error)]
+            await self.whole(error_status(error), error_body(error.info()), headers)
+
+    async def _start(self, status: int, headers: Headers) -> None:
+        self.started = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+@asynccontextmanager
+async def cancelled_when_gone(receive: Receive) -> AsyncIterator[None]:
+    """End the block with the typed error Cancelled when the client goes away.
+
+    The request's body must have been read before.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        task.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if gone and task.uncancel() == 0:
+            raise Cancelled("the client went away") from None
+        raise
+    finally:
+        watcher.cancel()

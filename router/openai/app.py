@@ -1,0 +1,232 @@
+"""The paths of the HTTP door."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from observability.export import CONTENT_TYPE
+from protocol.errors import BatonError, Internal, InvalidRequest, NotFound, Unavailable
+from router.generation import Generation
+from router.model import ModelInfo
+from router.openai.answers import JSON_TYPE, Answer, cancelled_when_gone
+from router.openai.body import read_object
+from router.openai.chunks import ChunkWriter, Collector
+from router.openai.errors import error_body, error_headers, error_status
+from router.request import GenerateRequest, RequestKind, parse_request
+from router.service import Door, InferenceService
+
+_Operation = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+
+
+def make_app(
+    service: InferenceService,
+    *,
+    metrics_text: Callable[[], Awaitable[bytes]],
+    max_body_bytes: int,
+) -> Starlette:
+    """The ASGI application. `metrics_text` renders /metrics."""
+    door = _Paths(service, metrics_text, max_body_bytes)
+    routes = [
+        Route("/v1/chat/completions", door.generate(RequestKind.CHAT), methods=["POST"]),
+        Route("/v1/completions", door.generate(RequestKind.COMPLETION), methods=["POST"]),
+        Route("/v1/models", door.models, methods=["GET"]),
+        Route("/v1/models/{model:path}", door.model, methods=["GET"]),
+        Route("/tokenize", door.operation(door.tokenize), methods=["POST"]),
+        Route("/detokenize", door.operation(door.detokenize), methods=["POST"]),
+        Route("/health", door.health, methods=["GET"]),
+        Route("/ready", door.ready, methods=["GET"]),
+        Route("/metrics", door.metrics, methods=["GET"]),
+        Route("/version", door.version, methods=["GET"]),
+    ]
+    handlers: dict[Any, Any] = {HTTPException: _http_exception, Exception: _exception}
+    return Starlette(routes=routes, exception_handlers=handlers)
+
+
+class _Paths:
+    def __init__(
+        self,
+        service: InferenceService,
+        metrics_text: Callable[[], Awaitable[bytes]],
+        max_body_bytes: int,
+    ) -> None:
+        self._service = service
+        self._metrics_text = metrics_text
+        self._max_body_bytes = max_body_bytes
+        self._version = _version()
+
+    # --- generate ---------------------------------------------------------------------------------
+
+    def generate(self, kind: RequestKind) -> ASGIApp:
+        """The endpoint of one kind of request, as a plain ASGI application."""
+        endpoint = "chat_completions" if kind is RequestKind.CHAT else "completions"
+
+        async def run(scope: Scope, receive: Receive, send: Send) -> None:
+            arrival = self._service.clock()
+            answer = Answer(send)
+            try:
+                with self._service.track(Door.HTTP, endpoint):
+                    fields = await read_object(scope, receive, limit=self._max_body_bytes)
+                    request = parse_request(kind, fields)
+                    async with (
+                        cancelled_when_gone(receive),
+                        self._service.generate(request, arrival=arrival) as generation,
+                    ):
+                        await self._answer(request, generation, answer)
+            except BatonError as error:
+                await answer.error(error)
+
+        return _AsgiEndpoint(run)
+
+    async def _answer(
+        self, request: GenerateRequest, generation: Generation, answer: Answer
+    ) -> None:
+        headers = [(b"baton-request-id", generation.request_id.encode())]
+        model = self._service.models()[0].id
+        if request.stream:
+            await _stream(
+                ChunkWriter(request, generation, model=model), generation, answer, headers
+            )
+            return
+        collector = Collector(request, generation, model=model)
+        async for deltas in generation:
+            collector.add(deltas)
+        await answer.whole(200, collector.body(), [JSON_TYPE, *headers])
+
+    # --- the rest ---------------------------------------------------------------------------------
+
+    def operation(self, run_operation: _Operation) -> ASGIApp:
+        """The endpoint of an operation from one JSON object to another."""
+
+        async def run(scope: Scope, receive: Receive, send: Send) -> None:
+            answer = Answer(send)
+            try:
+                fields = await read_object(scope, receive, limit=self._max_body_bytes)
+                await answer.object(await run_operation(fields))
+            except BatonError as error:
+                await answer.error(error)
+
+        return _AsgiEndpoint(run)
+
+    async def tokenize(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """POST /tokenize: `prompt` or `messages` to ids."""
+        tokens = await self._service.tokenize(fields)
+        return {
+            "count": len(tokens.ids),
+            "max_model_len": tokens.max_model_len,
+            "tokens": tokens.ids,
+        }
+
+    async def detokenize(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """POST /detokenize: `tokens` to text."""
+        return {"prompt": await self._service.detokenize(fields)}
+
+    async def models(self, _: Request) -> Response:
+        """GET /v1/models."""
+        data = [_model_json(model) for model in self._service.models()]
+        return _json({"object": "list", "data": data})
+
+    async def model(self, request: Request) -> Response:
+        """GET /v1/models/{id}."""
+        try:
+            return _json(_model_json(self._service.find_model(request.path_params["model"])))
+        except BatonError as error:
+            return _error(error)
+
+    async def health(self, _: Request) -> Response:
+        """GET /health: this process is alive and its event loop turns."""
+        return _json({"status": "ok"})
+
+    async def ready(self, _: Request) -> Response:
+        """GET /ready: a request would be accepted now."""
+        if self._service.ready:
+            return _json({"status": "ready"})
+        state = "draining" if self._service.admission.draining else "no decode worker is ready"
+        return _error(Unavailable(f"not ready: {state}", retry_after_s=1))
+
+    async def metrics(self, _: Request) -> Response:
+        """GET /metrics, in Prometheus' text format."""
+        return Response(await self._metrics_text(), headers={"content-type": CONTENT_TYPE})
+
+    async def version(self, _: Request) -> Response:
+        """GET /version."""
+        return _json({"version": self._version})
+
+
+class _AsgiEndpoint:
+    """Tells Starlette that this is an application, not a function of a request."""
+
+    def __init__(self, run: ASGIApp) -> None:
+        self._run = run
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._run(scope, receive, send)
+
+
+async def _stream(
+    writer: ChunkWriter,
+    generation: Generation,
+    answer: Answer,
+    headers: list[tuple[bytes, bytes]],
+) -> None:
+    """The status line waits for the first token, so that earlier failures keep their own status."""
+    async for deltas in generation:
+        if not answer.started:
+            await answer.begin_stream(headers)
+        await answer.part(writer.events(deltas))
+    await answer.part(writer.last(), last=True)
+
+
+def _model_json(model: ModelInfo) -> dict[str, Any]:
+    return {
+        "id": model.id,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "baton",
+        "max_model_len": model.max_model_len,
+    }
+
+
+def _json(value: dict[str, Any]) -> Response:
+    return Response(json.dumps(value).encode(), media_type="application/json")
+
+
+def _error(error: BatonError) -> Response:
+    headers = {name.decode(): value.decode() for name, value in error_headers(error)}
+    return Response(
+        error_body(error.info()),
+        status_code=error_status(error),
+        headers=headers,
+        media_type="application/json",
+    )
+
+
+async def _http_exception(request: Request, error: HTTPException) -> Response:
+    """Unknown paths and methods, in the same form as every other error."""
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        return _error(NotFound(f"unknown path: {request.url.path}"))
+    response = _error(InvalidRequest(f"{request.method} is not allowed here"))
+    response.status_code = error.status_code
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _exception(_: Request, error: Exception) -> Response:
+    return _error(Internal(f"{type(error).__name__}: {error}"))
+
+
+def _version() -> str:
+    try:
+        return version("baton")
+    except PackageNotFoundError:
+        return "unknown"

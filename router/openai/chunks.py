@@ -1,0 +1,136 @@
+"""OpenAI's response objects. What is the same in every chunk of a stream is serialised once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from protocol.states import FinishReason
+from router.generation import Delta, Generation, Usage
+from router.request import GenerateRequest, RequestKind
+
+DONE = b"data: [DONE]\n\n"
+
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+class ChunkWriter:
+    """Writes the server-sent events of one stream."""
+
+    def __init__(self, request: GenerateRequest, generation: Generation, *, model: str) -> None:
+        chat = request.kind is RequestKind.CHAT
+        self._generation = generation
+        self._head = _head(request, generation, model=model, stream=True)
+        self._token_ids = request.return_token_ids
+        self._usage_null = ',"usage":null' if request.include_usage else ""
+        self._started: set[int] = set()
+        self._before_text = ',"delta":{"content":' if chat else ',"text":'
+        self._after_text = "}" if chat else ""
+        self._first = ',"delta":{"role":"assistant","content":""}' if chat else None
+        self._include_usage = request.include_usage
+        self._timeline = request.timeline
+
+    def events(self, deltas: Sequence[Delta]) -> bytes:
+        """One event for each delta; a chat choice opens with its role."""
+        out: list[str] = []
+        for delta in deltas:
+            extra = self._extra(delta) if self._token_ids else ""
+            if self._first is not None and delta.index not in self._started:
+                out.append(self._event(delta.index, self._first, "null", ""))
+            self._started.add(delta.index)
+            text = f"{self._before_text}{_encode(delta.text)}{self._after_text}"
+            out.append(self._event(delta.index, text, _finish(delta.finish), extra))
+        return "".join(out).encode()
+
+    def last(self) -> bytes:
+        """What comes after the last token: usage and timeline, if asked for, and the end mark."""
+        fields: list[str] = []
+        if self._include_usage:
+            fields.append(f'"usage":{_encode(usage_json(self._generation.usage))}')
+        if self._timeline:
+            fields.append(f'"timeline":{_encode(self._generation.timeline().to_json())}')
+        if not fields:
+            return DONE
+        return f'data: {self._head}"choices":[],{",".join(fields)}}}\n\n'.encode() + DONE
+
+    def _event(self, index: int, content: str, finish: str, extra: str) -> str:
+        return (
+            f'data: {self._head}"choices":[{{"index":{index}{content},"logprobs":null,'
+            f'"finish_reason":{finish}{extra}}}]{self._usage_null}}}\n\n'
+        )
+
+    def _extra(self, delta: Delta) -> str:
+        extra = f',"token_ids":{_encode(delta.token_ids)}'
+        if delta.index not in self._started:
+            prompt = _encode(self._generation.prompts[delta.index])
+            extra += f',"prompt_token_ids":{prompt}'
+        return extra
+
+
+class Collector:
+    """Gathers the deltas of a request that is not streamed."""
+
+    def __init__(self, request: GenerateRequest, generation: Generation, *, model: str) -> None:
+        self._request = request
+        self._generation = generation
+        self._model = model
+        count = len(generation.prompts)
+        self._texts: list[list[str]] = [[] for _ in range(count)]
+        self._ids: list[list[int]] = [[] for _ in range(count)]
+
+    def add(self, deltas: Sequence[Delta]) -> None:
+        """Take deltas in order."""
+        for delta in deltas:
+            self._texts[delta.index].append(delta.text)
+            self._ids[delta.index] += delta.token_ids
+
+    def body(self) -> bytes:
+        """The response, once every choice has finished."""
+        head = _head(self._request, self._generation, model=self._model, stream=False)
+        choices = [self._choice(index) for index in range(len(self._texts))]
+        rest: dict[str, Any] = {"choices": choices, "usage": usage_json(self._generation.usage)}
+        if self._request.timeline:
+            rest["timeline"] = self._generation.timeline().to_json()
+        return (head + _encode(rest)[1:]).encode()
+
+    def _choice(self, index: int) -> dict[str, Any]:
+        text = "".join(self._texts[index])
+        finish = self._generation.finishes[index]
+        choice: dict[str, Any] = {"index": index}
+        if self._request.kind is RequestKind.CHAT:
+            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+        else:
+            choice["text"] = text
+        choice |= {"logprobs": None, "finish_reason": None if finish is None else finish.value}
+        if self._request.return_token_ids:
+            choice["token_ids"] = self._ids[index]
+            choice["prompt_token_ids"] = self._generation.prompts[index]
+        return choice
+
+
+def usage_json(usage: Usage) -> dict[str, int]:
+    """Usage as OpenAI writes it."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.total_tokens,
+    }
+
+
+def _head(request: GenerateRequest, generation: Generation, *, model: str, stream: bool) -> str:
+    if request.kind is RequestKind.CHAT:
+        prefix, kind = "chatcmpl", "chat.completion.chunk" if stream else "chat.completion"
+    else:
+        prefix, kind = "cmpl", "text_completion"
+    head = {
+        "id": f"{prefix}-{generation.request_id}",
+        "object": kind,
+        "created": int(generation.arrival),
+        "model": model,
+    }
+    return _encode(head)[:-1] + ","
+
+
+def _finish(reason: FinishReason | None) -> str:
+    return "null" if reason is None else f'"{reason.value}"'

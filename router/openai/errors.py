@@ -1,0 +1,44 @@
+"""Errors as OpenAI clients expect them: `{"error": {message, type, param, code}}` and a status."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from protocol.errors import HTTP_STATUS, BatonError, ErrorCode, ErrorInfo
+
+_TYPES = {
+    ErrorCode.UNAUTHENTICATED: "authentication_error",
+    ErrorCode.OVERLOADED: "rate_limit_error",
+    ErrorCode.UNAVAILABLE: "service_unavailable_error",
+    ErrorCode.HANDOFF_FAILED: "service_unavailable_error",
+    ErrorCode.DEADLINE_EXCEEDED: "timeout_error",
+    ErrorCode.STALE_MESSAGE: "server_error",
+    ErrorCode.INTERNAL: "server_error",
+}
+
+
+def error_body(info: ErrorInfo) -> bytes:
+    """The JSON object of an error."""
+    code = info.code.value
+    if info.code is ErrorCode.NOT_FOUND and info.param == "model":
+        code = "model_not_found"  # the name OpenAI's clients know
+    error = {
+        "message": info.message,
+        "type": _TYPES.get(info.code, "invalid_request_error"),
+        "param": info.param,
+        "code": code,
+    }
+    return json.dumps({"error": error}).encode()
+
+
+def error_status(error: BatonError) -> int:
+    """The HTTP status of an error."""
+    return HTTP_STATUS[error.code]
+
+
+def error_headers(error: BatonError) -> list[tuple[bytes, bytes]]:
+    """Headers that an error adds: when to come back, in whole seconds."""
+    if error.retry_after_s is None:
+        return []
+    return [(b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s)))]

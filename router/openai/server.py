@@ -1,0 +1,89 @@
+"""The HTTP listener: uvicorn with httptools on the running event loop, on a socket of our own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Generator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from protocol.errors import Unavailable
+
+_BACKLOG = 2048
+
+
+class HttpServer:
+    """Serves an application from `start` until `stop`. Listens directly: tokens pass no proxy."""
+
+    def __init__(self, app: ASGIApp, *, keep_alive_s: int, reuse_port: bool) -> None:
+        self._config = uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=keep_alive_s,
+            timeout_graceful_shutdown=1,
+            backlog=_BACKLOG,
+        )
+        self._reuse_port = reuse_port
+        self._server: _Server | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, host: str, port: int) -> str:
+        """Bind (port 0: any free one) and serve; the `host:port` that was bound."""
+        listener = _bind(host, port, reuse_port=self._reuse_port)
+        self._server = _Server(self._config)
+        self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
+        up = asyncio.create_task(self._server.up.wait())
+        await asyncio.wait({up, self._task}, return_when=asyncio.FIRST_COMPLETED)
+        up.cancel()
+        if self._task.done():
+            await self._task
+            raise Unavailable("the HTTP server ended while starting")
+        return f"{host}:{listener.getsockname()[1]}"
+
+    async def stop(self) -> None:
+        """Stop listening, give running answers a second, close every connection."""
+        if self._server is not None and self._task is not None:
+            self._server.should_exit = True
+            await self._task
+            self._server = self._task = None
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: the process belongs to somebody else."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, and say so."""
+        await super().startup(sockets)
+        self.up.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Leave signals alone."""
+        yield
+
+
+def _bind(host: str, port: int, *, reuse_port: bool) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if reuse_port and port:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise Unavailable(f"cannot listen on {host}:{port}: {error}", param="http_port") from error
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,126 @@
+"""From a request as the client meant it to the sequences that workers run. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from protocol.errors import ContextTooLong, InvalidRequest
+from protocol.sampling import MAX_SEED, SamplingParams
+from router.relay import SequenceJob
+from router.request import DEFAULT_COMPLETION_TOKENS, GenerateRequest, RequestKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a sequence may be.
+
+    Ids are below `vocab_size`; it has at most `context` tokens in all by the model and at most
+    `capacity` by the largest decode worker's KV pool.
+    """
+
+    vocab_size: int
+    context: int
+    capacity: int
+
+    @property
+    def total(self) -> int:
+        """Most tokens of a sequence, prompt and output together."""
+        return min(self.context, self.capacity)
+
+
+def base_sampling(
+    request: GenerateRequest, limits: Limits, *, eos_ids: Sequence[int], seed: int
+) -> SamplingParams:
+    """The request's sampling, checked as far as it can be without the prompt."""
+    sampling = SamplingParams(
+        temperature=request.temperature,
+        top_k=request.top_k,
+        top_p=request.top_p,
+        min_p=request.min_p,
+        seed=seed if request.seed is None else request.seed,
+        max_tokens=request.max_tokens or limits.context,
+        min_tokens=request.min_tokens,
+        ignore_eos=request.ignore_eos,
+        stop_token_ids=request.stop_token_ids,
+        eos_token_ids=tuple(eos_ids),
+    )
+    sampling.validate(limits.vocab_size)
+    return sampling
+
+
+def check_ids(ids: Sequence[int], limits: Limits, *, param: str) -> None:
+    """Raise InvalidRequest unless there are ids and all are in the vocabulary."""
+    if not ids:
+        raise InvalidRequest(f"{param} has no tokens", param=param)
+    for worst in (min(ids), max(ids)):
+        if not 0 <= worst < limits.vocab_size:
+            raise InvalidRequest(
+                f"{param}: token id {worst} is outside the vocabulary of {limits.vocab_size}",
+                param=param,
+            )
+
+
+def make_jobs(
+    request: GenerateRequest,
+    prompts: Sequence[tuple[int, ...]],
+    sampling: SamplingParams,
+    limits: Limits,
+    *,
+    request_id: str,
+    deadline: float,
+) -> list[SequenceJob]:
+    """One job for each choice: prompt number times n plus number of the completion."""
+    param = prompt_param(request)
+    jobs = []
+    for i, ids in enumerate(prompts):
+        check_ids(ids, limits, param=param)
+        fitted = replace(sampling, max_tokens=output_tokens(request, len(ids), limits, param=param))
+        fitted.validate(limits.vocab_size)
+        for j in range(request.n):
+            index = i * request.n + j
+            jobs.append(
+                SequenceJob(
+                    request_id=f"{request_id}-{index}",
+                    index=index,
+                    prompt_ids=ids,
+                    sampling=replace(fitted, seed=(fitted.seed + j) & MAX_SEED),
+                    deadline=deadline,
+                    wants_timeline=request.timeline,
+                )
+            )
+    return jobs
+
+
+def output_tokens(
+    request: GenerateRequest, num_prompt_tokens: int, limits: Limits, *, param: str
+) -> int:
+    """`max_tokens` of one sequence: as asked, or what the kind of request defaults to."""
+    rest = limits.total - num_prompt_tokens
+    if rest < 1:
+        raise too_long(f"the prompt has {num_prompt_tokens} tokens", limits, param=param)
+    if request.max_tokens is None:
+        chat = request.kind is RequestKind.CHAT
+        return rest if chat else min(rest, max(DEFAULT_COMPLETION_TOKENS, request.min_tokens))
+    if request.max_tokens > rest:
+        raise too_long(
+            f"the prompt has {num_prompt_tokens} tokens and {request.max_tokens_param} is "
+            f"{request.max_tokens}",
+            limits,
+            param=request.max_tokens_param,
+        )
+    return request.max_tokens
+
+
+def too_long(what: str, limits: Limits, *, param: str) -> ContextTooLong:
+    """The error of a sequence that cannot fit, naming the limit it runs into."""
+    if limits.capacity < limits.context:
+        return ContextTooLong(
+            f"{what}; a sequence can have {limits.capacity} tokens in the KV pool", param=param
+        )
+    return ContextTooLong(f"{what}; the model's context is {limits.context} tokens", param=param)
+
+
+def prompt_param(request: GenerateRequest) -> str:
+    """The field a prompt came in."""
+    return "messages" if request.kind is RequestKind.CHAT else "prompt"

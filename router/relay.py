@@ -1,0 +1,324 @@
+"""The life of one output: choose workers, submit, relay tokens, try again, clean up."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from observability import metrics
+from observability.export import MetricSet
+from observability.logging import get_logger
+from protocol.errors import (
+    BatonError,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    PayloadTooLarge,
+    Unavailable,
+)
+from protocol.ids import RequestKey, Role, WorkerRef
+from protocol.messages import Submit
+from protocol.sampling import SamplingParams
+from protocol.ticket import Ticket
+from protocol.timeline import Phase, Span
+from router.attempt import Attempt, Emit, Ended, Outcome
+from router.config import RouterConfig
+from router.member import Member
+from router.members import Members
+from router.merge import TokenMerger
+from router.policy import Choice, Need, choose
+
+log = get_logger(__name__)
+
+#: Between rounds in which every worker refused an accepted request.
+_ROUND_PAUSE_S = 0.1
+#: Refusals that no other worker would answer differently.
+_FINAL = (InvalidRequest, PayloadTooLarge)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceJob:
+    """One output to make. `index` is its place among the request's choices, `deadline` in seconds
+    since the Unix epoch."""
+
+    request_id: str
+    index: int
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    deadline: float
+    wants_timeline: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedSpan:
+    """A span and the choice and attempt it belongs to."""
+
+    span: Span
+    choice: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pair:
+    choice: Choice
+    decode: Member
+    prefill: Member | None
+
+    @property
+    def members(self) -> list[Member]:
+        return [self.decode] if self.prefill is None else [self.decode, self.prefill]
+
+
+class Relay:
+    """What every output shares: the workers, the secret of the tickets, settings, chance."""
+
+    def __init__(
+        self,
+        *,
+        router_id: str,
+        members: Members,
+        secret: bytes,
+        config: RouterConfig,
+        metric_set: MetricSet,
+        clock: Callable[[], float],
+        rng: random.Random,
+    ) -> None:
+        self.router_id = router_id
+        self.members = members
+        self.config = config
+        self.metrics = metric_set
+        self.clock = clock
+        self._secret = secret
+        self._rng = rng
+
+    def choose(self, need: Need, excluded: set[str]) -> _Pair | None:
+        """A pair of ready workers, none of them excluded; None when no decode worker is left."""
+        decodes, prefills = (
+            {m.ref: m for m in self.members.ready(role) if m.ref.worker_id not in excluded}
+            for role in (Role.DECODE, Role.PREFILL)
+        )
+        choice = choose(
+            need,
+            [member.view() for member in decodes.values()],
+            [member.view() for member in prefills.values()],
+            local_tokens=self.config.local_prefill_tokens,
+            rng=self._rng,
+        )
+        if choice is None:
+            return None
+        prefill = None if choice.prefill is None else prefills[choice.prefill.ref]
+        return _Pair(choice=choice, decode=decodes[choice.decode.ref], prefill=prefill)
+
+    def ticket(self, key: RequestKey, pair: _Pair, *, blocks: int, deadline: float) -> Ticket:
+        """A signed ticket for one attempt."""
+        assert pair.prefill is not None
+        return Ticket(
+            key=key,
+            prefill_epoch=pair.prefill.ref.epoch,
+            decode_epoch=pair.decode.ref.epoch,
+            num_blocks=blocks,
+            expires_at=deadline,
+        ).signed(self._secret)
+
+
+class Flight:
+    """One output on its way.
+
+    `run` returns when its last token was emitted, or raises a typed error. Whatever happens,
+    nothing stays counted and no worker goes on with it.
+    """
+
+    def __init__(self, relay: Relay, job: SequenceJob, emit: Emit) -> None:
+        self.spans: list[PlacedSpan] = []
+        self._relay = relay
+        self._job = job
+        self._emit = emit
+        self._merger = TokenMerger()
+        self._next_attempt = 0
+        self._failures = 0
+        self._wait_until = 0.0  # how long to wait for a worker: not at all before the first failure
+        self._refused: set[str] = set()
+        self._avoided: set[str] = set()
+        self._last_refusal: BatonError | None = None
+
+    async def run(self) -> None:
+        """Until the end, or until the deadline."""
+        loop = asyncio.get_running_loop()
+        left_s = self._job.deadline - self._relay.clock()
+        try:
+            async with asyncio.timeout_at(loop.time() + left_s):
+                while True:
+                    ended = await self._attempt(await self._choose())
+                    if ended.outcome in (Outcome.FINISHED, Outcome.CUT):
+                        return
+                    self._learn(ended)
+        except TimeoutError:
+            raise DeadlineExceeded("the request's deadline passed", param="timeout") from None
+
+    # --- choosing ---------------------------------------------------------------------------------
+
+    async def _choose(self) -> _Pair:
+        """A pair, waiting for one if a worker had the request before: it must not be lost then."""
+        need = Need(
+            prompt_tokens=len(self._job.prompt_ids) + len(self._merger.output_ids),
+            total_tokens=len(self._job.prompt_ids) + self._job.sampling.max_tokens,
+        )
+        while True:
+            pair = self._relay.choose(need, self._refused | self._avoided)
+            if pair is None and self._avoided:
+                self._avoided.clear()  # a worker that failed once is better than none
+                continue
+            if pair is not None:
+                return pair
+            left_s = self._wait_until - self._relay.clock()
+            if left_s <= 0:
+                raise self._no_worker()
+            pause_s = _ROUND_PAUSE_S if self._refused else left_s
+            self._refused.clear()
+            await self._relay.members.changed(min(left_s, pause_s))
+
+    def _no_worker(self) -> BatonError:
+        retry_after_s = self._relay.config.retry_after_s
+        refusal = self._last_refusal
+        if isinstance(refusal, Overloaded):
+            wait_s = refusal.retry_after_s or retry_after_s
+            return Overloaded(refusal.message, param=refusal.param, retry_after_s=wait_s)
+        detail = f": {refusal.message}" if refusal is not None else ""
+        return Unavailable(
+            f"no decode worker can take this request now{detail}", retry_after_s=retry_after_s
+        )
+
+    def _learn(self, ended: Ended) -> None:
+        """Take in how an attempt failed; raises when there is no point in another one."""
+        assert ended.error is not None
+        if not ended.retriable:
+            raise ended.error
+        if ended.outcome is Outcome.REFUSED:
+            self._refused.add(ended.worker_id)
+            self._last_refusal = ended.error
+            return
+        self._failures += 1
+        if self._failures >= self._relay.config.max_attempts:
+            raise ended.error
+        self._wait_until = self._relay.clock() + self._relay.config.resume_wait_s
+        self._avoided.add(ended.worker_id)
+        self._relay.metrics.count(metrics.RESUMES, cause=f"{ended.role}_{ended.outcome}")
+        log.warning(
+            "request resumed",
+            extra={
+                "request": self._job.request_id,
+                "attempt": self._next_attempt,
+                "output_tokens": len(self._merger.output_ids),
+                "cause": ended.error.message,
+            },
+        )
+
+    # --- one attempt ------------------------------------------------------------------------------
+
+    async def _attempt(self, pair: _Pair) -> Ended:
+        start = self._relay.clock()
+        key = RequestKey(self._job.request_id, self._next_attempt)
+        self._next_attempt += 1
+        self._merger.restart()
+        prefill_ref = None if pair.prefill is None else pair.prefill.ref
+        attempt = Attempt(key, merger=self._merger, emit=self._emit, prefill=prefill_ref)
+        tokens = len(self._job.prompt_ids) + len(self._merger.output_ids)
+        blocks = -(-tokens // pair.choice.decode.block_size)
+        try:
+            for member in pair.members:
+                member.attach(key, attempt, tokens=tokens, blocks=blocks)
+            refused = await self._submit(pair, self._submits(key, pair, blocks))
+            if refused is not None:
+                attempt.end(refused)
+            else:
+                self._accept(pair, start)
+            ended = await attempt.ended
+            await self._wait_for_spans(attempt, ended)
+            return ended
+        finally:
+            for member in pair.members:
+                member.detach(key)
+            self._cancel_rest(pair, attempt)
+            self.spans += (self._placed(span, key) for span in attempt.spans)
+
+    def _submits(self, key: RequestKey, pair: _Pair, blocks: int) -> list[Submit]:
+        """The messages for decode and, if there is one, prefill: the same but for the peer."""
+        base = Submit(
+            key=key,
+            router_id=self._relay.router_id,
+            prompt_ids=self._job.prompt_ids,
+            sampling=self._job.sampling,
+            deadline=self._job.deadline,
+            output_ids=tuple(self._merger.output_ids),
+            local_prefill_reason=pair.choice.local_reason or "",
+        )
+        if pair.prefill is None:
+            return [base]
+        ticket = self._relay.ticket(key, pair, blocks=blocks, deadline=self._job.deadline)
+        return [
+            replace(base, peer=peer, ticket=ticket) for peer in (pair.prefill.ref, pair.decode.ref)
+        ]
+
+    async def _submit(self, pair: _Pair, submits: list[Submit]) -> Ended | None:
+        """Submit to both at once; the most final refusal, if any."""
+        answers = await asyncio.gather(
+            *(m.submit(s) for m, s in zip(pair.members, submits, strict=True)),
+            return_exceptions=True,
+        )
+        refusals = []
+        for member, answer in zip(pair.members, answers, strict=True):
+            if isinstance(answer, BatonError):
+                refusals.append(_refusal(member.ref, answer))
+            elif answer is not None:
+                raise answer
+        return min(refusals, key=lambda refusal: refusal.retriable, default=None)
+
+    def _accept(self, pair: _Pair, start: float) -> None:
+        self._refused.clear()
+        self._last_refusal = None
+        reason = pair.choice.local_reason
+        if reason is not None:
+            self._relay.metrics.count(metrics.LOCAL_PREFILLS, reason=reason)
+        span = Span(
+            phase=Phase.ROUTE,
+            start=start,
+            end=self._relay.clock(),
+            place=self._relay.router_id,
+            note=pair.choice.why,
+        )
+        attempt = self._next_attempt - 1
+        self.spans.append(PlacedSpan(span=span, choice=self._job.index, attempt=attempt))
+
+    async def _wait_for_spans(self, attempt: Attempt, ended: Ended) -> None:
+        """Prefill's spans come on a stream of their own and may be late for a short output."""
+        if self._job.wants_timeline and ended.outcome is Outcome.FINISHED:
+            try:
+                async with asyncio.timeout(self._relay.config.timeline_wait_s):
+                    await attempt.prefill_reported.wait()
+            except TimeoutError:
+                log.info("no spans from prefill", extra={"request": self._job.request_id})
+
+    def _cancel_rest(self, pair: _Pair, attempt: Attempt) -> None:
+        """Cancel on every worker that may still hold something for this attempt."""
+        ended = attempt.ended.result() if attempt.ended.done() else None
+        if ended is None or ended.outcome is not Outcome.FINISHED:
+            for member in pair.members:
+                member.cancel(attempt.key)
+        elif ended.role is Role.PREFILL:
+            # It ended at token 1: prefill releases decode itself; this is for when that gets lost.
+            pair.decode.cancel(attempt.key)
+
+    def _placed(self, span: Span, key: RequestKey) -> PlacedSpan:
+        return PlacedSpan(span=span, choice=self._job.index, attempt=key.attempt)
+
+
+def _refusal(ref: WorkerRef, error: BatonError) -> Ended:
+    return Ended(
+        outcome=Outcome.REFUSED,
+        role=ref.role,
+        worker_id=ref.worker_id,
+        error=error,
+        retriable=not isinstance(error, _FINAL),
+    )

@@ -1,0 +1,248 @@
+"""One router: both front doors, the workers it knows, and everything between."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from uuid import uuid4
+
+from observability.export import MetricSet
+from observability.logging import get_logger
+from protocol.ids import Role, WorkerRef
+from router.admin import AdminBackend, ClusterView, PoolView, RouterView, WorkerView
+from router.config import RouterConfig
+from router.grpc.admin import AdminServicer
+from router.grpc.inference import InferenceServicer
+from router.grpc.server import GrpcServer
+from router.member import Member
+from router.members import Members
+from router.model import ServedModel
+from router.openai.app import make_app
+from router.openai.server import HttpServer
+from router.relay import Relay
+from router.service import InferenceService
+
+log = get_logger(__name__)
+
+_HEALTH_CHECK_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterAddresses:
+    """Where the two doors listen, as `host:port`."""
+
+    http: str
+    grpc: str
+
+
+class Router:
+    """The front door of one process, on one event loop. Knows nothing of Ray.
+
+    Whoever runs it calls `start` once, `set_workers` whenever the set of ready workers changes,
+    and at the end `drain` and `stop`. Construction reads the model's folder and may take a second.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        secret: bytes,
+        admin: AdminBackend | None = None,
+        metric_set: MetricSet | None = None,
+        clock: Callable[[], float] = time.time,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.config = config
+        self.router_id = f"router-{uuid4().hex[:12]}"
+        self.metrics = metric_set or MetricSet(
+            model_name=config.model_name, vllm_names=config.vllm_metric_names
+        )
+        self.addresses = RouterAddresses(http="", grpc="")
+        self._secret = secret
+        self._admin = admin
+        self._clock = clock
+        self._rng = rng or random.Random()
+        self._model = ServedModel(config)
+        self._exported: set[str] = set()
+        self._members: Members | None = None
+        self._service: InferenceService | None = None
+        self._http: HttpServer | None = None
+        self._grpc: GrpcServer | None = None
+        self._health: asyncio.Task[None] | None = None
+
+    # --- life -------------------------------------------------------------------------------------
+
+    async def start(
+        self, *, http_host: str, http_port: int, grpc_host: str, grpc_port: int
+    ) -> RouterAddresses:
+        """Listen on both doors (port 0: any free one). Live at once, ready with the first worker.
+
+        Raises Unavailable, naming http_port or grpc_port, when a port cannot be had.
+        """
+        service = self._build()
+        try:
+            assert self._http is not None
+            assert self._grpc is not None
+            http = await self._http.start(http_host, http_port)
+            grpc = await self._grpc.start(grpc_host, grpc_port)
+        except BaseException:
+            await self.stop()
+            raise
+        self.addresses = RouterAddresses(http=http, grpc=grpc)
+        self._health = asyncio.create_task(self._keep_health(service))
+        log.info("router started", extra={"http": http, "grpc": grpc, "router": self.router_id})
+        return self.addresses
+
+    async def drain(self, timeout_s: float | None = None) -> bool:
+        """Refuse new requests and wait for those in flight; whether all ended within `timeout_s`
+        (the configured time if None)."""
+        service = self._running()
+        service.admission.draining = True
+        assert self._grpc is not None
+        await self._grpc.set_serving(False)
+        try:
+            async with asyncio.timeout(self.config.drain_s if timeout_s is None else timeout_s):
+                await service.admission.idle()
+        except TimeoutError:
+            return False
+        return True
+
+    async def stop(self) -> None:
+        """Close both doors and every stream. Requests in flight end in an error; idempotent."""
+        if self._health is not None:
+            self._health.cancel()
+            await asyncio.gather(self._health, return_exceptions=True)
+            self._health = None
+        if self._service is not None:
+            self._service.admission.draining = True
+        if self._grpc is not None:
+            await self._grpc.stop()
+        if self._http is not None:
+            await self._http.stop()
+        if self._members is not None:
+            await self._members.close()
+        self._model.close()
+
+    # --- the cluster ------------------------------------------------------------------------------
+
+    def set_workers(self, refs: Sequence[WorkerRef]) -> None:
+        """Serve from exactly these workers.
+
+        New ones take requests once their event stream is up; those no longer named finish what they
+        have. Call on the router's event loop, after `start`.
+        """
+        self._running()
+        assert self._members is not None
+        self._members.set(refs)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request would be accepted now."""
+        return self._service is not None and self._service.ready
+
+    @property
+    def num_requests(self) -> int:
+        """Sequences in flight."""
+        return 0 if self._service is None else self._service.admission.in_flight
+
+    def view(self) -> ClusterView:
+        """The cluster as this router sees it."""
+        members = [] if self._members is None else self._members.all()
+        pools = tuple(
+            PoolView(
+                role=role, workers=tuple(_worker_view(m) for m in members if m.ref.role is role)
+            )
+            for role in Role
+        )
+        own = RouterView(
+            router_id=self.router_id,
+            http_address=self.addresses.http,
+            grpc_address=self.addresses.grpc,
+            state=self._state(),
+            requests=self.num_requests,
+        )
+        return ClusterView(model=self.config.model_name, pools=pools, routers=(own,))
+
+    async def metrics_text(self) -> bytes:
+        """The metrics of this router and of the workers it follows, in Prometheus' text format."""
+        if self._members is not None:
+            await self._members.refresh()
+            known = {m.ref.worker_id: m.status for m in self._members.all() if m.status is not None}
+            for worker_id in self._exported - known.keys():
+                self.metrics.workers.forget(worker_id)
+            for status in known.values():
+                self.metrics.workers.update(status)
+            self._exported = set(known)
+        return self.metrics.render()
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    def _build(self) -> InferenceService:
+        config = self.config
+        self._members = Members(router_id=self.router_id, secret=self._secret, config=config)
+        relay = Relay(
+            router_id=self.router_id,
+            members=self._members,
+            secret=self._secret,
+            config=config,
+            metric_set=self.metrics,
+            clock=self._clock,
+            rng=self._rng,
+        )
+        self._service = InferenceService(
+            config=config,
+            model=self._model,
+            relay=relay,
+            metric_set=self.metrics,
+            clock=self._clock,
+        )
+        app = make_app(
+            self._service, metrics_text=self.metrics_text, max_body_bytes=config.max_body_bytes
+        )
+        self._http = HttpServer(app, keep_alive_s=config.keep_alive_s, reuse_port=config.reuse_port)
+        self._grpc = GrpcServer(
+            InferenceServicer(self._service),
+            AdminServicer(self.view, self._admin) if config.admin_enabled else None,
+            max_message_bytes=config.max_message_bytes,
+            reuse_port=config.reuse_port,
+        )
+        return self._service
+
+    async def _keep_health(self, service: InferenceService) -> None:
+        """Keep grpc.health.v1 in step with readiness."""
+        assert self._members is not None
+        assert self._grpc is not None
+        serving: bool | None = None
+        while True:
+            if service.ready is not serving:
+                serving = service.ready
+                await self._grpc.set_serving(serving)
+                continue  # it may have changed meanwhile
+            await self._members.changed(_HEALTH_CHECK_S)
+
+    def _running(self) -> InferenceService:
+        if self._service is None:
+            raise RuntimeError("the router has not been started")
+        return self._service
+
+    def _state(self) -> str:
+        if self._service is None:
+            return "starting"
+        if self._service.admission.draining:
+            return "draining"
+        return "ready" if self._service.ready else "waiting for workers"
+
+
+def _worker_view(member: Member) -> WorkerView:
+    if not member.connected:
+        state = "lost" if member.status is not None else "connecting"
+    elif member.leaving:
+        state = "leaving"
+    else:
+        state = "connected" if member.status is None else member.status.state.value
+    return WorkerView(
+        ref=member.ref, state=state, load=member.load, in_flight=member.reservations.in_flight
+    )

@@ -1,0 +1,205 @@
+"""What both front doors call: one implementation of every operation, with its metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from observability import metrics
+from observability.export import MetricSet
+from observability.logging import get_logger
+from protocol.errors import BatonError, ErrorCode, Internal, InvalidRequest, Unavailable
+from protocol.ids import Role, new_request_id
+from protocol.sampling import MAX_SEED
+from protocol.timeline import Phase, Span
+from router import fields as read
+from router import metering
+from router.admission import Admission
+from router.config import RouterConfig
+from router.generation import Generation
+from router.model import ModelInfo, ServedModel
+from router.prepare import Limits, base_sampling, check_ids, make_jobs
+from router.relay import PlacedSpan, Relay
+from router.request import GenerateRequest, parse_messages
+from router.text.stops import StopMatcher
+from router.text.stream import TextStream
+from router.unserved import check_fields
+
+log = get_logger(__name__)
+
+
+class Door(StrEnum):
+    """Which front door a request came through; a label of the metrics."""
+
+    HTTP = "http"
+    GRPC = "grpc"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """The answer of Tokenize."""
+
+    ids: tuple[int, ...]
+    max_model_len: int
+
+
+class InferenceService:
+    """Generate, ListModels, Tokenize, Detokenize. Every failure leaves as a typed error."""
+
+    def __init__(
+        self,
+        *,
+        config: RouterConfig,
+        model: ServedModel,
+        relay: Relay,
+        metric_set: MetricSet,
+        clock: Callable[[], float],
+    ) -> None:
+        self.metrics = metric_set
+        self.clock = clock
+        self.admission = Admission(limit=config.max_requests, retry_after_s=config.retry_after_s)
+        self._config = config
+        self._model = model
+        self._relay = relay
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request would be accepted now."""
+        return not self.admission.draining and bool(self._relay.members.ready(Role.DECODE))
+
+    @contextmanager
+    def track(self, door: Door, endpoint: str) -> Iterator[None]:
+        """Count one call of Generate and, if it fails, its code; whatever fails leaves typed."""
+        self.metrics.count(metrics.REQUESTS, door=door, endpoint=endpoint)
+        try:
+            yield
+        except BatonError as error:
+            self._failed(door, error.code)
+            if isinstance(error, Internal):
+                log.error("request failed", exc_info=error, extra={"endpoint": endpoint})
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            self._failed(door, ErrorCode.CANCELLED)
+            raise
+        except Exception as error:
+            self._failed(door, ErrorCode.INTERNAL)
+            log.exception("request failed", extra={"endpoint": endpoint})
+            raise Internal(f"{type(error).__name__}: {error}") from error
+
+    def _failed(self, door: Door, code: ErrorCode) -> None:
+        self.metrics.count(metrics.REQUEST_FAILURES, door=door, code=code.value)
+
+    @asynccontextmanager
+    async def generate(
+        self, request: GenerateRequest, *, arrival: float, time_left_s: float | None = None
+    ) -> AsyncIterator[Generation]:
+        """Run a request for the length of the block.
+
+        `arrival` is when it came, in seconds since the Unix epoch; `time_left_s` is the deadline of
+        the call itself, if it has one. Raises typed errors before anything is submitted.
+        """
+        self._model.check_name(request.model)
+        deadline = arrival + self._time_allowed(request, time_left_s)
+        with self.admission.enter(request.num_sequences):
+            generation = await self._prepare(request, arrival, deadline)
+            async with generation:
+                yield generation
+            metering.succeeded(self.metrics, generation, end=self.clock())
+
+    async def tokenize(self, fields: Mapping[str, Any]) -> Tokens:
+        """Ids of `prompt`, or of `messages` through the chat template."""
+        check_fields(fields, frozenset({"model", "prompt", "messages", "add_special_tokens"}))
+        self._model.check_name(read.text(fields, "model"))
+        special = read.boolean(fields, "add_special_tokens")
+        if fields.get("messages") is not None:
+            if fields.get("prompt") is not None:
+                raise InvalidRequest("give either prompt or messages", param="messages")
+            messages = parse_messages(fields["messages"])
+            ids = await self._model.encode_chat(messages, add_special_tokens=special or False)
+        else:
+            prompt = read.text(fields, "prompt")
+            if prompt is None:
+                raise InvalidRequest("prompt or messages is required", param="prompt")
+            add = True if special is None else special
+            ids = await self._model.encode_text(prompt, add_special_tokens=add)
+        return Tokens(ids=ids, max_model_len=self._model.context)
+
+    async def detokenize(self, fields: Mapping[str, Any]) -> str:
+        """Text of `tokens`, special tokens included."""
+        check_fields(fields, frozenset({"model", "tokens"}))
+        self._model.check_name(read.text(fields, "model"))
+        value = fields.get("tokens")
+        if value is None:
+            raise InvalidRequest("tokens is required", param="tokens")
+        ids = read.token_ids(read.as_array(value, "tokens"), "tokens")
+        if ids:
+            check_ids(ids, self._limits(capacity=self._model.context), param="tokens")
+        return await self._model.decode(ids)
+
+    def models(self) -> list[ModelInfo]:
+        """The models served."""
+        return [self._model.info()]
+
+    def find_model(self, name: str) -> ModelInfo:
+        """One model by any of its names. Raises NotFound."""
+        self._model.check_name(name)
+        return self._model.info()
+
+    # --- parts of generate ------------------------------------------------------------------------
+
+    def _time_allowed(self, request: GenerateRequest, time_left_s: float | None) -> float:
+        longest_s = self._config.max_timeout_s
+        if request.timeout_s is not None and request.timeout_s > longest_s:
+            raise InvalidRequest(
+                f"timeout must be at most {longest_s}, got {request.timeout_s}", param="timeout"
+            )
+        asked_s = request.timeout_s or self._config.default_timeout_s
+        return asked_s if time_left_s is None else min(asked_s, time_left_s)
+
+    def _limits(self, *, capacity: int) -> Limits:
+        return Limits(
+            vocab_size=self._model.vocab_size, context=self._model.context, capacity=capacity
+        )
+
+    async def _prepare(
+        self, request: GenerateRequest, arrival: float, deadline: float
+    ) -> Generation:
+        capacity = self._relay.members.capacity()
+        limits = self._limits(capacity=capacity or self._model.context)
+        sampling = base_sampling(
+            request, limits, eos_ids=self._model.eos_ids, seed=secrets.randbelow(MAX_SEED)
+        )
+        for prompt in request.prompts:
+            if isinstance(prompt, tuple):
+                check_ids(prompt, limits, param="prompt")
+        start = self.clock()
+        prompts = await self._model.encode_request(request, limit=limits.total)
+        request_id = new_request_id()
+        jobs = make_jobs(
+            request, prompts, sampling, limits, request_id=request_id, deadline=deadline
+        )
+        if not capacity:
+            raise Unavailable("no decode worker is ready", retry_after_s=self._config.retry_after_s)
+        span = Span(
+            phase=Phase.TOKENIZE,
+            start=start,
+            end=self.clock(),
+            place=self._relay.router_id,
+            counts={"tokens": sum(map(len, prompts))},
+        )
+        return Generation(
+            self._relay,
+            request_id=request_id,
+            jobs=jobs,
+            text_stream=lambda: TextStream(
+                self._model.detokenizer(), StopMatcher(request.stop), min_tokens=request.min_tokens
+            ),
+            prompt_tokens=sum(map(len, prompts)),
+            arrival=arrival,
+            spans=[PlacedSpan(span=span, choice=0, attempt=0)],
+        )

@@ -1,0 +1,282 @@
+"""Workers without an engine: real control servers that emit scripted tokens at a set rate."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from protocol.errors import BatonError, Unavailable
+from protocol.ids import RequestKey, Role, WorkerRef, new_epoch
+from protocol.kv_layout import KVFingerprint, KVLayout
+from protocol.messages import (
+    Ack,
+    Cancel,
+    EventBatch,
+    FailEvent,
+    SpanEvent,
+    StatusQuery,
+    Submit,
+    Subscribe,
+    TokenEvent,
+    WorkerLoad,
+    WorkerStatus,
+)
+from protocol.states import FinishReason, WorkerState
+from protocol.timeline import Phase, Span
+from rpc.methods import CANCEL, EVENTS, STATUS, SUBMIT
+from rpc.service import ControlServer
+
+#: All output tokens of a request, from index 0, as long as it likes.
+Script = Callable[[Submit], Sequence[int]]
+
+FINGERPRINT = KVFingerprint(
+    model="stub",
+    weights="0",
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=8,
+    block_size=16,
+    dtype="float32",
+    rope="none",
+)
+
+
+def counting(submit: Submit) -> list[int]:
+    """3, 4, 5, ... : a script that says how far it has come."""
+    return [3 + i % 200 for i in range(submit.sampling.max_tokens)]
+
+
+@dataclass(slots=True)
+class StubWorker:
+    """One worker. Set its fields to script it; look at them to see what it was asked."""
+
+    role: Role
+    fleet: StubFleet
+    name: str
+    script: Script = counting
+    delay_s: float = 0.0  # between tokens
+    prefill_delay_s: float = 0.0
+    num_blocks: int = 64
+    max_model_len: int = 8192
+    refuse: BatonError | None = None
+    fail_after: int | None = None  # fail every request before this output token
+    fail_error: BatonError = field(default_factory=lambda: Unavailable("stub failed"))
+    fail_retriable: bool = True
+    silent: bool = False
+    state: WorkerState = WorkerState.READY
+    epoch: int = field(default_factory=new_epoch)
+    submitted: list[Submit] = field(default_factory=list)
+    cancelled: list[RequestKey] = field(default_factory=list)
+    running: dict[RequestKey, asyncio.Task[None]] = field(default_factory=dict)
+    ref: WorkerRef | None = None
+    _server: ControlServer | None = None
+    _streams: dict[str, asyncio.Queue[EventBatch | None]] = field(default_factory=dict)
+    _sequence: int = 0
+
+    async def start(self) -> WorkerRef:
+        """Serve on a free port."""
+        handlers = {
+            SUBMIT: self._submit,
+            CANCEL: self._cancel,
+            STATUS: self._status,
+            EVENTS: self._events,
+        }
+        self._server = ControlServer(handlers, secret=self.fleet.secret)
+        address = await self._server.start()
+        self.ref = WorkerRef(worker_id=self.name, epoch=self.epoch, role=self.role, address=address)
+        return self.ref
+
+    async def stop(self) -> None:
+        """Die: every stream breaks."""
+        for task in self.running.values():
+            task.cancel()
+        if self._server is not None:
+            await self._server.stop(0)
+            self._server = None
+
+    def break_streams(self) -> None:
+        """End the event streams but stay alive."""
+        for queue in self._streams.values():
+            queue.put_nowait(None)
+
+    # --- control methods --------------------------------------------------------------------------
+
+    async def _submit(self, submit: Submit) -> Ack:
+        if self.refuse is not None:
+            raise self.refuse
+        self.submitted.append(submit)
+        self.running[submit.key] = asyncio.create_task(self._run(submit))
+        return Ack()
+
+    async def _cancel(self, cancel: Cancel) -> Ack:
+        for key in cancel.keys:
+            self.cancelled.append(key)
+            task = self.running.pop(key, None)
+            if task is not None:
+                task.cancel()
+        return Ack()
+
+    async def _status(self, query: StatusQuery) -> WorkerStatus:
+        assert self.ref is not None
+        return WorkerStatus(
+            ref=self.ref,
+            state=self.state,
+            load=self._load(),
+            layout=KVLayout(
+                num_layers=1,
+                num_kv_heads=1,
+                head_dim=8,
+                block_size=16,
+                num_blocks=self.num_blocks,
+                dtype="float32",
+                rank_heads=((0, 1),),
+            ),
+            fingerprint=FINGERPRINT,
+            max_model_len=self.max_model_len,
+            max_prompt_tokens=min(self.max_model_len, self.num_blocks * 16) - 1,
+            steps=1,
+            last_step_age_s=0.0,
+            uptime_s=1.0,
+        )
+
+    async def _events(self, subscribe: Subscribe) -> AsyncIterator[EventBatch]:
+        queue: asyncio.Queue[EventBatch | None] = asyncio.Queue()
+        self._streams[subscribe.router_id] = queue
+        yield self._batch()
+        while True:
+            try:
+                batch = await asyncio.wait_for(queue.get(), 0.2)
+            except TimeoutError:
+                if self.silent:
+                    continue
+                batch = self._batch()
+            if batch is None:
+                return
+            yield batch
+
+    # --- running ----------------------------------------------------------------------------------
+
+    async def _run(self, submit: Submit) -> None:
+        try:
+            if self.role is Role.PREFILL:
+                await self._prefill(submit)
+            else:
+                await self._decode(submit)
+        finally:
+            self.running.pop(submit.key, None)
+
+    async def _prefill(self, submit: Submit) -> None:
+        index = len(submit.output_ids)
+        start = self.fleet.now()
+        await asyncio.sleep(self.prefill_delay_s)
+        if self._fails(submit, index):
+            return
+        finished = self._emit(submit, index)
+        span = Span(phase=Phase.PREFILL, start=start, end=self.fleet.now(), place=self.name)
+        moved = Span(
+            phase=Phase.TRANSFER,
+            start=span.end,
+            end=self.fleet.now(),
+            place=self.name,
+            counts={"bytes": 4096},
+        )
+        self._publish(submit, spans=(SpanEvent(key=submit.key, spans=(span, moved)),))
+        if not finished:
+            self.fleet.commit(submit.key).set()
+
+    async def _decode(self, submit: Submit) -> None:
+        index = len(submit.output_ids)
+        if submit.peer is not None:
+            await self.fleet.commit(submit.key).wait()
+            index += 1
+        while True:
+            await asyncio.sleep(self.delay_s)
+            if self._fails(submit, index) or self._emit(submit, index):
+                return
+            index += 1
+
+    def _fails(self, submit: Submit, index: int) -> bool:
+        if self.fail_after is None or index < self.fail_after:
+            return False
+        failure = FailEvent(
+            key=submit.key, error=self.fail_error.info(), retriable=self.fail_retriable
+        )
+        self._publish(submit, failures=(failure,))
+        return True
+
+    def _emit(self, submit: Submit, index: int) -> bool:
+        token = self.script(submit)[index]
+        finish = None
+        if submit.sampling.ends_with(token, index + 1):
+            finish = FinishReason.STOP
+        elif index + 1 >= submit.sampling.max_tokens:
+            finish = FinishReason.LENGTH
+        span = Span(phase=Phase.DECODE, start=self.fleet.now(), end=self.fleet.now())
+        event = TokenEvent(
+            key=submit.key,
+            index=index,
+            token=token,
+            finish=finish,
+            spans=(span,) if finish and self.role is Role.DECODE else (),
+        )
+        self._publish(submit, tokens=(event,))
+        return finish is not None
+
+    def _publish(self, submit: Submit, **events: tuple[object, ...]) -> None:
+        queue = self._streams.get(submit.router_id)
+        if queue is not None:
+            queue.put_nowait(self._batch(**events))
+
+    def _load(self) -> WorkerLoad:
+        return WorkerLoad(
+            running=len(self.running),
+            free_blocks=self.num_blocks,
+            total_blocks=self.num_blocks,
+            tokens_per_second=1000.0,
+        )
+
+    def _batch(self, **events: object) -> EventBatch:
+        self._sequence += 1
+        return EventBatch(
+            epoch=self.epoch,
+            sequence=self._sequence,
+            load=self._load(),
+            **events,  # type: ignore[arg-type]
+        )
+
+
+class StubFleet:
+    """Workers that know each other: prefill's commit reaches decode without a transfer."""
+
+    def __init__(self, secret: bytes = b"secret") -> None:
+        self.secret = secret
+        self.workers: list[StubWorker] = []
+        self._commits: dict[RequestKey, asyncio.Event] = {}
+
+    async def add(self, role: Role, **settings: object) -> StubWorker:
+        """Start one more worker."""
+        name = f"{role.value}-{len(self.workers)}"
+        worker = StubWorker(role=role, fleet=self, name=name, **settings)  # type: ignore[arg-type]
+        await worker.start()
+        self.workers.append(worker)
+        return worker
+
+    @property
+    def refs(self) -> list[WorkerRef]:
+        """Where they are."""
+        return [worker.ref for worker in self.workers if worker.ref is not None]
+
+    def commit(self, key: RequestKey) -> asyncio.Event:
+        """Set when prefill has committed `key`."""
+        return self._commits.setdefault(key, asyncio.Event())
+
+    def now(self) -> float:
+        """Wall clock."""
+        import time
+
+        return time.time()
+
+    async def stop(self) -> None:
+        """Stop every worker."""
+        await asyncio.gather(*(worker.stop() for worker in self.workers))
