@@ -103,7 +103,7 @@ class PackedGated:
 def packs(dtype: torch.dtype) -> bool:
     """Whether packed products exist here and pay: bfloat16 through oneDNN."""
     needed = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
-    if dtype is not torch.bfloat16 or not torch._C.has_mkldnn:
+    if dtype is not torch.bfloat16 or not torch._C._has_mkldnn:
         return False
     if not all(hasattr(torch.ops.mkldnn, name) for name in needed):
         return False
