@@ -80,6 +80,10 @@ proto: env-dev ## Generate the Python code of protocol/wire/*.proto
 proto-check: env-dev ## Fail if the committed generated code is not what `make proto` writes
 	$(RUN)/python -m protocol.wire.generate --check
 
+.PHONY: docs
+docs: env-dev ## Write docs/configuration.md and docs/metrics.md from the code
+	PYTHONPATH=. $(RUN)/python scripts/docs.py
+
 .PHONY: lock
 lock: env-dev ## Write constraints/*.txt again from what is installed in $(VENV)
 	$(RUN)/python scripts/lock.py
