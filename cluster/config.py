@@ -139,8 +139,8 @@ class LifecycleSection:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.expiry_s < 2 * self.heartbeat_s:
             raise ValueError(
-                f"expiry_s ({self.expiry_s}) must be at least twice heartbeat_s "
-                f"({self.heartbeat_s})"
+                f"expiry_s must be at least twice heartbeat_s ({self.heartbeat_s}), "
+                f"got {self.expiry_s}"
             )
 
 

@@ -1,0 +1,76 @@
+"""Steering the cluster through a router's admin service (baton.v1.Admin)."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+from cluster.deployments import pool_statuses, scale
+from cluster.membership import Kind, Member, View
+from protocol.errors import NotFound
+from protocol.messages import DrainCommand
+from protocol.states import WorkerState
+from router.admin import ClusterView, PoolView, RouterView
+from rpc.methods import DRAIN
+from rpc.service import ControlClient
+
+_CALL_S = 5.0
+
+
+class ClusterAdmin:
+    """What a router's admin service calls; satisfies router.admin.AdminBackend."""
+
+    def __init__(self, directory: Any, *, secret: bytes) -> None:
+        self._directory = directory
+        self._secret = secret
+
+    async def view(self, own: ClusterView) -> ClusterView:
+        """The router's own view, with what the directory and Serve know beyond it."""
+        view: View = await self._directory.view.remote()
+        targets = await asyncio.to_thread(pool_statuses)
+        pools = tuple(_with_target(pool, targets) for pool in own.pools)
+        known = {router.grpc_address for router in own.routers}
+        others = tuple(_router(m) for m in view.of(Kind.ROUTER) if m.grpc not in known)
+        return dataclasses.replace(own, pools=pools, routers=own.routers + others)
+
+    async def scale(self, *, prefill: int | None, decode: int | None) -> None:
+        """Set the targets of the pools named."""
+        for kind, replicas in ((Kind.PREFILL, prefill), (Kind.DECODE, decode)):
+            if replicas is not None:
+                await asyncio.to_thread(scale, kind, replicas)
+
+    async def drain(self, worker_id: str) -> None:
+        """Tell one worker to refuse new work; it is replaced when it is done."""
+        view: View = await self._directory.view.remote()
+        await drain_worker(view, worker_id, secret=self._secret)
+
+
+async def drain_worker(view: View, worker_id: str, *, secret: bytes) -> Member:
+    """Send the drain command to the worker of this id. Raises NotFound naming those there are."""
+    workers = [member for member in view.members if member.kind is not Kind.ROUTER]
+    found = next((member for member in workers if member.name == worker_id), None)
+    if found is None:
+        names = ", ".join(member.name for member in workers) or "none"
+        raise NotFound(f"no worker {worker_id!r}; there are: {names}", param="worker_id")
+    client = ControlClient(found.address, secret=secret)
+    try:
+        await client.call(DRAIN, DrainCommand(), timeout_s=_CALL_S)
+    finally:
+        await client.close()
+    return dataclasses.replace(found, state=WorkerState.DRAINING)
+
+
+def _with_target(pool: PoolView, targets: Any) -> PoolView:
+    status = targets.get(Kind(pool.role))
+    return pool if status is None else dataclasses.replace(pool, target=status.target)
+
+
+def _router(member: Member) -> RouterView:
+    return RouterView(
+        router_id=member.name,
+        http_address=member.http,
+        grpc_address=member.grpc,
+        state=member.state.value,
+        requests=0,
+    )

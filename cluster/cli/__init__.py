@@ -1,0 +1,38 @@
+"""The command `baton`. Each subcommand lives in a module of its own, imported when it is used."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from cluster.cli.arguments import make_parser
+from cluster.cli.console import Console
+from protocol.errors import BatonError, InvalidRequest, NotFound
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code: 0 done, 1 failed, 2 wrong use or config, 130 interrupted."""
+    options = make_parser().parse_args(argv)
+    console = Console()
+    command = importlib.import_module(f"cluster.cli.{options.module}")
+    try:
+        return int(command.run(options, console) or 0)
+    except (InvalidRequest, NotFound) as error:
+        console.error(error.message)
+        return EXIT_USAGE
+    except BatonError as error:
+        console.error(error.message)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        console.error("interrupted")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has gone; keep the interpreter from complaining about it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED

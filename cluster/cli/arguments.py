@@ -1,0 +1,149 @@
+"""The command line's shape. Kept free of heavy imports: `baton --help` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+#: Environment twins of flags; BATON_* twins of configuration fields are in cluster.config_load.
+CONFIG_ENV = "BATON_CONFIG"
+DEFAULT_CONFIG = "deploy/configs/local-cpu.yaml"
+DEFAULT_GRPC = "127.0.0.1:9000"
+DEFAULT_QUESTION = "What is the capital of France?"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of every subcommand; `module` names the one that runs it."""
+    parser = argparse.ArgumentParser(
+        prog="baton", description="Serve a language model with separate prefill and decode pools."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _up(commands)
+    _down(commands)
+    _plain(commands, "status", "pools, workers, their state, KV blocks and load")
+    _scale(commands)
+    _drain(commands)
+    _generate(commands)
+    _chat(commands)
+    _models(commands)
+    _demo(commands)
+    return parser
+
+
+def _plain(commands: Any, name: str, text: str, module: str | None = None) -> Any:
+    parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser.set_defaults(module=module or name)
+    return parser
+
+
+def _config(parser: Any, *, positional: bool) -> None:
+    default = os.environ.get(CONFIG_ENV, DEFAULT_CONFIG)
+    text = f"configuration file (default: ${CONFIG_ENV} or {DEFAULT_CONFIG})"
+    if positional:
+        parser.add_argument("config", nargs="?", default=default, help=text)
+    else:
+        parser.add_argument("--config", default=default, help=text)
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="override one field by its dotted path, e.g. --set model.dtype=float32 (repeatable)",
+    )
+
+
+def _up(commands: Any) -> None:
+    parser = _plain(commands, "up", "start a cluster and keep it up")
+    _config(parser, positional=True)
+    parser.add_argument(
+        "--foreground",
+        "--block",
+        action="store_true",
+        help="stay until interrupted, then stop the cluster",
+    )
+
+
+def _down(commands: Any) -> None:
+    parser = _plain(commands, "down", "stop the cluster: drain it, then end every process")
+    parser.add_argument("--now", action="store_true", help="do not wait for running requests")
+
+
+def _scale(commands: Any) -> None:
+    parser = _plain(commands, "scale", "change the size of one or both pools of a live cluster")
+    parser.add_argument("--prefill", type=_count, metavar="N", help="prefill replicas wanted")
+    parser.add_argument("--decode", type=_count, metavar="M", help="decode replicas wanted")
+    parser.add_argument("--router", type=_count, metavar="R", help="router replicas wanted")
+    parser.add_argument("--no-wait", action="store_true", help="return at once")
+
+
+def _drain(commands: Any) -> None:
+    text = "let one worker finish its requests and be replaced by a fresh one"
+    parser = _plain(commands, "drain", text)
+    parser.add_argument("worker", help="worker id, as `baton status` shows it")
+
+
+def _target(parser: Any) -> None:
+    parser.add_argument(
+        "--target",
+        metavar="HOST:PORT",
+        help=f"gRPC address of a router (default: the running cluster's, or {DEFAULT_GRPC})",
+    )
+    parser.add_argument("--max-tokens", type=_positive, metavar="N")
+    parser.add_argument("--temperature", type=float)
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--top-k", type=int)
+    parser.add_argument("--min-p", type=float)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT")
+    parser.add_argument("--timeout", type=float, metavar="S", help="deadline in seconds")
+    parser.add_argument("--timeline", action="store_true", help="print where the time went")
+
+
+def _generate(commands: Any) -> None:
+    parser = _plain(commands, "generate", "continue a prompt, streamed over gRPC")
+    parser.add_argument("prompt", help="text to continue; - reads standard input")
+    parser.add_argument("--ignore-eos", action="store_true", default=None)
+    _target(parser)
+
+
+def _chat(commands: Any) -> None:
+    parser = _plain(commands, "chat", "talk to the model, streamed over gRPC", module="generate")
+    parser.add_argument("message", nargs="?", help="one question; without it, a conversation")
+    parser.add_argument("--system", help="system message")
+    _target(parser)
+
+
+def _models(commands: Any) -> None:
+    parser = _plain(commands, "models", "fetch and find models on this machine")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    get = actions.add_parser("get", help="fetch and convert a model, once")
+    get.add_argument("name")
+    path = actions.add_parser("path", help="print a model's folder")
+    path.add_argument("name")
+    actions.add_parser("list", help="models on this machine, and those that can be fetched")
+
+
+def _demo(commands: Any) -> None:
+    parser = _plain(
+        commands, "demo", "fetch the model, start a cluster, ask one question, show it, stop"
+    )
+    _config(parser, positional=False)
+    parser.add_argument("--question", default=DEFAULT_QUESTION)
+    parser.add_argument("--max-tokens", type=_positive, default=64, metavar="N")
+    parser.add_argument("--keep", action="store_true", help="leave the cluster up")
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must not be negative: {value}")
+    return value
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1: {value}")
+    return value

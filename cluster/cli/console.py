@@ -1,0 +1,55 @@
+"""What the commands print: results on standard output, progress and errors on standard error."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+
+
+class Console:
+    """Prints plainly; times are counted from when it was made."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the command began."""
+        return time.monotonic() - self._started
+
+    def say(self, text: str = "") -> None:
+        """One line of the result."""
+        print(text, flush=True)
+
+    def piece(self, text: str) -> None:
+        """A part of the result, with no line end."""
+        print(text, end="", flush=True)
+
+    def step(self, text: str) -> None:
+        """One line of progress."""
+        print(f"[{self.elapsed_s:5.1f} s] {text}", file=sys.stderr, flush=True)
+
+    def warn(self, text: str) -> None:
+        """Something the user should know."""
+        print(f"baton: warning: {text}", file=sys.stderr, flush=True)
+
+    def error(self, text: str) -> None:
+        """Why the command failed."""
+        print(f"baton: error: {text}", file=sys.stderr, flush=True)
+
+    def table(self, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        """Columns as wide as they need; numbers to the right."""
+        cells = [[str(cell) for cell in row] for row in (header, *rows)]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+        right = [bool(rows) and all(_numeric(row[i]) for row in rows) for i in range(len(header))]
+        for row in cells:
+            parts = (
+                cell.rjust(width) if to_right else cell.ljust(width)
+                for cell, width, to_right in zip(row, widths, right, strict=True)
+            )
+            self.say("  ".join(parts).rstrip())
+
+
+def _numeric(cell: object) -> bool:
+    return isinstance(cell, (int, float)) or str(cell)[:1].isdigit()

@@ -1,0 +1,65 @@
+"""`baton demo`: the whole path once, on a real model, with everything shown."""
+
+from __future__ import annotations
+
+import argparse
+
+from cluster.cli import down, session, up
+from cluster.cli.console import Console
+from cluster.cli.timeline import show_timeline
+from cluster.client import InferenceClient, Options, Outcome, Turn
+from cluster.config import ClusterConfig
+from cluster.config_load import load_config
+from cluster.local_ray import RunningCluster
+from cluster.models import SOURCES, get_model
+
+
+def run(options: argparse.Namespace, console: Console) -> None:
+    """Model, cluster, question, timeline, pools, stop."""
+    config = _config(options, console)
+    state = up.bring_up(config, options.config, console)
+    try:
+        up.show_endpoints(state, config, console)
+        _ask(state, options, console)
+        _show_pools(console)
+    finally:
+        if not options.keep:
+            down.take_down(state, console, now=False)
+            console.step("the cluster is down, no process of it is left")
+
+
+def _config(options: argparse.Namespace, console: Console) -> ClusterConfig:
+    name = load_config(options.config, overrides=options.overrides).config.model.name
+    if name in SOURCES:
+        get_model(name)
+        console.step(f"model {name} is here")
+    return up.read_config(options, console)
+
+
+def _ask(state: RunningCluster, options: argparse.Namespace, console: Console) -> None:
+    client = InferenceClient(state.grpc)
+    outcome = Outcome()
+    console.say(f"\nquestion (over gRPC): {options.question}")
+    console.piece("answer: ")
+    asked = Options(max_tokens=options.max_tokens, temperature=0.0, timeline=True, timeout=120.0)
+    try:
+        for piece in client.chat([Turn(role="user", content=options.question)], asked, outcome):
+            console.piece(piece)
+    finally:
+        client.close()
+    console.say("\n")
+    if outcome.timeline is not None:
+        show_timeline(outcome.timeline, outcome, console)
+
+
+def _show_pools(console: Console) -> None:
+    with session.connected() as directory:
+        import ray
+
+        from cluster.cli.status import show_members
+
+        view = ray.get(directory.view.remote())
+        secret = ray.get(directory.secret.remote())
+    console.say()
+    show_members(view, secret, console)
+    console.say()

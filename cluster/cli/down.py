@@ -1,0 +1,54 @@
+"""`baton down`: drain the cluster, then leave no process of it behind."""
+
+from __future__ import annotations
+
+import argparse
+
+from cluster.cli import session
+from cluster.cli.console import Console
+from cluster.local_ray import RunningCluster, forget_state, stop_local_ray
+from protocol.errors import BatonError
+
+_DRAIN_LIMIT_S = 90.0
+
+
+def run(options: argparse.Namespace, console: Console) -> None:
+    """Stop the cluster that was brought up here."""
+    take_down(session.running(), console, now=options.now)
+    console.step("the cluster is down")
+
+
+def take_down(state: RunningCluster, console: Console, *, now: bool) -> None:
+    """Drain unless `now`, then end Baton on this Ray, and Ray itself if it is ours."""
+    if not (now and state.owned):
+        try:
+            _drain(state, console)
+        except BatonError as error:
+            console.warn(error.message)
+    elif state.address:
+        session.disconnect()
+    if state.owned:
+        killed = stop_local_ray(state)
+        if killed:
+            console.warn(f"{killed} process(es) did not end by themselves and were killed")
+    forget_state()
+
+
+def _drain(state: RunningCluster, console: Console) -> None:
+    import_ray = session.prepare
+    import_ray(state)
+    import ray
+
+    if not ray.is_initialized():
+        session.connect(state)
+    from cluster.deployments import undeploy
+    from cluster.directory import find_directory
+
+    try:
+        if not undeploy(_DRAIN_LIMIT_S):
+            console.warn(f"requests were still running after {_DRAIN_LIMIT_S:.0f} s")
+        ray.kill(find_directory())
+    except ValueError:
+        console.step("no directory was left")
+    finally:
+        session.disconnect()

@@ -1,0 +1,95 @@
+"""`baton generate` and `baton chat`: stream text over gRPC."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+from cluster.cli.arguments import DEFAULT_GRPC
+from cluster.cli.console import Console
+from cluster.cli.timeline import show_timeline
+from cluster.client import InferenceClient, Options, Outcome, Turn
+from cluster.local_ray import load_state
+
+
+def run(options: argparse.Namespace, console: Console) -> None:
+    """Answer one prompt or message, or hold a conversation."""
+    client = InferenceClient(options.target or default_target())
+    try:
+        if options.command == "generate":
+            prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+            outcome = Outcome()
+            stream = client.complete(prompt, sampling(options), outcome)
+            show(stream, outcome, options, console)
+        else:
+            _chat(client, options, console)
+    finally:
+        client.close()
+
+
+def default_target() -> str:
+    """The gRPC address of the cluster that runs here, or the usual one."""
+    state = load_state()
+    return state.grpc if state is not None and state.grpc else DEFAULT_GRPC
+
+
+def sampling(options: argparse.Namespace) -> Options:
+    """The request's options, as given on the command line."""
+    return Options(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        min_p=options.min_p,
+        seed=options.seed,
+        stop=tuple(options.stop),
+        ignore_eos=getattr(options, "ignore_eos", None),
+        timeline=options.timeline or None,
+        timeout=options.timeout,
+    )
+
+
+def show(
+    stream: Iterator[str], outcome: Outcome, options: argparse.Namespace, console: Console
+) -> str:
+    """Print a stream as it comes; its whole text."""
+    pieces = []
+    for piece in stream:
+        pieces.append(piece)
+        console.piece(piece)
+    console.say()
+    if options.timeline and outcome.timeline is not None:
+        console.say()
+        show_timeline(outcome.timeline, outcome, console)
+    return "".join(pieces)
+
+
+def _chat(client: InferenceClient, options: argparse.Namespace, console: Console) -> None:
+    turns = [Turn(role="system", content=options.system)] if options.system else []
+    if options.message is not None:
+        _answer(client, turns, options.message, options, console)
+        return
+    console.say("Type a message; an empty line or Ctrl-D ends the conversation.")
+    while text := _ask():
+        _answer(client, turns, text, options, console)
+
+
+def _ask() -> str:
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return ""
+
+
+def _answer(
+    client: InferenceClient,
+    turns: list[Turn],
+    text: str,
+    options: argparse.Namespace,
+    console: Console,
+) -> None:
+    turns.append(Turn(role="user", content=text))
+    outcome = Outcome()
+    answer = show(client.chat(turns, sampling(options), outcome), outcome, options, console)
+    turns.append(Turn(role="assistant", content=answer))

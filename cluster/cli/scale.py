@@ -1,0 +1,36 @@
+"""`baton scale`: change the size of a pool of the live cluster."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from cluster.cli import session
+from cluster.cli.console import Console
+from cluster.membership import Kind
+from protocol.errors import InvalidRequest
+
+_WAIT_S = 600.0
+
+
+def run(options: argparse.Namespace, console: Console) -> None:
+    """Set the wanted sizes; wait until newcomers serve and leavers are gone."""
+    given = {
+        Kind.PREFILL: options.prefill,
+        Kind.DECODE: options.decode,
+        Kind.ROUTER: options.router,
+    }
+    wanted = {kind: count for kind, count in given.items() if count is not None}
+    if not wanted:
+        raise InvalidRequest("say which pool: --prefill N and/or --decode M", param="--prefill")
+    for kind in (Kind.DECODE, Kind.ROUTER):
+        if wanted.get(kind) == 0:
+            raise InvalidRequest(f"--{kind} must be at least 1", param=f"--{kind}")
+    with session.connected():
+        from cluster.cli.waiting import wait_for
+        from cluster.deployments import scale
+
+        for kind, count in wanted.items():
+            scale(kind, count)
+        if not options.no_wait:
+            wait_for(wanted, console, deadline=time.monotonic() + _WAIT_S, exact=True)

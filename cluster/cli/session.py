@@ -1,0 +1,77 @@
+"""The command line's connection to the running cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from cluster.local_ray import RunningCluster, load_state, ray_environment
+from protocol.errors import Unavailable
+
+_NO_CLUSTER = "no cluster is up here: start one with `baton up CONFIG`"
+
+
+def running() -> RunningCluster:
+    """The cluster brought up on this machine. Raises Unavailable without one."""
+    state = load_state()
+    if state is None:
+        raise Unavailable(_NO_CLUSTER)
+    return state
+
+
+def prepare(state: RunningCluster) -> None:
+    """Set what Ray reads from the environment while it is imported. Call before that."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    if state.token:
+        os.environ.update(ray_environment(state.token))
+
+
+def connect(state: RunningCluster) -> None:
+    """Connect this process to the cluster's Ray. Raises Unavailable when it does not answer."""
+    prepare(state)
+    import ray
+
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    try:
+        # Ray prints what it thinks of the cluster; the command has its own words.
+        with contextlib.redirect_stderr(io.StringIO()):
+            ray.init(
+                address=state.address,
+                namespace="baton-cli",
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise Unavailable(
+            f"the Ray cluster at {state.address} does not answer: {reason}"
+        ) from error
+
+
+def disconnect() -> None:
+    """Leave the cluster's Ray."""
+    import ray
+
+    ray.shutdown()
+
+
+@contextlib.contextmanager
+def connected() -> Iterator[Any]:
+    """The directory of the running cluster."""
+    state = running()
+    connect(state)
+    from cluster.directory import find_directory
+
+    try:
+        try:
+            directory = find_directory()
+        except ValueError as error:
+            raise Unavailable("Ray runs, but no Baton cluster is on it") from error
+        yield directory
+    finally:
+        disconnect()

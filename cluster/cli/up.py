@@ -1,0 +1,139 @@
+"""`baton up`: start everything, wait until it serves, and leave it running."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from cluster.checks import check_config, check_resources, demands_of
+from cluster.cli import down, session
+from cluster.cli.console import Console
+from cluster.cli.waiting import wait_ready
+from cluster.config import ClusterConfig
+from cluster.config_load import load_config
+from cluster.local_ray import (
+    RunningCluster,
+    forget_state,
+    load_state,
+    save_state,
+    spawn_local_ray,
+    stop_local_ray,
+    wait_local_ray,
+)
+from cluster.models import find_model
+from protocol.errors import InvalidRequest, Unavailable
+
+_LOCAL = "local"
+
+
+def run(options: argparse.Namespace, console: Console) -> None:
+    """Bring the cluster up; with --foreground, hold it until interrupted."""
+    config = read_config(options, console)
+    state = bring_up(config, options.config, console)
+    show_endpoints(state, config, console)
+    if options.foreground:
+        _hold(console)
+        down.take_down(state, console, now=False)
+
+
+def read_config(options: argparse.Namespace, console: Console) -> ClusterConfig:
+    """The configuration named on the command line, checked against the model."""
+    loaded = load_config(options.config, overrides=options.overrides, environ=os.environ)
+    for warning in loaded.warnings:
+        console.warn(warning)
+    check_config(loaded.config, find_model(loaded.config.model.name))
+    return loaded.config
+
+
+def bring_up(config: ClusterConfig, source: str, console: Console) -> RunningCluster:
+    """Start the cluster and wait until it serves. On failure or Ctrl-C nothing of it is left."""
+    existing = load_state()
+    if existing is not None:
+        raise InvalidRequest(f"a cluster is up already ({existing.config}): `baton down` first")
+    state = _reach_ray(config, source, console)
+    try:
+        state = _start(config, state, console)
+    except BaseException:
+        console.step("stopping what was started")
+        down.take_down(state, console, now=True)
+        raise
+    save_state(state)
+    return state
+
+
+def show_endpoints(state: RunningCluster, config: ClusterConfig, console: Console) -> None:
+    """Where the cluster answers."""
+    name = config.model.served_name or find_model(config.model.name).name
+    console.say(f"{name} is served at http://{state.http}/v1 (OpenAI) and {state.grpc} (gRPC)")
+
+
+def _reach_ray(config: ClusterConfig, source: str, console: Console) -> RunningCluster:
+    path = str(Path(source).absolute())
+    if config.ray.address != _LOCAL:
+        return RunningCluster(address=config.ray.address, token="", config=path)
+    spawned = spawn_local_ray(config.ray, path)
+    save_state(spawned)  # so that `baton down` finds it even if this command is killed
+    try:
+        session.prepare(spawned)
+        import cluster.deployments  # noqa: F401 - takes a second, in which Ray starts
+
+        state = wait_local_ray(spawned)
+    except BaseException:
+        stop_local_ray(spawned)
+        forget_state()
+        raise
+    console.step("Ray is up")
+    return state
+
+
+def _start(config: ClusterConfig, state: RunningCluster, console: Console) -> RunningCluster:
+    session.connect(state)
+    import ray
+
+    from cluster.deployments import deploy
+    from cluster.directory import NAME, NAMESPACE, create_directory, find_directory
+
+    try:
+        find_directory()
+    except ValueError:
+        check_resources(demands_of(config), _free_resources(ray))
+    else:
+        raise Unavailable(
+            f"a Baton cluster runs on this Ray already (actor {NAME} in namespace {NAMESPACE})"
+        )
+    create_directory(secret=secrets.token_bytes(32), expiry_s=config.lifecycle.expiry_s)
+    deploy(config)
+    console.step("deployed; loading the model")
+    router = wait_ready(
+        config, console, deadline=time.monotonic() + config.lifecycle.start_timeout_s
+    )
+    session.disconnect()
+    return RunningCluster(
+        address=state.address,
+        token=state.token,
+        config=state.config,
+        http=router.http,
+        grpc=router.grpc,
+        pid=state.pid,
+        started=state.started,
+        temp_dir=state.temp_dir,
+    )
+
+
+def _free_resources(ray: Any) -> list[dict[str, float]]:
+    """What each node offers now."""
+    from ray._private.state import available_resources_per_node
+
+    return [dict(resources) for resources in available_resources_per_node().values()]
+
+
+def _hold(console: Console) -> None:
+    console.step("running; Ctrl-C stops the cluster")
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    signal.sigwait({signal.SIGINT, signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})

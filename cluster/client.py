@@ -1,0 +1,130 @@
+"""A small synchronous client of the gRPC front door, for the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from protocol.errors import GRPC_STATUS, BatonError, ErrorCode, ErrorInfo
+from protocol.wire import inference_pb2 as wire
+from protocol.wire import inference_pb2_grpc as services
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Sampling of one request; None leaves a field to the server."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool | None = None
+    timeline: bool | None = None
+    timeout: float | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """The fields that were set, by their wire names."""
+        names = self.__dataclass_fields__
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None and value != ()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One message of a conversation."""
+
+    role: str
+    content: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What is known once a stream has ended."""
+
+    finish_reason: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    timeline: wire.Timeline | None = None
+
+
+class InferenceClient:
+    """Talks to one router. Errors are raised as the typed errors they are."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._channel = grpc.insecure_channel(address)
+        self._stub: Any = services.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
+
+    def complete(self, prompt: str, options: Options, outcome: Outcome) -> Iterator[str]:
+        """Text pieces that continue `prompt`; `outcome` is filled in as they come."""
+        return self._generate(wire.GenerateRequest(prompt=prompt, **options.fields()), outcome)
+
+    def chat(self, turns: Sequence[Turn], options: Options, outcome: Outcome) -> Iterator[str]:
+        """Text pieces of the answer to a conversation; `outcome` is filled in as they come."""
+        messages = [wire.Message(role=turn.role, content=turn.content) for turn in turns]
+        chat = wire.Chat(messages=messages)
+        return self._generate(wire.GenerateRequest(chat=chat, **options.fields()), outcome)
+
+    def models(self, timeout_s: float = 5.0) -> list[str]:
+        """Names of the models served."""
+        with _typed_errors(self.address):
+            answer = self._stub.ListModels(wire.ListModelsRequest(), timeout=timeout_s)
+        return [model.id for model in answer.models]
+
+    def close(self) -> None:
+        """Close the connection; streams that run are cancelled."""
+        self._channel.close()
+
+    def _generate(self, request: wire.GenerateRequest, outcome: Outcome) -> Iterator[str]:
+        with _typed_errors(self.address):
+            call = self._stub.Generate(request)
+            try:
+                for message in call:
+                    yield from _take(message, outcome)
+            finally:
+                call.cancel()
+
+
+def _take(message: wire.GenerateResponse, outcome: Outcome) -> Iterator[str]:
+    for choice in message.choices:
+        outcome.token_ids.extend(choice.token_ids)
+        if choice.HasField("finish_reason"):
+            outcome.finish_reason = choice.finish_reason
+        if choice.text:
+            yield choice.text
+    if message.HasField("usage"):
+        outcome.prompt_tokens = message.usage.prompt_tokens
+        outcome.completion_tokens = message.usage.completion_tokens
+    if message.HasField("timeline"):
+        outcome.timeline = message.timeline
+
+
+@contextmanager
+def _typed_errors(address: str) -> Iterator[None]:
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise _typed(error, address) from error
+
+
+def _typed(error: Any, address: str) -> BatonError:
+    """The error that the server named in its trailers; else the nearest one of the status."""
+    trailers = dict(error.trailing_metadata() or ())
+    status = error.code().name
+    code = trailers.get("baton-error-code")
+    if code not in list(ErrorCode):
+        codes = [known for known, name in GRPC_STATUS.items() if name == status]
+        code = codes[0] if codes else ErrorCode.INTERNAL
+    text = error.details() or status
+    if status == "UNAVAILABLE" and "baton-error-code" not in trailers:
+        text = f"no router answers at {address}"
+    info = ErrorInfo(code=ErrorCode(code), message=text, param=trailers.get("baton-error-param"))
+    return info.to_error()

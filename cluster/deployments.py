@@ -1,0 +1,172 @@
+"""The three Serve deployments, each an application of its own, and all that is asked of Serve.
+
+Separate applications keep the pools apart: their state, failures, scale and updates never meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import GetTimeoutError, RayActorError
+from ray.serve._private.common import DeploymentID
+from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+from ray.serve.api import RunTarget
+from ray.serve.config import ProxyLocation
+
+from cluster.config import ClusterConfig, PlacementSection
+from cluster.membership import Kind
+from cluster.ranks import process_env
+from cluster.router_replica import RouterReplica
+from cluster.worker_replica import WorkerReplica
+from protocol.errors import NotFound
+from protocol.ids import Role
+
+#: Added to the drain so that Serve does not kill a replica that is just about to be done.
+_GRACE_S = 10.0
+_CONSTRUCTOR_TRIES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolStatus:
+    """A pool as Serve sees it: how many replicas it wants, and how many are in which state."""
+
+    kind: Kind
+    target: int
+    replicas: Mapping[str, int]
+    healthy: bool
+    failed: bool
+    message: str
+
+
+def deploy(config: ClusterConfig) -> None:
+    """Hand all three applications to Serve, and return at once. Serve's own proxies stay off: the
+    routers listen themselves."""
+    serve.start(proxy_location=ProxyLocation.Disabled)
+    targets = [_pool_target(config, role) for role in Role]
+    targets.append(_router_target(config))
+    serve.run_many(
+        targets,
+        wait_for_ingress_deployment_creation=False,
+        wait_for_applications_running=False,
+    )
+
+
+def scale(kind: Kind, replicas: int) -> None:
+    """Set a pool's number of replicas. Serve starts or drains the difference and touches nothing
+    else: neither the pool's other replicas nor other pools. Raises NotFound without the pool."""
+    deployment = DeploymentID(name=kind.value, app_name=kind.value)
+    try:
+        ray.get(_controller().update_deployment_replicas.remote(deployment, replicas))
+    except ValueError as error:
+        raise NotFound(f"no {kind} pool is running: {error}") from error
+
+
+def pool_statuses() -> dict[Kind, PoolStatus]:
+    """Every pool that Serve knows."""
+    details = _details()
+    found: dict[Kind, PoolStatus] = {}
+    for kind in Kind:
+        application = details.get(kind.value)
+        if application is None:
+            continue
+        found[kind] = _pool_status(kind, application)
+    return found
+
+
+def undeploy(timeout_s: float) -> bool:
+    """Drain and end everything that Serve runs; False when that took longer than `timeout_s`."""
+    try:
+        ray.get(_controller().graceful_shutdown.remote(), timeout=timeout_s)
+    except (ValueError, RayActorError):
+        return True  # no controller, or it has ended as asked
+    except GetTimeoutError:
+        return False
+    return True
+
+
+def _controller() -> Any:
+    """Serve's controller. Raises ValueError when Serve does not run."""
+    return ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+
+
+def _details() -> dict[str, Any]:
+    try:
+        details = ray.get(_controller().get_serve_instance_details.remote())
+    except ValueError:
+        return {}
+    return dict(details.get("applications", {}))
+
+
+def _pool_status(kind: Kind, application: Mapping[str, Any]) -> PoolStatus:
+    deployment = application.get("deployments", {}).get(kind.value, {})
+    counts: dict[str, int] = {}
+    for replica in deployment.get("replicas", ()):
+        counts[replica["state"]] = counts.get(replica["state"], 0) + 1
+    messages = (application.get("message", ""), deployment.get("message", ""))
+    states = (application.get("status"), deployment.get("status"))
+    return PoolStatus(
+        kind=kind,
+        target=int(deployment.get("target_num_replicas") or 0),
+        replicas=counts,
+        healthy=deployment.get("status") == "HEALTHY",
+        failed="DEPLOY_FAILED" in states,
+        message=next((text for text in reversed(messages) if text), ""),
+    )
+
+
+def _options(config: ClusterConfig, placement: PlacementSection, env: Mapping[str, str]) -> Any:
+    times = config.lifecycle
+    return {
+        "ray_actor_options": {
+            "num_cpus": placement.cpus,
+            "num_gpus": placement.gpus,
+            "runtime_env": {"env_vars": dict(env)},
+        },
+        # Replicas answer no calls through Serve, except its own checks.
+        "max_ongoing_requests": 100,
+        "graceful_shutdown_wait_loop_s": 0.1,
+        "graceful_shutdown_timeout_s": times.drain_s + _GRACE_S,
+        "health_check_period_s": times.health_period_s,
+        "health_check_timeout_s": times.health_timeout_s,
+        "max_constructor_retry_count": _CONSTRUCTOR_TRIES,
+        "logging_config": {"log_level": "WARNING", "enable_access_log": False},
+    }
+
+
+def _pool_target(config: ClusterConfig, role: Role) -> RunTarget:
+    pool = config.pool(role)
+    options = _options(config, pool.placement, process_env(pool))
+    options |= _group(pool.placement, pool.engine.tp_size)
+    deployment = serve.deployment(WorkerReplica, name=role.value).options(
+        num_replicas=pool.replicas, **options
+    )
+    return _target(deployment.bind(role, config), role.value)
+
+
+def _router_target(config: ClusterConfig) -> RunTarget:
+    section = config.router
+    options = _options(config, section.placement, dict(section.placement.env))
+    options |= _group(section.placement, 1)
+    deployment = serve.deployment(RouterReplica, name=Kind.ROUTER.value).options(
+        num_replicas=section.replicas, **options
+    )
+    return _target(deployment.bind(config), Kind.ROUTER.value)
+
+
+def _group(placement: PlacementSection, ranks: int) -> dict[str, Any]:
+    """A placement group for the replica: one bundle per rank, all on one node."""
+    group: dict[str, Any] = {
+        "placement_group_bundles": [placement.bundle() for _ in range(ranks)],
+        "placement_group_strategy": "STRICT_PACK",
+    }
+    if placement.labels:
+        group["placement_group_bundle_label_selector"] = [dict(placement.labels)] * ranks
+    return group
+
+
+def _target(application: Any, name: str) -> RunTarget:
+    return RunTarget(target=application, name=name, route_prefix=None, external_scaler_enabled=True)

@@ -1,0 +1,90 @@
+"""The directory: one small Ray actor that knows the members and keeps the cluster's secret.
+
+Workers and routers report themselves about once a second; routers follow `watch`, a long poll. The
+actor is restarted by Ray if it dies: it comes back empty under a new incarnation and fills up with
+the next round of reports, and routers keep the workers they know until it has (see Watcher).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import ray
+
+from cluster.membership import Member, Membership, View
+from protocol.ids import new_epoch
+
+NAMESPACE = "baton"
+NAME = "directory"
+
+
+class Directory:
+    """The actor's body; every method runs on its event loop."""
+
+    def __init__(self, *, secret: bytes, expiry_s: float) -> None:
+        self._secret = secret
+        self._table = Membership(incarnation=new_epoch(), expiry_s=expiry_s)
+        self._changed = asyncio.Event()
+
+    async def secret(self) -> bytes:
+        """The secret of control calls and tickets."""
+        return self._secret
+
+    async def report(self, member: Member) -> None:
+        """A member says what and how it is."""
+        if self._table.report(member, time.monotonic()):
+            self._announce()
+
+    async def leave(self, name: str, epoch: int) -> None:
+        """A member has ended."""
+        if self._table.leave(name, epoch):
+            self._announce()
+
+    async def view(self) -> View:
+        """The members now."""
+        self._expire()
+        return self._table.view()
+
+    async def watch(self, incarnation: int, version: int, timeout_s: float) -> View:
+        """The members, as soon as they differ from the version known, or after the time."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            view = await self.view()
+            left = deadline - time.monotonic()
+            if (view.incarnation, view.version) != (incarnation, version) or left <= 0:
+                return view
+            pause = min(left, self._table.next_expiry(time.monotonic()) + 0.01)
+            try:
+                await asyncio.wait_for(self._changed.wait(), pause)
+            except TimeoutError:
+                continue
+
+    def _expire(self) -> None:
+        if self._table.expire(time.monotonic()):
+            self._announce()
+
+    def _announce(self) -> None:
+        event, self._changed = self._changed, asyncio.Event()
+        event.set()
+
+
+def create_directory(*, secret: bytes, expiry_s: float) -> Any:
+    """Start the directory of this Ray cluster, or find the one that runs."""
+    actor = ray.remote(Directory).options(
+        name=NAME,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        num_cpus=0,
+        max_restarts=-1,
+        max_task_retries=-1,
+        max_concurrency=10_000,
+    )
+    return actor.remote(secret=secret, expiry_s=expiry_s)
+
+
+def find_directory() -> Any:
+    """The handle of the running directory. Raises ValueError when there is none."""
+    return ray.get_actor(NAME, namespace=NAMESPACE)

@@ -1,0 +1,228 @@
+"""Start and stop the Ray cluster that Baton owns on this machine, and remember it.
+
+Everything the cluster runs is in one session (setsid) led by `cluster.head`; so nothing of it can
+hide when it is stopped, whatever state it is in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import cluster
+from cluster.config import RaySection
+from cluster.home import run_dir
+from protocol.errors import Unavailable
+
+_START_S = 60.0
+_STOP_S = 10.0
+_POLL_S = 0.02
+#: Logical CPUs offered when the config names none: CPU workers are bounded by their thread counts.
+_PLENTY = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningCluster:
+    """The cluster this machine's user runs or is connected to.
+
+    http, grpc: front doors of a router, once one is ready. pid, started: of the head process and its start time in clock ticks since boot, which together
+    are never reused; 0 for a cluster that we did not start. token: Ray's own.
+    """
+
+    address: str
+    token: str
+    config: str
+    http: str = ""
+    grpc: str = ""
+    pid: int = 0
+    started: int = 0
+    temp_dir: str = ""
+
+    @property
+    def owned(self) -> bool:
+        """Whether this Ray was started by Baton and ends with it."""
+        return self.pid != 0
+
+    @property
+    def alive(self) -> bool:
+        """Whether the head process still runs; taken for granted for clusters of others."""
+        return not self.owned or _start_time(self.pid) == self.started
+
+
+def load_state() -> RunningCluster | None:
+    """The cluster that was brought up here, if its state is known and it still lives."""
+    try:
+        state = RunningCluster(**json.loads(_state_file().read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+    return state if state.alive else None
+
+
+def save_state(state: RunningCluster) -> None:
+    """Remember the cluster, readable by this user only: it holds Ray's token."""
+    path = _state_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".new")
+    temporary.touch(mode=0o600)
+    temporary.chmod(0o600)
+    temporary.write_text(json.dumps(asdict(state)))
+    temporary.rename(path)
+
+
+def forget_state() -> None:
+    """Forget the cluster."""
+    _state_file().unlink(missing_ok=True)
+
+
+def ray_environment(token: str) -> dict[str, str]:
+    """Ray's settings for every process of ours that talks to an owned cluster. They must be in the
+    environment before ray is imported."""
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": token,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Idle workers for tasks nobody submits would cost memory and start-up time.
+        "RAY_enable_worker_prestart": "0",
+        "RAY_prestart_worker_first_driver": "0",
+        # The machine may be shared: our memory is our own business.
+        "RAY_memory_monitor_refresh_ms": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
+
+
+def spawn_local_ray(section: RaySection, config_name: str) -> RunningCluster:
+    """Start a Ray cluster on this machine; `wait_local_ray` then waits until it answers."""
+    ready, log = _ready_file(), head_log()
+    ready.parent.mkdir(parents=True, exist_ok=True)
+    ready.unlink(missing_ok=True)
+    token = secrets.token_hex(32)
+    # Ray puts Unix sockets below this folder, whose paths must stay short.
+    temp_dir = tempfile.mkdtemp(prefix="baton-", dir="/tmp")
+    options = {
+        "num_cpus": section.num_cpus or _PLENTY,
+        "object_store_bytes": section.object_store_bytes,
+        "temp_dir": temp_dir,
+    }
+    with log.open("w") as sink:
+        head = subprocess.Popen(
+            [sys.executable, "-m", "cluster.head", str(ready), json.dumps(options)],
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=sink,
+            start_new_session=True,
+            env=_environment(token),
+            cwd="/",
+        )
+    return RunningCluster(
+        address="",
+        token=token,
+        config=config_name,
+        pid=head.pid,
+        started=_start_time(head.pid) or 0,
+        temp_dir=temp_dir,
+    )
+
+
+def wait_local_ray(state: RunningCluster) -> RunningCluster:
+    """The same cluster with its address, once it answers. Raises Unavailable, leaving nothing."""
+    deadline = time.monotonic() + _START_S
+    while not _ready_file().exists():
+        if not state.alive or time.monotonic() > deadline:
+            stop_local_ray(state)
+            raise Unavailable(f"Ray did not start: {_last_line(head_log())} (see {head_log()})")
+        time.sleep(_POLL_S)
+    address = json.loads(_ready_file().read_text())["address"]
+    return replace(state, address=address)
+
+
+def head_log() -> Path:
+    """What the head process wrote."""
+    return run_dir() / "head.log"
+
+
+def _ready_file() -> Path:
+    return run_dir() / "head.json"
+
+
+def stop_local_ray(state: RunningCluster) -> int:
+    """End every process of an owned cluster: ask first, then kill. Returns how many had to be
+    killed."""
+    if _start_time(state.pid) == state.started:
+        os.kill(state.pid, signal.SIGTERM)
+    deadline = time.monotonic() + _STOP_S
+    while (left := list(_session_members(state.pid))) and time.monotonic() < deadline:
+        _reap(state.pid)
+        time.sleep(_POLL_S)
+    for pid in left:
+        _kill(pid)
+    while list(_session_members(state.pid)):
+        _reap(state.pid)
+        time.sleep(_POLL_S)
+    shutil.rmtree(state.temp_dir, ignore_errors=True)
+    return len(left)
+
+
+def _state_file() -> Path:
+    return run_dir() / "cluster.json"
+
+
+def _environment(token: str) -> dict[str, str]:
+    """Our environment plus Ray's settings; run from a checkout, workers must find our packages."""
+    root = str(Path(cluster.__file__).parent.parent)
+    env = {**os.environ, **ray_environment(token)}
+    if not root.endswith(("site-packages", "dist-packages")):
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH", "")]))
+    return env
+
+
+def _session_members(session: int) -> Iterator[int]:
+    """Living processes of a session, zombies left out."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            fields = _stat(int(entry.name))
+            if fields and int(fields[3]) == session and fields[0] != "Z":
+                yield int(entry.name)
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on (proc(5)); empty when it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()
+
+
+def _start_time(pid: int) -> int | None:
+    fields = _stat(pid)
+    return int(fields[19]) if fields and fields[0] != "Z" else None
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _reap(pid: int) -> None:
+    """Collect the head if it is our own child."""
+    try:
+        os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return
+
+
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "no reason given"

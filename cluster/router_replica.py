@@ -1,0 +1,112 @@
+"""One router, as a Serve deployment class: it listens itself and follows the directory."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+
+from cluster.admin import ClusterAdmin
+from cluster.config import ClusterConfig
+from cluster.directory import find_directory
+from cluster.membership import Following, Kind, Member
+from cluster.models import find_model
+from observability.logging import configure_logging, get_logger
+from protocol.errors import Unavailable
+from protocol.ids import new_epoch
+from protocol.states import WorkerState
+from router.server import Router
+
+log = get_logger(__name__)
+
+_WATCH_S = 5.0
+
+
+class RouterReplica:
+    """Serve creates one per replica and ends it with `__del__` before the process goes."""
+
+    async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
+        configure_logging()
+        self._config = config
+        self._directory = find_directory()
+        self._state = WorkerState.STARTING
+        self._epoch = new_epoch()
+        self._name = f"router-{serve.get_replica_context().replica_id.unique_id}"
+        self._following = Following(grace_s=config.lifecycle.expiry_s)
+        secret = await self._directory.secret.remote()
+        self._router = Router(
+            config.router_config(find_model(config.model.name)),
+            secret=secret,
+            admin=ClusterAdmin(self._directory, secret=secret),
+        )
+        network = config.network
+        await self._router.start(
+            http_host=network.host,
+            http_port=network.http_port,
+            grpc_host=network.host,
+            grpc_port=network.grpc_port,
+        )
+        self._state = WorkerState.READY
+        self._watch = asyncio.create_task(self._follow(), name="watch")
+        self._heart = asyncio.create_task(self._beat(), name="heartbeat")
+
+    async def check_health(self) -> None:
+        """Raise when the router no longer follows the cluster."""
+        for task in (self._watch, self._heart):
+            if task.done():
+                raise Unavailable(f"the router's {task.get_name()} ended")
+
+    async def __del__(self) -> None:
+        """Leave: stop listening, finish what runs, end."""
+        self._state = WorkerState.DRAINING
+        self._heart.cancel()
+        await self._report()
+        await self._router.drain()
+        self._watch.cancel()
+        await self._router.stop()
+        await self._tell(self._directory.leave.remote(self._name, self._epoch))
+
+    async def _follow(self) -> None:
+        incarnation = version = -1
+        while True:
+            view = await self._tell(
+                self._directory.watch.remote(incarnation, version, _WATCH_S), timeout_s=2 * _WATCH_S
+            )
+            if view is None:
+                await asyncio.sleep(self._config.lifecycle.heartbeat_s)
+                continue
+            incarnation, version = view.incarnation, view.version
+            self._router.set_workers(self._following.take(view, time.monotonic()))
+
+    async def _beat(self) -> None:
+        while True:
+            await self._report()
+            await asyncio.sleep(self._config.lifecycle.heartbeat_s)
+
+    async def _report(self) -> None:
+        await self._tell(self._directory.report.remote(self._member()))
+
+    async def _tell(self, call: Any, timeout_s: float | None = None) -> Any:
+        try:
+            return await asyncio.wait_for(call, timeout_s or self._config.lifecycle.expiry_s)
+        except (RayError, TimeoutError) as error:
+            log.warning("the directory does not answer", extra={"error": str(error)})
+            return None
+
+    def _member(self) -> Member:
+        addresses = self._router.addresses
+        return Member(
+            name=self._name,
+            epoch=self._epoch,
+            kind=Kind.ROUTER,
+            state=self._state,
+            node=str(ray.util.get_node_ip_address()),
+            pid=os.getpid(),
+            http=addresses.http,
+            grpc=addresses.grpc,
+        )

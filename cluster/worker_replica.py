@@ -1,0 +1,152 @@
+"""One replica of a pool, as a Serve deployment class: builds the worker, reports it, drains it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any, Protocol
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+
+from cluster.config import AUTO, ClusterConfig
+from cluster.directory import find_directory
+from cluster.membership import Kind, Member
+from cluster.models import find_model
+from cluster.ranks import start_followers
+from observability.logging import configure_logging, get_logger
+from protocol.errors import Unavailable
+from protocol.ids import Role, WorkerRef
+from protocol.messages import WorkerStatus
+from protocol.states import WorkerState
+
+log = get_logger(__name__)
+
+
+class Worker(Protocol):
+    """What the replica needs of a worker; both kinds have it."""
+
+    async def start(self) -> WorkerRef:
+        """Load, run a real step, serve."""
+        ...
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new work, finish the old."""
+        ...
+
+    async def stop(self) -> None:
+        """End at once."""
+        ...
+
+    def check_health(self) -> None:
+        """Raise when the engine is broken or hangs."""
+        ...
+
+    def status(self) -> WorkerStatus:
+        """The worker as it is now."""
+        ...
+
+
+def worker_host(config: ClusterConfig) -> str:
+    """The address that this node's workers bind and advertise."""
+    host = config.network.worker_host
+    return str(ray.util.get_node_ip_address()) if host == AUTO else host
+
+
+class WorkerReplica:
+    """Serve creates one per replica and ends it with `__del__` before the process goes.
+
+    The worker is reported to the directory only once it has run a real step; from then on about
+    every heartbeat. `drain` of the control channel takes it off and lets Serve replace it.
+    """
+
+    async def __init__(self, role: Role, config: ClusterConfig) -> None:  # type: ignore[misc]
+        configure_logging()
+        self._config = config
+        self._finished = False
+        self._directory = find_directory()
+        name = f"{role}-{serve.get_replica_context().replica_id.unique_id}"
+        self._worker = await _build(role, config, name, await self._directory.secret.remote())
+        self._ref = await self._worker.start()
+        await self._report()
+        self._heart = asyncio.create_task(self._beat(), name="heartbeat")
+
+    async def check_health(self) -> None:
+        """Raise when the worker is broken, hangs, or was drained on demand and is done."""
+        self._worker.check_health()
+        if self._finished:
+            raise Unavailable("drained on demand: to be replaced")
+        if self._heart.done():
+            raise Unavailable("the heartbeat ended")
+
+    async def __del__(self) -> None:
+        """Leave: tell the directory, finish what runs, end."""
+        self._heart.cancel()
+        draining = asyncio.ensure_future(self._worker.drain(self._config.lifecycle.drain_s))
+        await asyncio.sleep(0)  # let it refuse new work before routers hear of it
+        await self._tell(self._directory.report.remote(self._member(WorkerState.DRAINING)))
+        if not await draining:
+            log.warning("drain ran out of time", extra={"worker": self._ref.worker_id})
+        await self._tell(self._directory.leave.remote(self._ref.worker_id, self._ref.epoch))
+        await self._worker.stop()
+
+    async def _beat(self) -> None:
+        draining: asyncio.Task[None] | None = None
+        while True:
+            await asyncio.sleep(self._config.lifecycle.heartbeat_s)
+            await self._report()
+            if draining is None and self._worker.status().state is WorkerState.DRAINING:
+                draining = asyncio.create_task(self._finish())
+
+    async def _finish(self) -> None:
+        """Drained on demand: wait for the last request, then let Serve replace this replica."""
+        await self._worker.drain(self._config.lifecycle.drain_s)
+        self._finished = True
+
+    async def _report(self) -> None:
+        await self._tell(self._directory.report.remote(self._member(self._worker.status().state)))
+
+    async def _tell(self, call: Any) -> None:
+        try:
+            await asyncio.wait_for(call, self._config.lifecycle.expiry_s)
+        except (RayError, TimeoutError) as error:
+            log.warning("the directory does not answer", extra={"error": str(error)})
+
+    def _member(self, state: WorkerState) -> Member:
+        return Member(
+            name=self._ref.worker_id,
+            epoch=self._ref.epoch,
+            kind=Kind(self._ref.role),
+            state=state,
+            node=str(ray.util.get_node_ip_address()),
+            pid=os.getpid(),
+            address=self._ref.address,
+        )
+
+
+async def _build(role: Role, config: ClusterConfig, name: str, secret: bytes) -> Worker:
+    """The worker and, for tensor parallelism, its followers. Followers start first: their processes
+    and imports take as long as ours."""
+    pool = config.pool(role)
+    followers = start_followers(config, pool)
+    from decode_worker.worker import DecodeWorker
+    from engine.ranks import RankGroup
+    from prefill_worker.worker import PrefillWorker
+    from worker_runtime.host import WorkerSettings
+
+    host = worker_host(config)
+    settings = WorkerSettings(
+        worker_id=name,
+        engine=config.engine_config(role, find_model(config.model.name)),
+        worker=config.worker_config(role, host),
+        transfer=config.transfer_config(host),
+        secret=secret,
+    )
+    group = RankGroup(pool.engine.tp_size, host=host, timeout_s=120.0) if followers else None
+    for rank, follower in enumerate(followers, start=1):
+        assert group is not None
+        follower.run.remote(group.invite, rank, settings.engine, settings.transfer)
+    if role is Role.PREFILL:
+        return PrefillWorker(settings, group=group)
+    return DecodeWorker(settings, group=group)
