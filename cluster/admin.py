@@ -6,8 +6,8 @@ import asyncio
 import dataclasses
 from typing import Any
 
-from cluster.deployments import pool_statuses, scale
 from cluster.membership import Kind, Member, View
+from cluster.serve_control import pool_statuses, scale
 from protocol.errors import NotFound
 from protocol.messages import DrainCommand
 from protocol.states import WorkerState

@@ -1,4 +1,4 @@
-"""The three Serve deployments, each an application of its own, and all that is asked of Serve.
+"""The three Serve deployments, each an application of its own.
 
 Separate applications keep the pools apart: their state, failures, scale and updates never meet.
 """
@@ -6,14 +6,9 @@ Separate applications keep the pools apart: their state, failures, scale and upd
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import ray
 from ray import serve
-from ray.exceptions import GetTimeoutError, RayActorError
-from ray.serve._private.common import DeploymentID
-from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve.api import RunTarget
 from ray.serve.config import ProxyLocation
 
@@ -22,24 +17,11 @@ from cluster.membership import Kind
 from cluster.ranks import process_env
 from cluster.router_replica import RouterReplica
 from cluster.worker_replica import WorkerReplica
-from protocol.errors import NotFound
 from protocol.ids import Role
 
 #: Added to the drain so that Serve does not kill a replica that is just about to be done.
 _GRACE_S = 10.0
 _CONSTRUCTOR_TRIES = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolStatus:
-    """A pool as Serve sees it: how many replicas it wants, and how many are in which state."""
-
-    kind: Kind
-    target: int
-    replicas: Mapping[str, int]
-    healthy: bool
-    failed: bool
-    message: str
 
 
 def deploy(config: ClusterConfig) -> None:
@@ -52,69 +34,6 @@ def deploy(config: ClusterConfig) -> None:
         targets,
         wait_for_ingress_deployment_creation=False,
         wait_for_applications_running=False,
-    )
-
-
-def scale(kind: Kind, replicas: int) -> None:
-    """Set a pool's number of replicas. Serve starts or drains the difference and touches nothing
-    else: neither the pool's other replicas nor other pools. Raises NotFound without the pool."""
-    deployment = DeploymentID(name=kind.value, app_name=kind.value)
-    try:
-        ray.get(_controller().update_deployment_replicas.remote(deployment, replicas))
-    except ValueError as error:
-        raise NotFound(f"no {kind} pool is running: {error}") from error
-
-
-def pool_statuses() -> dict[Kind, PoolStatus]:
-    """Every pool that Serve knows."""
-    details = _details()
-    found: dict[Kind, PoolStatus] = {}
-    for kind in Kind:
-        application = details.get(kind.value)
-        if application is None:
-            continue
-        found[kind] = _pool_status(kind, application)
-    return found
-
-
-def undeploy(timeout_s: float) -> bool:
-    """Drain and end everything that Serve runs; False when that took longer than `timeout_s`."""
-    try:
-        ray.get(_controller().graceful_shutdown.remote(), timeout=timeout_s)
-    except (ValueError, RayActorError):
-        return True  # no controller, or it has ended as asked
-    except GetTimeoutError:
-        return False
-    return True
-
-
-def _controller() -> Any:
-    """Serve's controller. Raises ValueError when Serve does not run."""
-    return ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
-
-
-def _details() -> dict[str, Any]:
-    try:
-        details = ray.get(_controller().get_serve_instance_details.remote())
-    except ValueError:
-        return {}
-    return dict(details.get("applications", {}))
-
-
-def _pool_status(kind: Kind, application: Mapping[str, Any]) -> PoolStatus:
-    deployment = application.get("deployments", {}).get(kind.value, {})
-    counts: dict[str, int] = {}
-    for replica in deployment.get("replicas", ()):
-        counts[replica["state"]] = counts.get(replica["state"], 0) + 1
-    messages = (application.get("message", ""), deployment.get("message", ""))
-    states = (application.get("status"), deployment.get("status"))
-    return PoolStatus(
-        kind=kind,
-        target=int(deployment.get("target_num_replicas") or 0),
-        replicas=counts,
-        healthy=deployment.get("status") == "HEALTHY",
-        failed="DEPLOY_FAILED" in states,
-        message=next((text for text in reversed(messages) if text), ""),
     )
 
 

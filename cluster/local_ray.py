@@ -35,8 +35,9 @@ _PLENTY = 256
 class RunningCluster:
     """The cluster this machine's user runs or is connected to.
 
-    http, grpc: front doors of a router, once one is ready. pid, started: of the head process and its start time in clock ticks since boot, which together
-    are never reused; 0 for a cluster that we did not start. token: Ray's own.
+    http, grpc: front doors of a router, once one is ready. token: Ray's own. pid, started: of the
+    head process and its start time in clock ticks since boot, which together are never used again;
+    0 for a cluster that we did not start.
     """
 
     address: str

@@ -35,14 +35,11 @@ def take_down(state: RunningCluster, console: Console, *, now: bool) -> None:
 
 
 def _drain(state: RunningCluster, console: Console) -> None:
-    import_ray = session.prepare
-    import_ray(state)
+    session.connect(state)
     import ray
 
-    if not ray.is_initialized():
-        session.connect(state)
-    from cluster.deployments import undeploy
     from cluster.directory import find_directory
+    from cluster.serve_control import undeploy
 
     try:
         if not undeploy(_DRAIN_LIMIT_S):

@@ -28,7 +28,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
             raise InvalidRequest(f"--{kind} must be at least 1", param=f"--{kind}")
     with session.connected():
         from cluster.cli.waiting import wait_for
-        from cluster.deployments import scale
+        from cluster.serve_control import scale
 
         for kind, count in wanted.items():
             scale(kind, count)

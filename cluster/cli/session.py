@@ -32,10 +32,12 @@ def prepare(state: RunningCluster) -> None:
 
 
 def connect(state: RunningCluster) -> None:
-    """Connect this process to the cluster's Ray. Raises Unavailable when it does not answer."""
+    """Connect this process to the cluster's Ray, once. Raises Unavailable without an answer."""
     prepare(state)
     import ray
 
+    if ray.is_initialized():
+        return
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
         # Ray prints what it thinks of the cluster; the command has its own words.

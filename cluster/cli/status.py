@@ -24,7 +24,7 @@ def run(_options: argparse.Namespace, console: Console) -> None:
 
         view: View = ray.get(directory.view.remote())
         secret: bytes = ray.get(directory.secret.remote())
-        from cluster.deployments import pool_statuses
+        from cluster.serve_control import pool_statuses
 
         pools = pool_statuses()
     rows = []

@@ -7,13 +7,13 @@ import os
 import secrets
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cluster.checks import check_config, check_resources, demands_of
 from cluster.cli import down, session
 from cluster.cli.console import Console
-from cluster.cli.waiting import wait_ready
 from cluster.config import ClusterConfig
 from cluster.config_load import load_config
 from cluster.local_ray import (
@@ -95,6 +95,7 @@ def _start(config: ClusterConfig, state: RunningCluster, console: Console) -> Ru
     session.connect(state)
     import ray
 
+    from cluster.cli.waiting import wait_ready
     from cluster.deployments import deploy
     from cluster.directory import NAME, NAMESPACE, create_directory, find_directory
 
@@ -109,20 +110,10 @@ def _start(config: ClusterConfig, state: RunningCluster, console: Console) -> Ru
     create_directory(secret=secrets.token_bytes(32), expiry_s=config.lifecycle.expiry_s)
     deploy(config)
     console.step("deployed; loading the model")
-    router = wait_ready(
-        config, console, deadline=time.monotonic() + config.lifecycle.start_timeout_s
-    )
+    deadline = time.monotonic() + config.lifecycle.start_timeout_s
+    router = wait_ready(config, console, deadline=deadline)
     session.disconnect()
-    return RunningCluster(
-        address=state.address,
-        token=state.token,
-        config=state.config,
-        http=router.http,
-        grpc=router.grpc,
-        pid=state.pid,
-        started=state.started,
-        temp_dir=state.temp_dir,
-    )
+    return replace(state, http=router.http, grpc=router.grpc)
 
 
 def _free_resources(ray: Any) -> list[dict[str, float]]:

@@ -9,9 +9,9 @@ import ray
 
 from cluster.cli.console import Console
 from cluster.config import ClusterConfig
-from cluster.deployments import PoolStatus, pool_statuses
 from cluster.directory import find_directory
 from cluster.membership import Kind, Member, View
+from cluster.serve_control import PoolStatus, pool_statuses
 from protocol.errors import Internal, Unavailable
 from protocol.states import WorkerState
 
