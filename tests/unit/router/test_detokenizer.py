@@ -1,0 +1,131 @@
+"""Streamed text, concatenated, is the text of all ids decoded at once."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from router.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from router.text.tokenizer import ModelText
+from tests.support.tiny_text import sentencepiece_like
+
+HARD_TEXTS = [
+    "plain words only",
+    "🙂",
+    "👩‍👩‍👧‍👦 family, 🇩🇪 flag, 👍🏽 skin tone",
+    "你好世界。今天天气很好",
+    "こんにちは世界 안녕하세요 세계",
+    "e\u0301te\u0301 n\u0303 a\u0308\u0323 combining",
+    "नमस्ते ते ﷽ שלום",
+    " leading and trailing ",
+    "tabs\tand\nlines\r\n\n\n",
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467 \ufeff\u200b\u2028",
+]
+
+
+def stream(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
+    return [*(detokenizer.push(i) for i in ids), detokenizer.flush()]
+
+
+@pytest.mark.parametrize("sample", HARD_TEXTS)
+def test_hard_texts_survive_token_by_token(text: ModelText, sample: str) -> None:
+    ids = list(text.encode(sample))
+    pieces = stream(text.detokenizer(), ids)
+    assert "".join(pieces) == sample == text.decode(ids)
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+@settings(max_examples=80, deadline=None)
+@given(sample=st.text(max_size=40))
+def test_any_text_survives(text: ModelText, sample: str) -> None:
+    ids = list(text.encode(sample, add_special_tokens=False))
+    assert "".join(stream(text.detokenizer(), ids)) == text.decode(ids)
+
+
+@settings(max_examples=80, deadline=None)
+@given(ids=st.lists(st.integers(0, 399), max_size=40))
+def test_any_ids_even_broken_characters_equal_the_full_decode(
+    text: ModelText, ids: list[int]
+) -> None:
+    assert "".join(stream(text.detokenizer(), ids)) == text.decode(ids)
+
+
+def test_a_half_character_is_held_back_and_flushed_as_one_replacement(text: ModelText) -> None:
+    ids = list(text.encode("a🙈"))
+    detokenizer = text.detokenizer()
+    pieces = [detokenizer.push(i) for i in ids[:-1]]
+    assert "".join(pieces) == "a"
+    assert detokenizer.flush() == "\ufffd"
+
+
+def test_special_tokens_and_padding_rows_have_no_text(text: ModelText) -> None:
+    detokenizer = text.detokenizer()
+    assert [detokenizer.push(i) for i in (0, 1, 2, 511, 100_000)] == [""] * 5
+
+
+def test_added_tokens_that_are_not_special_are_text(text: ModelText) -> None:
+    ids = list(text.encode("<think>hm", add_special_tokens=False))
+    assert "".join(stream(text.detokenizer(), ids)) == "<think>hm"
+
+
+@cache
+def _smollm2(folder: Path) -> ModelText:
+    return ModelText(folder)
+
+
+@settings(max_examples=50, deadline=None)
+@given(sample=st.text(max_size=60))
+def test_smollm2_text(smollm2: Path, sample: str) -> None:
+    model = _smollm2(smollm2)
+    ids = list(model.encode(sample))
+    assert "".join(stream(model.detokenizer(), ids)) == model.decode(ids)
+
+
+@settings(max_examples=50, deadline=None)
+@given(ids=st.lists(st.integers(0, 49151), max_size=60))
+def test_smollm2_ids(smollm2: Path, ids: list[int]) -> None:
+    model = _smollm2(smollm2)
+    assert "".join(stream(model.detokenizer(), ids)) == model.decode(ids)
+
+
+@pytest.mark.parametrize("sample", HARD_TEXTS)
+def test_smollm2_uses_the_byte_table(smollm2: Path, sample: str) -> None:
+    model = _smollm2(smollm2)
+    detokenizer = model.detokenizer()
+    assert isinstance(detokenizer, ByteDetokenizer)
+    assert "".join(stream(detokenizer, list(model.encode(sample)))) == sample
+
+
+@cache
+def _pieces() -> Tokenizer:
+    return sentencepiece_like()
+
+
+@settings(max_examples=80, deadline=None)
+@given(sample=st.text(max_size=30))
+def test_window_decoding_of_a_sentencepiece_like_tokenizer(sample: str) -> None:
+    tokenizer = _pieces()
+    ids = tokenizer.encode(sample, add_special_tokens=False).ids
+    detokenizer = WindowDetokenizer(lambda window: tokenizer.decode(window))
+    assert "".join(stream(detokenizer, ids)) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("sample", ["the fox the", "好 the 你好 🙂 dog"])
+def test_window_decoding_holds_back_unfinished_bytes(sample: str) -> None:
+    tokenizer = _pieces()
+    ids = tokenizer.encode(sample, add_special_tokens=False).ids
+    pieces = stream(WindowDetokenizer(lambda window: tokenizer.decode(window)), ids)
+    assert "".join(pieces) == sample
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_window_decoding_does_not_hold_garbage_for_ever() -> None:
+    tokenizer = _pieces()
+    detokenizer = WindowDetokenizer(lambda window: tokenizer.decode(window))
+    lone_byte = tokenizer.token_to_id("<0xFF>")
+    assert any(detokenizer.push(lone_byte) for _ in range(20))
