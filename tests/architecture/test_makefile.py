@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from cluster.cli.arguments import make_parser
+
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 PAGES = [
@@ -59,3 +61,24 @@ def test_links_between_pages_lead_somewhere(path):
     targets = [link for link in LINK.findall(path.read_text()) if "://" not in link]
     missing = [link for link in targets if not (path.parent / link).exists()]
     assert missing == []
+
+
+def baton_commands(path):
+    """Every `baton ...` line in a code block of a page, without comments."""
+    blocks = re.findall(r"```\n(.*?)```", path.read_text(), re.DOTALL)
+    lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
+    found = (re.match(r"(?:BATON_\w+=\S+ )*(?:\.venv/bin/)?baton (.+)$", line) for line in lines)
+    return [match[1].split() for match in found if match and match[1].isascii()]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_pages_show_commands_that_parse(path):
+    parser = make_parser()
+    for arguments in baton_commands(path):
+        arguments = [a.replace("FILE", "deploy/configs/local-cpu.yaml") for a in arguments]
+        assert parser.parse_args(arguments).command == arguments[0]
+
+
+def test_the_readme_shows_the_command_line():
+    shown = {arguments[0] for arguments in baton_commands(ROOT / "README.md")}
+    assert {"chat", "scale"} <= shown
