@@ -1,0 +1,26 @@
+"""What every test relies on: one thread a process, no settings from outside, no GPU by accident."""
+
+import importlib.util
+import os
+
+import pytest
+
+# Before torch is imported, here and in child processes: two cores are shared by many processes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+for name in [n for n in os.environ if n.startswith("BATON_") and n != "BATON_HOME"]:
+    del os.environ[name]
+
+
+def has_cuda():
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(items):
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not has_cuda():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
