@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -36,7 +37,7 @@ def split_heads(num_heads: int, tp_size: int) -> tuple[tuple[int, int], ...]:
         return tuple((rank // copies, rank // copies + 1) for rank in range(tp_size))
     bounds = [rank * num_heads // tp_size for rank in range(tp_size + 1)]
     return tuple(
-        (first, max(last, first + 1)) for first, last in zip(bounds, bounds[1:], strict=False)
+        (first, max(last, first + 1)) for first, last in itertools.pairwise(bounds)
     )
 
 
@@ -180,7 +181,7 @@ class Events:
 
 
 class DirectClients:
-    """Calls handlers of this process through the codec. `intercept` may delay, lose or repeat calls."""
+    """Calls handlers of this process through the codec. `intercept` may delay or lose calls."""
 
     def __init__(self) -> None:
         self.handlers: dict[str, dict[Any, Callable[[Any], Awaitable[Any]]]] = {}
@@ -292,7 +293,7 @@ class Pair:
             methods.END: self.receiver.on_end,
         }
 
-    async def __aenter__(self) -> Pair:
+    async def __aenter__(self) -> Self:
         await self.receiver.start()
         return self
 

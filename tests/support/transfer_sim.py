@@ -1,0 +1,686 @@
+"""A sender and a receiver in a world where the test decides what happens next.
+
+Control messages lie in a network until the test delivers, loses, repeats or delays them. KV lies on links
+until the test moves it, and the pools are dictionaries, so that every single write and read can be
+checked against who holds the block at that moment. Time stands still unless the test turns it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from kv_transfer.backends.base import LinkBroken
+from kv_transfer.checksum import combine
+from kv_transfer.clock import Clock
+from kv_transfer.config import TransferConfig
+from kv_transfer.credits import Holding
+from kv_transfer.listeners import TransferReport
+from kv_transfer.orders import CloseOrder, MoveOrder, Order, Outcome, Part, PartResult, RevokeOrder
+from kv_transfer.receiver import Receiver
+from kv_transfer.sender import Sender
+from protocol import codec
+from protocol.errors import BatonError, DeadlineExceeded, ErrorInfo
+from protocol.ids import RequestKey, Role, WorkerRef
+from protocol.kv_layout import KVLayout
+from protocol.messages import Commit, Grant
+from protocol.ticket import Ticket
+from rpc import methods
+from tests.support.blocks import StrictBlocks
+from tests.support.transfer import SECRET, make_fingerprint
+
+CONFIG = TransferConfig(
+    lease_s=60, op_timeout_s=10, connect_timeout_s=5, rpc_timeout_s=1, rpc_attempts=2, repair_s=5
+)
+
+
+class SimLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time is the test's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 1000.0
+
+    def time(self) -> float:
+        return self.now
+
+    def settle(self) -> None:
+        """Run until nothing is ready any more."""
+
+        async def idle() -> None:
+            calm = 0
+            while calm < 3:
+                await asyncio.sleep(0)
+                calm = 0 if self._ready else calm + 1  # type: ignore[attr-defined]
+
+        self.run_until_complete(idle())
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Start a coroutine and run until nothing is ready; it may be unfinished."""
+        task = self.create_task(work)
+        self.settle()
+        return task
+
+
+# --- control messages -----------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Letter:
+    """One control call on its way. A ghost is a copy whose caller has stopped waiting."""
+
+    address: str
+    method: Any
+    data: bytes
+    reply: asyncio.Future[Any] | None
+
+
+class Network:
+    """The letters on their way, and the handlers they go to."""
+
+    def __init__(self, loop: SimLoop) -> None:
+        self._loop = loop
+        self.handlers: dict[str, dict[Any, Callable[[Any], Any]]] = {}
+        self.letters: list[Letter] = []
+
+    def get(self, address: str) -> _Caller:
+        return _Caller(self, address)
+
+    def deliver(self, letter: Letter) -> None:
+        """The peer gets it; the caller gets the reply when there is one."""
+        self.letters.remove(letter)
+        self._loop.run(self._handle(letter))
+
+    def repeat(self, letter: Letter) -> None:
+        """The peer gets it now, and once more later."""
+        self.letters.append(Letter(letter.address, letter.method, letter.data, None))
+        self.deliver(letter)
+
+    def lose(self, letter: Letter) -> None:
+        """Nobody gets it."""
+        self.letters.remove(letter)
+        self._give_up(letter)
+        self._loop.settle()
+
+    def delay(self, letter: Letter) -> None:
+        """The caller stops waiting; the peer will get it later."""
+        if letter.reply is None:
+            return
+        self.letters.append(Letter(letter.address, letter.method, letter.data, None))
+        self.lose(letter)
+
+    def lose_reply(self, letter: Letter) -> None:
+        """The peer gets it, the caller does not learn."""
+        ghost = Letter(letter.address, letter.method, letter.data, None)
+        self.letters.append(ghost)
+        self.deliver(ghost)
+        self.lose(letter)
+
+    def _give_up(self, letter: Letter) -> None:
+        if letter.reply is not None and not letter.reply.done():
+            letter.reply.set_exception(DeadlineExceeded("lost"))
+
+    async def _handle(self, letter: Letter) -> None:
+        request = codec.decode(letter.method.request, letter.data)
+        try:
+            reply = await self.handlers[letter.address][letter.method](request)
+        except BatonError as error:
+            if letter.reply is not None and not letter.reply.done():
+                letter.reply.set_exception(error.info().to_error())
+        else:
+            if letter.reply is not None and not letter.reply.done():
+                letter.reply.set_result(reply)
+
+
+class _Caller:
+    def __init__(self, network: Network, address: str) -> None:
+        self._network = network
+        self._address = address
+
+    async def call(self, method: Any, request: Any, *, timeout_s: float) -> Any:
+        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        letter = Letter(self._address, method, codec.encode(request), reply)
+        self._network.letters.append(letter)
+        return await reply
+
+
+# --- data -----------------------------------------------------------------------------------------
+
+Cell = tuple[str, int, int, int]  # key, block index, layer, head: what a slot of KV should hold
+
+
+@dataclass(eq=False)
+class Op:
+    """One message that one rank has queued on a link."""
+
+    order: MoveOrder
+    part: Part
+    side: Worker
+    done: asyncio.Future[PartResult]
+    revoked: bool = False
+
+
+@dataclass(eq=False)
+class Wire:
+    """One link: what is queued at either end and what is on the way."""
+
+    name: tuple[int, int, int, int, int]
+    sends: deque[Op] = field(default_factory=deque)
+    receives: deque[Op] = field(default_factory=deque)
+    flying: deque[tuple[list[Cell], int]] = field(default_factory=deque)
+    broken: bool = False
+
+
+class Fabric:
+    """All links, and the rule that a newer incarnation voids an older one."""
+
+    def __init__(self, loop: SimLoop) -> None:
+        self._loop = loop
+        self.wires: dict[tuple[int, int, int, int, int], Wire] = {}
+
+    def wire(self, name: tuple[int, int, int, int, int]) -> Wire:
+        for other in list(self.wires.values()):
+            if other.name[:4] == name[:4] and other.name[4] < name[4]:
+                self.snap(other)
+        return self.wires.setdefault(name, Wire(name))
+
+    def queue(self, op: Op, name: tuple[int, int, int, int, int], *, sending: bool) -> None:
+        wire = self.wire(name)
+        newest = max(n[4] for n in self.wires if n[:4] == name[:4])
+        if wire.broken or newest > name[4]:
+            op.done.set_exception(LinkBroken("broken"))
+            return
+        (wire.sends if sending else wire.receives).append(op)
+
+    def can_send(self) -> list[Wire]:
+        return [w for w in self.wires.values() if w.sends]
+
+    def can_receive(self) -> list[Wire]:
+        return [w for w in self.wires.values() if w.receives and w.flying]
+
+    def send(self, wire: Wire) -> None:
+        """The sender's head message leaves."""
+        op = wire.sends.popleft()
+        cells: list[Cell] = []
+        if not op.revoked and not op.order.discard:
+            cells = op.side.gather(op)
+        checksum = _checksum(cells, op, wire)
+        size = _size(op)
+        wire.flying.append((cells, size))
+        op.done.set_result(PartResult(peer_rank=op.part.peer_rank, num_bytes=size, checksum=checksum))
+        self._loop.settle()
+
+    def receive(self, wire: Wire) -> None:
+        """The message that is first on the way arrives."""
+        op = wire.receives.popleft()
+        cells, size = wire.flying.popleft()
+        assert size == _size(op), "the two ends are out of step"
+        if not op.revoked:
+            op.side.scatter(op, cells)
+        checksum = _checksum(cells, op, wire)
+        op.done.set_result(PartResult(peer_rank=op.part.peer_rank, num_bytes=size, checksum=checksum))
+        self._loop.settle()
+
+    def snap(self, wire: Wire) -> None:
+        """The link breaks: everything on it fails, on both sides."""
+        wire.broken = True
+        for op in (*wire.sends, *wire.receives):
+            op.done.set_exception(LinkBroken("snapped"))
+        wire.sends.clear()
+        wire.receives.clear()
+        wire.flying.clear()
+
+    def revoke(self, side: Worker, order: RevokeOrder) -> None:
+        for wire in self.wires.values():
+            for op in (*wire.sends, *wire.receives):
+                named = (op.order.receiver_epoch, op.order.generation)
+                if op.side is side and named == (order.receiver_epoch, order.generation):
+                    op.revoked = True
+
+    def close(self, order: CloseOrder) -> None:
+        for wire in list(self.wires.values()):
+            pair = (order.sender_epoch, order.receiver_epoch)
+            if wire.name[:2] == pair and wire.name[4] <= order.link:
+                self.snap(wire)
+
+
+def _size(op: Op) -> int:
+    return len(op.order.blocks) * op.order.num_layers * op.part.num_heads
+
+
+def _checksum(cells: list[Cell], op: Op, wire: Wire) -> int:
+    place = (op.order.generation, op.order.sequence, *wire.name[2:4])
+    return combine([abs(hash((place, tuple(cells))))])
+
+
+class SimRanks:
+    """A RankChannel into the fabric."""
+
+    def __init__(self, fabric: Fabric, side: Worker) -> None:
+        self._fabric = fabric
+        self._side = side
+
+    async def execute(self, rank: int, order: bytes) -> bytes:
+        return codec.encode(await self._run(rank, codec.decode(Order, order)))
+
+    async def _run(self, rank: int, order: Order) -> Outcome:
+        if order.listen is not None:
+            return Outcome(endpoint=f"sim-{rank}")
+        if order.revoke is not None:
+            self._fabric.revoke(self._side, order.revoke)
+            return Outcome()
+        if order.close is not None:
+            self._fabric.close(order.close)
+            return Outcome()
+        move = order.send or order.receive
+        assert move is not None
+        assert move.rank == rank
+        ops = [self._queue(move, part, sending=order.send is not None) for part in move.parts]
+        results = await asyncio.gather(*(op.done for op in ops), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BatonError):
+                return Outcome(error=result.info())
+        return Outcome(parts=tuple(r for r in results if isinstance(r, PartResult)))
+
+    def _queue(self, order: MoveOrder, part: Part, *, sending: bool) -> Op:
+        done: asyncio.Future[PartResult] = asyncio.get_running_loop().create_future()
+        op = Op(order=order, part=part, side=self._side, done=done)
+        source, dest = order.rank, part.peer_rank
+        if not sending:
+            source, dest = dest, source
+        name = (order.sender_epoch, order.receiver_epoch, source, dest, order.link)
+        self._fabric.queue(op, name, sending=sending)
+        return op
+
+
+# --- workers --------------------------------------------------------------------------------------
+
+
+class Worker:
+    """What both toy workers share: an allocator, and who may touch which block now."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self.layout = layout
+        self.blocks = StrictBlocks(layout.num_blocks)
+        self.held: dict[RequestKey, tuple[int, ...]] = {}
+        self.outcomes: dict[RequestKey, list[str]] = {}
+        self.memory: dict[tuple[int, int, int, int], Cell] = {}  # rank, block, layer, head -> cell
+
+    def slots(self, op: Op) -> list[tuple[int, int, int, int]]:
+        """The slots of one message, in the order of the wire; heads counted over the model."""
+        offset = self.layout.rank_heads[op.order.rank][0] + op.part.first_head
+        return [
+            (op.order.rank, block, layer, head)
+            for layer in range(op.order.first_layer, op.order.first_layer + op.order.num_layers)
+            for block in op.order.blocks
+            for head in range(offset, offset + op.part.num_heads)
+        ]
+
+    def gather(self, op: Op) -> list[Cell]:
+        raise AssertionError("only prefill sends")
+
+    def scatter(self, op: Op, cells: list[Cell]) -> None:
+        raise AssertionError("only decode receives")
+
+    def take(self, key: RequestKey, count: int) -> tuple[int, ...] | None:
+        ids = self.blocks.allocate(count)
+        if ids is None:
+            return None
+        self.held[key] = tuple(ids)
+        return self.held[key]
+
+    def give_back(self, key: RequestKey) -> None:
+        self.blocks.free(self.held.pop(key))
+
+    def note(self, key: RequestKey, outcome: str) -> None:
+        seen = self.outcomes.setdefault(key, [])
+        seen.append(outcome)
+        assert len(seen) == 1, f"{key} ended more than once: {seen}"
+
+
+class PrefillSide(Worker):
+    """A toy prefill worker: computes prompts instantly, in steps that the test takes."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        super().__init__(layout)
+        self.grants: dict[RequestKey, Grant] = {}
+        self.pushed: dict[RequestKey, int] = {}
+        self.committing: set[RequestKey] = set()
+
+    def gather(self, op: Op) -> list[Cell]:
+        held = {block for ids in self.held.values() for block in ids}
+        assert held.issuperset(op.order.blocks), "a block was read after it had been given back"
+        return [self.memory[slot] for slot in self.slots(op)]
+
+    def granted(self, key: RequestKey, grant: Grant) -> None:
+        assert key not in self.grants
+        self.grants[key] = grant
+
+    def start(self, key: RequestKey) -> bool:
+        """Take blocks and fill them with what this prompt's KV is."""
+        ids = self.take(key, len(self.grants[key].block_ids))
+        if ids is None:
+            return False
+        for rank, (first, last) in enumerate(self.layout.rank_heads):
+            for index, block in enumerate(ids):
+                for layer in range(self.layout.num_layers):
+                    for head in range(first, last):
+                        self.memory[rank, block, layer, head] = (str(key), index, layer, head)
+        self.pushed[key] = self.grants[key].num_cached_blocks
+        return True
+
+    def committed(self, key: RequestKey, report: TransferReport) -> None:
+        self.note(key, "committed")
+        self.give_back(key)
+
+    def ended(self, key: RequestKey, error: ErrorInfo | None) -> None:
+        self.note(key, "ended")
+        self.grants.pop(key, None)
+        if key in self.held:
+            self.give_back(key)
+
+
+class DecodeSide(Worker):
+    """A toy decode worker: knows at every moment who may write which block."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        super().__init__(layout)
+        self.writable: dict[int, RequestKey] = {}
+        self.cached: dict[RequestKey, int] = {}
+        self.reserved: dict[RequestKey, tuple[int, ...]] = {}  # given to the receiver, not back yet
+        self.running: set[RequestKey] = set()
+        self.firsts: dict[RequestKey, int] = {}
+        self.dropped: set[RequestKey] = set()
+        self.in_hand: Callable[[], set[RequestKey]] = set
+
+    def scatter(self, op: Op, cells: list[Cell]) -> None:
+        owners = {self.writable.get(block) for block in op.order.blocks}
+        assert len(owners) == 1, f"one write into blocks of {owners}"
+        owner = owners.pop()
+        assert owner is not None, "a write into blocks that nobody may write"
+        assert all(cell[0] == str(owner) for cell in cells), "a write of another request's KV"
+        for slot, cell in zip(self.slots(op), cells, strict=False):
+            self.memory[slot] = cell
+
+    def reserve(self, key: RequestKey, count: int, cached: int) -> tuple[int, ...] | None:
+        ids = self.take(key, count)
+        if ids is None:
+            return None
+        for index, block in enumerate(ids):
+            for rank, (first, last) in enumerate(self.layout.rank_heads):
+                for layer in range(self.layout.num_layers):
+                    for head in range(first, last):
+                        slot = (rank, block, layer, head)
+                        if index < cached:
+                            self.memory[slot] = (str(key), index, layer, head)
+                        else:
+                            self.memory.pop(slot, None)
+        self.writable.update(dict.fromkeys(ids[cached:], key))
+        self.reserved[key] = ids
+        self.cached[key] = cached
+        return ids
+
+    def committed(self, key: RequestKey, commit: Commit) -> None:
+        self.note(key, "committed")
+        ids = self.reserved.pop(key)
+        self.forbid(ids)
+        for index, block in enumerate(ids):
+            for rank, (first, last) in enumerate(self.layout.rank_heads):
+                for layer in range(self.layout.num_layers):
+                    for head in range(first, last):
+                        found = self.memory.get((rank, block, layer, head))
+                        assert found == (str(key), index, layer, head), "incomplete KV committed"
+        self.firsts[key] = commit.first_token
+        self.running.add(key)
+
+    def finish(self, key: RequestKey) -> None:
+        self.running.remove(key)
+        self.give_back(key)
+
+    def drop(self, key: RequestKey) -> None:
+        """A committed sequence is not wanted: its blocks wait for `blocks_safe`."""
+        self.running.remove(key)
+        self.dropped.add(key)
+        self.reserved[key] = self.held[key]
+        self.blocks.quarantine(self.held[key])
+
+    def ended(self, key: RequestKey, error: ErrorInfo | None) -> None:
+        self.note(key, "ended")
+        ids = self.reserved.get(key)
+        if ids is not None and key not in self.in_hand():
+            self.forbid(ids, quarantine=True)
+
+    def blocks_safe(self, key: RequestKey, block_ids: tuple[int, ...]) -> None:
+        assert self.reserved.pop(key) == block_ids
+        ids = self.held.pop(key)
+        if key not in self.outcomes:  # reserved for a hand-off that was over: `ended` came before
+            raise AssertionError(f"blocks of {key} came back before its end")
+        self.blocks.unquarantine(ids)
+
+    def forbid(self, ids: tuple[int, ...], *, quarantine: bool = False) -> None:
+        for block in ids:
+            self.writable.pop(block, None)
+        if quarantine:
+            self.blocks.quarantine(ids)
+
+
+class _Faults(logging.Handler):
+    """Collects what background tasks die of: nothing, if the code is right."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+class World:
+    """One prefill and one decode worker, and everything between them."""
+
+    def __init__(self, source: KVLayout, dest: KVLayout, config: TransferConfig = CONFIG) -> None:
+        self.loop = SimLoop()
+        self.network = Network(self.loop)
+        self.fabric = Fabric(self.loop)
+        self.prefill = PrefillSide(source)
+        self.decode = DecodeSide(dest)
+        clock = Clock(monotonic=self.loop.time, wall=self.loop.time)
+        self.prefill_ref = _ref(Role.PREFILL, 11)
+        self.decode_ref = _ref(Role.DECODE, 22)
+        self.sender = Sender(
+            ref=self.prefill_ref,
+            layout=source,
+            fingerprint=make_fingerprint(source),
+            secret=SECRET,
+            ranks=SimRanks(self.fabric, self.prefill),
+            clients=self.network,
+            config=config,
+            listener=self.prefill,
+            clock=clock,
+        )
+        self.receiver = Receiver(
+            ref=self.decode_ref,
+            layout=dest,
+            fingerprint=make_fingerprint(dest),
+            secret=SECRET,
+            ranks=SimRanks(self.fabric, self.decode),
+            clients=self.network,
+            config=config,
+            listener=self.decode,
+            clock=clock,
+        )
+        self.network.handlers[self.prefill_ref.address] = {
+            methods.GRANT: self.sender.on_grant,
+            methods.END: self.sender.on_end,
+        }
+        self.network.handlers[self.decode_ref.address] = {
+            methods.PIECE: self.receiver.on_piece,
+            methods.COMMIT: self.receiver.on_commit,
+            methods.END: self.receiver.on_end,
+        }
+        self.faults = _Faults()
+        logging.getLogger("baton.kv_transfer").addHandler(self.faults)
+        self.loop.run(self.receiver.start())
+        self.sizes: dict[RequestKey, int] = {}
+        self.handing_over: deque[tuple[RequestKey, tuple[int, ...], int]] = deque()
+        self.decode.in_hand = lambda: {key for key, _, _ in self.handing_over}
+        self.offered: set[RequestKey] = set()
+        self.expected: set[RequestKey] = set()
+
+    # --- what the workers may do ----------------------------------------------------------------
+
+    def ticket(self, key: RequestKey, num_blocks: int, ttl_s: float = 120.0) -> Ticket:
+        return Ticket(
+            key=key,
+            prefill_epoch=self.prefill_ref.epoch,
+            decode_epoch=self.decode_ref.epoch,
+            num_blocks=num_blocks,
+            expires_at=self.loop.now + ttl_s,
+        ).signed(SECRET)
+
+    def on_loop(self, work: Callable[[], Any]) -> BatonError | None:
+        """Call something on the loop; a typed refusal is an answer."""
+
+        async def call() -> Any:
+            return work()
+
+        task = self.loop.run(call())
+        error = task.exception()
+        if error is not None and not isinstance(error, BatonError):
+            raise error
+        return error
+
+    def offer(self, key: RequestKey, ticket: Ticket) -> None:
+        self.sizes[key] = ticket.num_blocks
+        error = self.on_loop(lambda: self.receiver.offer(key, ticket, self.prefill_ref))
+        if error is None:
+            self.offered.add(key)
+
+    def expect(self, key: RequestKey, ticket: Ticket) -> None:
+        error = self.on_loop(lambda: self.sender.expect(key, ticket, self.decode_ref))
+        if error is None:
+            self.expected.add(key)
+
+    def can_reserve(self) -> list[RequestKey]:
+        return [
+            key
+            for key in sorted(self.offered, key=str)
+            if key not in self.decode.held and key not in self.decode.outcomes
+        ]
+
+    def reserve(self, key: RequestKey, cached: int) -> None:
+        """Decode's scheduler sets blocks aside; the receiver learns of it in `hand_over`."""
+        size = self.sizes[key]
+        ids = self.decode.reserve(key, size, min(cached, size))
+        if ids is not None:
+            self.handing_over.append((key, ids, min(cached, size)))
+
+    def hand_over(self) -> None:
+        key, ids, cached = self.handing_over.popleft()
+        if key in self.decode.outcomes:  # what a worker does on `ended` with blocks in hand
+            self.decode.forbid(ids, quarantine=True)
+        self.loop.run(self.receiver.reserve(key, ids, cached))
+
+    def leave(self, key: RequestKey, released: bool) -> None:
+        """Decode stops wanting a request, committed or not."""
+        if key in self.decode.running:
+            self.decode.drop(key)
+        self.loop.run(self.receiver.end(key, released))
+
+    def can_push(self) -> list[RequestKey]:
+        return [key for key in self.prefill.grants if key not in self.prefill.outcomes]
+
+    def step(self, key: RequestKey, count: int) -> None:
+        """Run a chunk of the prompt: push its blocks, commit after the last."""
+        side = self.prefill
+        if key not in side.held and not side.start(key):
+            return
+        ids = side.held[key]
+        first = side.pushed[key]
+        part = ids[first : first + count]
+        if part:
+            self.on_loop(lambda: self.sender.push(key, part, first, len(part)))
+            side.pushed[key] += len(part)
+        if side.pushed.get(key) == len(ids) and key not in side.committing:
+            side.committing.add(key)
+            self.on_loop(lambda: self.sender.commit(key, 7))
+
+    def events(self) -> list[Callable[[], None]]:
+        """Everything that can happen next without a fault."""
+        network, fabric = self.network, self.fabric
+        events: list[Callable[[], None]] = [self.hand_over] if self.handing_over else []
+        events += [partial(self.reserve, key, 0) for key in self.can_reserve()]
+        events += [partial(self.step, key, 2) for key in self.can_push()]
+        events += [partial(network.deliver, letter) for letter in network.letters]
+        events += [partial(fabric.send, wire) for wire in fabric.can_send()]
+        events += [partial(fabric.receive, wire) for wire in fabric.can_receive()]
+        return events
+
+    def turn_clock(self, seconds: float) -> None:
+        self.loop.now += seconds
+        self.loop.settle()
+
+    # --- what must hold -------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """The invariants of every moment."""
+        for record in self.faults.records:
+            raise AssertionError(record.getMessage()) from (record.exc_info or (0, None))[1]
+        for side in (self.prefill, self.decode):
+            blocks = side.blocks
+            total = blocks.num_free + blocks.num_held + blocks.num_quarantined
+            assert total == blocks.num_blocks
+        quarantined = self.receiver.num_blocks(Holding.QUARANTINED)
+        granted = self.receiver.num_blocks(Holding.GRANTED)
+        in_hand = sum(len(ids) - cached for _, ids, cached in self.handing_over)
+        assert granted == len(self.decode.writable) - in_hand
+        assert quarantined <= self.decode.blocks.num_quarantined
+
+    def wind_up(self) -> None:
+        """Let every deadline pass with a dead network; then nothing may be left anywhere."""
+        while self.handing_over:
+            self.hand_over()
+        for _ in range(200):
+            for letter in list(self.network.letters):
+                self.network.lose(letter)
+            self.turn_clock(10.0)
+            if not self.network.letters and self.loop.now > 5000:
+                break
+        for wire in list(self.fabric.wires.values()):
+            self.fabric.snap(wire)
+        self.loop.settle()
+        for _ in range(50):
+            for letter in list(self.network.letters):
+                self.network.lose(letter)
+            self.turn_clock(10.0)
+        self.check()
+        for key in list(self.decode.running):
+            self.decode.finish(key)
+        assert self.sender.num_live == 0
+        assert self.receiver.num_live == 0
+        assert set(self.decode.outcomes) == self.offered
+        assert set(self.prefill.outcomes) == self.expected
+        assert self.decode.blocks.num_free == self.decode.blocks.num_blocks
+        assert self.prefill.blocks.num_free == self.prefill.blocks.num_blocks
+        for key, outcome in self.prefill.outcomes.items():
+            if outcome == ["committed"]:
+                assert self.decode.outcomes[key] == ["committed"], "prefill believes in a commit"
+
+    def close(self) -> None:
+        self.loop.run(self.sender.close())
+        self.loop.run(self.receiver.close())
+        for _ in range(5):
+            for letter in list(self.network.letters):
+                self.network.lose(letter)
+            self.turn_clock(2.0)
+        self.loop.close()
+        logging.getLogger("baton.kv_transfer").removeHandler(self.faults)
+
+
+def _ref(role: Role, epoch: int) -> WorkerRef:
+    return WorkerRef(worker_id=str(role), epoch=epoch, role=role, address=f"{role}:1")
