@@ -11,7 +11,6 @@ from typing import Any, Generic, TypeVar
 from engine.config import EngineConfig
 from engine.kv.allocator import BlockAllocator
 from engine.ranks import RankGroup
-
 from kv_transfer.config import TransferConfig
 from protocol.ids import Role, WorkerRef, new_epoch
 from protocol.messages import Cancel, Submit, WorkerStatus
@@ -167,8 +166,9 @@ class WorkerHost(Generic[C, Out]):
         await asyncio.to_thread(self.ranks.close)
 
     def check_health(self) -> None:
-        """Raise Internal when the engine is broken or hangs."""
+        """Raise Internal when the engine is broken or hangs, RankLost when a rank is gone."""
         self.shell.check_health()
+        self.ranks.check()
 
     def status(self) -> WorkerStatus:
         """This worker as it is now."""

@@ -6,35 +6,59 @@ import asyncio
 from dataclasses import dataclass
 
 from engine.config import EngineConfig
-from engine.executor import Executor, build_executor
+from engine.executor import Executor, build_executor, build_follower
+from engine.rank_messages import RankInvite
 from engine.ranks import RankGroup
 from kv_transfer.config import TransferConfig
 from kv_transfer.data_plane import DataPlane
 
+#: Name of the command with which rank 0 gives a follower a transfer order.
 TRANSFER = "transfer"
 
 
 @dataclass(slots=True, kw_only=True)
 class Ranks:
-    """Rank 0's executor with the data planes of all ranks. `execute` makes it a RankChannel."""
+    """Rank 0's executor and data plane, and the followers behind their group. `execute` makes it a
+    kv_transfer RankChannel."""
 
     executor: Executor
     plane: DataPlane
     group: RankGroup | None
 
     async def execute(self, rank: int, order: bytes) -> bytes:
-        """Run one transfer order on a rank; its answer, or its typed error."""
-        assert rank == 0
-        return await asyncio.wrap_future(self.plane.execute(order))
+        """Run one transfer order on a rank. Followers take it in order with their steps, so that a
+        send after a step finds that step's KV. Raises RankLost when the rank is gone."""
+        if rank == 0 or self.group is None:
+            return await asyncio.wrap_future(self.plane.execute(order))
+        return await asyncio.wrap_future(self.group.call(rank, TRANSFER, order))
+
+    def check(self) -> None:
+        """Raise RankLost when a follower is gone."""
+        if self.group is not None:
+            self.group.check()
 
     def close(self) -> None:
         """Close the data plane and the engine; followers end with the group."""
         self.plane.close()
+        if self.group is not None:
+            self.group.close()
         self.executor.close()
 
 
 def build_ranks(engine: EngineConfig, transfer: TransferConfig, group: RankGroup | None) -> Ranks:
-    """Load rank 0 and run one real step. Blocking: seconds to minutes."""
-    executor = build_executor(engine)
+    """Load rank 0, wait for the followers, run one real step. Blocking: seconds to minutes."""
+    executor = build_executor(engine, group)
     executor.warmup()
     return Ranks(executor=executor, plane=DataPlane(executor.pool, transfer), group=group)
+
+
+def follow_rank(
+    invite: RankInvite, rank: int, engine: EngineConfig, transfer: TransferConfig
+) -> None:
+    """The whole life of a follower process: load its share, obey rank 0, end with it. Blocking."""
+    executor = build_follower(invite, rank, engine)
+    plane = DataPlane(executor.pool, transfer)
+    try:
+        executor.follow({TRANSFER: plane.execute})
+    finally:
+        plane.close()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from multiprocessing.process import BaseProcess
 
 from decode_worker.worker import DecodeWorker
 from engine.config import EngineConfig
+from engine.ranks import RankGroup
 from kv_transfer.config import TransferConfig
 from prefill_worker.worker import PrefillWorker
 from protocol.errors import BatonError
@@ -23,6 +26,7 @@ from rpc import methods
 from rpc.service import ClientPool
 from worker_runtime.config import WorkerConfig
 from worker_runtime.host import WorkerSettings
+from worker_runtime.ranks import follow_rank
 
 SECRET = b"test secret"
 
@@ -198,26 +202,47 @@ async def running_pair(
     prefill_config: WorkerConfig | None = None,
     decode_config: WorkerConfig | None = None,
     transfer: TransferConfig | None = None,
+    prefill_tp: int = 1,
+    decode_tp: int = 1,
 ) -> AsyncIterator[Pair]:
-    """Workers over gloo in this process; everything is closed at the end."""
+    """Workers over gloo, rank 0 of each in this process and the other ranks in processes of their
+    own; everything is closed at the end."""
 
-    def settings(name: str, blocks: int, config: WorkerConfig | None) -> WorkerSettings:
+    def settings(name: str, blocks: int, config: WorkerConfig | None, tp: int) -> WorkerSettings:
         return WorkerSettings(
             worker_id=name,
-            engine=EngineConfig(model_path=model_path, dtype=dtype, num_blocks=blocks),
+            engine=EngineConfig(
+                model_path=model_path, dtype=dtype, num_blocks=blocks, tp_size=tp, num_threads=1
+            ),
             worker=config or WorkerConfig(),
             transfer=transfer or TransferConfig(),
             secret=SECRET,
         )
 
-    prefills = [
-        PrefillWorker(settings(f"prefill-{i}", prefill_blocks, prefill_config))
-        for i in range(num_prefill)
-    ]
-    decodes = [
-        DecodeWorker(settings(f"decode-{i}", decode_blocks, decode_config))
-        for i in range(num_decode)
-    ]
+    followers: list[BaseProcess] = []
+
+    def group(worker: WorkerSettings) -> RankGroup | None:
+        size = worker.engine.tp_size
+        if size == 1:
+            return None
+        ranks = RankGroup(size)
+        for rank in range(1, size):
+            process = multiprocessing.get_context("spawn").Process(
+                target=follow_rank,
+                args=(ranks.invite, rank, worker.engine, worker.transfer),
+                daemon=True,
+            )
+            process.start()
+            followers.append(process)
+        return ranks
+
+    prefills, decodes = [], []
+    for i in range(num_prefill):
+        own = settings(f"prefill-{i}", prefill_blocks, prefill_config, prefill_tp)
+        prefills.append(PrefillWorker(own, group=group(own)))
+    for i in range(num_decode):
+        own = settings(f"decode-{i}", decode_blocks, decode_config, decode_tp)
+        decodes.append(DecodeWorker(own, group=group(own)))
     prefill_refs = [await worker.start() for worker in prefills]
     decode_refs = [await worker.start() for worker in decodes]
     router = FakeRouter()
@@ -230,3 +255,6 @@ async def running_pair(
         await router.close()
         for worker in (*prefills, *decodes):
             await worker.stop()
+        for process in followers:
+            process.join(20)
+            assert process.exitcode is not None, "a follower outlived its worker"
