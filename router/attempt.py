@@ -111,6 +111,12 @@ class Attempt:
             )
         )
 
+    def result(self) -> Ended | None:
+        """How it ended; None while it runs, or when whoever waited for its end was cancelled."""
+        if not self.ended.done() or self.ended.cancelled():
+            return None
+        return self.ended.result()
+
     def end(self, ended: Ended) -> None:
         """Resolve, unless it has ended already."""
         if not self.ended.done():

@@ -32,7 +32,7 @@ from router.policy import Choice, Need, choose
 
 log = get_logger(__name__)
 
-#: Between rounds in which every worker refused an accepted request.
+#: Before a worker that refused or failed is asked again.
 _ROUND_PAUSE_S = 0.1
 #: Refusals that no other worker would answer differently.
 _FINAL = (InvalidRequest, PayloadTooLarge)
@@ -168,7 +168,9 @@ class Flight:
         while True:
             pair = self._relay.choose(need, self._refused | self._avoided)
             if pair is None and self._avoided:
-                self._avoided.clear()  # a worker that failed once is better than none
+                # A worker that failed is better than none, but not at once.
+                await self._relay.members.changed(_ROUND_PAUSE_S)
+                self._avoided.clear()
                 continue
             if pair is not None:
                 return pair
@@ -302,7 +304,7 @@ class Flight:
 
     def _cancel_rest(self, pair: _Pair, attempt: Attempt) -> None:
         """Cancel on every worker that may still hold something for this attempt."""
-        ended = attempt.ended.result() if attempt.ended.done() else None
+        ended = attempt.result()
         if ended is None or ended.outcome is not Outcome.FINISHED:
             for member in pair.members:
                 member.cancel(attempt.key)

@@ -43,8 +43,8 @@ FINGERPRINT = KVFingerprint(
 
 
 def counting(submit: Submit) -> list[int]:
-    """3, 4, 5, ... : a script that says how far it has come."""
-    return [3 + i % 200 for i in range(submit.sampling.max_tokens)]
+    """20, 21, 22, ... : a script that says how far it has come."""
+    return [20 + i % 200 for i in range(submit.sampling.max_tokens)]
 
 
 @dataclass(slots=True)
@@ -64,6 +64,7 @@ class StubWorker:
     fail_error: BatonError = field(default_factory=lambda: Unavailable("stub failed"))
     fail_retriable: bool = True
     silent: bool = False
+    accepting: asyncio.Event | None = None  # if set, Submit is answered only once this is
     state: WorkerState = WorkerState.READY
     epoch: int = field(default_factory=new_epoch)
     submitted: list[Submit] = field(default_factory=list)
@@ -103,6 +104,8 @@ class StubWorker:
     # --- control methods --------------------------------------------------------------------------
 
     async def _submit(self, submit: Submit) -> Ack:
+        if self.accepting is not None:
+            await self.accepting.wait()
         if self.refuse is not None:
             raise self.refuse
         self.submitted.append(submit)

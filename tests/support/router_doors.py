@@ -1,0 +1,82 @@
+"""Clients for both doors of a router under test."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import aiohttp
+import grpc
+from grpc import aio
+
+from protocol.ids import Role
+from protocol.wire import inference_pb2_grpc as pb_grpc
+from router.admin import AdminBackend
+from router.config import RouterConfig
+from router.server import Router
+from tests.support.stub_workers import StubFleet
+
+
+class Doors:
+    """A started router and a client for each of its doors."""
+
+    def __init__(self, router: Router, session: aiohttp.ClientSession, fleet: StubFleet) -> None:
+        self.router = router
+        self.fleet = fleet
+        self.http = session
+        self.channel = aio.insecure_channel(router.addresses.grpc)
+        self.inference = pb_grpc.InferenceStub(self.channel)
+        self.admin = pb_grpc.AdminStub(self.channel)
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.router.addresses.http}"
+
+    async def post(self, path: str, body: object) -> tuple[int, dict]:
+        kwargs = {"data": body} if isinstance(body, bytes) else {"json": body}
+        async with self.http.post(self.url + path, **kwargs) as response:
+            return response.status, await response.json()
+
+    async def wait_ready(self, decodes: int = 1, prefills: int = 0) -> None:
+        members = self.router._members
+        while (
+            len(members.ready(Role.DECODE)) < decodes or len(members.ready(Role.PREFILL)) < prefills
+        ):
+            await members.changed(5)
+
+
+MakeDoors = Callable[..., contextlib.AbstractAsyncContextManager[Doors]]
+
+
+@contextlib.asynccontextmanager
+async def open_doors(
+    fleet: StubFleet, model_folder: Path, *, admin: AdminBackend | None = None, **settings: object
+) -> AsyncIterator[Doors]:
+    """A router over a fleet's workers, ready, with clients for both doors."""
+    defaults = {
+        "model_path": str(model_folder),
+        "local_prefill_tokens": 4,
+        "silence_s": 1.0,
+        "connect_timeout_s": 2.0,
+    }
+    config = RouterConfig(**(defaults | settings))  # type: ignore[arg-type]
+    router = Router(config, secret=fleet.secret, admin=admin)
+    await router.start(http_host="127.0.0.1", http_port=0, grpc_host="127.0.0.1", grpc_port=0)
+    try:
+        async with aiohttp.ClientSession() as session:
+            doors = Doors(router, session, fleet)
+            router.set_workers(fleet.refs)
+            roles = [worker.role for worker in fleet.workers]
+            await doors.wait_ready(roles.count(Role.DECODE), roles.count(Role.PREFILL))
+            try:
+                yield doors
+            finally:
+                await doors.channel.close()
+    finally:
+        await router.stop()
+
+
+def status_of(error: aio.AioRpcError) -> tuple[grpc.StatusCode, dict[str, str | bytes]]:
+    """A failed call's code and trailers."""
+    return error.code(), dict(error.trailing_metadata() or ())

@@ -1,0 +1,276 @@
+"""Bad input, the same on both doors: a typed error naming the field, and the server unharmed."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from google.rpc import error_details_pb2, status_pb2
+from grpc import aio
+
+from protocol.errors import GRPC_STATUS, HTTP_STATUS, ErrorCode
+from protocol.ids import Role
+from protocol.wire import inference_pb2 as pb
+from tests.support.router_doors import Doors, MakeDoors, open_doors, status_of
+from tests.support.stub_workers import StubFleet
+from tests.support.wire_requests import to_message
+
+BAD = ErrorCode.INVALID_REQUEST
+LONG = ErrorCode.CONTEXT_TOO_LONG
+NOT_SERVED = ErrorCode.UNSUPPORTED
+GONE = ErrorCode.NOT_FOUND
+
+HI = [{"role": "user", "content": "hi"}]
+
+#: Fields of a body, the code, the field at fault. The tiny model has 512 ids and a context of 512.
+CASES: list[tuple[dict[str, Any], ErrorCode, str]] = [
+    ({"prompt": ""}, BAD, "prompt"),
+    ({"prompt": [""]}, BAD, "prompt"),
+    ({"prompt": []}, BAD, "prompt"),
+    ({"prompt": [[]]}, BAD, "prompt"),
+    ({"prompt": ["ok", ""]}, BAD, "prompt"),
+    ({"prompt": [-1]}, BAD, "prompt"),
+    ({"prompt": [512]}, BAD, "prompt"),
+    ({"prompt": [4294967295]}, BAD, "prompt"),
+    ({"prompt": [[1, 2], [3, 512]]}, BAD, "prompt"),
+    ({}, BAD, "prompt"),
+    ({"prompt": [5] * 512}, LONG, "prompt"),
+    ({"prompt": [5] * 5000}, LONG, "prompt"),
+    ({"prompt": "word " * 50_000}, LONG, "prompt"),
+    ({"prompt": [5] * 500, "max_tokens": 13}, LONG, "max_tokens"),
+    ({"prompt": "hi", "max_tokens": 2**40}, LONG, "max_tokens"),
+    ({"prompt": "hi", "max_tokens": 0}, BAD, "max_tokens"),
+    ({"prompt": "hi", "max_tokens": -1}, BAD, "max_tokens"),
+    ({"prompt": "hi", "max_completion_tokens": 5}, BAD, "max_completion_tokens"),
+    ({"prompt": "hi", "min_tokens": -1}, BAD, "min_tokens"),
+    ({"prompt": "hi", "min_tokens": 9, "max_tokens": 8}, BAD, "min_tokens"),
+    ({"prompt": "hi", "min_tokens": 10_000}, BAD, "min_tokens"),
+    ({"prompt": "hi", "temperature": -0.5}, BAD, "temperature"),
+    ({"prompt": "hi", "temperature": 1e30}, BAD, "temperature"),
+    ({"prompt": "hi", "top_p": 0.0}, BAD, "top_p"),
+    ({"prompt": "hi", "top_p": -1.0}, BAD, "top_p"),
+    ({"prompt": "hi", "top_p": 1.5}, BAD, "top_p"),
+    ({"prompt": "hi", "top_k": -7}, BAD, "top_k"),
+    ({"prompt": "hi", "min_p": 2.0}, BAD, "min_p"),
+    ({"prompt": "hi", "seed": -3}, BAD, "seed"),
+    ({"prompt": "hi", "n": 0}, BAD, "n"),
+    ({"prompt": "hi", "n": 1000}, BAD, "n"),
+    ({"prompt": "hi", "stop": ""}, BAD, "stop"),
+    ({"prompt": "hi", "stop": ["x"] * 40}, BAD, "stop"),
+    ({"prompt": "hi", "stop_token_ids": [-1]}, BAD, "stop_token_ids"),
+    ({"prompt": "hi", "stop_token_ids": [512]}, BAD, "stop_token_ids"),
+    ({"prompt": "hi", "timeout": 0.0}, BAD, "timeout"),
+    ({"prompt": "hi", "timeout": 1e9}, BAD, "timeout"),
+    ({"prompt": "hi", "stream_options": {"include_usage": True}}, BAD, "stream_options"),
+    ({"prompt": "hi", "model": "no-such"}, GONE, "model"),
+    ({"prompt": "hi", "model": ""}, GONE, "model"),
+    ({"messages": HI, "model": "no-such"}, GONE, "model"),
+    ({"messages": []}, BAD, "messages"),
+    ({"messages": [{"content": "x"}]}, BAD, "messages[0].role"),
+    ({"messages": [*HI, {"role": "foo", "content": "x"}]}, BAD, "messages[1].role"),
+    ({"messages": [{"role": "user"}]}, BAD, "messages[0].content"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, NOT_SERVED, "messages[0].role"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        NOT_SERVED,
+        "messages[0].content[0].type",
+    ),
+    ({"messages": [{"role": "user", "content": "long " * 500}]}, LONG, "messages"),
+    ({"messages": HI, "max_completion_tokens": 511}, LONG, "max_completion_tokens"),
+    ({"prompt": "hi", "logprobs": True}, NOT_SERVED, "logprobs"),
+    ({"messages": HI, "top_logprobs": 3}, NOT_SERVED, "top_logprobs"),
+    ({"prompt": "hi", "prompt_logprobs": 0}, NOT_SERVED, "prompt_logprobs"),
+    ({"prompt": "hi", "presence_penalty": 0.5}, NOT_SERVED, "presence_penalty"),
+    ({"prompt": "hi", "frequency_penalty": -0.5}, NOT_SERVED, "frequency_penalty"),
+    ({"prompt": "hi", "repetition_penalty": 1.1}, NOT_SERVED, "repetition_penalty"),
+    ({"prompt": "hi", "logit_bias": {"5": -100.0}}, NOT_SERVED, "logit_bias"),
+    ({"prompt": "hi", "echo": True}, NOT_SERVED, "echo"),
+    ({"prompt": "hi", "suffix": "x"}, NOT_SERVED, "suffix"),
+    ({"prompt": "hi", "best_of": 4}, NOT_SERVED, "best_of"),
+    ({"prompt": "hi", "priority": 1}, NOT_SERVED, "priority"),
+]
+
+#: What only JSON can express.
+HTTP_ONLY: list[tuple[str, object, ErrorCode, str | None]] = [
+    ("/v1/completions", b"", BAD, None),
+    ("/v1/completions", b"{", BAD, None),
+    ("/v1/completions", b'{"prompt": "a",}', BAD, None),
+    ("/v1/completions", b"[]", BAD, "body"),
+    ("/v1/completions", b'"hi"', BAD, "body"),
+    ("/v1/completions", b"null", BAD, "body"),
+    ("/v1/completions", b'{"prompt": "\xff\xfe"}', BAD, None),
+    ("/v1/completions", b'{"prompt": "\\ud800"}', BAD, "prompt"),
+    ("/v1/completions", b'{"prompt": "a", "temperature": NaN}', BAD, None),
+    ("/v1/completions", b'{"prompt": "a", "temperature": 1e999}', BAD, "temperature"),
+    ("/v1/completions", b'{"prompt": "a", "seed": ' + b"9" * 50 + b"}", BAD, "seed"),
+    ("/v1/completions", b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", BAD, None),
+    ("/v1/completions", b"[" * 100_000, BAD, None),
+    ("/v1/completions", {"prompt": {"a": 1}}, BAD, "prompt"),
+    ("/v1/completions", {"prompt": ["a", 1]}, BAD, "prompt"),
+    ("/v1/completions", {"prompt": [1, "a"]}, BAD, "prompt"),
+    ("/v1/completions", {"prompt": "a", "temperature": "hot"}, BAD, "temperature"),
+    ("/v1/completions", {"prompt": "a", "max_tokens": 1.5}, BAD, "max_tokens"),
+    ("/v1/completions", {"prompt": "a", "stream": "yes"}, BAD, "stream"),
+    ("/v1/completions", {"prompt": "a", "colour": "red"}, BAD, "colour"),
+    ("/v1/completions", {"prompt": "a", "messages": HI}, BAD, "messages"),
+    ("/v1/completions", {"prompt": "a", "logprobs": 0}, NOT_SERVED, "logprobs"),
+    ("/v1/chat/completions", {}, BAD, "messages"),
+    ("/v1/chat/completions", {"messages": "hi"}, BAD, "messages"),
+    ("/v1/chat/completions", {"messages": HI, "tools": [{}]}, NOT_SERVED, "tools"),
+    (
+        "/v1/chat/completions",
+        {"messages": HI, "response_format": {"type": "json_object"}},
+        NOT_SERVED,
+        "response_format",
+    ),
+    ("/tokenize", {}, BAD, "prompt"),
+    ("/tokenize", {"prompt": 5}, BAD, "prompt"),
+    ("/tokenize", {"prompt": "a", "messages": HI}, BAD, "messages"),
+    ("/tokenize", {"prompt": "a", "model": "no-such"}, GONE, "model"),
+    ("/detokenize", {}, BAD, "tokens"),
+    ("/detokenize", {"tokens": "a"}, BAD, "tokens"),
+    ("/detokenize", {"tokens": [512]}, BAD, "tokens"),
+    ("/detokenize", b"\x00\x01", BAD, None),
+]
+
+
+def case_id(value: object) -> str | None:
+    if isinstance(value, ErrorCode):
+        return value.value
+    return repr(value)[:50] if isinstance(value, (dict, bytes)) else None
+
+
+async def assert_serving(doors: Doors) -> None:
+    """A request still works, nothing is in flight, no work reached a worker in between."""
+    assert doors.router.num_requests == 0
+    status, body = await doors.post("/v1/completions", {"prompt": "hello", "max_tokens": 2})
+    assert status == 200
+    assert body["usage"]["completion_tokens"] == 2
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(model_folder: Path) -> AsyncIterator[Doors]:
+    """One router for the whole table: each case must leave it as it was."""
+    fleet = StubFleet()
+    await fleet.add(Role.PREFILL)
+    await fleet.add(Role.DECODE)
+    async with open_doors(fleet, model_folder) as doors:
+        yield doors
+    await fleet.stop()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(("fields", "code", "param"), CASES, ids=case_id)
+async def test_http_names_the_field(
+    shared: Doors, fields: dict[str, Any], code: ErrorCode, param: str
+) -> None:
+    path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
+    await expect_http_error(shared, path, fields, code, param)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(("path", "body", "code", "param"), HTTP_ONLY, ids=case_id)
+async def test_what_only_json_can_express(
+    shared: Doors, path: str, body: object, code: ErrorCode, param: str | None
+) -> None:
+    await expect_http_error(shared, path, body, code, param)
+
+
+async def expect_http_error(
+    doors: Doors, path: str, body: object, code: ErrorCode, param: str | None
+) -> None:
+    status, answer = await doors.post(path, body)
+    error = answer["error"]
+    expected = "model_not_found" if code is GONE else code.value
+    assert (status, error["code"], error["param"]) == (HTTP_STATUS[code], expected, param), error
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(("fields", "code", "param"), CASES, ids=case_id)
+async def test_grpc_names_the_field(
+    shared: Doors, fields: dict[str, Any], code: ErrorCode, param: str
+) -> None:
+    with pytest.raises(aio.AioRpcError) as caught:
+        async for _ in shared.inference.Generate(to_message(fields), timeout=10):
+            pass
+    status, trailers = status_of(caught.value)
+    found = (status.name, trailers["baton-error-code"], trailers["baton-error-param"])
+    assert found == (GRPC_STATUS[code], code.value, param)
+    details = status_pb2.Status.FromString(trailers["grpc-status-details-bin"])
+    bad_request = error_details_pb2.BadRequest()
+    assert details.details[0].Unpack(bad_request)
+    assert bad_request.field_violations[0].field == param
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_after_the_whole_table_nothing_has_reached_a_worker(shared: Doors) -> None:
+    assert [worker.submitted for worker in shared.fleet.workers] == [[], []]
+    await assert_serving(shared)
+
+
+async def test_paths_and_methods(doors: Doors) -> None:
+    async with doors.http.get(doors.url + "/no/such/path") as response:
+        assert response.status == 404
+        assert (await response.json())["error"]["code"] == "not_found"
+    async with doors.http.get(doors.url + "/v1/completions") as response:
+        assert response.status == 405
+        assert response.headers["allow"] == "POST"
+        assert "error" in await response.json()
+    async with doors.http.get(doors.url + "/v1/models/no/such") as response:
+        assert response.status == 404
+        assert (await response.json())["error"]["code"] == "model_not_found"
+
+
+async def test_bytes_that_are_no_message(doors: Doors) -> None:
+    """Invalid UTF-8 in a string field, and a damaged message, are the client's fault."""
+    call = doors.channel.unary_stream("/baton.v1.Inference/Generate")
+    for data in (b"\x12\x02\xff\xfe", b"\x12\x7fshort", b"\xff\xff\xff"):
+        with pytest.raises(aio.AioRpcError) as caught:
+            async for _ in call(data, timeout=10):
+                pass
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert dict(caught.value.trailing_metadata())["baton-error-param"] == "GenerateRequest"
+    await assert_serving(doors)
+
+
+async def test_a_field_of_a_newer_client_is_refused_not_dropped(doors: Doors) -> None:
+    call = doors.channel.unary_stream("/baton.v1.Inference/Generate")
+    data = pb.GenerateRequest(prompt="hello").SerializeToString() + b"\xc0\x3e\x01"  # field 1000
+    with pytest.raises(aio.AioRpcError) as caught:
+        async for _ in call(data, timeout=10):
+            pass
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "1000" in caught.value.details()
+
+
+async def test_sizes(fleet: StubFleet, make_doors: MakeDoors) -> None:
+    await fleet.add(Role.DECODE)
+    async with make_doors(fleet, max_body_bytes=10_000, max_message_bytes=10_000) as doors:
+        for size in (10_500, 100_000, 1_000_000):
+            body = json.dumps({"prompt": "a" * size}).encode()
+            status, answer = await doors.post("/v1/completions", body)
+            assert status == 413
+            assert answer["error"]["code"] == "payload_too_large"
+            with pytest.raises(aio.AioRpcError) as caught:
+                async for _ in doors.inference.Generate(
+                    pb.GenerateRequest(prompt="a" * size), timeout=10
+                ):
+                    pass
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await assert_serving(doors)
+
+
+async def test_a_client_that_leaves_while_sending(doors: Doors) -> None:
+    host, port = doors.router.addresses.http.split(":")
+    sock = socket.create_connection((host, int(port)))
+    sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    sock.close()
+    await assert_serving(doors)

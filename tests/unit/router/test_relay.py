@@ -1,0 +1,436 @@
+"""Requests through stub workers: pairs, resumption, refusals, cancels, deadlines, counters."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from observability import metrics
+from protocol.errors import InvalidRequest, Overloaded, Unavailable
+from protocol.ids import Role
+from protocol.messages import Submit
+from tests.support.router_doors import Doors, MakeDoors
+from tests.support.stub_workers import StubFleet, StubWorker
+
+PROMPT = [30, 31, 32, 33, 34, 35]  # longer than the threshold for local prefill
+
+
+def expected(count: int) -> list[int]:
+    return [20 + i for i in range(count)]
+
+
+async def complete(doors: Doors, **fields: Any) -> tuple[int, dict]:
+    body = {"prompt": PROMPT, "max_tokens": 8, "return_token_ids": True} | fields
+    return await doors.post("/v1/completions", body)
+
+
+async def ids_of(doors: Doors, **fields: Any) -> list[int]:
+    status, body = await complete(doors, **fields)
+    assert status == 200, body
+    return body["choices"][0]["token_ids"]
+
+
+async def until(condition, timeout_s: float = 3.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - the stubs have no events for all of this
+            await asyncio.sleep(0.005)
+
+
+def idle(doors: Doors) -> bool:
+    members = doors.router._members.all()
+    counts = [m.reservations for m in members]
+    return doors.router.num_requests == 0 and all(
+        (c.in_flight, c.unseen_sequences, c.unseen_tokens, c.pending_blocks) == (0, 0, 0, 0)
+        for c in counts
+    )
+
+
+def metric(doors: Doors, which: metrics.Metric, **labels: str) -> float:
+    return doors.router.metrics.value(which, **labels)
+
+
+# --- pairs ----------------------------------------------------------------------------------------
+
+
+async def test_both_workers_get_the_request_with_ticket_and_peer(doors: Doors) -> None:
+    prefill, decode = doors.fleet.workers
+    assert await ids_of(doors, seed=5, temperature=0.5, top_k=3) == expected(8)
+    for worker, peer in ((prefill, decode), (decode, prefill)):
+        (submit,) = worker.submitted
+        assert submit.peer == peer.ref
+        assert submit.prompt_ids == tuple(PROMPT)
+        assert submit.sampling.seed == 5
+        assert submit.sampling.eos_token_ids == (2,)
+        assert submit.local_prefill_reason == ""
+        assert submit.ticket.prefill_epoch == prefill.epoch
+        assert submit.ticket.decode_epoch == decode.epoch
+        assert submit.ticket.num_blocks == 1
+        submit.ticket.verify(b"secret", now=time.time())
+    assert idle(doors)
+    assert not prefill.cancelled
+    assert not decode.cancelled
+
+
+async def test_short_prompts_stay_on_decode(doors: Doors) -> None:
+    prefill, decode = doors.fleet.workers
+    assert await ids_of(doors, prompt=[30, 31]) == expected(8)
+    assert prefill.submitted == []
+    (submit,) = decode.submitted
+    assert (submit.peer, submit.ticket) == (None, None)
+    assert submit.local_prefill_reason == "short_prompt"
+    assert metric(doors, metrics.LOCAL_PREFILLS, reason="short_prompt") == 1
+
+
+async def test_without_prefill_workers_decode_does_it_all(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    decode = await fleet.add(Role.DECODE)
+    async with make_doors(fleet) as doors:
+        assert await ids_of(doors) == expected(8)
+        assert decode.submitted[0].local_prefill_reason == "no_prefill_ready"
+        assert metric(doors, metrics.LOCAL_PREFILLS, reason="no_prefill_ready") == 1
+
+
+async def test_an_end_at_token_one_never_reaches_decode(doors: Doors) -> None:
+    prefill, decode = doors.fleet.workers
+    prefill.script = lambda submit: [2]
+    status, body = await complete(doors)
+    assert status == 200
+    assert body["choices"][0]["text"] == ""
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert body["usage"]["completion_tokens"] == 1
+    await until(lambda: decode.cancelled)
+    assert decode.cancelled[0] == decode.submitted[0].key
+    assert not decode.running
+
+
+async def test_one_token_means_one_token(doors: Doors) -> None:
+    assert await ids_of(doors, max_tokens=1) == expected(1)
+
+
+async def test_an_unset_seed_is_filled_in_differently_each_time(doors: Doors) -> None:
+    await ids_of(doors)
+    await ids_of(doors)
+    seeds = {submit.sampling.seed for submit in doors.fleet.workers[1].submitted}
+    assert len(seeds) == 2
+
+
+async def test_requests_spread_over_idle_workers(fleet: StubFleet, make_doors: MakeDoors) -> None:
+    decodes = [await fleet.add(Role.DECODE, delay_s=0.01) for _ in range(4)]
+    async with make_doors(fleet) as doors:
+        await asyncio.gather(*(ids_of(doors) for _ in range(40)))
+        assert [len(worker.submitted) for worker in decodes] == [10, 10, 10, 10]
+
+
+# --- losing workers -------------------------------------------------------------------------------
+
+
+async def cut_after(worker: StubWorker, tokens: int, doors: Doors, how: str) -> None:
+    """Take a worker away once it has emitted some tokens."""
+    await until(lambda: metric(doors, metrics.TIME_TO_FIRST_TOKEN) > 0)
+    await asyncio.sleep(worker.delay_s * tokens)
+    if how == "dies":
+        await worker.stop()
+    elif how == "stream breaks":
+        worker.break_streams()
+    else:
+        worker.silent = True
+        for task in list(worker.running.values()):
+            task.cancel()
+
+
+@pytest.mark.parametrize("how", ["dies", "stream breaks", "falls silent"])
+async def test_a_lost_decode_worker_repeats_and_drops_no_token(
+    fleet: StubFleet, make_doors: MakeDoors, how: str
+) -> None:
+    await fleet.add(Role.PREFILL)
+    first = await fleet.add(Role.DECODE, delay_s=0.01)
+    async with make_doors(fleet, silence_s=0.5) as doors:
+        running = asyncio.create_task(ids_of(doors, max_tokens=40, seed=9))
+        await cut_after(first, 5, doors, how)
+        second = await fleet.add(Role.DECODE, delay_s=0.001)
+        doors.router.set_workers(fleet.refs)
+        assert await running == expected(40)
+        resumed = [s for w in (first, second) for s in w.submitted if s.key.attempt > 0]
+        assert resumed
+        for submit in resumed:
+            assert submit.sampling.seed == 9
+            assert list(submit.output_ids) == expected(len(submit.output_ids))
+            assert len(submit.output_ids) > 0
+        assert idle(doors)
+
+
+async def test_a_lost_prefill_worker_before_token_one(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    slow = await fleet.add(Role.PREFILL, prefill_delay_s=30)
+    decode = await fleet.add(Role.DECODE)
+    async with make_doors(fleet) as doors:
+        running = asyncio.create_task(ids_of(doors))
+        await until(lambda: slow.submitted and decode.submitted)
+        await slow.stop()
+        assert await running == expected(8)
+        assert decode.submitted[0].key in decode.cancelled
+        assert decode.submitted[1].local_prefill_reason == "no_prefill_ready"
+        assert metric(doors, metrics.RESUMES, cause="prefill_lost") == 1
+
+
+async def test_a_lost_prefill_worker_after_its_commit_matters_to_nobody(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    prefill = await fleet.add(Role.PREFILL)
+    decode = await fleet.add(Role.DECODE, delay_s=0.01)
+    async with make_doors(fleet) as doors:
+        running = asyncio.create_task(ids_of(doors, max_tokens=30))
+        await until(lambda: metric(doors, metrics.TIME_TO_FIRST_TOKEN) > 0)
+        await asyncio.sleep(0.05)
+        await prefill.stop()
+        assert await running == expected(30)
+        assert len(decode.submitted) == 1
+
+
+async def test_a_retriable_failure_moves_on_to_another_worker(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    bad = await fleet.add(Role.DECODE, fail_after=3)
+    good = await fleet.add(Role.DECODE)
+    async with make_doors(fleet) as doors:
+        for _ in range(8):
+            assert await ids_of(doors) == expected(8)
+        assert bad.submitted
+        assert len(good.submitted) == 8
+        assert metric(doors, metrics.RESUMES, cause="decode_failed") == len(bad.submitted)
+        assert all(len(s.output_ids) == 3 for s in good.submitted if s.key.attempt)
+
+
+async def test_a_final_failure_reaches_the_client(doors: Doors) -> None:
+    decode = doors.fleet.workers[1]
+    decode.fail_after, decode.fail_retriable = 3, False
+    decode.fail_error = InvalidRequest("no good", param="prompt")
+    status, body = await complete(doors)
+    assert (status, body["error"]["param"]) == (400, "prompt")
+    assert idle(doors)
+
+
+async def test_attempts_are_bounded(fleet: StubFleet, make_doors: MakeDoors) -> None:
+    worker = await fleet.add(Role.DECODE, fail_after=0)
+    async with make_doors(fleet, max_attempts=3) as doors:
+        status, body = await complete(doors)
+        assert (status, body["error"]["code"]) == (503, "unavailable")
+        assert [submit.key.attempt for submit in worker.submitted] == [0, 1, 2]
+
+
+async def test_an_accepted_request_waits_for_a_new_worker_but_not_for_ever(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    worker = await fleet.add(Role.DECODE, delay_s=0.01)
+    async with make_doors(fleet, resume_wait_s=0.3) as doors:
+        running = asyncio.create_task(complete(doors, max_tokens=100))
+        await cut_after(worker, 2, doors, "dies")
+        status, body = await running
+        assert (status, body["error"]["code"]) == (503, "unavailable")
+        assert idle(doors)
+
+
+async def test_another_incarnation_is_another_worker(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    worker = await fleet.add(Role.DECODE)
+    async with make_doors(fleet) as doors:
+        worker.epoch += 1  # restarted behind our back
+        worker.break_streams()
+        await until(lambda: not doors.router.ready)
+        await asyncio.sleep(0.2)
+        assert not doors.router.ready
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+async def test_a_full_worker_is_passed_over(fleet: StubFleet, make_doors: MakeDoors) -> None:
+    full = await fleet.add(Role.DECODE, refuse=Overloaded("full", retry_after_s=3))
+    free = await fleet.add(Role.DECODE)
+    async with make_doors(fleet) as doors:
+        for _ in range(6):
+            assert await ids_of(doors) == expected(8)
+        assert len(free.submitted) == 6
+        assert full.submitted == []
+        assert idle(doors)
+
+
+async def test_when_all_are_full_the_client_is_told_when_to_come_back(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    for _ in range(2):
+        await fleet.add(Role.DECODE, refuse=Overloaded("full", retry_after_s=7))
+    async with make_doors(fleet) as doors:
+        body = {"prompt": PROMPT}
+        async with doors.http.post(doors.url + "/v1/completions", json=body) as response:
+            assert response.status == 429
+            assert response.headers["retry-after"] == "7"
+
+
+async def test_a_refusal_by_prefill_cancels_decode_and_goes_on(doors: Doors) -> None:
+    prefill, decode = doors.fleet.workers
+    prefill.refuse = Unavailable("draining")
+    assert await ids_of(doors) == expected(8)
+    assert [submit.key.attempt for submit in decode.submitted] == [0, 1]
+    assert decode.submitted[0].key in decode.cancelled
+    assert decode.submitted[1].local_prefill_reason == "no_prefill_ready"
+
+
+async def test_an_invalid_request_is_not_tried_elsewhere(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    error = InvalidRequest("prompt is odd", param="prompt")
+    workers = [await fleet.add(Role.DECODE, refuse=error) for _ in range(2)]
+    async with make_doors(fleet) as doors:
+        status, body = await complete(doors)
+        assert (status, body["error"]["message"]) == (400, "prompt is odd")
+        assert all(worker.submitted == [] for worker in workers)
+
+
+async def test_no_worker_at_all(fleet: StubFleet, make_doors: MakeDoors) -> None:
+    async with make_doors(fleet) as doors:
+        body = {"prompt": PROMPT}
+        async with doors.http.post(doors.url + "/v1/completions", json=body) as response:
+            assert response.status == 503
+            assert response.headers["retry-after"] == "1"
+        status, body = await complete(doors, prompt=[])
+        assert status == 400  # what is wrong anyway is said first
+
+
+async def test_prompts_over_the_pool_name_the_field(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    await fleet.add(Role.DECODE, num_blocks=4)  # 64 tokens; the context is 512
+    async with make_doors(fleet) as doors:
+        assert await ids_of(doors, prompt=[30] * 63, max_tokens=1) == expected(1)
+        for length in (64, 65, 200):
+            status, body = await complete(doors, prompt=[30] * length, max_tokens=1)
+            assert (status, body["error"]["param"]) == (400, "prompt")
+            assert body["error"]["code"] == "context_length_exceeded"
+            assert "KV pool" in body["error"]["message"]
+
+
+# --- ends -----------------------------------------------------------------------------------------
+
+
+async def test_a_deadline_ends_the_request_everywhere(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    worker = await fleet.add(Role.DECODE, delay_s=0.05)
+    async with make_doors(fleet) as doors:
+        start = time.monotonic()
+        status, body = await complete(doors, max_tokens=400, timeout=0.3)
+        assert 0.2 < time.monotonic() - start < 1.5
+        assert (status, body["error"]["code"]) == (504, "deadline_exceeded")
+        await until(lambda: worker.cancelled and not worker.running)
+        assert idle(doors)
+
+
+async def test_a_stop_string_ends_the_workers_part_too(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    worker = await fleet.add(Role.DECODE, delay_s=0.005)
+    letters = doors_letters("abcdefgh")
+    worker.script = lambda submit: letters * 60
+    async with make_doors(fleet) as doors:
+        status, body = await complete(doors, max_tokens=400, stop=["def"])
+        assert status == 200
+        assert body["choices"][0]["text"] == "abc"
+        assert body["choices"][0]["finish_reason"] == "stop"
+        assert body["usage"]["completion_tokens"] == 6
+        await until(lambda: worker.cancelled and not worker.running)
+
+
+def doors_letters(letters: str) -> list[int]:
+    """Ids of single letters in the tiny vocabulary: bytes in GPT-2's order after 3 special ids."""
+    return [3 + ord(letter) - 0x21 for letter in letters]
+
+
+async def test_mass_cancels_leave_nothing_behind(fleet: StubFleet, make_doors: MakeDoors) -> None:
+    """200 requests dropped at random moments: every count back to zero, nothing left running."""
+    for _ in range(2):
+        await fleet.add(Role.PREFILL, prefill_delay_s=0.005)
+        await fleet.add(Role.DECODE, delay_s=0.002)
+    async with make_doors(fleet) as doors:
+
+        async def one(i: int) -> None:
+            task = asyncio.create_task(complete(doors, max_tokens=20))
+            await asyncio.sleep((i * 37 % 50) / 1000)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+        await asyncio.gather(*(one(i) for i in range(200)))
+        await until(lambda: idle(doors))
+        await until(lambda: not any(worker.running for worker in fleet.workers))
+        outcomes = sum(
+            metric(doors, metrics.REQUEST_SUCCESS, finished_reason=reason)
+            for reason in ("stop", "length")
+        ) + metric(doors, metrics.REQUEST_FAILURES, door="http", code="cancelled")
+        arrived = metric(doors, metrics.REQUESTS, door="http", endpoint="completions")
+        assert outcomes == arrived
+        assert metric(doors, metrics.REQUESTS_RUNNING) == 0
+        assert metric(doors, metrics.REQUESTS_WAITING) == 0
+
+
+async def test_a_cancel_never_overtakes_its_submit(fleet: StubFleet, make_doors: MakeDoors) -> None:
+    accepting = asyncio.Event()
+    worker = await fleet.add(Role.DECODE, delay_s=1, accepting=accepting)
+    async with make_doors(fleet) as doors:
+        task = asyncio.create_task(complete(doors))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await until(lambda: idle(doors))
+        assert worker.cancelled == []  # not before the worker has it
+        accepting.set()
+        await until(lambda: worker.cancelled)
+        assert not worker.running
+
+
+# --- the set of workers ---------------------------------------------------------------------------
+
+
+async def test_a_leaving_worker_finishes_what_it_has(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    old = await fleet.add(Role.DECODE, delay_s=0.01)
+    async with make_doors(fleet) as doors:
+        running = asyncio.create_task(ids_of(doors, max_tokens=30))
+        await until(lambda: old.submitted)
+        new = await fleet.add(Role.DECODE)
+        doors.router.set_workers([new.ref])
+        await until(lambda: doors.router.ready)
+        assert await ids_of(doors) == expected(8)
+        assert len(new.submitted) == 1
+        assert await running == expected(30)
+        await until(lambda: len(doors.router._members.all()) == 1)
+
+
+async def test_a_worker_that_is_named_again_stays(doors: Doors) -> None:
+    refs = doors.fleet.refs
+    doors.router.set_workers([])
+    doors.router.set_workers(refs)
+    await doors.wait_ready(1, 1)
+    assert await ids_of(doors) == expected(8)
+
+
+async def test_a_worker_that_is_not_ready_gets_nothing(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    from protocol.states import WorkerState
+
+    ready = await fleet.add(Role.DECODE)
+    async with make_doors(fleet) as doors:
+        starting = await fleet.add(Role.DECODE, state=WorkerState.STARTING)
+        doors.router.set_workers(fleet.refs)
+        await asyncio.gather(*(ids_of(doors) for _ in range(6)))
+        assert starting.submitted == []
+        assert len(ready.submitted) == 6
+        starting.state = WorkerState.READY
+        await doors.wait_ready(2)
