@@ -42,7 +42,7 @@ test: env-dev model ## Everything: unit, architecture, integration and cluster t
 
 .PHONY: test-unit
 test-unit: env-dev ## Unit and architecture tests: no Ray, no model, under a minute
-	$(PYTEST) tests/unit tests/architecture $(ARGS)
+	$(PYTEST) tests/unit tests/architecture -m "not slow" $(ARGS)
 
 .PHONY: test-integration
 test-integration: env-dev model ## Processes and the real model, no Ray
@@ -65,7 +65,7 @@ check: env-dev ## What must hold before a commit: format, lint, types, imports, 
 	$(RUN)/mypy
 	$(RUN)/lint-imports --no-logo
 	@$(MAKE) --no-print-directory proto-check
-	$(PYTEST) tests/unit tests/architecture -q $(ARGS)
+	$(PYTEST) tests/unit tests/architecture -m "not slow" -q $(ARGS)
 
 .PHONY: fix
 fix: env-dev ## Format, and mend what the linter can mend

@@ -19,8 +19,14 @@ def has_cuda():
     return torch.cuda.is_available()
 
 
+INTERPRETED = ("tests/unit/engine/kernels", "tests/unit/engine/cuda")
+
+
 def pytest_collection_modifyitems(items):
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if marked and not has_cuda():
-        for item in marked:
+    if has_cuda():
+        return
+    for item in items:
+        if any(folder in item.path.as_posix() for folder in INTERPRETED):
+            item.add_marker(pytest.mark.slow)  # without a GPU, triton interprets kernels
+        if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
