@@ -59,7 +59,10 @@ def check_resources(demands: Sequence[Demand], nodes: Sequence[Bundle]) -> None:
         need = demand.total()
         fits = [node for node in free if all(node.get(k, 0.0) >= v for k, v in need.items())]
         if not fits:
-            raise _refuse(f"{demand.pool}.replicas", _shortage(demand, placed, demands, nodes))
+            message = _shortage(demand, placed[demand.pool] + 1, demands, nodes)
+            if all(sum(node.get(k, 0.0) for node in free) >= v for k, v in need.items()):
+                message += "\n  there is enough left in total, but not on one node: fragmented"
+            raise _refuse(f"{demand.pool}.replicas", message)
         best = min(fits, key=lambda node: sum(node.get(name, 0.0) for name in need))
         for name, amount in need.items():
             best[name] -= amount
@@ -146,18 +149,16 @@ def _check_device(pool: PoolSection, where: str) -> None:
 
 
 def _shortage(
-    demand: Demand, placed: Mapping[str, int], demands: Sequence[Demand], nodes: Sequence[Bundle]
+    demand: Demand, number: int, demands: Sequence[Demand], nodes: Sequence[Bundle]
 ) -> str:
     need = demand.total()
     lines = [
-        f"replica {placed[demand.pool] + 1} of {demand.replicas} finds no node with "
+        f"replica {number} of {demand.replicas} finds no node with "
         f"{_shown(need)} free on it ({len(demand.bundles)} rank(s) that must share a node)",
         "  demand: "
         + "; ".join(f"{d.pool} {d.replicas} x {_shown(d.total())}" for d in demands if d.replicas),
         "  supply: " + "; ".join(f"node {i}: {_shown(n, need)}" for i, n in enumerate(nodes)),
     ]
-    if all(sum(node.get(k, 0.0) for node in nodes) >= v for k, v in need.items()):
-        lines.append("  there is enough in total, but not on one node: it is fragmented")
     return "\n".join(lines)
 
 

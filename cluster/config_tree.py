@@ -102,22 +102,29 @@ def _build_section(cls: type, value: object, path: str, context: _Context) -> An
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for name in value:
-        where = _join(path, str(name))
-        if (cls, name) in context.derived:
-            raise _refuse(where, f"is set by {context.derived[cls, name]}: set that instead")
-        if name not in fields:
-            raise _refuse(where, f"no such field{context.suggest(where)}")
+        _check_name(cls, str(name), path, context)
     given = {n: _build(hints[n], v, _join(path, n), context) for n, v in value.items()}
     for name in _missing(cls, given):
-        if (cls, name) not in context.derived:
+        if (cls, name) in context.derived:
+            given[name] = UNRESOLVED
+        elif dataclasses.is_dataclass(hints[name]):
+            given[name] = _build(hints[name], {}, _join(path, name), context)
+        else:
             raise _refuse(_join(path, name), "is required")
-        given[name] = UNRESOLVED
     try:
         return cls(**given)
     except BatonError as error:
         raise _complaint(path, fields, error.message) from error
     except ValueError as error:
         raise _complaint(path, fields, str(error)) from error
+
+
+def _check_name(cls: type, name: str, path: str, context: _Context) -> None:
+    where = _join(path, name)
+    if (cls, name) in context.derived:
+        raise _refuse(where, f"is set by {context.derived[cls, name]}: set that instead")
+    if name not in cls.__dataclass_fields__:  # type: ignore[attr-defined]
+        raise _refuse(where, f"no such field{context.suggest(where)}")
 
 
 def _missing(cls: type, given: Mapping[str, object]) -> list[str]:

@@ -1,0 +1,208 @@
+"""The command line: its shape, its errors and its exit codes. Nothing is started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, main
+from cluster.cli import models as models_command
+from cluster.cli.arguments import DEFAULT_QUESTION, make_parser
+from cluster.cli.console import Console
+from cluster.cli.generate import default_target, sampling
+from cluster.local_ray import RunningCluster, load_state, save_state
+from protocol.errors import Internal
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BATON_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("BATON_CONFIG", raising=False)
+    return tmp_path / "home"
+
+
+def parse(*argv: str):
+    return make_parser().parse_args(argv)
+
+
+def test_commands_are_a_known_list() -> None:
+    commands = make_parser()._subparsers._group_actions[0].choices
+    assert sorted(commands) == [
+        "chat",
+        "demo",
+        "down",
+        "drain",
+        "generate",
+        "models",
+        "scale",
+        "status",
+        "up",
+    ]
+
+
+def test_up() -> None:
+    options = parse("up", "c.yaml", "--set", "a.b=1", "--set", "c=2", "--block")
+    assert (options.config, options.overrides, options.foreground) == (
+        "c.yaml",
+        ["a.b=1", "c=2"],
+        True,
+    )
+    assert parse("up").config == "deploy/configs/local-cpu.yaml"
+    assert not parse("up").foreground
+
+
+def test_config_has_an_environment_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_CONFIG", "mine.yaml")
+    assert parse("up").config == "mine.yaml"
+    assert parse("demo").config == "mine.yaml"
+    assert parse("up", "other.yaml").config == "other.yaml"
+
+
+def test_demo_and_scale_and_drain() -> None:
+    assert parse("demo").question == DEFAULT_QUESTION
+    scale = parse("scale", "--prefill", "2", "--decode", "3")
+    assert (scale.prefill, scale.decode, scale.router) == (2, 3, None)
+    assert parse("drain", "decode-1").worker == "decode-1"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["fly"],
+        ["scale", "--prefill", "-1"],
+        ["scale", "--decode", "x"],
+        ["drain"],
+        ["generate"],
+        ["generate", "x", "--max-tokens", "0"],
+        ["models"],
+        ["models", "get"],
+    ],
+)
+def test_wrong_usage_exits_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def one_line_error(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    code = main(argv)
+    error = capsys.readouterr().err
+    assert error.startswith("baton: error: ")
+    assert "Traceback" not in error
+    return code, error
+
+
+def test_bad_config_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("model: {name: tiny}")
+    code, error = one_line_error(["up", str(path), "--set", "model.dtpye=x"], capsys)
+    assert code == EXIT_USAGE
+    assert "model.dtpye" in error
+    assert "did you mean model.dtype?" in error
+    code, error = one_line_error(["up", str(path)], capsys)
+    assert code == EXIT_USAGE
+    assert "model 'tiny'" in error
+
+
+@pytest.mark.parametrize("argv", [["down"], ["status"], ["scale", "--decode", "2"], ["drain", "w"]])
+def test_without_a_cluster(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, error = one_line_error(argv, capsys)
+    assert code == EXIT_FAILED
+    assert "baton up" in error
+
+
+def test_scale_needs_a_pool_and_at_least_one_decode(capsys: pytest.CaptureFixture[str]) -> None:
+    code, error = one_line_error(["scale"], capsys)
+    assert code == EXIT_USAGE
+    code, error = one_line_error(["scale", "--decode", "0"], capsys)
+    assert code == EXIT_USAGE
+    assert "--decode must be at least 1" in error
+
+
+def test_no_router(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["chat", "hi", "--target", "127.0.0.1:1"]
+    code, error = one_line_error(argv, capsys)
+    assert code == EXIT_FAILED
+    assert "no router answers at 127.0.0.1:1" in error
+
+
+def test_interrupt_and_defect(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def raising(error: BaseException):
+        def run(options, console) -> None:
+            raise error
+
+        return run
+
+    monkeypatch.setattr(models_command, "run", raising(KeyboardInterrupt()))
+    assert main(["models", "list"]) == EXIT_INTERRUPTED
+    monkeypatch.setattr(models_command, "run", raising(Internal("it broke")))
+    assert main(["models", "list"]) == EXIT_FAILED
+    assert "it broke" in capsys.readouterr().err
+
+
+def test_models_list_and_path(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = home / "models" / "mine"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"x" * 2_000_000)
+    assert main(["models", "path", "mine"]) == 0
+    assert capsys.readouterr().out == f"{folder}\n"
+    assert main(["models", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["mine", "2", "MB", str(folder)]
+    assert lines[2].split() == ["smollm2-135m", "-", "baton", "models", "get", "smollm2-135m"]
+
+
+def test_options_of_a_request() -> None:
+    options = parse(
+        "generate", "x", "--temperature", "0", "--stop", "a", "--stop", "b", "--seed", "7"
+    )
+    assert sampling(options).fields() == {"temperature": 0.0, "stop": ("a", "b"), "seed": 7}
+    assert sampling(parse("generate", "x", "--ignore-eos")).fields() == {"ignore_eos": True}
+    assert sampling(parse("chat", "x", "--timeline")).fields() == {"timeline": True}
+
+
+def test_default_target_is_the_running_cluster() -> None:
+    assert default_target() == "127.0.0.1:9000"
+    save_state(RunningCluster(address="h:1", token="", config="c", grpc="h:77"))
+    assert default_target() == "h:77"
+
+
+def test_state_is_private_and_forgotten_with_its_head(home: Path) -> None:
+    state = RunningCluster(address="h:1", token="secret", config="c")
+    save_state(state)
+    assert load_state() == state
+    assert (home / "run" / "cluster.json").stat().st_mode & 0o777 == 0o600
+    save_state(RunningCluster(address="h:1", token="", config="c", pid=2**22 + 1, started=5))
+    assert load_state() is None
+    (home / "run" / "cluster.json").write_text("{}")
+    assert load_state() is None
+    (home / "run" / "cluster.json").write_text("nonsense")
+    assert load_state() is None
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    Console().table(("NAME", "N"), [("a", 5), ("bcdef", 10)])
+    assert capsys.readouterr().out == "NAME    N\na       5\nbcdef  10\n"
+    Console().table(("NAME", "N"), [])
+    assert capsys.readouterr().out == "NAME  N\n"
+
+
+def test_help_is_quick_to_import() -> None:
+    """The parser must not pull in ray, torch or grpc: that would cost seconds."""
+    code = (
+        "import sys; from cluster.cli.arguments import make_parser; make_parser();"
+        "print(sorted({'ray', 'torch', 'grpc', 'yaml', 'transformers'} & set(sys.modules)))"
+    )
+    root = Path(__file__).resolve().parents[3]
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root
+    )
+    assert done.stdout.strip() == "[]"

