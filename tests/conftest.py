@@ -4,11 +4,21 @@ import importlib.util
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Before torch is imported, here and in child processes: two cores are shared by many processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 for name in [n for n in os.environ if n.startswith("BATON_") and n != "BATON_HOME"]:
     del os.environ[name]
+# A busy machine must not fail a property; CI draws the same examples every time.
+settings.register_profile(
+    "baton",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=bool(os.environ.get("CI")),
+    print_blob=True,
+)
+settings.load_profile("baton")
 
 
 def has_cuda():
