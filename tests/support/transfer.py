@@ -36,9 +36,7 @@ def split_heads(num_heads: int, tp_size: int) -> tuple[tuple[int, int], ...]:
         copies = tp_size // num_heads
         return tuple((rank // copies, rank // copies + 1) for rank in range(tp_size))
     bounds = [rank * num_heads // tp_size for rank in range(tp_size + 1)]
-    return tuple(
-        (first, max(last, first + 1)) for first, last in itertools.pairwise(bounds)
-    )
+    return tuple((first, max(last, first + 1)) for first, last in itertools.pairwise(bounds))
 
 
 def make_layout(tp_size: int, **changes: Any) -> KVLayout:

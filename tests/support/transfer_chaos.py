@@ -1,4 +1,5 @@
-"""Random hand-offs under random faults: like the hypothesis machine, but weighted so that most succeed."""
+"""Random hand-offs under random faults: like the hypothesis machine, but weighted so that most
+succeed."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from tests.support.transfer_sim import CONFIG, World
 
 
 class Chaos:
-    """Runs `count` hand-offs through one world; `fault_rate` is the share of events that are faults."""
+    """Runs `count` hand-offs through one world; `fault_rate` is the share of events that are
+    faults."""
 
     def __init__(self, seed: int, *, fault_rate: float) -> None:
         self.random = random.Random(seed)
@@ -83,7 +85,9 @@ class Chaos:
         if world.fabric.can_receive():
             choices.append(lambda: world.fabric.receive(choose(world.fabric.can_receive())))
         if world.decode.running:
-            choices.append(lambda: world.decode.finish(choose(sorted(world.decode.running, key=str))))
+            choices.append(
+                lambda: world.decode.finish(choose(sorted(world.decode.running, key=str)))
+            )
         if choices:
             choose(choices)()
         else:
@@ -108,7 +112,9 @@ class Chaos:
         if self.random.random() < 0.5:
             live = [k for k in sorted(world.expected, key=str) if k not in world.prefill.outcomes]
             if live:
-                world.loop.run(world.sender.end(self.random.choice(live), self.random.random() < 0.5))
+                world.loop.run(
+                    world.sender.end(self.random.choice(live), self.random.random() < 0.5)
+                )
             return
         over = {key for key, outcome in world.decode.outcomes.items() if outcome == ["ended"]}
         live = [k for k in sorted(world.offered, key=str) if k not in over]

@@ -1,8 +1,9 @@
 """A sender and a receiver in a world where the test decides what happens next.
 
-Control messages lie in a network until the test delivers, loses, repeats or delays them. KV lies on links
-until the test moves it, and the pools are dictionaries, so that every single write and read can be
-checked against who holds the block at that moment. Time stands still unless the test turns it.
+Control messages lie in a network until the test delivers, loses, repeats or delays them. KV lies on
+links until the test moves it, and the pools are dictionaries, so that every single write and read
+can be checked against who holds the block at that moment. Time stands still unless the test turns
+it.
 """
 
 from __future__ import annotations
@@ -212,7 +213,9 @@ class Fabric:
         checksum = _checksum(cells, op, wire)
         size = _size(op)
         wire.flying.append((cells, size))
-        op.done.set_result(PartResult(peer_rank=op.part.peer_rank, num_bytes=size, checksum=checksum))
+        op.done.set_result(
+            PartResult(peer_rank=op.part.peer_rank, num_bytes=size, checksum=checksum)
+        )
         self._loop.settle()
 
     def receive(self, wire: Wire) -> None:
@@ -223,7 +226,9 @@ class Fabric:
         if not op.revoked:
             op.side.scatter(op, cells)
         checksum = _checksum(cells, op, wire)
-        op.done.set_result(PartResult(peer_rank=op.part.peer_rank, num_bytes=size, checksum=checksum))
+        op.done.set_result(
+            PartResult(peer_rank=op.part.peer_rank, num_bytes=size, checksum=checksum)
+        )
         self._loop.settle()
 
     def snap(self, wire: Wire) -> None:

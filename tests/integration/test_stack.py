@@ -1,0 +1,159 @@
+"""Router and workers together, no Ray: both doors, real hand-offs, loss of workers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.support.doors import Doors
+from tests.support.smollm2 import ABSENT, TeacherForced, model_folder
+from tests.support.stack import Stack, running_stack
+from tests.support.tiny import Oracle, save_tiny_llama
+from worker_runtime.config import WorkerConfig
+
+CHUNK = 128
+CONFIG = WorkerConfig(max_num_seqs=16, max_num_batched_tokens=CHUNK)
+#: Block and chunk boundaries; the rest is spread between 1 and 1,500.
+BOUNDARIES = [1, 15, 16, 17, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7, 1500]
+
+
+def prompts(count: int, vocab: int, longest: int) -> list[list[int]]:
+    """Random token ids, the boundary lengths first."""
+    rng = random.Random(17)
+    lengths = [n for n in BOUNDARIES if n <= longest]
+    lengths += [int(longest ** rng.random()) for _ in range(count - len(lengths))]
+    return [[rng.randrange(3, vocab) for _ in range(n)] for n in lengths]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_fifty_prompts_over_both_doors_equal_transformers_on_the_real_model() -> None:
+    folder = model_folder()
+    if folder is None:
+        pytest.skip(ABSENT)
+    asked = prompts(50, 49_000, 1500)
+    async with running_stack(
+        str(folder),
+        prefill_config=CONFIG,
+        decode_config=CONFIG,
+        prefill_blocks=512,
+        decode_blocks=1024,
+    ) as stack:
+        doors = Doors(stack.http, stack.grpc, "tiny")
+        limit = asyncio.Semaphore(16)
+
+        async def ask(number: int) -> list[int]:
+            async with limit:
+                door = doors.over_grpc if number % 2 else doors.over_http
+                return await door(asked[number], 64, temperature=0.0)
+
+        outputs = await asyncio.gather(*(ask(i) for i in range(len(asked))))
+        await doors.close()
+        await stack.pair.idle()
+        handed_over = stack.pair.prefills[0].status().counters["finished"]
+    assert handed_over == len(asked)
+    oracle = TeacherForced(folder)
+    wrong = {
+        (number, len(prompt)): difference
+        for number, (prompt, output) in enumerate(zip(asked, outputs, strict=True))
+        if (difference := oracle.first_difference(prompt, output)) is not None
+    }
+    assert all(len(output) == 64 for output in outputs)
+    assert wrong == {}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model with SmolLM2's vocabulary size is not needed: ids go in and come out."""
+    folder = model_folder()
+    if folder is None:
+        pytest.skip(ABSENT)
+    path = tmp_path_factory.mktemp("tiny")
+    save_tiny_llama(path, vocab_size=49_152)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (path / name).write_bytes((folder / name).read_bytes())
+    return str(path)
+
+
+@pytest.fixture
+async def stack(tiny: str) -> AsyncIterator[Stack]:
+    async with running_stack(
+        tiny, num_prefill=2, num_decode=2, prefill_config=CONFIG, decode_config=CONFIG
+    ) as stack:
+        yield stack
+
+
+@pytest.fixture
+async def doors(stack: Stack) -> AsyncIterator[Doors]:
+    doors = Doors(stack.http, stack.grpc, "tiny")
+    yield doors
+    await doors.close()
+
+
+async def test_doors_agree_on_sampled_tokens_through_any_pair(doors: Doors) -> None:
+    prompt = list(range(100, 160))
+    fields = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": 1234}
+    runs = [doors.over_grpc(prompt, 20, **fields) for _ in range(4)]
+    runs += [doors.over_http(prompt, 20, **fields) for _ in range(4)]
+    runs += [doors.over_http(prompt[: 20 + i], 20, **fields) for i in range(8)]
+    outputs = await asyncio.gather(*runs)
+    assert all(output == outputs[0] for output in outputs[:8])
+    assert len({tuple(output) for output in outputs[8:]}) > 1
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_losing_a_worker_loses_no_request_and_repeats_no_token(
+    stack: Stack, doors: Doors, tiny: str, role: str
+) -> None:
+    oracle = Oracle(tiny)
+    asked = [[100 + i] * (40 + i) for i in range(8)]
+    running = [
+        asyncio.create_task(
+            (doors.over_grpc if i % 2 else doors.over_http)(p, 120, temperature=0.0)
+        )
+        for i, p in enumerate(asked)
+    ]
+    workers = stack.pair.prefills if role == "prefill" else stack.pair.decodes
+    async with asyncio.timeout(30):
+        while stack.pair.decodes[0].status().load.running == 0:
+            await asyncio.sleep(0.005)
+    await workers.pop(0).stop()
+    outputs = await asyncio.gather(*running)
+    for prompt, output in zip(asked, outputs, strict=True):
+        assert output == oracle.greedy(prompt, 120)
+    await stack.pair.idle()
+    assert stack.router.num_requests == 0
+
+
+@pytest.mark.slow
+async def test_two_hundred_requests_with_random_cancels_leave_nothing_behind(
+    stack: Stack, doors: Doors
+) -> None:
+    rng = random.Random(3)
+
+    async def one(number: int) -> None:
+        await asyncio.sleep(rng.random() * 2.0)
+        prompt = [rng.randrange(3, 49_000) for _ in range(rng.choice([1, 10, 60, 200]))]
+        door = doors.over_grpc if number % 2 else doors.over_http
+        run = asyncio.create_task(door(prompt, rng.choice([1, 8, 60]), temperature=1.0))
+        if number % 3 == 0:
+            await asyncio.sleep(rng.random() * 0.3)
+            run.cancel()
+        await asyncio.gather(run, return_exceptions=True)
+        if number % 3:
+            assert run.exception() is None
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(200):
+            group.create_task(one(number))
+    await stack.pair.idle()
+    async with asyncio.timeout(5):
+        while stack.router.num_requests:
+            await asyncio.sleep(0.01)
+    for worker in (*stack.pair.prefills, *stack.pair.decodes):
+        load = worker.status().load
+        assert (load.running, load.waiting, load.waiting_tokens) == (0, 0, 0)
+        assert (load.held_blocks, load.quarantined_blocks) == (0, 0)

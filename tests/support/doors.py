@@ -1,0 +1,55 @@
+"""Asks both front doors for the same thing: token ids in, token ids out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grpc
+import httpx
+
+from protocol.wire import inference_pb2 as wire
+from protocol.wire import inference_pb2_grpc as services
+
+
+class Doors:
+    """Clients of one router, to be used on one event loop."""
+
+    def __init__(self, http: str, grpc_address: str, model: str) -> None:
+        self._model = model
+        self._channel = grpc.aio.insecure_channel(grpc_address)
+        self._stub = services.InferenceStub(self._channel)
+        self.http = httpx.AsyncClient(base_url=f"http://{http}", timeout=300)
+
+    async def over_grpc(self, prompt: Sequence[int], max_tokens: int, **fields: float) -> list[int]:
+        """The output ids of a streamed gRPC request that ignores ends of sequence."""
+        request = wire.GenerateRequest(
+            model=self._model,
+            prompt_token_ids=wire.TokenIds(ids=prompt),
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            **fields,
+        )
+        ids: list[int] = []
+        async for message in self._stub.Generate(request, timeout=300):
+            for choice in message.choices:
+                ids.extend(choice.token_ids)
+        return ids
+
+    async def over_http(self, prompt: Sequence[int], max_tokens: int, **fields: float) -> list[int]:
+        """The same over HTTP, not streamed."""
+        body = {
+            "model": self._model,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            **fields,
+        }
+        answer = await self.http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return list(answer.json()["choices"][0]["token_ids"])
+
+    async def close(self) -> None:
+        """Close both connections."""
+        await self.http.aclose()
+        await self._channel.close()

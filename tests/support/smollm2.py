@@ -1,0 +1,41 @@
+"""The real small model, where it is installed, and checks against transformers on its weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+
+def model_folder() -> Path | None:
+    """Where SmolLM2-135M-Instruct is: BATON_TEST_MODEL, or the folder of `baton models get`."""
+    named = os.environ.get("BATON_TEST_MODEL")
+    home = Path(os.environ.get("BATON_HOME", "~/.cache/baton")).expanduser()
+    folder = Path(named) if named else home / "models" / "smollm2-135m"
+    return folder if (folder / "config.json").exists() else None
+
+
+ABSENT = "SmolLM2-135M-Instruct is not here: `baton models get smollm2-135m` fetches it"
+
+
+class TeacherForced:
+    """transformers in float32. One pass over prompt + output shows whether each output token is
+    the highest logit of its position: by induction, that the output is the greedy one."""
+
+    def __init__(self, path: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+    def first_difference(self, prompt: Sequence[int], output: Sequence[int]) -> str | None:
+        """None when `output` is greedy; otherwise where it is not, and by what margin."""
+        with torch.inference_mode():
+            ids = torch.tensor([[*prompt, *output[:-1]]])
+            logits = self._model(ids).logits[0, len(prompt) - 1 :]
+        for index, token in enumerate(output):
+            best = int(logits[index].argmax())
+            if best != token:
+                margin = float(logits[index, best] - logits[index, token])
+                return f"token {index}: {token} instead of {best}, {margin:.2e} below it"
+        return None
