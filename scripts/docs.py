@@ -47,7 +47,7 @@ name and are exported as `vllm:...` too when `router.settings.vllm_metric_names`
 
 def configuration() -> str:
     """The page of every field."""
-    return _MADE + _CONFIGURATION + "".join(_sections(ClusterConfig, ()))
+    return _MADE + _CONFIGURATION + "".join(_sections(ClusterConfig, ())).rstrip() + "\n"
 
 
 def _sections(cls: type, path: tuple[str, ...]) -> Iterator[str]:
