@@ -91,6 +91,8 @@ def _sampling(steps: list[SequenceStep]) -> SamplingInputs:
 
 
 def _check(step: SequenceStep, block_size: int, max_model_len: int) -> None:
+    if step.previous is not None:
+        raise Internal("this executor runs steps one by one: tokens must be known")
     if not step.tokens or step.start < 0:
         raise Internal("a step without tokens or at a negative position")
     if _end(step) > max_model_len:

@@ -62,13 +62,15 @@ def rope_write(
     pool: torch.Tensor,
     num_heads: int,
 ) -> None:
-    """Rotate q and k of qkv `[tokens, (heads + 2 kv_heads) * dim]` in place; write k, v to the pool.
+    """Rotate q and k of qkv `[rows, (heads + 2 kv_heads) * dim]` in place; write k, v to the pool.
+
+    Only the first rows, as many as there are positions, are tokens.
 
     pool: one layer, `[block, 2, kv_heads, page, dim]`; slots: block * page + offset per token,
     negative for padding; cos, sin: float32 `[positions, dim / 2]`.
     """
     _, _, kv_heads, page, dim = pool.shape
-    elementwise.rope_write[(qkv.shape[0],)](
+    elementwise.rope_write[(positions.shape[0],)](
         qkv,
         cos,
         sin,

@@ -29,14 +29,13 @@ def write_new_token(
 @triton.jit
 def merge_splits(
     partial, stats, first, active, out_row, dims, dim_ok,
-    GROUP: tl.constexpr, GROUP_P: tl.constexpr, DIM: tl.constexpr, DIM_P: tl.constexpr,
-    SPLITS_P: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_P: tl.constexpr, SPLITS_P: tl.constexpr,
 ):
     """Weigh the partial outputs of all active splits by their share of the softmax."""
     splits = tl.arange(0, SPLITS_P)
     ok = splits < active
     for g in tl.static_range(GROUP):
-        at = (first + splits) * GROUP_P + g
+        at = (first + splits) * GROUP + g
         peak = tl.load(stats + at * 2, mask=ok, other=-float("inf"), cache_modifier=".cg")
         total = tl.load(stats + at * 2 + 1, mask=ok, other=0.0, cache_modifier=".cg")
         part = tl.load(
@@ -48,19 +47,19 @@ def merge_splits(
         tl.store(out_row + g * DIM + dims, value.to(out_row.dtype.element_ty), mask=dim_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "min_tiles"])
 def paged_decode(
     qkv, cos_table, sin_table, pool, indptr, blocks, lengths, out, partial, stats, counters, scale,
+    splits, min_tiles,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr,
     DIM: tl.constexpr, DIM_P: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    SPLITS: tl.constexpr, SPLITS_P: tl.constexpr, MIN_TILES: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr, PRECISION: tl.constexpr,
+    SPLITS_P: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """One (KV head, split, sequence) of out[b] = softmax(q k^T * scale) v over a paged context.
 
     qkv: [batch, (HEADS + 2 KV_HEADS) * DIM], not yet rotated; pool: [block, 2, KV_HEADS, PAGE, DIM];
     lengths[b] counts the new token; a sequence's blocks are blocks[indptr[b]: indptr[b + 1]].
-    Rows of length 0 are padding: they touch nothing. out: [batch, HEADS * DIM].
+    Rows of length 0 are padding: they touch no KV and give zeros. out: [batch, HEADS * DIM].
     """
     kvh = tl.program_id(0)
     split = tl.program_id(1)
@@ -68,9 +67,14 @@ def paged_decode(
     length = tl.load(lengths + b)
     table = blocks + tl.load(indptr + b)
     tiles = tl.cdiv(length, TILE)
-    share = tl.maximum(tl.cdiv(tiles, SPLITS), MIN_TILES)
+    share = tl.maximum(tl.cdiv(tiles, splits), min_tiles)
     active = tl.cdiv(tiles, share)
     pdl_wait(PDL)
+    if length + split == 0:
+        cells = tl.arange(0, GROUP_P)[:, None] * DIM + tl.arange(0, DIM_P)[None, :]
+        inside = (tl.arange(0, GROUP_P) < GROUP)[:, None] & (tl.arange(0, DIM_P) < DIM)[None, :]
+        row = out + b.to(tl.int64) * (HEADS * DIM) + kvh * GROUP * DIM
+        tl.store(row + cells, tl.zeros([GROUP_P, DIM_P], out.dtype.element_ty), mask=inside)
     if split < active:
         start = split * share * TILE
         end = tl.minimum(length, start + share * TILE)
@@ -129,17 +133,20 @@ def paged_decode(
             )
         else:
             pair = b * KV_HEADS + kvh
-            first = pair * SPLITS
-            at_group = (first + split) * GROUP_P + group
-            tl.store(partial + at_group[:, None] * DIM_P + dims[None, :], acc,
-                     mask=(group < GROUP)[:, None] & dim_ok[None, :])
-            tl.store(stats + at_group * 2, peak)
-            tl.store(stats + at_group * 2 + 1, total)
+            first = pair * splits
+            at_group = (first + split) * GROUP + group
+            in_group = group < GROUP
+            tl.store(
+                partial + at_group[:, None] * DIM_P + dims[None, :], acc,
+                mask=in_group[:, None] & dim_ok[None, :],
+            )
+            tl.store(stats + at_group * 2, peak, mask=in_group)
+            tl.store(stats + at_group * 2 + 1, total, mask=in_group)
             tl.debug_barrier()
             finished = tl.atomic_add(counters + pair, 1, sem="acq_rel", scope="gpu")
             if finished == active - 1:
                 merge_splits(
                     partial, stats, first, active, out_row, dims, dim_ok,
-                    GROUP, GROUP_P, DIM, DIM_P, SPLITS_P,
+                    GROUP, DIM, DIM_P, SPLITS_P,
                 )
                 tl.store(counters + pair, 0)

@@ -63,7 +63,7 @@ def test_decode_attention(device, heads, kv_heads, dim, dtype, splits):
     qkv = torch.randn(batch, (heads + 2 * kv_heads) * dim, device=device).to(dtype)
     angle = torch.rand(160, dim // 2, device=device) * 6.3
     shape = ops.DecodeShape(splits=splits, tile=32, min_tiles=1, stages=2)
-    scratch = ops.DecodeScratch(batch, heads, kv_heads, dim, splits, device)
+    scratch = ops.DecodeScratch(batch, batch * splits, heads, dim, device)
     length_row = torch.tensor([*lengths, 0], device=device, dtype=torch.int32)
     indptr = torch.cat([paged.indptr, paged.indptr[-1:]])
     out = torch.full((batch, heads * dim), float("nan"), device=device).to(dtype)
@@ -86,6 +86,7 @@ def test_decode_attention(device, heads, kv_heads, dim, dtype, splits):
         torch.testing.assert_close(cell[0].double(), k, rtol=1e-2, atol=1e-2)
         assert torch.equal(cell[1], v)
     assert int(scratch.counters.abs().sum()) == 0
+    assert int(out[-1].count_nonzero()) == 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,47 @@
+"""Rank 0 of an engine on GPUs, behind the same Executor as on a CPU."""
+
+from __future__ import annotations
+
+from engine.batch import StepBatch, StepResult
+from engine.cuda.runner import CudaRunner
+from engine.executor import PendingStep, warmup_batches
+from engine.ranks import RankGroup
+from protocol.kv_layout import KVFingerprint
+
+
+class CudaExecutor:
+    """Executor of rank 0 in this process: alone, or with the followers of a group.
+
+    `launch` returns while the step runs; the next step may be launched before its tokens are known,
+    its sequences naming the ones they go on from (SequenceStep.previous).
+    """
+
+    def __init__(
+        self, runner: CudaRunner, fingerprint: KVFingerprint, group: RankGroup | None = None
+    ) -> None:
+        self._runner = runner
+        self._group = group
+        self.layout = runner.layout
+        self.fingerprint = fingerprint
+        self.vocab_size = runner.vocab_size
+        self.max_model_len = runner.max_model_len
+        self.pool = runner.pool
+
+    def launch(self, batch: StepBatch) -> PendingStep:
+        """Have the followers start on the step, put it on this rank's stream."""
+        if self._group is not None:
+            self._group.step(batch)
+        return self._runner.launch(batch)
+
+    def run(self, batch: StepBatch) -> StepResult:
+        """`launch` and `wait`."""
+        return self.launch(batch).wait()
+
+    def warmup(self) -> None:
+        """A prompt chunk, then a decode."""
+        for batch in warmup_batches(self.layout.block_size, self.max_model_len):
+            self.run(batch)
+
+    def close(self) -> None:
+        """Leave the tensor group; the followers end with their RankGroup."""
+        self._runner.close()

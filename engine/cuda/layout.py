@@ -1,0 +1,247 @@
+"""Where a step's numbers lie in device memory: decode rows and sampling at fixed addresses (CUDA
+graphs read them there), prompt chunks in a buffer of the step's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.batch import SequenceStep
+from engine.cuda.staging import StagingRing
+from engine.kernels.sampling import noise_key
+from engine.kernels.triton_attention import PackedChunks
+from engine.kernels.triton_sampling import RowSampling
+from protocol.errors import Internal
+from protocol.sampling import SamplingParams
+
+Ints = np.ndarray[Any, np.dtype[np.int32]]
+_DEPTH = 4
+
+
+#: Chunks of at least this many tokens are worth an attention call of their own.
+DENSE_TOKENS = 1024
+#: Their lengths are rounded up to this, so that few plans of such a call exist.
+DENSE_STEP = 512
+
+
+def dense_length(count: int) -> int:
+    """The length that a dense chunk of `count` tokens is computed at."""
+    return -(-count // DENSE_STEP) * DENSE_STEP
+
+
+def dense_padding(first: int, count: int, total: int) -> int:
+    """Rows that a dense call on rows first .. first + count reads past `total`."""
+    return max(0, first + dense_length(count) - total)
+
+
+class DecodeRows:
+    """Inputs of up to `rows` decoding sequences, and how up to `rows` rows are sampled.
+
+    tokens, feed, lengths: int32 `[rows]`; indptr: `[rows + 1]`; blocks: the block tables one after
+    another. Where feed[r] >= 0 the row's token is the one sampled last step in row feed[r].
+    """
+
+    def __init__(self, rows: int, max_blocks: int, device: torch.device) -> None:
+        self._rows = rows
+        self._fixed = 10 * rows + 1
+        size = self._fixed + max_blocks
+        self._ring = StagingRing(size, _DEPTH, device)
+        self._device_ints = torch.zeros(size, dtype=torch.int32, device=device)
+        self._device_floats = self._device_ints.view(torch.float32)
+        at = [rows * i for i in range(10)]
+        ints, floats = self._device_ints, self._device_floats
+        self.tokens, self.feed, self.lengths = (ints[at[i] : at[i] + rows] for i in range(3))
+        self.top_k = ints[at[3] : at[4]]
+        self.keys = ints[at[4] : at[6]].view(rows, 2)
+        self.temperature, self.top_p, self.min_p = (
+            floats[at[i] : at[i] + rows] for i in range(6, 9)
+        )
+        self.indptr = ints[at[9] : at[9] + rows + 1]
+        self.blocks = ints[self._fixed :]
+
+    def upload(
+        self,
+        steps: list[SequenceStep],
+        feeds: list[int],
+        block_counts: list[int],
+        sampled: list[SequenceStep],
+    ) -> None:
+        """Put decoding sequences and sampled rows on the device; later rows become padding."""
+        buffer, view, index = self._ring.take()
+        rows, count = self._rows, len(steps)
+        view[0:count] = [step.tokens[0] for step in steps]
+        view[rows : rows + count] = feeds
+        view[2 * rows : 2 * rows + count] = [step.start + 1 for step in steps]
+        view[2 * rows + count : 3 * rows] = 0
+        ends = np.cumsum(block_counts, dtype=np.int32) if count else np.zeros(0, np.int32)
+        total = int(ends[-1]) if count else 0
+        if self._fixed + total > view.shape[0]:
+            raise Internal(f"{total} blocks in one step, at most {view.shape[0] - self._fixed}")
+        view[9 * rows] = 0
+        view[9 * rows + 1 : 9 * rows + 1 + count] = ends
+        view[9 * rows + 1 + count : 10 * rows + 1] = total
+        tables = (step.block_ids[:n] for step, n in zip(steps, block_counts, strict=True))
+        view[self._fixed : self._fixed + total] = np.fromiter(
+            chain.from_iterable(tables), np.int32, total
+        )
+        _write_sampling(view, view.view(np.float32), rows, sampled)
+        used = self._fixed + total
+        self._device_ints[:used].copy_(buffer[:used], non_blocking=True)
+        self._ring.sent(index)
+
+    def sampling(self, count: int, filtered: bool) -> RowSampling:
+        """How the first `count` sampled rows are sampled."""
+        return RowSampling(
+            temperature=self.temperature[:count],
+            top_k=self.top_k[:count],
+            top_p=self.top_p[:count],
+            min_p=self.min_p[:count],
+            keys=self.keys[:count],
+            filtered=filtered,
+        )
+
+
+def _write_sampling(ints: Ints, floats: Any, rows: int, sampled: list[SequenceStep]) -> None:
+    count = len(sampled)
+    floats[6 * rows : 6 * rows + count] = 0.0
+    for row, step in enumerate(sampled):
+        params = step.sampling
+        if params is None or params.greedy:
+            continue
+        ints[3 * rows + row] = params.top_k
+        at = 4 * rows + 2 * row
+        ints[at : at + 2] = noise_key(params.seed, step.start + len(step.tokens))
+        floats[6 * rows + row] = params.temperature
+        floats[7 * rows + row] = params.top_p
+        floats[8 * rows + row] = params.min_p
+
+
+def is_filtered(params: SamplingParams | None) -> bool:
+    """Whether a row needs top-k, top-p or min-p."""
+    if params is None or params.greedy:
+        return False
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkRows:
+    """Prompt chunks packed one after another, on the device.
+
+    tokens, feed (all -1), positions, slots: int32 `[tokens]`; sample_rows: int64, rows among the
+    chunks whose logits are wanted. dense: (first row, rows) of the chunks that are attended to one by
+    one, which read `padding` rows past the last; packed: all others, or None.
+    """
+
+    tokens: Tensor
+    feed: Tensor
+    positions: Tensor
+    slots: Tensor
+    sample_rows: Tensor
+    packed: PackedChunks | None
+    dense: tuple[tuple[int, int], ...]
+    padding: int
+
+
+class ChunkUploader:
+    """Packs prompt chunks in pinned memory and copies them over in one piece.
+
+    dense: whether chunks from position 0 of at least DENSE_TOKENS are attended to one by one.
+    """
+
+    def __init__(
+        self,
+        max_tokens: int,
+        max_sequences: int,
+        max_blocks: int,
+        device: torch.device,
+        *,
+        dense: bool,
+    ) -> None:
+        size = 4 * max_tokens + 6 * max_sequences + 2 + max_blocks
+        self._ring = StagingRing(size, _DEPTH, device)
+        self._device = device
+        self._dense = dense
+
+    def upload(
+        self, steps: list[SequenceStep], block_counts: list[int], block_size: int
+    ) -> ChunkRows:
+        """Put the chunks on the device."""
+        counts = [len(step.tokens) for step in steps]
+        firsts = [0, *accumulate(counts)]
+        total = firsts[-1]
+        wanted = [firsts[i + 1] - 1 for i, s in enumerate(steps) if s.sampling is not None]
+        dense = [i for i, step in enumerate(steps) if self._is_dense(step)]
+        rest = [i for i in range(len(steps)) if i not in dense]
+        tables = [
+            np.array(step.block_ids[:n], np.int32)
+            for step, n in zip(steps, block_counts, strict=True)
+        ]
+        positions, slots = _places(steps, tables, block_size)
+        sent = self._send(
+            [
+                np.fromiter(chain.from_iterable(s.tokens for s in steps), np.int32, total),
+                np.full(total, -1, np.int32),
+                positions,
+                slots,
+                np.array(wanted, np.int32),
+                np.array([firsts[i] for i in rest], np.int32),
+                np.array([steps[i].start for i in rest], np.int32),
+                np.array([counts[i] for i in rest], np.int32),
+                np.array([0, *accumulate(block_counts[i] for i in rest)], np.int32),
+                np.concatenate([np.zeros(0, np.int32), *(tables[i] for i in rest)]),
+            ]
+        )
+        packed = None
+        if rest:
+            packed = PackedChunks(
+                first_rows=sent[5],
+                starts=sent[6],
+                counts=sent[7],
+                indptr=sent[8],
+                blocks=sent[9],
+                max_count=max(counts[i] for i in rest),
+            )
+        return ChunkRows(
+            tokens=sent[0],
+            feed=sent[1],
+            positions=sent[2],
+            slots=sent[3],
+            sample_rows=sent[4].long(),
+            packed=packed,
+            dense=tuple((firsts[i], counts[i]) for i in dense),
+            padding=max((dense_padding(firsts[i], counts[i], total) for i in dense), default=0),
+        )
+
+    def _is_dense(self, step: SequenceStep) -> bool:
+        return self._dense and step.start == 0 and len(step.tokens) >= DENSE_TOKENS
+
+    def _send(self, parts: list[Ints]) -> list[Tensor]:
+        buffer, view, index = self._ring.take()
+        ends = list(accumulate(part.shape[0] for part in parts))
+        total = ends[-1]
+        if total > view.shape[0]:
+            raise Internal(f"a step of {total} numbers, at most {view.shape[0]}")
+        view[:total] = np.concatenate(parts)
+        out = torch.empty(total, dtype=torch.int32, device=self._device)
+        out.copy_(buffer[:total], non_blocking=True)
+        self._ring.sent(index)
+        return [out[end - part.shape[0] : end] for part, end in zip(parts, ends, strict=True)]
+
+
+def _places(
+    steps: list[SequenceStep], tables: list[Ints], block_size: int
+) -> tuple[Ints, Ints]:
+    """(positions, slots) of every row."""
+    positions = [
+        np.arange(step.start, step.start + len(step.tokens), dtype=np.int32) for step in steps
+    ]
+    slots = [
+        table[at // block_size] * block_size + at % block_size
+        for table, at in zip(tables, positions, strict=True)
+    ]
+    return np.concatenate(positions), np.concatenate(slots)

@@ -1,0 +1,245 @@
+"""Llama-family forward pass on a GPU: one rank's share, over paged KV.
+
+The residual stream `h` is updated in place: the products after attention and after the MLP add into
+it (with several ranks, rank 0 brings it into the all-reduce). Steps of one row run five kernels a
+layer, each a single stream over its weights; larger ones use cuBLAS for the products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.cuda.comm import Communicator
+from engine.cuda.layout import ChunkRows, DecodeRows
+from engine.cuda.prefill import ChunkAttention
+from engine.cuda.weights import LayerWeights, ModelWeights
+from engine.kernels import triton_elementwise as elementwise
+from engine.kernels.triton_attention import DecodeScratch, DecodeShape, decode_attention
+from engine.kernels.triton_linear import linear
+from engine.model.config import ModelConfig
+from engine.model.sharding import RankShare
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankShape:
+    """Sizes of one rank's share. `first_id` is the first vocabulary row it holds."""
+
+    hidden: int
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab_size: int
+    first_id: int
+    eps: float
+
+    @staticmethod
+    def of(config: ModelConfig, share: RankShare) -> RankShape:
+        """The sizes that `share` of a model has."""
+        return RankShape(
+            hidden=config.hidden_size,
+            num_heads=share.num_q_heads,
+            kv_heads=share.num_kv_heads,
+            head_dim=config.head_dim,
+            intermediate=share.intermediate[1] - share.intermediate[0],
+            vocab_size=config.vocab_size,
+            first_id=share.vocab[0],
+            eps=config.rms_norm_eps,
+        )
+
+    @property
+    def qkv_width(self) -> int:
+        """Columns of the fused projection."""
+        return (self.num_heads + 2 * self.kv_heads) * self.head_dim
+
+
+class CudaModel:
+    """One rank's decoder. Calls only put work on the current stream; nothing waits for it."""
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        shape: RankShape,
+        comm: Communicator,
+        attention: ChunkAttention,
+        *,
+        pdl: bool,
+    ) -> None:
+        self._weights = weights
+        self._shape = shape
+        self._comm = comm
+        self._attention = attention
+        self._pdl = pdl
+        self._scale = shape.head_dim**-0.5
+
+    def decode(
+        self,
+        rows: DecodeRows,
+        batch: int,
+        previous: Tensor,
+        kv: Sequence[Tensor],
+        scratch: DecodeScratch,
+        cut: DecodeShape,
+    ) -> Tensor:
+        """Logits `[batch, vocabulary]` of one token per sequence, read from the first rows."""
+        h = self._embed(rows.tokens[:batch], rows.feed, previous)
+        qkv = h.new_empty(batch, self._shape.qkv_width)
+        for layer, layer_kv in zip(self._weights.layers, kv, strict=True):
+            self._qkv(h, layer, qkv)
+            attended = self._attend_decode(qkv, rows, layer_kv, scratch, cut)
+            self._finish(attended, h, layer)
+        return self._logits(h)
+
+    def step(
+        self,
+        rows: DecodeRows,
+        decodes: int,
+        previous: Tensor,
+        chunks: ChunkRows,
+        kv: Sequence[Tensor],
+        scratch: DecodeScratch,
+        cut: DecodeShape,
+    ) -> Tensor | None:
+        """A step with prompt chunks: logits of all decode rows, then of the chunks' sampled rows.
+
+        None when nothing is sampled. All KV of the step is written in any case.
+        """
+        h = self._embed(chunks.tokens, chunks.feed, previous)
+        if decodes:
+            h = torch.cat((self._embed(rows.tokens[:decodes], rows.feed, previous), h))
+        wide = h.new_empty(h.shape[0] + chunks.padding, self._shape.qkv_width)
+        wide[h.shape[0] :].zero_()
+        last = len(kv) - 1
+        for index, (layer, layer_kv) in enumerate(zip(self._weights.layers, kv, strict=True)):
+            self._qkv(h, layer, wide[: h.shape[0]])
+            self._rope(wide[decodes:], chunks, layer_kv)
+            if index == last and decodes + chunks.sample_rows.shape[0] == 0:
+                return None
+            attended = self._attention(wide[decodes:], layer_kv, chunks)
+            if decodes:
+                first = self._attend_decode(wide[:decodes], rows, layer_kv, scratch, cut)
+                attended = torch.cat((first, attended))
+            if index == last:
+                kept = self._kept_rows(decodes, chunks)
+                attended, h = attended[kept], h[kept]
+            self._finish(attended, h, layer)
+        return self._logits(h)
+
+    def _kept_rows(self, decodes: int, chunks: ChunkRows) -> Tensor:
+        if decodes == 0:
+            return chunks.sample_rows
+        first = torch.arange(decodes, device=chunks.sample_rows.device)
+        return torch.cat((first, chunks.sample_rows + decodes))
+
+    def _embed(self, tokens: Tensor, feed: Tensor, previous: Tensor) -> Tensor:
+        table, shape = self._weights.embedding, self._shape
+        out = table.new_empty(tokens.shape[0], shape.hidden)
+        if self._comm.size == 1:
+            elementwise.embed(tokens, feed, previous, table, 0, out=out, pdl=False)
+            return out
+        partial = self._comm.partial(*out.shape)
+        elementwise.embed(
+            tokens, feed, previous, table, shape.first_id, out=partial, pdl=False
+        )
+        self._comm.reduce(partial, out)
+        return out
+
+    def _qkv(self, h: Tensor, layer: LayerWeights, out: Tensor) -> None:
+        self._normed_product(h, layer.attention_norm, layer.qkv, layer.qkv_bias, out)
+
+    def _normed_product(
+        self, h: Tensor, gain: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
+    ) -> None:
+        """out = norm(h) weight^T + bias."""
+        if h.shape[0] == 1:
+            linear(
+                h, weight, out=out, bias=bias, gain=gain, eps=self._shape.eps, pdl=self._pdl
+            )
+            return
+        x = torch.empty_like(h)
+        elementwise.rms_norm(h, gain, self._shape.eps, out=x, pdl=self._pdl)
+        if bias is None:
+            torch.mm(x, weight.t(), out=out)
+        else:
+            torch.addmm(bias, x, weight.t(), out=out)
+
+    def _attend_decode(
+        self, qkv: Tensor, rows: DecodeRows, kv: Tensor, scratch: DecodeScratch, cut: DecodeShape
+    ) -> Tensor:
+        out = qkv.new_empty(qkv.shape[0], self._shape.num_heads * self._shape.head_dim)
+        decode_attention(
+            qkv,
+            self._weights.cos,
+            self._weights.sin,
+            kv,
+            rows.indptr,
+            rows.blocks,
+            rows.lengths,
+            scratch,
+            cut,
+            num_heads=self._shape.num_heads,
+            scale=self._scale,
+            out=out,
+            pdl=self._pdl,
+        )
+        return out
+
+    def _rope(self, qkv: Tensor, chunks: ChunkRows, kv: Tensor) -> None:
+        elementwise.rope_write(
+            qkv,
+            self._weights.cos,
+            self._weights.sin,
+            chunks.positions,
+            chunks.slots,
+            kv,
+            self._shape.num_heads,
+        )
+
+    def _finish(self, attended: Tensor, h: Tensor, layer: LayerWeights) -> None:
+        """h += attention's output projection; h += MLP of the norm of h."""
+        self._add_product(attended, layer.out, layer.out_bias, h)
+        act = h.new_empty(h.shape[0], self._shape.intermediate)
+        if h.shape[0] == 1:
+            linear(
+                h,
+                layer.gate_up,
+                out=act,
+                bias=layer.gate_up_bias,
+                gain=layer.mlp_norm,
+                eps=self._shape.eps,
+                gated=True,
+                pdl=self._pdl,
+            )
+        else:
+            gate_up = h.new_empty(h.shape[0], 2 * self._shape.intermediate)
+            self._normed_product(h, layer.mlp_norm, layer.gate_up, layer.gate_up_bias, gate_up)
+            elementwise.silu_mul(gate_up, out=act, pdl=self._pdl)
+        self._add_product(act, layer.down, layer.down_bias, h)
+
+    def _add_product(self, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor) -> None:
+        """h += x weight^T + bias, summed over the ranks."""
+        comm = self._comm
+        alone = comm.size == 1
+        target = h if alone else comm.partial(*h.shape)
+        residual = h if comm.rank == 0 else None
+        if h.shape[0] == 1:
+            linear(x, weight, out=target, bias=bias, residual=residual, pdl=self._pdl)
+        else:
+            if residual is None:
+                torch.mm(x, weight.t(), out=target)
+            else:
+                torch.addmm(residual, x, weight.t(), out=target)
+            if bias is not None:
+                target.add_(bias)
+        if not alone:
+            comm.reduce(target, h)
+
+    def _logits(self, h: Tensor) -> Tensor:
+        head = self._weights.head
+        out = h.new_empty(h.shape[0], head.shape[0])
+        self._normed_product(h, self._weights.norm, head, None, out)
+        return self._comm.gather_columns(out)[:, : self._shape.vocab_size]

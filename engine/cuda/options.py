@@ -1,0 +1,38 @@
+"""Settings of the CUDA engine that a CPU engine does not have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaOptions:
+    """How much one CUDA engine runs at once, and how.
+
+    max_batch: sequences of one step, and the largest batch with a CUDA graph.
+    max_chunk_tokens: prompt tokens of one step.
+    memory_share: part of the free memory (after weights) that KV blocks and working memory may use.
+    graphs: decode under CUDA graphs; off only to look for faults.
+    """
+
+    max_batch: int = 256
+    max_chunk_tokens: int = 8192
+    memory_share: float = 0.98
+    graphs: bool = True
+
+    def __post_init__(self) -> None:
+        """Raise InvalidRequest naming the first field that is out of range."""
+        for name in ("max_batch", "max_chunk_tokens"):
+            if getattr(self, name) < 1:
+                raise InvalidRequest(f"{name} must be at least 1", param=name)
+        if not 0.0 < self.memory_share <= 1.0:
+            raise InvalidRequest("memory_share must be in (0, 1]", param="memory_share")
+
+
+def graph_batches(max_batch: int) -> tuple[int, ...]:
+    """Batch sizes with a graph of their own, ascending; a batch runs in the next larger one."""
+    sizes = [n for n in (1, 2, 4, 8) if n < max_batch]
+    sizes += range(16, max_batch, 16)
+    return (*sizes, max_batch)

@@ -1,0 +1,119 @@
+"""Splits a batch into what the device runs: decode rows first, prompt chunks after them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.batch import SequenceStep, StepBatch
+from engine.cuda.layout import is_filtered
+from protocol.errors import Internal
+
+#: Contexts longer than this get more splits of decode attention.
+LONG_CONTEXT = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a step may hold; schedulers plan within it."""
+
+    block_size: int
+    num_blocks: int
+    vocab_size: int
+    max_model_len: int
+    max_batch: int
+    max_chunk_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """A checked batch in device order.
+
+    decodes, chunks: the sequences; feeds[r]: the row of the step before whose token decode row r
+    runs, or -1; *_blocks: how many blocks each sequence needs. sampled: the sequences of the logits'
+    rows (every decode row, then the chunks that sample); results[i]: the logits row of sequence i of
+    the batch, or None. banned: (logits row, token id) pairs.
+    """
+
+    decodes: list[SequenceStep]
+    feeds: list[int]
+    decode_blocks: list[int]
+    chunks: list[SequenceStep]
+    chunk_blocks: list[int]
+    sampled: list[SequenceStep]
+    results: list[int | None]
+    banned: list[tuple[int, int]]
+    filtered: bool
+    long_context: bool
+
+
+def plan_step(batch: StepBatch, limits: Limits, previous: list[int | None]) -> StepPlan:
+    """Check and order a batch. `previous` is `results` of the step before.
+
+    Raises Internal when something is out of range: schedulers never plan that, and nothing may be
+    read or written outside the pool.
+    """
+    order = list(range(len(batch.sequences)))
+    decode_order = [i for i in order if len(batch.sequences[i].tokens) == 1]
+    chunk_order = [i for i in order if len(batch.sequences[i].tokens) != 1]
+    decodes = [batch.sequences[i] for i in decode_order]
+    chunks = [batch.sequences[i] for i in chunk_order]
+    decode_blocks = [_check(step, limits) for step in decodes]
+    chunk_blocks = [_check(step, limits) for step in chunks]
+    _check_totals(decodes, chunks, limits)
+    results: list[int | None] = [None] * len(order)
+    for row, i in enumerate(decode_order):
+        results[i] = row if batch.sequences[i].sampling is not None else None
+    sampling_chunks = [i for i in chunk_order if batch.sequences[i].sampling is not None]
+    for row, i in enumerate(sampling_chunks, start=len(decodes)):
+        results[i] = row
+    sampled = decodes + [batch.sequences[i] for i in sampling_chunks]
+    return StepPlan(
+        decodes=decodes,
+        feeds=[_feed(step, previous) for step in decodes],
+        decode_blocks=decode_blocks,
+        chunks=chunks,
+        chunk_blocks=chunk_blocks,
+        sampled=sampled,
+        results=results,
+        banned=[(row, token) for row, step in enumerate(sampled) for token in step.banned],
+        filtered=any(is_filtered(step.sampling) for step in sampled),
+        long_context=any(step.start >= LONG_CONTEXT for step in decodes),
+    )
+
+
+def _feed(step: SequenceStep, previous: list[int | None]) -> int:
+    if step.previous is None:
+        return -1
+    row = previous[step.previous] if 0 <= step.previous < len(previous) else None
+    if row is None:
+        raise Internal(f"sequence {step.previous} of the step before sampled nothing to go on from")
+    return row
+
+
+def _check(step: SequenceStep, limits: Limits) -> int:
+    """How many blocks the step needs."""
+    end = step.start + len(step.tokens)
+    if not step.tokens or step.start < 0:
+        raise Internal("a step without tokens or at a negative position")
+    if end > limits.max_model_len:
+        raise Internal(f"position {end} is past max_model_len {limits.max_model_len}")
+    if step.previous is not None and len(step.tokens) != 1:
+        raise Internal("only a single token can come from the step before")
+    if min(step.tokens) < 0 or max(step.tokens) >= limits.vocab_size:
+        raise Internal(f"token id outside 0 .. {limits.vocab_size - 1}")
+    count = -(-end // limits.block_size)
+    if len(step.block_ids) < count:
+        raise Internal(f"{len(step.block_ids)} blocks do not hold {end} tokens")
+    if min(step.block_ids) < 0 or max(step.block_ids) >= limits.num_blocks:
+        raise Internal(f"block outside 0 .. {limits.num_blocks - 1}")
+    return count
+
+
+def _check_totals(
+    decodes: list[SequenceStep], chunks: list[SequenceStep], limits: Limits
+) -> None:
+    if len(decodes) + len(chunks) > limits.max_batch:
+        raise Internal(f"more than {limits.max_batch} sequences in one step")
+    tokens = sum(len(step.tokens) for step in chunks)
+    if tokens > limits.max_chunk_tokens:
+        raise Internal(f"{tokens} prompt tokens in one step, at most {limits.max_chunk_tokens}")

@@ -1,0 +1,266 @@
+"""One rank of an engine on a GPU: its model, its KV pool, its graphs, and how a step runs on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.batch import SequenceStep, StepBatch, StepResult
+from engine.config import EngineConfig
+from engine.cuda.comm import Communicator
+from engine.cuda.graphs import GraphSet
+from engine.cuda.layout import ChunkRows, ChunkUploader, DecodeRows
+from engine.cuda.memory import RESERVE_BYTES, blocks_that_fit
+from engine.cuda.model import CudaModel, RankShape
+from engine.cuda.options import CudaOptions, graph_batches
+from engine.cuda.plan import Limits, StepPlan, plan_step
+from engine.cuda.prefill import ChunkAttention, cudnn_serves
+from engine.cuda.staging import Lane, StagingRing
+from engine.cuda.weights import WeightLoader
+from engine.kernels.triton_attention import DecodeScratch, DecodeShape, decode_shape
+from engine.kernels.triton_sampling import SamplingScratch, sample
+from engine.kv.pool import KVPool
+from engine.model.config import ModelConfig
+from engine.model.llama import WeightSource
+from engine.model.sharding import rank_heads, share_of
+from engine.sizing import block_bytes
+from protocol.kv_layout import KVLayout
+from protocol.sampling import SamplingParams
+
+
+@dataclass(slots=True)
+class PendingTokens:
+    """A step on its way: its tokens are being copied to the host."""
+
+    ring: StagingRing
+    buffer: Tensor
+    index: int
+    results: list[int | None]
+
+    def wait(self) -> StepResult:
+        """Block until the step is over; its KV is written then, too."""
+        self.ring.wait(self.index)
+        tokens = self.buffer.tolist()
+        return StepResult(
+            tokens=tuple(None if row is None else tokens[row] for row in self.results)
+        )
+
+
+class CudaRunner:
+    """Loads one rank's share, then runs steps on it. All ranks get the same batches in order.
+
+    `open` must come between: the size of the KV pool is rank 0's decision. Steps are put on a stream
+    of the runner's own; `launch` never waits for the device.
+    """
+
+    layout: KVLayout
+    pool: KVPool
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        source: WeightSource,
+        comm: Communicator,
+        options: CudaOptions,
+    ) -> None:
+        self.config = config
+        self.model_config = model_config
+        self.options = options
+        self.vocab_size = model_config.vocab_size
+        limit = model_config.max_position_embeddings
+        self.max_model_len = min(config.max_model_len or limit, limit)
+        self._comm = comm
+        self._dtype: torch.dtype = getattr(torch, config.dtype)
+        self.device = torch.device(config.device)
+        self._lane = Lane(self.device)
+        share = share_of(model_config, comm.rank, comm.size)
+        self._shape = RankShape.of(model_config, share)
+        with torch.inference_mode():
+            loader = WeightLoader(model_config, share, source, self.device)
+            self.weights = loader.load(self.max_model_len)
+        shape = self._shape
+        self._attention = ChunkAttention(shape.num_heads, shape.kv_heads, shape.head_dim)
+        self._dense = cudnn_serves(self._dtype, shape.head_dim, self.device)
+        self.model = CudaModel(
+            self.weights,
+            shape,
+            comm,
+            self._attention,
+            pdl=self._lane.overlaps_launches,
+        )
+        self._previous: list[int | None] = []
+        #: Bytes that were free once the weights were loaded; 0 when the pool's size was given.
+        self.free_after_weights = 0
+
+    # --- setting up ------------------------------------------------------------------------------
+
+    def choose_num_blocks(self) -> int:
+        """How many blocks fit on this rank beside weights and working memory."""
+        if self.config.num_blocks is not None:
+            return self.config.num_blocks
+        size = block_bytes(self.config, self.model_config)
+        if self.config.kv_memory_bytes is not None:
+            return blocks_that_fit(
+                free_bytes=self.config.kv_memory_bytes,
+                working_bytes=0,
+                block_bytes=size,
+                share=1.0,
+                reserve_bytes=0,
+            )
+        torch.cuda.empty_cache()
+        self.free_after_weights, _ = torch.cuda.mem_get_info(self.device)
+        return blocks_that_fit(
+            free_bytes=self.free_after_weights,
+            working_bytes=self._measure_working_memory(),
+            block_bytes=size,
+            share=self.options.memory_share,
+            reserve_bytes=RESERVE_BYTES,
+        )
+
+    def _measure_working_memory(self) -> int:
+        """Peak of a step with as many prompt tokens as allowed, run on a pool of one block."""
+        tokens = min(self.options.max_chunk_tokens, self.max_model_len - 1)
+        self._open_pool(1)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        blocks = -(-tokens // self.config.block_size)
+        probe = SequenceStep(
+            tokens=(0,) * tokens, start=0, block_ids=(0,) * blocks, sampling=SamplingParams()
+        )
+        with torch.inference_mode(), self._lane.active():
+            chunks = self._uploader.upload([probe], [blocks], self.config.block_size)
+            self._forward_chunks(0, chunks, self._cuts[graph_batches(self.options.max_batch)[0], False])
+        self._lane.synchronize()
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        self._close_pool()
+        return peak + self._scratch_bytes()
+
+    def open(self, num_blocks: int) -> None:
+        """Make the KV pool, the plans of prompt attention and the decode graphs."""
+        self._open_pool(num_blocks)
+        longest = min(self.options.max_chunk_tokens, self.max_model_len)
+        if self._dense:
+            with torch.inference_mode(), self._lane.active():
+                self._attention.make_plans(longest, self._dtype, self.device)
+        if self._graphs_on:
+            with torch.inference_mode():
+                self._graphs.capture_all()
+
+    def _open_pool(self, num_blocks: int) -> None:
+        config, model, options = self.config, self.model_config, self.options
+        self.layout = KVLayout(
+            num_layers=model.num_layers,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            dtype=config.dtype,
+            rank_heads=rank_heads(model, self._comm.size),
+        )
+        self._limits = Limits(
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            max_batch=options.max_batch,
+            max_chunk_tokens=options.max_chunk_tokens,
+        )
+        device, batch, shape = self.device, options.max_batch, self._shape
+        self._graphs_on = options.graphs and device.type == "cuda"
+        self.pool = KVPool(self.layout, self._comm.rank, self._dtype, device)
+        # A block may be in several tables, but no context is longer than the model's limit.
+        per_sequence = -(-self.max_model_len // config.block_size)
+        table = min(batch * per_sequence, max(num_blocks, per_sequence) + batch * 64)
+        self._rows = DecodeRows(batch, table, device)
+        self._uploader = ChunkUploader(
+            options.max_chunk_tokens, batch, table, device, dense=self._dense
+        )
+        self._tokens = torch.zeros(batch, dtype=torch.int32, device=device)
+        self._out = StagingRing(batch, 4, device)
+        self._sampling_scratch = SamplingScratch(batch, self.vocab_size, device)
+        batches = graph_batches(batch)
+        self._cuts = {
+            (n, long): decode_shape(n, shape.kv_heads, shape.head_dim, long)
+            for n in batches
+            for long in (False, True)
+        }
+        parts = max(n * cut.splits for (n, _), cut in self._cuts.items())
+        self._scratch = DecodeScratch(batch, parts, shape.num_heads, shape.head_dim, device)
+        self._graphs = GraphSet(batches, self._decode, self._lane)
+
+    def _close_pool(self) -> None:
+        del self.pool, self._rows, self._uploader, self._scratch, self._graphs
+        torch.cuda.empty_cache()
+
+    def _scratch_bytes(self) -> int:
+        """Upper bound of what is allocated beside the pool when it is opened."""
+        return 128 << 20
+
+    # --- running ---------------------------------------------------------------------------------
+
+    def launch(self, batch: StepBatch) -> PendingTokens:
+        """Put a step on the stream. Its sampled tokens stay on the device for the next step."""
+        plan = plan_step(batch, self._limits, self._previous)
+        with torch.inference_mode(), self._lane.active():
+            logits = self._forward(plan)
+            buffer, _, index = self._out.take()
+            rows = len(plan.sampled)
+            if logits is not None:
+                self._sample(logits, plan)
+                buffer[:rows].copy_(self._tokens[:rows], non_blocking=True)
+            self._out.sent(index)
+        self._previous = plan.results
+        return PendingTokens(self._out, buffer[:rows], index, plan.results)
+
+    def run(self, batch: StepBatch) -> StepResult:
+        """Run a step to its end."""
+        return self.launch(batch).wait()
+
+    def close(self) -> None:
+        """Leave the tensor-parallel group."""
+        self._lane.synchronize()
+        self._comm.close()
+
+    def _forward(self, plan: StepPlan) -> Tensor | None:
+        count = len(plan.decodes)
+        if not plan.results:
+            return None
+        self._rows.upload(plan.decodes, plan.feeds, plan.decode_blocks, plan.sampled)
+        bucket = self._graphs.bucket(max(count, 1)) or self.options.max_batch
+        if not plan.chunks:
+            if self._graphs_on:
+                return self._graphs.replay(bucket, plan.long_context)[:count]
+            return self._decode(bucket, plan.long_context)[:count]
+        chunks = self._uploader.upload(plan.chunks, plan.chunk_blocks, self.config.block_size)
+        return self._forward_chunks(count, chunks, self._cuts[bucket, plan.long_context])
+
+    def _forward_chunks(self, decodes: int, chunks: ChunkRows, cut: DecodeShape) -> Tensor | None:
+        return self.model.step(
+            self._rows, decodes, self._tokens, chunks, self.pool.layers, self._scratch, cut
+        )
+
+    def _decode(self, batch: int, long_context: bool) -> Tensor:
+        return self.model.decode(
+            self._rows,
+            batch,
+            self._tokens,
+            self.pool.layers,
+            self._scratch,
+            self._cuts[batch, long_context],
+        )
+
+    def _sample(self, logits: Tensor, plan: StepPlan) -> None:
+        if plan.banned:
+            host = torch.tensor(plan.banned, pin_memory=self.device.type == "cuda")
+            pairs = host.to(self.device, non_blocking=True)
+            logits[pairs[:, 0], pairs[:, 1]] = -torch.inf
+        count = len(plan.sampled)
+        sample(
+            logits,
+            self._rows.sampling(count, plan.filtered),
+            self._sampling_scratch,
+            out=self._tokens[:count],
+        )

@@ -1,0 +1,70 @@
+"""Pinned host memory on its way to the device and back, without waiting for either."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Lane:
+    """The stream that one runner's work is put on; on a device without streams, nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.overlaps_launches = (
+            device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+        )
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """The stream; only where there is one."""
+        if self._stream is None:
+            raise RuntimeError("this device has no streams")
+        return self._stream
+
+    def active(self) -> AbstractContextManager[object]:
+        """Make it the current stream."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def synchronize(self) -> None:
+        """Block until everything put on it is over."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+class StagingRing:
+    """A few equal pinned int32 buffers used in turn; one is taken again only once it was copied."""
+
+    def __init__(self, size: int, depth: int, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self._buffers = [
+            torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(depth)
+        ]
+        self._views = [buffer.numpy() for buffer in self._buffers]
+        self._events: list[Any] = [None] * depth
+        self._next = 0
+
+    def take(self) -> tuple[Tensor, np.ndarray[Any, np.dtype[np.int32]], int]:
+        """(buffer, numpy view of it, its number for `sent`)."""
+        index = self._next
+        self._next = (index + 1) % len(self._buffers)
+        event = self._events[index]
+        if event is not None:
+            event.synchronize()
+        return self._buffers[index], self._views[index], index
+
+    def sent(self, index: int) -> None:
+        """The copy from or to buffer `index` has just been put on the current stream."""
+        if self._buffers[index].is_pinned():
+            event = self._events[index] or torch.cuda.Event()
+            event.record()
+            self._events[index] = event
+
+    def wait(self, index: int) -> None:
+        """Block until the copy of `sent` is over."""
+        if self._events[index] is not None:
+            self._events[index].synchronize()

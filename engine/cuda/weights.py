@@ -1,0 +1,157 @@
+"""One rank's weights on its device, with the projections that share an input fused into one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.layers.rotary import rotary_tables
+from engine.model.config import ModelConfig
+from engine.model.llama import WeightSource
+from engine.model.sharding import RankShare, Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """One decoder layer. Matrices are `[out, in]`; gate rows precede up rows.
+
+    Biases of the row-parallel products (out, down) are on rank 0 only, so that they count once.
+    """
+
+    attention_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelWeights:
+    """All of a rank's weights; cos and sin are float32 `[positions, head_dim / 2]`."""
+
+    embedding: Tensor
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor
+    head: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+class WeightLoader:
+    """Reads one rank's share of a Llama-family checkpoint."""
+
+    def __init__(
+        self, config: ModelConfig, share: RankShare, source: WeightSource, device: torch.device
+    ) -> None:
+        self._config = config
+        self._share = share
+        self._source = source
+        self._device = device
+
+    def load(self, max_positions: int) -> ModelWeights:
+        """Everything, layer by layer."""
+        config = self._config
+        cos, sin = rotary_tables(config.rope, config.head_dim, max_positions)
+        embedding = self._vocabulary("model.embed_tokens.weight")
+        tied = config.tie_word_embeddings
+        return ModelWeights(
+            embedding=embedding,
+            layers=tuple(self._layer(index) for index in range(config.num_layers)),
+            norm=self._source.read("model.norm.weight", (config.hidden_size,)),
+            head=embedding if tied else self._vocabulary("lm_head.weight"),
+            cos=cos.to(self._device),
+            sin=sin.to(self._device),
+        )
+
+    def _vocabulary(self, name: str) -> Tensor:
+        shape = (self._config.vocab_size, self._config.hidden_size)
+        table = self._source.read(name, shape, rows=self._share.vocab)
+        missing = self._share.vocab_rows - table.shape[0]
+        if missing == 0:
+            return table
+        return torch.cat((table, table.new_zeros(missing, table.shape[1])))
+
+    def _layer(self, index: int) -> LayerWeights:
+        config, share = self._config, self._share
+        prefix, dim = f"model.layers.{index}.", config.head_dim
+        q = (config.num_heads * dim, _times(share.q_heads, dim))
+        kv = (config.num_kv_heads * dim, _times(share.kv_heads, dim))
+        mlp = (config.intermediate_size, share.intermediate)
+        attention = [
+            (f"{prefix}self_attn.{name}_proj", *rows)
+            for name, rows in (("q", q), ("k", kv), ("v", kv))
+        ]
+        gated = [(f"{prefix}mlp.{name}_proj", *mlp) for name in ("gate", "up")]
+        return LayerWeights(
+            attention_norm=self._norm(f"{prefix}input_layernorm"),
+            qkv=torch.cat([self._rows(*part) for part in attention]),
+            qkv_bias=self._biases(attention, config.attention_bias),
+            out=self._columns(f"{prefix}self_attn.o_proj", *q),
+            out_bias=self._row_bias(f"{prefix}self_attn.o_proj", config.attention_bias),
+            mlp_norm=self._norm(f"{prefix}post_attention_layernorm"),
+            gate_up=torch.cat([self._rows(*part) for part in gated]),
+            gate_up_bias=self._biases(gated, config.mlp_bias),
+            down=self._columns(f"{prefix}mlp.down_proj", *mlp),
+            down_bias=self._row_bias(f"{prefix}mlp.down_proj", config.mlp_bias),
+        )
+
+    def _norm(self, name: str) -> Tensor:
+        return self._source.read(f"{name}.weight", (self._config.hidden_size,))
+
+    def _rows(self, name: str, total: int, rows: Span) -> Tensor:
+        return self._source.read(f"{name}.weight", (total, self._config.hidden_size), rows=rows)
+
+    def _columns(self, name: str, total: int, columns: Span) -> Tensor:
+        shape = (self._config.hidden_size, total)
+        return self._source.read(f"{name}.weight", shape, columns=columns)
+
+    def _biases(self, parts: list[tuple[str, int, Span]], wanted: bool) -> Tensor | None:
+        if not wanted:
+            return None
+        return torch.cat(
+            [self._source.read(f"{name}.bias", (total,), rows=rows) for name, total, rows in parts]
+        )
+
+    def _row_bias(self, name: str, wanted: bool) -> Tensor | None:
+        if not wanted or self._share.rank:
+            return None
+        return self._source.read(f"{name}.bias", (self._config.hidden_size,))
+
+
+class RandomSource:
+    """Weights made on the device, for benchmarks: normal, scaled so that activations keep size."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._generator = torch.Generator(device=device).manual_seed(seed)
+
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: Span | None = None,
+        columns: Span | None = None,
+    ) -> Tensor:
+        """A slice of the given extent; norm weights are near one."""
+        size = list(shape)
+        if rows is not None:
+            size[0] = rows[1] - rows[0]
+        if columns is not None:
+            size[1] = columns[1] - columns[0]
+        out = torch.empty(size, dtype=self._dtype, device=self._device)
+        if len(shape) == 1:
+            return out.uniform_(0.9, 1.1, generator=self._generator)
+        return out.normal_(0.0, shape[-1] ** -0.5, generator=self._generator)
+
+
+def _times(span: Span, factor: int) -> Span:
+    return span[0] * factor, span[1] * factor
