@@ -28,6 +28,7 @@ from protocol.states import WorkerState
 from router.config import RouterConfig
 from router.policy import WorkerView
 from router.reservations import Reservations
+from router.silence import silence_limit
 from rpc.methods import CANCEL, EVENTS, STATUS, SUBMIT
 from rpc.service import ControlClient, Method, Rep, Req
 
@@ -93,7 +94,6 @@ class Member:
         self._cancels: set[RequestKey] = set()
         self._cancel_after_submit: set[RequestKey] = set()
         self._canceller: asyncio.Task[None] | None = None
-        self._last_sequence = -1
         self._stop = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name=f"member {ref.worker_id}")
 
@@ -235,7 +235,7 @@ class Member:
         try:
             while not self._stop.is_set():
                 reason = await self._connect_and_follow()
-                pause = _FIRST_RETRY_S if self._last_sequence >= 0 else pause
+                pause = _FIRST_RETRY_S if self.connected else pause
                 self._lost(reason)
                 if self.leaving:
                     return
@@ -249,7 +249,6 @@ class Member:
     async def _connect_and_follow(self) -> str:
         """Follow the worker until it is lost; the reason."""
         client = self._client = ControlClient(self.ref.address, secret=self._secret)
-        self._last_sequence = -1
         try:
             await self._follow(client)
             return "event stream ended"
@@ -268,20 +267,17 @@ class Member:
         if status.state is not WorkerState.READY:
             raise Unavailable(f"worker is {status.state}")
         self.status = status
-        now = asyncio.get_running_loop().time
-        silence_s = self._config.silence_s
         async with (
-            asyncio.timeout(silence_s) as silence,
+            silence_limit(self._config.silence_s) as silence,
             aclosing(client.stream(EVENTS, Subscribe(router_id=self._router_id))) as batches,  # type: ignore[type-var]
         ):
             async for batch in batches:
-                silence.reschedule(now() + silence_s)
+                silence.heard()
                 self._take(batch)
 
     def _take(self, batch: EventBatch) -> None:
-        if batch.epoch != self.ref.epoch or batch.sequence <= self._last_sequence:
-            raise StaleMessage(f"batch {batch.sequence} of epoch {batch.epoch} is out of order")
-        self._last_sequence = batch.sequence
+        if batch.epoch != self.ref.epoch:
+            raise StaleMessage(f"epoch is {batch.epoch}, expected {self.ref.epoch}")
         self.load = batch.load
         self.reservations.reported()
         if not self.connected:

@@ -69,40 +69,41 @@ class ServedModel:
     ) -> list[tuple[int, ...]]:
         """The ids of each prompt of a request.
 
-        Text that cannot fit `limit` tokens is refused without tokenising it.
+        Raises ContextTooLong for text of far more than `limit` tokens without tokenising all of it.
         """
-        param = "messages" if request.kind is RequestKind.CHAT else "prompt"
-        texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
-        texts += [message.content for message in request.messages]
-        for text in texts:
-            if self._text.surely_longer_than(text, limit):
-                raise ContextTooLong(
-                    f"{param}: {len(text)} characters are more than {limit} tokens can hold",
-                    param=param,
-                )
         if request.kind is RequestKind.CHAT:
-            return [await self.encode_chat(request.messages)]
+            return [await self.encode_chat(request.messages, limit=limit)]
+        texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
         if not texts:
             return [prompt for prompt in request.prompts if isinstance(prompt, tuple)]
-        return await self._in_thread(
-            lambda: [p if isinstance(p, tuple) else self._text.encode(p) for p in request.prompts],
-            sum(map(len, texts)),
-        )
 
-    async def encode_text(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        """The ids of one text."""
-        return await self._in_thread(
-            lambda: self._text.encode(text, add_special_tokens=add_special_tokens), len(text)
-        )
+        def encode_all() -> list[tuple[int, ...]]:
+            self._check_lengths(texts, limit, "prompt")
+            return [p if isinstance(p, tuple) else self._text.encode(p) for p in request.prompts]
+
+        return await self._in_thread(encode_all, sum(map(len, texts)))
+
+    async def encode_text(
+        self, text: str, *, add_special_tokens: bool, limit: int
+    ) -> tuple[int, ...]:
+        """The ids of one text. Raises ContextTooLong as above."""
+
+        def encode() -> tuple[int, ...]:
+            self._check_lengths([text], limit, "prompt")
+            return self._text.encode(text, add_special_tokens=add_special_tokens)
+
+        return await self._in_thread(encode, len(text))
 
     async def encode_chat(
-        self, messages: Sequence[ChatMessage], *, add_special_tokens: bool = False
+        self, messages: Sequence[ChatMessage], *, add_special_tokens: bool = False, limit: int
     ) -> tuple[int, ...]:
-        """The ids of a chat through the model's template."""
-        size = sum(len(message.content) for message in messages)
-        return await self._in_thread(
-            lambda: self._text.encode_chat(messages, add_special_tokens=add_special_tokens), size
-        )
+        """The ids of a chat through the model's template. Raises ContextTooLong as above."""
+
+        def encode() -> tuple[int, ...]:
+            self._check_lengths([message.content for message in messages], limit, "messages")
+            return self._text.encode_chat(messages, add_special_tokens=add_special_tokens)
+
+        return await self._in_thread(encode, sum(len(message.content) for message in messages))
 
     async def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens included."""
@@ -114,6 +115,14 @@ class ServedModel:
         """End the threads."""
         self._short.shutdown(wait=False, cancel_futures=True)
         self._long.shutdown(wait=False, cancel_futures=True)
+
+    def _check_lengths(self, texts: Sequence[str], limit: int, param: str) -> None:
+        for text in texts:
+            if self._text.longer_than(text, limit):
+                raise ContextTooLong(
+                    f"{param}: a text of {len(text)} characters has more than {limit} tokens",
+                    param=param,
+                )
 
     async def _in_thread(self, work: Callable[[], R], size: int) -> R:
         lane = self._long if size > _LONG_TEXT else self._short

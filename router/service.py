@@ -32,6 +32,9 @@ from router.unserved import check_fields
 
 log = get_logger(__name__)
 
+#: How far past the context Tokenize counts: enough to cut a text by, not enough to stall a router.
+_TOKENIZE_CONTEXTS = 8
+
 
 class Door(StrEnum):
     """Which front door a request came through; a label of the metrics."""
@@ -112,21 +115,24 @@ class InferenceService:
             metering.succeeded(self.metrics, generation, end=self.clock())
 
     async def tokenize(self, fields: Mapping[str, Any]) -> Tokens:
-        """Ids of `prompt`, or of `messages` through the chat template."""
+        """Ids of `prompt`, or of `messages` through the chat template; a few contexts at most."""
         check_fields(fields, frozenset({"model", "prompt", "messages", "add_special_tokens"}))
         self._model.check_name(read.text(fields, "model"))
         special = read.boolean(fields, "add_special_tokens")
+        limit = _TOKENIZE_CONTEXTS * self._model.context
         if fields.get("messages") is not None:
             if fields.get("prompt") is not None:
                 raise InvalidRequest("give either prompt or messages", param="messages")
             messages = parse_messages(fields["messages"])
-            ids = await self._model.encode_chat(messages, add_special_tokens=special or False)
+            ids = await self._model.encode_chat(
+                messages, add_special_tokens=special or False, limit=limit
+            )
         else:
             prompt = read.text(fields, "prompt")
             if prompt is None:
                 raise InvalidRequest("prompt or messages is required", param="prompt")
             add = True if special is None else special
-            ids = await self._model.encode_text(prompt, add_special_tokens=add)
+            ids = await self._model.encode_text(prompt, add_special_tokens=add, limit=limit)
         return Tokens(ids=ids, max_model_len=self._model.context)
 
     async def detokenize(self, fields: Mapping[str, Any]) -> str:

@@ -43,7 +43,9 @@ class InferenceServicer:
                 async with self._service.generate(
                     parsed, arrival=arrival, time_left_s=_time_left_s(context)
                 ) as generation:
-                    await self._relay(parsed, generation, context, token_ids=token_ids)
+                    last = await self._relay(parsed, generation, context, token_ids=token_ids)
+                # Off the books first: whoever has its answer can ask again at once.
+                await context.write(last)
         except BatonError as error:
             await abort(context, error)
 
@@ -89,7 +91,8 @@ class InferenceServicer:
         context: _Context,
         *,
         token_ids: bool,
-    ) -> None:
+    ) -> pb.GenerateResponse:
+        """Pass the output on; the last message, not sent yet."""
         whole = _Whole(len(generation.prompts))
         message = self._first(generation)
         opened: set[int] = set()
@@ -113,7 +116,7 @@ class InferenceServicer:
             trailer = json.dumps(timeline.to_json())
             if len(trailer) <= _MAX_TRAILER:
                 context.set_trailing_metadata((("baton-timeline", trailer),))
-        await context.write(message)
+        return message
 
     def _first(self, generation: Generation) -> pb.GenerateResponse:
         return pb.GenerateResponse(

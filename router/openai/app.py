@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
+from functools import partial
 from http import HTTPStatus
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -26,6 +27,7 @@ from router.openai.errors import error_body, error_headers, error_status
 from router.request import GenerateRequest, RequestKind, parse_request
 from router.service import Door, InferenceService
 
+_Ending = Callable[[], Awaitable[None]]
 _Operation = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
@@ -82,26 +84,32 @@ class _Paths:
                         cancelled_when_gone(receive),
                         self._service.generate(request, arrival=arrival) as generation,
                     ):
-                        await self._answer(request, generation, answer)
+                        ending = await self._relay(request, generation, answer)
+                    await ending()
             except BatonError as error:
                 await answer.error(error)
 
         return _AsgiEndpoint(run)
 
-    async def _answer(
+    async def _relay(
         self, request: GenerateRequest, generation: Generation, answer: Answer
-    ) -> None:
+    ) -> _Ending:
+        """Pass the output on; what is left to send once the request is off the books. Until then a
+        client that got its answer could still be refused for what it had in flight."""
         headers = [(b"baton-request-id", generation.request_id.encode())]
         model = self._service.models()[0].id
         if request.stream:
-            await _stream(
-                ChunkWriter(request, generation, model=model), generation, answer, headers
-            )
-            return
+            writer = ChunkWriter(request, generation, model=model)
+            async for deltas in generation:
+                # The status line waits for the first token: earlier failures keep their own.
+                if not answer.started:
+                    await answer.begin_stream(headers)
+                await answer.part(writer.events(deltas))
+            return partial(answer.part, writer.last(), last=True)
         collector = Collector(request, generation, model=model)
         async for deltas in generation:
             collector.add(deltas)
-        await answer.whole(200, collector.body(), [JSON_TYPE, *headers])
+        return partial(answer.whole, 200, collector.body(), [JSON_TYPE, *headers])
 
     # --- the rest ---------------------------------------------------------------------------------
 
@@ -171,20 +179,6 @@ class _AsgiEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._run(scope, receive, send)
-
-
-async def _stream(
-    writer: ChunkWriter,
-    generation: Generation,
-    answer: Answer,
-    headers: list[tuple[bytes, bytes]],
-) -> None:
-    """The status line waits for the first token, so that earlier failures keep their own status."""
-    async for deltas in generation:
-        if not answer.started:
-            await answer.begin_stream(headers)
-        await answer.part(writer.events(deltas))
-    await answer.part(writer.last(), last=True)
 
 
 def _model_json(model: ModelInfo) -> dict[str, Any]:

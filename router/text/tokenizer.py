@@ -19,6 +19,11 @@ from router.text.control import ControlTokens
 from router.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_table
 from router.text.template import ChatTemplate
 
+#: A text of more characters than this per token allowed is looked at from its start first.
+_CHARS_PER_TOKEN = 8
+#: Cutting a text can change the tokens around the cut by no more than this.
+_CUT_EFFECT = 64
+
 
 class ModelText:
     """Text to ids and back for one model. Thread-safe once made; encoding releases the GIL.
@@ -47,7 +52,6 @@ class ModelText:
         self._neutralise = neutralise_control_tokens
         self._template = _load_template(folder, settings)
         self._byte_table = self._make_byte_table()
-        self._longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """The ids of a text; by default with what the tokenizer adds (often a BOS)."""
@@ -83,12 +87,15 @@ class ModelText:
             return ByteDetokenizer(self._byte_table)
         return WindowDetokenizer(self.decode)
 
-    def surely_longer_than(self, text: str, limit: int) -> bool:
-        """Whether `text` cannot be `limit` tokens or fewer, told without tokenising it.
+    def longer_than(self, text: str, limit: int) -> bool:
+        """Whether a long text has surely more than `limit` tokens, by tokenising only its start.
 
-        Only byte-level vocabularies allow the conclusion: nothing is normalised away in them.
+        Bounds the work that a hopeless prompt can cause. False says nothing.
         """
-        return self._byte_table is not None and len(text) > limit * self._longest_token
+        start = text[: limit * _CHARS_PER_TOKEN]
+        if len(start) == len(text):
+            return False
+        return len(self.encode(start, add_special_tokens=False)) > limit + _CUT_EFFECT
 
     def _end_tokens(
         self, settings: dict[str, Any], model: dict[str, Any], generation: dict[str, Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from protocol.wire import inference_pb2_grpc as pb_grpc
 from router.admin import AdminBackend
 from router.config import RouterConfig
 from router.server import Router
+from router.text.detokenizer import _byte_alphabet
 from tests.support.stub_workers import StubFleet
 
 
@@ -80,3 +82,18 @@ async def open_doors(
 def status_of(error: aio.AioRpcError) -> tuple[grpc.StatusCode, dict[str, str | bytes]]:
     """A failed call's code and trailers."""
     return error.code(), dict(error.trailing_metadata() or ())
+
+
+def letters(text: str) -> list[int]:
+    """A text as single bytes of the tiny vocabulary: the ids after 3 special ones are the bytes in
+    the order of GPT-2's alphabet."""
+    alphabet = sorted(_byte_alphabet().items())
+    place = {byte: 3 + i for i, (_, byte) in enumerate(alphabet)}
+    return [place[byte] for byte in text.encode()]
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 3.0) -> None:
+    """Return once `condition` holds; fail when it does not in time."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)

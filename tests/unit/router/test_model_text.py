@@ -146,7 +146,12 @@ def test_completions_may_write_control_tokens(text: ModelText) -> None:
 # --- lengths --------------------------------------------------------------------------------------
 
 
-def test_text_that_cannot_fit_is_known_without_tokenising(text: ModelText) -> None:
-    longest = max(len(token) for token in text._tokenizer.get_vocab())
-    assert not text.surely_longer_than("a" * longest * 10, 10)
-    assert text.surely_longer_than("a" * (longest * 10 + 1), 10)
+def test_a_hopeless_text_is_known_from_its_start(text: ModelText) -> None:
+    assert text.longer_than("word " * 1000, 100)
+    assert not text.longer_than("word " * 10, 100)
+
+
+def test_a_text_that_may_fit_is_never_called_too_long(text: ModelText) -> None:
+    for sample in ("the quick " * 200, "🙂 " * 50, "a" * 900):
+        count = len(text.encode(sample))
+        assert not text.longer_than(sample, count)

@@ -11,8 +11,7 @@ import pytest
 from observability import metrics
 from protocol.errors import InvalidRequest, Overloaded, Unavailable
 from protocol.ids import Role
-from protocol.messages import Submit
-from tests.support.router_doors import Doors, MakeDoors
+from tests.support.router_doors import Doors, MakeDoors, letters, until
 from tests.support.stub_workers import StubFleet, StubWorker
 
 PROMPT = [30, 31, 32, 33, 34, 35]  # longer than the threshold for local prefill
@@ -31,12 +30,6 @@ async def ids_of(doors: Doors, **fields: Any) -> list[int]:
     status, body = await complete(doors, **fields)
     assert status == 200, body
     return body["choices"][0]["token_ids"]
-
-
-async def until(condition, timeout_s: float = 3.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - the stubs have no events for all of this
-            await asyncio.sleep(0.005)
 
 
 def idle(doors: Doors) -> bool:
@@ -336,8 +329,7 @@ async def test_a_stop_string_ends_the_workers_part_too(
     fleet: StubFleet, make_doors: MakeDoors
 ) -> None:
     worker = await fleet.add(Role.DECODE, delay_s=0.005)
-    letters = doors_letters("abcdefgh")
-    worker.script = lambda submit: letters * 60
+    worker.script = lambda submit: letters("abcdefgh" * 60)
     async with make_doors(fleet) as doors:
         status, body = await complete(doors, max_tokens=400, stop=["def"])
         assert status == 200
@@ -345,11 +337,6 @@ async def test_a_stop_string_ends_the_workers_part_too(
         assert body["choices"][0]["finish_reason"] == "stop"
         assert body["usage"]["completion_tokens"] == 6
         await until(lambda: worker.cancelled and not worker.running)
-
-
-def doors_letters(letters: str) -> list[int]:
-    """Ids of single letters in the tiny vocabulary: bytes in GPT-2's order after 3 special ids."""
-    return [3 + ord(letter) - 0x21 for letter in letters]
 
 
 async def test_mass_cancels_leave_nothing_behind(fleet: StubFleet, make_doors: MakeDoors) -> None:

@@ -1,0 +1,274 @@
+"""The gRPC door: streams, presence, health, reflection, deadlines; the same tokens as HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from google.rpc import error_details_pb2, status_pb2
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from observability import metrics
+from protocol.errors import Internal
+from protocol.ids import Role
+from protocol.wire import inference_pb2 as pb
+from tests.support.router_doors import Doors, MakeDoors, letters, status_of, until
+from tests.support.stub_workers import StubFleet
+from tests.support.wire_requests import to_message
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+async def run(doors: Doors, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+    return [message async for message in doors.inference.Generate(request, timeout=20)]
+
+
+def text_of(messages: list[pb.GenerateResponse], index: int = 0) -> str:
+    return "".join(c.text for m in messages for c in m.choices if c.index == index)
+
+
+async def test_a_stream(doors: Doors) -> None:
+    messages = await run(doors, pb.GenerateRequest(prompt="hello", max_tokens=4))
+    assert messages[0].id
+    assert messages[0].model == "tiny"
+    assert [m.choices[0].text for m in messages[:-1]] == list("2345")
+    assert [list(m.choices[0].token_ids) for m in messages[:-1]] == [[20], [21], [22], [23]]
+    assert messages[-2].choices[0].finish_reason == "length"
+    assert not messages[0].choices[0].HasField("finish_reason")
+    assert messages[-1].usage.completion_tokens == 4
+    assert all(not m.HasField("usage") for m in messages[:-1])
+
+
+async def test_chat_with_parts(doors: Doors) -> None:
+    parts = [pb.ContentPart(type="text", text="hello")]
+    message = pb.Message(role="user", parts=parts)
+    in_parts = pb.GenerateRequest(chat=pb.Chat(messages=[message]), max_tokens=2)
+    plain = to_message({"messages": HELLO, "max_tokens": 2})
+    (a, b) = [(await run(doors, r))[-1].usage.prompt_tokens for r in (in_parts, plain)]
+    assert a == b
+
+
+async def test_not_streamed(doors: Doors) -> None:
+    request = pb.GenerateRequest(prompt="hello", max_tokens=4, n=3, stream=False)
+    (message,) = await run(doors, request)
+    assert [choice.index for choice in message.choices] == [0, 1, 2]
+    assert {choice.text for choice in message.choices} == {"2345"}
+    assert {choice.finish_reason for choice in message.choices} == {"length"}
+    assert all(len(choice.token_ids) == 4 for choice in message.choices)
+    assert message.usage.completion_tokens == 12
+
+
+async def test_prompt_ids_on_request(doors: Doors) -> None:
+    request = pb.GenerateRequest(max_tokens=2, return_token_ids=True)
+    request.prompt_token_ids.ids.extend([30, 31])
+    messages = await run(doors, request)
+    assert list(messages[0].choices[0].prompt_token_ids) == [30, 31]
+    request.return_token_ids = False
+    messages = await run(doors, request)
+    assert not any(c.token_ids or c.prompt_token_ids for m in messages for c in m.choices)
+
+
+#: Requests whose tokens, text, finish and sampling must be the same through both doors.
+SAME: list[dict[str, Any]] = [
+    {"prompt": "hello"},
+    {"prompt": "hello", "temperature": 0.0, "seed": 0, "top_k": 0},
+    {"prompt": "hello", "temperature": 0.7, "top_p": 0.9, "min_p": 0.1, "seed": 123, "top_k": -1},
+    {"prompt": [30, 31, 32, 33, 34, 35], "max_tokens": 20},
+    {"prompt": ["hello", "world"], "n": 2, "max_tokens": 3},
+    {"messages": HELLO},
+    {"messages": HELLO, "max_completion_tokens": 9, "min_tokens": 3},
+    {"prompt": "hello", "max_tokens": 30, "stop": ["78", "zz"]},
+    {"prompt": "hello", "max_tokens": 30, "stop_token_ids": [25]},
+    {"prompt": "hello", "max_tokens": 30, "stop_token_ids": [25], "min_tokens": 10},
+    {"prompt": "hello", "max_tokens": 30, "ignore_eos": True},
+    {"prompt": "hello", "presence_penalty": 0.0, "logprobs": False, "repetition_penalty": 1.0},
+]
+
+
+@pytest.mark.parametrize("fields", SAME, ids=lambda fields: repr(fields)[:60])
+async def test_both_doors_give_the_same(doors: Doors, fields: dict[str, Any]) -> None:
+    decode = doors.fleet.workers[1]
+    path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
+    status, body = await doors.post(path, fields | {"return_token_ids": True})
+    assert status == 200, body
+    (message,) = await run(doors, to_message(fields))
+    found = [(c.index, c.finish_reason, list(c.token_ids)) for c in message.choices]
+    assert found == [(c["index"], c["finish_reason"], c["token_ids"]) for c in body["choices"]]
+    texts = [c.get("text", c.get("message", {}).get("content")) for c in body["choices"]]
+    assert [c.text for c in message.choices] == texts
+    assert message.usage.total_tokens == body["usage"]["total_tokens"]
+    half = len(decode.submitted) // 2
+    first = sorted(decode.submitted[:half], key=lambda s: s.key.request_id[32:])
+    second = sorted(decode.submitted[half:], key=lambda s: s.key.request_id[32:])
+    for a, b in zip(first, second, strict=True):
+        assert a.prompt_ids == b.prompt_ids
+        if "seed" in fields:
+            assert a.sampling == b.sampling
+        else:
+            assert a.sampling.max_tokens == b.sampling.max_tokens
+
+
+async def test_zero_is_not_unset(doors: Doors) -> None:
+    decode = doors.fleet.workers[1]
+    await run(doors, pb.GenerateRequest(prompt="a b c d e f"))
+    await run(doors, pb.GenerateRequest(prompt="a b c d e f", temperature=0.0))
+    await run(doors, pb.GenerateRequest(prompt="a b c d e f", seed=0))
+    unset, zero, seeded = (submit.sampling for submit in decode.submitted)
+    assert (unset.temperature, zero.temperature) == (1.0, 0.0)
+    assert seeded.seed == 0
+    assert unset.max_tokens == 16
+
+
+async def test_the_timeline_as_field_and_trailer(doors: Doors) -> None:
+    request = to_message({"prompt": [30] * 20, "max_tokens": 3, "timeline": True})
+    call = doors.inference.Generate(request, timeout=20)
+    messages = [message async for message in call]
+    phases = {span.phase for span in messages[-1].timeline.spans}
+    assert phases == {"tokenize", "route", "prefill", "transfer", "decode"}
+    trailer = json.loads(dict(await call.trailing_metadata())["baton-timeline"])
+    assert trailer["request_id"] == messages[0].id == messages[-1].timeline.request_id
+
+
+async def test_a_failure_in_mid_stream_is_a_status(doors: Doors) -> None:
+    decode = doors.fleet.workers[1]
+    decode.fail_after, decode.fail_retriable = 4, False
+    decode.fail_error = Internal("the engine broke")
+    got = []
+    with pytest.raises(aio.AioRpcError) as caught:
+        async for message in doors.inference.Generate(to_message({"prompt": [30] * 6})):
+            got.append(message)
+    assert got == []  # not streamed: nothing, rather than half
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    request = to_message({"prompt": [30] * 6, "stream": True})
+    with pytest.raises(aio.AioRpcError) as caught:
+        async for message in doors.inference.Generate(request):
+            got.append(message)
+    assert text_of(got) == "2345"
+    assert caught.value.details() == "the engine broke"
+
+
+async def test_a_cancelled_call_ends_the_work(fleet: StubFleet, make_doors: MakeDoors) -> None:
+    worker = await fleet.add(Role.DECODE, delay_s=0.02)
+    async with make_doors(fleet) as doors:
+        call = doors.inference.Generate(pb.GenerateRequest(prompt="hello", max_tokens=400))
+        await call.read()
+        call.cancel()
+        await until(lambda: not worker.running)
+        await until(lambda: doors.router.num_requests == 0)
+        value = doors.router.metrics.value
+        assert value(metrics.REQUEST_FAILURES, door="grpc", code="cancelled") == 1
+
+
+async def test_the_calls_deadline_reaches_the_workers(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    worker = await fleet.add(Role.DECODE, delay_s=0.02)
+    async with make_doors(fleet) as doors:
+        request = pb.GenerateRequest(prompt="hello", max_tokens=400)
+        with pytest.raises(aio.AioRpcError) as caught:
+            async for _ in doors.inference.Generate(request, timeout=0.3):
+                pass
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await until(lambda: not worker.running)
+        (submit,) = worker.submitted
+        assert submit.deadline - fleet.now() < 0.3
+        request.timeout = 0.2
+        with pytest.raises(aio.AioRpcError) as caught:
+            async for _ in doors.inference.Generate(request):
+                pass
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_overload_says_when_to_come_back(fleet: StubFleet, make_doors: MakeDoors) -> None:
+    await fleet.add(Role.DECODE, delay_s=0.05)
+    async with make_doors(fleet, max_requests=1, retry_after_s=2.5) as doors:
+        running = asyncio.create_task(run(doors, pb.GenerateRequest(prompt="hello")))
+        await until(lambda: doors.router.num_requests == 1)
+        with pytest.raises(aio.AioRpcError) as caught:
+            await run(doors, pb.GenerateRequest(prompt="hello"))
+        code, trailers = status_of(caught.value)
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert trailers["retry-after"] == "2.5"
+        retry = error_details_pb2.RetryInfo()
+        details = status_pb2.Status.FromString(trailers["grpc-status-details-bin"]).details
+        assert details[0].Unpack(retry)
+        assert retry.retry_delay.ToTimedelta().total_seconds() == 2.5
+        await running
+
+
+async def test_models_and_tokens(doors: Doors) -> None:
+    models = (await doors.inference.ListModels(pb.ListModelsRequest())).models
+    assert [(m.id, m.owned_by, m.max_model_len) for m in models] == [("tiny", "baton", 512)]
+    tokens = await doors.inference.Tokenize(pb.TokenizeRequest(prompt="hello 🙂"))
+    assert tokens.count == len(tokens.tokens)
+    back = await doors.inference.Detokenize(pb.DetokenizeRequest(tokens=tokens.tokens))
+    assert back.prompt == "hello 🙂"
+    _, over_http = await doors.post("/tokenize", {"messages": HELLO})
+    chat = pb.Chat(messages=[pb.Message(role="user", content="hello")])
+    over_grpc = await doors.inference.Tokenize(pb.TokenizeRequest(chat=chat))
+    assert list(over_grpc.tokens) == over_http["tokens"]
+    with pytest.raises(aio.AioRpcError) as caught:
+        await doors.inference.Tokenize(pb.TokenizeRequest(prompt="x", model="other"))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    with pytest.raises(aio.AioRpcError) as caught:
+        await doors.inference.Detokenize(pb.DetokenizeRequest(tokens=[-1]))
+    assert status_of(caught.value)[1]["baton-error-param"] == "tokens"
+
+
+async def test_health_follows_readiness(fleet: StubFleet, make_doors: MakeDoors) -> None:
+    async with make_doors(fleet) as doors:
+        stub = health_pb2_grpc.HealthStub(doors.channel)
+
+        async def check(service: str = "") -> str:
+            reply = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+            return health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
+
+        assert await check() == "NOT_SERVING"
+        await fleet.add(Role.DECODE)
+        doors.router.set_workers(fleet.refs)
+        await doors.wait_ready()
+        await asyncio.sleep(0.02)
+        for service in ("", "baton.v1.Inference", "baton.v1.Admin"):
+            assert await check(service) == "SERVING"
+        with pytest.raises(aio.AioRpcError) as caught:
+            await check("no.such.Service")
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        assert await doors.router.drain()
+        assert await check("baton.v1.Inference") == "NOT_SERVING"
+
+
+async def test_reflection_lists_everything(doors: Doors) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(doors.channel)
+
+    async def ask(**request: str) -> Any:
+        messages = iter([reflection_pb2.ServerReflectionRequest(**request)])
+        async for reply in stub.ServerReflectionInfo(messages):
+            return reply
+
+    listed = (await ask(list_services="")).list_services_response.service
+    assert {service.name for service in listed} == {
+        "baton.v1.Inference",
+        "baton.v1.Admin",
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1alpha.ServerReflection",
+    }
+    reply = await ask(file_containing_symbol="baton.v1.Inference")
+    file = FileDescriptorProto.FromString(reply.file_descriptor_response.file_descriptor_proto[0])
+    assert file.package == "baton.v1"
+    methods = {m.name for s in file.service for m in s.method}
+    assert {"Generate", "ListModels", "Tokenize", "Detokenize", "Scale"} <= methods
+
+
+async def test_text_with_hard_characters(doors: Doors) -> None:
+    for worker in doors.fleet.workers:
+        worker.script = lambda s: letters("a👩‍👩‍👧 b")
+    count = len(letters("a👩‍👩‍👧 b"))
+    messages = await run(doors, pb.GenerateRequest(prompt="hello", max_tokens=count))
+    assert text_of(messages) == "a👩‍👩‍👧 b"
+    assert all("\ufffd" not in c.text for m in messages for c in m.choices)

@@ -1,0 +1,186 @@
+"""Starting, draining, stopping, sharing ports; the admin service."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc import aio
+
+from protocol.errors import NotFound, Unavailable
+from protocol.ids import Role
+from protocol.wire import inference_pb2 as pb
+from router.admin import ClusterView
+from router.config import RouterConfig
+from router.server import Router
+from tests.support.router_doors import Doors, MakeDoors, status_of, until
+from tests.support.stub_workers import StubFleet
+
+
+async def test_draining_finishes_the_old_and_refuses_the_new(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    await fleet.add(Role.DECODE, delay_s=0.02)
+    async with make_doors(fleet) as doors:
+        body = {"prompt": "hello", "max_tokens": 20}
+        running = asyncio.create_task(doors.post("/v1/completions", body))
+        await until(lambda: doors.router.num_requests == 1)
+        draining = asyncio.create_task(doors.router.drain(5.0))
+        await until(lambda: not doors.router.ready)
+        status, answer = await doors.post("/v1/completions", body)
+        assert (status, answer["error"]["code"]) == (503, "unavailable")
+        with pytest.raises(aio.AioRpcError) as caught:
+            async for _ in doors.inference.Generate(pb.GenerateRequest(prompt="hello")):
+                pass
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert await draining
+        status, answer = await running
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 20)
+        assert doors.router.view().routers[0].state == "draining"
+
+
+async def test_a_drain_that_takes_too_long_says_so(fleet: StubFleet, make_doors: MakeDoors) -> None:
+    await fleet.add(Role.DECODE, delay_s=0.05)
+    async with make_doors(fleet) as doors:
+        body = {"prompt": "hello", "max_tokens": 200}
+        running = asyncio.create_task(doors.post("/v1/completions", body))
+        await until(lambda: doors.router.num_requests == 1)
+        assert not await doors.router.drain(0.1)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_stop_is_idempotent_and_leaves_no_task(model_folder: Path) -> None:
+    before = asyncio.all_tasks()
+    router = Router(RouterConfig(model_path=str(model_folder)), secret=b"x")
+    await router.start(http_host="127.0.0.1", http_port=0, grpc_host="127.0.0.1", grpc_port=0)
+    await router.stop()
+    await router.stop()
+    left = {task for task in asyncio.all_tasks() - before if not task.done()}
+    assert {task.get_coro().__qualname__ for task in left} <= {"AioServer._serving_loop"}
+
+
+async def test_two_routers_share_a_port(fleet: StubFleet, model_folder: Path) -> None:
+    await fleet.add(Role.DECODE)
+    config = RouterConfig(model_path=str(model_folder))
+    routers = [Router(config, secret=fleet.secret) for _ in range(2)]
+    where = {"http_host": "127.0.0.1", "grpc_host": "127.0.0.1"}
+    try:
+        first = await routers[0].start(**where, http_port=_free_port(), grpc_port=_free_port())
+        ports = [int(address.split(":")[1]) for address in (first.http, first.grpc)]
+        second = await routers[1].start(**where, http_port=ports[0], grpc_port=ports[1])
+        assert first == second
+    finally:
+        for router in routers:
+            await router.stop()
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+async def test_a_port_that_is_taken_is_named(model_folder: Path) -> None:
+    config = RouterConfig(model_path=str(model_folder), reuse_port=False)
+    first, second = (Router(config, secret=b"x") for _ in range(2))
+    where = {"http_host": "127.0.0.1", "grpc_host": "127.0.0.1"}
+    taken = await first.start(**where, http_port=0, grpc_port=0)
+    try:
+        for door, index in (("http", 0), ("grpc", 1)):
+            port = int(dataclasses.astuple(taken)[index].split(":")[1])
+            ports = {"http_port": 0, "grpc_port": 0} | {f"{door}_port": port}
+            with pytest.raises(Unavailable) as caught:
+                await second.start(**where, **ports)
+            assert caught.value.param == f"{door}_port"
+    finally:
+        await first.stop()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model_path", ""),
+        ("max_requests", 0),
+        ("silence_s", 0),
+        ("local_prefill_tokens", -1),
+        ("max_model_len", 1),
+        ("default_timeout_s", 1e9),
+    ],
+)
+def test_a_bad_setting_is_named(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field):
+        RouterConfig(**({"model_path": "m"} | {field: value}))
+
+
+# --- admin ----------------------------------------------------------------------------------------
+
+
+class Backend:
+    """An admin backend that remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.scaled: list[tuple[int | None, int | None]] = []
+
+    async def view(self, own: ClusterView) -> ClusterView:
+        pools = tuple(dataclasses.replace(pool, target=len(pool.workers)) for pool in own.pools)
+        return dataclasses.replace(own, pools=pools)
+
+    async def scale(self, *, prefill: int | None, decode: int | None) -> None:
+        self.scaled.append((prefill, decode))
+
+    async def drain(self, worker_id: str) -> None:
+        if worker_id != "decode-1":
+            raise NotFound(f"no worker {worker_id}", param="worker_id")
+
+
+async def test_the_cluster_can_be_seen(doors: Doors) -> None:
+    cluster = await doors.admin.GetCluster(pb.GetClusterRequest())
+    assert cluster.model == "tiny"
+    assert [pool.role for pool in cluster.pools] == ["prefill", "decode"]
+    (worker,) = cluster.pools[1].workers
+    assert (worker.worker_id, worker.state, worker.total_blocks) == ("decode-1", "ready", 64)
+    assert not cluster.pools[0].HasField("target")
+    (router,) = cluster.routers
+    assert router.state == "ready"
+    assert router.http_address == doors.router.addresses.http
+    with pytest.raises(aio.AioRpcError) as caught:
+        await doors.admin.Scale(pb.ScaleRequest(decode=2))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_the_cluster_can_be_steered(fleet: StubFleet, make_doors: MakeDoors) -> None:
+    await fleet.add(Role.PREFILL)
+    await fleet.add(Role.DECODE)
+    backend = Backend()
+    async with make_doors(fleet, admin=backend) as doors:
+        cluster = await doors.admin.Scale(pb.ScaleRequest(decode=2))
+        assert [pool.target for pool in cluster.pools] == [1, 1]
+        await doors.admin.Scale(pb.ScaleRequest(prefill=0, decode=3))
+        assert backend.scaled == [(None, 2), (0, 3)]
+        await doors.admin.Drain(pb.DrainRequest(worker_id="decode-1"))
+        bad = [
+            (doors.admin.Scale, pb.ScaleRequest(), "prefill"),
+            (doors.admin.Scale, pb.ScaleRequest(prefill=-1), "prefill"),
+            (doors.admin.Scale, pb.ScaleRequest(decode=0), "decode"),
+            (doors.admin.Scale, pb.ScaleRequest(decode=10**9), "decode"),
+            (doors.admin.Drain, pb.DrainRequest(), "worker_id"),
+            (doors.admin.Drain, pb.DrainRequest(worker_id="x"), "worker_id"),
+        ]
+        for method, request, param in bad:
+            with pytest.raises(aio.AioRpcError) as caught:
+                await method(request)
+            assert status_of(caught.value)[1]["baton-error-param"] == param
+
+
+async def test_admin_can_be_left_out(fleet: StubFleet, make_doors: MakeDoors) -> None:
+    async with make_doors(fleet, admin_enabled=False) as doors:
+        with pytest.raises(aio.AioRpcError) as caught:
+            await doors.admin.GetCluster(pb.GetClusterRequest())
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
