@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cluster.config import ClusterConfig, PoolSection
@@ -16,12 +16,25 @@ Bundle = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """What one machine offers now."""
+
+    resources: Bundle
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def carries(self, labels: Mapping[str, str]) -> bool:
+        """Whether it has all of these labels."""
+        return all(self.labels.get(name) == value for name, value in labels.items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """A pool's wish: `replicas` groups, each of `bundles` that must lie on one node."""
+    """A pool's wish: `replicas` groups, the `bundles` of each on one node that has `labels`."""
 
     pool: str
     replicas: int
     bundles: tuple[Bundle, ...]
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     def total(self) -> dict[str, float]:
         """What one replica needs, summed over its ranks."""
@@ -46,24 +59,25 @@ def check_config(config: ClusterConfig, model_path: Path) -> None:
         _check_pool(config, role, model)
 
 
-def check_resources(demands: Sequence[Demand], nodes: Sequence[Bundle]) -> None:
+def check_resources(demands: Sequence[Demand], nodes: Sequence[Node]) -> None:
     """Raise InvalidRequest, with demand and supply printed, when the replicas cannot all be placed.
 
-    `nodes` are the free resources of each node. Packs the largest replicas first, each onto the
-    fullest node that still has room, which leaves whole nodes for other large ones.
+    Packs the largest replicas first, each onto the fullest node that still has room, which leaves
+    whole nodes for other large ones.
     """
-    free = [dict(node) for node in nodes]
+    free = [(node, dict(node.resources)) for node in nodes]
     wanted = [demand for demand in demands for _ in range(demand.replicas)]
     placed: dict[str, int] = {demand.pool: 0 for demand in demands}
     for demand in sorted(wanted, key=lambda d: -sum(d.total().values())):
         need = demand.total()
-        fits = [node for node in free if all(node.get(k, 0.0) >= v for k, v in need.items())]
+        offers = [left for node, left in free if node.carries(demand.labels)]
+        fits = [left for left in offers if all(left.get(k, 0.0) >= v for k, v in need.items())]
         if not fits:
             message = _shortage(demand, placed[demand.pool] + 1, demands, nodes)
-            if all(sum(node.get(k, 0.0) for node in free) >= v for k, v in need.items()):
+            if all(sum(left.get(k, 0.0) for left in offers) >= v for k, v in need.items()):
                 message += "\n  there is enough left in total, but not on one node: fragmented"
             raise _refuse(f"{demand.pool}.replicas", message)
-        best = min(fits, key=lambda node: sum(node.get(name, 0.0) for name in need))
+        best = min(fits, key=lambda left: sum(left.get(name, 0.0) for name in need))
         for name, amount in need.items():
             best[name] -= amount
         placed[demand.pool] += 1
@@ -77,12 +91,14 @@ def demands_of(config: ClusterConfig) -> tuple[Demand, ...]:
             pool="router",
             replicas=config.router.replicas,
             bundles=(config.router.placement.bundle(),),
+            labels=config.router.placement.labels,
         ),
         *(
             Demand(
                 pool=name,
                 replicas=pool.replicas,
                 bundles=(pool.placement.bundle(),) * pool.engine.tp_size,
+                labels=pool.placement.labels,
             )
             for name, pool in pools
         ),
@@ -148,18 +164,24 @@ def _check_device(pool: PoolSection, where: str) -> None:
         )
 
 
-def _shortage(
-    demand: Demand, number: int, demands: Sequence[Demand], nodes: Sequence[Bundle]
-) -> str:
+def _shortage(demand: Demand, number: int, demands: Sequence[Demand], nodes: Sequence[Node]) -> str:
     need = demand.total()
+    labels = "".join(f" labelled {name}={value}" for name, value in demand.labels.items())
     lines = [
-        f"replica {number} of {demand.replicas} finds no node with "
+        f"replica {number} of {demand.replicas} finds no node{labels} with "
         f"{_shown(need)} free on it ({len(demand.bundles)} rank(s) that must share a node)",
         "  demand: "
         + "; ".join(f"{d.pool} {d.replicas} x {_shown(d.total())}" for d in demands if d.replicas),
-        "  supply: " + "; ".join(f"node {i}: {_shown(n, need)}" for i, n in enumerate(nodes)),
+        "  supply: "
+        + "; ".join(f"node {i}: {_offer(node, need, demand)}" for i, node in enumerate(nodes)),
     ]
     return "\n".join(lines)
+
+
+def _offer(node: Node, need: Bundle, demand: Demand) -> str:
+    found = _shown(node.resources, need)
+    own = [f"{name}={node.labels.get(name, 'none')}" for name in demand.labels]
+    return " ".join([found, *own])
 
 
 def _shown(amounts: Bundle, only: Mapping[str, float] | None = None) -> str:

@@ -149,12 +149,14 @@ class RaySection:
     """The Ray cluster to use.
 
     address: `local` starts one on this machine and owns it; `auto` finds a running one; or
-    `host:port`. num_cpus: logical CPUs of a local one; None offers plenty, because what CPU workers
-    really use is set by their thread counts. object_store_bytes: of a local one (Baton hardly uses
-    it).
+    `host:port`. autoscaling: nodes come when they are asked for, so that a demand beyond what is
+    there now is no error. num_cpus: logical CPUs of a local one; None offers plenty, because what
+    CPU workers really use is set by their thread counts. object_store_bytes: of a local one (Baton
+    hardly uses it).
     """
 
     address: str = "local"
+    autoscaling: bool = False
     num_cpus: int | None = None
     object_store_bytes: int = 100 << 20
 

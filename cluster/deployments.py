@@ -28,13 +28,35 @@ def deploy(config: ClusterConfig) -> None:
     """Hand all three applications to Serve, and return at once. Serve's own proxies stay off: the
     routers listen themselves."""
     serve.start(proxy_location=ProxyLocation.Disabled)
-    targets = [_pool_target(config, role) for role in Role]
-    targets.append(_router_target(config))
+    targets = [_target(pool_application(config, role), role.value) for role in Role]
+    targets.append(_target(router_application(config), Kind.ROUTER.value))
     serve.run_many(
         targets,
         wait_for_ingress_deployment_creation=False,
         wait_for_applications_running=False,
     )
+
+
+def pool_application(config: ClusterConfig, role: Role) -> Any:
+    """The application of one pool of workers."""
+    pool = config.pool(role)
+    options = _options(config, pool.placement, process_env(pool))
+    options |= _group(pool.placement, pool.engine.tp_size)
+    deployment = serve.deployment(WorkerReplica, name=role.value).options(
+        num_replicas=pool.replicas, **options
+    )
+    return deployment.bind(role, config)
+
+
+def router_application(config: ClusterConfig) -> Any:
+    """The application of the routers."""
+    section = config.router
+    options = _options(config, section.placement, dict(section.placement.env))
+    options |= _group(section.placement, 1)
+    deployment = serve.deployment(RouterReplica, name=Kind.ROUTER.value).options(
+        num_replicas=section.replicas, **options
+    )
+    return deployment.bind(config)
 
 
 def _options(config: ClusterConfig, placement: PlacementSection, env: Mapping[str, str]) -> Any:
@@ -54,26 +76,6 @@ def _options(config: ClusterConfig, placement: PlacementSection, env: Mapping[st
         "max_constructor_retry_count": _CONSTRUCTOR_TRIES,
         "logging_config": {"log_level": "WARNING", "enable_access_log": False},
     }
-
-
-def _pool_target(config: ClusterConfig, role: Role) -> RunTarget:
-    pool = config.pool(role)
-    options = _options(config, pool.placement, process_env(pool))
-    options |= _group(pool.placement, pool.engine.tp_size)
-    deployment = serve.deployment(WorkerReplica, name=role.value).options(
-        num_replicas=pool.replicas, **options
-    )
-    return _target(deployment.bind(role, config), role.value)
-
-
-def _router_target(config: ClusterConfig) -> RunTarget:
-    section = config.router
-    options = _options(config, section.placement, dict(section.placement.env))
-    options |= _group(section.placement, 1)
-    deployment = serve.deployment(RouterReplica, name=Kind.ROUTER.value).options(
-        num_replicas=section.replicas, **options
-    )
-    return _target(deployment.bind(config), Kind.ROUTER.value)
 
 
 def _group(placement: PlacementSection, ranks: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cluster.checks import check_config, check_resources, demands_of
+from cluster.checks import Node, check_config, check_resources, demands_of
 from cluster.cli import down, session
 from cluster.cli.console import Console
 from cluster.config import ClusterConfig
@@ -102,7 +102,8 @@ def _start(config: ClusterConfig, state: RunningCluster, console: Console) -> Ru
     try:
         find_directory()
     except ValueError:
-        check_resources(demands_of(config), _free_resources(ray))
+        if not config.ray.autoscaling:
+            check_resources(demands_of(config), _nodes(ray))
     else:
         raise Unavailable(
             f"a Baton cluster runs on this Ray already (actor {NAME} in namespace {NAMESPACE})"
@@ -116,11 +117,16 @@ def _start(config: ClusterConfig, state: RunningCluster, console: Console) -> Ru
     return replace(state, http=router.http, grpc=router.grpc)
 
 
-def _free_resources(ray: Any) -> list[dict[str, float]]:
+def _nodes(ray: Any) -> list[Node]:
     """What each node offers now."""
     from ray._private.state import available_resources_per_node
 
-    return [dict(resources) for resources in available_resources_per_node().values()]
+    free = available_resources_per_node()
+    return [
+        Node(resources=dict(free.get(node["NodeID"], {})), labels=dict(node.get("Labels", {})))
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
 
 
 def _hold(console: Console) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.checks import Demand, check_resources, demands_of
+from cluster.checks import Demand, Node, check_resources, demands_of
 from cluster.config import ClusterConfig, ModelSection, PlacementSection, PoolSection
 from engine.config import EngineConfig
 from protocol.errors import InvalidRequest
@@ -14,13 +14,17 @@ def group(pool: str, replicas: int, ranks: int, **bundle: float) -> Demand:
     return Demand(pool=pool, replicas=replicas, bundles=(bundle,) * ranks)
 
 
+def nodes(*offers: dict[str, float]) -> list[Node]:
+    return [Node(resources=offer) for offer in offers]
+
+
 def test_fits() -> None:
-    check_resources([group("decode", 2, 4, GPU=1)], [{"GPU": 4}, {"GPU": 4}])
+    check_resources([group("decode", 2, 4, GPU=1)], nodes({"GPU": 4}, {"GPU": 4}))
 
 
 def test_a_group_must_lie_on_one_node() -> None:
     with pytest.raises(InvalidRequest) as caught:
-        check_resources([group("decode", 1, 4, GPU=1)], [{"GPU": 2}, {"GPU": 2}])
+        check_resources([group("decode", 1, 4, GPU=1)], nodes({"GPU": 2}, {"GPU": 2}))
     assert caught.value.param == "decode.replicas"
     assert "fragmented" in caught.value.message
     assert "demand: decode 1 x GPU 4" in caught.value.message
@@ -29,7 +33,7 @@ def test_a_group_must_lie_on_one_node() -> None:
 
 def test_not_enough_in_total() -> None:
     with pytest.raises(InvalidRequest) as caught:
-        check_resources([group("prefill", 3, 1, GPU=1)], [{"GPU": 2}])
+        check_resources([group("prefill", 3, 1, GPU=1)], nodes({"GPU": 2}))
     assert "replica 3 of 3" in caught.value.message
     assert "fragmented" not in caught.value.message
 
@@ -37,19 +41,30 @@ def test_not_enough_in_total() -> None:
 def test_large_groups_are_placed_first() -> None:
     """Four single-GPU replicas must not spread over both nodes and keep a group of four out."""
     demands = [group("prefill", 4, 1, GPU=1), group("decode", 1, 4, GPU=1)]
-    check_resources(demands, [{"GPU": 4}, {"GPU": 4}])
+    check_resources(demands, nodes({"GPU": 4}, {"GPU": 4}))
 
 
 def test_small_groups_fill_the_fullest_node() -> None:
     demands = [group("a", 1, 3, GPU=1), group("b", 1, 1, GPU=1), group("c", 1, 2, GPU=1)]
-    check_resources(demands, [{"GPU": 2}, {"GPU": 4}])
+    check_resources(demands, nodes({"GPU": 2}, {"GPU": 4}))
 
 
 def test_other_resources_count_too() -> None:
     with pytest.raises(InvalidRequest, match="prefill_node"):
         check_resources(
-            [group("prefill", 1, 1, CPU=1, prefill_node=1)], [{"CPU": 8, "decode_node": 1}]
+            [group("prefill", 1, 1, CPU=1, prefill_node=1)], nodes({"CPU": 8, "decode_node": 1})
         )
+
+
+def test_labels_keep_pools_to_their_nodes() -> None:
+    wanted = Demand(pool="decode", replicas=1, bundles=({"GPU": 1},), labels={"pool": "decode"})
+    prefill_node = Node(resources={"GPU": 8}, labels={"pool": "prefill"})
+    check_resources([wanted], [prefill_node, Node(resources={"GPU": 1}, labels={"pool": "decode"})])
+    with pytest.raises(InvalidRequest) as caught:
+        check_resources([wanted], [prefill_node, Node(resources={"GPU": 8})])
+    assert "no node labelled pool=decode" in caught.value.message
+    assert "node 0: GPU 8 pool=prefill; node 1: GPU 8 pool=none" in caught.value.message
+    assert "fragmented" not in caught.value.message
 
 
 def test_nothing_to_place() -> None:

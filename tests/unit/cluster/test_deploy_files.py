@@ -1,0 +1,130 @@
+"""The files under deploy/ fit the schemas of the programs that read them, and each other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import ray.autoscaler
+import yaml
+from ray.autoscaler._private.util import prepare_config
+from ray.serve.schema import ServeDeploySchema
+
+from cluster.builders import read_arguments
+from cluster.config import ClusterConfig
+from cluster.config_load import load_config
+from protocol.errors import InvalidRequest
+
+DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
+RAY_FILES = sorted((DEPLOY / "ray").glob("*.yaml"))
+SCHEMA = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text())
+LABEL = "baton.io/pool"
+POOLS = ("prefill", "decode")
+
+
+def read(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def gpu_cluster() -> ClusterConfig:
+    return load_config(DEPLOY / "configs" / "gpu-cluster.yaml").config
+
+
+def test_every_target_is_there() -> None:
+    assert [path.stem for path in RAY_FILES] == ["aws", "gcp", "onprem"]
+
+
+@pytest.mark.parametrize("path", RAY_FILES, ids=lambda p: p.name)
+def test_ray_up_file_fits_rays_schema(path: Path) -> None:
+    config = read(path)
+    config.pop("min_workers", None)  # moved into the one node type of local clusters by Ray
+    jsonschema.validate(config, SCHEMA)
+
+
+@pytest.mark.parametrize("path", RAY_FILES, ids=lambda p: p.name)
+def test_ray_completes_the_file(path: Path) -> None:
+    """Ray's own reading of the file, with its defaults filled in, is whole and valid."""
+    prepared = prepare_config(read(path))
+    jsonschema.validate(prepared, SCHEMA)
+    types = prepared["available_node_types"]
+    assert prepared["head_node_type"] in types
+    assert sum(node.get("min_workers", 0) for node in types.values()) <= prepared["max_workers"]
+
+
+@pytest.mark.parametrize("name", ["aws", "gcp"])
+def test_pools_have_node_types_of_their_own(name: str, gpu_cluster: ClusterConfig) -> None:
+    types = read(DEPLOY / "ray" / f"{name}.yaml")["available_node_types"]
+    assert set(types) == {"head", *POOLS}
+    assert types["head"]["labels"] == gpu_cluster.router.placement.labels
+    for pool in POOLS:
+        assert types[pool]["labels"] == {LABEL: pool}
+        assert types[pool]["labels"] == getattr(gpu_cluster, pool).placement.labels
+        assert types[pool]["max_workers"] >= types[pool]["min_workers"] >= 1
+        assert any("nvidia-smi" in line for line in types[pool]["initialization_commands"])
+    assert types["prefill"]["node_config"] != types["decode"]["node_config"]
+
+
+def test_onprem_machines_label_themselves() -> None:
+    config = read(DEPLOY / "ray" / "onprem.yaml")
+    start = config["worker_start_ray_commands"][-1]
+    assert f'--labels="{LABEL}=$pool"' in start
+    decode_ips = start.split('decode_ips="')[1].split('"')[0].split()
+    assert set(decode_ips) < set(config["provider"]["worker_ips"])
+    assert f'--labels="{LABEL}=router"' in config["head_start_ray_commands"][-1]
+
+
+@pytest.mark.parametrize("path", RAY_FILES, ids=lambda p: p.name)
+def test_setup_can_be_repeated(path: Path) -> None:
+    """`ray up` runs setup again on every call: nothing may be appended or made twice."""
+    for line in read(path)["setup_commands"]:
+        if ">>" in line:
+            assert "grep -q" in line
+        if "-m venv" in line:
+            assert line.startswith("test -d")
+
+
+# --- Kubernetes -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ray_service() -> dict[str, Any]:
+    documents = list(yaml.safe_load_all((DEPLOY / "k8s" / "rayservice.yaml").read_text()))
+    assert [document["kind"] for document in documents] == ["RayService", "Service"]
+    return documents[0]["spec"]
+
+
+def test_rayservice_applications_are_ours(ray_service: dict[str, Any]) -> None:
+    serve = ServeDeploySchema(**yaml.safe_load(ray_service["serveConfigV2"]))
+    import cluster.builders as builders
+
+    names = [application.name for application in serve.applications]
+    assert sorted(names) == ["decode", "prefill", "router"]
+    for application in serve.applications:
+        module, _, function = application.import_path.partition(":")
+        assert module == "cluster.builders"
+        assert function == application.name
+        assert callable(getattr(builders, function))
+        assert application.external_scaler_enabled
+        assert application.route_prefix is None
+
+
+def test_rayservice_groups_carry_the_labels(ray_service: dict[str, Any]) -> None:
+    groups = ray_service["rayClusterConfig"]["workerGroupSpecs"]
+    assert {group["groupName"]: group["labels"] for group in groups} == {
+        pool: {LABEL: pool} for pool in POOLS
+    }
+
+
+def test_builder_arguments(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("model: {name: tiny}")
+    config = read_arguments({"config": str(path), "set": ["decode.replicas=3"]})
+    assert config.decode.replicas == 3
+    with pytest.raises(InvalidRequest, match=r"args\.config is required"):
+        read_arguments({})
+    with pytest.raises(InvalidRequest, match=r"args\.colour"):
+        read_arguments({"config": str(path), "colour": "red"})
