@@ -55,10 +55,16 @@ def _plain(value: Any) -> Any:
         cls: Any = type(value)
         return [_plain(getattr(value, name)) for name in _field_names(cls)]
     if isinstance(value, (tuple, list)):
+        if _only_ints(value):  # a prompt can have 100,000 ids, and this runs on an event loop
+            return value
         return [_plain(item) for item in value]
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     raise TypeError(f"{type(value).__name__} has no wire form")
+
+
+def _only_ints(values: Any) -> bool:
+    return set(map(type, values)) == {int}
 
 
 @cache
@@ -145,6 +151,8 @@ def _tuple_decoder(kind: Any) -> _Decoder:
         def many(value: Any, path: str) -> Any:
             if not isinstance(value, tuple):
                 raise _wrong(path, "array", value)
+            if args[0] is int and _only_ints(value):
+                return value
             return tuple(part(item, path) for item in value)
 
         return many
