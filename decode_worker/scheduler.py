@@ -27,6 +27,7 @@ from protocol.errors import DeadlineExceeded, ErrorInfo
 from protocol.ids import RequestKey
 from protocol.messages import FailEvent, TokenEvent, WorkerLoad
 from protocol.timeline import Phase, Span
+from worker_runtime import counters
 from worker_runtime.blocks import Blocks
 from worker_runtime.commands import Cancelled, RouterCommand, RouterGone, Submitted
 from worker_runtime.config import WorkerConfig
@@ -361,10 +362,10 @@ class DecodeScheduler:
     def counters(self) -> dict[str, int]:
         """How requests ended here, since the start."""
         return {
-            "finished": self.num_finished,
-            "failed": self.num_failed,
-            "cancelled": self.num_cancelled,
-            "preemptions": self.num_preemptions,
+            counters.FINISHED: self.num_finished,
+            counters.FAILED: self.num_failed,
+            counters.CANCELLED: self.num_cancelled,
+            counters.PREEMPTIONS: self.num_preemptions,
         }
 
     @property

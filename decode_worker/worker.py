@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from engine.ranks import RankGroup
-from kv_transfer.receiver import Receiver
-
 from decode_worker.commands import BlocksSafe, Command, Committed, HandoffEnded, Output
 from decode_worker.scheduler import DecodeScheduler
+from engine.ranks import RankGroup
+from kv_transfer.receiver import Receiver
 from protocol.errors import ErrorInfo
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.messages import Commit, Submit, WorkerStatus
@@ -66,6 +65,7 @@ class DecodeWorker:
                 methods.COMMIT: self._receiver.on_commit,
                 methods.END: self._receiver.on_end,
             },
+            handoff_counters=self._receiver.stats.counters,
         )
         return ref
 

@@ -183,24 +183,15 @@ WORKER_STEP_AGE = _gauge(
 # --- workers: counters, in WorkerStatus.counters; role and worker are added by the exporter -------
 
 STEPS = _counter("worker_steps_total", "Steps run.")
-COMPUTED_PROMPT_TOKENS = _counter("worker_prompt_tokens_total", "Prompt tokens computed.")
-COMPUTED_OUTPUT_TOKENS = _counter("worker_generation_tokens_total", "Tokens sampled.")
+WORKER_REQUESTS = _counter(
+    "worker_requests_total", "Attempts that ended here: finished, failed or cancelled.", "outcome"
+)
 PREEMPTIONS = _counter("num_preemptions_total", "Sequences put back to free blocks.", vllm=True)
-WORKER_CANCELS = _counter("worker_cancels_total", "Attempts cancelled by a router.")
-WORKER_FAILURES = _counter("worker_failures_total", "Attempts that failed here.", "cause")
-HANDOFFS = _counter("handoffs_total", "Hand-offs ended, by outcome.", "outcome")
+HANDOFFS = _counter("handoffs_total", "Hand-offs ended: committed or released.", "outcome")
 HANDOFF_FAILURES = _counter("handoff_failures_total", "Hand-offs aborted, by cause.", "cause")
 HANDOFF_BYTES = _counter("handoff_bytes_total", "KV bytes sent or received.")
-HANDOFF_BLOCKS = _counter("handoff_blocks_total", "KV blocks sent or received.")
-HANDOFF_BLOCKS_SKIPPED = _counter(
-    "handoff_blocks_skipped_total", "KV blocks not sent because decode had them."
-)
 HANDOFF_PIECES = _counter("handoff_pieces_total", "Pieces sent or received.")
-HANDOFF_QUARANTINES = _counter(
-    "handoff_quarantines_total", "Hand-offs whose blocks were quarantined after a failure."
-)
-PREFIX_QUERIES = _counter("prefix_cache_queries_total", "Prompt tokens looked up.", vllm=True)
-PREFIX_HITS = _counter("prefix_cache_hits_total", "Prompt tokens found in the cache.", vllm=True)
+HANDOFF_RELINKS = _counter("handoff_relinks_total", "Links made again after they broke.")
 
 REQUEST_METRICS: tuple[Metric, ...] = (
     *(REQUESTS_RUNNING, REQUESTS_WAITING, REQUESTS, REQUEST_SUCCESS, REQUEST_FAILURES, RESUMES),
@@ -214,8 +205,7 @@ WORKER_GAUGES: tuple[Metric, ...] = (
     *(KV_CACHE_USAGE, KV_BLOCKS, CREDITS, WORKER_STEP_AGE),
 )
 WORKER_COUNTERS: tuple[Metric, ...] = (
-    *(STEPS, COMPUTED_PROMPT_TOKENS, COMPUTED_OUTPUT_TOKENS, PREEMPTIONS, WORKER_CANCELS),
-    *(WORKER_FAILURES, HANDOFFS, HANDOFF_FAILURES, HANDOFF_BYTES, HANDOFF_BLOCKS),
-    *(HANDOFF_BLOCKS_SKIPPED, HANDOFF_PIECES, HANDOFF_QUARANTINES, PREFIX_QUERIES, PREFIX_HITS),
+    *(STEPS, WORKER_REQUESTS, PREEMPTIONS, HANDOFFS, HANDOFF_FAILURES),
+    *(HANDOFF_BYTES, HANDOFF_PIECES, HANDOFF_RELINKS),
 )
 ALL_METRICS: tuple[Metric, ...] = REQUEST_METRICS + WORKER_GAUGES + WORKER_COUNTERS

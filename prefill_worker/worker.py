@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from engine.ranks import RankGroup
 from kv_transfer.sender import Sender, TransferReport
-
 from prefill_worker.commands import (
     Command,
     CommitHandoff,
@@ -73,6 +72,7 @@ class PrefillWorker:
                 methods.GRANT: self._sender.on_grant,
                 methods.END: self._sender.on_end,
             },
+            handoff_counters=self._sender.stats.counters,
         )
         return ref
 

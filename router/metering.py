@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+
 from observability import metrics
 from observability.export import MetricSet
 from protocol.states import FinishReason
@@ -39,6 +42,16 @@ def _measure_phases(metric_set: MetricSet, generation: Generation) -> None:
         if span.phase is Phase.TRANSFER:
             metric_set.observe(metrics.HANDOFF_TIME, length_s)
             metric_set.observe(metrics.HANDOFF_SIZE, span.counts.get("bytes", 0))
-    metric_set.observe(metrics.QUEUE_TIME, sum(seconds[phase] for phase in _QUEUES))
+    waits = [(p.span.start, p.span.end) for p in generation.spans if p.span.phase in _QUEUES]
+    metric_set.observe(metrics.QUEUE_TIME, _covered(waits))
     metric_set.observe(metrics.PREFILL_TIME, sum(seconds[phase] for phase in _PREFILLS))
     metric_set.observe(metrics.DECODE_TIME, seconds[Phase.DECODE])
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds in at least one span: both workers of a pair wait for the same grant."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

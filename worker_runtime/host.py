@@ -95,6 +95,7 @@ class WorkerHost(Generic[C, Out]):
         accept: Callable[[Submit], None],
         whole_output: bool,
         handlers: Mapping[Method[Any, Any], Handler],
+        handoff_counters: Callable[[], Mapping[str, int]],
     ) -> None:
         """Start the step thread and the control server; the worker is READY when this returns."""
         driver = SchedulerDriver(
@@ -111,14 +112,19 @@ class WorkerHost(Generic[C, Out]):
             inbox=self.inbox,
             clock=self.clock,
         )
-        self.shell = self._make_shell(accept, whole_output)
+        self.shell = self._make_shell(accept, whole_output, handoff_counters)
         self._server.add(self.shell.handlers())
         self._server.add(handlers)
         await self._server.start()
         self._loop.start()
         self.shell.become(WorkerState.READY)
 
-    def _make_shell(self, accept: Callable[[Submit], None], whole_output: bool) -> Shell:
+    def _make_shell(
+        self,
+        accept: Callable[[Submit], None],
+        whole_output: bool,
+        handoff_counters: Callable[[], Mapping[str, int]],
+    ) -> Shell:
         executor = self.ranks.executor
 
         def accept_and_queue(submit: Submit) -> None:
@@ -148,6 +154,7 @@ class WorkerHost(Generic[C, Out]):
             accept=accept_and_queue,
             cancel=cancel,
             router_gone=lambda router_id: self.inbox.put(RouterGone(router_id=router_id)),
+            handoff_counters=handoff_counters,
         )
 
     async def drain(self, timeout_s: float) -> bool:

@@ -82,6 +82,7 @@ class Shell:
         accept: Callable[[Submit], None],
         cancel: Callable[[Cancel], None],
         router_gone: Callable[[str], None],
+        handoff_counters: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         self.ref = ref
         self.state = WorkerState.STARTING
@@ -91,6 +92,7 @@ class Shell:
         self._clock = clock
         self._accept = accept
         self._cancel = cancel
+        self._handoff_counters = handoff_counters
         self._started = clock()
         self._snapshot = Snapshot()
         self._idle = asyncio.Event()
@@ -163,7 +165,7 @@ class Shell:
             steps=self._progress.steps,
             last_step_age_s=now - self._progress.last_step_end,
             uptime_s=now - self._started,
-            counters=dict(counters or {}),
+            counters={**(counters or {}), **self._handoff_counters()},
         )
 
     # --- methods --------------------------------------------------------------------------------

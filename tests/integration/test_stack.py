@@ -12,6 +12,7 @@ from tests.support.doors import Doors
 from tests.support.smollm2 import ABSENT, TeacherForced, model_folder
 from tests.support.stack import Stack, running_stack
 from tests.support.tiny import Oracle, save_tiny_llama
+from worker_runtime import counters
 from worker_runtime.config import WorkerConfig
 
 CHUNK = 128
@@ -53,7 +54,7 @@ async def test_fifty_prompts_over_both_doors_equal_transformers_on_the_real_mode
         outputs = await asyncio.gather(*(ask(i) for i in range(len(asked))))
         await doors.close()
         await stack.pair.idle()
-        handed_over = stack.pair.prefills[0].status().counters["finished"]
+        handed_over = stack.pair.prefills[0].status().counters[counters.FINISHED]
     assert handed_over == len(asked)
     oracle = TeacherForced(folder)
     wrong = {

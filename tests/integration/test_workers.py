@@ -18,6 +18,7 @@ from protocol.states import FinishReason
 from protocol.timeline import Phase
 from tests.support.pair import Pair, running_pair
 from tests.support.tiny import Oracle, save_tiny_llama
+from worker_runtime import counters
 from worker_runtime.config import WorkerConfig
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -105,7 +106,7 @@ async def test_preemption_changes_nothing(model: str, oracle: Oracle) -> None:
         answers = await asyncio.gather(
             *(pair.generate(p, seeded if i == 0 else params) for i, p in enumerate(prompts))
         )
-        assert pair.decodes[0].status().counters["preemptions"] > 0
+        assert pair.decodes[0].status().counters[counters.PREEMPTIONS] > 0
         for prompt, answer in zip(prompts[1:], answers[1:], strict=True):
             assert answer.ids() == oracle.greedy(prompt, 60)
         local = LocalEngine(EngineConfig(model_path=model, dtype="float32", num_blocks=64))

@@ -18,6 +18,7 @@ from protocol.states import FinishReason
 from protocol.timeline import Phase
 from tests.support.blocks import StrictBlocks
 from tests.support.paged import PagedTokens, expected_output, next_token
+from worker_runtime import counters
 from worker_runtime.commands import Cancelled, RouterGone, Submitted
 from worker_runtime.config import WorkerConfig
 
@@ -289,7 +290,7 @@ def test_cancel_frees_everything_in_every_phase(phase: str) -> None:
         bench.tell(BlocksSafe(key=key))
     assert bench.idle()
     assert [e.key for e in bench.ends] == ([] if phase == "running" else [key])
-    assert bench.scheduler.counters()["cancelled"] == 1
+    assert bench.scheduler.counters()[counters.CANCELLED] == 1
     assert not bench.turn()
 
 

@@ -26,6 +26,7 @@ from protocol.states import FinishReason
 from protocol.timeline import Phase
 from tests.support.blocks import StrictBlocks
 from tests.support.paged import PagedTokens, next_token
+from worker_runtime import counters
 from worker_runtime.commands import Cancelled, RouterGone, Submitted
 from worker_runtime.config import WorkerConfig
 
@@ -284,7 +285,8 @@ def test_delivery_that_crosses_a_cancel_frees_the_blocks_once() -> None:
     bench.deliver(key)
     bench.tell(HandoffEnded(key=key, error=None))
     assert bench.blocks.num_free == 64
-    assert bench.scheduler.counters() == {"finished": 0, "failed": 0, "cancelled": 1}
+    ended = {counters.FINISHED: 0, counters.FAILED: 0, counters.CANCELLED: 1}
+    assert bench.scheduler.counters() == ended
 
 
 def test_failed_handoff_is_retriable_and_frees_the_blocks() -> None:

@@ -1,0 +1,35 @@
+"""No metric is named and never counted, and none that does not exist is watched."""
+
+import ast
+import re
+from pathlib import Path
+
+from observability import metrics
+from observability.metrics import ALL_METRICS, Metric
+
+ROOT = Path(__file__).resolve().parents[2]
+USERS = ("router", "kv_transfer", "worker_runtime", "prefill_worker", "decode_worker", "cluster")
+NAMES = {name: value for name, value in vars(metrics).items() if isinstance(value, Metric)}
+
+
+def used_names():
+    paths = [path for package in USERS for path in (ROOT / package).rglob("*.py")]
+    paths.append(ROOT / "observability" / "export.py")
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "metrics":
+                yield node.attr
+
+
+def test_every_metric_is_counted_somewhere():
+    assert set(NAMES) - set(used_names()) == set()
+
+
+def test_pages_and_dashboards_name_metrics_that_exist():
+    known = {f"baton_{metric.name}" for metric in ALL_METRICS}
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", *(ROOT / "deploy").rglob("*.*")]
+    found = set()
+    for page in pages:
+        words = re.findall(r"\bbaton_[a-z0-9_]+", page.read_text())
+        found |= {re.sub(r"_(bucket|sum|count)$", "", word) for word in words}
+    assert found <= known

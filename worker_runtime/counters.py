@@ -1,0 +1,11 @@
+"""Keys of the counters that both schedulers keep: see observability.metrics."""
+
+from __future__ import annotations
+
+from observability import metrics
+from observability.metrics import counter_key
+
+FINISHED = counter_key(metrics.WORKER_REQUESTS, outcome="finished")
+FAILED = counter_key(metrics.WORKER_REQUESTS, outcome="failed")
+CANCELLED = counter_key(metrics.WORKER_REQUESTS, outcome="cancelled")
+PREEMPTIONS = counter_key(metrics.PREEMPTIONS)
