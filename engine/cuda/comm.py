@@ -1,4 +1,4 @@
-"""What the model asks of a tensor-parallel group on GPUs. One rank needs none of it."""
+"""What the model asks of a tensor-parallel group on GPUs."""
 
 from __future__ import annotations
 
@@ -13,20 +13,17 @@ class Communicator(Protocol):
     rank: int
     size: int
 
-    def partial(self, rows: int, width: int) -> Tensor:
-        """`[rows, width]`: where this rank's partial sum is to be written for `reduce`."""
+    def partial(self, h: Tensor) -> Tensor:
+        """Where this rank's partial sum is to be written for `reduce`: `h` itself, or a buffer of
+        its shape that the other ranks can read."""
         ...
 
-    def reduce(self, partial: Tensor, out: Tensor) -> None:
-        """out = the sum of all ranks' partial sums, equal on every rank."""
+    def reduce(self, partial: Tensor, h: Tensor) -> None:
+        """h = the sum of all ranks' partial sums, the same on every rank."""
         ...
 
-    def gather_columns(self, x: Tensor) -> Tensor:
-        """`[rows, n] -> [rows, n * size]`, columns in rank order, on every rank."""
-        ...
-
-    def minimum(self, value: int) -> int:
-        """The smallest of the ranks' values; waits for all of them."""
+    def gather(self, x: Tensor) -> Tensor:
+        """`[size, *x.shape]`: every rank's `x`, in rank order, on every rank."""
         ...
 
     def close(self) -> None:
@@ -34,27 +31,24 @@ class Communicator(Protocol):
         ...
 
 
-class SingleRank:
-    """The group of one."""
+class Solo:
+    """Collectives that move nothing: the group of one, and any rank's stand-in while the engine is
+    sized and nothing that is computed counts."""
 
-    rank = 0
-    size = 1
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank = rank
+        self.size = size
 
-    def partial(self, rows: int, width: int) -> Tensor:
-        """Never asked: a single rank adds into the residual directly."""
-        raise NotImplementedError("a single rank has no partial sums")
+    def partial(self, h: Tensor) -> Tensor:
+        """`h` itself."""
+        return h
 
-    def reduce(self, partial: Tensor, out: Tensor) -> None:
-        """Never asked."""
-        raise NotImplementedError("a single rank has no partial sums")
+    def reduce(self, partial: Tensor, h: Tensor) -> None:
+        """Nothing to add."""
 
-    def gather_columns(self, x: Tensor) -> Tensor:
-        """`x` itself."""
-        return x
-
-    def minimum(self, value: int) -> int:
-        """`value` itself."""
-        return value
+    def gather(self, x: Tensor) -> Tensor:
+        """`x`, as often as there are ranks."""
+        return x.expand(self.size, *x.shape)
 
     def close(self) -> None:
         """Nothing to leave."""

@@ -26,15 +26,15 @@ from engine.model.sharding import RankShare
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShape:
-    """Sizes of one rank's share. `first_id` is the first vocabulary row it holds."""
+    """Sizes of one rank's share: it holds `num_ids` rows of the vocabulary from `first_id` on."""
 
     hidden: int
     num_heads: int
     kv_heads: int
     head_dim: int
     intermediate: int
-    vocab_size: int
     first_id: int
+    num_ids: int
     eps: float
 
     @staticmethod
@@ -46,8 +46,8 @@ class RankShape:
             kv_heads=share.num_kv_heads,
             head_dim=config.head_dim,
             intermediate=share.intermediate[1] - share.intermediate[0],
-            vocab_size=config.vocab_size,
             first_id=share.vocab[0],
+            num_ids=share.vocab[1] - share.vocab[0],
             eps=config.rms_norm_eps,
         )
 
@@ -71,7 +71,7 @@ class CudaModel:
     ) -> None:
         self._weights = weights
         self._shape = shape
-        self._comm = comm
+        self.comm = comm
         self._attention = attention
         self._pdl = pdl
         self._scale = shape.head_dim**-0.5
@@ -85,7 +85,7 @@ class CudaModel:
         scratch: DecodeScratch,
         cut: DecodeShape,
     ) -> Tensor:
-        """Logits `[batch, vocabulary]` of one token per sequence, read from the first rows."""
+        """Logits `[batch, rows of the head]` of one token per sequence, read from the first rows."""
         h = self._embed(rows.tokens[:batch], rows.feed, previous)
         qkv = h.new_empty(batch, self._shape.qkv_width)
         for layer, layer_kv in zip(self._weights.layers, kv, strict=True):
@@ -138,14 +138,9 @@ class CudaModel:
     def _embed(self, tokens: Tensor, feed: Tensor, previous: Tensor) -> Tensor:
         table, shape = self._weights.embedding, self._shape
         out = table.new_empty(tokens.shape[0], shape.hidden)
-        if self._comm.size == 1:
-            elementwise.embed(tokens, feed, previous, table, 0, out=out, pdl=False)
-            return out
-        partial = self._comm.partial(*out.shape)
-        elementwise.embed(
-            tokens, feed, previous, table, shape.first_id, out=partial, pdl=False
-        )
-        self._comm.reduce(partial, out)
+        partial = self.comm.partial(out)
+        elementwise.embed(tokens, feed, previous, table, shape.first_id, out=partial)
+        self.comm.reduce(partial, out)
         return out
 
     def _qkv(self, h: Tensor, layer: LayerWeights, out: Tensor) -> None:
@@ -222,10 +217,8 @@ class CudaModel:
 
     def _add_product(self, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor) -> None:
         """h += x weight^T + bias, summed over the ranks."""
-        comm = self._comm
-        alone = comm.size == 1
-        target = h if alone else comm.partial(*h.shape)
-        residual = h if comm.rank == 0 else None
+        target = self.comm.partial(h)
+        residual = h if self.comm.rank == 0 else None
         if h.shape[0] == 1:
             linear(x, weight, out=target, bias=bias, residual=residual, pdl=self._pdl)
         else:
@@ -235,11 +228,11 @@ class CudaModel:
                 torch.addmm(residual, x, weight.t(), out=target)
             if bias is not None:
                 target.add_(bias)
-        if not alone:
-            comm.reduce(target, h)
+        self.comm.reduce(target, h)
 
     def _logits(self, h: Tensor) -> Tensor:
+        """Logits of this rank's rows of the vocabulary, padding rows included."""
         head = self._weights.head
         out = h.new_empty(h.shape[0], head.shape[0])
         self._normed_product(h, self._weights.norm, head, None, out)
-        return self._comm.gather_columns(out)[:, : self._shape.vocab_size]
+        return out

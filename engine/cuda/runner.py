@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.batch import SequenceStep, StepBatch, StepResult
 from engine.config import EngineConfig
-from engine.cuda.comm import Communicator
+from engine.cuda.comm import Communicator, Solo
 from engine.cuda.graphs import GraphSet
 from engine.cuda.layout import ChunkRows, ChunkUploader, DecodeRows
 from engine.cuda.memory import RESERVE_BYTES, blocks_that_fit
@@ -17,10 +17,10 @@ from engine.cuda.model import CudaModel, RankShape
 from engine.cuda.options import CudaOptions, graph_batches
 from engine.cuda.plan import Limits, StepPlan, plan_step
 from engine.cuda.prefill import ChunkAttention, cudnn_serves
+from engine.cuda.sampler import TokenSampler
 from engine.cuda.staging import Lane, StagingRing
 from engine.cuda.weights import WeightLoader
 from engine.kernels.triton_attention import DecodeScratch, DecodeShape, decode_shape
-from engine.kernels.triton_sampling import SamplingScratch, sample
 from engine.kv.pool import KVPool
 from engine.model.config import ModelConfig
 from engine.model.llama import WeightSource
@@ -51,8 +51,9 @@ class PendingTokens:
 class CudaRunner:
     """Loads one rank's share, then runs steps on it. All ranks get the same batches in order.
 
-    `open` must come between: the size of the KV pool is rank 0's decision. Steps are put on a stream
-    of the runner's own; `launch` never waits for the device.
+    Between the two come `open` (the size of the KV pool is rank 0's decision) and `start` (with all
+    ranks at once, for it captures collectives). Steps are put on a stream of the runner's own;
+    `launch` never waits for the device.
     """
 
     layout: KVLayout
@@ -63,8 +64,9 @@ class CudaRunner:
         config: EngineConfig,
         model_config: ModelConfig,
         source: WeightSource,
-        comm: Communicator,
         options: CudaOptions,
+        *,
+        rank: int = 0,
     ) -> None:
         self.config = config
         self.model_config = model_config
@@ -72,11 +74,11 @@ class CudaRunner:
         self.vocab_size = model_config.vocab_size
         limit = model_config.max_position_embeddings
         self.max_model_len = min(config.max_model_len or limit, limit)
-        self._comm = comm
+        self._rank = rank
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self.device = torch.device(config.device)
         self._lane = Lane(self.device)
-        share = share_of(model_config, comm.rank, comm.size)
+        share = share_of(model_config, rank, config.tp_size)
         self._shape = RankShape.of(model_config, share)
         with torch.inference_mode():
             loader = WeightLoader(model_config, share, source, self.device)
@@ -87,7 +89,7 @@ class CudaRunner:
         self.model = CudaModel(
             self.weights,
             shape,
-            comm,
+            Solo(rank, config.tp_size),
             self._attention,
             pdl=self._lane.overlaps_launches,
         )
@@ -139,14 +141,18 @@ class CudaRunner:
         return peak + self._scratch_bytes()
 
     def open(self, num_blocks: int) -> None:
-        """Make the KV pool, the plans of prompt attention and the decode graphs."""
+        """Make the KV pool."""
         self._open_pool(num_blocks)
+
+    def start(self, comm: Communicator | None = None) -> None:
+        """Join the other ranks, plan prompt attention, capture the decode graphs."""
+        self.model.comm = comm or Solo()
         longest = min(self.options.max_chunk_tokens, self.max_model_len)
-        if self._dense:
-            with torch.inference_mode(), self._lane.active():
-                self._attention.make_plans(longest, self._dtype, self.device)
-        if self._graphs_on:
-            with torch.inference_mode():
+        with torch.inference_mode():
+            if self._dense:
+                with self._lane.active():
+                    self._attention.make_plans(longest, self._dtype, self.device)
+            if self._graphs_on:
                 self._graphs.capture_all()
 
     def _open_pool(self, num_blocks: int) -> None:
@@ -158,7 +164,7 @@ class CudaRunner:
             block_size=config.block_size,
             num_blocks=num_blocks,
             dtype=config.dtype,
-            rank_heads=rank_heads(model, self._comm.size),
+            rank_heads=rank_heads(model, config.tp_size),
         )
         self._limits = Limits(
             block_size=config.block_size,
@@ -170,7 +176,7 @@ class CudaRunner:
         )
         device, batch, shape = self.device, options.max_batch, self._shape
         self._graphs_on = options.graphs and device.type == "cuda"
-        self.pool = KVPool(self.layout, self._comm.rank, self._dtype, device)
+        self.pool = KVPool(self.layout, self._rank, self._dtype, device)
         # A block may be in several tables, but no context is longer than the model's limit.
         per_sequence = -(-self.max_model_len // config.block_size)
         table = min(batch * per_sequence, max(num_blocks, per_sequence) + batch * 64)
@@ -178,9 +184,8 @@ class CudaRunner:
         self._uploader = ChunkUploader(
             options.max_chunk_tokens, batch, table, device, dense=self._dense
         )
-        self._tokens = torch.zeros(batch, dtype=torch.int32, device=device)
+        self._sampler = TokenSampler(batch, self.vocab_size, shape, device)
         self._out = StagingRing(batch, 4, device)
-        self._sampling_scratch = SamplingScratch(batch, self.vocab_size, device)
         batches = graph_batches(batch)
         self._cuts = {
             (n, long): decode_shape(n, shape.kv_heads, shape.head_dim, long)
@@ -209,8 +214,8 @@ class CudaRunner:
             buffer, _, index = self._out.take()
             rows = len(plan.sampled)
             if logits is not None:
-                self._sample(logits, plan)
-                buffer[:rows].copy_(self._tokens[:rows], non_blocking=True)
+                tokens = self._sampler(logits, plan, self._rows, self.model.comm)
+                buffer[:rows].copy_(tokens, non_blocking=True)
             self._out.sent(index)
         self._previous = plan.results
         return PendingTokens(self._out, buffer[:rows], index, plan.results)
@@ -219,10 +224,14 @@ class CudaRunner:
         """Run a step to its end."""
         return self.launch(batch).wait()
 
+    def follow_step(self, batch: StepBatch) -> None:
+        """Run this rank's part of a step that rank 0 has launched."""
+        self.launch(batch)
+
     def close(self) -> None:
         """Leave the tensor-parallel group."""
         self._lane.synchronize()
-        self._comm.close()
+        self.model.comm.close()
 
     def _forward(self, plan: StepPlan) -> Tensor | None:
         count = len(plan.decodes)
@@ -239,28 +248,15 @@ class CudaRunner:
 
     def _forward_chunks(self, decodes: int, chunks: ChunkRows, cut: DecodeShape) -> Tensor | None:
         return self.model.step(
-            self._rows, decodes, self._tokens, chunks, self.pool.layers, self._scratch, cut
+            self._rows, decodes, self._sampler.tokens, chunks, self.pool.layers, self._scratch, cut
         )
 
     def _decode(self, batch: int, long_context: bool) -> Tensor:
         return self.model.decode(
             self._rows,
             batch,
-            self._tokens,
+            self._sampler.tokens,
             self.pool.layers,
             self._scratch,
             self._cuts[batch, long_context],
-        )
-
-    def _sample(self, logits: Tensor, plan: StepPlan) -> None:
-        if plan.banned:
-            host = torch.tensor(plan.banned, pin_memory=self.device.type == "cuda")
-            pairs = host.to(self.device, non_blocking=True)
-            logits[pairs[:, 0], pairs[:, 1]] = -torch.inf
-        count = len(plan.sampled)
-        sample(
-            logits,
-            self._rows.sampling(count, plan.filtered),
-            self._sampling_scratch,
-            out=self._tokens[:count],
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from engine.kernels.jit.sampling import sample_rows, sampling_floor
+from engine.kernels.jit.sampling import pick_rank, sample_rows, sampling_floor
 from engine.kernels.triton_elementwise import launch_options
 
 _CHUNK = 4096
@@ -37,6 +37,7 @@ class SamplingScratch:
         chunks = triton.cdiv(vocab_size, _CHUNK)
         self.values = torch.empty(rows * chunks, dtype=torch.float32, device=device)
         self.ids = torch.empty(rows * chunks, dtype=torch.int32, device=device)
+        self.best = torch.empty(rows, dtype=torch.float32, device=device)
         self.floors = torch.empty(rows, dtype=torch.float32, device=device)
         self.counters = torch.zeros(rows, dtype=torch.int32, device=device)
 
@@ -47,9 +48,14 @@ def sample(
     scratch: SamplingScratch,
     *,
     out: torch.Tensor,
+    values: torch.Tensor | None = None,
+    first_id: int = 0,
     pdl: bool = False,
 ) -> None:
     """out `[rows]` int32: the next token of each row of `logits` `[rows, vocabulary]`.
+
+    With a part of the vocabulary, that of ids first_id onwards, it is the best of that part, and
+    `values` `[rows]` float32 gets what it is to be compared by.
 
     The result of a row depends on its logits, its parameters and its key alone, and is the one that
     engine.kernels.sampling.sample gives for the same logits.
@@ -79,7 +85,9 @@ def sample(
         scratch.ids,
         scratch.counters,
         out,
+        scratch.best if values is None else values,
         vocab_size,
+        first_id,
         CHUNKS=chunks,
         CHUNKS_P=triton.next_power_of_2(chunks),
         BLOCK=_CHUNK,
@@ -87,4 +95,13 @@ def sample(
         PDL=pdl,
         num_warps=8,
         **launch_options(pdl),
+    )
+
+
+def pick_best(gathered: torch.Tensor, *, out: torch.Tensor) -> None:
+    """out `[rows]`: the best of all ranks' tokens. gathered: int32 `[ranks, 2, rows]`, ids and then
+    the bits of their float32 values."""
+    ranks, _, rows = gathered.shape
+    pick_rank[(rows,)](
+        gathered, out, rows, RANKS=ranks, RANKS_P=triton.next_power_of_2(ranks), num_warps=1
     )

@@ -132,11 +132,14 @@ def sampling_floor(
 
 @triton.jit
 def sample_rows(
-    logits, stride, temperatures, keys, floors, best_values, best_ids, counters, tokens, V,
+    logits, stride, temperatures, keys, floors, best_values, best_ids, counters, tokens, values, V,
+    first_id,
     CHUNKS: tl.constexpr, CHUNKS_P: tl.constexpr, BLOCK: tl.constexpr, FILTERED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """tokens[r] = argmax(logits[r] / temperature + noise) over what the filter leaves.
+    """tokens[r] = argmax(logits[r] / temperature + noise) over what the filter leaves; its value.
+
+    The logits are those of ids first_id .. first_id + V.
 
     Temperature 0 takes the plain argmax. Ties go to the lowest id. keys: `[rows, 2]` int32. The last
     chunk of a row to finish picks among the chunks' best.
@@ -149,7 +152,7 @@ def sample_rows(
     at = chunk * BLOCK + tl.arange(0, BLOCK)
     if temperature > 0.0:
         value = scaled_tile(row, at, V, temperature)
-        noise = gumbel(at, tl.load(keys + index * 2), tl.load(keys + index * 2 + 1))
+        noise = gumbel(first_id + at, tl.load(keys + index * 2), tl.load(keys + index * 2 + 1))
         keep = at < V
         if FILTERED:
             keep = keep & (value >= tl.load(floors + index))
@@ -159,7 +162,7 @@ def sample_rows(
     best, winner = tl.max(value, axis=0, return_indices=True)
     slot = index * CHUNKS + chunk
     tl.store(best_values + slot, best)
-    tl.store(best_ids + slot, chunk * BLOCK + winner)
+    tl.store(best_ids + slot, first_id + chunk * BLOCK + winner)
     tl.debug_barrier()
     finished = tl.atomic_add(counters + index, 1, sem="acq_rel", scope="gpu")
     if finished == CHUNKS - 1:
@@ -168,6 +171,22 @@ def sample_rows(
             best_values + index * CHUNKS + chunks, mask=chunks < CHUNKS,
             other=-float("inf"), cache_modifier=".cg",
         )
-        _, first = tl.max(candidates, axis=0, return_indices=True)
+        best, first = tl.max(candidates, axis=0, return_indices=True)
+        tl.store(values + index, best)
         tl.store(tokens + index, tl.load(best_ids + index * CHUNKS + first, cache_modifier=".cg"))
         tl.store(counters + index, 0)
+
+
+@triton.jit
+def pick_rank(gathered, tokens, ROWS, RANKS: tl.constexpr, RANKS_P: tl.constexpr):
+    """tokens[r] = the id of the best of all ranks' candidates, the lowest rank's on a tie.
+
+    gathered: int32 `[RANKS, 2, ROWS]`: ids, then the bits of their float32 values.
+    """
+    row = tl.program_id(0)
+    ranks = tl.arange(0, RANKS_P)
+    at = gathered + ranks * 2 * ROWS + row
+    bits = tl.load(at + ROWS, mask=ranks < RANKS, other=0)
+    value = tl.where(ranks < RANKS, bits.to(tl.float32, bitcast=True), -float("inf"))
+    _, best = tl.max(value, axis=0, return_indices=True)
+    tl.store(tokens + row, tl.load(gathered + best * 2 * ROWS + row))

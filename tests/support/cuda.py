@@ -1,0 +1,137 @@
+"""A tiny model on the CUDA runner and, with the same weights, on the plain CPU model."""
+
+import torch
+
+from engine.batch import SequenceStep, StepBatch
+from engine.config import EngineConfig
+from engine.cuda.options import CudaOptions
+from engine.cuda.runner import CudaRunner
+from engine.inputs import prepare_step
+from engine.kernels.base import Geometry
+from engine.kernels.cpu import CpuKernels
+from engine.kv.pool import KVPool
+from engine.model.config import ModelConfig
+from engine.model.llama import LlamaModel
+from engine.model.sharding import share_of
+from engine.tp import TensorParallel
+from protocol.sampling import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
+SEEDED = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=1234)
+NUM_BLOCKS = 24
+
+
+def tiny_config(**changes):
+    raw = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 96,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 203,
+        "max_position_embeddings": 160,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    }
+    return ModelConfig.from_dict(raw | changes)
+
+
+class HostSource:
+    """The same random weights for both models."""
+
+    def __init__(self, device="cpu", dtype=torch.float32):
+        self._device = device
+        self._dtype = dtype
+
+    def read(self, name, shape, *, rows=None, columns=None):
+        generator = torch.Generator().manual_seed(sum(name.encode()))
+        data = torch.randn(shape, generator=generator)
+        data = data * 0.1 + 1.0 if "norm" in name else data * shape[-1] ** -0.5
+        if rows is not None:
+            data = data[slice(*rows)]
+        if columns is not None:
+            data = data[:, slice(*columns)]
+        return data.contiguous().to(self._device, self._dtype)
+
+
+class Reference:
+    """Runs batches on the CPU model."""
+
+    def __init__(self, config):
+        tp = TensorParallel()
+        share = share_of(config, 0, 1)
+        self.kernels = CpuKernels(
+            Geometry(
+                num_q_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                block_size=16,
+                scale=config.head_dim**-0.5,
+                dtype=torch.float32,
+                device=torch.device("cpu"),
+            )
+        )
+        self.config = config
+        self.model = LlamaModel(config, share, HostSource(), self.kernels, tp, 160)
+
+    def open(self, layout):
+        self.pool = KVPool(layout, 0, torch.float32, torch.device("cpu"))
+
+    def run(self, batch):
+        step = prepare_step(
+            batch,
+            block_size=16,
+            num_blocks=NUM_BLOCKS,
+            vocab_size=self.config.vocab_size,
+            max_model_len=160,
+        )
+        tokens = [None] * len(batch.sequences)
+        with torch.inference_mode():
+            logits = self.model.forward(step.inputs, self.pool.layers)
+            if logits is not None:
+                sampled = self.kernels.sample(logits, step.sampling).tolist()
+                for index, token in zip(step.sampled, sampled, strict=True):
+                    tokens[index] = token
+        return tuple(tokens)
+
+
+def make_runner(device, config, rank=0, tp_size=1, dtype="float32"):
+    runner = CudaRunner(
+        EngineConfig(model_path="unused", dtype=dtype, device=str(device), tp_size=tp_size),
+        config,
+        HostSource(device, getattr(torch, dtype)),
+        CudaOptions(max_batch=8, max_chunk_tokens=128),
+        rank=rank,
+    )
+    runner.open(NUM_BLOCKS)
+    return runner
+
+
+def make_pair(device, config):
+    runner = make_runner(device, config)
+    runner.start()
+    reference = Reference(config)
+    reference.open(runner.layout)
+    return runner, reference
+
+
+def seq(tokens, start, blocks, sampling=GREEDY, **more):
+    return SequenceStep(
+        tokens=tuple(tokens), start=start, block_ids=tuple(blocks), sampling=sampling, **more
+    )
+
+
+def mixed_script():
+    """Batches of chunks with and without history, decodes, padding, seeds and bans."""
+    ids = [(7 * i + 3) % 203 for i in range(120)]
+    script = [
+        [seq(ids[:33], 0, (5, 2, 9), sampling=None), seq(ids[50:55], 0, (1,), SEEDED)],
+        [seq(ids[33:50], 33, (5, 2, 9, 11)), seq([9], 5, (1,), SEEDED, banned=(0, 4))],
+        [seq([17], 50, (5, 2, 9, 11), SEEDED), seq([30], 6, (1,)), seq(ids[:70], 0, range(12, 17))],
+        [seq([18], 51, (5, 2, 9, 11))],
+        [seq([19], 52, (5, 2, 9, 11)), seq([31], 7, (1,)), seq([1], 70, range(12, 17), SEEDED)],
+    ]
+    return [StepBatch(sequences=tuple(sequences)) for sequences in script]
