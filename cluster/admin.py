@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+from cluster.config import ClusterConfig
 from cluster.membership import Kind, Member, View
-from cluster.serve_control import pool_statuses, scale
+from cluster.serve_control import pool_statuses
 from protocol.errors import NotFound
 from protocol.messages import DrainCommand
 from protocol.states import WorkerState
@@ -16,14 +18,20 @@ from rpc.methods import DRAIN
 from rpc.service import ControlClient
 
 _CALL_S = 5.0
+#: Sets a pool's size: cluster.deployments.scale.
+Scale = Callable[[ClusterConfig, Kind, int], None]
 
 
 class ClusterAdmin:
     """What a router's admin service calls; satisfies router.admin.AdminBackend."""
 
-    def __init__(self, directory: Any, *, secret: bytes) -> None:
+    def __init__(
+        self, directory: Any, config: ClusterConfig, *, secret: bytes, scale: Scale
+    ) -> None:
         self._directory = directory
+        self._config = config
         self._secret = secret
+        self._scale = scale
 
     async def view(self, own: ClusterView) -> ClusterView:
         """The router's own view, with what the directory and Serve know beyond it."""
@@ -38,7 +46,7 @@ class ClusterAdmin:
         """Set the targets of the pools named."""
         for kind, replicas in ((Kind.PREFILL, prefill), (Kind.DECODE, decode)):
             if replicas is not None:
-                await asyncio.to_thread(scale, kind, replicas)
+                await asyncio.to_thread(self._scale, self._config, kind, replicas)
 
     async def drain(self, worker_id: str) -> None:
         """Tell one worker to refuse new work; it is replaced when it is done."""

@@ -59,5 +59,5 @@ def _prepare(args: Mapping[str, Any]) -> ClusterConfig:
     """The checked configuration; whoever comes first starts the directory."""
     config = read_arguments(args)
     check_config(config, find_model(config.model.name))
-    create_directory(secret=secrets.token_bytes(32), expiry_s=config.lifecycle.expiry_s)
+    create_directory(config, secret=secrets.token_bytes(32))
     return config

@@ -16,6 +16,7 @@ from cluster.config import ClusterConfig, PlacementSection
 from cluster.membership import Kind
 from cluster.ranks import process_env
 from cluster.router_replica import RouterReplica
+from cluster.serve_control import set_replicas
 from cluster.worker_replica import WorkerReplica
 from protocol.ids import Role
 
@@ -25,11 +26,24 @@ _CONSTRUCTOR_TRIES = 2
 
 
 def deploy(config: ClusterConfig) -> None:
-    """Hand all three applications to Serve, and return at once. Serve's own proxies stay off: the
-    routers listen themselves."""
+    """Hand the applications to Serve, and return at once. Serve's own proxies stay off: the routers
+    listen themselves. A pool of no replicas is left out (Serve knows none); `scale` brings it."""
     serve.start(proxy_location=ProxyLocation.Disabled)
-    targets = [_target(pool_application(config, role), role.value) for role in Role]
-    targets.append(_target(router_application(config), Kind.ROUTER.value))
+    roles = [role for role in Role if config.pool(role).replicas > 0]
+    targets = [_target(pool_application(config, role), role.value) for role in roles]
+    _run([*targets, _target(router_application(config), Kind.ROUTER.value)])
+
+
+def scale(config: ClusterConfig, kind: Kind, replicas: int) -> None:
+    """Set a pool's number of replicas. Serve starts or drains the difference and touches nothing
+    else: neither the pool's other replicas nor other pools. `config` makes a pool that is not
+    there yet. Raises NotFound when Serve does not run."""
+    if set_replicas(kind, replicas) or replicas == 0 or kind is Kind.ROUTER:
+        return
+    _run([_target(pool_application(config, Role(kind), replicas=replicas), kind.value)])
+
+
+def _run(targets: list[RunTarget]) -> None:
     serve.run_many(
         targets,
         wait_for_ingress_deployment_creation=False,
@@ -37,13 +51,13 @@ def deploy(config: ClusterConfig) -> None:
     )
 
 
-def pool_application(config: ClusterConfig, role: Role) -> Any:
-    """The application of one pool of workers."""
+def pool_application(config: ClusterConfig, role: Role, *, replicas: int | None = None) -> Any:
+    """The application of one pool of workers, of as many as configured unless `replicas` says."""
     pool = config.pool(role)
     options = _options(config, pool.placement, process_env(pool))
     options |= _group(pool.placement, pool.engine.tp_size)
     deployment = serve.deployment(WorkerReplica, name=role.value).options(
-        num_replicas=pool.replicas, **options
+        num_replicas=pool.replicas if replicas is None else replicas, **options
     )
     return deployment.bind(role, config)
 

@@ -1,4 +1,4 @@
-"""The directory: one small Ray actor that knows the members and keeps the cluster's secret.
+"""The directory: one small Ray actor that knows the members, the configuration and the secret.
 
 Workers and routers report themselves about once a second; routers follow `watch`, a long poll. The
 actor is restarted by Ray if it dies: it comes back empty under a new incarnation and fills up with
@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 
+from cluster.config import ClusterConfig
 from cluster.membership import Member, Membership, View
 from protocol.ids import new_epoch
 
@@ -23,14 +24,20 @@ NAME = "directory"
 class Directory:
     """The actor's body; every method runs on its event loop."""
 
-    def __init__(self, *, secret: bytes, expiry_s: float) -> None:
+    def __init__(self, *, secret: bytes, config: ClusterConfig) -> None:
         self._secret = secret
+        self._config = config
+        expiry_s = config.lifecycle.expiry_s
         self._table = Membership(incarnation=new_epoch(), expiry_s=expiry_s)
         self._changed = asyncio.Event()
 
     async def secret(self) -> bytes:
         """The secret of control calls and tickets."""
         return self._secret
+
+    async def config(self) -> ClusterConfig:
+        """What the cluster was brought up with."""
+        return self._config
 
     async def report(self, member: Member) -> None:
         """A member says what and how it is."""
@@ -70,7 +77,7 @@ class Directory:
         event.set()
 
 
-def create_directory(*, secret: bytes, expiry_s: float) -> Any:
+def create_directory(config: ClusterConfig, *, secret: bytes) -> Any:
     """Start the directory of this Ray cluster, or find the one that runs."""
     actor = ray.remote(Directory).options(
         name=NAME,
@@ -82,7 +89,7 @@ def create_directory(*, secret: bytes, expiry_s: float) -> Any:
         max_task_retries=-1,
         max_concurrency=10_000,
     )
-    return actor.remote(secret=secret, expiry_s=expiry_s)
+    return actor.remote(secret=secret, config=config)
 
 
 def find_directory() -> Any:

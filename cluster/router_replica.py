@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 import ray
-from ray import serve
 from ray.exceptions import RayError
 
 from cluster.admin import ClusterAdmin
@@ -36,13 +35,15 @@ class RouterReplica:
         self._directory = find_directory()
         self._state = WorkerState.STARTING
         self._epoch = new_epoch()
-        self._name = f"router-{serve.get_replica_context().replica_id.unique_id}"
         self._following = Following(grace_s=config.lifecycle.expiry_s)
+        # Serve makes routers from the module that defines `scale`, so it cannot be imported above.
+        from cluster.deployments import scale
+
         secret = await self._directory.secret.remote()
         self._router = Router(
             config.router_config(find_model(config.model.name)),
             secret=secret,
-            admin=ClusterAdmin(self._directory, secret=secret),
+            admin=ClusterAdmin(self._directory, config, secret=secret, scale=scale),
         )
         network = config.network
         await self._router.start(
@@ -69,7 +70,7 @@ class RouterReplica:
         await self._router.drain()
         self._watch.cancel()
         await self._router.stop()
-        await self._tell(self._directory.leave.remote(self._name, self._epoch))
+        await self._tell(self._directory.leave.remote(self._router.router_id, self._epoch))
 
     async def _follow(self) -> None:
         incarnation = version = -1
@@ -101,7 +102,7 @@ class RouterReplica:
     def _member(self) -> Member:
         addresses = self._router.addresses
         return Member(
-            name=self._name,
+            name=self._router.router_id,
             epoch=self._epoch,
             kind=Kind.ROUTER,
             state=self._state,

@@ -27,14 +27,16 @@ class PoolStatus:
     message: str
 
 
-def scale(kind: Kind, replicas: int) -> None:
-    """Set a pool's number of replicas. Serve starts or drains the difference and touches nothing
-    else: neither the pool's other replicas nor other pools. Raises NotFound without the pool."""
+def set_replicas(kind: Kind, replicas: int) -> bool:
+    """Set a pool's target through Serve's external scaling; False when Serve has no such pool.
+
+    Raises NotFound when Serve does not run.
+    """
     deployment = DeploymentID(name=kind.value, app_name=kind.value)
-    try:
-        ray.get(_controller().update_deployment_replicas.remote(deployment, replicas))
-    except ValueError as error:
-        raise NotFound(f"no {kind} pool is running: {error}") from error
+    if kind not in pool_statuses():
+        return False
+    ray.get(_controller().update_deployment_replicas.remote(deployment, replicas))
+    return True
 
 
 def pool_statuses() -> dict[Kind, PoolStatus]:
@@ -53,7 +55,7 @@ def undeploy(timeout_s: float) -> bool:
     """Drain and end everything that Serve runs; False when that took longer than `timeout_s`."""
     try:
         ray.get(_controller().graceful_shutdown.remote(), timeout=timeout_s)
-    except (ValueError, RayActorError):
+    except (NotFound, RayActorError):
         return True  # no controller, or it has ended as asked
     except GetTimeoutError:
         return False
@@ -61,15 +63,15 @@ def undeploy(timeout_s: float) -> bool:
 
 
 def _controller() -> Any:
-    """Serve's controller. Raises ValueError when Serve does not run."""
-    return ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    """Serve's controller. Raises NotFound when Serve does not run."""
+    try:
+        return ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    except ValueError as error:
+        raise NotFound("Ray Serve does not run on this cluster") from error
 
 
 def _details() -> dict[str, Any]:
-    try:
-        details = ray.get(_controller().get_serve_instance_details.remote())
-    except ValueError:
-        return {}
+    details = ray.get(_controller().get_serve_instance_details.remote())
     return dict(details.get("applications", {}))
 
 

@@ -26,11 +26,14 @@ def run(options: argparse.Namespace, console: Console) -> None:
     for kind in (Kind.DECODE, Kind.ROUTER):
         if wanted.get(kind) == 0:
             raise InvalidRequest(f"--{kind} must be at least 1", param=f"--{kind}")
-    with session.connected():
-        from cluster.cli.waiting import wait_for
-        from cluster.serve_control import scale
+    with session.connected() as directory:
+        import ray
 
+        from cluster.cli.waiting import wait_for
+        from cluster.deployments import scale
+
+        config = ray.get(directory.config.remote())
         for kind, count in wanted.items():
-            scale(kind, count)
+            scale(config, kind, count)
         if not options.no_wait:
             wait_for(wanted, console, deadline=time.monotonic() + _WAIT_S, exact=True)

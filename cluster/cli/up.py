@@ -108,7 +108,7 @@ def _start(config: ClusterConfig, state: RunningCluster, console: Console) -> Ru
         raise Unavailable(
             f"a Baton cluster runs on this Ray already (actor {NAME} in namespace {NAMESPACE})"
         )
-    create_directory(secret=secrets.token_bytes(32), expiry_s=config.lifecycle.expiry_s)
+    create_directory(config, secret=secrets.token_bytes(32))
     deploy(config)
     console.step("deployed; loading the model")
     deadline = time.monotonic() + config.lifecycle.start_timeout_s

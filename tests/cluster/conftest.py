@@ -1,0 +1,114 @@
+"""Clusters as a user has them: started and stopped by the command line, on ports of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from cluster.models import find_model
+from protocol.errors import NotFound
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = "smollm2-135m"
+FREE_PORTS = ["network.http_port=0", "network.grpc_port=0"]
+COMMAND_S = 240
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in Path(item.path).parents:
+            item.add_marker(pytest.mark.ray)
+            item.add_marker(pytest.mark.slow)
+
+
+@dataclass(frozen=True)
+class Baton:
+    """The command `baton` with a home of its own."""
+
+    home: Path
+    model: Path
+
+    @property
+    def env(self) -> dict[str, str]:
+        own = {k: v for k, v in os.environ.items() if not k.startswith(("BATON_", "RAY_"))}
+        return {**own, "BATON_HOME": str(self.home), "PYTHONPATH": str(ROOT)}
+
+    def argv(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "cluster.cli", *arguments]
+
+    def up_arguments(self, config: str, *overrides: str) -> list[str]:
+        sets = [f"model.name={self.model}", f"model.served_name={MODEL}", *FREE_PORTS, *overrides]
+        path = ROOT / "deploy" / "configs" / config
+        return ["up", str(path), *(part for text in sets for part in ("--set", text))]
+
+    def run(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            self.argv(*arguments),
+            env=self.env,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_S,
+            check=False,
+        )
+        if check:
+            assert done.returncode == 0, f"{arguments}: {done.stdout}\n{done.stderr}"
+        return done
+
+    def up(self, config: str, *overrides: str) -> None:
+        self.run(*self.up_arguments(config, *overrides))
+
+    def state(self) -> dict[str, object]:
+        return json.loads((self.home / "run" / "cluster.json").read_text())
+
+    def workers(self) -> dict[str, str]:
+        """State of every worker that `baton status` shows, by id."""
+        lines = self.run("status").stdout.splitlines()
+        rows = [line.split() for line in lines if line.startswith(("prefill-", "decode-"))]
+        return {row[0]: row[1] for row in rows}
+
+    def pool(self, name: str) -> set[str]:
+        return {worker for worker in self.workers() if worker.startswith(f"{name}-")}
+
+
+def session_processes(session: int) -> list[str]:
+    """Command lines of the living processes of a session."""
+    listed = subprocess.run(
+        ["ps", "-eo", "sid=,pid=,stat=,args="], capture_output=True, text=True, check=True
+    ).stdout
+    rows = [line.split(None, 3) for line in listed.splitlines()]
+    return [" ".join(row) for row in rows if int(row[0]) == session and row[2][0] != "Z"]
+
+
+@pytest.fixture(scope="session")
+def model_path() -> Path:
+    try:
+        return find_model(MODEL)
+    except NotFound as error:
+        pytest.skip(error.message)
+
+
+@pytest.fixture
+def baton(tmp_path: Path, model_path: Path) -> Iterator[Baton]:
+    """The command with nothing up; whatever a test leaves up is ended."""
+    command = Baton(home=tmp_path / "home", model=model_path)
+    yield command
+    command.run("down", "--now", check=False)
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Iterator[Baton]:
+    """One prefill and one decode worker, up for all tests of a module."""
+    command = Baton(home=tmp_path_factory.mktemp("live") / "home", model=model_path)
+    try:
+        command.up("local-cpu.yaml", "prefill.engine.num_threads=1", "decode.engine.num_threads=1")
+        yield command
+    finally:
+        command.run("down", "--now", check=False)

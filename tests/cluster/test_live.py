@@ -1,0 +1,241 @@
+"""A live cluster: asked over both doors, scaled under load, drained, and hurt."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from cluster.client import InferenceClient, Options, Outcome, Turn
+from protocol.errors import BatonError
+from tests.cluster.conftest import MODEL, Baton, session_processes
+
+QUESTION = "What is the capital of France?"
+LONG = "The history of the city begins with its rivers, and " * 12
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def client(live: Baton) -> Iterator[InferenceClient]:
+    client = InferenceClient(str(live.state()["grpc"]))
+    yield client
+    client.close()
+
+
+def answer(client: InferenceClient, prompt: str, *, tokens: int = TOKENS) -> Outcome:
+    outcome = Outcome()
+    options = Options(
+        max_tokens=tokens, temperature=0.0, ignore_eos=True, timeline=True, timeout=120.0
+    )
+    for _ in client.complete(prompt, options, outcome):
+        pass
+    return outcome
+
+
+def post(live: Baton, path: str, body: dict[str, object]) -> dict[str, object]:
+    request = urllib.request.Request(
+        f"http://{live.state()['http']}{path}",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        return json.loads(reply.read())
+
+
+def wait_until(condition: Callable[[], bool], *, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.5)
+
+
+@dataclass
+class Load:
+    """Clients that ask without a pause; what came back and when."""
+
+    expected: list[int]
+    finished: int = 0
+    wrong: list[list[int]] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    worst_gap_s: float = 0.0
+    stop: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def ask(self, address: str) -> None:
+        client = InferenceClient(address)
+        options = Options(max_tokens=TOKENS, temperature=0.0, ignore_eos=True, timeout=120.0)
+        while not self.stop.is_set():
+            outcome, last, worst = Outcome(), 0.0, 0.0
+            try:
+                for _ in client.complete(LONG, options, outcome):
+                    now = time.monotonic()
+                    worst = max(worst, now - last) if last else worst
+                    last = now
+            except BatonError as error:
+                self.errors.append(f"{type(error).__name__}: {error}")
+                continue
+            with self.lock:
+                self.finished += 1
+                self.worst_gap_s = max(self.worst_gap_s, worst)
+                if outcome.token_ids != self.expected:
+                    self.wrong.append(outcome.token_ids)
+        client.close()
+
+
+@contextmanager
+def load(live: Baton, expected: list[int], *, clients: int) -> Iterator[Load]:
+    running = Load(expected=expected)
+    address = str(live.state()["grpc"])
+    threads = [threading.Thread(target=running.ask, args=(address,)) for _ in range(clients)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield running
+    finally:
+        running.stop.set()
+        for thread in threads:
+            thread.join(120)
+
+
+def test_chat_over_grpc(client: InferenceClient) -> None:
+    outcome = Outcome()
+    turns = [Turn(role="user", content=QUESTION)]
+    options = Options(max_tokens=20, temperature=0.0, timeline=True)
+    text = "".join(client.chat(turns, options, outcome))
+    assert "Paris" in text
+    assert outcome.finish_reason == "stop"
+    assert outcome.prompt_tokens == 37
+    assert outcome.timeline is not None
+    spans = {span.phase: span for span in outcome.timeline.spans}
+    assert {"tokenize", "route", "credit_wait", "prefill", "transfer", "decode"} <= set(spans)
+    assert spans["prefill"].place.startswith("prefill-")
+    assert spans["decode"].place.startswith("decode-")
+    # 3 blocks of 16 tokens, 30 layers, keys and values of 3 heads of 64 in 2 bytes
+    assert spans["transfer"].counts["bytes"] == 3 * 16 * 30 * 2 * 3 * 64 * 2
+
+
+def test_both_doors_agree(live: Baton, client: InferenceClient) -> None:
+    over_grpc = answer(client, LONG)
+    over_http = post(
+        live,
+        "/v1/completions",
+        {
+            "model": MODEL,
+            "prompt": LONG,
+            "max_tokens": TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        },
+    )
+    assert over_http["choices"][0]["token_ids"] == over_grpc.token_ids
+    assert len(over_grpc.token_ids) == TOKENS
+
+
+def test_ready_and_models(live: Baton, client: InferenceClient) -> None:
+    assert client.models() == [MODEL]
+    with urllib.request.urlopen(f"http://{live.state()['http']}/ready", timeout=10) as reply:
+        assert reply.status == 200
+
+
+def test_status_shows_every_pool(live: Baton) -> None:
+    text = live.run("status").stdout
+    assert [line.split()[0] for line in text.splitlines()[:4]] == [
+        "POOL",
+        "router",
+        "prefill",
+        "decode",
+    ]
+    assert set(live.workers().values()) == {"ready"}
+
+
+def test_second_up_is_refused(live: Baton) -> None:
+    done = live.run(*live.up_arguments("local-cpu.yaml"), check=False)
+    assert done.returncode == 2
+    assert "a cluster is up already" in done.stderr
+
+
+def test_scale_under_load_fails_nothing(live: Baton, client: InferenceClient) -> None:
+    """1+1 -> 2+2 -> 1+1 with eight clients: no error, no wrong token, and the pool that is not
+    scaled keeps its workers."""
+    expected = answer(client, LONG).token_ids
+    prefill, decode = live.pool("prefill"), live.pool("decode")
+    with load(live, expected, clients=8) as running:
+        live.run("scale", "--prefill", "2")
+        assert live.pool("decode") == decode
+        assert live.pool("prefill") > prefill
+        live.run("scale", "--decode", "2")
+        assert live.pool("decode") > decode
+        assert len(live.pool("prefill")) == 2
+        before = running.finished
+        wait_until(lambda: running.finished >= before + 8, seconds=60)
+        live.run("scale", "--prefill", "1", "--decode", "1")
+    assert running.errors == []
+    assert running.wrong == []
+    assert running.finished > 16
+    print(f"{running.finished} requests, longest gap between tokens {running.worst_gap_s:.2f} s")
+    assert len(live.pool("prefill")) == len(live.pool("decode")) == 1
+
+
+def test_drained_worker_is_replaced(live: Baton, client: InferenceClient) -> None:
+    (old,) = live.pool("prefill")
+    done = live.run("drain", old)
+    assert f"{old} is draining" in done.stdout
+    wait_until(lambda: bool(live.pool("prefill") - {old}), seconds=60)
+    wait_until(lambda: old not in live.workers(), seconds=30)
+    outcome = answer(client, LONG)
+    assert outcome.timeline is not None
+    places = {span.place for span in outcome.timeline.spans}
+    assert old not in places
+
+
+def test_unknown_worker_is_named(live: Baton) -> None:
+    done = live.run("drain", "decode-nobody", check=False)
+    assert done.returncode == 2
+    assert "no worker 'decode-nobody'; there are: decode-" in done.stderr
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("pool", ["prefill", "decode"])
+def test_killed_worker_loses_no_request(live: Baton, client: InferenceClient, pool: str) -> None:
+    """SIGKILL while eight clients stream: every stream still gets the same tokens."""
+    expected = answer(client, LONG).token_ids
+    (old,) = live.pool(pool)
+    with load(live, expected, clients=4) as running:
+        wait_until(lambda: running.finished >= 4, seconds=60)
+        os.kill(replica_pid(live, pool), signal.SIGKILL)
+        wait_until(lambda: bool(live.pool(pool) - {old}), seconds=90)
+        before = running.finished
+        wait_until(lambda: running.finished >= before + 4, seconds=60)
+    assert running.errors == []
+    assert running.wrong == []
+
+
+def replica_pid(live: Baton, pool: str) -> int:
+
+    title = f"ray::ServeReplica:{pool}:{pool}"
+    rows = [row.split() for row in session_processes(int(live.state()["pid"])) if title in row]
+    assert len(rows) == 1
+    return int(rows[0][1])
+
+
+@pytest.mark.chaos
+def test_killed_directory_is_not_missed(live: Baton, client: InferenceClient) -> None:
+    """Ray starts it again, it fills up with the next reports, and requests go on meanwhile."""
+
+    expected = answer(client, LONG).token_ids
+    before = live.workers()
+    rows = [row for row in session_processes(int(live.state()["pid"])) if "ray::Directory" in row]
+    os.kill(int(rows[0].split()[1]), signal.SIGKILL)
+    for _ in range(3):
+        assert answer(client, LONG).token_ids == expected
+    wait_until(lambda: live.workers() == before, seconds=30)
+    assert answer(client, LONG).token_ids == expected
