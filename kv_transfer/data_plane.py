@@ -62,6 +62,7 @@ class DataPlane:
         never
         raises: errors are inside the outcome, so that they cross process borders typed."""
         answer: Future[bytes] = Future()
+        answer.set_running_or_notify_cancel()  # whoever stops waiting does not stop the order
         try:
             outcome = self._dispatch(codec.decode(Order, order))
         except BatonError as error:

@@ -1,9 +1,6 @@
-"""Links over TCP between CPU tensors: a two-party ProcessGroupGloo per link, without a global
-group.
+"""Links over TCP between CPU tensors: a two-party ProcessGroupGloo each, without a global group.
 
-The receiving rank owns a TCPStore on a free port (its endpoint); both ends meet there under the
-link's id. Gloo breaks all of a group's connections as soon as one operation times out, which is
-what a link
+Gloo breaks all of a group's connections as soon as one operation times out, which is what a link
 wants: every failure is final for this incarnation.
 """
 
@@ -16,13 +13,13 @@ from datetime import timedelta
 from typing import Protocol, cast
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore, Work
+from torch._C._distributed_c10d import ProcessGroupGloo, Work
 
 from kv_transfer.backends.base import LinkBroken, LinkId
+from kv_transfer.backends.rendezvous import Meeting, SocketStore, call
 
 _SENDER, _RECEIVER = 0, 1
 _POISON_TAG = (1 << 31) - 1
-_BACKLOG = 128
 
 
 class _Group(Protocol):
@@ -34,8 +31,7 @@ class _Group(Protocol):
 
 
 class GlooLink:
-    """One end of a two-party group. Tags count the messages, so ends out of step fail, never
-    mix."""
+    """One end of a two-party group. Tags count the messages: ends out of step fail, never mix."""
 
     def __init__(self, link: LinkId, group: _Group, me: int) -> None:
         self._name = str(link)
@@ -80,80 +76,60 @@ class GlooLink:
 
 
 class GlooBackend:
-    """Makes gloo links for one rank. `host` is the address of the interface to use and to
-    advertise."""
+    """Makes gloo links for one rank. `host` is the address to listen on and to advertise."""
 
     name = "gloo"
 
     def __init__(self, host: str) -> None:
         self._host = host
         self._lock = threading.Lock()
-        self._store: TCPStore | None = None
-        self._endpoint = ""
+        self._meeting: Meeting | None = None
         self._device = ProcessGroupGloo.create_device(hostname=host)
 
     def listen(self) -> str:
-        """Own a store on a free port of `host` (and of no other interface)."""
+        """Listen on a free port of `host`, once."""
         with self._lock:
-            if self._store is None:
-                listener = socket.socket(_family(self._host))
-                listener.bind((self._host, 0))
-                listener.listen(_BACKLOG)
-                port = listener.getsockname()[1]
-                self._store = TCPStore(
-                    self._host,
-                    port,
-                    is_master=True,
-                    wait_for_workers=False,
-                    master_listen_fd=listener.detach(),
-                )
-                self._endpoint = f"{self._host}|{port}"
-            return self._endpoint
+            if self._meeting is None:
+                self._meeting = Meeting(self._host)
+            return self._meeting.endpoint
 
     def connect(self, link: LinkId, endpoint: str, timeout_s: float) -> GlooLink:
-        """Meet the receiver at its store."""
-        return self._meet(link, endpoint, _SENDER, timeout_s)
+        """Meet the receiver at its endpoint."""
+        limit = time.monotonic() + timeout_s
+        try:
+            return self._build(link, call(endpoint, link, limit), _SENDER, limit)
+        except (OSError, ValueError, OverflowError) as error:
+            raise LinkBroken(f"link {link}: cannot connect: {error}") from error
 
     def accept(self, link: LinkId, timeout_s: float) -> GlooLink:
-        """Meet the sender at our store, through a connection of its own: a store answers one call
-        at a time, and a link that nobody joins must not hold up the others."""
-        return self._meet(link, self.listen(), _RECEIVER, timeout_s)
+        """Wait for the sender."""
+        limit = time.monotonic() + timeout_s
+        with self._lock:
+            meeting = self._meeting
+        if meeting is None:
+            raise LinkBroken(f"link {link}: not listening")
+        return self._build(link, meeting.await_sender(link, limit), _RECEIVER, limit)
 
     def close(self) -> None:
         """Stop listening."""
         with self._lock:
-            self._store = None
+            meeting, self._meeting = self._meeting, None
+        if meeting is not None:
+            meeting.close()
 
-    def _meet(self, link: LinkId, endpoint: str, me: int, timeout_s: float) -> GlooLink:
-        limit = time.monotonic() + timeout_s
-        host, _, port = endpoint.partition("|")
-        try:
-            # TCPStore retries a refused connection long and loudly; a plain probe says it at once.
-            socket.create_connection((host, int(port)), timeout_s).close()
-            store = TCPStore(
-                host, int(port), is_master=False, timeout=_left(limit), wait_for_workers=False
-            )
-            group = self._group(PrefixStore(str(link), store), me, limit)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise LinkBroken(f"link {link}: cannot connect: {_first_line(error)}") from error
-        return GlooLink(link, group, me)
-
-    def _group(self, store: PrefixStore, me: int, limit: float) -> _Group:
+    def _build(self, link: LinkId, connection: socket.socket, me: int, limit: float) -> GlooLink:
         # Private, but the only way to choose the interface; the contract suite checks it.
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
         options._devices = [self._device]  # noqa: SLF001
         options._threads = 1  # noqa: SLF001
-        options._timeout = _left(limit)  # noqa: SLF001
-        store.set_timeout(_left(limit))
-        return cast(_Group, ProcessGroupGloo(store, me, 2, options))
-
-
-def _left(limit: float) -> timedelta:
-    return timedelta(seconds=max(0.001, limit - time.monotonic()))
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+        options._timeout = timedelta(seconds=max(0.001, limit - time.monotonic()))  # noqa: SLF001
+        with connection:
+            try:
+                store = SocketStore(connection, limit)
+                group = ProcessGroupGloo(store, me, 2, options)
+            except (OSError, RuntimeError) as error:
+                raise LinkBroken(f"link {link}: {_first_line(error)}") from error
+        return GlooLink(link, cast(_Group, group), me)
 
 
 def _first_line(error: Exception) -> str:

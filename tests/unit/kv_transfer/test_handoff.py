@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
+
 import pytest
 
+from kv_transfer.config import ChecksumKind
+from protocol.errors import ErrorCode, HandoffFailed
 from protocol.ids import RequestKey
-from tests.support.transfer import Pair, differing, fill, make_layout, random_kv
+from tests.support.transfer import (
+    QUICK,
+    Pair,
+    differing,
+    fill,
+    make_fingerprint,
+    make_layout,
+    random_kv,
+)
 
 KEY = RequestKey("a")
 SIZES = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4)]
+SOURCE, DEST = (3, 1, 4, 9, 5), (8, 2, 7, 1, 15)
 
 
 @pytest.mark.parametrize(("source_tp", "dest_tp"), SIZES)
@@ -16,7 +30,198 @@ async def test_every_pair_of_degrees_moves_the_same_bits(backends, source_tp, de
     source, dest = make_layout(source_tp), make_layout(dest_tp)
     kv = random_kv(source, 5, seed=1)
     async with Pair(source=source, dest=dest, backends=backends) as pair:
-        fill(pair.prefill.pools, source, (3, 1, 4, 9, 5), kv)
-        await pair.run(KEY, (3, 1, 4, 9, 5), (8, 2, 7, 1, 15))
-        assert differing(pair.decode.pools, dest, (8, 2, 7, 1, 15), kv) == []
+        fill(pair.prefill.pools, source, SOURCE, kv)
+        await pair.run(KEY, SOURCE, DEST)
+        assert differing(pair.decode.pools, dest, DEST, kv) == []
         assert pair.sender.num_live == pair.receiver.num_live == 0
+        _, report = pair.prefill.events.commits[0]
+        assert report.num_pieces == 3
+        assert report.num_bytes == 5 * source.token_bytes() * source.block_size
+        assert report.start <= report.end
+
+
+@pytest.mark.parametrize(("source_tp", "dest_tp"), [(1, 3), (3, 1), (3, 3)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_three_heads(backends, source_tp, dest_tp, dtype):
+    source = make_layout(source_tp, num_kv_heads=3, dtype=dtype)
+    dest = make_layout(dest_tp, num_kv_heads=3, dtype=dtype)
+    kv = random_kv(source, 5, seed=2)
+    async with Pair(source=source, dest=dest, backends=backends) as pair:
+        fill(pair.prefill.pools, source, SOURCE, kv)
+        await pair.run(KEY, SOURCE, DEST)
+        assert differing(pair.decode.pools, dest, DEST, kv) == []
+
+
+@pytest.mark.parametrize(("source_tp", "dest_tp"), [(4, 1), (1, 4), (4, 4), (8, 2), (2, 8)])
+async def test_replicated_heads_go_once_to_each_destination(memory, source_tp, dest_tp):
+    source, dest = (make_layout(tp, num_kv_heads=2) for tp in (source_tp, dest_tp))
+    kv = random_kv(source, 5, seed=3)
+    async with Pair(source=source, dest=dest, backends=memory) as pair:
+        fill(pair.prefill.pools, source, SOURCE, kv)
+        await pair.run(KEY, SOURCE, DEST)
+        assert differing(pair.decode.pools, dest, DEST, kv) == []
+        _, report = pair.prefill.events.commits[0]
+        copies = max(dest_tp // 2, 1)
+        assert report.num_bytes == copies * 5 * source.token_bytes() * source.block_size
+
+
+@pytest.mark.parametrize("num_cached", [0, 1, 4, 5])
+@pytest.mark.parametrize("chunk", [1, 2, 5])
+async def test_cached_blocks_are_neither_sent_nor_touched(backends, num_cached, chunk):
+    layout = make_layout(2)
+    kv, other = random_kv(layout, 5, seed=1), random_kv(layout, 5, seed=2)
+    async with Pair(source=layout, dest=layout, backends=backends) as pair:
+        fill(pair.prefill.pools, layout, SOURCE, kv)
+        fill(pair.decode.pools, layout, DEST, other)
+        await pair.run(KEY, SOURCE, DEST, num_cached=num_cached, chunk=chunk)
+        cached, fresh = DEST[:num_cached], DEST[num_cached:]
+        assert differing(pair.decode.pools, layout, cached, other[:, :num_cached]) == []
+        assert differing(pair.decode.pools, layout, fresh, kv[:, num_cached:]) == []
+        _, commit = pair.decode.events.commits[0]
+        assert commit.num_blocks == 5 - num_cached
+        assert (commit.num_pieces == 0) == (num_cached == 5)
+
+
+async def test_layer_groups_and_large_pushes_are_split_and_joined(backends):
+    layout = make_layout(1, num_layers=5)
+    kv = random_kv(layout, 5, seed=1)
+    config = replace(QUICK, max_piece_bytes=2 * 5 * 4 * 2 * 4 * 8 * 4)  # two blocks
+    async with Pair(source=layout, dest=layout, backends=backends, config=config) as pair:
+        fill(pair.prefill.pools, layout, SOURCE, kv)
+        pair.submit(KEY, 5)
+        await pair.receiver.reserve(KEY, DEST, 0)
+        pair.sender.push(KEY, SOURCE, 0, 5, first_layer=2, num_layers=1)
+        pair.sender.push(KEY, SOURCE, 0, 5, first_layer=0, num_layers=2)
+        pair.sender.push(KEY, SOURCE, 0, 5, first_layer=3)
+        pair.sender.commit(KEY, 1)
+        await pair.decode.events.wait(lambda e: e.is_over(KEY))
+        assert differing(pair.decode.pools, layout, DEST, kv) == []
+        assert pair.decode.events.commits[0][1].num_pieces == 9
+
+
+@pytest.mark.parametrize("kind", list(ChecksumKind))
+async def test_checksum_kinds(memory, kind):
+    layout = make_layout(2, dtype="bfloat16")
+    kv = random_kv(layout, 5, seed=1)
+    config = replace(QUICK, checksum=kind)
+    async with Pair(source=layout, dest=layout, backends=memory, config=config) as pair:
+        fill(pair.prefill.pools, layout, SOURCE, kv)
+        await pair.run(KEY, SOURCE, DEST)
+        assert differing(pair.decode.pools, layout, DEST, kv) == []
+
+
+async def test_many_handoffs_at_once_share_the_links(backends):
+    source = make_layout(2, num_blocks=256, num_layers=3)
+    dest = make_layout(4, num_blocks=256, num_layers=3)
+    keys = [RequestKey(f"r{i}") for i in range(64)]
+    async with Pair(source=source, dest=dest, backends=backends) as pair:
+        blocks = {key: tuple(range(4 * i, 4 * i + 4)) for i, key in enumerate(keys)}
+        landing = {key: tuple(255 - b for b in ids) for key, ids in blocks.items()}
+        kv = {key: random_kv(source, 4, seed=i) for i, key in enumerate(keys)}
+        for key in keys:
+            fill(pair.prefill.pools, source, blocks[key], kv[key])
+        await asyncio.gather(*(pair.run(key, blocks[key], landing[key], chunk=1) for key in keys))
+        assert len(pair.decode.events.commits) == len(pair.prefill.events.commits) == 64
+        for key in keys:
+            assert differing(pair.decode.pools, dest, landing[key], kv[key]) == []
+        assert pair.sender.stats.relinked == 0
+
+
+async def test_a_receiver_that_starts_anew_gets_links_of_its_own(backends):
+    """A decode worker dies and comes back under another epoch; prefill keeps working."""
+    layout = make_layout(2)
+    kv = random_kv(layout, 5, seed=1)
+    async with Pair(source=layout, dest=layout, backends=backends) as old:
+        fill(old.prefill.pools, layout, SOURCE, kv)
+        await old.run(KEY, SOURCE, DEST)
+        for plane in old.decode.planes:
+            plane.close()
+        old.clients.handlers.pop(old.decode.ref.address)
+        async with Pair(
+            source=layout, dest=layout, backends=backends, clients=old.clients, epochs=(12, 23)
+        ) as new:
+            key = RequestKey("b")
+            ticket = replace(
+                new.ticket(key, 5), prefill_epoch=old.prefill.ref.epoch, signature=b""
+            ).signed(b"a secret of the tests")
+            new.receiver.offer(key, ticket, old.prefill.ref)
+            old.sender.expect(key, ticket, new.decode.ref)
+            await new.receiver.reserve(key, DEST, 0)
+            old.sender.push(key, SOURCE, 0, 5)
+            old.sender.commit(key, 1)
+            await new.decode.events.wait(lambda e: e.is_over(key))
+            assert differing(new.decode.pools, layout, DEST, kv) == []
+            await old.sender.peer_lost(old.decode.ref.epoch)
+
+
+async def test_idle_links_beyond_the_limit_are_closed_and_made_again(backends):
+    layout = make_layout(1)
+    kv = random_kv(layout, 5, seed=1)
+    config = replace(QUICK, max_peers=1)
+    async with Pair(source=layout, dest=layout, backends=backends, config=config) as one:
+        fill(one.prefill.pools, layout, SOURCE, kv)
+        async with Pair(
+            source=layout,
+            dest=layout,
+            backends=backends,
+            config=config,
+            clients=one.clients,
+            epochs=(12, 23),
+        ) as two:
+            for turn in range(4):
+                target = (one, two)[turn % 2]
+                key = RequestKey(f"r{turn}")
+                ticket = replace(target.ticket(key, 5), prefill_epoch=one.prefill.ref.epoch).signed(
+                    b"a secret of the tests"
+                )
+                target.receiver.offer(key, ticket, one.prefill.ref)
+                one.sender.expect(key, ticket, target.decode.ref)
+                await target.receiver.reserve(key, DEST, 0)
+                one.sender.push(key, SOURCE, 0, 5)
+                one.sender.commit(key, 1)
+                await target.decode.events.wait(lambda e, key=key: e.is_over(key))
+                await one.prefill.events.wait(lambda e, key=key: e.is_over(key))
+                assert differing(target.decode.pools, layout, DEST, kv) == []
+            assert sum(len(plane._links) for plane in one.prefill.planes) == 1
+
+
+@pytest.mark.parametrize("field", ["dtype", "rope", "model", "num_layers"])
+async def test_a_pair_that_does_not_fit_is_refused_by_the_field(memory, field):
+    layout = make_layout(1)
+    value = 9 if field == "num_layers" else "other"
+    fingerprint = make_fingerprint(layout, **{field: value})
+    async with Pair(
+        source=layout, dest=layout, backends=memory, dest_fingerprint=fingerprint
+    ) as pair:
+        pair.submit(KEY, 5)
+        await pair.receiver.reserve(KEY, DEST, 0)
+        for side in (pair.prefill, pair.decode):
+            await side.events.wait(lambda e: e.is_over(KEY))
+            error = side.events.ended_with(KEY)
+            assert error.code is ErrorCode.HANDOFF_FAILED
+            assert error.param == field
+        assert pair.decode.events.safe == [(KEY, DEST)]
+
+
+async def test_peers_with_another_backend_are_refused(memory):
+    layout = make_layout(1)
+    async with Pair(source=layout, dest=layout, backends=memory) as pair:
+        pair.receiver._links = tuple(
+            replace(link, backend="carrier pigeon") for link in pair.receiver._links
+        )
+        pair.submit(KEY, 5)
+        await pair.receiver.reserve(KEY, DEST, 0)
+        assert pair.decode.events.ended_with(KEY).param == "backend"
+        assert pair.prefill.events.ended_with(KEY).param == "backend"
+
+
+async def test_a_rank_that_cannot_listen_fails_the_start(memory):
+    class Deaf:
+        async def execute(self, rank: int, order: bytes) -> bytes:
+            raise OSError("no rank")
+
+    layout = make_layout(1)
+    pair = Pair(source=layout, dest=layout, backends=memory, wrap=lambda _: Deaf())
+    with pytest.raises(HandoffFailed, match="cannot listen"):
+        await pair.receiver.start()
+    await pair.__aexit__()

@@ -1,0 +1,174 @@
+"""Where the two ends of a link meet before there is a link: one short TCP conversation per link.
+
+torch's TCPStore would do as well, but its server looks up the name of every caller and stalls for
+seconds, for all of them, when the name server is slow; and it answers on every interface. Here the
+receiver listens on one address, the sender says which link it comes for and shows the token of the
+endpoint, and the socket then carries the few keys that a process group exchanges when it is built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import socket
+import struct
+import threading
+import time
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store
+
+from kv_transfer.backends.base import LinkBroken, LinkId
+
+_HELLO = struct.Struct("!HH")  # lengths of token and link name
+_FRAME = struct.Struct("!II")  # lengths of key and value
+_HELLO_TIMEOUT_S = 5.0
+_UNCLAIMED_S = 60.0
+_MAX_FRAME = 1 << 20
+_BACKLOG = 128
+
+
+class SocketStore(Store):
+    """The keys of one link's group: what one end sets, the other reads. One thread at a time.
+
+    Errors are RuntimeErrors, as torch's own stores raise them.
+    """
+
+    def __init__(self, connection: socket.socket, limit: float) -> None:
+        super().__init__()
+        self._connection = connection
+        self._limit = limit
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Keep a value and send it to the other end."""
+        data = value.encode() if isinstance(value, str) else value
+        self._values[key] = data
+        name = key.encode()
+        self._wait_at_most(self._limit)
+        self._connection.sendall(_FRAME.pack(len(name), len(data)) + name + data)
+
+    def get(self, key: str) -> bytes:
+        """A value of either end; waits for it until the link's time is up."""
+        self._read_until([key], self._limit)
+        return self._values[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all of `keys` are there."""
+        limit = self._limit
+        if timeout is not None:
+            limit = min(limit, time.monotonic() + timeout.total_seconds())
+        self._read_until(keys, limit)
+
+    def _read_until(self, keys: list[str], limit: float) -> None:
+        while not all(key in self._values for key in keys):
+            self._wait_at_most(limit)
+            key_size, value_size = _FRAME.unpack(_read(self._connection, _FRAME.size))
+            if key_size + value_size > _MAX_FRAME:
+                raise RuntimeError("the other end does not speak the link's language")
+            data = _read(self._connection, key_size + value_size)
+            self._values[data[:key_size].decode()] = data[key_size:]
+
+    def _wait_at_most(self, limit: float) -> None:
+        self._connection.settimeout(max(0.001, limit - time.monotonic()))
+
+
+class Meeting:
+    """The receiver's listening socket, and the senders that came and were not yet asked for."""
+
+    def __init__(self, host: str) -> None:
+        self._token = secrets.token_hex(16)
+        self._listener = socket.socket(_family(host))
+        self._listener.bind((host, 0))
+        self._listener.listen(_BACKLOG)
+        port = self._listener.getsockname()[1]
+        self.endpoint = f"{host}|{port}|{self._token}"
+        self._arrived = threading.Condition()
+        self._waiting: dict[str, tuple[socket.socket, float]] = {}
+        self._closed = False
+        threading.Thread(target=self._listen, name=f"kv-meet-{port}", daemon=True).start()
+
+    def await_sender(self, link: LinkId, limit: float) -> socket.socket:
+        """The connection of the sender of `link`. Raises LinkBroken when none came."""
+        name = str(link)
+        with self._arrived:
+            left = max(0.0, limit - time.monotonic())
+            self._arrived.wait_for(lambda: self._closed or name in self._waiting, left)
+            if name not in self._waiting:
+                raise LinkBroken(f"link {name}: the sender did not come")
+            return self._waiting.pop(name)[0]
+
+    def close(self) -> None:
+        """Stop listening, and hang up on those who still wait."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._arrived:
+            waiting, self._waiting = self._waiting, {}
+            self._closed = True
+            self._arrived.notify_all()
+        for connection, _ in waiting.values():
+            connection.close()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            # A caller that says nothing must not keep the next one out.
+            threading.Thread(
+                target=self._greet, args=(connection,), name="kv-greet", daemon=True
+            ).start()
+
+    def _greet(self, connection: socket.socket) -> None:
+        try:
+            connection.settimeout(_HELLO_TIMEOUT_S)
+            token_size, name_size = _HELLO.unpack(_read(connection, _HELLO.size))
+            token = _read(connection, token_size).decode()
+            name = _read(connection, name_size).decode()
+        except (OSError, RuntimeError, ValueError):
+            connection.close()
+            return
+        if not hmac.compare_digest(token, self._token):
+            connection.close()
+            return
+        self._put(name, connection)
+
+    def _put(self, name: str, connection: socket.socket) -> None:
+        now = time.monotonic()
+        with self._arrived:
+            old = [n for n, (_, since) in self._waiting.items() if now - since > _UNCLAIMED_S]
+            dropped = [self._waiting.pop(n)[0] for n in {*old, name} & self._waiting.keys()]
+            self._waiting[name] = (connection, now)
+            self._arrived.notify_all()
+        for stale in dropped:
+            stale.close()
+
+
+def call(endpoint: str, link: LinkId, limit: float) -> socket.socket:
+    """The sender's end: a connection to the endpoint's owner. Raises OSError or ValueError."""
+    host, port, token = endpoint.split("|")
+    connection = socket.create_connection((host, int(port)), max(0.001, limit - time.monotonic()))
+    name = str(link).encode()
+    try:
+        connection.sendall(_HELLO.pack(len(token), len(name)) + token.encode() + name)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            raise RuntimeError("the other end hung up")
+        data += part
+    return bytes(data)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]

@@ -1,0 +1,264 @@
+"""The contract of links and rendezvous, without workers."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from kv_transfer.access import Access
+from kv_transfer.backends.base import LinkBroken, LinkId
+from kv_transfer.backends.gloo import GlooBackend
+from kv_transfer.backends.memory import MemoryBackend, MemoryHub
+from kv_transfer.checksum import combine, message_checksum
+from kv_transfer.config import BackendName, ChecksumKind, TransferConfig
+from kv_transfer.data_plane import build_backend
+from kv_transfer.links import LinkThread, Operation
+from kv_transfer.orders import PartResult
+
+
+def link_id(link=1):
+    return LinkId(sender_epoch=1, receiver_epoch=2, source_rank=0, dest_rank=3, link=link)
+
+
+@pytest.fixture
+def ends(backends):
+    """The two ends of one link, built at the same time."""
+    source, dest = backends(), backends()
+    endpoint = dest.listen()
+    assert dest.listen() == endpoint
+    with ThreadPoolExecutor(2) as pool:
+        accepting = pool.submit(dest.accept, link_id(), 5.0)
+        connecting = pool.submit(source.connect, link_id(), endpoint, 5.0)
+        pair = connecting.result(5), accepting.result(5)
+    yield pair
+    for end in pair:
+        end.close()
+        end.close()
+    dest.close()
+    dest.close()
+
+
+def data(value, size=1 << 16):
+    return torch.full((size,), value, dtype=torch.uint8)
+
+
+def test_messages_arrive_in_order(ends):
+    source, dest = ends
+    got = [data(0), data(0, 5), data(0)]
+    with ThreadPoolExecutor(2) as pool:
+        sending = pool.submit(lambda: [source.send(m, 5.0) for m in (data(1), data(2, 5), data(3))])
+        receiving = pool.submit(lambda: [dest.recv(m, 5.0) for m in got])
+        sending.result(5)
+        receiving.result(5)
+    assert [int(m[0]) for m in got] == [1, 2, 3]
+    assert all(torch.equal(m, m[:1].expand_as(m)) for m in got)
+
+
+def test_a_receive_times_out_and_breaks_the_link(ends):
+    source, dest = ends
+    started = time.monotonic()
+    with pytest.raises(LinkBroken):
+        dest.recv(data(0), 0.2)
+    assert time.monotonic() - started < 2.0
+    with pytest.raises(LinkBroken):
+        dest.recv(data(0), 5.0)
+    with pytest.raises(LinkBroken):
+        for _ in range(3):  # the first may still fit the network's buffers
+            source.send(data(1, 1 << 22), 2.0)
+
+
+@pytest.mark.parametrize("which", ["own", "other"])
+def test_close_wakes_a_blocked_receive(ends, which):
+    source, dest = ends
+    threading.Timer(0.2, (dest if which == "own" else source).close).start()
+    started = time.monotonic()
+    with pytest.raises(LinkBroken):
+        dest.recv(data(0), 30.0)
+    assert time.monotonic() - started < 5.0
+
+
+def test_a_send_that_nobody_takes_ends_in_time(ends):
+    source, _ = ends
+    started = time.monotonic()
+    with pytest.raises(LinkBroken):
+        source.send(data(1, 64 << 20), 0.3)
+    assert time.monotonic() - started < 3.0
+
+
+def test_ends_that_never_meet_give_up(backends):
+    source, dest = backends(), backends()
+    endpoint = dest.listen()
+    for meet in (
+        lambda: dest.accept(link_id(), 0.2),
+        lambda: source.connect(link_id(), endpoint, 0.2),
+    ):
+        started = time.monotonic()
+        with pytest.raises(LinkBroken):
+            meet()
+        assert time.monotonic() - started < 2.0
+    dest.close()
+
+
+def test_two_links_that_nobody_joins_do_not_hold_up_a_third(backends):
+    source, dest = backends(), backends()
+    endpoint = dest.listen()
+    with ThreadPoolExecutor(4) as pool:
+        lonely = [pool.submit(dest.accept, link_id(n), 1.0) for n in (7, 8)]
+        accepting = pool.submit(dest.accept, link_id(9), 3.0)
+        connecting = pool.submit(source.connect, link_id(9), endpoint, 3.0)
+        started = time.monotonic()
+        ends = connecting.result(3), accepting.result(3)
+        assert time.monotonic() - started < 0.9
+        dest.close()
+        for end in ends:
+            end.close()
+        for waiting in lonely:
+            with pytest.raises(LinkBroken):
+                waiting.result(5)
+
+
+# --- rendezvous -----------------------------------------------------------------------------------
+
+
+def test_nobody_listens():
+    backend = GlooBackend("127.0.0.1")
+    with pytest.raises(LinkBroken, match="not listening"):
+        backend.accept(link_id(), 1.0)
+    with pytest.raises(LinkBroken, match="cannot connect"):
+        backend.connect(link_id(), "127.0.0.1|1|token", 1.0)
+    for endpoint in ("", "nonsense", "127.0.0.1|x|token", "127.0.0.1|99999999|token"):
+        with pytest.raises(LinkBroken):
+            backend.connect(link_id(), endpoint, 1.0)
+
+
+def test_strangers_and_silent_callers_do_not_get_in_or_in_the_way():
+    source, dest = GlooBackend("127.0.0.1"), GlooBackend("127.0.0.1")
+    host, port, token = dest.listen().split("|")
+    silent = [socket.create_connection((host, int(port))) for _ in range(5)]
+    silent[0].sendall(b"\xff" * 100)
+    with pytest.raises(LinkBroken):
+        source.connect(link_id(), f"{host}|{port}|{'0' * len(token)}", 1.0)
+    with pytest.raises(LinkBroken):
+        dest.accept(link_id(), 0.1)
+    with ThreadPoolExecutor(2) as pool:
+        accepting = pool.submit(dest.accept, link_id(), 5.0)
+        pool.submit(source.connect, link_id(), f"{host}|{port}|{token}", 5.0).result(5).close()
+        accepting.result(5).close()
+    for caller in silent:
+        caller.close()
+    dest.close()
+
+
+def test_each_rank_has_a_port_of_its_own():
+    backends = [GlooBackend("127.0.0.1") for _ in range(8)]
+    assert len({backend.listen() for backend in backends}) == 8
+    for backend in backends:
+        backend.close()
+
+
+# --- link threads ---------------------------------------------------------------------------------
+
+
+def operation(work, num_bytes=8):
+    access = Access()
+    return Operation(access=access, num_bytes=num_bytes, work=lambda link, staging: work(access))
+
+
+def done(access):
+    with access.entered():
+        return PartResult(peer_rank=0, num_bytes=0, checksum=0)
+
+
+def test_a_closed_link_thread_fails_what_is_queued_and_starts_nothing():
+    hub = MemoryHub()
+    entered, release = threading.Event(), threading.Event()
+    order = []
+
+    def slow(access):
+        with access.entered() as allowed:
+            order.append(allowed)
+            entered.set()
+            release.wait(5)
+            order.append("end of the old")
+        return PartResult(peer_rank=0, num_bytes=0, checksum=0)
+
+    def later(access):
+        with access.entered() as allowed:
+            order.append(("new", allowed))
+        return PartResult(peer_rank=0, num_bytes=0, checksum=0)
+
+    def opening(name):
+        return lambda: MemoryBackend(hub)._hub.pipe(link_id(name))
+
+    old = LinkThread(link_id(1), open_link=opening(1), device=torch.device("cpu"), predecessor=None)
+    running, queued = operation(slow), operation(later)
+    old.submit(running)
+    old.submit(queued)
+    assert entered.wait(5)
+    old.close()
+    new = LinkThread(link_id(2), open_link=opening(2), device=torch.device("cpu"), predecessor=old)
+    fresh = operation(later)
+    new.submit(fresh)
+    with pytest.raises(LinkBroken):
+        queued.result.result(5)
+    time.sleep(0.05)
+    assert not running.result.done()  # it is still inside the pool
+    assert not fresh.result.done()  # and so the new link waits
+    release.set()
+    with pytest.raises(LinkBroken):
+        running.result.result(5)
+    fresh.result.result(5)
+    assert order == [True, "end of the old", ("new", True)]
+    after = operation(done)
+    old.submit(after)
+    with pytest.raises(LinkBroken):
+        after.result.result(5)
+    new.close()
+    assert old.join(5)
+    assert new.join(5)
+
+
+def test_an_access_can_be_revoked_only_before_it_begins():
+    early, late = Access(), Access()
+    early.revoke()
+    assert early.over.done()
+    with early.entered() as allowed:
+        assert not allowed
+    with late.entered() as allowed:
+        assert allowed
+        assert not late.revoke().done()
+    assert late.over.done()
+    with late.entered() as allowed:
+        assert not allowed
+
+
+# --- checksums and settings -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [ChecksumKind.CRC32, ChecksumKind.SUM])
+def test_checksums_see_every_byte_and_place(kind):
+    place = {"generation": 1, "sequence": 2, "source": 0, "dest": 1}
+    message = torch.arange(1001).to(torch.uint8)
+    good = message_checksum(message, kind, **place)
+    assert good == message_checksum(message.clone(), kind, **place)
+    for position in (0, 500, 999, 1000):
+        bad = message.clone()
+        bad[position] ^= 1
+        assert message_checksum(bad, kind, **place) != good
+    for name in place:
+        assert message_checksum(message, kind, **{**place, name: 9}) != good
+    assert 0 <= good < 1 << 62
+    assert combine([good, 5]) == combine([5, good])
+
+
+def test_settings_are_checked():
+    with pytest.raises(ValueError, match="op_timeout_s"):
+        TransferConfig(op_timeout_s=0)
+    with pytest.raises(ValueError, match="memory"):
+        build_backend(TransferConfig(backend=BackendName.MEMORY))
+    assert build_backend(TransferConfig()).name == "gloo"
