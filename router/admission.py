@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from protocol.errors import Overloaded, Unavailable
+from protocol.errors import InvalidRequest, Overloaded, Unavailable
 
 
 class Admission:
@@ -24,8 +24,13 @@ class Admission:
     def enter(self, sequences: int) -> Iterator[None]:
         """Count `sequences` for the length of the block.
 
-        Raises Unavailable while draining and Overloaded when the bound would be passed.
+        Raises Unavailable while draining, Overloaded when the bound would be passed, InvalidRequest
+        when the bound is too small for it at any time.
         """
+        if sequences > self._limit:
+            raise InvalidRequest(
+                f"n asks for {sequences} sequences, at most {self._limit} can run", param="n"
+            )
         if self.draining:
             raise Unavailable("this router is draining", retry_after_s=self._retry_after_s)
         if self.in_flight + sequences > self._limit:

@@ -11,7 +11,7 @@ from protocol.errors import BatonError, HandoffFailed, Unavailable
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.messages import FailEvent, SpanEvent, TokenEvent
 from protocol.states import FinishReason
-from protocol.timeline import Span
+from protocol.timeline import Phase, Span
 from router.merge import TokenMerger
 
 #: Takes each token in order; returns True when the output is to be cut there (a stop string).
@@ -47,15 +47,22 @@ class Attempt:
     except spans, which are kept until the attempt is detached."""
 
     def __init__(
-        self, key: RequestKey, *, merger: TokenMerger, emit: Emit, prefill: WorkerRef | None
+        self,
+        key: RequestKey,
+        *,
+        merger: TokenMerger,
+        emit: Emit,
+        prefill: WorkerRef | None,
+        clock: Callable[[], float],
     ) -> None:
         self.key = key
         self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self.spans: list[Span] = []
         self.prefill_reported = asyncio.Event()
-        self.decode_started = False
+        self.decode_started: float | None = None  # when its first token came
         self._merger = merger
         self._emit = emit
+        self._clock = clock
         self._prefill = prefill
         if prefill is None:
             self.prefill_reported.set()
@@ -66,13 +73,14 @@ class Attempt:
         if self.ended.done():
             return
         if role is Role.DECODE:
-            self.decode_started = True
+            self.decode_started = self.decode_started or self._clock()
         for token, finish in self._merger.add(event.index, event.token, event.finish):
             cut = self._emit(token, finish)
             if finish is not None:
                 self.end(Ended(outcome=Outcome.FINISHED, role=role))
                 return
             if cut:
+                self._add_cut_span()
                 self.end(Ended(outcome=Outcome.CUT))
                 return
 
@@ -98,7 +106,7 @@ class Attempt:
         nothing from prefill is missing."""
         if ref.role is Role.PREFILL:
             self.prefill_reported.set()
-            if self.decode_started and self._merger.output_ids:
+            if self.decode_started is not None and self._merger.output_ids:
                 return
         error_class = HandoffFailed if ref.role is Role.PREFILL else Unavailable
         self.end(
@@ -121,6 +129,17 @@ class Attempt:
         """Resolve, unless it has ended already."""
         if not self.ended.done():
             self.ended.set_result(ended)
+
+    def _add_cut_span(self) -> None:
+        """Decode cannot report its part of an output that was cut here, so it is added here."""
+        if self.decode_started is not None:
+            span = Span(
+                phase=Phase.DECODE,
+                start=self.decode_started,
+                end=self._clock(),
+                note="cut at a stop string",
+            )
+            self.spans.append(span)
 
     def _add_spans(self, spans: tuple[Span, ...], role: Role) -> None:
         if spans:

@@ -15,7 +15,8 @@ class RouterConfig:
     max_model_len: context in tokens; the model's own when None. Workers may lower it further.
     max_requests: sequences in flight (n and batches count each); beyond it 429 /
         RESOURCE_EXHAUSTED.
-    max_body_bytes, max_message_bytes: largest HTTP body and gRPC message.
+    max_body_bytes, max_message_bytes: largest HTTP body and gRPC message. Parsing a body holds up
+        every stream for about 10 ms a MiB, so not much more than prompts can use.
     default_timeout_s, max_timeout_s: deadline of a request that names none, and the longest
         allowed.
     local_prefill_tokens: prompts up to this many tokens are prefilled on their decode worker.
@@ -39,8 +40,8 @@ class RouterConfig:
     model_aliases: tuple[str, ...] = ()
     max_model_len: int | None = None
     max_requests: int = 1024
-    max_body_bytes: int = 32 << 20
-    max_message_bytes: int = 32 << 20
+    max_body_bytes: int = 8 << 20
+    max_message_bytes: int = 8 << 20
     default_timeout_s: float = 600.0
     max_timeout_s: float = 3600.0
     local_prefill_tokens: int = 16

@@ -121,6 +121,11 @@ class Member:
         )
 
     @property
+    def max_model_len(self) -> int:
+        """Its context in tokens."""
+        return 0 if self.status is None else self.status.max_model_len
+
+    @property
     def capacity(self) -> int:
         """Tokens that one sequence can have here, prompt and output together."""
         return 0 if self.status is None else self.status.max_prompt_tokens + 1

@@ -40,9 +40,15 @@ class Members:
         """Every followed worker, leaving ones included."""
         return list(self._members.values())
 
-    def capacity(self) -> int:
-        """Tokens of the longest sequence that some ready decode worker can hold; 0 without one."""
-        return max((member.capacity for member in self.ready(Role.DECODE)), default=0)
+    def longest(self) -> tuple[int, int] | None:
+        """Tokens of the longest sequence that some ready decode worker takes.
+
+        First by its context alone, then by context and KV pool together. None without a worker.
+        """
+        decodes = self.ready(Role.DECODE)
+        if not decodes:
+            return None
+        return max(m.max_model_len for m in decodes), max(m.capacity for m in decodes)
 
     async def changed(self, timeout_s: float) -> None:
         """Return when a worker has joined, left or been lost, or after the time."""

@@ -225,7 +225,13 @@ class Flight:
         self._next_attempt += 1
         self._merger.restart()
         prefill_ref = None if pair.prefill is None else pair.prefill.ref
-        attempt = Attempt(key, merger=self._merger, emit=self._emit, prefill=prefill_ref)
+        attempt = Attempt(
+            key,
+            merger=self._merger,
+            emit=self._emit,
+            prefill=prefill_ref,
+            clock=self._relay.clock,
+        )
         tokens = len(self._job.prompt_ids) + len(self._merger.output_ids)
         blocks = -(-tokens // pair.choice.decode.block_size)
         try:
@@ -295,7 +301,7 @@ class Flight:
 
     async def _wait_for_spans(self, attempt: Attempt, ended: Ended) -> None:
         """Prefill's spans come on a stream of their own and may be late for a short output."""
-        if self._job.wants_timeline and ended.outcome is Outcome.FINISHED:
+        if self._job.wants_timeline and ended.outcome in (Outcome.FINISHED, Outcome.CUT):
             try:
                 async with asyncio.timeout(self._relay.config.timeline_wait_s):
                     await attempt.prefill_reported.wait()

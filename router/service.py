@@ -144,7 +144,7 @@ class InferenceService:
             raise InvalidRequest("tokens is required", param="tokens")
         ids = read.token_ids(read.as_array(value, "tokens"), "tokens")
         if ids:
-            check_ids(ids, self._limits(capacity=self._model.context), param="tokens")
+            check_ids(ids, self._limits(), param="tokens")
         return await self._model.decode(ids)
 
     def models(self) -> list[ModelInfo]:
@@ -167,16 +167,20 @@ class InferenceService:
         asked_s = request.timeout_s or self._config.default_timeout_s
         return asked_s if time_left_s is None else min(asked_s, time_left_s)
 
-    def _limits(self, *, capacity: int) -> Limits:
+    def _limits(self) -> Limits:
+        """What fits now; only the model's own limits while there is no worker."""
+        context = self._model.context
+        max_model_len, capacity = self._relay.members.longest() or (context, context)
         return Limits(
-            vocab_size=self._model.vocab_size, context=self._model.context, capacity=capacity
+            vocab_size=self._model.vocab_size,
+            context=min(context, max_model_len),
+            capacity=capacity,
         )
 
     async def _prepare(
         self, request: GenerateRequest, arrival: float, deadline: float
     ) -> Generation:
-        capacity = self._relay.members.capacity()
-        limits = self._limits(capacity=capacity or self._model.context)
+        limits = self._limits()
         sampling = base_sampling(
             request, limits, eos_ids=self._model.eos_ids, seed=secrets.randbelow(MAX_SEED)
         )
@@ -189,7 +193,7 @@ class InferenceService:
         jobs = make_jobs(
             request, prompts, sampling, limits, request_id=request_id, deadline=deadline
         )
-        if not capacity:
+        if not self._relay.members.ready(Role.DECODE):
             raise Unavailable("no decode worker is ready", retry_after_s=self._config.retry_after_s)
         span = Span(
             phase=Phase.TOKENIZE,

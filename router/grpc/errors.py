@@ -15,36 +15,38 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
-from protocol.errors import GRPC_STATUS, BatonError
+from protocol.errors import GRPC_STATUS, BatonError, ErrorInfo
+from router.present import presentable
 
 _DETAILS_KEY = "grpc-status-details-bin"
 
 
 async def abort(context: aio.ServicerContext[Any, Any], error: BatonError) -> NoReturn:
     """End the call with this error's status."""
-    code = grpc.StatusCode[GRPC_STATUS[error.code]]
-    await context.abort(code, error.message, trailers(error))
+    info = presentable(error)
+    code = grpc.StatusCode[GRPC_STATUS[info.code]]
+    await context.abort(code, info.message, trailers(info))
     raise AssertionError("abort returned")
 
 
-def trailers(error: BatonError) -> tuple[tuple[str, str | bytes], ...]:
+def trailers(info: ErrorInfo) -> tuple[tuple[str, str | bytes], ...]:
     """The trailing metadata of an error."""
-    pairs: list[tuple[str, str | bytes]] = [("baton-error-code", error.code.value)]
+    pairs: list[tuple[str, str | bytes]] = [("baton-error-code", info.code.value)]
     details: list[Message] = []
-    if error.param is not None:
-        pairs.append(("baton-error-param", error.param.encode("ascii", "replace").decode()))
+    if info.param is not None:
+        pairs.append(("baton-error-param", info.param.encode("ascii", "replace").decode()))
         violation = error_details_pb2.BadRequest.FieldViolation(
-            field=error.param, description=error.message
+            field=info.param, description=info.message
         )
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    if error.retry_after_s is not None:
-        pairs.append(("retry-after", f"{error.retry_after_s:g}"))
+    if info.retry_after_s is not None:
+        pairs.append(("retry-after", f"{info.retry_after_s:g}"))
         delay = Duration()
-        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        delay.FromNanoseconds(int(info.retry_after_s * 1e9))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     status = status_pb2.Status(
-        code=grpc.StatusCode[GRPC_STATUS[error.code]].value[0],
-        message=error.message,
+        code=grpc.StatusCode[GRPC_STATUS[info.code]].value[0],
+        message=info.message,
         details=[_packed(detail) for detail in details],
     )
     pairs.append((_DETAILS_KEY, status.SerializeToString()))

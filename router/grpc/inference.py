@@ -44,8 +44,8 @@ class InferenceServicer:
                     parsed, arrival=arrival, time_left_s=_time_left_s(context)
                 ) as generation:
                     last = await self._relay(parsed, generation, context, token_ids=token_ids)
-                # Off the books first: whoever has its answer can ask again at once.
-                await context.write(last)
+            # Off the books first: whoever has its answer can ask again at once.
+            await context.write(last)
         except BatonError as error:
             await abort(context, error)
 

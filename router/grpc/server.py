@@ -62,16 +62,16 @@ class GrpcServer:
         names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
         await self.set_serving(False)
-        bracketed = f"[{host}]" if ":" in host else host
+        where = f"[{host}]" if ":" in host else host
         try:
-            bound = server.add_insecure_port(f"{bracketed}:{port}")
+            bound = server.add_insecure_port(f"{where}:{port}")
         except RuntimeError as error:
             raise Unavailable(
                 f"cannot listen on {host}:{port}: {error}", param="grpc_port"
             ) from None
         await server.start()
         self._server = server
-        return f"{host}:{bound}"
+        return f"{where}:{bound}"
 
     async def set_serving(self, serving: bool) -> None:
         """What grpc.health.v1 answers for the server and its services."""

@@ -56,10 +56,10 @@ class Answer:
         if isinstance(error, Cancelled):
             return
         if self.started:
-            await self.part(b"data: " + error_body(error.info()) + b"\n\n", last=True)
+            await self.part(b"data: " + error_body(error) + b"\n\n", last=True)
         else:
             headers = [JSON_TYPE, *error_headers(error)]
-            await self.whole(error_status(error), error_body(error.info()), headers)
+            await self.whole(error_status(error), error_body(error), headers)
 
     async def _start(self, status: int, headers: Headers) -> None:
         self.started = True

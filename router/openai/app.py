@@ -85,7 +85,7 @@ class _Paths:
                         self._service.generate(request, arrival=arrival) as generation,
                     ):
                         ending = await self._relay(request, generation, answer)
-                    await ending()
+                await ending()
             except BatonError as error:
                 await answer.error(error)
 
@@ -198,7 +198,7 @@ def _json(value: dict[str, Any]) -> Response:
 def _error(error: BatonError) -> Response:
     headers = {name.decode(): value.decode() for name, value in error_headers(error)}
     return Response(
-        error_body(error.info()),
+        error_body(error),
         status_code=error_status(error),
         headers=headers,
         media_type="application/json",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 
-from protocol.errors import HTTP_STATUS, BatonError, ErrorCode, ErrorInfo
+from protocol.errors import HTTP_STATUS, BatonError, ErrorCode
+from router.present import presentable
 
 _TYPES = {
     ErrorCode.UNAUTHENTICATED: "authentication_error",
@@ -18,18 +19,19 @@ _TYPES = {
 }
 
 
-def error_body(info: ErrorInfo) -> bytes:
+def error_body(error: BatonError) -> bytes:
     """The JSON object of an error."""
+    info = presentable(error)
     code = info.code.value
     if info.code is ErrorCode.NOT_FOUND and info.param == "model":
         code = "model_not_found"  # the name OpenAI's clients know
-    error = {
+    fields = {
         "message": info.message,
         "type": _TYPES.get(info.code, "invalid_request_error"),
         "param": info.param,
         "code": code,
     }
-    return json.dumps({"error": error}).encode()
+    return json.dumps({"error": fields}).encode()
 
 
 def error_status(error: BatonError) -> int:

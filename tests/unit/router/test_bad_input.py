@@ -274,3 +274,31 @@ async def test_a_client_that_leaves_while_sending(doors: Doors) -> None:
     sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
     sock.close()
     await assert_serving(doors)
+
+
+@pytest.mark.parametrize("field", ["model", "role", "unknown"])
+async def test_what_a_client_sent_is_echoed_only_in_part(doors: Doors, field: str) -> None:
+    huge = "é\n" * 20_000
+    bodies = {
+        "model": {"messages": HI, "model": huge},
+        "role": {"messages": [{"role": huge, "content": "x"}]},
+        "unknown": {"messages": HI, huge: 1},
+    }
+    status, answer = await doors.post("/v1/chat/completions", bodies[field])
+    assert status in (400, 404)
+    assert len(answer["error"]["message"]) <= 300
+    if field == "unknown":
+        return
+    with pytest.raises(aio.AioRpcError) as caught:
+        async for _ in doors.inference.Generate(to_message(bodies[field]), timeout=10):
+            pass
+    assert caught.value.code().name in ("INVALID_ARGUMENT", "NOT_FOUND")
+    assert len(caught.value.details()) <= 300
+
+
+async def test_the_workers_context_counts_too(fleet: StubFleet, make_doors: MakeDoors) -> None:
+    await fleet.add(Role.DECODE, max_model_len=100)
+    async with make_doors(fleet) as doors:
+        status, answer = await doors.post("/v1/completions", {"prompt": [30] * 100})
+        assert status == 400
+        assert "context is 100" in answer["error"]["message"]

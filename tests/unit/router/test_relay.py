@@ -337,6 +337,9 @@ async def test_a_stop_string_ends_the_workers_part_too(
         assert body["choices"][0]["finish_reason"] == "stop"
         assert body["usage"]["completion_tokens"] == 6
         await until(lambda: worker.cancelled and not worker.running)
+        status, body = await complete(doors, max_tokens=400, stop=["def"], timeline=True)
+        (decode,) = [s for s in body["timeline"]["spans"] if s["phase"] == "decode"]
+        assert decode["note"] == "cut at a stop string"
 
 
 async def test_mass_cancels_leave_nothing_behind(fleet: StubFleet, make_doors: MakeDoors) -> None:

@@ -1,0 +1,23 @@
+"""Errors as they may be shown: what a client sent is echoed only in part."""
+
+from __future__ import annotations
+
+from protocol.errors import BatonError, ErrorInfo
+
+#: Trailers of a gRPC call hold 8 KiB, and a character can take 12 bytes there.
+MAX_MESSAGE = 300
+MAX_PARAM = 100
+
+
+def presentable(error: BatonError) -> ErrorInfo:
+    """The error as a value with its texts cut to a length that every transport carries."""
+    return ErrorInfo(
+        code=error.code,
+        message=_cut(error.message, MAX_MESSAGE),
+        param=None if error.param is None else _cut(error.param, MAX_PARAM),
+        retry_after_s=error.retry_after_s,
+    )
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 3] + "..."
