@@ -1,1 +1,1 @@
-"""The model, its paged KV and the executor that runs steps. Knows no text, network, Ray or roles."""
+"""The model, its paged KV and the executor that runs steps. Knows no text, network or roles."""

@@ -11,15 +11,15 @@ from protocol.sampling import SamplingParams
 class SequenceStep:
     """What one sequence does in a step: run `tokens` at positions start, start + 1, ...
 
-    block_ids: the sequence's blocks in order; they cover at least start + len(tokens) positions, and
-        the KV of positions 0 .. start - 1 is already there.
+    block_ids: the sequence's blocks in order; they cover at least start + len(tokens) positions,
+        and the KV of positions 0 .. start - 1 is already there.
     sampling: how to choose the token that follows the last one of `tokens`; None when nothing is
         sampled (a prompt's chunk before its last). The sampled token's noise is a function of
         (sampling.seed, start + len(tokens)): the absolute position that the token will have.
     banned: token ids that must not be sampled now (stop and end tokens before min_tokens).
-    previous: when set, `tokens` is one placeholder, and the token that runs is the one that sequence
-        number `previous` of the step launched just before this one samples. Only for executors whose
-        `launch` returns before the step is over.
+    previous: when set, `tokens` is one placeholder, and the token that runs is the one that
+        sequence number `previous` of the step launched just before this one samples. Only for
+        executors whose `launch` returns before the step is over.
     """
 
     tokens: tuple[int, ...]
@@ -44,6 +44,6 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """The sampled token of each sequence, in the order of the batch; None where none was asked for."""
+    """Sampled token of each sequence, in the order of the batch; None where none was asked for."""
 
     tokens: tuple[int | None, ...]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import secrets
@@ -46,10 +47,8 @@ class Channel:
 
     def close(self) -> None:
         """Close both directions; wakes a blocked `receive`."""
-        try:
+        with contextlib.suppress(OSError):  # the peer was first
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the peer was first
         self._socket.close()
 
     def _exactly(self, count: int) -> bytes:

@@ -19,7 +19,7 @@ class EngineConfig:
     max_model_len: longest sequence, prompt plus output; None takes the model's own limit.
     tp_size: tensor-parallel ranks, one process each.
     num_threads: threads of CPU kernels (a setting of the whole process); None leaves them alone.
-    max_step_tokens: token budget of one step of `engine.local` (workers have schedulers of their own).
+    max_step_tokens: token budget of one step of `engine.local`; workers have their own schedulers.
     max_running: sequences that `engine.local` runs at once.
     """
 

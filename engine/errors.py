@@ -13,4 +13,4 @@ class ModelRefused(InvalidRequest):
 
 
 class RankLost(Unavailable):
-    """A tensor-parallel rank died, fell silent or failed; `param` names it. The engine is unusable."""
+    """A tensor-parallel rank died, fell silent or failed; `param` names it. The engine is lost."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from engine.batch import SequenceStep, StepBatch, StepResult
 from engine.config import EngineConfig
@@ -17,6 +17,10 @@ from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.sampling import SamplingParams
 
 
+if TYPE_CHECKING:
+    from engine.cuda.runner import CudaRunner
+
+
 class PendingStep(Protocol):
     """A step that was launched."""
 
@@ -26,7 +30,7 @@ class PendingStep(Protocol):
 
 
 class Executor(Protocol):
-    """One engine, all of its ranks. Steps run in the order of their launch; one caller at a time."""
+    """One engine, all of its ranks. Steps run in the order of launch; one caller at a time."""
 
     layout: KVLayout
     fingerprint: KVFingerprint
@@ -102,9 +106,7 @@ def warmup_batches(block_size: int, max_model_len: int) -> list[StepBatch]:
     shapes = [((0,) * tokens, 0), ((0,), min(tokens, block_size - 1))]
     return [
         StepBatch(
-            sequences=(
-                SequenceStep(tokens=ids, start=start, block_ids=(0,), sampling=sampling),
-            )
+            sequences=(SequenceStep(tokens=ids, start=start, block_ids=(0,), sampling=sampling),)
         )
         for ids, start in shapes
     ]
@@ -119,6 +121,11 @@ def build_executor(
     fails within `timeout_s`.
     """
     _check_size(config, 1 if group is None else group.size)
+    if config.device.startswith("cuda"):
+        # Only here, so that an engine on a CPU needs no triton.
+        from engine.cuda.build import build_cuda_executor
+
+        return build_cuda_executor(config, group, timeout_s=timeout_s)
     if group is None:
         runner = RankRunner(config, TensorParallel())
         runner.open(runner.choose_num_blocks())
@@ -134,7 +141,7 @@ def build_executor(
 class FollowerExecutor:
     """A follower rank that has loaded and joined: its pool, and the loop that obeys rank 0."""
 
-    def __init__(self, runner: RankRunner, follower: Follower) -> None:
+    def __init__(self, runner: RankRunner | CudaRunner, follower: Follower) -> None:
         self._runner = runner
         self._follower = follower
         self.layout = runner.layout
@@ -150,12 +157,21 @@ def build_follower(invite: RankInvite, rank: int, config: EngineConfig) -> Follo
     _check_size(config, invite.size)
     follower = Follower(invite, rank)
     try:
-        runner = RankRunner(config, follower.tp)
-        follower.open(runner)
+        runner = _open_follower(follower, config)
     except Exception as error:
         follower.broken(error)
         raise
     return FollowerExecutor(runner, follower)
+
+
+def _open_follower(follower: Follower, config: EngineConfig) -> RankRunner | CudaRunner:
+    if config.device.startswith("cuda"):
+        from engine.cuda.build import load_follower
+
+        return load_follower(follower, config)
+    runner = RankRunner(config, follower.tp)
+    follower.open(runner)
+    return runner
 
 
 def _check_size(config: EngineConfig, size: int) -> None:

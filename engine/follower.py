@@ -96,7 +96,7 @@ class Follower:
     def _call(self, order: Order, handlers: Mapping[str, Handler]) -> None:
         try:
             answer = handlers[order.kind](order.payload)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the answer carries it to rank 0
             self._answer(order.number, error)
             return
         if isinstance(answer, bytes):

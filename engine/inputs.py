@@ -27,8 +27,8 @@ def prepare_step(
 ) -> PreparedStep:
     """Decodes first, longest context first, then longer chunks; results map back by `sampled`.
 
-    Raises Internal when an id, a block or a position is out of range: schedulers never plan that, and
-    nothing may be read or written outside the pool.
+    Raises Internal when an id, a block or a position is out of range: schedulers never plan that,
+    and nothing may be read or written outside the pool.
     """
     order = sorted(range(len(batch.sequences)), key=lambda i: _rank(batch.sequences[i]))
     steps = [batch.sequences[i] for i in order]
@@ -95,6 +95,8 @@ def _check(step: SequenceStep, block_size: int, max_model_len: int) -> None:
         raise Internal("this executor runs steps one by one: tokens must be known")
     if not step.tokens or step.start < 0:
         raise Internal("a step without tokens or at a negative position")
+    if step.previous is not None:
+        raise Internal("this executor finishes a step at launch: there is no previous one to await")
     if _end(step) > max_model_len:
         raise Internal(f"position {_end(step)} is past max_model_len {max_model_len}")
     if len(step.block_ids) * block_size < _end(step):

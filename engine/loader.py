@@ -1,4 +1,4 @@
-"""Reads a checkpoint: safetensors, each rank only its slices, the index deciding who owns a tensor."""
+"""Reads a checkpoint: safetensors, each rank only its slices; the index says who owns a tensor."""
 
 from __future__ import annotations
 
@@ -115,7 +115,9 @@ def _owners(folder: Path) -> dict[str, Path]:
         return _owners_by_index(folder, index)
     single = folder / SINGLE_FILE
     if not single.exists():
-        raise ModelRefused(f"{folder} has neither {INDEX_FILE} nor {SINGLE_FILE}", param=str(single))
+        raise ModelRefused(
+            f"{folder} has neither {INDEX_FILE} nor {SINGLE_FILE}", param=str(single)
+        )
     tensors, _ = _read_header(single)
     return dict.fromkeys(tensors, single)
 

@@ -49,8 +49,8 @@ class LocalEngine:
     """Runs requests to their end with continuous batching, chunked prefill and preemption.
 
     Every step takes one token of each running sequence that is past its prompt, then prompt chunks
-    up to `max_step_tokens` in order of arrival. When blocks run out, the youngest sequence gives all
-    of its blocks back and is computed again later, output included.
+    up to `max_step_tokens` in order of arrival. When blocks run out, the youngest sequence gives
+    all of its blocks back and is computed again later, output included.
     """
 
     def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
@@ -86,9 +86,7 @@ class LocalEngine:
             raise InvalidRequest("prompt is empty", param="prompt")
         if not all(0 <= token < vocab_size for token in prompt):
             raise InvalidRequest(f"prompt has ids outside 0 .. {vocab_size - 1}", param="prompt")
-        room = min(
-            self.executor.max_model_len, self._blocks.num_blocks * self._blocks.block_size
-        )
+        room = min(self.executor.max_model_len, self._blocks.num_blocks * self._blocks.block_size)
         if min(len(prompt) + sampling.max_tokens, self.executor.max_model_len + 1) > room:
             raise ContextTooLong(
                 f"{len(prompt)} prompt tokens and {sampling.max_tokens} more exceed {room}",
@@ -134,7 +132,7 @@ class LocalEngine:
         waiting: deque[_Sequence],
         running: list[_Sequence],
     ) -> bool:
-        """Give `sequence` the blocks for `count` more tokens, preempting younger ones if need be."""
+        """Give `sequence` blocks for `count` more tokens, preempting younger ones if need be."""
         missing = self._blocks.blocks_for(sequence.computed + count) - len(sequence.blocks)
         while (blocks := self._blocks.allocate(max(0, missing))) is None:
             victim = running.pop()

@@ -1,4 +1,4 @@
-"""The tensor-parallel group: an object of its own, never torch.distributed's process-wide default."""
+"""The tensor-parallel group: an object of its own, not torch.distributed's global default."""
 
 from __future__ import annotations
 

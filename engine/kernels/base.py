@@ -37,8 +37,8 @@ class Geometry:
 class StepInputs:
     """One step laid out in rows: sequences that run one token first, longer chunks after them.
 
-    Host tensors, all int64. Sequence s runs `queries[s]` rows; afterwards `contexts[s]` tokens of it
-    are in the KV, in `block_ids[s]` (exactly the blocks they need).
+    Host tensors, all int64. Sequence s runs `queries[s]` rows; afterwards `contexts[s]` tokens of
+    it are in the KV, in `block_ids[s]` (exactly the blocks they need).
 
     token_ids, positions, slots: `[T]`; slot = block * block_size + offset of the row's KV.
     num_decodes: how many leading sequences run exactly one token.
@@ -65,27 +65,35 @@ class StepInputs:
         return self.sample_rows.shape[0] == self.num_tokens
 
 
-class Linear(Protocol):
-    """x W^T + b, with the weight in whatever form the device likes."""
+class Product(Protocol):
+    """Rows times weights that this rank holds, in whatever form the device likes."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[T, in] -> [T, out]`."""
         ...
 
+
+class Linear(Product, Protocol):
+    """The product x W^T + b."""
+
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + x W^T + b, as one operation; only asked where `fuses_residual`."""
+        """The sum residual + x W^T + b as one operation; only asked where `fuses_residual`."""
         ...
 
 
 class Kernels(Protocol):
     """The operations of one rank on one device. Nothing here knows which model it serves.
 
-    `prepare` turns a step into whatever the device wants to compute once per step instead of once per
-    layer; the result goes back into the calls as `plan`.
+    `prepare` turns a step into whatever the device wants to compute once per step instead of once
+    per layer; the result goes back into the calls as `plan`.
     """
 
     geometry: Geometry
     fuses_residual: bool
+
+    def loaded(self) -> None:
+        """Called once, when all weights of the model have been given to `linear`."""
+        ...
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """A linear product; may keep only a packed form of `weight` `[out, in]`."""
@@ -93,8 +101,8 @@ class Kernels(Protocol):
 
     def gated_linear(
         self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
-    ) -> Linear:
-        """silu(x gate^T + b) * (x up^T + b): `[T, H] -> [T, I]`. Its `add` is never asked."""
+    ) -> Product:
+        """The product silu(x gate^T + b) * (x up^T + b): `[T, H] -> [T, I]`."""
         ...
 
     def prepare(self, inputs: StepInputs, cos: Tensor, sin: Tensor) -> Any:

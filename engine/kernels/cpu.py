@@ -8,14 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
-from engine.kernels.base import Geometry, Linear, StepInputs
+from engine.kernels.base import Geometry, Linear, Product, StepInputs
+from engine.kernels.memory import advise_huge_pages
+from engine.kernels.onednn import PackedGated, PackedLinear, packs
 from engine.kernels.sampling import SamplingInputs, sample
 
 #: Rows of queries that one attention product of a prompt chunk takes.
-_QUERY_TILE = 256
+_QUERY_TILE = 128
 #: A decode group is cut where padding would exceed this share of its longest context.
 _MAX_PADDING = 0.5
 
@@ -30,84 +32,25 @@ class DenseLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[T, in] -> [T, out]`."""
-        return F.linear(x, self._weight, self._bias)
+        return functional.linear(x, self._weight, self._bias)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + x W^T + b."""
+        """The sum residual + x W^T + b."""
         if self._bias is not None:
             residual = residual + self._bias
         return torch.addmm(residual, x, self._transposed)
 
 
-class PackedLinear:
-    """x W^T + b with the weight reordered for oneDNN once, the sum with a residual fused."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
-        self._bias = bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """`[T, in] -> [T, out]`."""
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self._weight, self._bias, "none", [], ""
-        )
-        return out
-
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + x W^T + b."""
-        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
-            x, residual, self._weight, self._bias, "add"
-        )
-        return out
-
-
 class DenseGated:
     """silu(x gate^T + b) * (x up^T + b) as one product of both weights."""
 
-    def __init__(self, gate: Linear, up: Linear) -> None:
+    def __init__(self, gate: Product, up: Product) -> None:
         self._gate = gate
         self._up = up
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[T, H] -> [T, I]`."""
-        return F.silu(self._gate(x), inplace=True).mul_(self._up(x))
-
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + the product."""
-        return self(x).add_(residual)
-
-
-class PackedGated:
-    """The same, with silu and the product fused into two packed linears."""
-
-    def __init__(
-        self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
-    ) -> None:
-        self._gate = torch.ops.mkldnn._reorder_linear_weight(gate, 16)
-        self._up = torch.ops.mkldnn._reorder_linear_weight(up, 16)
-        self._gate_bias = gate_bias
-        self._up_bias = up_bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """`[T, H] -> [T, I]`."""
-        product = torch.ops.mkldnn._linear_pointwise
-        gate = product(x, self._gate, self._gate_bias, "swish", [], "")
-        out: Tensor = product.binary(x, gate, self._up, self._up_bias, "mul")
-        return out
-
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + the product."""
-        return self(x).add_(residual)
-
-
-def packs(dtype: torch.dtype) -> bool:
-    """Whether packed products exist here and pay: bfloat16 through oneDNN."""
-    needed = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
-    if dtype is not torch.bfloat16 or not torch._C._has_mkldnn:
-        return False
-    if not all(hasattr(torch.ops.mkldnn, name) for name in needed):
-        return False
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return functional.silu(self._gate(x), inplace=True).mul_(self._up(x))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,17 +87,29 @@ class CpuKernels:
     def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
         self._packs = packs(geometry.dtype)
+        self._weights: list[Tensor] = []
+
+    def loaded(self) -> None:
+        """All weights are there."""
+        advise_huge_pages(self._weights)
+        self._weights.clear()
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """Packed where that pays."""
-        return PackedLinear(weight, bias) if self._packs else DenseLinear(weight, bias)
+        if not self._packs:
+            return DenseLinear(weight, bias)
+        linear = PackedLinear(weight, bias)
+        self._weights.append(linear.weight)
+        return linear
 
     def gated_linear(
         self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
-    ) -> Linear:
+    ) -> Product:
         """Packed where that pays."""
         if self._packs:
-            return PackedGated(gate, up, gate_bias, up_bias)
+            packed = PackedGated(gate, up, gate_bias, up_bias)
+            self._weights += (packed.gate, packed.up)
+            return packed
         return DenseGated(DenseLinear(gate, gate_bias), DenseLinear(up, up_bias))
 
     def prepare(self, inputs: StepInputs, cos: Tensor, sin: Tensor) -> CpuPlan:
@@ -163,7 +118,7 @@ class CpuKernels:
 
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """`[T] -> [T, H]`."""
-        return F.embedding(token_ids, table)
+        return functional.embedding(token_ids, table)
 
     def add_rms_norm(
         self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
@@ -174,7 +129,7 @@ class CpuKernels:
         return rms_norm(x, weight, eps), x
 
     def rope_and_write_kv(self, qkv: Tensor, kv: Tensor, plan: CpuPlan) -> Tensor:
-        """q rotated, k and v written."""
+        """Rotated q; k and v are written."""
         return rope_and_write_kv(qkv, kv, plan, self.geometry)
 
     def paged_attention(self, q: Tensor, kv: Tensor, plan: CpuPlan) -> Tensor:
@@ -220,9 +175,7 @@ def _decode_groups(inputs: StepInputs, geometry: Geometry) -> list[AttentionGrou
 def _decode_group(inputs: StepInputs, first: int, last: int, geometry: Geometry) -> AttentionGroup:
     longest = len(inputs.block_ids[first])
     # A shorter sequence is padded with its own last block: masked, and never another's KV.
-    tables = [
-        ids + ids[-1:] * (longest - len(ids)) for ids in inputs.block_ids[first:last]
-    ]
+    tables = [ids + ids[-1:] * (longest - len(ids)) for ids in inputs.block_ids[first:last]]
     contexts = torch.tensor(inputs.contexts[first:last])
     length = longest * geometry.block_size
     if last - first == 1:
@@ -273,8 +226,8 @@ def _pages(tables: Tensor, geometry: Geometry) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight."""
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    """Root-mean-square norm: x / sqrt(mean(x^2) + eps) * weight."""
+    return functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
 def rope_and_write_kv(qkv: Tensor, kv: Tensor, plan: CpuPlan, geometry: Geometry) -> Tensor:
@@ -315,7 +268,9 @@ def _attend_decodes(
     q = q.reshape(k.shape[0], geometry.group_size, geometry.head_dim)
     if group.mask is None:
         k, v = k[:, : group.length], v[:, : group.length]
-        out: Tensor = F.scaled_dot_product_attention(q[None], k[None], v[None], scale=geometry.scale)
+        out: Tensor = functional.scaled_dot_product_attention(
+            q[None], k[None], v[None], scale=geometry.scale
+        )
     else:
         scores = torch.baddbmm(group.mask, q, k.transpose(1, 2), alpha=geometry.scale)
         out = torch.bmm(scores.softmax(-1), v)
@@ -325,16 +280,19 @@ def _attend_decodes(
 def _attend_chunk(
     q: Tensor, k: Tensor, v: Tensor, group: AttentionGroup, geometry: Geometry
 ) -> Tensor:
-    """A chunk of one sequence, tile by tile, so that no product covers more future than one tile."""
+    """A chunk of one sequence, tile by tile: no product covers more future than one tile."""
     kv_heads, size, dim = geometry.num_kv_heads, geometry.group_size, geometry.head_dim
     q = q.reshape(group.queries, kv_heads, size, dim)
     history = group.length - group.queries
     out = torch.empty(group.queries, kv_heads, size, dim, dtype=q.dtype)
+    nothing = torch.zeros(1, 1, 1, dtype=q.dtype)
     for first in range(0, group.queries, _QUERY_TILE):
         last = min(first + _QUERY_TILE, group.queries)
         rows, seen = last - first, history + last
         tile = q[first:last].transpose(0, 1).reshape(kv_heads, rows * size, dim)
-        scores = torch.bmm(tile, k[:, :seen].transpose(1, 2)).mul_(geometry.scale)
+        scores = torch.baddbmm(
+            nothing, tile, k[:, :seen].transpose(1, 2), beta=0, alpha=geometry.scale
+        )
         assert group.mask is not None
         scores.view(kv_heads, rows, size, seen)[..., seen - rows :] += group.mask[:rows, :, :rows]
         result = torch.bmm(scores.softmax(-1), v[:, :seen])

@@ -1,17 +1,17 @@
 """Plain-torch operations, written to be read: the oracle of every faster implementation.
 
-Shapes as in engine.kernels.base. All arithmetic is in float32; results have the dtype of the inputs.
+Shapes as in engine.kernels.base. Arithmetic is in float32; results have the dtype of the inputs.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich, 2019)."""
+    """The norm x / sqrt(mean(x^2) + eps) * weight over each row (Zhang and Sennrich, 2019)."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (normed * weight.float()).to(x.dtype)
@@ -30,12 +30,12 @@ def rope_and_write_kv(
 ) -> Tensor:
     """Rotate q and k, write k and v at `slots`, return the rotated q `[T, Q, D]`.
 
-    qkv: `[T, (Q + 2 K) D]`, heads in the order q, k, v. cos, sin: `[T, D / 2]` of each row's position.
-    The halves of a head are rotated against each other (the "rotate_half" convention of Llama).
+    qkv: `[T, (Q + 2 K) D]`, heads in the order q, k, v. cos, sin: `[T, D / 2]` of each row's
+    position. The halves of a head turn against each other (Llama's "rotate_half" convention).
     """
     _, _, num_kv_heads, block_size, head_dim = kv.shape
     heads = qkv.view(qkv.shape[0], -1, head_dim)
-    q, k, v = torch.split(heads, (num_q_heads, num_kv_heads, num_kv_heads), dim=1)
+    q, k, v = torch.split(heads, [num_q_heads, num_kv_heads, num_kv_heads], dim=1)
     blocks, offsets = slots // block_size, slots % block_size
     kv[blocks, 0, :, offsets] = _rotate(k, cos, sin)
     kv[blocks, 1, :, offsets] = v
@@ -76,7 +76,7 @@ def paged_attention(
 
 
 def _sequence_kv(kv: Tensor, blocks: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    """k and v of one sequence, float32 `[K, context, D]`."""
+    """Keys and values of one sequence, float32 `[K, context, D]`."""
     needed = -(-context // kv.shape[3])
     pages = kv[blocks[:needed]].float()
     flat = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context]
@@ -86,4 +86,4 @@ def _sequence_kv(kv: Tensor, blocks: Tensor, context: int) -> tuple[Tensor, Tens
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of `[T, 2 I]`, gate first (Shazeer, 2020)."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
+    return (functional.silu(gate.float()) * up.float()).to(gate_up.dtype)

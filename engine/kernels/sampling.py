@@ -1,8 +1,8 @@
-"""Sampling with counter-based noise: the same ids in any batch, on any worker, after any preemption.
+"""Sampling with counter-based noise: the same ids in any batch, on any worker, after preemption.
 
 The noise of (seed, position, token) is a hash, so nothing is carried from token to token. A sampled
 row takes argmax(logits / temperature + Gumbel noise) over the tokens its filters leave, which draws
-from the softmax (Gumbel, 1954). Hashing is 32-bit integer arithmetic that wraps alike on every device.
+from the softmax (Gumbel, 1954). Hashing is 32-bit integer arithmetic, which wraps alike everywhere.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SamplingInputs:
         positions: Sequence[int],
         banned: Sequence[Sequence[int]],
     ) -> SamplingInputs:
-        """One entry a row: how to sample it, the position its token will have, what it may not be."""
+        """One entry a row: how to sample, the position its token will have, what it may not be."""
         rows = [row for row, p in enumerate(params) if not p.greedy]
         chosen = [params[row] for row in rows]
         keys = [noise_key(params[row].seed, positions[row]) for row in rows]
@@ -93,8 +93,7 @@ def _mix32(x: Tensor, key: Tensor | None = None) -> Tensor:
 
 
 def gumbel_noise(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Standard Gumbel noise, float32 `[rows, tokens]`, of keys `[rows, 2]` int32 and token ids int32
-    (`[tokens]`, or `[rows, tokens]`).
+    """Standard Gumbel noise, float32 `[rows, tokens]`, of keys `[rows, 2]` and token ids, int32.
 
     23 bits become u in (0, 1), never 0 or 1, exact in float32: the noise is at most 16.7.
     """

@@ -87,7 +87,7 @@ class BlockAllocator:
             self._references[block] += 1
 
     def free(self, ids: Sequence[int], *, keep: bool = False) -> None:
-        """Drop a reference to held blocks; the last one frees the block, or caches it with `keep`."""
+        """Drop a reference to held blocks; the last frees the block, or caches it with `keep`."""
         self._expect(ids, (BlockState.HELD,), "free")
         for block in ids:
             self._references[block] -= 1

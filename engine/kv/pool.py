@@ -7,15 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.kernels.memory import zeros_on_huge_pages
 from protocol.kv_layout import KVLayout
 
 
 class KVPool:
     """`data[layer][block, k/v, kv_head, token, head_dim]` of one rank, in one allocation.
 
-    Heads are counted within the rank. Calls are safe from any thread as long as the caller owns the
-    blocks; on a GPU they are ordered on the current stream. Memory starts as zeros, never as garbage
-    that could hold NaN.
+    Heads are counted within the rank. Calls are safe from any thread as long as the caller owns
+    the blocks; on a GPU they are ordered on the current stream. Memory starts as zeros, never as
+    garbage that could hold NaN.
     """
 
     def __init__(
@@ -29,16 +30,18 @@ class KVPool:
         self.num_blocks = layout.num_blocks
         self.dtype = dtype
         self.device = device
-        self.data = torch.zeros(
+        shape = (
             self.num_layers,
             self.num_blocks,
             2,
             self.num_heads,
             self.block_size,
             self.head_dim,
-            dtype=dtype,
-            device=device,
         )
+        if device.type == "cpu":
+            self.data = zeros_on_huge_pages(shape, dtype)
+        else:
+            self.data = torch.zeros(shape, dtype=dtype, device=device)
         self.layers: tuple[Tensor, ...] = self.data.unbind()
 
     def gather(

@@ -28,8 +28,6 @@ class RowParallelLinear:
         """
         if not self._fuses:
             return residual, self._tp.all_reduce(self._linear(x))
-        if self._tp.rank == 0:
-            total = self._linear.add(x, residual)
-        else:
-            total = self._linear(x)
+        first = self._tp.rank == 0
+        total = self._linear.add(x, residual) if first else self._linear(x)
         return self._tp.all_reduce(total), None

@@ -1,4 +1,4 @@
-"""A model's config.json, checked: what this engine can compute is parsed, the rest refused by name."""
+"""A model's config.json: what this engine can compute is parsed, the rest refused by name."""
 
 from __future__ import annotations
 
@@ -179,7 +179,5 @@ def _parse_rope(raw: dict[str, Any], max_positions: int) -> RopeConfig:
         factor=factor,
         low_freq_factor=low,
         high_freq_factor=high,
-        original_max_position=_positive(
-            scaling, "original_max_position_embeddings", max_positions
-        ),
+        original_max_position=_positive(scaling, "original_max_position_embeddings", max_positions),
     )

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from engine.kernels.base import Kernels, Linear, StepInputs
+from engine.kernels.base import Kernels, Linear, Product, StepInputs
 from engine.layers.linear import RowParallelLinear
 from engine.layers.rotary import rotary_tables
 from engine.layers.vocabulary import VocabularyEmbedding, VocabularyHead
@@ -72,7 +72,9 @@ class LlamaLayer:
     def _norm(self, name: str) -> Tensor:
         return self._source.read(f"{self._prefix}{name}.weight", (self._config.hidden_size,))
 
-    def _column(self, name: str, total: int, rows: Span, bias: bool) -> tuple[Tensor, Tensor | None]:
+    def _column(
+        self, name: str, total: int, rows: Span, bias: bool
+    ) -> tuple[Tensor, Tensor | None]:
         shape = (total, self._config.hidden_size)
         weight = self._source.read(f"{self._prefix}{name}.weight", shape, rows=rows)
         if not bias:
@@ -95,7 +97,7 @@ class LlamaLayer:
         weight = torch.cat([weight for weight, _ in parts])
         return self._kernels.linear(weight, torch.cat(biases) if biases else None)
 
-    def _load_gate_up(self, share: RankShare) -> Linear:
+    def _load_gate_up(self, share: RankShare) -> Product:
         config = self._config
         (gate, gate_bias), (up, up_bias) = (
             self._column(name, config.intermediate_size, share.intermediate, config.mlp_bias)
@@ -107,9 +109,7 @@ class LlamaLayer:
         self, name: str, total: int, columns: Span, bias: bool, tp: TensorParallel
     ) -> RowParallelLinear:
         hidden = self._config.hidden_size
-        weight = self._source.read(
-            f"{self._prefix}{name}.weight", (hidden, total), columns=columns
-        )
+        weight = self._source.read(f"{self._prefix}{name}.weight", (hidden, total), columns=columns)
         added = self._source.read(f"{self._prefix}{name}.bias", (hidden,)) if bias else None
         return RowParallelLinear(self._kernels, weight, added, tp)
 
@@ -155,6 +155,7 @@ class LlamaModel:
         if not config.tie_word_embeddings:
             table = _padded(source.read("lm_head.weight", shape, rows=share.vocab), share)
         self._head = VocabularyHead(kernels, table, config.vocab_size, tp)
+        kernels.loaded()
 
     def forward(self, inputs: StepInputs, kv: Sequence[Tensor]) -> Tensor | None:
         """Run the step; logits of `inputs.sample_rows` on rank 0, None on others or without rows.

@@ -1,4 +1,4 @@
-"""Which part of a model each tensor-parallel rank holds. Pure arithmetic, done before weights load."""
+"""Which part of a model each tensor-parallel rank holds. Arithmetic done before weights load."""
 
 from __future__ import annotations
 
