@@ -2,9 +2,9 @@
 
     python -m benchmarks.engine --model llama-3.1-8b --out benchmarks/results/engine-h100.json
 
-Weights are random and made on the device; the KV pool holds random values. Decode steps are launched
-as a worker launches them: step n + 1 before the tokens of step n are known. Every figure is printed
-beside the limit that bounds it: the copy rate (bytes) or the matrix rate (arithmetic).
+Weights are random and made on the device; the KV pool holds random values. Decode steps are
+launched as a worker launches them: step n + 1 before the tokens of step n are known. Every figure
+is printed beside the limit that bounds it: the copy rate (bytes) or the matrix rate (arithmetic).
 """
 
 from __future__ import annotations
@@ -13,18 +13,22 @@ import argparse
 import json
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from torch.distributed.distributed_c10d import TCPStore
 
 from engine.batch import SequenceStep, StepBatch
 from engine.config import EngineConfig
-from engine.cuda.comm import SingleRank
+from engine.cuda.comm import Communicator
+from engine.cuda.group import DeviceGroup, ReduceKind
 from engine.cuda.options import CudaOptions
 from engine.cuda.runner import CudaRunner, PendingTokens
 from engine.cuda.weights import RandomSource
@@ -66,7 +70,10 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What this card can do, measured just now: bytes/s of a copy (read + write), FLOP/s of bf16."""
+    """What this card can do, measured just now.
+
+    copy: bytes/s read plus written; matrix: FLOP/s of a bf16 product.
+    """
 
     copy: float
     matrix: float
@@ -80,14 +87,17 @@ class Report:
     torch: str
     commit: str
     command: str
+    rank: int = 0
     limits: Limits | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, what: str, **figures: Any) -> None:
         """Record and print one figure."""
+        if self.rank:
+            return
         self.rows.append({"what": what, **figures})
-        shown = "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in figures.items())
-        print(f"{what}: {shown}", flush=True)
+        shown = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in figures.items())
+        print(f"{what}: {'  '.join(shown)}", flush=True)
 
 
 def timed(run: Callable[[], object], repeats: int) -> float:
@@ -105,15 +115,20 @@ def timed(run: Callable[[], object], repeats: int) -> float:
 
 def measure_limits(device: torch.device) -> Limits:
     """Copy rate of 4 GiB and rate of an 8192^3 bf16 product, on random data."""
+    return Limits(copy=_copy_rate(device), matrix=_matrix_rate(device))
+
+
+def _copy_rate(device: torch.device) -> float:
     source = torch.randint(0, 1 << 30, (1 << 29,), dtype=torch.int64, device=device)
     target = torch.empty_like(source)
     target.copy_(source)
-    copy = 2 * source.nbytes / timed(lambda: target.copy_(source), 10)
-    del source, target
+    return 2.0 * float(source.nbytes) / timed(lambda: target.copy_(source), 10)
+
+
+def _matrix_rate(device: torch.device) -> float:
     a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
     torch.mm(a, b.t())
-    matrix = 2 * 8192**3 / timed(lambda: torch.mm(a, b.t()), 10)
-    return Limits(copy=copy, matrix=matrix)
+    return 2 * 8192**3 / timed(lambda: torch.mm(a, b.t()), 10)
 
 
 class Bench:
@@ -156,7 +171,7 @@ class Bench:
                 pending.pop(0).wait()
                 marks.append(time.perf_counter())
         pending.pop(0).wait()
-        gaps = [b - a for a, b in zip(marks[4:], marks[5:], strict=False)]
+        gaps = [b - a for a, b in pairwise(marks[4:])]
         return median(gaps)
 
     def report_decode(self, batch: int, context: int, steps: int, floor_of: str = "") -> float:
@@ -191,21 +206,15 @@ class Bench:
         """Prompts of one length, packed into steps of the token budget, against the matrix rate."""
         per_step = max(1, self.runner.options.max_chunk_tokens // length)
         tables = self.tables(count, length)
-        batches = []
-        for first in range(0, count, per_step):
-            batches.append(
-                StepBatch(
-                    sequences=tuple(
-                        SequenceStep(
-                            tokens=tuple((7 * i + first) % 4000 for i in range(length)),
-                            start=0,
-                            block_ids=table,
-                            sampling=GREEDY,
-                        )
-                        for table in tables[first : first + per_step]
-                    )
-                )
-            )
+        prompt = tuple(7 * i % 4000 for i in range(length))
+        sequences = [
+            SequenceStep(tokens=prompt, start=0, block_ids=table, sampling=GREEDY)
+            for table in tables
+        ]
+        batches = [
+            StepBatch(sequences=tuple(sequences[first : first + per_step]))
+            for first in range(0, count, per_step)
+        ]
         times = []
         for _ in range(repeats + 2):
             torch.cuda.synchronize()
@@ -239,44 +248,114 @@ def profile_decode(bench: Bench, batch: int, context: int, steps: int = 12) -> N
     from torch.profiler import ProfilerActivity, profile
 
     bench.decode(batch, context, 4)
+    if bench.report.rank:
+        bench.decode(batch, context, steps)
+        return
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         bench.decode(batch, context, steps)
         torch.cuda.synchronize()
     spans = sorted(
         (event.time_range.start, event.time_range.end, event.name)
         for event in trace.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        if str(event.device_type).endswith("CUDA")
     )
     spans = spans[len(spans) // 3 : -len(spans) // 6 or None]
-    busy, reach = 0.0, spans[0][0]
+    busy, reach, between = 0.0, spans[0][0], 0.0
     totals: dict[str, list[float]] = {}
     for start, end, name in spans:
         busy += max(0.0, end - max(start, reach))
+        if "embed" in name or "Memcpy" in name:
+            between += max(0.0, start - reach)
         reach = max(reach, end)
         entry = totals.setdefault(name[:70], [0.0, 0])
         entry[0] += end - start
         entry[1] += 1
     whole = reach - spans[0][0]
-    bench.report.add(f"idle batch {batch}", idle_share=1.0 - busy / whole, span_us=whole)
+    bench.report.add(
+        f"idle batch {batch}",
+        between_steps=between / whole,
+        between_kernels=1.0 - (busy + between) / whole,
+        span_us=whole,
+    )
     table = sorted(totals.items(), key=lambda item: -item[1][0])[:14]
     for name, (spent, count) in table:
         bench.report.add(f"  {name}", share=spent / whole, mean_us=spent / count, calls=int(count))
 
 
-def build(model: str, device: torch.device, options: CudaOptions, dtype: str) -> CudaRunner:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """This process's place among the ranks of one engine; all of them run the same benchmark."""
+
+    rank: int
+    size: int
+    store: Any
+
+    def smallest(self, key: str, value: int) -> int:
+        """The smallest of all ranks' values."""
+        if self.size == 1:
+            return value
+        self.store.set(f"{key}/{self.rank}", str(value))
+        return min(int(self.store.get(f"{key}/{rank}")) for rank in range(self.size))
+
+    def join(self, device: torch.device) -> DeviceGroup | None:
+        """The group of all ranks' GPUs."""
+        if self.size == 1:
+            return None
+        return DeviceGroup(self.store, self.rank, self.size, device, name="benchmark")
+
+
+def build(
+    args: argparse.Namespace,
+    device: torch.device,
+    ranks: Ranks,
+    comm: Communicator | None,
+    report: Report,
+) -> CudaRunner:
     """An engine with random weights and a pool of random values, sized from what is free."""
-    config = EngineConfig(model_path="random", dtype=dtype, device=str(device))
+    start = time.perf_counter()
+    config = EngineConfig(
+        model_path="random", dtype=args.dtype, device=str(device), tp_size=ranks.size
+    )
     runner = CudaRunner(
         config,
-        ModelConfig.from_dict(MODELS[model]),
-        RandomSource(getattr(torch, dtype), device),
-        SingleRank(),
-        options,
+        ModelConfig.from_dict(MODELS[args.model]),
+        RandomSource(getattr(torch, args.dtype), device),
+        CudaOptions(max_batch=args.max_batch),
+        rank=ranks.rank,
     )
-    runner.open(runner.choose_num_blocks())
+    torch.cuda.synchronize()
+    loaded = time.perf_counter()
+    num_blocks = ranks.smallest("blocks", runner.choose_num_blocks())
+    sized = time.perf_counter()
+    runner.open(num_blocks)
+    runner.start(comm)
+    torch.cuda.synchronize()
+    report.add(
+        "build", weights_s=loaded - start, sizing_s=sized - loaded,
+        plans_and_graphs_s=time.perf_counter() - sized,
+    )  # fmt: skip
     for layer in runner.pool.layers:
         layer.normal_()
     return runner
+
+
+def measure_all_reduce(group: DeviceGroup, device: torch.device, report: Report) -> None:
+    """Microseconds of each all-reduce inside a CUDA graph, by size."""
+    stream = torch.cuda.Stream(device)
+    for kib in (8, 16, 64, 256, 512, 1024, 2048, 4096):
+        h = torch.ones(kib * 512, dtype=torch.bfloat16, device=device)
+        figures = {}
+        for kind in ReduceKind:
+            partial = h if kind is ReduceKind.NCCL else group.shared_like(h)
+            with torch.cuda.stream(stream):
+                group.reduce_by(kind, partial, h)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                for _ in range(20):
+                    group.reduce_by(kind, partial, h)
+            graph.replay()
+            figures[f"{kind}_us"] = timed(graph.replay, 9) / 20 * 1e6
+        report.add(f"all-reduce {kib} KiB", **figures)
 
 
 def memory_figures(bench: Bench, free_before: int) -> None:
@@ -298,6 +377,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batches", default="1,32,128,256")
     parser.add_argument("--max-batch", type=int, default=256)
     parser.add_argument("--commit", default=None, help="recorded instead of asking git")
+    parser.add_argument("--tp", type=int, default=1, help="ranks, one GPU each")
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--skip", default="", help="of: decode, long, prefill, profile")
     return parser.parse_args(argv)
 
@@ -313,45 +395,77 @@ def commit() -> str:
     return run.stdout.strip()
 
 
+def followers(argv: Sequence[str], size: int, port: int) -> list[subprocess.Popen[bytes]]:
+    """The other ranks: the same command with another rank."""
+    command = [sys.executable, "-m", "benchmarks.engine", *argv, "--port", str(port)]
+    return [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(1, size)]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print."""
+    """Start the other ranks, if any, and measure."""
+    argv = sys.argv[1:] if argv is None else argv
     args = parse(argv)
+    if args.tp == 1:
+        run(args, Ranks(rank=0, size=1, store=None), argv)
+        return
+    lead = args.rank == 0
+    store = TCPStore("127.0.0.1", args.port, args.tp, is_master=lead, wait_for_workers=False)
+    processes = followers(argv, args.tp, store.port) if lead else []
+    try:
+        run(args, Ranks(rank=args.rank, size=args.tp, store=store), argv)
+        for process in processes:
+            process.wait(60)
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def run(args: argparse.Namespace, ranks: Ranks, argv: Sequence[str]) -> None:
+    """Measure and print, as one rank."""
     skip = set(args.skip.split(","))
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cuda", ranks.rank)
+    torch.cuda.set_device(device)
+    torch.manual_seed(7)
     report = Report(
-        card=torch.cuda.get_device_name(device),
+        card=f"{ranks.size} x {torch.cuda.get_device_name(device)}",
         torch=f"{torch.__version__}, python {platform.python_version()}",
         commit=args.commit or commit(),
-        command=f"python -m benchmarks.engine --model {args.model}",
+        command=" ".join(("python -m benchmarks.engine", *argv)),
+        rank=ranks.rank,
     )
     limits = report.limits = measure_limits(device)
     report.add("limits", copy_tb_s=limits.copy / 1e12, matrix_tflops=limits.matrix / 1e12)
     torch.cuda.empty_cache()
-    start = time.perf_counter()
-    runner = build(args.model, device, CudaOptions(max_batch=args.max_batch), args.dtype)
-    report.add("build", seconds=time.perf_counter() - start)
-    bench = Bench(runner, limits, report)
+    group = ranks.join(device)
+    if group is not None:
+        measure_all_reduce(group, device, report)
+    bench = Bench(build(args, device, ranks, group, report), limits, report)
+    memory_figures(bench, bench.runner.free_after_weights)
+    measure(bench, args, skip)
+    if args.out and not ranks.rank:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
     torch.cuda.synchronize()
-    free, _ = torch.cuda.mem_get_info(device)
-    memory_figures(bench, runner.free_after_weights)
-    report.add("left free", gib=free / 2**30)
+
+
+def measure(bench: Bench, args: argparse.Namespace, skip: set[str]) -> None:
+    """Everything about one engine."""
     if "decode" not in skip:
         for batch in map(int, args.batches.split(",")):
             bench.report_decode(batch, 512 if batch == 1 else 608, args.steps)
     if "long" not in skip:
         short = bench.report_decode(1, 512, args.steps)
         long = bench.report_decode(1, 32768, args.steps)
-        extra = (32768 - 512) * bench.token_bytes() / limits.copy
-        report.add("long context", extra_ms=(long - short) * 1e3, ratio=(long - short) / extra)
+        extra = (32768 - 512) * bench.token_bytes() / bench.limits.copy
+        bench.report.add(
+            "long context", extra_ms=(long - short) * 1e3, ratio=(long - short) / extra
+        )
     if "prefill" not in skip:
         bench.prefill(1, 8192, 5)
         bench.prefill(8, 2048, 3)
     if "profile" not in skip:
-        for batch in (64, 1, 32):
+        for batch in (64, 1, 128):
             profile_decode(bench, batch, 608)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -28,10 +28,11 @@ class CudaExecutor:
         self.pool = runner.pool
 
     def launch(self, batch: StepBatch) -> PendingStep:
-        """Have the followers start on the step, put it on this rank's stream."""
+        """Check the batch, have the followers start on it, put it on this rank's stream."""
+        plan = self._runner.prepare(batch)
         if self._group is not None:
             self._group.step(batch)
-        return self._runner.launch(batch)
+        return self._runner.submit(plan)
 
     def run(self, batch: StepBatch) -> StepResult:
         """`launch` and `wait`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ class GraphSet:
         self._batches = batches
         self._run = run
         self._lane = lane
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
         self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     def bucket(self, batch: int) -> int | None:

@@ -1,7 +1,7 @@
 """Tensor-parallel collectives over NVLink: symmetric memory for small tensors, NCCL for large ones.
 
-Every decode step reduces twice a layer, so latency counts. torch's symmetric-memory kernels read the
-peers' buffers directly: one-shot (everybody reads everything) for the smallest sizes, two-shot
+Every decode step reduces twice a layer, so latency counts. torch's symmetric-memory kernels read
+the peers' buffers directly: one-shot (everybody reads everything) for the smallest sizes, two-shot
 (reduce-scatter, then gather) above. NVLink multicast is never used.
 """
 
@@ -29,8 +29,8 @@ class ReduceKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReduceTable:
-    """Which all-reduce serves which size: one-shot up to `one_shot` bytes, two-shot up to `two_shot`,
-    NCCL above."""
+    """Which all-reduce serves which size: one-shot up to `one_shot` bytes, two-shot up to
+    `two_shot`, NCCL above."""
 
     one_shot: int
     two_shot: int
@@ -76,7 +76,9 @@ class DeviceGroup:
             self._nccl.allreduce([torch.zeros(1, device=device)]).wait()
             self._buffer = self._symmetric(c10d.PrefixStore(f"{name}/symm", store), device)
         except RuntimeError as error:
-            raise RankLost(f"rank {rank}: the GPU group did not form: {error}", param="tp") from error
+            raise RankLost(
+                f"rank {rank}: the GPU group did not form: {error}", param="tp"
+            ) from error
 
     def _symmetric(self, store: Any, device: torch.device) -> Tensor:
         from torch._C._distributed_c10d import _SymmetricMemory

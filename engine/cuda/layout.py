@@ -133,8 +133,8 @@ class ChunkRows:
     """Prompt chunks packed one after another, on the device.
 
     tokens, feed (all -1), positions, slots: int32 `[tokens]`; sample_rows: int64, rows among the
-    chunks whose logits are wanted. dense: (first row, rows) of the chunks that are attended to one by
-    one, which read `padding` rows past the last; packed: all others, or None.
+    chunks whose logits are wanted. dense: (first row, rows) of the chunks that are attended to one
+    by one, which read `padding` rows past the last; packed: all others, or None.
     """
 
     tokens: Tensor
@@ -233,9 +233,7 @@ class ChunkUploader:
         return [out[end - part.shape[0] : end] for part, end in zip(parts, ends, strict=True)]
 
 
-def _places(
-    steps: list[SequenceStep], tables: list[Ints], block_size: int
-) -> tuple[Ints, Ints]:
+def _places(steps: list[SequenceStep], tables: list[Ints], block_size: int) -> tuple[Ints, Ints]:
     """(positions, slots) of every row."""
     positions = [
         np.arange(step.start, step.start + len(step.tokens), dtype=np.int32) for step in steps

@@ -104,7 +104,7 @@ class CudaModel:
         scratch: DecodeScratch,
         cut: DecodeShape,
     ) -> Tensor | None:
-        """A step with prompt chunks: logits of all decode rows, then of the chunks' sampled rows.
+        """A step with prompt chunks: logits of decode rows, then of the chunks' sampled rows.
 
         None when nothing is sampled. All KV of the step is written in any case.
         """
@@ -151,9 +151,7 @@ class CudaModel:
     ) -> None:
         """out = norm(h) weight^T + bias."""
         if h.shape[0] == 1:
-            linear(
-                h, weight, out=out, bias=bias, gain=gain, eps=self._shape.eps, pdl=self._pdl
-            )
+            linear(h, weight, out=out, bias=bias, gain=gain, eps=self._shape.eps, pdl=self._pdl)
             return
         x = torch.empty_like(h)
         elementwise.rms_norm(h, gain, self._shape.eps, out=x, pdl=self._pdl)

@@ -29,9 +29,9 @@ class StepPlan:
     """A checked batch in device order.
 
     decodes, chunks: the sequences; feeds[r]: the row of the step before whose token decode row r
-    runs, or -1; *_blocks: how many blocks each sequence needs. sampled: the sequences of the logits'
-    rows (every decode row, then the chunks that sample); results[i]: the logits row of sequence i of
-    the batch, or None. banned: (logits row, token id) pairs.
+    runs, or -1; *_blocks: how many blocks each sequence needs. sampled: the sequences of the
+    logits' rows (every decode row, then the chunks that sample); results[i]: the logits row of
+    sequence i of the batch, or None. banned: (logits row, token id) pairs.
     """
 
     decodes: list[SequenceStep]
@@ -109,9 +109,7 @@ def _check(step: SequenceStep, limits: Limits) -> int:
     return count
 
 
-def _check_totals(
-    decodes: list[SequenceStep], chunks: list[SequenceStep], limits: Limits
-) -> None:
+def _check_totals(decodes: list[SequenceStep], chunks: list[SequenceStep], limits: Limits) -> None:
     if len(decodes) + len(chunks) > limits.max_batch:
         raise Internal(f"more than {limits.max_batch} sequences in one step")
     tokens = sum(len(step.tokens) for step in chunks)

@@ -1,10 +1,11 @@
 """Attention of prompt chunks: the fastest backend for each sequence of a step.
 
-cuDNN is about twice as fast as the triton kernel on Hopper, but wants contiguous keys and a plan per
-length. So it serves long chunks that start at position 0, one call a sequence: their keys lie in the
-projection's own rows, and a call may run past the end of its sequence, for causality keeps later keys
-out and later rows are dropped. Lengths are rounded up, so that few plans exist; all are made at start.
-Everything else (short chunks, history, other head sizes, float32) goes through the paged kernel.
+cuDNN is about twice as fast as the triton kernel on Hopper, but wants contiguous keys and a plan
+per length. So it serves long chunks that start at position 0, one call a sequence: their keys lie
+in the projection's own rows, and a call may run past the end of its sequence, for causality keeps
+later keys out and later rows are dropped. Lengths are rounded up, so that few plans exist; all are
+made at start. Everything else (short chunks, history, other head sizes, float32) goes through the
+paged kernel.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from engine.cuda.layout import DENSE_STEP, DENSE_TOKENS, ChunkRows, dense_length
 from engine.kernels.triton_attention import prefill_attention
+
 
 def cudnn_serves(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
     """Whether cuDNN's attention can be used for this kind of model on this device."""

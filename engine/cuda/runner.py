@@ -1,4 +1,4 @@
-"""One rank of an engine on a GPU: its model, its KV pool, its graphs, and how a step runs on them."""
+"""One rank of an engine on a GPU: its model, its KV pool, its graphs, and how a step runs."""
 
 from __future__ import annotations
 
@@ -67,6 +67,7 @@ class CudaRunner:
         options: CudaOptions,
         *,
         rank: int = 0,
+        device: torch.device | None = None,
     ) -> None:
         self.config = config
         self.model_config = model_config
@@ -76,7 +77,7 @@ class CudaRunner:
         self.max_model_len = min(config.max_model_len or limit, limit)
         self._rank = rank
         self._dtype: torch.dtype = getattr(torch, config.dtype)
-        self.device = torch.device(config.device)
+        self.device = device or torch.device(config.device)
         self._lane = Lane(self.device)
         share = share_of(model_config, rank, config.tp_size)
         self._shape = RankShape.of(model_config, share)
@@ -134,7 +135,7 @@ class CudaRunner:
         )
         with torch.inference_mode(), self._lane.active():
             chunks = self._uploader.upload([probe], [blocks], self.config.block_size)
-            self._forward_chunks(0, chunks, self._cuts[graph_batches(self.options.max_batch)[0], False])
+            self._forward_chunks(0, chunks, next(iter(self._cuts.values())))
         self._lane.synchronize()
         peak = torch.cuda.max_memory_allocated(self.device) - before
         self._close_pool()
@@ -206,19 +207,26 @@ class CudaRunner:
 
     # --- running ---------------------------------------------------------------------------------
 
-    def launch(self, batch: StepBatch) -> PendingTokens:
+    def prepare(self, batch: StepBatch) -> StepPlan:
+        """Check a batch and put it in device order; raises Internal when it is not sound."""
+        return plan_step(batch, self._limits, self._previous)
+
+    def submit(self, plan: StepPlan) -> PendingTokens:
         """Put a step on the stream. Its sampled tokens stay on the device for the next step."""
-        plan = plan_step(batch, self._limits, self._previous)
+        rows = len(plan.sampled)
         with torch.inference_mode(), self._lane.active():
             logits = self._forward(plan)
             buffer, _, index = self._out.take()
-            rows = len(plan.sampled)
             if logits is not None:
                 tokens = self._sampler(logits, plan, self._rows, self.model.comm)
                 buffer[:rows].copy_(tokens, non_blocking=True)
             self._out.sent(index)
         self._previous = plan.results
         return PendingTokens(self._out, buffer[:rows], index, plan.results)
+
+    def launch(self, batch: StepBatch) -> PendingTokens:
+        """`prepare` and `submit`."""
+        return self.submit(self.prepare(batch))
 
     def run(self, batch: StepBatch) -> StepResult:
         """Run a step to its end."""

@@ -15,9 +15,9 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.overlaps_launches = (
-            device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-        )
+        self.overlaps_launches = device.type == "cuda" and torch.cuda.get_device_capability(
+            device
+        ) >= (9, 0)
 
     @property
     def stream(self) -> torch.cuda.Stream:

@@ -15,7 +15,9 @@ def pdl_wait(PDL: tl.constexpr):
 
 
 @triton.jit
-def rms_norm(x, residual, gain, out, eps, HIDDEN, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr):
+def rms_norm(
+    x, residual, gain, out, eps, HIDDEN, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr
+):
     """out = rms(x [+ residual]) * gain; with ADD the sum is stored back into `residual`."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
@@ -103,7 +105,10 @@ def embed(
     tokens, feed, previous, table, out, first_id, num_ids, HIDDEN, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[r] = table[token - first_id], zero outside; token = previous[feed[r]] where feed[r] >= 0."""
+    """out[r] = table[token - first_id], zero outside the table.
+
+    token = previous[feed[r]] where feed[r] >= 0, else tokens[r].
+    """
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""A linear layer over few rows: one stream over the weights, with norm, SwiGLU and residual fused."""
+"""A linear layer over few rows: one stream over the weights; norm, SwiGLU and residual fused."""
 
 import triton
 import triton.language as tl
@@ -18,7 +18,9 @@ def load_weights(w, rows, row_ok, cols, K, EVEN_N: tl.constexpr, EVEN_K: tl.cons
 
 
 @triton.jit
-def row_step(tile, tile_up, x, gain, at, K, acc, acc_up, squares, NORM: tl.constexpr, GATED: tl.constexpr):
+def row_step(
+    tile, tile_up, x, gain, at, K, acc, acc_up, squares, NORM: tl.constexpr, GATED: tl.constexpr
+):
     """One tile of a single row's product, by multiply-add; sums stay spread over the tile."""
     value = tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)
     if NORM:
@@ -58,10 +60,10 @@ def skinny_linear(
 ):
     """out[M, N] = f(norm(x)[M, K] @ w[N, K]^T + bias) + residual, for M <= BLOCK_M.
 
-    NORM folds the RMS norm in: a tile of x is multiplied by `gain`, the sum of squares is gathered on
-    the way, and the row's scale is applied to the product. GATED: w is [2 N, K], gate rows first, and
-    f(gate, up) = silu(gate) * up. The first weight tile is requested before the previous kernel is
-    waited for, so that memory does not idle between kernels.
+    NORM folds the RMS norm in: a tile of x is multiplied by `gain`, the sum of squares is gathered
+    on the way, and the row's scale is applied to the product. GATED: w is [2 N, K], gate rows
+    first, and f(gate, up) = silu(gate) * up. The first weight tile is requested before the previous kernel
+    is waited for, so that memory does not idle between kernels.
     """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_ok = rows < N

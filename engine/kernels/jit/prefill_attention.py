@@ -24,7 +24,7 @@ def attend_tiles(
         v_mask = dim_ok[None, :] & (tokens < length)[:, None]
         k_at = cell[None, :] + dims[:, None]
         v_at = cell[:, None] + KV_HEADS * page_size + dims[None, :]
-        if MASKED or DIM != dims.shape[0]:
+        if MASKED or dims.shape[0] != DIM:
             k = tl.load(k_at, mask=k_mask, other=0.0)
         else:
             k = tl.load(k_at)
@@ -35,7 +35,7 @@ def attend_tiles(
         weight = tl.exp2(score - new_peak[:, None])
         shrink = tl.exp2(peak - new_peak)
         total = total * shrink + tl.sum(weight, axis=1)
-        if MASKED or DIM != dims.shape[0]:
+        if MASKED or dims.shape[0] != DIM:
             v = tl.load(v_at, mask=v_mask, other=0.0)
         else:
             v = tl.load(v_at)

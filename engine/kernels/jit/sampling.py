@@ -141,8 +141,8 @@ def sample_rows(
 
     The logits are those of ids first_id .. first_id + V.
 
-    Temperature 0 takes the plain argmax. Ties go to the lowest id. keys: `[rows, 2]` int32. The last
-    chunk of a row to finish picks among the chunks' best.
+    Temperature 0 takes the plain argmax. Ties go to the lowest id. keys: `[rows, 2]` int32. The
+    last chunk of a row to finish picks among the chunks' best.
     """
     pdl_wait(PDL)
     index = tl.program_id(0)

@@ -41,8 +41,7 @@ def test_a_step_can_be_launched_before_the_tokens_of_the_last_are_known(pair):
         order = [1, 0] if step % 2 == 0 else [0, 1]
         batch = StepBatch(
             sequences=tuple(
-                seq([0], at[i], tables[i], SEEDED if i else GREEDY, previous=rows[i])
-                for i in order
+                seq([0], at[i], tables[i], SEEDED if i else GREEDY, previous=rows[i]) for i in order
             )
         )
         pending.append(runner.launch(batch))

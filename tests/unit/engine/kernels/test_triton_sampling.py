@@ -60,8 +60,6 @@ def test_rows_are_independent_and_ties_go_to_the_lowest_id(device):
         SamplingParams(temperature=1.0, seed=4),
     ]
     together = device_sample(logits, params, [9, 10, 11], device)
-    alone = [
-        device_sample(logits[i : i + 1], [params[i]], [9 + i], device)[0] for i in range(3)
-    ]
+    alone = [device_sample(logits[i : i + 1], [params[i]], [9 + i], device)[0] for i in range(3)]
     assert together == alone
     assert together[0] == 70

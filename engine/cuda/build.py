@@ -1,0 +1,112 @@
+"""Builds engines on GPUs from a model folder: one rank alone, or rank 0 and its followers."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import TCPStore
+
+from engine.config import EngineConfig
+from engine.cuda.executor import CudaExecutor
+from engine.cuda.group import DeviceGroup
+from engine.cuda.options import CudaOptions
+from engine.cuda.runner import CudaRunner
+from engine.errors import ModelRefused
+from engine.follower import Follower
+from engine.loader import Checkpoint
+from engine.model.config import ModelConfig
+from engine.ranks import RankGroup, RankInvite
+from engine.runner import _fingerprint
+from protocol.kv_layout import DTYPE_BYTES, KVFingerprint
+
+
+def rank_device(config: EngineConfig, rank: int) -> torch.device:
+    """The GPU of a rank: the one that is named, or by rank among those this process can see."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        raise ModelRefused(f"device {config.device!r}: no CUDA device is usable", param="device")
+    device = torch.device(config.device)
+    index = rank % count if device.index is None else device.index
+    if index >= count:
+        raise ModelRefused(f"device {config.device!r}: there are {count} GPUs", param="device")
+    return torch.device("cuda", index)
+
+
+def load_rank(
+    config: EngineConfig, rank: int, options: CudaOptions
+) -> tuple[CudaRunner, KVFingerprint]:
+    """A rank with its weights on its device, not yet opened."""
+    device = rank_device(config, rank)
+    torch.cuda.set_device(device)
+    model = ModelConfig.load(config.model_path)
+    source = Checkpoint(config.model_path, getattr(torch, config.dtype), device)
+    source.check()
+    check_fits(config, model, device)
+    runner = CudaRunner(config, model, source, options, rank=rank, device=device)
+    return runner, _fingerprint(config, model, source.digest())
+
+
+def check_fits(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
+    """Raise ModelRefused with the figures when the weights alone exceed what is free."""
+    free, _ = torch.cuda.mem_get_info(device)
+    needed = num_parameters(model) * DTYPE_BYTES[config.dtype] // config.tp_size
+    if needed > free:
+        gib = 1 << 30
+        raise ModelRefused(
+            f"the weights take {needed / gib:.1f} GiB on each of {config.tp_size} GPU(s), and "
+            f"{free / gib:.1f} GiB are free on {device}",
+            param="tp_size",
+        )
+
+
+def num_parameters(model: ModelConfig) -> int:
+    """Weights of the matrices; norms and biases are too few to count."""
+    attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
+    layer = model.hidden_size * (attention + 3 * model.intermediate_size)
+    tables = 1 if model.tie_word_embeddings else 2
+    return model.num_layers * layer + tables * model.vocab_size * model.hidden_size
+
+
+def build_cuda_executor(
+    config: EngineConfig,
+    group: RankGroup | None = None,
+    *,
+    timeout_s: float = 600.0,
+    options: CudaOptions | None = None,
+) -> CudaExecutor:
+    """Load rank 0, wait for the followers of `group`, make pools and graphs on all ranks.
+
+    Raises ModelRefused naming what cannot be served or does not fit, and RankLost when a follower
+    does not come or fails within `timeout_s`.
+    """
+    options = options or CudaOptions()
+    if group is not None:
+        group.accept(timeout_s)
+    runner, fingerprint = load_rank(config, 0, options)
+    num_blocks = runner.choose_num_blocks()
+    runner.open(num_blocks)
+    if group is None:
+        runner.start()
+    else:
+        group.open(num_blocks, timeout_s)
+        runner.start(_join(group.invite, 0, runner.device))
+    return CudaExecutor(runner, fingerprint, group)
+
+
+def load_follower(
+    follower: Follower, config: EngineConfig, options: CudaOptions | None = None
+) -> CudaRunner:
+    """Load a follower's share, make its pool when rank 0 says so, join the other ranks' GPUs."""
+    runner, _ = load_rank(config, follower.rank, options or CudaOptions())
+    follower.open(runner)
+    runner.start(_join(follower.invite, follower.rank, runner.device))
+    return runner
+
+
+def _join(invite: RankInvite, rank: int, device: torch.device) -> DeviceGroup:
+    timeout = timedelta(seconds=invite.timeout_s)
+    store: Any = TCPStore(invite.host, invite.store_port, invite.size, False, timeout)
+    name = f"baton-{invite.host}-{invite.store_port}"
+    return DeviceGroup(store, rank, invite.size, device, name=name)
