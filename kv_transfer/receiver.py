@@ -171,10 +171,7 @@ class Receiver:
     async def peer_lost(self, epoch: int) -> None:
         """The prefill worker of this epoch is known dead: end what it was to send, drop its
         links."""
-        lost = [h for h in self._live.values() if h.lease.peer.epoch == epoch]
-        for handoff in lost:
-            error = HandoffFailed(f"prefill worker {handoff.lease.peer.worker_id} is lost")
-            self._finish(handoff, released=False, error=error, tell=False)
+        self._end_all(epoch, "is lost")
         await self._peers.forget(epoch)
 
     async def close(self) -> None:
@@ -334,6 +331,11 @@ class Receiver:
         except TimeoutError:
             raise HandoffFailed(f"{lease.key}: pieces did not arrive", param="num_pieces") from None
 
+    def _end_all(self, epoch: int, why: str) -> None:
+        for handoff in [h for h in self._live.values() if h.lease.peer.epoch == epoch]:
+            error = HandoffFailed(f"prefill worker {handoff.lease.peer.worker_id} {why}")
+            self._finish(handoff, released=False, error=error, tell=False)
+
     def _end_key(self, key: RequestKey, error: BatonError) -> None:
         handoff = self._live.get(key)
         if handoff is not None:
@@ -399,7 +401,9 @@ class Receiver:
             error=error,
         )
         client = self._clients.get(lease.peer.address)
-        await call_repeatedly(client, methods.END, end, self._config)
+        answer = await call_repeatedly(client, methods.END, end, self._config)
+        if answer.error is not None and not answer.refused:
+            self._end_all(lease.peer.epoch, "does not answer")
 
 
 def _failure(error: BatonError) -> BatonError:

@@ -186,10 +186,7 @@ class Sender:
     async def peer_lost(self, epoch: int) -> None:
         """The decode worker of this epoch is known dead: end what was meant for it, drop its
         links."""
-        lost = [h for h in self._live.values() if h.lease.peer.epoch == epoch]
-        for handoff in lost:
-            error = HandoffFailed(f"decode worker {handoff.lease.peer.worker_id} is lost")
-            self._finish(handoff, released=False, error=error, tell=False)
+        self._end_all(epoch, "is lost")
         await self._lanes.forget(epoch)
 
     async def close(self) -> None:
@@ -325,6 +322,11 @@ class Sender:
         )
         self._listener.committed(lease.key, report)
 
+    def _end_all(self, epoch: int, why: str) -> None:
+        for handoff in [h for h in self._live.values() if h.lease.peer.epoch == epoch]:
+            error = HandoffFailed(f"decode worker {handoff.lease.peer.worker_id} {why}")
+            self._finish(handoff, released=False, error=error, tell=False)
+
     def _end_key(self, key: RequestKey, error: BatonError) -> None:
         handoff = self._live.get(key)
         if handoff is not None:
@@ -377,7 +379,9 @@ class Sender:
         info = None if error is None else error.info()
         end = HandoffEnd(key=key, epoch=self.ref.epoch, released=released, error=info)
         client = self._clients.get(decode.address)
-        await call_repeatedly(client, methods.END, end, self._config)
+        answer = await call_repeatedly(client, methods.END, end, self._config)
+        if answer.error is not None and not answer.refused:
+            self._end_all(decode.epoch, "does not answer")
 
 
 def _failure(error: BatonError) -> BatonError:

@@ -1,0 +1,236 @@
+"""Transfer sides in processes of their own, told what to do over a pipe: for kills and freezes."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from kv_transfer.backends.gloo import GlooBackend
+from kv_transfer.config import TransferConfig
+from kv_transfer.credits import Holding
+from kv_transfer.ranks import LocalRanks
+from kv_transfer.receiver import Receiver
+from kv_transfer.sender import Sender
+from protocol.ids import RequestKey, Role, WorkerRef, new_epoch
+from protocol.ticket import Ticket
+from rpc import methods
+from rpc.service import ClientPool, ControlServer
+from tests.support.transfer import (
+    SECRET,
+    Side,
+    differing,
+    fill,
+    make_fingerprint,
+    make_layout,
+    make_side,
+    random_kv,
+)
+
+#: Short times, so that faults show in a second or two.
+CONFIG = TransferConfig(
+    lease_s=20,
+    op_timeout_s=1.0,
+    connect_timeout_s=1.0,
+    rpc_timeout_s=0.5,
+    rpc_attempts=2,
+    repair_s=0.5,
+)
+ANSWER_S = 30.0
+
+
+class _Host:
+    """What runs in the child: any number of workers of one role, each with its own server."""
+
+    def __init__(self, role: Role) -> None:
+        self._role = role
+        self._sides: list[Side] = []
+        self._ends: list[Any] = []
+        self._clients = ClientPool(secret=SECRET)
+
+    async def make(self, tp_size: int, shape: dict[str, Any]) -> tuple[int, WorkerRef]:
+        layout = make_layout(tp_size, **shape)
+        server = ControlServer(secret=SECRET)
+        address = server.bind()
+        side = make_side(self._role, layout, CONFIG, lambda: GlooBackend("127.0.0.1"), new_epoch())
+        side.ref = WorkerRef(
+            worker_id=side.ref.worker_id, epoch=side.ref.epoch, role=self._role, address=address
+        )
+        common: dict[str, Any] = {
+            "ref": side.ref,
+            "layout": layout,
+            "fingerprint": make_fingerprint(layout),
+            "secret": SECRET,
+            "ranks": LocalRanks(side.planes),
+            "clients": self._clients,
+            "config": CONFIG,
+            "listener": side.events,
+        }
+        if self._role is Role.PREFILL:
+            sender = Sender(**common)
+            server.add({methods.GRANT: sender.on_grant, methods.END: sender.on_end})
+            self._ends.append(sender)
+        else:
+            receiver = Receiver(**common)
+            await receiver.start()
+            server.add(
+                {
+                    methods.PIECE: receiver.on_piece,
+                    methods.COMMIT: receiver.on_commit,
+                    methods.END: receiver.on_end,
+                }
+            )
+            self._ends.append(receiver)
+        await server.start()
+        self._sides.append(side)
+        return len(self._sides) - 1, side.ref
+
+    async def submit(self, which: int, key: RequestKey, ticket: Ticket, peer: WorkerRef) -> None:
+        end = self._ends[which]
+        (end.expect if self._role is Role.PREFILL else end.offer)(key, ticket, peer)
+
+    async def reserve(self, which: int, key: RequestKey, blocks: tuple[int, ...]) -> None:
+        await self._ends[which].reserve(key, blocks, 0)
+
+    async def send(
+        self, which: int, key: RequestKey, blocks: tuple[int, ...], seed: int, chunk: int
+    ) -> None:
+        side = self._sides[which]
+        await side.events.wait(lambda e: key in e.grants)
+        fill(side.pools, side.layout, blocks, random_kv(side.layout, len(blocks), seed))
+        for first in range(0, len(blocks), chunk):
+            part = blocks[first : first + chunk]
+            self._ends[which].push(key, part, first, len(part))
+        self._ends[which].commit(key, 5)
+
+    async def slow(self, which: int, seconds: float) -> None:
+        """Every gather takes this long: a transfer can be caught in the middle."""
+        for pool in self._sides[which].pools:
+            pool.before_gather = lambda: time.sleep(seconds)
+
+    async def over(self, which: int, key: RequestKey) -> tuple[str, Any]:
+        """How a hand-off ended; waits for it."""
+        events = self._sides[which].events
+        await events.wait(lambda e: e.is_over(key), ANSWER_S)
+        if key in dict(events.commits):
+            return "committed", None
+        return "ended", dict(events.ends)[key]
+
+    async def safe(self, which: int, key: RequestKey) -> tuple[int, ...]:
+        events = self._sides[which].events
+        await events.wait(lambda e: key in dict(e.safe), ANSWER_S)
+        return dict(events.safe)[key]
+
+    async def wrong(self, which: int, blocks: tuple[int, ...], seed: int) -> list[Any]:
+        side = self._sides[which]
+        kv = random_kv(side.layout, len(blocks), seed)
+        return differing(side.pools, side.layout, blocks, kv)
+
+    async def left(self, which: int) -> tuple[int, int]:
+        """Live hand-offs and blocks in the account."""
+        end = self._ends[which]
+        if self._role is Role.PREFILL:
+            return end.num_live, 0
+        return end.num_live, sum(end.num_blocks(holding) for holding in Holding)
+
+    async def sockets(self) -> int:
+        return sum("socket:" in _target(fd) for fd in os.listdir("/proc/self/fd"))
+
+    async def threads(self) -> int:
+        return threading.active_count()
+
+
+def _target(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
+
+
+def _child(role: Role, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    asyncio.run(_serve(_Host(role), pipe))
+
+
+async def _serve(host: _Host, pipe: Connection) -> None:
+    loop = asyncio.get_running_loop()
+    running: set[asyncio.Task[None]] = set()
+    closed = asyncio.Event()
+
+    async def answer(number: int, name: str, args: tuple[Any, ...]) -> None:
+        try:
+            result = await getattr(host, name)(*args)
+        except Exception as error:  # noqa: BLE001 - it is the test's to judge
+            result = error
+        pipe.send((number, result))
+
+    def start(command: tuple[int, str, tuple[Any, ...]]) -> None:
+        task = loop.create_task(answer(*command))
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+    def read() -> None:
+        try:
+            while True:
+                loop.call_soon_threadsafe(start, pipe.recv())
+        except (EOFError, OSError):
+            loop.call_soon_threadsafe(closed.set)
+
+    threading.Thread(target=read, daemon=True).start()
+    await closed.wait()
+    os._exit(0)
+
+
+class Process:
+    """The parent's handle of one child."""
+
+    def __init__(self, role: Role) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        self._pipe, other = context.Pipe()
+        self._child = context.Process(target=_child, args=(role, other), daemon=True)
+        self._child.start()
+        other.close()
+        self._number = 0
+        self._answers: dict[int, Any] = {}
+
+    def start(self, name: str, *args: Any) -> Callable[[], Any]:
+        """Begin a command; the returned function waits for its answer."""
+        self._number += 1
+        number = self._number
+        self._pipe.send((number, name, args))
+        return lambda: self._wait(number)
+
+    def do(self, name: str, *args: Any) -> Any:
+        """Run a command."""
+        return self.start(name, *args)()
+
+    def _wait(self, number: int) -> Any:
+        while number not in self._answers:
+            if not self._pipe.poll(ANSWER_S + 10):
+                raise TimeoutError("the child does not answer")
+            found, result = self._pipe.recv()
+            self._answers[found] = result
+        result = self._answers.pop(number)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def freeze(self) -> None:
+        os.kill(self._child.pid or 0, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.kill(self._child.pid or 0, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._child.kill()
+        self._child.join(10)
+        self._pipe.close()
