@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from protocol.errors import BatonError, ErrorInfo
+from protocol.errors import BatonError, ErrorCode, ErrorInfo
 
 #: Trailers of a gRPC call hold 8 KiB, and a character can take 12 bytes there.
 MAX_MESSAGE = 300
 MAX_PARAM = 100
+#: When to come back after a failure that passes, if whoever raised it did not say.
+DEFAULT_RETRY_S = 1.0
+_PASSING = (ErrorCode.OVERLOADED, ErrorCode.UNAVAILABLE, ErrorCode.HANDOFF_FAILED)
 
 
 def presentable(error: BatonError) -> ErrorInfo:
@@ -15,8 +18,14 @@ def presentable(error: BatonError) -> ErrorInfo:
         code=error.code,
         message=_cut(error.message, MAX_MESSAGE),
         param=None if error.param is None else _cut(error.param, MAX_PARAM),
-        retry_after_s=error.retry_after_s,
+        retry_after_s=_retry_after_s(error),
     )
+
+
+def _retry_after_s(error: BatonError) -> float | None:
+    if error.retry_after_s is None and error.code in _PASSING:
+        return DEFAULT_RETRY_S
+    return error.retry_after_s
 
 
 def _cut(text: str, length: int) -> str:

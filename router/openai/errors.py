@@ -41,6 +41,7 @@ def error_status(error: BatonError) -> int:
 
 def error_headers(error: BatonError) -> list[tuple[bytes, bytes]]:
     """Headers that an error adds: when to come back, in whole seconds."""
-    if error.retry_after_s is None:
+    retry_after_s = presentable(error).retry_after_s
+    if retry_after_s is None:
         return []
-    return [(b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s)))]
+    return [(b"retry-after", b"%d" % max(1, math.ceil(retry_after_s)))]

@@ -211,8 +211,11 @@ async def test_a_final_failure_reaches_the_client(doors: Doors) -> None:
 async def test_attempts_are_bounded(fleet: StubFleet, make_doors: MakeDoors) -> None:
     worker = await fleet.add(Role.DECODE, fail_after=0)
     async with make_doors(fleet, max_attempts=3) as doors:
-        status, body = await complete(doors)
-        assert (status, body["error"]["code"]) == (503, "unavailable")
+        request = {"prompt": PROMPT}
+        async with doors.http.post(doors.url + "/v1/completions", json=request) as response:
+            assert response.status == 503
+            assert response.headers["retry-after"] == "1"
+            assert (await response.json())["error"]["code"] == "unavailable"
         assert [submit.key.attempt for submit in worker.submitted] == [0, 1, 2]
 
 
