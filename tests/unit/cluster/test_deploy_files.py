@@ -87,6 +87,14 @@ def test_setup_can_be_repeated(path: Path) -> None:
             assert line.startswith("test -d")
 
 
+@pytest.mark.parametrize("path", RAY_FILES, ids=lambda p: p.name)
+def test_workers_are_not_niced(path: Path) -> None:
+    """Ray's default is nice 15, which starves workers wherever anything else runs."""
+    config = read(path)
+    for commands in (config["head_start_ray_commands"], config["worker_start_ray_commands"]):
+        assert "export RAY_worker_niceness=0;" in commands[-1]
+
+
 # --- Kubernetes -----------------------------------------------------------------------------------
 
 

@@ -1,0 +1,18 @@
+"""Prompts of token ids at every length that has ever been a boundary."""
+
+from __future__ import annotations
+
+import random
+
+
+def boundary_lengths(block: int, chunk: int) -> list[int]:
+    """One token, block and chunk boundaries, several chunks and a rest."""
+    return [1, block - 1, block, block + 1, chunk - 1, chunk, chunk + 1, 3 * chunk + 7]
+
+
+def prompts(count: int, *, chunk: int, longest: int, vocab: int = 49_000) -> list[list[int]]:
+    """Random ids: the boundary lengths and `longest` first, the rest spread between them."""
+    rng = random.Random(17)
+    lengths = [n for n in (*boundary_lengths(16, chunk), longest) if n <= longest]
+    lengths += [int(longest ** rng.random()) for _ in range(count - len(lengths))]
+    return [[rng.randrange(3, vocab) for _ in range(n)] for n in lengths[:count]]
