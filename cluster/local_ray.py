@@ -95,6 +95,8 @@ def ray_environment(token: str) -> dict[str, str]:
         # Idle workers for tasks nobody submits would cost memory and start-up time.
         "RAY_enable_worker_prestart": "0",
         "RAY_prestart_worker_first_driver": "0",
+        # Ray runs workers at nice 15 by default: a client on the same machine would starve them.
+        "RAY_worker_niceness": "0",
         # The machine may be shared: our memory is our own business.
         "RAY_memory_monitor_refresh_ms": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
