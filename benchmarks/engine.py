@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch.distributed.distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from engine.batch import SequenceStep, StepBatch
 from engine.config import EngineConfig
@@ -110,7 +110,7 @@ def timed(run: Callable[[], object], repeats: int) -> float:
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e-3)
-    return median(times)
+    return float(median(times))
 
 
 def measure_limits(device: torch.device) -> Limits:

@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed.distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from engine.config import EngineConfig
 from engine.cuda.executor import CudaExecutor

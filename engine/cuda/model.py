@@ -85,7 +85,7 @@ class CudaModel:
         scratch: DecodeScratch,
         cut: DecodeShape,
     ) -> Tensor:
-        """Logits `[batch, rows of the head]` of one token per sequence, read from the first rows."""
+        """Logits `[batch, rows of the head]` of one token per sequence of the first rows."""
         h = self._embed(rows.tokens[:batch], rows.feed, previous)
         qkv = h.new_empty(batch, self._shape.qkv_width)
         for layer, layer_kv in zip(self._weights.layers, kv, strict=True):

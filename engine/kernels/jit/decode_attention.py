@@ -57,8 +57,9 @@ def paged_decode(
 ):
     """One (KV head, split, sequence) of out[b] = softmax(q k^T * scale) v over a paged context.
 
-    qkv: [batch, (HEADS + 2 KV_HEADS) * DIM], not yet rotated; pool:
-    [block, 2, KV_HEADS, PAGE, DIM]; lengths[b] counts the new token; a sequence's blocks are blocks[indptr[b]: indptr[b + 1]].
+    qkv: [batch, (HEADS + 2 KV_HEADS) * DIM], not yet rotated;
+    pool: [block, 2, KV_HEADS, PAGE, DIM].
+    lengths[b] counts the new token; a sequence's blocks are blocks[indptr[b]: indptr[b + 1]].
     Rows of length 0 are padding: they touch no KV and give zeros. out: [batch, HEADS * DIM].
     """
     kvh = tl.program_id(0)

@@ -62,8 +62,8 @@ def skinny_linear(
 
     NORM folds the RMS norm in: a tile of x is multiplied by `gain`, the sum of squares is gathered
     on the way, and the row's scale is applied to the product. GATED: w is [2 N, K], gate rows
-    first, and f(gate, up) = silu(gate) * up. The first weight tile is requested before the previous kernel
-    is waited for, so that memory does not idle between kernels.
+    first, and f(gate, up) = silu(gate) * up. The first weight tile is requested before the previous
+    kernel is waited for, so that memory does not idle between kernels.
     """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_ok = rows < N
