@@ -114,9 +114,11 @@ class ModelText:
         if any(token.lstrip or token.rstrip for token in added.values()):
             return None
         special = {i for i, token in added.items() if token.special}
-        size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
-        tokens = (None if i in special else self._tokenizer.id_to_token(i) for i in range(size))
-        return byte_table(list(tokens))
+        vocab = self._tokenizer.get_vocab()
+        tokens: list[str | None] = [None] * (max(vocab.values(), default=-1) + 1)
+        for token, i in vocab.items():
+            tokens[i] = None if i in special else token
+        return byte_table(tokens)
 
 
 def _load_tokenizer(path: Path) -> Tokenizer:
