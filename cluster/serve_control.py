@@ -17,7 +17,10 @@ from protocol.errors import NotFound
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStatus:
-    """A pool as Serve sees it: how many replicas it wants, and how many are in which state."""
+    """A pool as Serve sees it: how many replicas it wants, and how many are in which state.
+
+    failed: new replicas could not be constructed; Serve goes on trying where others already run.
+    """
 
     kind: Kind
     target: int
@@ -87,6 +90,7 @@ def _pool_status(kind: Kind, application: Mapping[str, Any]) -> PoolStatus:
         target=int(deployment.get("target_num_replicas") or 0),
         replicas=counts,
         healthy=deployment.get("status") == "HEALTHY",
-        failed="DEPLOY_FAILED" in states,
+        failed="DEPLOY_FAILED" in states
+        or deployment.get("status_trigger") == "REPLICA_STARTUP_FAILED",
         message=next((text for text in reversed(messages) if text), ""),
     )

@@ -10,10 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import pytest
 
 from cluster.models import find_model
 from protocol.errors import NotFound
+from protocol.wire import inference_pb2 as wire
+from protocol.wire import inference_pb2_grpc as services
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "smollm2-135m"
@@ -69,10 +72,10 @@ class Baton:
         return json.loads((self.home / "run" / "cluster.json").read_text())
 
     def workers(self) -> dict[str, str]:
-        """State of every worker that `baton status` shows, by id."""
-        lines = self.run("status").stdout.splitlines()
-        rows = [line.split() for line in lines if line.startswith(("prefill-", "decode-"))]
-        return {row[0]: row[1] for row in rows}
+        """State of every worker by id, as the router's admin service shows it."""
+        with grpc.insecure_channel(str(self.state()["grpc"])) as channel:
+            cluster = services.AdminStub(channel).GetCluster(wire.GetClusterRequest(), timeout=10)
+        return {worker.worker_id: worker.state for pool in cluster.pools for worker in pool.workers}
 
     def pool(self, name: str) -> set[str]:
         return {worker for worker in self.workers() if worker.startswith(f"{name}-")}

@@ -154,6 +154,8 @@ def test_status_shows_every_pool(live: Baton) -> None:
         "prefill",
         "decode",
     ]
+    rows = {line.split()[0]: line.split()[1] for line in text.splitlines() if "-" in line}
+    assert {worker: rows[worker] for worker in live.workers()} == live.workers()
     assert set(live.workers().values()) == {"ready"}
 
 
