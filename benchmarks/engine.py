@@ -375,6 +375,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--batches", default="1,32,128,256")
+    parser.add_argument("--profile", default="64", help="batches with a table of kernels")
     parser.add_argument("--max-batch", type=int, default=256)
     parser.add_argument("--commit", default=None, help="recorded instead of asking git")
     parser.add_argument("--tp", type=int, default=1, help="ranks, one GPU each")
@@ -445,7 +446,7 @@ def run(args: argparse.Namespace, ranks: Ranks, argv: Sequence[str]) -> None:
     if args.out and not ranks.rank:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
-    torch.cuda.synchronize()
+    bench.runner.close()
 
 
 def measure(bench: Bench, args: argparse.Namespace, skip: set[str]) -> None:
@@ -464,7 +465,7 @@ def measure(bench: Bench, args: argparse.Namespace, skip: set[str]) -> None:
         bench.prefill(1, 8192, 5)
         bench.prefill(8, 2048, 3)
     if "profile" not in skip:
-        for batch in (64, 1, 128):
+        for batch in map(int, args.profile.split(",")):
             profile_decode(bench, batch, 608)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
+from torch._C._distributed_c10d import _SymmetricMemory
 
 from engine.errors import RankLost
 
@@ -81,13 +82,13 @@ class DeviceGroup:
             ) from error
 
     def _symmetric(self, store: Any, device: torch.device) -> Tensor:
-        from torch._C._distributed_c10d import _SymmetricMemory
-
-        _SymmetricMemory.set_group_info(self._name, self.rank, self.size, store)
-        buffer = _SymmetricMemory.empty_strided_p2p(
+        """Memory that all ranks can address."""
+        memory: Any = _SymmetricMemory
+        memory.set_group_info(self._name, self.rank, self.size, store)
+        buffer: Tensor = memory.empty_strided_p2p(
             (self._table.two_shot,), (1,), torch.uint8, device, self._name
         )
-        _SymmetricMemory.rendezvous(buffer, self._name)
+        memory.rendezvous(buffer, self._name)
         return buffer
 
     def partial(self, h: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ def run_rank(rank: int, size: int, port: int) -> list[tuple[int | None, ...]]:
     runner.start(DeviceGroup(store, rank, size, device, name="test"))
     results = [runner.run(batch).tokens for batch in mixed_script()]
     torch.cuda.synchronize()
+    runner.close()
     return results
 
 
