@@ -1,7 +1,10 @@
 """The lock files pin exactly, and agree with what the project asks for."""
 
+import ast
 import re
+import sys
 import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -43,3 +46,32 @@ def test_the_generator_is_no_newer_than_the_runtime():
 
 def test_torch_is_pinned_without_a_build():
     assert re.fullmatch(r"[\d.]+", RUN["torch"])
+
+
+def imported_roots():
+    """Third-party packages that any of our files imports, tests included, with a file that does."""
+    ours = {path.parent.name for path in ROOT.glob("*/__init__.py")} | {"tests", "scripts"}
+    for path in ROOT.rglob("*.py"):
+        if any(part.startswith((".", "build")) for part in path.relative_to(ROOT).parts):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            for root in {name.partition(".")[0] for name in names} - ours:
+                if root not in sys.stdlib_module_names:
+                    yield root, str(path.relative_to(ROOT))
+
+
+def test_everything_imported_is_locked():
+    """What only happens to be installed here would be missing in a fresh environment."""
+    distributions = packages_distributions()
+    locked = RUN.keys() | DEV.keys()
+    missing = {
+        root: path
+        for root, path in imported_roots()
+        if not {str(canonicalize_name(d)) for d in distributions.get(root, [root])} & locked
+    }
+    assert missing == {}
