@@ -37,7 +37,7 @@ class EventOutlet:
         self._heartbeat_s = heartbeat_s
         self._load = load
         self._on_gone = on_gone
-        self._queues: dict[str, asyncio.Queue[EventBatch | None]] = {}
+        self._queues: dict[str, asyncio.Queue[RouterEvents | None]] = {}
         self._sequence = 0
 
     def knows(self, router_id: str) -> bool:
@@ -49,11 +49,11 @@ class EventOutlet:
         for router_id, step in events.items():
             queue = self._queues.get(router_id)
             if queue is not None:
-                queue.put_nowait(self._batch(step))
+                queue.put_nowait(step)
 
     async def stream(self, router_id: str) -> AsyncIterator[EventBatch]:
         """Batches for one router until it leaves, another stream replaces this, or close()."""
-        queue: asyncio.Queue[EventBatch | None] = asyncio.Queue()
+        queue: asyncio.Queue[RouterEvents | None] = asyncio.Queue()
         replaced = self._queues.get(router_id)
         self._queues[router_id] = queue
         if replaced is not None:
@@ -62,12 +62,12 @@ class EventOutlet:
             yield self._batch(RouterEvents())
             while True:
                 try:
-                    batch = await asyncio.wait_for(queue.get(), self._heartbeat_s)
+                    step = await asyncio.wait_for(queue.get(), self._heartbeat_s)
                 except TimeoutError:
-                    batch = self._batch(RouterEvents())
-                if batch is None:
+                    step = RouterEvents()
+                if step is None:
                     return
-                yield batch
+                yield self._batch(step)  # numbered here: a heartbeat may overtake what is queued
         finally:
             if self._queues.get(router_id) is queue:
                 del self._queues[router_id]
