@@ -131,8 +131,6 @@ class DataPlane:
                 return current
             if current is not None and current.link.link > link.link:
                 raise LinkBroken(f"link {link} was replaced by {current.link}")
-            if current is not None:
-                current.close("replaced")
             thread = LinkThread(
                 link, open_link=open_link, device=self._store.device, predecessor=current
             )

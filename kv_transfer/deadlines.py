@@ -57,5 +57,7 @@ class Deadlines:
 
     def _fire(self) -> None:
         self._timer = None
-        self._ring()
-        self._arm()
+        try:
+            self._ring()
+        finally:
+            self._arm()

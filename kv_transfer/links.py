@@ -35,8 +35,8 @@ class LinkThread:
     """Opens a link on its first operation and runs operations one after the other in a thread.
 
     `submit` and `close` may be called from any thread and do not block. `predecessor` is the
-    incarnation
-    this one replaces: nothing starts here while that one still touches the pool.
+    incarnation this one replaces and closes: nothing starts here while that one still touches the
+    pool.
     """
 
     def __init__(
@@ -109,9 +109,11 @@ class LinkThread:
         return known
 
     def wait_for_predecessor(self) -> None:
-        """Wait until no earlier incarnation touches the pool: at most one copy of one message."""
+        """Close earlier incarnations and wait until none touches the pool: at most one copy of one
+        message."""
         predecessor = self._predecessor
         if predecessor is not None:
+            predecessor.close("replaced")
             predecessor.wait_for_predecessor()
             for access in predecessor.revoked:
                 access.over.result()
