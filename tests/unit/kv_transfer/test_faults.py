@@ -505,3 +505,30 @@ def test_an_order_names_exactly_one_thing(memory):
     for side in (pair.prefill, pair.decode):
         for plane in side.planes:
             plane.close()
+
+
+async def test_a_newer_link_frees_a_receive_that_waits_on_the_old_one(backends):
+    """Decode posted for a sender that gave up: the next piece must not wait for the old deadline."""
+    config = replace(QUICK, op_timeout_s=30, connect_timeout_s=30)
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends, config=config) as pair:
+        await ready(pair)
+        (grant,) = moves(pair.clients, "Grant")
+        stuck = Piece(
+            key=KEY,
+            ticket=grant.ticket,
+            generation=grant.generation,
+            sequence=0,
+            first_block=0,
+            num_blocks=5,
+            first_layer=0,
+            num_layers=2,
+            prefill=pair.prefill.ref,
+            prefill_layout=LAYOUT,
+            link=1,
+        )
+        await pair.receiver.on_piece(stuck)
+        await asyncio.sleep(0.05)
+        pair.sender._lanes.get(pair.decode.ref)._renew(1)
+        async with asyncio.timeout(5):
+            await finish(pair)
+        assert len(pair.decode.events.commits) == 1
