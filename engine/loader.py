@@ -88,8 +88,9 @@ class Checkpoint:
             first, last = entry["data_offsets"]
             with path.open("rb") as file:
                 for sample in range(_SAMPLES):
-                    file.seek(start + first + (last - first) * sample // _SAMPLES)
-                    digest.update(file.read(min(_SAMPLE_BYTES, last - first)))
+                    offset = first + (last - first) * sample // _SAMPLES
+                    file.seek(start + offset)
+                    digest.update(file.read(min(_SAMPLE_BYTES, last - offset)))
         return digest.hexdigest()[:32]
 
     def _open(self, path: Path) -> Any:

@@ -28,18 +28,15 @@ class _Sequence:
     def output(self) -> list[int]:
         return self.tokens[self.num_prompt :]
 
-    def append(self, token: int, max_model_len: int) -> None:
+    def append(self, token: int) -> None:
         self.tokens.append(token)
-        count = len(self.output)
-        self.finished = (
-            self.sampling.ends_with(token, count)
-            or count >= self.sampling.max_tokens
-            or len(self.tokens) >= max_model_len
-        )
+        count = len(self.tokens) - self.num_prompt
+        ended = self.sampling.ends_with(token, count)
+        self.finished = ended or count >= self.sampling.max_tokens
 
     def banned(self) -> tuple[int, ...]:
         sampling = self.sampling
-        if len(self.output) >= sampling.min_tokens:
+        if len(self.tokens) - self.num_prompt >= sampling.min_tokens:
             return ()
         ends = () if sampling.ignore_eos else sampling.eos_token_ids
         return (*sampling.stop_token_ids, *ends)
@@ -86,11 +83,18 @@ class LocalEngine:
             raise InvalidRequest("prompt is empty", param="prompt")
         if not all(0 <= token < vocab_size for token in prompt):
             raise InvalidRequest(f"prompt has ids outside 0 .. {vocab_size - 1}", param="prompt")
-        room = min(self.executor.max_model_len, self._blocks.num_blocks * self._blocks.block_size)
-        if min(len(prompt) + sampling.max_tokens, self.executor.max_model_len + 1) > room:
+        total = len(prompt) + sampling.max_tokens
+        context = self.executor.max_model_len
+        capacity = self._blocks.num_blocks * self._blocks.block_size
+        if total > context:
             raise ContextTooLong(
-                f"{len(prompt)} prompt tokens and {sampling.max_tokens} more exceed {room}",
-                param="prompt",
+                f"prompt ({len(prompt)}) + max_tokens ({sampling.max_tokens}) exceed the context "
+                f"of {context} tokens",
+                param="max_tokens",
+            )
+        if total > capacity:
+            raise ContextTooLong(
+                f"{total} tokens do not fit the KV pool of {capacity} tokens", param="prompt"
             )
         return _Sequence(prompt, sampling)
 
@@ -153,7 +157,7 @@ class LocalEngine:
     def _apply(self, sequence: _Sequence, step: SequenceStep, token: int | None) -> None:
         sequence.computed += len(step.tokens)
         if token is not None:
-            sequence.append(token, self.executor.max_model_len)
+            sequence.append(token)
         if sequence.finished:
             self._blocks.free(sequence.blocks)
             sequence.blocks = []

@@ -1,0 +1,261 @@
+"""Tensor-parallel engines as processes: equal ids, calls in order, the loss of a rank."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.batch import StepBatch
+from engine.config import EngineConfig
+from engine.errors import ModelRefused, RankLost
+from engine.executor import Executor, build_executor, build_follower
+from engine.local import LocalEngine
+from engine.rank_messages import RankInvite
+from engine.ranks import RankGroup
+from protocol import codec
+from protocol.errors import BatonError, Internal, NotFound
+from protocol.sampling import SamplingParams
+from tests.support.engine import GREEDY, chunk, config, prompt
+from tests.support.tiny import Oracle, save_tiny_llama
+
+
+def follower_process(invite: RankInvite, rank: int, settings: EngineConfig) -> None:
+    """The whole life of a follower."""
+    torch.set_num_threads(1)
+    later: list[Future[bytes]] = []
+
+    def blocks_written(_: bytes) -> bytes:
+        written = executor.pool.data.abs().sum(dim=(0, 2, 3, 4, 5)) > 0
+        return b",".join(b"%d" % block for block in written.nonzero()[:, 0].tolist())
+
+    def finish_later(payload: bytes) -> Future[bytes]:
+        later.append(Future())
+        if payload == b"now":
+            for index, future in enumerate(later):
+                future.set_result(b"%d" % index)
+        return later[-1]
+
+    def refuse(_: bytes) -> bytes:
+        raise NotFound("no such thing", param="thing")
+
+    executor = build_follower(invite, rank, settings)
+    executor.follow(
+        {
+            "echo": lambda payload: b"%d:" % rank + payload,
+            "blocks": blocks_written,
+            "later": finish_later,
+            "refuse": refuse,
+            "crash": lambda _: bytes(1 // 0),
+        }
+    )
+
+
+@dataclass
+class Running:
+    """An engine whose followers are processes."""
+
+    group: RankGroup
+    executor: Executor
+    processes: list[BaseProcess]
+
+
+@contextmanager
+def start(settings: EngineConfig, **group_settings: Any) -> Iterator[Running]:
+    """Start followers and rank 0; afterwards every process must have ended."""
+    group = RankGroup(settings.tp_size, **group_settings)
+    context = multiprocessing.get_context("spawn")
+    processes: list[BaseProcess] = [
+        context.Process(target=follower_process, args=(group.invite, rank, settings), daemon=True)
+        for rank in range(1, settings.tp_size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        yield Running(group, build_executor(settings, group, timeout_s=120), processes)
+    finally:
+        group.close()
+        for process in processes:
+            process.join(15)
+        stuck = [process for process in processes if process.is_alive()]
+        for process in stuck:
+            process.kill()
+        assert not stuck, "followers end with their group"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two KV heads, so that four ranks replicate them; a vocabulary that nothing divides."""
+    return save_tiny_llama(tmp_path_factory.mktemp("ranks"), vocab_size=131, attention_bias=True)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_degree_gives_transformers_ids_and_seeded_ones_too(model: str, size: int) -> None:
+    seeded = SamplingParams(temperature=1.0, top_p=0.9, seed=5, max_tokens=8, ignore_eos=True)
+    requests = [(prompt(length), p) for length in (1, 8, 40) for p in (GREEDY, seeded)]
+    whole = LocalEngine(config(model)).generate(requests)
+    oracle = Oracle(model)
+    with start(config(model, tp_size=size)) as running:
+        running.executor.warmup()
+        engine = LocalEngine(config(model, tp_size=size, max_step_tokens=17), running.executor)
+        found = engine.generate(requests)
+    assert found == whole
+    assert found[::2] == [oracle.greedy(ids, 8) for ids, _ in requests[::2]]
+    assert [p.exitcode for p in running.processes] == [0] * (size - 1)
+
+
+def test_calls_are_answered_in_order_with_steps(model: str) -> None:
+    with start(config(model, tp_size=2)) as running:
+        group, executor = running.group, running.executor
+        before = group.call(1, "blocks", b"")
+        executor.warmup()
+        after = group.call(1, "blocks", b"")
+        assert before.result(10) == b""
+        assert after.result(10) == b"0"
+        assert group.call(1, "echo", b"x" * 100_000).result(10) == b"1:" + b"x" * 100_000
+
+
+def test_an_answer_may_come_later_without_holding_up_steps(model: str) -> None:
+    with start(config(model, tp_size=2)) as running:
+        waiting = running.group.call(1, "later", b"")
+        running.executor.warmup()
+        assert not waiting.done()
+        assert running.group.call(1, "later", b"now").result(10) == b"1"
+        assert waiting.result(10) == b"0"
+
+
+def test_errors_of_a_call_are_its_answer_and_the_engine_goes_on(model: str) -> None:
+    with start(config(model, tp_size=2)) as running:
+        with pytest.raises(NotFound) as caught:
+            running.group.call(1, "refuse", b"").result(10)
+        assert caught.value.param == "thing"
+        for kind, text in (("crash", "ZeroDivisionError"), ("unknown", "KeyError")):
+            with pytest.raises(Internal, match=text):
+                running.group.call(1, kind, b"").result(10)
+        running.executor.warmup()
+
+
+def test_an_unsound_step_is_refused_before_a_follower_sees_it(model: str) -> None:
+    with start(config(model, tp_size=2)) as running:
+        with pytest.raises(Internal):
+            running.executor.run(StepBatch(sequences=(chunk([9999], 0, [0]),)))
+        running.executor.warmup()
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize(("how", "within"), [(signal.SIGKILL, 5.0), (signal.SIGSTOP, 12.0)])
+def test_a_dead_or_silent_follower_surfaces_in_seconds(model: str, how: int, within: float) -> None:
+    with start(config(model, tp_size=2), silence_s=3.0) as running:
+        engine = LocalEngine(config(model, tp_size=2), running.executor)
+        waiting = running.group.call(1, "later", b"")
+        pid = running.processes[0].pid
+        assert pid is not None
+        os.kill(pid, how)
+        started = time.monotonic()
+        forever = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+        with pytest.raises(RankLost):
+            while True:
+                engine.generate([([1], forever)])
+        assert time.monotonic() - started < within
+        with pytest.raises(RankLost):
+            waiting.result(within)
+        with pytest.raises(RankLost):
+            running.group.call(1, "echo", b"").result(1)
+        with pytest.raises(RankLost):
+            running.executor.warmup()
+        os.kill(pid, signal.SIGKILL)
+
+
+def leader_process(model: str, invite_box: Any, ready: Any) -> None:
+    """Rank 0 in a process that will be killed."""
+    torch.set_num_threads(1)
+    group = RankGroup(2)
+    invite_box.send_bytes(codec.encode(group.invite))
+    executor = build_executor(config(model, tp_size=2), group)
+    ready.set()
+    while True:
+        executor.warmup()
+
+
+@pytest.mark.chaos
+def test_followers_end_when_rank_0_dies(model: str) -> None:
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    ready = context.Event()
+    leader = context.Process(target=leader_process, args=(model, sender, ready), daemon=True)
+    leader.start()
+    invite = codec.decode(RankInvite, receiver.recv_bytes())
+    settings = config(model, tp_size=2)
+    follower = context.Process(target=follower_process, args=(invite, 1, settings), daemon=True)
+    follower.start()
+    assert ready.wait(120)
+    leader.kill()
+    follower.join(20)
+    assert follower.exitcode == 1
+    leader.join(5)
+
+
+def test_a_follower_that_cannot_load_fails_the_start_with_its_reason(
+    model: str, tmp_path: Path
+) -> None:
+    group = RankGroup(2)
+    broken = config(str(tmp_path), tp_size=2)
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=follower_process, args=(group.invite, 1, broken), daemon=True)
+    process.start()
+    with pytest.raises(RankLost, match=r"config\.json"):
+        build_executor(config(model, tp_size=2), group, timeout_s=60)
+    group.close()
+    process.join(15)
+    assert process.exitcode == 1
+
+
+def test_ranks_that_do_not_come_are_named(model: str) -> None:
+    group = RankGroup(3)
+    with pytest.raises(RankLost, match=r"\[1, 2\]"):
+        build_executor(config(model, tp_size=3), group, timeout_s=0.2)
+    group.close()
+
+
+def test_strangers_do_not_join(model: str) -> None:
+    group = RankGroup(2, silence_s=0.3)
+    address = (group.invite.host, group.invite.port)
+    silent = socket.create_connection(address)
+    loud = socket.create_connection(address)
+    loud.sendall(b"\x05\x00\x00\x00hello")
+    with pytest.raises(RankLost, match=r"\[1\]"):
+        group.accept(1.0)
+    silent.close()
+    loud.close()
+    group.close()
+
+
+def test_sizes_must_agree(model: str) -> None:
+    with pytest.raises(BatonError) as caught:
+        build_executor(config(model, tp_size=2))
+    assert caught.value.param == "tp_size"
+    with pytest.raises(ModelRefused, match="allowed: 1, 2, 4"):
+        group = RankGroup(3)
+        try:
+            group._channels = dict.fromkeys((1, 2))  # type: ignore[arg-type]
+            build_executor(config(model, tp_size=3), group)
+        finally:
+            group._channels = {}
+            group.close()

@@ -1,0 +1,135 @@
+"""Block accounts: whatever is called, every block is in exactly one state."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from engine.kv.allocator import BlockAllocator
+from protocol.errors import Internal
+
+
+class Accounts(RuleBasedStateMachine):
+    """Random calls, checked against sets kept beside the allocator."""
+
+    held = Bundle("held")
+    quarantined = Bundle("quarantined")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = BlockAllocator(12, 4)
+        self.references: dict[int, int] = {}
+        self.cached: list[int] = []
+        self.set_aside: set[int] = set()
+
+    @rule(target=held, n=st.integers(0, 6))
+    def allocate(self, n):
+        room = 12 - len(self.references) - len(self.set_aside)
+        ids = self.blocks.allocate(n)
+        if n > room:
+            assert ids is None
+            return ()
+        assert ids is not None
+        assert len(set(ids)) == n
+        assert not set(ids) & (set(self.references) | self.set_aside)
+        evicted = set(ids) & set(self.cached)
+        assert evicted == set(self.cached[: len(evicted)]), "the oldest cached blocks go first"
+        self.cached = [block for block in self.cached if block not in evicted]
+        self.references |= dict.fromkeys(ids, 1)
+        return tuple(ids)
+
+    @rule(target=held, ids=held)
+    def share(self, ids):
+        if not all(block in self.references for block in ids):
+            return ()
+        self.blocks.retain(ids)
+        for block in ids:
+            self.references[block] += 1
+        return ids
+
+    @rule(ids=consumes(held), keep=st.booleans())
+    def free(self, ids, keep):
+        self.blocks.free(ids, keep=keep)
+        for block in ids:
+            self.references[block] -= 1
+            if self.references[block] == 0:
+                del self.references[block]
+                if keep:
+                    self.cached.append(block)
+
+    @rule(target=held)
+    def revive(self):
+        ids = tuple(self.cached[1:2])
+        self.blocks.retain(ids)
+        for block in ids:
+            self.cached.remove(block)
+            self.references[block] = 1
+        return ids
+
+    @rule(target=quarantined, ids=consumes(held))
+    def quarantine(self, ids):
+        if any(self.references[block] > 1 for block in ids):
+            with pytest.raises(Internal):
+                self.blocks.quarantine(ids)
+            self.free(ids, False)
+            return ()
+        self.blocks.quarantine(ids)
+        for block in ids:
+            del self.references[block]
+        self.set_aside |= set(ids)
+        return ids
+
+    @rule(ids=consumes(quarantined))
+    def unquarantine(self, ids):
+        self.blocks.unquarantine(ids)
+        self.set_aside -= set(ids)
+
+    @invariant()
+    def accounts_add_up(self):
+        blocks = self.blocks
+        blocks.check()
+        assert blocks.num_held == len(self.references)
+        assert blocks.num_cached == len(self.cached)
+        assert blocks.num_quarantined == len(self.set_aside)
+        total = blocks.num_free + blocks.num_held + blocks.num_cached + blocks.num_quarantined
+        assert total == blocks.num_blocks
+        assert all(blocks.references(b) == n for b, n in self.references.items())
+
+
+TestAccounts = Accounts.TestCase
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda blocks, ids: blocks.free([5]),
+        lambda blocks, ids: blocks.free([ids[0], ids[0]]),
+        lambda blocks, ids: blocks.free([99]),
+        lambda blocks, ids: blocks.free([-1]),
+        lambda blocks, ids: blocks.retain([5]),
+        lambda blocks, ids: blocks.quarantine([5]),
+        lambda blocks, ids: blocks.unquarantine(ids),
+        lambda blocks, ids: blocks.allocate(-1),
+    ],
+)
+def test_a_wrong_call_raises_and_changes_nothing(wrong):
+    blocks = BlockAllocator(6, 4)
+    ids = blocks.allocate(3)
+    assert ids == [0, 1, 2]
+    with pytest.raises(Internal):
+        wrong(blocks, ids)
+    blocks.check()
+    assert (blocks.num_free, blocks.num_held) == (3, 3)
+
+
+def test_check_finds_a_lost_block():
+    blocks = BlockAllocator(4, 4)
+    blocks._free.pop()
+    with pytest.raises(Internal, match="do not add up"):
+        blocks.check()
+
+
+def test_blocks_for_rounds_up():
+    blocks = BlockAllocator(4, 16)
+    assert [blocks.blocks_for(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]

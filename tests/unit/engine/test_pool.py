@@ -1,0 +1,60 @@
+"""Slices of a pool go out and come in where they belong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.kv.pool import KVPool
+from protocol.kv_layout import KVLayout
+
+
+def make_pool(rank: int = 0) -> KVPool:
+    layout = KVLayout(
+        num_layers=3,
+        num_kv_heads=4,
+        head_dim=4,
+        block_size=2,
+        num_blocks=6,
+        dtype="float32",
+        rank_heads=((0, 4), (1, 3)),
+    )
+    return KVPool(layout, rank, torch.float32, torch.device("cpu"))
+
+
+def test_a_rank_holds_its_heads_and_starts_with_zeros():
+    pool = make_pool(1)
+    assert pool.data.shape == (3, 6, 2, 2, 2, 4)
+    assert pool.num_heads == 2
+    assert not pool.data.any()
+    assert pool.layers[1].data_ptr() == pool.data[1].data_ptr()
+
+
+@pytest.mark.parametrize("heads", [range(4), range(1, 3), range(3, 4)])
+@pytest.mark.parametrize("layers", [range(3), range(1, 2)])
+@pytest.mark.parametrize("given_out", [False, True])
+def test_gather_copies_the_named_slice(heads, layers, given_out):
+    pool = make_pool()
+    pool.data.copy_(torch.randn(pool.data.shape))
+    blocks = [5, 0, 3]
+    expected = pool.data[layers.start : layers.stop][:, blocks, :, heads.start : heads.stop]
+    out = torch.empty_like(expected) if given_out else None
+    got = pool.gather(blocks, layers, heads, out)
+    assert got.is_contiguous()
+    assert torch.equal(got, expected)
+    assert not given_out or got is out
+
+
+@pytest.mark.parametrize("heads", [range(4), range(1, 3)])
+@pytest.mark.parametrize("layers", [range(3), range(2, 3)])
+def test_scatter_writes_the_named_slice_and_nothing_else(heads, layers):
+    source, target = make_pool(), make_pool()
+    source.data.copy_(torch.randn(source.data.shape))
+    blocks = [4, 1]
+    target.scatter(blocks, layers, heads, source.gather(blocks, layers, heads))
+    expected = torch.zeros_like(source.data)
+    for layer in layers:
+        for block in blocks:
+            part = source.data[layer, block, :, heads.start : heads.stop]
+            expected[layer, block, :, heads.start : heads.stop] = part
+    assert torch.equal(target.data, expected)
