@@ -18,7 +18,7 @@ class AccessState(StrEnum):
 
 
 class Access:
-    """One gather out of, or one scatter into, the pool's blocks. Safe from any thread.
+    """Gathers out of, or scatters into, the pool's blocks for one message. Safe from any thread.
 
     `over` is done once this access can touch nothing any more.
     """
@@ -26,23 +26,38 @@ class Access:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._state = AccessState.ALLOWED
+        self._revoked = False
         self.over: Future[None] = Future()
 
     @contextmanager
-    def entered(self) -> Iterator[bool]:
-        """Yields whether the pool may be touched inside the block."""
+    def entered(self, *, last: bool = True) -> Iterator[bool]:
+        """Yields whether the pool may be touched inside the block. Only after a block that is not
+        the `last` may it be entered again."""
         allowed = self._step(AccessState.ALLOWED, AccessState.ACTIVE)
         try:
             yield allowed
         finally:
-            if allowed and self._step(AccessState.ACTIVE, AccessState.OVER):
-                self.over.set_result(None)
+            if allowed:
+                self._leave(last=last)
 
     def revoke(self) -> Future[None]:
-        """Forbid the access if it has not begun; returns `over`."""
-        if self._step(AccessState.ALLOWED, AccessState.OVER):
+        """Forbid the access from now on; returns `over`, which waits for a block that was
+        entered."""
+        with self._lock:
+            self._revoked = True
+            begun = self._state is not AccessState.ALLOWED
+            if not begun:
+                self._state = AccessState.OVER
+        if not begun:
             self.over.set_result(None)
         return self.over
+
+    def _leave(self, *, last: bool) -> None:
+        with self._lock:
+            over = last or self._revoked
+            self._state = AccessState.OVER if over else AccessState.ALLOWED
+        if over:
+            self.over.set_result(None)
 
     def _step(self, current: AccessState, target: AccessState) -> bool:
         with self._lock:

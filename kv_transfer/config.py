@@ -9,13 +9,23 @@ from enum import StrEnum
 class BackendName(StrEnum):
     """How KV bytes travel."""
 
+    AUTO = "auto"  # decode offers what its device can do; prefill takes the first that reaches it
     MEMORY = "memory"  # within one process: tests and examples
     GLOO = "gloo"  # TCP between CPU tensors
+    NCCL = "nccl"  # between GPUs of any hosts
+    CUDA_IPC = "cuda_ipc"  # between GPUs of one host: prefill writes into decode's pool
+
+
+#: Backends whose sender writes into the receiver's pool itself; nothing is posted for it there.
+ONE_SIDED = frozenset({BackendName.CUDA_IPC.value})
+#: Backends that move slices of a GPU pool themselves, staging included.
+ON_DEVICE = frozenset({BackendName.CUDA_IPC.value, BackendName.NCCL.value})
 
 
 class ChecksumKind(StrEnum):
     """How a piece's bytes are summed for the proof at commit."""
 
+    AUTO = "auto"  # crc32 through host memory; none between GPUs, whose links check themselves
     CRC32 = "crc32"  # sensitive to order
     SUM = "sum"  # 64-bit sum of words, several times cheaper, blind to order
     NONE = "none"
@@ -34,11 +44,15 @@ class TransferConfig:
     fails.
     pipeline_depth: pieces on their way to one decode worker at a time (bounds its staging memory).
     max_piece_bytes: upper size of a piece over all ranks; larger pushes are split.
+    device_piece_bytes: the same between GPUs, where one control call moves more.
+    staging_bytes: one message of an nccl link; three of them are held for each.
+    nccl_ctas: thread blocks of an nccl link, which the GPU's other kernels have to share with it.
+    copy_ctas: thread blocks of a cuda_ipc write.
     max_peers: peers whose links are kept open; the least recently used idle one is closed.
     remembered: ended hand-offs whose late messages are still answered as what they are.
     """
 
-    backend: BackendName = BackendName.GLOO
+    backend: BackendName = BackendName.AUTO
     host: str = "127.0.0.1"
     lease_s: float = 120.0
     op_timeout_s: float = 15.0
@@ -49,12 +63,26 @@ class TransferConfig:
     piece_attempts: int = 2
     pipeline_depth: int = 2
     max_piece_bytes: int = 64 << 20
+    device_piece_bytes: int = 512 << 20
+    staging_bytes: int = 64 << 20
+    nccl_ctas: int = 32
+    copy_ctas: int = 132
     max_peers: int = 64
     remembered: int = 4096
-    checksum: ChecksumKind = ChecksumKind.CRC32
+    checksum: ChecksumKind = ChecksumKind.AUTO
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
             if isinstance(value, (int, float)) and value <= 0:
                 raise ValueError(f"{name} must be positive, got {value}")
+
+    def piece_bytes(self, backend: str) -> int:
+        """Upper size of a piece that travels by `backend`."""
+        return self.device_piece_bytes if backend in ON_DEVICE else self.max_piece_bytes
+
+    def checksum_kind(self, backend: str) -> ChecksumKind:
+        """How the bytes of a piece that travels by `backend` are summed."""
+        if self.checksum is not ChecksumKind.AUTO:
+            return self.checksum
+        return ChecksumKind.NONE if backend in ON_DEVICE else ChecksumKind.CRC32

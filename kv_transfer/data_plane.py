@@ -10,13 +10,14 @@ from functools import partial
 import torch
 
 from kv_transfer.access import Access
-from kv_transfer.backends.base import Backend, Link, LinkBroken, LinkId
-from kv_transfer.backends.gloo import GlooBackend
-from kv_transfer.checksum import message_checksum
-from kv_transfer.config import BackendName, TransferConfig
-from kv_transfer.links import LinkThread, Operation, fail
+from kv_transfer.backends.base import Backend, BlockLink, BlockMove, Link, LinkBroken, LinkId
+from kv_transfer.backends.choice import build_backends
+from kv_transfer.checksum import combine, message_checksum, place_checksum
+from kv_transfer.config import ON_DEVICE, TransferConfig
+from kv_transfer.links import LinkThread, Operation, Work, fail
 from kv_transfer.orders import (
     CloseOrder,
+    Listening,
     MoveOrder,
     Order,
     Outcome,
@@ -28,15 +29,9 @@ from kv_transfer.store import BlockStore
 from protocol import codec
 from protocol.errors import BatonError, Internal, InvalidRequest
 
-_Ends = tuple[int, int, int, int]  # sender epoch, receiver epoch, source rank, destination rank
+# sender epoch, receiver epoch, source rank, destination rank, backend
+_Ends = tuple[int, int, int, int, str]
 _Handoff = tuple[int, int]  # receiver epoch, generation
-
-
-def build_backend(config: TransferConfig) -> Backend:
-    """The backend that `config` names. Memory backends meet in a hub: build those by hand."""
-    if config.backend is BackendName.GLOO:
-        return GlooBackend(config.host)
-    raise ValueError(f"backend {config.backend} needs to be passed to DataPlane")
 
 
 class DataPlane:
@@ -52,7 +47,8 @@ class DataPlane:
     ) -> None:
         self._store = store
         self._config = config
-        self._backend = backend or build_backend(config)
+        backends = build_backends(store, config) if backend is None else [backend]
+        self._backends = {each.name: each for each in backends}
         self._lock = threading.Lock()
         self._links: dict[_Ends, LinkThread] = {}
         self._accesses: dict[_Handoff, set[Access]] = {}
@@ -79,7 +75,8 @@ class DataPlane:
             link.close("data plane closed")
         for link in links:
             link.join(1.0)
-        self._backend.close()
+        for backend in self._backends.values():
+            backend.close()
 
     def _dispatch(self, order: Order) -> Future[Outcome]:
         if order.send is not None:
@@ -91,26 +88,47 @@ class DataPlane:
         if order.close is not None:
             return self._close_links(order.close)
         if order.listen is not None:
-            return _done(Outcome(endpoint=self._backend.listen()))
+            return _done(self._listen())
         raise InvalidRequest("empty transfer order", param="order")
+
+    def _listen(self) -> Outcome:
+        """Every backend that this rank can be reached by; the error of the last when none."""
+        found = []
+        error: LinkBroken | None = None
+        for name, backend in self._backends.items():
+            try:
+                found.append(Listening(backend=name, endpoint=backend.listen()))
+            except LinkBroken as failure:
+                error = failure
+        if not found and error is not None:
+            raise error
+        return Outcome(listening=tuple(found))
 
     # --- moving ---------------------------------------------------------------------------------
 
     def _move(self, order: MoveOrder, *, sending: bool) -> Future[Outcome]:
         operations = []
+        backend = self._backend_of(order)
         for part in order.parts:
-            link, open_link = self._end_of(order, part, sending=sending)
-            operation = self._operation(order, part, link, sending=sending)
+            link, open_link = self._end_of(order, part, backend, sending=sending)
+            operation = self._operation(order, part, link, backend.name, sending=sending)
             operations.append(operation)
             try:
-                self._thread(link, open_link).submit(operation)
+                self._thread(link, backend.name, open_link).submit(operation)
             except LinkBroken as error:
                 fail(operation, error)
         return _joined(operations)
 
+    def _backend_of(self, order: MoveOrder) -> Backend:
+        name = order.backend or next(iter(self._backends))
+        backend = self._backends.get(name)
+        if backend is None:
+            raise LinkBroken(f"this rank has no backend {name}", param="backend")
+        return backend
+
     def _end_of(
-        self, order: MoveOrder, part: Part, *, sending: bool
-    ) -> tuple[LinkId, Callable[[], Link]]:
+        self, order: MoveOrder, part: Part, backend: Backend, *, sending: bool
+    ) -> tuple[LinkId, Callable[[], Link | BlockLink]]:
         link = LinkId(
             sender_epoch=order.sender_epoch,
             receiver_epoch=order.receiver_epoch,
@@ -120,11 +138,13 @@ class DataPlane:
         )
         limit = self._config.connect_timeout_s
         if sending:
-            return link, lambda: self._backend.connect(link, part.endpoint, limit)
-        return link, lambda: self._backend.accept(link, limit)
+            return link, lambda: backend.connect(link, part.endpoint, limit)
+        return link, lambda: backend.accept(link, limit)
 
-    def _thread(self, link: LinkId, open_link: Callable[[], Link]) -> LinkThread:
-        ends = (link.sender_epoch, link.receiver_epoch, link.source_rank, link.dest_rank)
+    def _thread(
+        self, link: LinkId, backend: str, open_link: Callable[[], Link | BlockLink]
+    ) -> LinkThread:
+        ends = (link.sender_epoch, link.receiver_epoch, link.source_rank, link.dest_rank, backend)
         with self._lock:
             current = self._links.get(ends)
             if current is not None and current.link.link == link.link:
@@ -137,7 +157,9 @@ class DataPlane:
             self._links[ends] = thread
             return thread
 
-    def _operation(self, order: MoveOrder, part: Part, link: LinkId, *, sending: bool) -> Operation:
+    def _operation(
+        self, order: MoveOrder, part: Part, link: LinkId, backend: str, *, sending: bool
+    ) -> Operation:
         access = Access()
         store = self._store
         shape = (
@@ -148,8 +170,15 @@ class DataPlane:
             store.block_size,
             store.head_dim,
         )
-        work = partial(self._send if sending else self._receive, order, part, link, access, shape)
-        operation = Operation(access=access, num_bytes=_num_bytes(shape, store.dtype), work=work)
+        num_bytes = _num_bytes(shape, store.dtype)
+        work: Work
+        if backend in ON_DEVICE:  # stages by itself
+            work = partial(self._move_blocks, order, part, link, access, num_bytes, sending)
+            num_bytes = 0
+        else:
+            run = self._send if sending else self._receive
+            work = partial(run, order, part, link, access, shape)
+        operation = Operation(access=access, num_bytes=num_bytes, work=work)
         self._track((order.receiver_epoch, order.generation), operation)
         return operation
 
@@ -160,12 +189,13 @@ class DataPlane:
         name: LinkId,
         access: Access,
         shape: Sequence[int],
-        link: Link,
+        link: Link | BlockLink,
         staging: torch.Tensor,
     ) -> PartResult:
         """Gather and send. A revoked or discarded message still goes out, with whatever the staging
         buffer holds: the receiver has posted for it, and skipping it would set the two out of
         step."""
+        assert not isinstance(link, BlockLink)
         with torch.inference_mode(), access.entered() as allowed:
             if allowed and not order.discard:
                 layers, heads = _ranges(order, part)
@@ -182,10 +212,11 @@ class DataPlane:
         name: LinkId,
         access: Access,
         shape: Sequence[int],
-        link: Link,
+        link: Link | BlockLink,
         staging: torch.Tensor,
     ) -> PartResult:
         """Receive and, if the hand-off is still current, scatter."""
+        assert not isinstance(link, BlockLink)
         link.recv(staging, self._config.op_timeout_s)
         checksum = self._checksum(staging, order, name)
         with torch.inference_mode(), access.entered() as allowed:
@@ -195,10 +226,46 @@ class DataPlane:
                 self._store.scatter(order.blocks, layers, heads, data)
         return PartResult(peer_rank=part.peer_rank, num_bytes=staging.numel(), checksum=checksum)
 
+    def _move_blocks(
+        self,
+        order: MoveOrder,
+        part: Part,
+        name: LinkId,
+        access: Access,
+        num_bytes: int,
+        sending: bool,
+        link: Link | BlockLink,
+        _: torch.Tensor,
+    ) -> PartResult:
+        """Have the link move blocks between GPU pools."""
+        assert isinstance(link, BlockLink)
+        move = BlockMove(
+            blocks=order.blocks,
+            first_layer=order.first_layer,
+            num_layers=order.num_layers,
+            first_head=part.first_head,
+            num_heads=part.num_heads,
+            access=access,
+            checksum=self._config.checksum_kind(order.backend),
+            discard=order.discard,
+            peer_blocks=order.peer_blocks,
+            peer_first_head=part.peer_first_head,
+        )
+        run = link.send_blocks if sending else link.recv_blocks
+        content = run(move, self._config.op_timeout_s)
+        place = place_checksum(
+            generation=order.generation,
+            sequence=order.sequence,
+            source=name.source_rank,
+            dest=name.dest_rank,
+        )
+        checksum = combine([place, content])
+        return PartResult(peer_rank=part.peer_rank, num_bytes=num_bytes, checksum=checksum)
+
     def _checksum(self, staging: torch.Tensor, order: MoveOrder, name: LinkId) -> int:
         return message_checksum(
             staging,
-            self._config.checksum,
+            self._config.checksum_kind(order.backend),
             generation=order.generation,
             sequence=order.sequence,
             source=name.source_rank,

@@ -7,18 +7,24 @@ from dataclasses import dataclass, field
 
 from kv_transfer.leases import Inbound
 from protocol.errors import BatonError
-from protocol.messages import Commit
+from protocol.ids import WorkerRef
+from protocol.kv_layout import KVFingerprint, KVLayout
+from protocol.messages import Commit, Grant, HandoffEnd, LinkAddress, Piece
 from protocol.states import TransferState
 
 
 @dataclass(slots=True, eq=False)
 class Incoming:
     """One hand-off in progress. `moving` counts pieces that the ranks are receiving; `repair_by` is
-    when (monotonic) a lost piece must have been announced again."""
+    when (monotonic) a lost piece must have been announced again. `backend` is the sender's choice,
+    empty before the first piece; `written` are the pieces, by sequence, that it writes by
+    itself."""
 
     lease: Inbound
     moving: int = 0
     repair_by: float | None = None
+    backend: str = ""
+    written: dict[int, Piece] = field(default_factory=dict)
     changed: asyncio.Event = field(
         default_factory=asyncio.Event
     )  # set on every arrival, loss and end
@@ -40,3 +46,41 @@ class Settled:
     error: BatonError | None = None
     commit: Commit | None = None
     block_ids: tuple[int, ...] = ()
+
+
+def settled(lease: Inbound) -> Settled:
+    """The memory of a hand-off that is over now."""
+    return Settled(
+        lease.peer.epoch, lease.state, lease.error, lease.commit_message, lease.block_ids
+    )
+
+
+def end_message(lease: Inbound, epoch: int) -> HandoffEnd:
+    """What the sender is told of a hand-off that the receiver of this epoch has ended."""
+    return HandoffEnd(
+        key=lease.key,
+        epoch=epoch,
+        released=lease.state is TransferState.RELEASED,
+        error=None if lease.error is None else lease.error.info(),
+    )
+
+
+def grant_message(
+    lease: Inbound,
+    ref: WorkerRef,
+    layout: KVLayout,
+    fingerprint: KVFingerprint,
+    links: tuple[LinkAddress, ...],
+) -> Grant:
+    """What the sender is told of a hand-off whose blocks are reserved."""
+    return Grant(
+        key=lease.key,
+        ticket=lease.ticket,
+        decode=ref,
+        generation=lease.generation,
+        block_ids=lease.block_ids,
+        num_cached_blocks=lease.num_cached,
+        layout=layout,
+        fingerprint=fingerprint,
+        links=links,
+    )

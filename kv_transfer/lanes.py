@@ -29,6 +29,11 @@ class PieceJob(Protocol):
         """Whether the hand-off still wants it."""
         ...
 
+    @property
+    def one_sided(self) -> bool:
+        """Whether the ranks write it into decode's pool, which posts nothing for it."""
+        ...
+
     def announcement(self, link: int) -> Piece:
         """The message that announces it."""
         ...
@@ -58,6 +63,7 @@ class Lane:
     def __init__(self, decode: WorkerRef, client: Client, lanes: Lanes) -> None:
         self.decode = decode
         self.users = 0
+        self.refused: set[str] = set()  # backends that did not reach this worker
         self._client = client
         self._lanes = lanes
         self._config = lanes.config
@@ -89,8 +95,16 @@ class Lane:
                 raise StaleMessage("the hand-off is over", param="key")
             link = self._link
             piece = job.announcement(link)
+            writing: asyncio.Task[list[Outcome]] | None = None
+            if job.one_sided:  # the grant allows it: no need to wait for the answer
+                orders = job.orders(link, discard=False)
+                writing = self._lanes.tasks.start(self._move(job, orders))
             answer = await call_repeatedly(self._client, methods.PIECE, piece, self._config)
+            if writing is not None and answer.error is not None:
+                await writing
             if answer.error is None:
+                if writing is not None:
+                    return link, writing
                 if link != self._link:
                     return link, None
                 orders = job.orders(link, discard=not job.alive)

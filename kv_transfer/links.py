@@ -11,12 +11,12 @@ from queue import SimpleQueue
 import torch
 
 from kv_transfer.access import Access
-from kv_transfer.backends.base import Link, LinkBroken, LinkId
+from kv_transfer.backends.base import BlockLink, Link, LinkBroken, LinkId
 from kv_transfer.orders import PartResult
 from protocol.errors import BatonError, Internal
 
 #: Works on an open link with a staging buffer of at least the requested size.
-Work = Callable[[Link, torch.Tensor], PartResult]
+Work = Callable[[Link | BlockLink, torch.Tensor], PartResult]
 
 
 class Operation:
@@ -43,7 +43,7 @@ class LinkThread:
         self,
         link: LinkId,
         *,
-        open_link: Callable[[], Link],
+        open_link: Callable[[], Link | BlockLink],
         device: torch.device,
         predecessor: LinkThread | None,
     ) -> None:
@@ -53,7 +53,7 @@ class LinkThread:
         self._predecessor = predecessor
         self._queue: SimpleQueue[Operation | None] = SimpleQueue()
         self._lock = threading.Lock()
-        self._open: Link | None = None
+        self._open: Link | BlockLink | None = None
         self._failure: BatonError | None = None
         self._pending: set[Operation] = set()
         self.revoked: list[Access] = []
@@ -119,7 +119,7 @@ class LinkThread:
                 access.over.result()
             self._predecessor = None
 
-    def _opened(self) -> Link:
+    def _opened(self) -> Link | BlockLink:
         self._raise_if_broken()
         if self._open is None:
             link = self._open_link()

@@ -17,19 +17,22 @@ class Part:
     """One message of a piece: `num_heads` heads from `first_head` (within this rank) to or from a
     peer rank.
 
-    `endpoint` is where the receiving rank listens; receivers leave it empty.
+    `endpoint` is where the receiving rank listens and `peer_first_head` where its heads begin
+    there; receivers leave both empty.
     """
 
     peer_rank: int
     first_head: int
     num_heads: int
     endpoint: str = ""
+    peer_first_head: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveOrder:
     """Send or receive one rank's messages of one piece. `rank` is the rank that runs the order,
-    `blocks` are its worker's block ids."""
+    `blocks` are its worker's block ids, `peer_blocks` (senders only) the receiver's. `backend` may
+    be left out where a rank has only one."""
 
     rank: int
     sender_epoch: int
@@ -42,6 +45,8 @@ class MoveOrder:
     num_layers: int
     parts: tuple[Part, ...]
     discard: bool = False  # a send whose content no longer matters but which the receiver awaits
+    backend: str = ""
+    peer_blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +73,15 @@ class CloseOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenOrder:
-    """Start listening for links, if not yet done; answer the endpoint."""
+    """Start listening for links, if not yet done; answer the endpoints."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listening:
+    """Where one backend of a rank can be reached."""
+
+    backend: str
+    endpoint: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,4 +114,4 @@ class Outcome:
 
     error: ErrorInfo | None = None
     parts: tuple[PartResult, ...] = ()
-    endpoint: str = ""
+    listening: tuple[Listening, ...] = ()  # the most direct first

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from kv_transfer.config import ONE_SIDED
 from kv_transfer.lanes import Lane
 from kv_transfer.leases import OVER, Area, Outbound
 from kv_transfer.orders import MoveOrder, Order, Part
@@ -21,6 +22,7 @@ class Outgoing:
 
     lease: Outbound
     lane: Lane | None = None
+    backend: str = ""
     plan: tuple[HeadSlice, ...] = ()
     max_blocks: int = 1
     moving: int = 0
@@ -66,6 +68,11 @@ class PieceOut:
         """Whether the hand-off still wants it."""
         return self._handoff.lease.state not in OVER
 
+    @property
+    def one_sided(self) -> bool:
+        """Whether the ranks write it into decode's pool."""
+        return self._handoff.backend in ONE_SIDED
+
     def announcement(self, link: int) -> Piece:
         """The message that announces it."""
         lease, area = self._handoff.lease, self._area
@@ -81,6 +88,7 @@ class PieceOut:
             prefill=self._me,
             prefill_layout=self._layout,
             link=link,
+            backend=self._handoff.backend,
         )
 
     def orders(self, link: int, *, discard: bool) -> dict[int, Order]:
@@ -90,13 +98,15 @@ class PieceOut:
         parts: dict[int, list[Part]] = {}
         grant = self._handoff.lease.grant_message
         assert grant is not None
-        endpoints = {address.rank: address.endpoint for address in grant.links}
+        backend = self._handoff.backend
+        endpoints = {a.rank: a.endpoint for a in grant.links if a.backend == backend}
         for slice_ in self._handoff.plan:
             part = Part(
                 peer_rank=slice_.dest_rank,
                 first_head=slice_.source_heads[0],
                 num_heads=slice_.num_heads,
                 endpoint=endpoints[slice_.dest_rank],
+                peer_first_head=slice_.dest_heads[0],
             )
             parts.setdefault(slice_.source_rank, []).append(part)
         return {
@@ -112,6 +122,9 @@ class PieceOut:
 
     def _order(self, rank: int, link: int, parts: tuple[Part, ...], *, discard: bool) -> MoveOrder:
         lease, area = self._handoff.lease, self._area
+        grant = lease.grant_message
+        assert grant is not None
+        end = area.first_block + area.num_blocks
         return MoveOrder(
             rank=rank,
             sender_epoch=self._me.epoch,
@@ -124,4 +137,6 @@ class PieceOut:
             num_layers=area.num_layers,
             parts=parts,
             discard=discard,
+            backend=self._handoff.backend,
+            peer_blocks=grant.block_ids[area.first_block : end] if self.one_sided else (),
         )

@@ -5,15 +5,24 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from kv_transfer.checksum import place_checksum
 from kv_transfer.config import TransferConfig
-from kv_transfer.orders import CloseOrder, MoveOrder, Order, Part
-from kv_transfer.plan import reshard
-from kv_transfer.ranks import RankChannel, run_orders
+from kv_transfer.orders import (
+    CloseOrder,
+    ListenOrder,
+    MoveOrder,
+    Order,
+    Outcome,
+    Part,
+    PartResult,
+)
+from kv_transfer.plan import block_bytes, reshard
+from kv_transfer.ranks import RankChannel, run_order, run_orders
 from kv_transfer.tasks import Tasks
 from protocol.errors import HandoffFailed, StaleMessage
 from protocol.ids import WorkerRef
 from protocol.kv_layout import KVLayout
-from protocol.messages import Piece
+from protocol.messages import LinkAddress, Piece
 
 
 class Peer:
@@ -36,10 +45,26 @@ class Peer:
         self.link = link
 
 
+async def listen(ranks: RankChannel, num_ranks: int) -> tuple[LinkAddress, ...]:
+    """Make every rank listen. Raises HandoffFailed when one cannot."""
+    links: list[LinkAddress] = []
+    for rank in range(num_ranks):
+        outcome = await run_order(ranks, rank, Order(listen=ListenOrder()))
+        if outcome.error is not None:
+            raise HandoffFailed(f"rank {rank} cannot listen: {outcome.error.message}")
+        links += [
+            LinkAddress(rank=rank, backend=way.backend, endpoint=way.endpoint)
+            for way in outcome.listening
+        ]
+    return tuple(links)
+
+
 def receive_orders(
     piece: Piece, blocks: tuple[int, ...], *, me: WorkerRef, layout: KVLayout
 ) -> dict[int, Order]:
-    """What each destination rank has to receive of a piece, into `blocks` (decode's ids)."""
+    """What each destination rank has to receive of a piece, into `blocks` of the hand-off (decode's
+    ids)."""
+    blocks = blocks[piece.first_block : piece.first_block + piece.num_blocks]
     parts: dict[int, list[Part]] = {}
     for slice_ in reshard(piece.prefill_layout.rank_heads, layout.rank_heads):
         part = Part(
@@ -61,10 +86,37 @@ def receive_orders(
                 first_layer=piece.first_layer,
                 num_layers=piece.num_layers,
                 parts=tuple(own),
+                backend=piece.backend,
             )
         )
         for rank, own in parts.items()
     }
+
+
+def as_written(piece: Piece, orders: dict[int, Order]) -> list[Outcome]:
+    """The outcome of receive orders for a piece that its sender has written, when its content is
+    not to be summed."""
+    outcomes = []
+    for rank, order in orders.items():
+        move = order.receive
+        assert move is not None
+        results = []
+        for part in move.parts:
+            size = block_bytes(
+                piece.prefill_layout, num_layers=move.num_layers, num_heads=part.num_heads
+            )
+            place = place_checksum(
+                generation=move.generation,
+                sequence=move.sequence,
+                source=part.peer_rank,
+                dest=rank,
+            )
+            num_bytes = size * len(move.blocks)
+            results.append(
+                PartResult(peer_rank=part.peer_rank, num_bytes=num_bytes, checksum=place)
+            )
+        outcomes.append(Outcome(parts=tuple(results)))
+    return outcomes
 
 
 class Peers:

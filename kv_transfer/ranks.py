@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
+from kv_transfer.checksum import combine
 from kv_transfer.data_plane import DataPlane
 from kv_transfer.orders import Order, Outcome
 from protocol import codec
@@ -57,3 +58,9 @@ def first_error(outcomes: list[Outcome]) -> BatonError | None:
         if outcome.error is not None:
             return HandoffFailed(outcome.error.message, param=outcome.error.param)
     return None
+
+
+def totals(outcomes: list[Outcome]) -> tuple[int, int]:
+    """Bytes and checksum of a piece that all ranks have moved."""
+    parts = [part for outcome in outcomes for part in outcome.parts]
+    return sum(part.num_bytes for part in parts), combine([part.checksum for part in parts])

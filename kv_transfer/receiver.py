@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import asyncio
 
-from kv_transfer.calls import Clients, call_repeatedly
-from kv_transfer.checksum import combine
+from kv_transfer.calls import Answer, Clients, call_repeatedly
 from kv_transfer.clock import Clock
-from kv_transfer.config import TransferConfig
+from kv_transfer.config import ONE_SIDED, ChecksumKind, TransferConfig
 from kv_transfer.credits import Credits, Holding
 from kv_transfer.deadlines import Deadlines
-from kv_transfer.incoming import Incoming, Settled
+from kv_transfer.incoming import Incoming, Settled, end_message, grant_message, settled
 from kv_transfer.leases import OVER, Inbound, Verdict, check_ticket
 from kv_transfer.listeners import ReceiverListener
-from kv_transfer.orders import ListenOrder, Order, Outcome, RevokeOrder
-from kv_transfer.peers import Peer, Peers, receive_orders
+from kv_transfer.orders import Order, Outcome, RevokeOrder
+from kv_transfer.peers import Peer, Peers, as_written, listen, receive_orders
 from kv_transfer.plan import check_layout
-from kv_transfer.ranks import RankChannel, first_error, run_order, run_orders
+from kv_transfer.ranks import RankChannel, first_error, run_orders, totals
 from kv_transfer.remembered import Attempts, Remembered
 from kv_transfer.stats import TransferStats
 from kv_transfer.tasks import Tasks
+from kv_transfer.writers import Writers, may_write
 from protocol.errors import BatonError, ErrorInfo, HandoffFailed, StaleMessage, Unavailable
 from protocol.ids import RequestKey, WorkerRef
 from protocol.kv_layout import KVFingerprint, KVLayout
-from protocol.messages import Ack, Commit, Grant, HandoffEnd, LinkAddress, Piece
+from protocol.messages import Ack, Commit, HandoffEnd, LinkAddress, Piece
 from protocol.states import TransferState
 from protocol.ticket import Ticket
 from rpc import methods
@@ -63,6 +63,8 @@ class Receiver:
         self._clock = clock
         self._tasks = Tasks()
         self._links: tuple[LinkAddress, ...] = ()
+        self._one_sided = False
+        self._writers = Writers(config, clock)
         self._live: dict[RequestKey, Incoming] = {}
         self._settled: Remembered[Settled] = Remembered(config.remembered)
         self._attempts = Attempts(config.remembered)
@@ -74,14 +76,8 @@ class Receiver:
 
     async def start(self) -> None:
         """Make every rank listen for links. Raises HandoffFailed when one cannot."""
-        links = []
-        for rank in range(self.layout.tp_size):
-            outcome = await run_order(self._ranks, rank, Order(listen=ListenOrder()))
-            if outcome.error is not None:
-                raise HandoffFailed(f"rank {rank} cannot listen: {outcome.error.message}")
-            backend = self._config.backend.value
-            links.append(LinkAddress(rank=rank, backend=backend, endpoint=outcome.endpoint))
-        self._links = tuple(links)
+        self._links = await listen(self._ranks, self.layout.tp_size)
+        self._one_sided = any(link.backend in ONE_SIDED for link in self._links)
 
     @property
     def num_live(self) -> int:
@@ -134,8 +130,9 @@ class Receiver:
             self._finish(handoff, released=False, error=error, tell=True)
             self._listener.blocks_safe(key, block_ids)
             return
+        grant = grant_message(lease, self.ref, self.layout, self._fingerprint, self._links)
         client = self._clients.get(lease.peer.address)
-        answer = await call_repeatedly(client, methods.GRANT, self._grant(lease), self._config)
+        answer = await call_repeatedly(client, methods.GRANT, grant, self._config)
         # Once pieces come, prefill has the grant whatever became of the reply.
         if answer.error is not None and lease.is_in(TransferState.RESERVED):
             failure = _failure(answer.error)
@@ -171,7 +168,8 @@ class Receiver:
     async def peer_lost(self, epoch: int) -> None:
         """The prefill worker of this epoch is known dead: end what it was to send, drop its
         links."""
-        self._end_all(epoch, "is lost")
+        self._writers.lost(epoch)
+        self._end_all(epoch, "is lost", writes=False)
         await self._peers.forget(epoch)
 
     async def close(self) -> None:
@@ -198,7 +196,11 @@ class Receiver:
         peer = self._peers.get(piece.prefill.epoch)
         peer.use(piece.link)
         if handoff.lease.announce(piece) is Verdict.NEW:
-            self._post(handoff, piece, peer)
+            handoff.backend = piece.backend
+            if piece.backend in ONE_SIDED:
+                handoff.written[piece.sequence] = piece
+            else:
+                self._post(handoff, piece, peer)
         return Ack()
 
     async def on_commit(self, commit: Commit) -> Ack:
@@ -213,6 +215,7 @@ class Receiver:
         handoff = self._current(commit.key, commit.ticket)
         lease = handoff.lease
         lease.check_current(commit.ticket, commit.generation)
+        self._take_written(handoff)
         try:
             await self._settle(handoff)
             if lease.commit(commit) is Verdict.REPEAT:
@@ -273,23 +276,22 @@ class Receiver:
         lease.deadline = min(lease.deadline, self._clock.monotonic() + self._config.lease_s)
         self._deadlines.add(lease.deadline, lease.key)
 
-    def _grant(self, lease: Inbound) -> Grant:
-        return Grant(
-            key=lease.key,
-            ticket=lease.ticket,
-            decode=self.ref,
-            generation=lease.generation,
-            block_ids=lease.block_ids,
-            num_cached_blocks=lease.num_cached,
-            layout=self.layout,
-            fingerprint=self._fingerprint,
-            links=self._links,
-        )
+    def _take_written(self, handoff: Incoming) -> None:
+        """The sender commits, so what it announced it has written; read it back only to sum it."""
+        written, handoff.written = handoff.written, {}
+        for piece in written.values():
+            if self._config.checksum_kind(piece.backend) is ChecksumKind.NONE:
+                outcomes = as_written(piece, self._orders(handoff, piece))
+                self._arrived(handoff, piece, outcomes)
+            else:
+                self._post(handoff, piece, self._peers.get(piece.prefill.epoch))
+
+    def _orders(self, handoff: Incoming, piece: Piece) -> dict[int, Order]:
+        blocks = handoff.lease.block_ids
+        return receive_orders(piece, blocks, me=self.ref, layout=self.layout)
 
     def _post(self, handoff: Incoming, piece: Piece, peer: Peer) -> None:
-        end = piece.first_block + piece.num_blocks
-        blocks = handoff.lease.block_ids[piece.first_block : end]
-        orders = receive_orders(piece, blocks, me=self.ref, layout=self.layout)
+        orders = self._orders(handoff, piece)
         handoff.moving += 1
         peer.moving += 1
         self._tasks.start(self._receive(handoff, piece, peer, orders))
@@ -313,9 +315,7 @@ class Receiver:
         handoff.changed.set()
 
     def _arrived(self, handoff: Incoming, piece: Piece, outcomes: list[Outcome]) -> None:
-        parts = [part for outcome in outcomes for part in outcome.parts]
-        num_bytes = sum(part.num_bytes for part in parts)
-        checksum = combine([part.checksum for part in parts])
+        num_bytes, checksum = totals(outcomes)
         handoff.lease.arrived(piece.sequence, piece.link, num_bytes=num_bytes, checksum=checksum)
         self.stats.num_bytes += num_bytes
         self.stats.num_pieces += 1
@@ -331,10 +331,10 @@ class Receiver:
         except TimeoutError:
             raise HandoffFailed(f"{lease.key}: pieces did not arrive", param="num_pieces") from None
 
-    def _end_all(self, epoch: int, why: str) -> None:
+    def _end_all(self, epoch: int, why: str, *, writes: bool) -> None:
         for handoff in [h for h in self._live.values() if h.lease.peer.epoch == epoch]:
             error = HandoffFailed(f"prefill worker {handoff.lease.peer.worker_id} {why}")
-            self._finish(handoff, released=False, error=error, tell=False)
+            self._finish(handoff, released=False, error=error, tell=False, writes=writes)
 
     def _end_key(self, key: RequestKey, error: BatonError) -> None:
         handoff = self._live.get(key)
@@ -342,8 +342,16 @@ class Receiver:
             self._finish(handoff, released=False, error=error, tell=True)
 
     def _finish(
-        self, handoff: Incoming, *, released: bool, error: BatonError | None, tell: bool
+        self,
+        handoff: Incoming,
+        *,
+        released: bool,
+        error: BatonError | None,
+        tell: bool,
+        writes: bool = False,
     ) -> None:
+        """`tell` the sender; otherwise it ended the hand-off itself, or it is dead, unless it
+        `writes` for all we know."""
         lease = handoff.lease
         if lease.end(released=released, error=error) is Verdict.REPEAT:
             return
@@ -356,6 +364,9 @@ class Receiver:
         if lease.generation:
             self._credits.quarantine(lease.generation)
         self._listener.ended(lease.key, None if error is None else error.info())
+        if lease.generation and self._one_sided and (tell or writes) and may_write(handoff):
+            self._tasks.start(self._confirm(handoff))
+            return
         if tell:
             self._tasks.start(self._tell(lease))
         if lease.generation == 0:
@@ -365,15 +376,16 @@ class Receiver:
         else:
             self._tasks.start(self._fence(handoff))
 
+    async def _confirm(self, handoff: Incoming) -> None:
+        """Nothing here stops a sender that writes by itself: it has to say that it has stopped."""
+        lease = handoff.lease
+        await self._writers.stopped(lease.peer.epoch, lambda: self._tell(lease))
+        await self._fence(handoff)
+
     def _retire(self, handoff: Incoming) -> None:
         lease = handoff.lease
         del self._live[lease.key]
-        self._settled.put(
-            lease.key,
-            Settled(
-                lease.peer.epoch, lease.state, lease.error, lease.commit_message, lease.block_ids
-            ),
-        )
+        self._settled.put(lease.key, settled(lease))
 
     async def _fence(self, handoff: Incoming) -> None:
         """Wait until no rank writes the blocks: messages are received into staging buffers, so this
@@ -392,18 +404,13 @@ class Receiver:
         self._credits.close(lease.generation)
         self._listener.blocks_safe(lease.key, lease.block_ids)
 
-    async def _tell(self, lease: Inbound) -> None:
-        error = None if lease.error is None else lease.error.info()
-        end = HandoffEnd(
-            key=lease.key,
-            epoch=self.ref.epoch,
-            released=lease.state is TransferState.RELEASED,
-            error=error,
-        )
+    async def _tell(self, lease: Inbound) -> Answer:
+        end = end_message(lease, self.ref.epoch)
         client = self._clients.get(lease.peer.address)
         answer = await call_repeatedly(client, methods.END, end, self._config)
         if answer.error is not None and not answer.refused:
-            self._end_all(lease.peer.epoch, "does not answer")
+            self._end_all(lease.peer.epoch, "does not answer", writes=True)
+        return answer
 
 
 def _failure(error: BatonError) -> BatonError:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from kv_transfer.backends.choice import choose_backend
 from kv_transfer.calls import Clients, call_repeatedly
-from kv_transfer.checksum import combine
 from kv_transfer.clock import Clock
-from kv_transfer.config import TransferConfig
+from kv_transfer.config import ONE_SIDED, TransferConfig
 from kv_transfer.deadlines import Deadlines
 from kv_transfer.lanes import Lanes
 from kv_transfer.leases import OVER, Area, Outbound, Verdict, check_ticket
@@ -20,7 +20,7 @@ from kv_transfer.plan import (
     check_layout,
     reshard,
 )
-from kv_transfer.ranks import RankChannel, first_error, run_orders
+from kv_transfer.ranks import RankChannel, first_error, run_orders, totals
 from kv_transfer.remembered import Attempts, Remembered
 from kv_transfer.stats import TransferStats
 from kv_transfer.tasks import Tasks
@@ -262,20 +262,19 @@ class Sender:
     def _fit(self, handoff: Outgoing, grant: Grant) -> None:
         check_fingerprint(self._fingerprint, grant.fingerprint)
         check_layout(self.layout, grant.layout)
-        backends = {address.backend for address in grant.links}
-        if backends != {self._config.backend.value}:
-            raise HandoffFailed(
-                f"decode's links are {sorted(backends)}, ours {self._config.backend}",
-                param="backend",
-            )
-        if sorted(address.rank for address in grant.links) != list(range(grant.layout.tp_size)):
-            raise HandoffFailed("decode did not name one link for each rank", param="links")
+        lane = self._lanes.get(grant.decode)
+        handoff.backend = choose_backend(
+            self._config.backend,
+            grant.links,
+            num_ranks=grant.layout.tp_size,
+            refused=lane.refused,
+        )
         handoff.plan = reshard(self.layout.rank_heads, grant.layout.rank_heads)
         handoff.max_blocks = blocks_per_piece(
-            self.layout, self.layout.num_layers, self._config.max_piece_bytes
+            self.layout, self.layout.num_layers, self._config.piece_bytes(handoff.backend)
         )
-        handoff.lane = self._lanes.get(grant.decode)
-        handoff.lane.users += 1
+        handoff.lane = lane
+        lane.users += 1
         lease = handoff.lease
         lease.deadline = min(lease.deadline, self._clock.monotonic() + self._config.lease_s)
         self._deadlines.add(lease.deadline, lease.key)
@@ -287,11 +286,11 @@ class Sender:
         try:
             outcomes = await handoff.lane.deliver(piece)
         except BatonError as error:
+            if error.param == "backend":  # the next hand-off to this worker tries another way
+                handoff.lane.refused.add(handoff.backend)
             self._finish(handoff, released=False, error=_failure(error), tell=True)
             return
-        parts = [part for outcome in outcomes for part in outcome.parts]
-        num_bytes = sum(part.num_bytes for part in parts)
-        checksum = combine([part.checksum for part in parts])
+        num_bytes, checksum = totals(outcomes)
         handoff.lease.sent(sequence, num_bytes=num_bytes, checksum=checksum)
         self.stats.num_bytes += num_bytes
         self.stats.num_pieces += 1
@@ -344,7 +343,7 @@ class Sender:
         else:
             self.stats.failures["unknown" if error is None else error.code.value] += 1
         if tell:
-            self._tasks.start(self._tell(lease.key, lease.peer, released=released, error=error))
+            self._tasks.start(self._leave(handoff, released=released, error=error))
         if handoff.moving == 0:
             self._become_quiet(handoff)
         else:
@@ -372,6 +371,12 @@ class Sender:
         handoff.quiet.set()
         error = handoff.lease.error
         self._listener.ended(handoff.lease.key, None if error is None else error.info())
+
+    async def _leave(self, handoff: Outgoing, *, released: bool, error: BatonError | None) -> None:
+        if handoff.backend in ONE_SIDED:  # to decode it means that its blocks are not written
+            await handoff.quiet.wait()
+        lease = handoff.lease
+        await self._tell(lease.key, lease.peer, released=released, error=error)
 
     async def _tell(
         self, key: RequestKey, decode: WorkerRef, *, released: bool, error: BatonError | None

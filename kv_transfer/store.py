@@ -33,3 +33,9 @@ class BlockStore(Protocol):
     ) -> None:
         """Write `data`, shaped as `gather` returns it, into the named slice."""
         ...
+
+
+class PagedStore(BlockStore, Protocol):
+    """A store whose pages lie in one contiguous tensor, as a GPU's must."""
+
+    data: torch.Tensor

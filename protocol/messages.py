@@ -187,7 +187,8 @@ class Piece:
     The reply (Ack) means that decode has checked the ticket and posted its receives; only then does
     the sender write. `sequence` counts the pieces of one hand-off from 0. `link` is the
     incarnation of the sender's connections to this decode worker: a higher one voids whatever was
-    posted on a lower.
+    posted on a lower. `backend` is the one of the grant's links that the data takes; with a
+    one-sided one nothing is posted, and the grant alone allows the write.
     """
 
     key: RequestKey
@@ -201,6 +202,7 @@ class Piece:
     prefill: WorkerRef
     prefill_layout: KVLayout
     link: int = 0
+    backend: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

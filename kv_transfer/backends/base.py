@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
+from kv_transfer.access import Access
+from kv_transfer.config import ChecksumKind
 from protocol.errors import HandoffFailed
 
 
@@ -61,18 +63,61 @@ class Backend(Protocol):
     name: str
 
     def listen(self) -> str:
-        """Start listening on a free port, once; return the endpoint for connect()."""
+        """Start listening on a free port, once; return the endpoint for connect(). Raises
+        LinkBroken when this rank cannot be reached this way."""
         ...
 
-    def connect(self, link: LinkId, endpoint: str, timeout_s: float) -> Link:
+    def connect(self, link: LinkId, endpoint: str, timeout_s: float) -> Link | BlockLink:
         """The sender's end. Blocks until the receiver accepts the same id, or raises LinkBroken."""
         ...
 
-    def accept(self, link: LinkId, timeout_s: float) -> Link:
+    def accept(self, link: LinkId, timeout_s: float) -> Link | BlockLink:
         """The receiver's end. Blocks until the sender connects the same id, or raises
         LinkBroken."""
         ...
 
     def close(self) -> None:
         """Stop listening. Open links are closed by whoever holds them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockMove:
+    """One message as a device link takes it: whole blocks of the rank's pool, some layers and heads
+    of them.
+
+    `peer_blocks` and `peer_first_head` say where a sender's blocks go (one-sided links only);
+    `discard` keeps the two ends in step with a message whose content no longer matters.
+    """
+
+    blocks: tuple[int, ...]
+    first_layer: int
+    num_layers: int
+    first_head: int
+    num_heads: int
+    access: Access
+    checksum: ChecksumKind = ChecksumKind.NONE
+    discard: bool = False
+    peer_blocks: tuple[int, ...] = ()
+    peer_first_head: int = 0
+
+
+@runtime_checkable
+class BlockLink(Protocol):
+    """A link that moves blocks between GPU pools itself. As with Link, one thread at a time moves,
+    any failure is final and raises LinkBroken, and `close` may be called from any thread.
+
+    Blocks are touched only inside `move.access`. Both return the checksum of the content.
+    """
+
+    def send_blocks(self, move: BlockMove, timeout_s: float) -> int:
+        """Send the blocks."""
+        ...
+
+    def recv_blocks(self, move: BlockMove, timeout_s: float) -> int:
+        """Fill the blocks. On a one-sided link they were written already: sums what is there."""
+        ...
+
+    def close(self) -> None:
+        """Break the link from any thread. Idempotent."""
         ...

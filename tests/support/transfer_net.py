@@ -14,7 +14,16 @@ from typing import Any, Protocol
 
 from kv_transfer.backends.base import LinkBroken
 from kv_transfer.checksum import combine
-from kv_transfer.orders import CloseOrder, MoveOrder, Order, Outcome, Part, PartResult, RevokeOrder
+from kv_transfer.orders import (
+    CloseOrder,
+    Listening,
+    MoveOrder,
+    Order,
+    Outcome,
+    Part,
+    PartResult,
+    RevokeOrder,
+)
 from protocol import codec
 from protocol.errors import BatonError, DeadlineExceeded
 
@@ -262,7 +271,7 @@ class SimRanks:
 
     async def _run(self, rank: int, order: Order) -> Outcome:
         if order.listen is not None:
-            return Outcome(endpoint=f"sim-{rank}")
+            return Outcome(listening=(Listening(backend="memory", endpoint=f"sim-{rank}"),))
         if order.revoke is not None:
             self._fabric.revoke(self._side, order.revoke)
             return Outcome()

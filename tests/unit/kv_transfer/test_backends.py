@@ -12,13 +12,14 @@ import torch
 
 from kv_transfer.access import Access
 from kv_transfer.backends.base import LinkBroken, LinkId
+from kv_transfer.backends.choice import build_backends
 from kv_transfer.backends.gloo import GlooBackend
 from kv_transfer.backends.memory import MemoryBackend, MemoryHub
 from kv_transfer.checksum import combine, message_checksum
 from kv_transfer.config import BackendName, ChecksumKind, TransferConfig
-from kv_transfer.data_plane import build_backend
 from kv_transfer.links import LinkThread, Operation
 from kv_transfer.orders import PartResult
+from tests.support.transfer import make_layout, make_pools
 
 
 def link_id(link=1):
@@ -259,6 +260,10 @@ def test_checksums_see_every_byte_and_place(kind):
 def test_settings_are_checked():
     with pytest.raises(ValueError, match="op_timeout_s"):
         TransferConfig(op_timeout_s=0)
-    with pytest.raises(ValueError, match="memory"):
-        build_backend(TransferConfig(backend=BackendName.MEMORY))
-    assert build_backend(TransferConfig()).name == "gloo"
+    store = make_pools(make_layout(1))[0]
+    for name, reason in (("memory", "memory"), ("nccl", "needs a GPU"), ("cuda_ipc", "GPU")):
+        with pytest.raises(ValueError, match=reason):
+            build_backends(store, TransferConfig(backend=BackendName(name)))
+    for name in ("auto", "gloo"):
+        backends = build_backends(store, TransferConfig(backend=BackendName(name)))
+        assert [backend.name for backend in backends] == ["gloo"]

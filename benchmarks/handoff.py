@@ -1,0 +1,325 @@
+"""The hand-off between two GPUs of one host against the rates of the bare link.
+
+    python -m benchmarks.handoff --out benchmarks/results/handoff-2xh100.json
+
+Two processes, each seeing one GPU, run the real sender and receiver over the real control channel;
+KV is random, there is no model. The raw rates come first: NCCL send/recv and contiguous copies
+through CUDA IPC. Then, for each backend, layout and prompt length:
+
+- alone: one hand-off at a time, all of its KV finished at once; `commit_ms` is from the end of
+  prefill (the push) to decode owning the sequence, and `alone` the rate over that time.
+- stream: several hand-offs in flight, as under load; `stream` is the sustained rate.
+
+Rates are in GB/s of KV; the ratios are to the best raw rate of the same kind of link in this run.
+With more ranks than GPUs on a side, its ranks share the GPU: the link stays one GPU to one GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.handoff_worker import SECRET, Handoff, Process
+from kv_transfer.config import BackendName, TransferConfig
+from protocol.ids import RequestKey, Role, WorkerRef
+from protocol.kv_layout import KVLayout
+from protocol.ticket import Ticket
+
+MIB = 1 << 20
+LAYERS = {"8b": 32, "70b": 80}
+_HEADS, _HEAD_DIM, _BLOCK = 8, 128, 16
+_RAW_SIZES = tuple(size * MIB for size in (16, 64, 256, 1024))
+_SEED_CHECK_BLOCKS = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One line of the result. Rates in GB/s, times in ms, ratios to the raw link."""
+
+    backend: str
+    layout: str
+    ranks: str
+    tokens: int
+    mib: float
+    commit_ms: float
+    commit_ms_worst: float
+    alone: float
+    alone_ratio: float
+    stream: float
+    stream_ratio: float
+
+
+class Bench:
+    """The two processes and the raw rates between them."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.prefill = Process(Role.PREFILL, args.gpus[0])
+        self.decode = Process(Role.DECODE, args.gpus[1])
+        self.raw: dict[str, dict[int, float]] = {}
+        self.refs: tuple[WorkerRef, WorkerRef]
+        self.num_blocks = 0
+        self._numbers = iter(range(1 << 30))
+
+    def close(self) -> None:
+        """End both."""
+        self.prefill.close()
+        self.decode.close()
+
+    def both(self, name: str, *args: Any) -> tuple[Any, Any]:
+        """The same command on both sides at once."""
+        self.prefill.start(name, *args)
+        self.decode.start(name, *args)
+        return self.prefill.result(), self.decode.result()
+
+    def measure_raw(self) -> None:
+        """GB/s of single messages, by kind of link and size."""
+        repeats = 20
+        name = self.prefill.do("nccl_name")
+        times, _ = self.both("raw_nccl", name, self.args.nccl_ctas, _RAW_SIZES, repeats)
+        self.raw["nccl"] = _rates(times)
+        handle, offset = self.decode.do("export", max(_RAW_SIZES))
+        times = self.prefill.do("raw_copy", handle, offset, _RAW_SIZES, repeats)
+        self.raw["cuda_ipc"] = _rates(times)
+        for kind, rates in self.raw.items():
+            print(f"raw {kind:8}", *(f"{s // MIB} MiB {r:.0f}" for s, r in rates.items()), "GB/s")
+
+    def build(self, backend: str, layers: int, tp: tuple[int, int], num_blocks: int) -> None:
+        """Workers of these layouts."""
+        args = self.args
+        config = TransferConfig(
+            backend=BackendName(backend),
+            staging_bytes=args.staging_mib * MIB,
+            device_piece_bytes=args.piece_mib * MIB,
+            nccl_ctas=args.nccl_ctas,
+            copy_ctas=args.copy_ctas,
+            connect_timeout_s=30,
+        )
+        self.num_blocks = num_blocks
+        layouts = [_layout(layers, size, num_blocks) for size in tp]
+        self.prefill.start("build", layouts[0], config)
+        self.decode.start("build", layouts[1], config)
+        self.refs = self.prefill.result(), self.decode.result()
+
+    def handoffs(self, blocks: int, count: int) -> list[Handoff]:
+        """New requests; each has destination blocks of its own, scattered over the pool."""
+        prefill, decode = self.refs
+        order = torch.randperm(self.num_blocks).tolist()
+        result = []
+        for index in range(count):
+            key = RequestKey(f"r{next(self._numbers)}")
+            ticket = Ticket(
+                key=key,
+                prefill_epoch=prefill.epoch,
+                decode_epoch=decode.epoch,
+                num_blocks=blocks,
+                expires_at=time.time() + 300,
+            ).signed(SECRET)
+            own = tuple(order[index * blocks : (index + 1) * blocks])
+            result.append(
+                Handoff(
+                    key=key,
+                    ticket=ticket,
+                    prefill=prefill,
+                    decode=decode,
+                    source=tuple(reversed(own)),
+                    dest=own,
+                )
+            )
+        return result
+
+    def run(self, handoffs: Sequence[Handoff], window: int) -> list[tuple[float, float]]:
+        """Hand over; (push, commit on decode) of each in monotonic seconds."""
+        self.prefill.do("expect", handoffs)
+        self.decode.do("reserve", handoffs)
+        sent = self.prefill.do("send", handoffs, window)
+        commits = self.decode.do("commits", [handoff.key for handoff in handoffs])
+        return [(start, end) for (start, _), end in zip(sent, commits, strict=True)]
+
+    def check(self) -> None:
+        """Random bits must arrive as they are."""
+        handoff = self.handoffs(_SEED_CHECK_BLOCKS, 1)[0]
+        self.prefill.do("fill", handoff.source, 7)
+        self.run([handoff], 1)
+        wrong = self.decode.do("wrong_layers", handoff.dest, 7)
+        if wrong:
+            raise SystemExit(f"{wrong} layers differ after the transfer")
+
+    def case(self, backend: str, layout: str, tp: tuple[int, int], tokens: int) -> Case:
+        """One line."""
+        blocks = tokens // _BLOCK
+        size = tokens * LAYERS[layout] * 2 * _HEADS * _HEAD_DIM * 2
+        raw = max(self.raw[backend].values())
+        slots = self.num_blocks // blocks
+        self.run(self.handoffs(blocks, 1), 1)
+        alone = [self.run(self.handoffs(blocks, 1), 1)[0] for _ in range(self.args.repeats)]
+        times = [end - start for start, end in alone]
+        count = min(slots, 16)
+        rates = []
+        for _ in range(self.args.repeats):
+            moved = self.run(self.handoffs(blocks, count), min(count, 4))
+            span = max(end for _, end in moved) - min(start for start, _ in moved)
+            rates.append(size * count / span / 1e9)
+        rate = size / median(times) / 1e9
+        return Case(
+            backend=backend,
+            layout=layout,
+            ranks=f"TP{tp[0]}->TP{tp[1]}",
+            tokens=tokens,
+            mib=size / MIB,
+            commit_ms=1e3 * median(times),
+            commit_ms_worst=1e3 * max(times),
+            alone=rate,
+            alone_ratio=rate / raw,
+            stream=median(rates),
+            stream_ratio=median(rates) / raw,
+        )
+
+    def disturbance(self, backend: str) -> dict[str, Any]:
+        """Steps of 16 GB of weights on decode's GPU, without and with KV streaming in."""
+        self.build(backend, LAYERS["8b"], (1, 1), 8192)
+        self.check()
+        self.decode.do("start_steps", 16 << 30)
+        self.decode.do("step_times", 0.5)
+        quiet = self.decode.do("step_times", 1.5)
+        handoffs = self.handoffs(_SEED_CHECK_BLOCKS, 64)
+        busy: list[float] = []
+        moved = 0
+        for _ in range(12):
+            self.prefill.do("expect", handoffs)
+            self.decode.do("reserve", handoffs)
+            self.prefill.start("send", handoffs, 4)
+            begin = time.monotonic()
+            busy += self.decode.do("step_times", 0.04)
+            times = self.prefill.result()
+            moved = int(len(handoffs) / (max(e for _, e in times) - begin))
+            self.decode.do("commits", [handoff.key for handoff in handoffs])
+            handoffs = self.handoffs(_SEED_CHECK_BLOCKS, 64)
+        self.decode.do("stop_steps")
+        result = {"backend": backend, "handoffs_per_s": moved}
+        for name, steps in (("quiet", quiet), ("busy", busy)):
+            ordered = sorted(steps)
+            result[f"{name}_p50_ms"] = 1e3 * ordered[len(ordered) // 2]
+            result[f"{name}_p99_ms"] = 1e3 * ordered[int(len(ordered) * 0.99)]
+            result[f"{name}_steps"] = len(ordered)
+        return result
+
+
+def _layout(layers: int, tp: int, num_blocks: int) -> KVLayout:
+    each = _HEADS // tp
+    return KVLayout(
+        num_layers=layers,
+        num_kv_heads=_HEADS,
+        head_dim=_HEAD_DIM,
+        block_size=_BLOCK,
+        num_blocks=num_blocks,
+        dtype="bfloat16",
+        rank_heads=tuple((rank * each, (rank + 1) * each) for rank in range(tp)),
+    )
+
+
+def _rates(times: Sequence[float]) -> dict[int, float]:
+    return {size: size / t / 1e9 for size, t in zip(_RAW_SIZES, times, strict=True)}
+
+
+def _cases(args: argparse.Namespace) -> Iterator[tuple[str, str, tuple[int, int], list[int]]]:
+    for backend in args.backends:
+        for layout in args.layouts:
+            yield backend, layout, (1, 1), args.tokens
+        for tp in ((2, 1), (1, 2), (2, 2), (4, 1), (2, 4)) if args.reshard else ():
+            yield backend, "8b", tp, [2048, 8192]
+
+
+def _print(case: Case) -> None:
+    print(
+        f"{case.backend:8} {case.layout:>3} {case.ranks} {case.tokens:>6} tokens"
+        f"  commit {case.commit_ms:7.2f} ms (worst {case.commit_ms_worst:.2f})"
+        f"  alone {case.alone:4.0f} GB/s {case.alone_ratio:.2f}"
+        f"  stream {case.stream:4.0f} GB/s {case.stream_ratio:.2f}",
+        flush=True,
+    )
+
+
+def _machine() -> dict[str, str]:
+    def said(*command: str) -> str:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return "unknown"
+        return done.stdout.strip()
+
+    gpus = said("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    return {
+        "gpus": gpus.replace("\n", "; "),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "python": platform.python_version(),
+        "commit": said("git", "rev-parse", "--short", "HEAD"),
+        "command": " ".join(sys.argv),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--gpus", type=int, nargs=2, default=(0, 1))
+    parser.add_argument("--backends", nargs="+", default=["cuda_ipc", "nccl"])
+    parser.add_argument("--layouts", nargs="+", default=["8b", "70b"], choices=sorted(LAYERS))
+    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512, 2048, 8192, 32768])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--no-reshard", dest="reshard", action="store_false")
+    parser.add_argument("--no-steps", dest="steps", action="store_false")
+    parser.add_argument("--staging-mib", type=int, default=64)
+    parser.add_argument("--piece-mib", type=int, default=512)
+    parser.add_argument("--nccl-ctas", type=int, default=32)
+    parser.add_argument("--copy-ctas", type=int, default=132)
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, print, and write what was asked for."""
+    args = _parse()
+    bench = Bench(args)
+    cases: list[Case] = []
+    steps: list[dict[str, Any]] = []
+    try:
+        bench.measure_raw()
+        for backend, layout, tp, lengths in _cases(args):
+            longest = max(lengths) // _BLOCK
+            bench.build(backend, LAYERS[layout], tp, max(2 * longest, 2048))
+            bench.check()
+            for tokens in lengths:
+                cases.append(bench.case(backend, layout, tp, tokens))
+                _print(cases[-1])
+        for backend in args.backends if args.steps else ():
+            steps.append(bench.disturbance(backend))
+            print(steps[-1], flush=True)
+    finally:
+        bench.close()
+    if args.out is not None:
+        raw = {
+            kind: {f"{s // MIB} MiB": r for s, r in by.items()} for kind, by in bench.raw.items()
+        }
+        result = {
+            "machine": _machine(),
+            "raw_GB_per_s": raw,
+            "cases": [asdict(case) for case in cases],
+            "decode_steps": steps,
+        }
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Which backends a rank has, and which one of those that decode offers a sender takes."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Container, Iterable
+from typing import cast
+
+from kv_transfer.backends.base import Backend
+from kv_transfer.backends.gloo import GlooBackend
+from kv_transfer.backends.host import is_near
+from kv_transfer.config import ONE_SIDED, BackendName, TransferConfig
+from kv_transfer.store import BlockStore, PagedStore
+from protocol.errors import HandoffFailed
+from protocol.messages import LinkAddress
+
+_KNOWN = frozenset(name.value for name in BackendName)
+
+
+def build_backends(store: BlockStore, config: TransferConfig) -> list[Backend]:
+    """The backends that `config` names, the most direct first. Memory backends meet in a hub: build
+    those by hand."""
+    wanted = config.backend
+    if wanted is BackendName.AUTO:
+        on_device = [BackendName.CUDA_IPC, BackendName.NCCL]
+        names = on_device if store.device.type == "cuda" else [BackendName.GLOO]
+    else:
+        names = [wanted]
+    return [_build(name, store, config) for name in names]
+
+
+def _build(name: BackendName, store: BlockStore, config: TransferConfig) -> Backend:
+    if name is BackendName.GLOO:
+        return GlooBackend(config.host)
+    if name is BackendName.MEMORY:
+        raise ValueError("a memory backend needs to be passed to DataPlane")
+    if store.device.type != "cuda":
+        raise ValueError(f"transfer.backend {name} needs a GPU, the pool is on {store.device}")
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError(f"transfer.backend {name} needs triton")
+    from kv_transfer.backends.cuda_ipc import CudaIpcBackend
+    from kv_transfer.backends.nccl import NcclBackend
+
+    paged = cast(PagedStore, store)
+    if name is BackendName.CUDA_IPC:
+        return CudaIpcBackend(paged, ctas=config.copy_ctas)
+    return NcclBackend(
+        paged,
+        host=config.host,
+        staging_bytes=config.staging_bytes,
+        ctas=config.nccl_ctas,
+        copy_ctas=config.copy_ctas,
+    )
+
+
+def choose_backend(
+    wanted: BackendName,
+    links: Iterable[LinkAddress],
+    *,
+    num_ranks: int,
+    refused: Container[str] = (),
+) -> str:
+    """The first backend that every rank of decode offers and that can reach it from here; those
+    `refused` were tried and did not. Raises HandoffFailed when there is none."""
+    offers: dict[str, list[LinkAddress]] = {}
+    for address in links:
+        offers.setdefault(address.backend, []).append(address)
+    for name, addresses in offers.items():
+        if wanted not in (BackendName.AUTO, name) or name not in _KNOWN or name in refused:
+            continue
+        if sorted(address.rank for address in addresses) != list(range(num_ranks)):
+            continue
+        if name not in ONE_SIDED or all(is_near(address.endpoint) for address in addresses):
+            return name
+    raise HandoffFailed(
+        f"decode's links are {sorted(offers)}, ours {wanted}: none of them reaches every rank",
+        param="backend",
+    )

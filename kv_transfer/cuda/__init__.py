@@ -1,0 +1,1 @@
+"""What the GPU backends share: the paged copy, the driver's and NCCL's entry points."""

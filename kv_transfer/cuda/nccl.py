@@ -1,0 +1,156 @@
+"""A two-party NCCL communicator whose every step can be given up.
+
+torch's process groups block without a limit while a communicator is built, and their watchdog ends
+the whole process when one fails. Here the communicator is non-blocking: building it and posting on
+it are polled against a deadline, and `abort` ends kernels that wait for a peer that is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from functools import cache
+
+_SUCCESS, _IN_PROGRESS = 0, 7
+_UINT8 = 1
+_ID_BYTES = 128
+_UNSET = -(1 << 31)
+_MAGIC, _CONFIG_VERSION = 0xCAFEBEEF, 21800  # the fields below are those of NCCL 2.18
+_POLL_S = 20e-6
+
+
+class NcclError(RuntimeError):
+    """A call of NCCL failed, or was given up."""
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_ubyte * _ID_BYTES),)
+
+
+class _Config(ctypes.Structure):
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+        ("cga_cluster_size", ctypes.c_int),
+        ("min_ctas", ctypes.c_int),
+        ("max_ctas", ctypes.c_int),
+        ("net_name", ctypes.c_char_p),
+        ("split_share", ctypes.c_int),
+    )
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL("libnccl.so.2")  # the one that torch has loaded
+    except OSError as error:
+        raise NcclError(f"no NCCL: {error}") from error
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    library.ncclGetErrorString.restype = ctypes.c_char_p
+    library.ncclGetUniqueId.argtypes = (ctypes.POINTER(_UniqueId),)
+    library.ncclCommInitRankConfig.argtypes = (
+        ctypes.POINTER(pointer),
+        ctypes.c_int,
+        _UniqueId,
+        ctypes.c_int,
+        ctypes.POINTER(_Config),
+    )
+    for call in (library.ncclSend, library.ncclRecv):
+        call.argtypes = (pointer, size, ctypes.c_int, ctypes.c_int, pointer, pointer)
+    library.ncclCommGetAsyncError.argtypes = (pointer, ctypes.POINTER(ctypes.c_int))
+    library.ncclCommAbort.argtypes = (pointer,)
+    return library
+
+
+def unique_id() -> bytes:
+    """A name for a new communicator; one end makes it, the other is told."""
+    name = _UniqueId()
+    _check("ncclGetUniqueId", _library().ncclGetUniqueId(ctypes.byref(name)))
+    return bytes(name.data)
+
+
+class Communicator:
+    """One end of a pair. `send` and `recv` belong to one thread; `abort` may come from any.
+
+    Streams are raw CUDA streams; the current device must be the one it was built under.
+    """
+
+    def __init__(self, name: bytes, rank: int, *, ctas: int, limit: float) -> None:
+        self._lock = threading.Lock()
+        self._peer = 1 - rank
+        self._handle = ctypes.c_void_p()
+        self._gone = False
+        config = _Config(
+            size=ctypes.sizeof(_Config),
+            magic=_MAGIC,
+            version=_CONFIG_VERSION,
+            blocking=0,
+            cga_cluster_size=_UNSET,
+            min_ctas=_UNSET,
+            max_ctas=ctas,
+            net_name=None,
+            split_share=_UNSET,
+        )
+        raw = _UniqueId.from_buffer_copy(name)
+        code = _library().ncclCommInitRankConfig(
+            ctypes.byref(self._handle), 2, raw, rank, ctypes.byref(config)
+        )
+        self._settle("ncclCommInitRank", code, limit)
+
+    def send(self, address: int, num_bytes: int, stream: int, limit: float) -> None:
+        """Queue a send on a stream; raises NcclError when that is not done by `limit`
+        (monotonic)."""
+        self._post("ncclSend", address, num_bytes, stream, limit)
+
+    def recv(self, address: int, num_bytes: int, stream: int, limit: float) -> None:
+        """Queue a receive on a stream."""
+        self._post("ncclRecv", address, num_bytes, stream, limit)
+
+    def abort(self) -> None:
+        """End kernels that wait for the peer, and the communicator. Idempotent."""
+        with self._lock:
+            gone, self._gone = self._gone, True
+            handle = self._handle
+            if not gone and handle:
+                _library().ncclCommAbort(handle)
+
+    def _post(self, name: str, address: int, num_bytes: int, stream: int, limit: float) -> None:
+        with self._lock:
+            self._check_there(name)
+            call = getattr(_library(), name)
+            code = call(address, num_bytes, _UINT8, self._peer, self._handle, stream)
+        self._settle(name, code, limit)
+
+    def _settle(self, name: str, code: int, limit: float) -> None:
+        """Wait until NCCL's own thread is done with a call."""
+        try:
+            while code == _IN_PROGRESS:
+                if time.monotonic() > limit:
+                    raise NcclError(f"{name} timed out")
+                time.sleep(_POLL_S)
+                code = self._state(name)
+            _check(name, code)
+        except NcclError:
+            self.abort()
+            raise
+
+    def _state(self, name: str) -> int:
+        state = ctypes.c_int()
+        with self._lock:
+            self._check_there(name)
+            code = _library().ncclCommGetAsyncError(self._handle, ctypes.byref(state))
+        _check("ncclCommGetAsyncError", code)
+        return state.value
+
+    def _check_there(self, name: str) -> None:
+        if self._gone:
+            raise NcclError(f"{name}: the communicator is gone")
+
+
+def _check(name: str, code: int) -> None:
+    if code != _SUCCESS:
+        text = _library().ncclGetErrorString(code)
+        raise NcclError(f"{name}: {(text or b'error').decode()}")
