@@ -141,7 +141,11 @@ def test_unknown_environment_variable_warns_with_a_suggestion(base: Path) -> Non
         ("decode.worker.stall_s=inf", "decode.worker.stall_s", "finite"),
         ("decode.worker.stall_s=nan", "decode.worker.stall_s", "finite"),
         ("router.settings.reuse_port=yes", "router.settings.reuse_port", "true or false"),
-        ("transfer.backend=carrier-pigeon", "transfer.backend", "is not one of auto, memory, gloo, nccl, cuda_ipc"),
+        (
+            "transfer.backend=carrier-pigeon",
+            "transfer.backend",
+            "is not one of auto, memory, gloo, nccl, cuda_ipc",
+        ),
         ("model=tiny", "model", "expected a section"),
         ("model.name.x=1", "model.name.x", "model.name is a value"),
         ("prefill.placement.labels=x", "prefill.placement.labels", "expected a map"),

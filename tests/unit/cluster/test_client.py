@@ -1,0 +1,148 @@
+"""The command line's gRPC client against a server that says what a router would say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent import futures
+from typing import Any
+
+import grpc
+import pytest
+
+from cluster.cli.console import Console
+from cluster.cli.timeline import show_timeline
+from cluster.client import InferenceClient, Options, Outcome, Turn
+from protocol.errors import ContextTooLong, InvalidRequest, Overloaded, Unavailable
+from protocol.wire import inference_pb2 as wire
+from protocol.wire import inference_pb2_grpc as services
+
+
+class Servicer(services.InferenceServicer):
+    def __init__(self) -> None:
+        self.requests: list[wire.GenerateRequest] = []
+        self.failure: tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]] | None = None
+
+    def Generate(  # noqa: N802 - gRPC names it
+        self, request: wire.GenerateRequest, context: Any
+    ) -> Iterator[Any]:
+        self.requests.append(request)
+        if self.failure is not None:
+            code, details, trailers = self.failure
+            context.set_trailing_metadata(trailers)
+            context.abort(code, details)
+        yield wire.GenerateResponse(choices=[wire.Choice(text="Hello", token_ids=[1])])
+        yield wire.GenerateResponse(choices=[wire.Choice(text="", token_ids=[2])])
+        choice = wire.Choice(text=" you", token_ids=[3], finish_reason="stop")
+        usage = wire.Usage(prompt_tokens=5, completion_tokens=3)
+        timeline = wire.Timeline(request_id="r", arrival=10.0, first_token=10.25, end=10.45)
+        timeline.spans.add(phase="transfer", start=10.2, end=10.3, place="prefill-1").counts[
+            "bytes"
+        ] = 2_500_000
+        timeline.spans.add(phase="tokenize", start=10.0, end=10.001).counts["tokens"] = 1
+        timeline.spans.add(phase="route", start=10.001, end=10.002, note="why")
+        timeline.spans.add(phase="novelty", start=10.3, end=10.4)
+        yield wire.GenerateResponse(choices=[choice], usage=usage, timeline=timeline)
+
+    def ListModels(self, request: Any, context: Any) -> Any:  # noqa: N802 - gRPC names it
+        return wire.ListModelsResponse(models=[wire.Model(id="tiny")])
+
+
+@pytest.fixture
+def servicer() -> Servicer:
+    return Servicer()
+
+
+@pytest.fixture
+def client(servicer: Servicer) -> Iterator[InferenceClient]:
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    services.add_InferenceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    client = InferenceClient(f"127.0.0.1:{port}")
+    yield client
+    client.close()
+    server.stop(0).wait()
+
+
+def test_stream(client: InferenceClient, servicer: Servicer) -> None:
+    outcome = Outcome()
+    options = Options(max_tokens=3, temperature=0.0, stop=("x", "y"))
+    assert list(client.complete("hi", options, outcome)) == ["Hello", " you"]
+    assert outcome.token_ids == [1, 2, 3]
+    assert (outcome.finish_reason, outcome.prompt_tokens, outcome.completion_tokens) == (
+        "stop",
+        5,
+        3,
+    )
+    request = servicer.requests[0]
+    assert (request.prompt, request.max_tokens, list(request.stop)) == ("hi", 3, ["x", "y"])
+    assert request.HasField("temperature")
+    assert not request.HasField("top_p")
+
+
+def test_chat_sends_the_turns(client: InferenceClient, servicer: Servicer) -> None:
+    turns = [Turn(role="system", content="be brief"), Turn(role="user", content="hi")]
+    assert "".join(client.chat(turns, Options(), Outcome())) == "Hello you"
+    messages = servicer.requests[0].chat.messages
+    assert [(m.role, m.content) for m in messages] == [("system", "be brief"), ("user", "hi")]
+
+
+def test_models(client: InferenceClient) -> None:
+    assert client.models() == ["tiny"]
+
+
+@pytest.mark.parametrize(
+    ("code", "trailers", "error"),
+    [
+        ("INVALID_ARGUMENT", {"baton-error-code": "invalid_request"}, InvalidRequest),
+        ("INVALID_ARGUMENT", {"baton-error-code": "context_length_exceeded"}, ContextTooLong),
+        ("RESOURCE_EXHAUSTED", {"baton-error-code": "overloaded"}, Overloaded),
+        ("INVALID_ARGUMENT", {}, InvalidRequest),
+        ("INVALID_ARGUMENT", {"baton-error-code": "from the future"}, InvalidRequest),
+        ("UNAVAILABLE", {"baton-error-code": "unavailable"}, Unavailable),
+    ],
+)
+def test_errors_arrive_typed(
+    client: InferenceClient,
+    servicer: Servicer,
+    code: str,
+    trailers: dict[str, str],
+    error: type[Exception],
+) -> None:
+    named = (*trailers.items(), ("baton-error-param", "top_p"))
+    servicer.failure = (grpc.StatusCode[code], "top_p must be less", named)
+    with pytest.raises(error, match="top_p must be less") as caught:
+        list(client.complete("hi", Options(), Outcome()))
+    assert type(caught.value) is error
+    assert caught.value.param == "top_p"
+
+
+def test_nobody_there() -> None:
+    client = InferenceClient("127.0.0.1:1")
+    with pytest.raises(Unavailable, match="no router answers at 127"):
+        client.models()
+    client.close()
+
+
+def test_timeline_is_shown_in_order(
+    client: InferenceClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = Outcome()
+    list(client.complete("hi", Options(timeline=True), outcome))
+    assert outcome.timeline is not None
+    show_timeline(outcome.timeline, outcome, Console())
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines[1:5]] == [
+        "tokenise",
+        "route",
+        "KV transfer",
+        "novelty",
+    ]
+    assert lines[1].split()[1:] == ["0.0", "1.0", "router", "1", "token"]
+    assert lines[2].endswith("router     why")
+    assert "200.0" in lines[3]
+    assert "2.50 MB" in lines[3]
+    assert lines[5] == (
+        "5 prompt + 3 output tokens: first token after 250 ms, all after 450 ms, "
+        "100.0 ms per further token"
+    )

@@ -1,0 +1,125 @@
+"""Ending a session of processes for sure, whatever they do about it. No Ray: plain processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cluster import local_ray
+from cluster.local_ray import RunningCluster, load_state, save_state, stop_local_ray
+
+#: A head with a child; `stubborn` ones do not end when asked.
+HEAD = """
+import os, signal, sys, time
+stubborn = sys.argv[1] == "stubborn"
+child = os.fork()
+if stubborn or child == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+else:
+    def end(*_):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, end)
+if child == 0:
+    os.setpgid(0, 0)
+else:
+    print("up", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BATON_HOME", str(tmp_path))
+    monkeypatch.setattr(local_ray, "_STOP_S", 0.5)
+    return tmp_path
+
+
+def start(kind: str, temp_dir: Path) -> RunningCluster:
+    temp_dir.mkdir()
+    head = subprocess.Popen(
+        [sys.executable, "-c", HEAD, kind], start_new_session=True, stdout=subprocess.PIPE
+    )
+    assert head.stdout is not None
+    assert head.stdout.readline() == b"up\n"
+    head.stdout.close()
+    started = local_ray._start_time(head.pid)
+    assert started is not None
+    return RunningCluster(
+        address="h:1",
+        token="",
+        config="c",
+        pid=head.pid,
+        started=started,
+        temp_dir=str(temp_dir),
+    )
+
+
+@pytest.mark.parametrize(("kind", "killed"), [("willing", 0), ("stubborn", 2)])
+def test_nothing_of_the_session_is_left(tmp_path: Path, kind: str, killed: int) -> None:
+    state = start(kind, tmp_path / "ray")
+    assert len(list(local_ray._session_members(state.pid))) == 2
+    save_state(state)
+    assert load_state() == state
+    assert stop_local_ray(state) == killed
+    assert list(local_ray._session_members(state.pid)) == []
+    assert not (tmp_path / "ray").exists()
+    assert load_state() is None
+
+
+def test_children_of_a_dead_head_are_ended(tmp_path: Path) -> None:
+    state = start("willing", tmp_path / "ray")
+    os.kill(state.pid, signal.SIGKILL)
+    os.waitpid(state.pid, 0)
+    assert not state.alive
+    assert stop_local_ray(state) == 1
+    assert list(local_ray._session_members(state.pid)) == []
+
+
+def test_a_reused_pid_is_not_touched(tmp_path: Path) -> None:
+    """The recorded start time protects whoever has the pid now."""
+    state = start("willing", tmp_path / "ray")
+    other = RunningCluster(
+        address="", token="", config="", pid=state.pid, started=state.started + 1
+    )
+    assert not other.alive
+    save_state(other)
+    assert load_state() is None
+    time.sleep(0.05)
+    assert state.alive
+    stop_local_ray(state)
+
+
+def test_failure_to_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = start("willing", tmp_path / "ray")
+    os.kill(state.pid, signal.SIGKILL)
+    os.waitpid(state.pid, 0)
+    log = local_ray.head_log()
+    log.parent.mkdir(parents=True)
+    log.write_text("Traceback ...\nOSError: no space left\n\n")
+    with pytest.raises(local_ray.Unavailable, match="OSError: no space left"):
+        local_ray.wait_local_ray(state)
+
+
+def test_head_finds_our_packages_from_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    env = local_ray._environment("token")
+    root = str(Path(__file__).resolve().parents[3])
+    assert env["PYTHONPATH"].split(os.pathsep) == [root, "/elsewhere"]
+    assert env["RAY_AUTH_TOKEN"] == "token"
+    assert env["RAY_worker_niceness"] == "0"
+
+
+def test_head_needs_no_path_when_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setattr(
+        local_ray.cluster, "__file__", "/venv/lib/python3.11/site-packages/cluster/__init__.py"
+    )
+    assert "PYTHONPATH" not in local_ray._environment("token")

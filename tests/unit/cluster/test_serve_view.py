@@ -1,0 +1,115 @@
+"""What is read out of Serve's details, and what the commands make of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.cli.status import _worker_row
+from cluster.cli.waiting import _last_line, _progress, _raise_failed, _reached
+from cluster.config import ClusterConfig, ModelSection, PlacementSection, PoolSection
+from cluster.membership import Kind, Member, View
+from cluster.ranks import process_env
+from cluster.serve_control import PoolStatus, _pool_status
+from engine.config import EngineConfig
+from protocol.errors import Internal
+from protocol.states import WorkerState
+
+READY, DRAINING = WorkerState.READY, WorkerState.DRAINING
+
+
+def details(**deployment: object) -> dict[str, object]:
+    return {"status": "RUNNING", "message": "", "deployments": {"decode": deployment}}
+
+
+def test_pool_status_counts_states() -> None:
+    replicas = [{"state": "RUNNING"}, {"state": "RUNNING"}, {"state": "STOPPING"}]
+    status = _pool_status(
+        Kind.DECODE, details(status="HEALTHY", target_num_replicas=2, replicas=replicas)
+    )
+    assert status == PoolStatus(
+        kind=Kind.DECODE,
+        target=2,
+        replicas={"RUNNING": 2, "STOPPING": 1},
+        healthy=True,
+        failed=False,
+        message="",
+    )
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"status": "DEPLOY_FAILED", "message": "why"},
+        {"status": "UNHEALTHY", "status_trigger": "REPLICA_STARTUP_FAILED", "message": "why"},
+    ],
+)
+def test_failed_to_start(given: dict[str, object]) -> None:
+    status = _pool_status(Kind.DECODE, details(**given))
+    assert status.failed
+    assert not status.healthy
+    with pytest.raises(Internal, match="the decode pool cannot start: why"):
+        _raise_failed({Kind.DECODE: status})
+
+
+def test_unhealthy_is_not_failed() -> None:
+    given = {"status": "UNHEALTHY", "status_trigger": "HEALTH_CHECK_FAILED"}
+    status = _pool_status(Kind.DECODE, details(**given))
+    assert not status.failed
+    _raise_failed({Kind.DECODE: status})
+
+
+def test_pool_that_is_only_being_deployed() -> None:
+    status = _pool_status(Kind.DECODE, {"status": "DEPLOYING", "deployments": {}})
+    assert (status.target, status.replicas, status.healthy, status.failed) == (0, {}, False, False)
+
+
+def test_last_line_is_the_reason() -> None:
+    text = "Traceback (most recent call last):\n  File x\nValueError: no room\n\n"
+    assert _last_line(text) == "ValueError: no room"
+    assert _last_line(" \n") == "no reason given"
+
+
+def member(name: str, kind: Kind, state: WorkerState = READY) -> Member:
+    return Member(name=name, epoch=1, kind=kind, state=state)
+
+
+def test_when_a_size_is_reached() -> None:
+    view = View(
+        incarnation=1,
+        version=1,
+        members=(
+            member("p1", Kind.PREFILL),
+            member("d1", Kind.DECODE),
+            member("d2", Kind.DECODE, DRAINING),
+        ),
+    )
+    wanted = {Kind.PREFILL: 1, Kind.DECODE: 1}
+    assert _reached(view, wanted, exact=False)
+    assert not _reached(view, wanted, exact=True), "a draining worker is still there"
+    assert not _reached(view, {Kind.DECODE: 2}, exact=False)
+    assert _reached(view, {Kind.ROUTER: 0}, exact=True)
+    assert _progress(view, wanted) == "prefill 1/1, decode 1/1 (1 draining) ready"
+
+
+def test_worker_that_does_not_answer_has_a_row_too() -> None:
+    row = _worker_row(member("d1", Kind.DECODE), None)
+    assert row[:2] == ("d1", "no answer")
+    assert len(row) == 11
+
+
+def test_threads_are_fixed_before_anything_is_imported() -> None:
+    def env(**fields: object) -> dict[str, str]:
+        placement = PlacementSection(env={"OMP_NUM_THREADS": "7"} if fields.pop("own", 0) else {})
+        return process_env(
+            PoolSection(engine=EngineConfig(model_path="m", **fields), placement=placement)
+        )
+
+    assert env(num_threads=2)["OMP_NUM_THREADS"] == env(num_threads=2)["MKL_NUM_THREADS"] == "2"
+    assert "OMP_NUM_THREADS" not in env()
+    assert env(num_threads=2, own=1)["OMP_NUM_THREADS"] == "7"
+
+
+def test_bundle_of_a_rank() -> None:
+    config = ClusterConfig(model=ModelSection(name="m"))
+    assert config.prefill.placement.bundle() == {"CPU": 1.0}
+    assert PlacementSection(cpus=0, gpus=0.5).bundle() == {"GPU": 0.5}
