@@ -508,7 +508,7 @@ def test_an_order_names_exactly_one_thing(memory):
 
 
 async def test_a_newer_link_frees_a_receive_that_waits_on_the_old_one(backends):
-    """Decode posted for a sender that gave up: the next piece must not wait for the old deadline."""
+    """Decode posted for a sender that gave up: the next piece does not wait for that."""
     config = replace(QUICK, op_timeout_s=30, connect_timeout_s=30)
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends, config=config) as pair:
         await ready(pair)
