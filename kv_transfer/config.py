@@ -60,7 +60,7 @@ class TransferConfig:
     rpc_timeout_s: float = 5.0
     rpc_attempts: int = 3
     repair_s: float = 5.0
-    piece_attempts: int = 2
+    piece_attempts: int = 3
     pipeline_depth: int = 2
     max_piece_bytes: int = 64 << 20
     device_piece_bytes: int = 512 << 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from dataclasses import dataclass, field
 
 from kv_transfer.leases import Inbound
@@ -39,19 +40,24 @@ class Incoming:
 
 @dataclass(slots=True)
 class Settled:
-    """What a receiver remembers of a hand-off that is over."""
+    """What a receiver remembers of a hand-off that is over; thousands are kept, so block ids are
+    packed."""
 
     peer_epoch: int
     state: TransferState
     error: BatonError | None = None
     commit: Commit | None = None
-    block_ids: tuple[int, ...] = ()
+    block_ids: array[int] = field(default_factory=lambda: array("I"))
 
 
 def settled(lease: Inbound) -> Settled:
     """The memory of a hand-off that is over now."""
     return Settled(
-        lease.peer.epoch, lease.state, lease.error, lease.commit_message, lease.block_ids
+        peer_epoch=lease.peer.epoch,
+        state=lease.state,
+        error=lease.error,
+        commit=lease.commit_message,
+        block_ids=array("I", lease.block_ids),
     )
 
 

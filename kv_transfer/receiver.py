@@ -98,7 +98,7 @@ class Receiver:
             self._live[key].lease.check_same(ticket)
             return
         settled = self._settled.get(key)
-        if settled is not None:
+        if settled is not None and settled.peer_epoch == peer.epoch:
             raise settled.error or StaleMessage(f"hand-off of {key} is over", param="key")
         self._check_ticket(ticket, key, peer.epoch)
         for older in self._attempts.admit(key):
@@ -152,7 +152,7 @@ class Receiver:
         settled = self._settled.get(key)
         if settled is not None and settled.state is TransferState.COMMITTED:
             settled.state = TransferState.RELEASED
-            self._listener.blocks_safe(key, settled.block_ids)
+            self._listener.blocks_safe(key, tuple(settled.block_ids))
 
     def expire(self, now: float) -> None:
         """End every hand-off whose deadline has come (monotonic seconds). Called by a timer,

@@ -101,7 +101,7 @@ class Sender:
             self._live[key].lease.check_same(ticket)
             return
         finished = self._finished.get(key)
-        if finished is not None:
+        if finished is not None and finished.peer_epoch == decode.epoch:
             raise finished.error or StaleMessage(f"hand-off of {key} is over", param="key")
         self._check_ticket(ticket, key, decode.epoch)
         for older in self._attempts.admit(key):
@@ -204,7 +204,7 @@ class Sender:
         differ."""
         self._check_ticket(grant.ticket, grant.key, grant.decode.epoch)
         finished = self._finished.get(grant.key)
-        if finished is not None:
+        if finished is not None and finished.peer_epoch == grant.decode.epoch:
             raise StaleMessage(f"hand-off of {grant.key} is over", param="key")
         handoff = self._live.get(grant.key)
         if handoff is None:

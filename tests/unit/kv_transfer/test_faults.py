@@ -436,6 +436,16 @@ async def test_an_end_may_be_quicker_than_the_router(memory):
                 submit()
 
 
+async def test_an_early_end_of_another_incarnation_does_not_count(memory):
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
+        end = HandoffEnd(key=KEY, epoch=99, released=False)
+        await pair.receiver.on_end(end)
+        await pair.sender.on_end(end)
+        kv = await ready(pair)
+        await finish(pair)
+        assert differing(pair.decode.pools, LAYOUT, DEST, kv) == []
+
+
 async def test_an_end_of_another_incarnation_is_refused(memory):
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
         await ready(pair)
