@@ -84,7 +84,11 @@ class DeviceGroup:
     def _symmetric(self, store: Any, device: torch.device) -> Tensor:
         """Memory that all ranks can address."""
         memory: Any = _SymmetricMemory
-        memory.set_group_info(self._name, self.rank, self.size, store)
+        # Symmetric memory finds its peers through a group registered under a name.
+        group: Any = c10d.ProcessGroup(store, self.rank, self.size)
+        group._register_backend(device, c10d.ProcessGroup.BackendType.NCCL, self._nccl)
+        group._set_group_name(self._name)
+        c10d._register_process_group(self._name, group)
         buffer: Tensor = memory.empty_strided_p2p(
             (self._table.two_shot,), (1,), torch.uint8, device, self._name
         )
@@ -125,4 +129,5 @@ class DeviceGroup:
 
     def close(self) -> None:
         """Leave the group; operations still in flight are given up."""
+        c10d._unregister_process_group(self._name)
         self._nccl.abort()

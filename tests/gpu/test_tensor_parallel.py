@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-import torch.distributed.distributed_c10d as c10d
+from torch.distributed import TCPStore
 
 from tests.support.cuda import Reference, make_runner, mixed_script, tiny_config
 
@@ -19,7 +19,7 @@ def run_rank(rank: int, size: int, port: int) -> list[tuple[int | None, ...]]:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     runner = make_runner(device, tiny_config(**HEADS), rank, size)
-    store = c10d.TCPStore("127.0.0.1", port, size, is_master=False)
+    store = TCPStore("127.0.0.1", port, size, is_master=False)
     runner.start(DeviceGroup(store, rank, size, device, name="test"))
     results = [runner.run(batch).tokens for batch in mixed_script()]
     torch.cuda.synchronize()
@@ -31,7 +31,7 @@ def run_rank(rank: int, size: int, port: int) -> list[tuple[int | None, ...]]:
 def test_ranks_give_the_tokens_of_one(size):
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} CUDA devices")
-    store = c10d.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
     code = "import sys; from tests.gpu.test_tensor_parallel import run_rank; "
     code += "run_rank(*map(int, sys.argv[1:]))"
     followers = [

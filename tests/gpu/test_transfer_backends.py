@@ -1,0 +1,231 @@
+"""Hand-offs between two GPUs, each side a process of its own that sees one of them.
+
+With more ranks than GPUs on a side, its ranks share the GPU.
+"""
+
+import itertools
+import os
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.handoff_worker import SECRET, Handoff, Process
+from kv_transfer.config import BackendName, ChecksumKind, TransferConfig
+from protocol.ids import RequestKey, Role
+from protocol.kv_layout import KVLayout
+from protocol.ticket import Ticket
+from tests.support.transfer import split_heads
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+
+BACKENDS = ("cuda_ipc", "nccl")
+NUM_BLOCKS = 96
+#: Small buffers and pieces, so that every hand-off needs several of both.
+SMALL = TransferConfig(
+    staging_bytes=256 << 10,
+    device_piece_bytes=2 << 20,
+    connect_timeout_s=30,
+    op_timeout_s=3,
+    rpc_timeout_s=1,
+    rpc_attempts=2,
+    repair_s=1,
+)
+#: Long enough on the wire to be caught there.
+LONG = replace(SMALL, staging_bytes=8 << 20, device_piece_bytes=32 << 20)
+_numbers = itertools.count()
+
+
+def make_layout(tp_size, **changes):
+    fields = {
+        "num_layers": 5,
+        "num_kv_heads": 4,
+        "head_dim": 64,
+        "block_size": 16,
+        "num_blocks": NUM_BLOCKS,
+        "dtype": "bfloat16",
+    } | changes
+    return KVLayout(**fields, rank_heads=split_heads(fields["num_kv_heads"], tp_size))
+
+
+class Pair:
+    def __init__(self):
+        self.prefill = Process(Role.PREFILL, 0)
+        self.decode = Process(Role.DECODE, 1)
+
+    def build(self, source, dest, config):
+        self.prefill.start("build", source, config)
+        self.decode.start("build", dest, config)
+        self.refs = self.prefill.result(), self.decode.result()
+
+    def handoff(self, source, dest):
+        prefill, decode = self.refs
+        key = RequestKey(f"r{next(_numbers)}")
+        ticket = Ticket(
+            key=key,
+            prefill_epoch=prefill.epoch,
+            decode_epoch=decode.epoch,
+            num_blocks=len(dest),
+            expires_at=time.time() + 60,
+        ).signed(SECRET)
+        return Handoff(
+            key=key, ticket=ticket, prefill=prefill, decode=decode, source=source, dest=dest
+        )
+
+    def open(self, *handoffs):
+        self.prefill.do("expect", handoffs)
+        self.decode.do("reserve", handoffs)
+
+    def check(self, seed, blocks=24):
+        """One hand-off whose random bits must arrive, in other blocks."""
+        source = tuple(range(3, 3 + blocks))
+        dest = tuple(NUM_BLOCKS - 1 - 2 * i for i in range(blocks))
+        handoff = self.handoff(source, dest)
+        self.prefill.do("fill", source, seed)
+        self.open(handoff)
+        self.prefill.do("send", [handoff], 1)
+        self.decode.do("commits", [handoff.key])
+        assert self.decode.do("wrong_layers", dest, seed) == 0
+
+    def close(self):
+        self.prefill.close()
+        self.decode.close()
+
+
+@pytest.fixture(scope="module")
+def pair():
+    pair = Pair()
+    yield pair
+    pair.close()
+
+
+@pytest.fixture
+def own_pair():
+    pair = Pair()
+    yield pair
+    pair.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("source", "dest"), [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 2)])
+def test_every_pair_of_degrees_moves_the_same_bits(pair, backend, source, dest):
+    config = replace(SMALL, backend=BackendName(backend))
+    pair.build(make_layout(source), make_layout(dest), config)
+    for seed in (1, 2):
+        pair.check(seed)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_replicated_heads(pair, backend):
+    config = replace(SMALL, backend=BackendName(backend))
+    shape = {"num_kv_heads": 2, "head_dim": 128}
+    pair.build(make_layout(2, **shape), make_layout(4, **shape), config)
+    pair.check(3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", [ChecksumKind.SUM, ChecksumKind.CRC32])
+def test_content_is_summed_on_both_sides(pair, backend, kind):
+    config = replace(SMALL, backend=BackendName(backend), checksum=kind)
+    pair.build(make_layout(1), make_layout(2), config)
+    pair.check(4)
+
+
+def test_on_one_host_auto_writes_into_the_pool(pair):
+    pair.build(make_layout(1), make_layout(1), SMALL)
+    pair.check(5)
+    assert pair.prefill.do("backends") == ["cuda_ipc"]
+
+
+def long_handoffs(pair, count):
+    """Each moves 1.5 GiB in pieces of 32 MiB."""
+    layout = make_layout(1, num_layers=32, num_kv_heads=8, head_dim=128, num_blocks=768 * count)
+    return layout, [tuple(range(768 * index, 768 * index + 768)) for index in range(count)]
+
+
+def start_long(pair, backend, count=6):
+    layout, blocks = long_handoffs(pair, count)
+    pair.build(layout, layout, replace(LONG, backend=BackendName(backend)))
+    first = pair.handoff(blocks[0], blocks[0])
+    pair.open(first)
+    pair.prefill.do("send", [first], 1)
+    handoffs = [pair.handoff(own, own) for own in blocks]
+    pair.open(*handoffs)
+    pair.prefill.start("send", handoffs, count)
+    time.sleep(0.012)
+    return [handoff.key for handoff in handoffs]
+
+
+def wait_until_safe(pair, keys, limit_s):
+    end = time.monotonic() + limit_s
+    while set(pair.decode.do("safe", keys)) != set(keys):
+        assert time.monotonic() < end, "blocks did not come back"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sender_killed_in_the_middle(own_pair, backend):
+    pair = own_pair
+    keys = start_long(pair, backend)
+    pair.prefill.kill()
+    pair.decode.do("lose", pair.refs[0].epoch)
+    outcomes = pair.decode.do("outcomes", keys)
+    assert set(outcomes) <= {"committed", "handoff_failed"}
+    assert "handoff_failed" in outcomes
+    failed = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome != "committed"]
+    wait_until_safe(pair, failed, 15)
+    pair.prefill = Process(Role.PREFILL, 0)
+    layout, blocks = long_handoffs(pair, 1)
+    config = replace(LONG, backend=BackendName(backend))
+    pair.refs = pair.prefill.do("build", layout, config), pair.refs[1]
+    again = pair.handoff(blocks[0], blocks[0])
+    pair.prefill.do("fill", blocks[0][:64], 9)
+    pair.open(again)
+    pair.prefill.do("send", [again], 1)
+    assert pair.decode.do("outcomes", [again.key]) == ["committed"]
+    assert pair.decode.do("wrong_layers", blocks[0][:64], 9) == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("frozen", ["decode", "prefill"])
+def test_a_frozen_side_ends_in_a_typed_error_in_time(own_pair, backend, frozen):
+    pair = own_pair
+    keys = start_long(pair, backend)
+    process, other = (
+        (pair.decode, pair.prefill) if frozen == "decode" else (pair.prefill, pair.decode)
+    )
+    os.kill(process.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        if frozen == "prefill":
+            for key in keys:
+                other.do("end", key)  # as a worker does whose client has gone
+            outcomes = other.do("outcomes", keys)
+            assert set(outcomes) <= {"committed", "released"}
+            if backend == "cuda_ipc":  # it may still write: nothing may be given back
+                time.sleep(4)
+                assert other.do("safe", keys) == []
+        else:
+            with pytest.raises(RuntimeError, match="handoff_failed"):
+                other.result()
+            outcomes = other.do("outcomes", keys)
+            assert set(outcomes) <= {"committed", "handoff_failed"}
+        assert time.monotonic() - began < 30
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+    if frozen == "prefill":
+        with pytest.raises(RuntimeError, match="released"):
+            process.result()
+    outcomes = pair.decode.do("outcomes", keys)
+    ended = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome != "committed"]
+    assert ended
+    wait_until_safe(pair, ended, 15)
+    _, blocks = long_handoffs(pair, 1)
+    again = pair.handoff(blocks[0], blocks[0])
+    pair.prefill.do("fill", blocks[0][:64], 9)
+    pair.open(again)
+    pair.prefill.do("send", [again], 1)
+    assert pair.decode.do("outcomes", [again.key]) == ["committed"]
+    assert pair.decode.do("wrong_layers", blocks[0][:64], 9) == 0
