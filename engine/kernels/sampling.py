@@ -17,8 +17,11 @@ from protocol.sampling import SamplingParams
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN64 = 0x9E3779B97F4A7C15
-#: Tokens looked at before a whole row has to be sorted for top-p.
+#: Highest logits looked at, at first and at second, before a whole row has to be sorted for top-p.
 _SHORT_SORT = 256
+_LONG_SORT = 4096
+#: Values that one step of `argmax` covers.
+_RUN = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +107,25 @@ def gumbel_noise(keys: Tensor, tokens: Tensor) -> Tensor:
     return uniform.log_().neg_().log_().neg_()
 
 
+def argmax(x: Tensor) -> Tensor:
+    """The index of each row's highest value, the first of equals: `[rows, n] -> [rows]`.
+
+    In two levels, because torch's CPU maximum is vectorised but its arg-maximum is not: twice as
+    fast or more on rows as long as a vocabulary.
+    """
+    whole = x.shape[1] // _RUN * _RUN
+    if x.is_cuda or whole == 0:
+        return x.max(dim=-1).indices
+    runs = x[:, :whole].unflatten(1, (-1, _RUN))
+    run = runs.amax(dim=-1).max(dim=-1).indices[:, None]
+    value, inner = runs.gather(1, run[:, :, None].expand(-1, 1, _RUN))[:, 0].max(dim=-1)
+    index = run[:, 0] * _RUN + inner
+    if whole == x.shape[1]:
+        return index
+    rest, offset = x[:, whole:].max(dim=-1)
+    return torch.where(rest > value, offset + whole, index)
+
+
 def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
     """The next token of each row, int64 `[n]`. `logits` `[n, vocabulary]` may be written to.
 
@@ -112,40 +134,57 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
     if inputs.banned:
         pairs = torch.tensor(inputs.banned, device=logits.device)
         logits[pairs[:, 0], pairs[:, 1]] = -torch.inf
-    tokens = logits.max(dim=-1).indices
-    if inputs.rows.shape[0]:
-        rows = inputs.rows.to(logits.device)
-        tokens[rows] = _sample_rows(logits[rows].float(), inputs)
+    num_sampled = inputs.rows.shape[0]
+    if num_sampled == 0:
+        return argmax(logits)
+    if num_sampled == inputs.num_rows:
+        return _sample_rows(logits.float(), inputs)
+    tokens = argmax(logits)
+    rows = inputs.rows.to(logits.device)
+    tokens[rows] = _sample_rows(logits[rows].float(), inputs)
     return tokens
 
 
 def _sample_rows(logits: Tensor, inputs: SamplingInputs) -> Tensor:
-    device = logits.device
-    scaled = logits.div_(inputs.temperature.to(device)[:, None])
-    if inputs.filtered:
-        floor = _lowest_kept(scaled, inputs)
-        scaled.masked_fill_(scaled < floor[:, None], -torch.inf)
-    ids = torch.arange(scaled.shape[1], dtype=torch.int32, device=device)
-    return scaled.add_(gumbel_noise(inputs.keys.to(device), ids)).max(dim=-1).indices
+    keys = inputs.keys.to(logits.device)
+    scaled = logits.div_(inputs.temperature.to(logits.device)[:, None])
+    if not inputs.filtered:
+        return _best_of_all(scaled, keys)
+    head, ids = scaled.topk(min(scaled.shape[1], _SHORT_SORT), dim=-1)
+    floor = _lowest_kept(head, scaled, inputs)
+    kept = head + gumbel_noise(keys, ids.int())
+    kept.masked_fill_(head < floor[:, None], -torch.inf)
+    tokens = ids.gather(1, argmax(kept)[:, None])[:, 0]
+    # Where the head may not hold all that is kept, look at the whole row.
+    long = (floor <= head[:, -1]).nonzero()[:, 0]
+    if long.shape[0]:
+        part = scaled[long]
+        part.masked_fill_(part < floor[long, None], -torch.inf)
+        tokens[long] = _best_of_all(part, keys[long])
+    return tokens
 
 
-def _lowest_kept(scaled: Tensor, inputs: SamplingInputs) -> Tensor:
+def _best_of_all(scaled: Tensor, keys: Tensor) -> Tensor:
+    ids = torch.arange(scaled.shape[1], dtype=torch.int32, device=scaled.device)
+    return argmax(scaled.add_(gumbel_noise(keys, ids)))
+
+
+def _lowest_kept(head: Tensor, scaled: Tensor, inputs: SamplingInputs) -> Tensor:
     """The lowest scaled logit that top-k, then top-p, then min-p leave in each row, `[rows]`.
 
-    Equal logits are kept or dropped together, so the order of a sort never matters.
+    `head` holds the highest logits in order. Equal logits are kept or dropped together, so the
+    order of a sort never matters.
     """
     device, vocabulary = scaled.device, scaled.shape[1]
-    top_k = inputs.top_k.to(device)
+    top_k, top_p = inputs.top_k.to(device), inputs.top_p.to(device)
     top_k = torch.where((top_k <= 0) | (top_k > vocabulary), vocabulary, top_k)
-    width = min(vocabulary, _SHORT_SORT)
-    head = scaled.topk(width, dim=-1).values
-    floor, done = _floor_from_head(head, scaled, top_k, inputs.top_p.to(device))
-    if not bool(done.all()):
-        long = (~done).nonzero()[:, 0]
-        ordered = scaled[long].sort(dim=-1, descending=True).values
-        floor[long], _ = _floor_from_head(
-            ordered, scaled[long], top_k[long], inputs.top_p.to(device)[long]
-        )
+    floor, known = _floor_from_head(head, scaled, top_k, top_p)
+    for width in (min(vocabulary, _LONG_SORT), vocabulary):
+        rows = (~known).nonzero()[:, 0]
+        if rows.shape[0] == 0:
+            break
+        longer = scaled[rows].topk(width, dim=-1).values
+        floor[rows], known[rows] = _floor_from_head(longer, scaled[rows], top_k[rows], top_p[rows])
     return torch.maximum(floor, head[:, 0] + inputs.min_p.to(device).log())
 
 
