@@ -18,6 +18,7 @@ from cluster.membership import Member, Membership, View
 from protocol.ids import new_epoch
 
 NAMESPACE = "baton"
+HEAD_NODE_RESOURCE = "node:__internal_head__"
 NAME = "directory"
 
 
@@ -85,6 +86,8 @@ def create_directory(config: ClusterConfig, *, secret: bytes) -> Any:
         lifetime="detached",
         get_if_exists=True,
         num_cpus=0,
+        # On the head node, so that it never keeps a worker node from being given back.
+        resources={HEAD_NODE_RESOURCE: 0.001},
         max_restarts=-1,
         max_task_retries=-1,
         max_concurrency=10_000,

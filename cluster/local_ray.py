@@ -148,6 +148,16 @@ def wait_local_ray(state: RunningCluster) -> RunningCluster:
     return replace(state, address=address)
 
 
+def session_logs(state: RunningCluster) -> Path:
+    """The folder in which the processes of an owned cluster write their logs."""
+    return Path(state.temp_dir) / "session_latest" / "logs"
+
+
+def kept_logs() -> Path:
+    """Where the logs of the cluster that was stopped last are kept."""
+    return run_dir() / "logs"
+
+
 def head_log() -> Path:
     """What the head process wrote."""
     return run_dir() / "head.log"
@@ -171,6 +181,7 @@ def stop_local_ray(state: RunningCluster) -> int:
     while list(_session_members(state.pid)):
         _reap(state.pid)
         time.sleep(_POLL_S)
+    _keep_logs(state)
     shutil.rmtree(state.temp_dir, ignore_errors=True)
     return len(left)
 
@@ -209,6 +220,13 @@ def _stat(pid: int) -> list[str]:
 def _start_time(pid: int) -> int | None:
     fields = _stat(pid)
     return int(fields[19]) if fields and fields[0] != "Z" else None
+
+
+def _keep_logs(state: RunningCluster) -> None:
+    source = session_logs(state)
+    if source.is_dir():
+        shutil.rmtree(kept_logs(), ignore_errors=True)
+        shutil.move(source.resolve(), kept_logs())
 
 
 def _kill(pid: int) -> None:

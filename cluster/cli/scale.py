@@ -32,6 +32,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         from cluster.cli.waiting import wait_for
         from cluster.deployments import scale
 
+        session.quiet_serve()
         config = ray.get(directory.config.remote())
         for kind, count in wanted.items():
             scale(config, kind, count)

@@ -38,7 +38,6 @@ def connect(state: RunningCluster) -> None:
 
     if ray.is_initialized():
         return
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
         # Ray prints what it thinks of the cluster; the command has its own words.
         with contextlib.redirect_stderr(io.StringIO()):
@@ -53,6 +52,11 @@ def connect(state: RunningCluster) -> None:
         raise Unavailable(
             f"the Ray cluster at {state.address} does not answer: {reason}"
         ) from error
+
+
+def quiet_serve() -> None:
+    """Keep Serve's own progress lines off our output. Call once it has been imported."""
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
 
 
 def disconnect() -> None:

@@ -19,8 +19,10 @@ from cluster.config_load import load_config
 from cluster.local_ray import (
     RunningCluster,
     forget_state,
+    kept_logs,
     load_state,
     save_state,
+    session_logs,
     spawn_local_ray,
     stop_local_ray,
     wait_local_ray,
@@ -61,6 +63,8 @@ def bring_up(config: ClusterConfig, source: str, console: Console) -> RunningClu
     except BaseException:
         console.step("stopping what was started")
         down.take_down(state, console, now=True)
+        if state.owned:
+            console.step(f"logs: {kept_logs()}")
         raise
     save_state(state)
     return state
@@ -70,6 +74,8 @@ def show_endpoints(state: RunningCluster, config: ClusterConfig, console: Consol
     """Where the cluster answers."""
     name = config.model.served_name or find_model(config.model.name).name
     console.say(f"{name} is served at http://{state.http}/v1 (OpenAI) and {state.grpc} (gRPC)")
+    if state.owned:
+        console.step(f"logs: {session_logs(state)}")
 
 
 def _reach_ray(config: ClusterConfig, source: str, console: Console) -> RunningCluster:
@@ -99,6 +105,7 @@ def _start(config: ClusterConfig, state: RunningCluster, console: Console) -> Ru
     from cluster.deployments import deploy
     from cluster.directory import NAME, NAMESPACE, create_directory, find_directory
 
+    session.quiet_serve()
     try:
         find_directory()
     except ValueError:

@@ -65,6 +65,10 @@ def start(kind: str, temp_dir: Path) -> RunningCluster:
 @pytest.mark.parametrize(("kind", "killed"), [("willing", 0), ("stubborn", 2)])
 def test_nothing_of_the_session_is_left(tmp_path: Path, kind: str, killed: int) -> None:
     state = start(kind, tmp_path / "ray")
+    logs = tmp_path / "ray" / "session_1" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "worker.err").write_text("why")
+    (tmp_path / "ray" / "session_latest").symlink_to(logs.parent)
     assert len(list(local_ray._session_members(state.pid))) == 2
     save_state(state)
     assert load_state() == state
@@ -72,6 +76,7 @@ def test_nothing_of_the_session_is_left(tmp_path: Path, kind: str, killed: int) 
     assert list(local_ray._session_members(state.pid)) == []
     assert not (tmp_path / "ray").exists()
     assert load_state() is None
+    assert (local_ray.kept_logs() / "worker.err").read_text() == "why"
 
 
 def test_children_of_a_dead_head_are_ended(tmp_path: Path) -> None:
