@@ -8,6 +8,9 @@ from hypothesis import HealthCheck, settings
 
 # Before torch is imported, here and in child processes: two cores are shared by many processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Before anything imports triton (transformers does): without a GPU its kernels are interpreted.
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 for name in [n for n in os.environ if n.startswith("BATON_") and n != "BATON_HOME"]:
     del os.environ[name]
 # A busy machine must not fail a property; CI draws the same examples every time.

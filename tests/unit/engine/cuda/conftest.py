@@ -1,12 +1,7 @@
 """The CUDA engine runs on a GPU when there is one, else in triton's interpreter on the CPU."""
 
-import os
-
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 pytest.importorskip("triton", reason="triton is not installed")
 
