@@ -26,7 +26,8 @@ def test_sums_what_the_peers_have_sent_and_sends_its_own(device, rank, size):
         want = torch.zeros(count, device=device)
         for part in parts:
             want += part.float()
-        assert torch.equal(out, want.bfloat16())
+        # The interpreter cuts bfloat16 off where a GPU rounds it.
+        torch.testing.assert_close(out.float(), want, rtol=2**-7, atol=0.0)
         for peer in set(range(size)) - {rank}:
             assert torch.equal(
                 boxes[peer][epoch % 2, rank, : count // 2], words[rank] | (epoch << 32)
