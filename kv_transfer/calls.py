@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from kv_transfer.config import TransferConfig
-from protocol.errors import BatonError, DeadlineExceeded, Unavailable
+from protocol.errors import (
+    BatonError,
+    DeadlineExceeded,
+    HandoffFailed,
+    StaleMessage,
+    Unavailable,
+)
 from rpc.service import Method
 
 Req = TypeVar("Req")
@@ -68,3 +74,10 @@ async def call_repeatedly(
         else:
             return Answer(error=None, uncertain=False)
     return Answer(error=error, uncertain=True)
+
+
+def as_failure(error: BatonError, who: str) -> BatonError:
+    """What an unsuccessful call means to a hand-off: a refusal as it is, silence as a failure."""
+    if isinstance(error, (StaleMessage, HandoffFailed)):
+        return error
+    return HandoffFailed(f"{who}: {error.message}", param=error.param)

@@ -39,13 +39,14 @@ class TransferConfig:
     op_timeout_s: one message on one link, once both sides may post it.
     connect_timeout_s: building one link.
     rpc_timeout_s, rpc_attempts: one control call, and how often an unanswered one is repeated.
-    repair_s: after a receive failed, how long decode waits for the piece to be announced again.
+    repair_s: after a receive failed, how long decode waits for the piece before it asks prefill
+    whether the hand-off is alive; and again, as long as it is.
     piece_attempts: how often a piece is tried, each time on a fresh link, before the hand-off
     fails.
     pipeline_depth: pieces on their way to one decode worker at a time (bounds its staging memory).
     max_piece_bytes: upper size of a piece over all ranks; larger pushes are split.
     device_piece_bytes: the same between GPUs, where one control call moves more.
-    staging_bytes: one message of an nccl link; three of them are held for each.
+    staging_bytes: one message of an nccl link; two of them are held for each.
     nccl_ctas: thread blocks of an nccl link, which the GPU's other kernels have to share with it.
     copy_ctas: thread blocks of a cuda_ipc write.
     max_peers: peers whose links are kept open; the least recently used idle one is closed.
@@ -64,7 +65,7 @@ class TransferConfig:
     pipeline_depth: int = 2
     max_piece_bytes: int = 64 << 20
     device_piece_bytes: int = 512 << 20
-    staging_bytes: int = 64 << 20
+    staging_bytes: int = 128 << 20
     nccl_ctas: int = 32
     copy_ctas: int = 132
     max_peers: int = 64

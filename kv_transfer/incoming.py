@@ -6,26 +6,24 @@ import asyncio
 from array import array
 from dataclasses import dataclass, field
 
-from kv_transfer.leases import Inbound
-from protocol.errors import BatonError
+from kv_transfer.leases import OVER, Inbound, PiecesLost
+from protocol.errors import BatonError, HandoffFailed
 from protocol.ids import WorkerRef
 from protocol.kv_layout import KVFingerprint, KVLayout
-from protocol.messages import Commit, Grant, HandoffEnd, LinkAddress, Piece
+from protocol.messages import Commit, Grant, HandoffEnd, LinkAddress
 from protocol.states import TransferState
 
 
 @dataclass(slots=True, eq=False)
 class Incoming:
     """One hand-off in progress. `moving` counts pieces that the ranks are receiving; `repair_by` is
-    when (monotonic) a lost piece must have been announced again. `backend` is the sender's choice,
-    empty before the first piece; `written` are the pieces, by sequence, that it writes by
-    itself."""
+    when (monotonic) to ask about a lost piece that has not come again. `backend` is the sender's
+    choice, empty before the first piece."""
 
     lease: Inbound
     moving: int = 0
     repair_by: float | None = None
     backend: str = ""
-    written: dict[int, Piece] = field(default_factory=dict)
     changed: asyncio.Event = field(
         default_factory=asyncio.Event
     )  # set on every arrival, loss and end
@@ -33,9 +31,23 @@ class Incoming:
     @property
     def deadline(self) -> float:
         """When the next thing is due for this hand-off."""
-        if self.repair_by is None or not self.lease.has_lost:
+        if self.repair_by is None or not self.lease.lost_pieces:
             return self.lease.deadline
         return min(self.lease.deadline, self.repair_by)
+
+    async def settle(self, timeout_s: float) -> None:
+        """Wait until nothing is on its way. Raises HandoffFailed when that takes too long, and
+        PiecesLost when something has to come again."""
+        lease = self.lease
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not lease.is_settled and lease.state not in OVER:
+                    self.changed.clear()
+                    await self.changed.wait()
+        except TimeoutError:
+            raise HandoffFailed(f"{lease.key}: pieces did not arrive", param="num_pieces") from None
+        if lease.lost_pieces and lease.state not in OVER:
+            raise PiecesLost(lease.lost_pieces)
 
 
 @dataclass(slots=True)

@@ -76,16 +76,29 @@ class Lane:
         refusal, or HandoffFailed when the last attempt failed too. Never leaves a send in
         flight."""
         error: BatonError = HandoffFailed("no attempt was made")
+        start = self._write if job.one_sided else self._announce
         for _ in range(self._config.piece_attempts):
             async with self._slots:
-                link, moving = await self._announce(job)
-                outcomes = [] if moving is None else await moving
-            failure = LinkBroken("link replaced") if moving is None else first_error(outcomes)
-            if failure is None:
-                return outcomes
+                link, moving = await start(job)
+                if moving is not None:
+                    # Not cancelled: the hand-off has to know until when its blocks are read.
+                    await asyncio.wait({moving}, timeout=self._limit_s())
+            if moving is None:
+                failure: BatonError | None = LinkBroken("link replaced")
+            elif not moving.done():
+                failure = HandoffFailed("the ranks did not send in time")
+            else:
+                failure = first_error(moving.result())
+                if failure is None:
+                    return moving.result()
             self._renew(link)
-            error = failure
+            error = failure or error
         raise error
+
+    def _limit_s(self) -> float:
+        """Longer than any order may take: building the link, and all pieces that may be queued."""
+        config = self._config
+        return config.connect_timeout_s + config.op_timeout_s * (config.pipeline_depth + 1)
 
     async def _announce(self, job: PieceJob) -> tuple[int, asyncio.Task[list[Outcome]] | None]:
         """Take a turn: the link used and the running send, or None when the link is to be
@@ -95,16 +108,8 @@ class Lane:
                 raise StaleMessage("the hand-off is over", param="key")
             link = self._link
             piece = job.announcement(link)
-            writing: asyncio.Task[list[Outcome]] | None = None
-            if job.one_sided:  # the grant allows it: no need to wait for the answer
-                orders = job.orders(link, discard=False)
-                writing = self._lanes.tasks.start(self._move(job, orders))
             answer = await call_repeatedly(self._client, methods.PIECE, piece, self._config)
-            if writing is not None and answer.error is not None:
-                await writing
             if answer.error is None:
-                if writing is not None:
-                    return link, writing
                 if link != self._link:
                     return link, None
                 orders = job.orders(link, discard=not job.alive)
@@ -114,6 +119,13 @@ class Lane:
             if answer.refused and answer.error.param == "link":
                 return link, None
             raise answer.error
+
+    async def _write(self, job: PieceJob) -> tuple[int, asyncio.Task[list[Outcome]]]:
+        """The grant allows it, nothing is posted for it, and the commit will name it."""
+        if not job.alive:
+            raise StaleMessage("the hand-off is over", param="key")
+        orders = job.orders(self._link, discard=False)
+        return self._link, self._lanes.tasks.start(self._move(job, orders))
 
     async def _move(self, job: PieceJob, orders: dict[int, Order]) -> list[Outcome]:
         outcomes = await self._lanes.run(orders)

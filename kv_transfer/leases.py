@@ -49,13 +49,28 @@ class _Arrival:
     checksum: int = 0
 
 
-def check_ticket(
-    ticket: Ticket, *, secret: bytes, now: float, me: WorkerRef, peer_epoch: int
-) -> None:
-    """Raise StaleMessage unless the ticket is genuine, in time, and for these two incarnations.
+class PiecesLost(HandoffFailed):
+    """Pieces that the sender believes to be out did not arrive: it may send them again. Of an error
+    only code, message and param cross the wire, so the numbers travel in `param`."""
 
-    `now` is wall-clock time in seconds.
-    """
+    def __init__(self, sequences: list[int]) -> None:
+        numbers = ",".join(map(str, sequences))
+        super().__init__(f"pieces {numbers} did not arrive", param=f"lost:{numbers}")
+
+
+def lost_sequences(error: BatonError | None) -> list[int]:
+    """The numbers in a PiecesLost that came over the wire; empty for any other error."""
+    kind, _, numbers = ((error and error.param) or "").partition(":")
+    return [int(number) for number in numbers.split(",")] if kind == "lost" else []
+
+
+def check_ticket(
+    ticket: Ticket, key: RequestKey, *, secret: bytes, now: float, me: WorkerRef, peer_epoch: int
+) -> None:
+    """Raise StaleMessage unless the ticket is genuine, in time, and for this request and these two
+    incarnations. `now` is wall-clock time in seconds."""
+    if ticket.key != key:
+        raise StaleMessage(f"ticket of {ticket.key} used for {key}", param="ticket")
     ticket.verify(secret, now=now)
     mine, theirs = ticket.decode_epoch, ticket.prefill_epoch
     if me.role == "prefill":
@@ -203,9 +218,9 @@ class Inbound(_Lease):
         return all(a.progress is not Progress.POSTED for a in self._arrivals.values())
 
     @property
-    def has_lost(self) -> bool:
-        """Whether a piece failed and was not announced again."""
-        return any(a.progress is Progress.LOST for a in self._arrivals.values())
+    def lost_pieces(self) -> list[int]:
+        """Sequences of the pieces that failed and were not announced again."""
+        return sorted(n for n, a in self._arrivals.items() if a.progress is Progress.LOST)
 
     def commit(self, commit: Commit) -> Verdict:
         """Own the sequence. Raises HandoffFailed naming what is missing or differs; the caller ends
@@ -330,7 +345,7 @@ class Outbound(_Lease):
             raise ValueError(f"{self.key}: commit before all blocks were pushed")
         self.first_token = first_token
 
-    def commit_request(self) -> Commit:
+    def commit_request(self, written: tuple[Piece, ...] = ()) -> Commit:
         """The proof to send once every piece is out."""
         grant = self.grant_message
         assert grant is not None
@@ -343,6 +358,7 @@ class Outbound(_Lease):
             num_pieces=self.num_pieces,
             num_blocks=len(grant.block_ids) - grant.num_cached_blocks,
             checksum=combine([checksum for _, checksum in self._sent.values()]),
+            written=written,
         )
 
 

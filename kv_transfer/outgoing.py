@@ -27,11 +27,19 @@ class Outgoing:
     max_blocks: int = 1
     moving: int = 0
     started: float | None = None
-    pieces: set[asyncio.Task[None]] = field(default_factory=set)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    pieces: dict[int, PieceOut] = field(default_factory=dict)
     still: asyncio.Event = field(default_factory=asyncio.Event)  # set whenever moving falls to 0
     quiet: asyncio.Event = field(
         default_factory=asyncio.Event
     )  # over, source blocks not read any more
+
+    @property
+    def written(self) -> tuple[Piece, ...]:
+        """The pieces that the commit has to name, because nothing announced them."""
+        if self.backend not in ONE_SIDED:
+            return ()
+        return tuple(piece.announcement(0) for piece in self.pieces.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Callable
 
-from kv_transfer.calls import Answer, Clients, call_repeatedly
+from kv_transfer.calls import Answer, Clients, as_failure, call_repeatedly
 from kv_transfer.clock import Clock
 from kv_transfer.config import ONE_SIDED, ChecksumKind, TransferConfig
 from kv_transfer.credits import Credits, Holding
 from kv_transfer.deadlines import Deadlines
 from kv_transfer.incoming import Incoming, Settled, end_message, grant_message, settled
-from kv_transfer.leases import OVER, Inbound, Verdict, check_ticket
+from kv_transfer.leases import Inbound, PiecesLost, Verdict, check_ticket
 from kv_transfer.listeners import ReceiverListener
 from kv_transfer.orders import Order, Outcome, RevokeOrder
 from kv_transfer.peers import Peer, Peers, as_written, listen, receive_orders
@@ -130,13 +130,8 @@ class Receiver:
             self._finish(handoff, released=False, error=error, tell=True)
             self._listener.blocks_safe(key, block_ids)
             return
-        grant = grant_message(lease, self.ref, self.layout, self._fingerprint, self._links)
-        client = self._clients.get(lease.peer.address)
-        answer = await call_repeatedly(client, methods.GRANT, grant, self._config)
         # Once pieces come, prefill has the grant whatever became of the reply.
-        if answer.error is not None and lease.is_in(TransferState.RESERVED):
-            failure = _failure(answer.error)
-            self._finish(handoff, released=False, error=failure, tell=answer.uncertain)
+        await self._call_grant(handoff, unless=lambda: not lease.is_in(TransferState.RESERVED))
 
     async def end(self, key: RequestKey, released: bool, error: ErrorInfo | None = None) -> None:
         """Leave a hand-off: not needed any more (`released`), or failed here. Prefill is told.
@@ -159,11 +154,12 @@ class Receiver:
         too."""
         for key in self._deadlines.due(now):
             handoff = self._live.get(key)
-            if handoff is not None and handoff.deadline <= now:
-                what = "passed its deadline"
-                if handoff.lease.deadline > now:
-                    what = "lost a piece that did not come again"
-                self._end_key(key, HandoffFailed(f"hand-off of {key} {what}"))
+            if handoff is None or handoff.deadline > now:
+                continue
+            if handoff.lease.deadline <= now:
+                self._end_key(key, HandoffFailed(f"hand-off of {key} passed its deadline"))
+            else:
+                self._tasks.start(self._repair(handoff))
 
     async def peer_lost(self, epoch: int) -> None:
         """The prefill worker of this epoch is known dead: end what it was to send, drop its
@@ -197,10 +193,7 @@ class Receiver:
         peer.use(piece.link)
         if handoff.lease.announce(piece) is Verdict.NEW:
             handoff.backend = piece.backend
-            if piece.backend in ONE_SIDED:
-                handoff.written[piece.sequence] = piece
-            else:
-                self._post(handoff, piece, peer)
+            self._post(handoff, piece, peer)
         return Ack()
 
     async def on_commit(self, commit: Commit) -> Ack:
@@ -215,11 +208,13 @@ class Receiver:
         handoff = self._current(commit.key, commit.ticket)
         lease = handoff.lease
         lease.check_current(commit.ticket, commit.generation)
-        self._take_written(handoff)
+        self._take_written(handoff, commit)
         try:
-            await self._settle(handoff)
+            await handoff.settle(self._config.op_timeout_s)
             if lease.commit(commit) is Verdict.REPEAT:
                 return Ack()
+        except PiecesLost:
+            raise  # the sender has them still
         except HandoffFailed as error:
             self._finish(handoff, released=False, error=error, tell=False)
             raise
@@ -245,11 +240,8 @@ class Receiver:
     # --- one hand-off ---------------------------------------------------------------------------
 
     def _check_ticket(self, ticket: Ticket, key: RequestKey, peer_epoch: int) -> None:
-        if ticket.key != key:
-            raise StaleMessage(f"ticket of {ticket.key} used for {key}", param="ticket")
-        check_ticket(
-            ticket, secret=self._secret, now=self._clock.wall(), me=self.ref, peer_epoch=peer_epoch
-        )
+        now = self._clock.wall()
+        check_ticket(ticket, key, secret=self._secret, now=now, me=self.ref, peer_epoch=peer_epoch)
 
     def _current(self, key: RequestKey, ticket: Ticket) -> Incoming:
         self._check_ticket(ticket, key, ticket.prefill_epoch)
@@ -276,10 +268,13 @@ class Receiver:
         lease.deadline = min(lease.deadline, self._clock.monotonic() + self._config.lease_s)
         self._deadlines.add(lease.deadline, lease.key)
 
-    def _take_written(self, handoff: Incoming) -> None:
-        """The sender commits, so what it announced it has written; read it back only to sum it."""
-        written, handoff.written = handoff.written, {}
-        for piece in written.values():
+    def _take_written(self, handoff: Incoming, commit: Commit) -> None:
+        """Pieces that the sender has written by itself; they are read back only to be summed."""
+        for piece in commit.written:
+            check_layout(self.layout, piece.prefill_layout)
+            if handoff.lease.announce(piece) is Verdict.REPEAT:
+                continue
+            handoff.backend = piece.backend
             if self._config.checksum_kind(piece.backend) is ChecksumKind.NONE:
                 outcomes = as_written(piece, self._orders(handoff, piece))
                 self._arrived(handoff, piece, outcomes)
@@ -310,26 +305,35 @@ class Receiver:
                 peer.broken = piece.link
                 self.stats.relinked += 1
             if handoff.lease.lost(piece.sequence, piece.link):
-                handoff.repair_by = self._clock.monotonic() + self._config.repair_s
-                self._deadlines.add(handoff.repair_by, piece.key)
+                self._repair_later(handoff)
         handoff.changed.set()
+
+    async def _repair(self, handoff: Incoming) -> None:
+        """A lost piece has not come again: prefill may not know yet, or be dead. Its answer to the
+        grant that it had before tells."""
+        lease = handoff.lease
+        self._repair_later(handoff)
+        await self._call_grant(handoff, unless=lambda: not lease.lost_pieces)
+
+    def _repair_later(self, handoff: Incoming) -> None:
+        handoff.repair_by = self._clock.monotonic() + self._config.repair_s
+        self._deadlines.add(handoff.repair_by, handoff.lease.key)
+
+    async def _call_grant(self, handoff: Incoming, *, unless: Callable[[], bool]) -> None:
+        """Send the grant; without an acknowledgement end the hand-off, unless that is settled."""
+        lease = handoff.lease
+        grant = grant_message(lease, self.ref, self.layout, self._fingerprint, self._links)
+        client = self._clients.get(lease.peer.address)
+        answer = await call_repeatedly(client, methods.GRANT, grant, self._config)
+        if answer.error is not None and not unless():
+            error = as_failure(answer.error, "prefill worker")
+            self._finish(handoff, released=False, error=error, tell=answer.uncertain)
 
     def _arrived(self, handoff: Incoming, piece: Piece, outcomes: list[Outcome]) -> None:
         num_bytes, checksum = totals(outcomes)
         handoff.lease.arrived(piece.sequence, piece.link, num_bytes=num_bytes, checksum=checksum)
         self.stats.num_bytes += num_bytes
         self.stats.num_pieces += 1
-
-    async def _settle(self, handoff: Incoming) -> None:
-        """Wait until nothing is on its way; raises HandoffFailed after one operation's time."""
-        lease = handoff.lease
-        try:
-            async with asyncio.timeout(self._config.op_timeout_s):
-                while not lease.is_settled and lease.state not in OVER:
-                    handoff.changed.clear()
-                    await handoff.changed.wait()
-        except TimeoutError:
-            raise HandoffFailed(f"{lease.key}: pieces did not arrive", param="num_pieces") from None
 
     def _end_all(self, epoch: int, why: str, *, writes: bool) -> None:
         for handoff in [h for h in self._live.values() if h.lease.peer.epoch == epoch]:
@@ -411,10 +415,3 @@ class Receiver:
         if answer.error is not None and not answer.refused:
             self._end_all(lease.peer.epoch, "does not answer", writes=True)
         return answer
-
-
-def _failure(error: BatonError) -> BatonError:
-    """An unanswered call as what it means here."""
-    if isinstance(error, (StaleMessage, HandoffFailed)):
-        return error
-    return HandoffFailed(f"prefill worker: {error.message}", param=error.param)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 
 from kv_transfer.backends.choice import choose_backend
-from kv_transfer.calls import Clients, call_repeatedly
+from kv_transfer.calls import Clients, as_failure, call_repeatedly
 from kv_transfer.clock import Clock
 from kv_transfer.config import ONE_SIDED, TransferConfig
 from kv_transfer.deadlines import Deadlines
 from kv_transfer.lanes import Lanes
-from kv_transfer.leases import OVER, Area, Outbound, Verdict, check_ticket
+from kv_transfer.leases import OVER, Area, Outbound, Verdict, check_ticket, lost_sequences
 from kv_transfer.listeners import SenderListener, TransferReport
 from kv_transfer.orders import Order, RevokeOrder
 from kv_transfer.outgoing import Finished, Outgoing, PieceOut
@@ -155,7 +155,8 @@ class Sender:
                 area=part,
                 blocks=blocks,
             )
-            handoff.pieces.add(self._tasks.start(self._deliver(handoff, sequence, piece)))
+            handoff.pieces[sequence] = piece
+            handoff.tasks.add(self._tasks.start(self._deliver(handoff, sequence)))
 
     def commit(self, key: RequestKey, first_token: int) -> None:
         """Everything was pushed and token 1 is known: commit once all of it is out. Returns at
@@ -242,11 +243,8 @@ class Sender:
     # --- one hand-off ---------------------------------------------------------------------------
 
     def _check_ticket(self, ticket: Ticket, key: RequestKey, peer_epoch: int) -> None:
-        if ticket.key != key:
-            raise StaleMessage(f"ticket of {ticket.key} used for {key}", param="ticket")
-        check_ticket(
-            ticket, secret=self._secret, now=self._clock.wall(), me=self.ref, peer_epoch=peer_epoch
-        )
+        now = self._clock.wall()
+        check_ticket(ticket, key, secret=self._secret, now=now, me=self.ref, peer_epoch=peer_epoch)
 
     async def _take_early(self, grant: Grant) -> None:
         try:
@@ -279,16 +277,18 @@ class Sender:
         lease.deadline = min(lease.deadline, self._clock.monotonic() + self._config.lease_s)
         self._deadlines.add(lease.deadline, lease.key)
 
-    async def _deliver(self, handoff: Outgoing, sequence: int, piece: PieceOut) -> None:
+    async def _deliver(self, handoff: Outgoing, sequence: int) -> None:
         assert handoff.lane is not None
         if handoff.started is None:
             handoff.started = self._clock.wall()
         try:
-            outcomes = await handoff.lane.deliver(piece)
+            outcomes = await handoff.lane.deliver(handoff.pieces[sequence])
         except BatonError as error:
             if error.param == "backend":  # the next hand-off to this worker tries another way
                 handoff.lane.refused.add(handoff.backend)
-            self._finish(handoff, released=False, error=_failure(error), tell=True)
+            self._finish(
+                handoff, released=False, error=as_failure(error, "decode worker"), tell=True
+            )
             return
         num_bytes, checksum = totals(outcomes)
         handoff.lease.sent(sequence, num_bytes=num_bytes, checksum=checksum)
@@ -296,19 +296,26 @@ class Sender:
         self.stats.num_pieces += 1
 
     async def _commit(self, handoff: Outgoing) -> None:
-        await asyncio.gather(*handoff.pieces)
-        started = handoff.started or self._clock.wall()
         lease = handoff.lease
-        if lease.state in OVER:
-            return
         client = self._clients.get(lease.peer.address)
-        answer = await call_repeatedly(client, methods.COMMIT, lease.commit_request(), self._config)
-        if lease.state in OVER:  # ended meanwhile; decode keeps the sequence if it had committed
+        lost: list[int] = []
+        for _ in range(self._config.piece_attempts):
+            again = [self._tasks.start(self._deliver(handoff, sequence)) for sequence in lost]
+            await asyncio.gather(*handoff.tasks, *again)
+            if lease.state in OVER:
+                return
+            request = lease.commit_request(handoff.written)
+            answer = await call_repeatedly(client, methods.COMMIT, request, self._config)
+            lost = lost_sequences(answer.error)
+            if not lost:
+                break
+        if lease.is_in(*OVER):  # ended meanwhile; decode keeps the sequence if it had committed
             return
         if answer.error is not None:
-            error = _failure(answer.error)
-            self._finish(handoff, released=False, error=error, tell=answer.uncertain)
+            error = as_failure(answer.error, "decode worker")
+            self._finish(handoff, released=False, error=error, tell=answer.uncertain or bool(lost))
             return
+        started = handoff.started or self._clock.wall()
         lease.move_to(TransferState.COMMITTED)
         self.stats.committed += 1
         self._retire(handoff)
@@ -387,10 +394,3 @@ class Sender:
         answer = await call_repeatedly(client, methods.END, end, self._config)
         if answer.error is not None and not answer.refused:
             self._end_all(decode.epoch, "does not answer")
-
-
-def _failure(error: BatonError) -> BatonError:
-    """An unanswered call as what it means here."""
-    if isinstance(error, (StaleMessage, HandoffFailed)):
-        return error
-    return HandoffFailed(f"decode worker: {error.message}", param=error.param)

@@ -191,11 +191,10 @@ async def test_a_link_that_dies_between_pieces_is_replaced_and_nothing_fails(bac
         assert pair.prefill.events.ends == pair.decode.events.ends == []
 
 
-async def test_a_send_that_never_comes_fails_in_time_and_the_next_handoff_works(backends):
-    """A frozen prefill rank: decode's receive ends at its deadline, the blocks come back."""
-    config = replace(
-        QUICK, op_timeout_s=0.3, connect_timeout_s=0.3, repair_s=0.2, rpc_timeout_s=0.3
-    )
+async def test_a_send_that_never_comes_is_made_again_on_new_links(backends):
+    """Prefill's ranks swallow an order: its deadline passes, the piece moves at the next
+    attempt."""
+    config = replace(QUICK, op_timeout_s=0.2, connect_timeout_s=0.2, repair_s=0.1)
     gates: list[Gate] = []
 
     def gate(ranks: RankChannel) -> RankChannel:
@@ -205,15 +204,46 @@ async def test_a_send_that_never_comes_fails_in_time_and_the_next_handoff_works(
     async with Pair(
         source=LAYOUT, dest=LAYOUT, backends=backends, config=config, wrap=gate
     ) as pair:
-        await ready(pair, OTHER, MORE, LAND)
-        gates[0].swallow_sends = 2  # both ranks of one piece
-        pair.sender.push(OTHER, MORE, 0, 2)
-        pair.sender.commit(OTHER, 1)
-        await pair.decode.events.wait(lambda e: e.safe, 3)
-        assert pair.decode.events.ended_with(OTHER).code is ErrorCode.HANDOFF_FAILED
         kv = await ready(pair)
+        gates[0].swallow_sends = 2  # both ranks of one piece
         await finish(pair)
         assert differing(pair.decode.pools, LAYOUT, DEST, kv) == []
+        assert pair.decode.events.ends == pair.prefill.events.ends == []
+        asked = [g for g in moves(pair.clients, "Grant") if g.key == KEY]
+        assert len(asked) > 1  # decode wanted to know whether prefill is still there
+
+
+async def test_a_prefill_that_never_sends_nor_answers_is_given_up(memory):
+    config = replace(
+        QUICK, op_timeout_s=0.2, connect_timeout_s=0.2, repair_s=0.1, rpc_timeout_s=0.1
+    )
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory, config=config) as pair:
+
+        async def silent(address, method, request):
+            if address == pair.prefill.ref.address:
+                raise DeadlineExceeded("frozen")
+
+        await ready(pair)
+        await ready(pair, OTHER, MORE, LAND)
+        (grant, _) = moves(pair.clients, "Grant")
+        pair.clients.intercept = silent
+        piece = Piece(
+            key=KEY,
+            ticket=grant.ticket,
+            generation=grant.generation,
+            sequence=0,
+            first_block=0,
+            num_blocks=5,
+            first_layer=0,
+            num_layers=2,
+            prefill=pair.prefill.ref,
+            prefill_layout=LAYOUT,
+            link=1,
+        )
+        await pair.receiver.on_piece(piece)
+        await pair.decode.events.wait(lambda e: len(e.safe) == 2, 3)
+        assert "does not answer" in pair.decode.events.ended_with(OTHER).message
+        pair.clients.intercept = None
 
 
 async def test_a_decode_worker_that_does_not_answer_fails_the_handoff_in_time(memory):

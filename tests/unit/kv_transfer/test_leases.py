@@ -143,10 +143,10 @@ def test_a_lost_piece_comes_again_on_a_newer_link():
     lease = inbound()
     lease.announce(piece(0, 1, 3, link=4))
     assert lease.lost(0, 4)
-    assert lease.has_lost
+    assert lease.lost_pieces == [0]
     assert lease.announce(piece(0, 1, 3, link=4)) is Verdict.REPEAT
     assert lease.announce(piece(0, 1, 3, link=6)) is Verdict.NEW
-    assert not lease.has_lost
+    assert lease.lost_pieces == []
     assert not lease.lost(0, 4)  # the old link's failure is history
     lease.arrived(0, 4, num_bytes=9, checksum=9)  # and so is its success
     assert not lease.is_settled
@@ -280,12 +280,12 @@ def test_a_second_grant_is_refused():
 )
 def test_bad_tickets_are_refused(ticket, now, peer_epoch):
     with pytest.raises(StaleMessage):
-        check_ticket(ticket, secret=SECRET, now=now, me=DECODE, peer_epoch=peer_epoch)
+        check_ticket(ticket, ticket.key, secret=SECRET, now=now, me=DECODE, peer_epoch=peer_epoch)
 
 
 def test_good_tickets_pass_on_both_sides():
-    check_ticket(TICKET, secret=SECRET, now=0.0, me=DECODE, peer_epoch=1)
-    check_ticket(TICKET, secret=SECRET, now=0.0, me=PREFILL, peer_epoch=2)
+    check_ticket(TICKET, KEY, secret=SECRET, now=0.0, me=DECODE, peer_epoch=1)
+    check_ticket(TICKET, KEY, secret=SECRET, now=0.0, me=PREFILL, peer_epoch=2)
 
 
 def test_a_block_is_in_one_grant_at_a_time():

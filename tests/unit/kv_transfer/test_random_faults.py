@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
 
+from protocol.ids import RequestKey
+from tests.support.transfer import make_layout
 from tests.support.transfer_chaos import Chaos
+from tests.support.transfer_sim import World
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -27,3 +31,31 @@ def test_thousands_of_handoffs_under_faults():
         outcomes += Chaos(seed, fault_rate=0.1).run(20)
     assert outcomes.total() >= 5000
     assert outcomes["committed"] > 2000
+
+
+def test_pieces_that_were_lost_after_they_left_are_sent_again():
+    """A link breaks for somebody else's reasons: hand-offs on it go on, from whatever is
+    missing."""
+    choose = random.Random(1).choice
+    layout = make_layout(2, num_layers=1, num_kv_heads=2)
+    world = World(layout, layout)
+    key = RequestKey("r")
+    ticket = world.ticket(key, 3)
+    world.offer(key, ticket)
+    world.expect(key, ticket)
+    while not world.fabric.can_send():
+        choose(world.events())()
+    for wire in world.fabric.can_send():
+        world.fabric.send(wire)
+        world.fabric.snap(wire)
+        world.loop.settle()
+    while key not in world.prefill.outcomes:
+        events = world.events()
+        if events:
+            choose(events)()
+        else:
+            world.turn_clock(1.0)
+        world.check()
+    assert world.prefill.outcomes[key] == world.decode.outcomes[key] == ["committed"]
+    world.wind_up()
+    world.close()
