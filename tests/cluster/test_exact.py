@@ -17,7 +17,7 @@ EXACT = (
     "model.dtype=float32",
     f"prefill.worker.max_num_batched_tokens={CHUNK}",
     f"decode.worker.max_num_batched_tokens={CHUNK}",
-    "router.local_prefill_tokens=0",
+    "router.settings.local_prefill_tokens=0",
     "prefill.engine.kv_memory_bytes=1GiB",
 )
 
