@@ -8,7 +8,8 @@ through CUDA IPC. Then, for each backend, layout and prompt length:
 
 - alone: one hand-off at a time, all of its KV finished at once; `commit_ms` is from the end of
   prefill (the push) to decode owning the sequence, and `alone` the rate over that time.
-- stream: several hand-offs in flight, as under load; `stream` is the sustained rate.
+- stream: several hand-offs in flight, as under load; `stream` is the sustained rate, and
+  `*_cpu_ms` the processor time of either side for one hand-off.
 
 Rates are in GB/s of KV; the ratios are to the best raw rate of the same kind of link in this run.
 With more ranks than GPUs on a side, its ranks share the GPU: the link stays one GPU to one GPU.
@@ -58,6 +59,8 @@ class Case:
     alone_ratio: float
     stream: float
     stream_ratio: float
+    prefill_cpu_ms: float
+    decode_cpu_ms: float
 
 
 class Bench:
@@ -86,9 +89,10 @@ class Bench:
     def measure_raw(self) -> None:
         """GB/s of single messages, by kind of link and size."""
         repeats = 20
-        name = self.prefill.do("nccl_name")
-        times, _ = self.both("raw_nccl", name, self.args.nccl_ctas, _RAW_SIZES, repeats)
-        self.raw["nccl"] = _rates(times)
+        if "nccl" in self.args.backends:
+            name = self.prefill.do("nccl_name")
+            times, _ = self.both("raw_nccl", name, self.args.nccl_ctas, _RAW_SIZES, repeats)
+            self.raw["nccl"] = _rates(times)
         handle, offset = self.decode.do("export", max(_RAW_SIZES))
         times = self.prefill.do("raw_copy", handle, offset, _RAW_SIZES, repeats)
         self.raw["cuda_ipc"] = _rates(times)
@@ -167,10 +171,13 @@ class Bench:
         times = [end - start for start, end in alone]
         count = min(slots, 16)
         rates = []
+        before = self.both("cpu_seconds")
         for _ in range(self.args.repeats):
             moved = self.run(self.handoffs(blocks, count), min(count, 4))
             span = max(end for _, end in moved) - min(start for start, _ in moved)
             rates.append(size * count / span / 1e9)
+        after = self.both("cpu_seconds")
+        each = 1e3 / (self.args.repeats * count)
         rate = size / median(times) / 1e9
         return Case(
             backend=backend,
@@ -184,6 +191,8 @@ class Bench:
             alone_ratio=rate / raw,
             stream=median(rates),
             stream_ratio=median(rates) / raw,
+            prefill_cpu_ms=each * (after[0] - before[0]),
+            decode_cpu_ms=each * (after[1] - before[1]),
         )
 
     def disturbance(self, backend: str) -> dict[str, Any]:
@@ -246,7 +255,8 @@ def _print(case: Case) -> None:
         f"{case.backend:8} {case.layout:>3} {case.ranks} {case.tokens:>6} tokens"
         f"  commit {case.commit_ms:7.2f} ms (worst {case.commit_ms_worst:.2f})"
         f"  alone {case.alone:4.0f} GB/s {case.alone_ratio:.2f}"
-        f"  stream {case.stream:4.0f} GB/s {case.stream_ratio:.2f}",
+        f"  stream {case.stream:4.0f} GB/s {case.stream_ratio:.2f}"
+        f"  cpu {case.prefill_cpu_ms:.2f} + {case.decode_cpu_ms:.2f} ms",
         flush=True,
     )
 
@@ -280,7 +290,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--no-reshard", dest="reshard", action="store_false")
     parser.add_argument("--no-steps", dest="steps", action="store_false")
-    parser.add_argument("--staging-mib", type=int, default=64)
+    parser.add_argument("--staging-mib", type=int, default=128)
     parser.add_argument("--piece-mib", type=int, default=512)
     parser.add_argument("--nccl-ctas", type=int, default=32)
     parser.add_argument("--copy-ctas", type=int, default=132)

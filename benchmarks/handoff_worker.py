@@ -6,23 +6,23 @@ Its GPU is the only one that it sees, as under a cluster's scheduler.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import multiprocessing
 import os
-import threading
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
+from benchmarks.raw_links import DEVICE as _DEVICE
+from benchmarks.raw_links import Decoding, raw_copies, raw_messages
 from engine.kv.pool import KVPool
 from kv_transfer.config import TransferConfig
-from kv_transfer.cuda.driver import close_memory, export_memory, open_memory
-from kv_transfer.cuda.nccl import Communicator, unique_id
+from kv_transfer.cuda.driver import export_memory
+from kv_transfer.cuda.nccl import unique_id
 from kv_transfer.data_plane import DataPlane
 from kv_transfer.listeners import TransferReport
 from kv_transfer.ranks import LocalRanks
@@ -37,8 +37,8 @@ from rpc import methods
 from rpc.service import ClientPool, ControlServer
 
 SECRET = b"the benchmark's secret"
-_DEVICE = torch.device("cuda", 0)
 _PATIENCE_S = 120.0
+_SWITCH_S = 0.2e-3  # a link's thread must not wait long for the event loop's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +60,7 @@ class _Ends:
     loop: asyncio.AbstractEventLoop
     times: dict[RequestKey, asyncio.Future[float]] = field(default_factory=dict)
     grants: dict[RequestKey, asyncio.Future[float]] = field(default_factory=dict)
+    safe: set[RequestKey] = field(default_factory=set)
 
     def expect(self, key: RequestKey) -> None:
         self.times[key] = self.loop.create_future()
@@ -72,13 +73,14 @@ class _Ends:
         self.times[key].set_result(time.monotonic())
 
     def ended(self, key: RequestKey, error: ErrorInfo | None) -> None:
-        failure = RuntimeError(f"{key} ended: {error}")
+        code = "released" if error is None else error.code.value
         for future in (self.times[key], self.grants[key]):
             if not future.done():
-                future.set_exception(failure)
+                future.set_exception(RuntimeError(code))
+                future.exception()  # not everybody asks
 
     def blocks_safe(self, key: RequestKey, block_ids: tuple[int, ...]) -> None:
-        pass
+        self.safe.add(key)
 
 
 class Side:
@@ -91,7 +93,7 @@ class Side:
         self._planes: list[DataPlane] = []
         self._pools: list[KVPool] = []
         self._end: Any = None
-        self._decoding: _Decoding | None = None
+        self._decoding: Decoding | None = None
 
     async def build(self, layout: KVLayout, config: TransferConfig) -> WorkerRef:
         """A worker of this layout, all ranks on the one GPU; the one before is closed."""
@@ -192,6 +194,32 @@ class Side:
         """Decode: when it came to own each."""
         return [await asyncio.wait_for(self._events.times[key], _PATIENCE_S) for key in keys]
 
+    async def outcomes(self, keys: Sequence[RequestKey]) -> list[str]:
+        """How each ended: "committed", "released" or an error's code."""
+        done = (asyncio.wait_for(self._events.times[key], _PATIENCE_S) for key in keys)
+        results = await asyncio.gather(*done, return_exceptions=True)
+        return [str(r) if isinstance(r, BaseException) else "committed" for r in results]
+
+    async def end(self, key: RequestKey) -> None:
+        """Leave a hand-off that is not needed any more."""
+        await self._end.end(key, True)
+
+    async def lose(self, epoch: int) -> None:
+        """The other side is known dead."""
+        await self._end.peer_lost(epoch)
+
+    async def backends(self) -> list[str]:
+        """By which ways anything was moved."""
+        return sorted({way for plane in self._planes for way in plane.ways})
+
+    async def cpu_seconds(self) -> float:
+        """What the process has used so far."""
+        return time.process_time()
+
+    async def safe(self, keys: Sequence[RequestKey]) -> list[RequestKey]:
+        """Decode: those whose blocks came back."""
+        return [key for key in keys if key in self._events.safe]
+
     # --- raw links ------------------------------------------------------------------------------
 
     async def nccl_name(self) -> bytes:
@@ -203,23 +231,9 @@ class Side:
         self, name: bytes, ctas: int, sizes: Sequence[int], repeats: int
     ) -> list[float]:
         """Seconds of one message of each size, back to back."""
-        return await asyncio.to_thread(self._raw_nccl, name, ctas, sizes, repeats)
-
-    def _raw_nccl(self, name: bytes, ctas: int, sizes: Sequence[int], repeats: int) -> list[float]:
-        torch.cuda.set_device(_DEVICE)
-        torch.cuda.synchronize()
-        limit = time.monotonic() + 60
-        sending = self._role is Role.PREFILL
-        pair = Communicator(name, 0 if sending else 1, ctas=ctas, limit=limit)
-        data = torch.randint(-128, 127, (max(sizes),), dtype=torch.int8, device=_DEVICE)
-        stream = torch.cuda.current_stream()
-        post = pair.send if sending else pair.recv
-        results = [
-            _timed(partial(post, data.data_ptr(), size, stream.cuda_stream, limit), repeats)
-            for size in sizes
-        ]
-        pair.abort()
-        return results
+        return await asyncio.to_thread(
+            raw_messages, name, ctas, sizes, repeats, sending=self._role is Role.PREFILL
+        )
 
     async def export(self, num_bytes: int) -> tuple[bytes, int]:
         """A buffer for raw copies."""
@@ -231,30 +245,13 @@ class Side:
         self, handle: bytes, offset: int, sizes: Sequence[int], repeats: int
     ) -> list[float]:
         """Seconds of one contiguous copy of each size into the other GPU."""
-        data = torch.randint(-128, 127, (max(sizes),), dtype=torch.int8, device=_DEVICE)
-        torch.cuda.synchronize()
-        base = open_memory(handle)
-        library = ctypes.CDLL("libcuda.so.1")
-        pointer = ctypes.c_uint64
-        library.cuMemcpyDtoDAsync_v2.argtypes = (pointer, pointer, ctypes.c_size_t, ctypes.c_void_p)
-        stream = torch.cuda.Stream()
-
-        def copy(size: int) -> None:
-            code = library.cuMemcpyDtoDAsync_v2(
-                base + offset, data.data_ptr(), size, stream.cuda_stream
-            )
-            assert code == 0, f"copy failed: {code}"
-
-        with torch.cuda.stream(stream):
-            results = [_timed(partial(copy, size), repeats) for size in sizes]
-        close_memory(base)
-        return results
+        return raw_copies(handle, offset, sizes, repeats)
 
     # --- decode steps beside the transfer -------------------------------------------------------
 
     async def start_steps(self, num_bytes: int) -> None:
         """Decode: begin to run steps that read `num_bytes` of weights each, one after the other."""
-        self._decoding = _Decoding(num_bytes)
+        self._decoding = Decoding(num_bytes)
 
     async def step_times(self, seconds: float) -> list[float]:
         """Decode: seconds of each step that ended within the next `seconds`."""
@@ -267,60 +264,6 @@ class Side:
         await asyncio.to_thread(self._decoding.stop)
         self._decoding = None
         torch.cuda.empty_cache()
-
-
-class _Decoding:
-    """A thread that replays a graph of matrix-vector-like products, as a decode step is."""
-
-    def __init__(self, num_bytes: int) -> None:
-        shape = (num_bytes // (2 * 4096 * 4096), 4096, 4096)
-        self._weights = torch.randn(shape, device=_DEVICE, dtype=torch.bfloat16)
-        self._times: list[float] = []
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def sample(self, seconds: float) -> list[float]:
-        first = len(self._times)
-        time.sleep(seconds)
-        return self._times[first:]
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        x = torch.randn(64, 4096, device=_DEVICE, dtype=torch.bfloat16)
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            x @ self._weights[0]
-            stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                y = x
-                for weight in self._weights:
-                    y = (y @ weight) * 0.015
-            done = torch.cuda.Event(blocking=True)
-            last = time.monotonic()
-            while not self._stopped.is_set():
-                graph.replay()
-                done.record(stream)
-                done.synchronize()
-                now = time.monotonic()
-                self._times.append(now - last)
-                last = now
-
-
-def _timed(run: Callable[[], None], repeats: int) -> float:
-    run()
-    torch.cuda.synchronize()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(repeats):
-        run()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3 / repeats
 
 
 def _random_layers(layout: KVLayout, num_blocks: int, seed: int) -> list[torch.Tensor]:
@@ -352,6 +295,7 @@ def _fingerprint(layout: KVLayout) -> KVFingerprint:
 
 def _child(role: Role, pipe: Connection) -> None:
     torch.cuda.set_device(_DEVICE)
+    sys.setswitchinterval(_SWITCH_S)
     asyncio.run(_serve(Side(role), pipe))
 
 
@@ -359,7 +303,8 @@ async def _serve(side: Side, pipe: Connection) -> None:
     while True:
         try:
             name, args = await asyncio.to_thread(pipe.recv)
-        except EOFError:
+        except (EOFError, OSError):
+            await side.drop()
             return
         try:
             pipe.send((await getattr(side, name)(*args), None))
@@ -402,6 +347,12 @@ class Process:
         """Run a command."""
         self.start(name, *args)
         return self.result()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._child.kill()
+        self._child.join(10)
+        self._pipe.close()
 
     def close(self) -> None:
         """End the process."""

@@ -53,6 +53,12 @@ class DataPlane:
         self._links: dict[_Ends, LinkThread] = {}
         self._accesses: dict[_Handoff, set[Access]] = {}
 
+    @property
+    def ways(self) -> set[str]:
+        """The backends whose links are open."""
+        with self._lock:
+            return {ends[-1] for ends in self._links}
+
     def execute(self, order: bytes) -> Future[bytes]:
         """Start one order (orders.Order); does not block. The future yields an orders.Outcome and
         never

@@ -187,8 +187,9 @@ class Piece:
     The reply (Ack) means that decode has checked the ticket and posted its receives; only then does
     the sender write. `sequence` counts the pieces of one hand-off from 0. `link` is the
     incarnation of the sender's connections to this decode worker: a higher one voids whatever was
-    posted on a lower. `backend` is the one of the grant's links that the data takes; with a
-    one-sided one nothing is posted, and the grant alone allows the write.
+    posted on a lower. `backend` is the one of the grant's links that the data takes. With a
+    one-sided one nothing is posted, the grant alone allows the write, and the commit carries the
+    piece.
     """
 
     key: RequestKey
@@ -208,7 +209,8 @@ class Piece:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
     """Prefill -> decode: everything was sent. The reply (Ack) means that all of it arrived and
-    decode owns the sequence from here. `num_pieces` and `checksum` let decode prove it."""
+    decode owns the sequence from here. `num_pieces` and `checksum` let decode prove it. `written`
+    are the pieces that prefill has written by itself, and that were not announced before."""
 
     key: RequestKey
     ticket: Ticket
@@ -217,6 +219,7 @@ class Commit:
     num_pieces: int
     num_blocks: int
     checksum: int = 0
+    written: tuple[Piece, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import base64
 import json
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 
 import torch
@@ -19,9 +21,12 @@ from kv_transfer.backends.base import BlockMove, LinkBroken, LinkId
 from kv_transfer.backends.host import host_id
 from kv_transfer.checksum import content_checksum
 from kv_transfer.config import ChecksumKind
-from kv_transfer.cuda.copying import PoolShape, Rows, copy_rows, dense_rows, pool_rows, upload
+from kv_transfer.cuda.copying import PageTable, PoolShape, Rows, copy_rows, dense_rows, pool_rows
 from kv_transfer.cuda.driver import DriverError, close_memory, export_memory, open_memory
 from kv_transfer.store import PagedStore
+from observability.logging import get_logger
+
+log = get_logger(__name__)
 
 
 def shape_of(store: PagedStore) -> PoolShape:
@@ -58,7 +63,8 @@ class CudaIpcLink:
         self._lock = threading.Lock()
         self._closed = False
         self._target = None if endpoint is None else backend.enter(endpoint)
-        self._done = torch.cuda.Event(blocking=True)
+        self._done = torch.cuda.Event()
+        self._pages = PageTable(backend.device)
 
     def send_blocks(self, move: BlockMove, timeout_s: float) -> int:
         """Write the blocks into the peer's pool; returns when they are there. A kernel that runs
@@ -72,7 +78,7 @@ class CudaIpcLink:
             with move.access.entered() as allowed:
                 if not allowed or move.discard:
                     return 0
-                return self._backend.write(move, target, self._done)
+                return self._backend.write(move, target, self._pages, self._done)
 
     def recv_blocks(self, move: BlockMove, timeout_s: float) -> int:
         """The checksum of what the peer has written, if one is asked for."""
@@ -100,7 +106,7 @@ class CudaIpcBackend:
         self._store = store
         self._shape = shape_of(store)
         self._ctas = ctas
-        self._device = store.device
+        self.device = self._device = store.device
         self._lock = threading.Lock()
         self._mappings: dict[str, Mapping] = {}
         with torch.cuda.device(self._device):
@@ -109,7 +115,7 @@ class CudaIpcBackend:
     def listen(self) -> str:
         """Export the pool."""
         try:
-            with torch.cuda.device(self._device):
+            with self._context():
                 handle, offset = export_memory(self._store.data.data_ptr())
         except DriverError as error:
             raise LinkBroken(f"the pool cannot be shared: {error}", param="backend") from error
@@ -150,25 +156,29 @@ class CudaIpcBackend:
             if mapping.users:
                 return
             del self._mappings[endpoint]
-        with torch.cuda.device(self._device):
-            mapping.unmap()
+        try:
+            with self._context():
+                mapping.unmap()
+        except DriverError as error:  # the mapping leaks until this process ends
+            log.warning("a peer's pool could not be unmapped", extra={"reason": str(error)})
 
-    def write(self, move: BlockMove, target: Mapping, done: torch.cuda.Event) -> int:
+    def write(
+        self, move: BlockMove, target: Mapping, table: PageTable, done: torch.cuda.Event
+    ) -> int:
         """Copy blocks into a mapped pool and wait for the copy."""
         page = self._shape.page
         if target.shape.page != page or len(move.peer_blocks) != len(move.blocks):
             raise LinkBroken("the peer's pool has another shape")
-        blocks = len(move.blocks)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            pages = upload(move.blocks + move.peer_blocks, self._device)
+            pages, peer_pages = table.load(move.blocks, move.peer_blocks)
             to = pool_rows(
                 target.address,
                 target.shape,
                 first_layer=move.first_layer,
                 first_head=move.peer_first_head,
-                pages=pages[blocks:],
+                pages=peer_pages,
             )
-            self._copy(move, self._rows(move, pages[:blocks]), to)
+            self._copy(move, self._rows(move, pages), to)
             done.record(self._stream)
         done.synchronize()
         return 0 if move.checksum is ChecksumKind.NONE else self.sum_of(move)
@@ -184,8 +194,17 @@ class CudaIpcBackend:
                 num_heads=move.num_heads,
                 page=self._shape.page,
             )
-            self._copy(move, self._rows(move, upload(move.blocks, self._device)), to)
+            (pages,) = PageTable(self._device).load(move.blocks)
+            self._copy(move, self._rows(move, pages), to)
             return content_checksum(data.view(-1), move.checksum)
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        """The driver's calls need a current context, which a thread gets on its first call of the
+        runtime."""
+        with torch.cuda.device(self._device):
+            torch.cuda.current_stream().synchronize()
+            yield
 
     def _rows(self, move: BlockMove, pages: torch.Tensor) -> Rows:
         return pool_rows(
@@ -213,8 +232,7 @@ class CudaIpcBackend:
         try:
             what = json.loads(rest)
             shape = PoolShape(**what["shape"])
-            with torch.cuda.device(self._device):
-                torch.cuda.current_stream().synchronize()  # the driver needs a current context
+            with self._context():
                 return Mapping(base64.b64decode(what["handle"]), what["offset"], shape)
         except (DriverError, KeyError, TypeError, ValueError) as error:
             text = f"the peer's pool cannot be mapped: {error}"

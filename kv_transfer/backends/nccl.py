@@ -23,12 +23,12 @@ from kv_transfer.backends.cuda_ipc import shape_of
 from kv_transfer.backends.rendezvous import Meeting, SocketStore, call
 from kv_transfer.backends.watch import Watch
 from kv_transfer.checksum import content_checksum
-from kv_transfer.cuda.copying import Rows, copy_rows, dense_rows, pool_rows, upload
+from kv_transfer.cuda.copying import PageTable, Rows, copy_rows, dense_rows, pool_rows
 from kv_transfer.cuda.nccl import Communicator, unique_id
 from kv_transfer.store import PagedStore
 
 _SENDER, _RECEIVER = 0, 1
-_BUFFERS = 3
+_BUFFERS = 2
 _WARM_BYTES = 1 << 20
 
 
@@ -46,7 +46,7 @@ class _Slot:
 
     def __init__(self, device: torch.device) -> None:
         self.data = torch.empty(0, dtype=torch.uint8, device=device)
-        self.wired = torch.cuda.Event(blocking=True)
+        self.wired = torch.cuda.Event()
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """At least so many bytes, for use after `wired`."""
@@ -72,7 +72,8 @@ class NcclLink:
         with torch.cuda.device(self._device):
             self._stream = torch.cuda.Stream()
             self._wire = torch.cuda.Stream(priority=-1)
-            self._copied = torch.cuda.Event(blocking=True)
+            self._copied = torch.cuda.Event()
+            self._pages = PageTable(self._device)
             self._slots = [_Slot(self._device) for _ in range(_BUFFERS)]
 
     def send_blocks(self, move: BlockMove, timeout_s: float) -> int:
@@ -101,7 +102,7 @@ class NcclLink:
         chunks = self._chunks(move)
         try:
             with self._working(limit):
-                pages = upload(move.blocks, self._device)
+                (pages,) = self._pages.load(move.blocks)
                 run = self._send_all if sending else self._recv_all
                 return run(move, pages, chunks, limit)
         except RuntimeError as error:
@@ -122,8 +123,9 @@ class NcclLink:
             with move.access.entered(last=chunk is chunks[-1]) as allowed:
                 if allowed and not move.discard:
                     self._copy(move, pages, chunk, data, gather=True)
+                self._post(slot, data, limit, sending=True)
+                self._await(self._copied)
             checksum += content_checksum(data, move.checksum)
-            self._post(slot, data, limit, sending=True)
         for slot in self._slots:
             self._await(slot.wired)
         return checksum
@@ -132,12 +134,9 @@ class NcclLink:
         self, move: BlockMove, pages: torch.Tensor, chunks: list[_Chunk], limit: float
     ) -> int:
         checksum = 0
-        posted = 0
+        for slot, chunk in zip(self._slots, chunks, strict=False):
+            self._post(slot, slot.take(chunk.num_bytes), limit, sending=False)
         for index, chunk in enumerate(chunks):
-            while posted < min(index + _BUFFERS, len(chunks)):
-                slot = self._slots[posted % _BUFFERS]
-                self._post(slot, slot.take(chunks[posted].num_bytes), limit, sending=False)
-                posted += 1
             slot = self._slots[index % _BUFFERS]
             self._await(slot.wired)
             data = slot.take(chunk.num_bytes)
@@ -145,9 +144,14 @@ class NcclLink:
             with move.access.entered(last=chunk is chunks[-1]) as allowed:
                 if allowed:
                     self._copy(move, pages, chunk, data, gather=False)
+                for later in chunks[index + _BUFFERS : index + _BUFFERS + 1]:
+                    self._post(slot, slot.take(later.num_bytes), limit, sending=False)
+                self._await(self._copied)
         return checksum
 
     def _post(self, slot: _Slot, data: torch.Tensor, limit: float, *, sending: bool) -> None:
+        """Queue a message behind the last copy; its host work overlaps that copy."""
+        self._wire.wait_event(self._copied)
         post = self._group.send if sending else self._group.recv
         post(data.data_ptr(), data.numel(), self._wire.cuda_stream, limit)
         slot.wired.record(self._wire)
@@ -166,7 +170,7 @@ class NcclLink:
         *,
         gather: bool,
     ) -> None:
-        """One kernel between pool and buffer; returns when it has ended."""
+        """One kernel between pool and buffer."""
         pool = pool_rows(
             self._store.data.data_ptr(),
             self._shape,
@@ -189,7 +193,6 @@ class NcclLink:
             ctas=self._backend.copy_ctas,
         )
         self._copied.record(self._stream)
-        self._await(self._copied)
 
     def _chunks(self, move: BlockMove) -> list[_Chunk]:
         """Whole layers, as many as a buffer holds: the same list on both sides."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import torch
 from kv_transfer.cuda import jit
 
 _WORD = 8
+_ALIGN = 16
 _TILE_WORDS = 2048
 _WARPS = 8
 
@@ -59,9 +61,33 @@ def dense_rows(base: int, *, num_blocks: int, num_heads: int, page: int) -> Rows
     return Rows(address=base, layer=num_blocks * 2 * half, block=2 * half, half=half, pages=None)
 
 
-def upload(blocks: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Block ids for the kernel, ordered on the current stream."""
-    return torch.tensor(blocks, dtype=torch.int32, pin_memory=True).to(device, non_blocking=True)
+class PageTable:
+    """Block ids on the device, through a pinned buffer that is kept. A load overwrites the one
+    before, which must not be in use any more."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._grow(1024)
+
+    def load(self, *blocks: Sequence[int]) -> list[torch.Tensor]:
+        """The ids of each list, ordered on the current stream."""
+        total = sum(len(ids) for ids in blocks)
+        if total > self._pinned.numel():
+            self._grow(2 * total)
+        views = []
+        first = 0
+        for ids in blocks:
+            end = first + len(ids)
+            values = torch.frombuffer(array("i", ids), dtype=torch.int32)
+            self._pinned[first:end].copy_(values)
+            views.append(self._ids[first:end])
+            first = end
+        self._ids[:total].copy_(self._pinned[:total], non_blocking=True)
+        return views
+
+    def _grow(self, size: int) -> None:
+        self._pinned = torch.empty(size, dtype=torch.int32, pin_memory=True)
+        self._ids = torch.empty(size, dtype=torch.int32, device=self._device)
 
 
 def copy_rows(
@@ -76,14 +102,14 @@ def copy_rows(
     """Copy `num_layers` x `num_blocks` x 2 runs of `run` bytes on the current stream of the current
     device, with at most `ctas` thread blocks.
 
-    Both sides must be reachable from it and aligned to 8 bytes; `run` is what is contiguous: the
+    Both sides must be reachable from it and aligned to 16 bytes; `run` is what is contiguous: the
     heads of one half of a block.
     """
     halves = 2
     if source.half == target.half == run:  # keys and values follow each other on both sides
         halves, run = 1, 2 * run
-    if run % _WORD or source.address % _WORD or target.address % _WORD:
-        raise ValueError(f"runs of {run} bytes are not aligned to {_WORD}")
+    if run % _WORD or source.address % _ALIGN or target.address % _ALIGN:
+        raise ValueError(f"runs of {run} bytes at {source.address}, {target.address}: not aligned")
     words = run // _WORD
     tile = min(_TILE_WORDS, _power_of_2(words))
     tiles = -(-words // tile)

@@ -32,8 +32,8 @@ def copy_rows(
     counted [layer][block][half]; `*_layer`, `*_block`, `*_half` are strides in words. A paged side
     finds the page of its n-th block in its ids.
     """
-    read = source.to(tl.pointer_type(tl.int64))
-    write = target.to(tl.pointer_type(tl.int64))
+    read = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), 16)
+    write = tl.multiple_of(target.to(tl.pointer_type(tl.int64)), 16)
     for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
         row = chunk // tiles
         offsets = (chunk % tiles) * WORDS + tl.arange(0, WORDS)

@@ -28,6 +28,7 @@ SMALL = TransferConfig(
     staging_bytes=256 << 10,
     device_piece_bytes=2 << 20,
     connect_timeout_s=30,
+    lease_s=12,
     op_timeout_s=3,
     rpc_timeout_s=1,
     rpc_attempts=2,
