@@ -346,14 +346,21 @@ def measure_all_reduce(group: DeviceGroup, device: torch.device, report: Report)
         h = torch.ones(kib * 512, dtype=torch.bfloat16, device=device)
         figures = {}
         for kind in ReduceKind:
-            partial = h if kind is ReduceKind.NCCL else group.shared_like(h)
+            if kind is ReduceKind.PUSH and kib > 64:
+                continue
+            partial = group.partial_for(kind, h)
+            partial.fill_(1.0)
+            torch.cuda.synchronize()
             with torch.cuda.stream(stream):
                 group.reduce_by(kind, partial, h)
+            torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=stream):
                 for _ in range(20):
                     group.reduce_by(kind, partial, h)
             graph.replay()
+            if kind is ReduceKind.PUSH and not bool((h == group.size).all()):
+                raise SystemExit("the all-reduce is wrong")
             figures[f"{kind}_us"] = timed(graph.replay, 9) / 20 * 1e6
         report.add(f"all-reduce {kib} KiB", **figures)
 

@@ -8,10 +8,14 @@ from torch import Tensor
 
 
 class Communicator(Protocol):
-    """Collectives of one rank, in the order of the current stream; usable inside CUDA graphs."""
+    """Collectives of one rank, in the order of the current stream; usable inside CUDA graphs.
+
+    failed: int32 `[1]` on the device, not zero once a peer was found to be silent; or None.
+    """
 
     rank: int
     size: int
+    failed: Tensor | None
 
     def partial(self, h: Tensor) -> Tensor:
         """Where this rank's partial sum is to be written for `reduce`: `h` itself, or a buffer of
@@ -38,6 +42,7 @@ class Solo:
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank = rank
         self.size = size
+        self.failed: Tensor | None = None
 
     def partial(self, h: Tensor) -> Tensor:
         """`h` itself."""

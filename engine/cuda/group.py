@@ -1,8 +1,9 @@
 """Tensor-parallel collectives over NVLink: symmetric memory for small tensors, NCCL for large ones.
 
-Every decode step reduces twice a layer, so latency counts. torch's symmetric-memory kernels read
-the peers' buffers directly: one-shot (everybody reads everything) for the smallest sizes, two-shot
-(reduce-scatter, then gather) above. NVLink multicast is never used.
+Every decode step reduces twice a layer, so latency counts. The smallest tensors are pushed into the
+peers' memory by a kernel of our own, which the next kernel may overlap; above them torch's kernels
+read the peers' buffers: one-shot (everybody reads everything), then two-shot (reduce-scatter, then
+gather). NVLink multicast is never used.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from torch import Tensor
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from engine.errors import RankLost
+from engine.kernels.triton_reduce import Mailboxes, all_reduce, num_programs
 
 
 class ReduceKind(StrEnum):
     """How an all-reduce is done."""
 
+    PUSH = "push"
     ONE_SHOT = "one_shot"
     TWO_SHOT = "two_shot"
     NCCL = "nccl"
@@ -30,24 +33,26 @@ class ReduceKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReduceTable:
-    """Which all-reduce serves which size: one-shot up to `one_shot` bytes, two-shot up to
-    `two_shot`, NCCL above."""
+    """Which all-reduce serves which size: the largest of each kind in bytes, NCCL above."""
 
+    push: int
     one_shot: int
     two_shot: int
 
-    def kind(self, num_bytes: int, size: int) -> ReduceKind:
+    def kind(self, h: Tensor, size: int) -> ReduceKind:
         """The all-reduce for a tensor; symmetric memory works in units of 16 bytes a rank."""
-        if num_bytes > self.two_shot or num_bytes % (16 * size):
+        if h.nbytes > self.two_shot or h.nbytes % (16 * size):
             return ReduceKind.NCCL
-        return ReduceKind.ONE_SHOT if num_bytes <= self.one_shot else ReduceKind.TWO_SHOT
+        if h.nbytes <= self.push and h.dtype is torch.bfloat16:
+            return ReduceKind.PUSH
+        return ReduceKind.ONE_SHOT if h.nbytes <= self.one_shot else ReduceKind.TWO_SHOT
 
 
 def reduce_table(size: int) -> ReduceTable:
-    """Crossovers measured on NVLink-connected Hopper cards, inside CUDA graphs."""
+    """Crossovers measured on four H200 with NVLink, inside CUDA graphs."""
     if size == 2:
-        return ReduceTable(one_shot=256 << 10, two_shot=8 << 20)
-    return ReduceTable(one_shot=64 << 10, two_shot=8 << 20)
+        return ReduceTable(push=128 << 10, one_shot=1 << 20, two_shot=8 << 20)
+    return ReduceTable(push=64 << 10, one_shot=512 << 10, two_shot=8 << 20)
 
 
 class DeviceGroup:
@@ -68,51 +73,78 @@ class DeviceGroup:
         self.size = size
         self._name = name
         self._table = table or reduce_table(size)
+        self.failed: Tensor | None = None
+        self._pdl = torch.cuda.get_device_capability(device) >= (9, 0)
         nccl: Any = c10d.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = timedelta(seconds=timeout_s)
         try:
             self._nccl: Any = nccl(c10d.PrefixStore(f"{name}/nccl", store), rank, size, options)
             torch.cuda.set_device(device)
+            self._register(c10d.PrefixStore(f"{name}/symm", store), device)
+            self._boxes = self._make_mailboxes(device) if self._table.push else None
+            self._buffer, _ = self._symmetric(self._table.two_shot, device)
+            # Nobody may write into a mailbox before its owner has zeroed it.
             self._nccl.allreduce([torch.zeros(1, device=device)]).wait()
-            self._buffer = self._symmetric(c10d.PrefixStore(f"{name}/symm", store), device)
+            torch.cuda.synchronize(device)
         except RuntimeError as error:
             raise RankLost(
                 f"rank {rank}: the GPU group did not form: {error}", param="tp"
             ) from error
 
-    def _symmetric(self, store: Any, device: torch.device) -> Tensor:
-        """Memory that all ranks can address."""
-        memory: Any = _SymmetricMemory
-        # Symmetric memory finds its peers through a group registered under a name.
+    def _register(self, store: Any, device: torch.device) -> None:
+        """Symmetric memory finds its peers through a group registered under a name."""
         group: Any = c10d.ProcessGroup(store, self.rank, self.size)
         group._register_backend(device, c10d.ProcessGroup.BackendType.NCCL, self._nccl)
         group._set_group_name(self._name)
-        c10d._register_process_group(self._name, group)
+        registry: Any = c10d
+        registry._register_process_group(self._name, group)
+
+    def _symmetric(self, num_bytes: int, device: torch.device) -> tuple[Tensor, list[int]]:
+        """Memory that all ranks can address, zeroed, and where each rank's lies."""
+        memory: Any = _SymmetricMemory
         buffer: Tensor = memory.empty_strided_p2p(
-            (self._table.two_shot,), (1,), torch.uint8, device, self._name
+            (num_bytes,), (1,), torch.uint8, device, self._name
         )
-        memory.rendezvous(buffer, self._name)
-        return buffer
+        buffer.zero_()
+        handle = memory.rendezvous(buffer, self._name)
+        return buffer, list(handle.buffer_ptrs)
+
+    def _make_mailboxes(self, device: torch.device) -> Mailboxes:
+        self.failed = failed = torch.zeros(1, dtype=torch.int32, device=device)
+        capacity = self._table.push // 4
+        self._mailbox, addresses = self._symmetric(16 * self.size * capacity, device)
+        self._partial = torch.zeros(self._table.push, dtype=torch.uint8, device=device)
+        return Mailboxes(
+            addresses=torch.tensor(addresses, dtype=torch.int64, device=device),
+            epochs=torch.zeros(num_programs(capacity), dtype=torch.int32, device=device),
+            failed=failed,
+            capacity=capacity,
+            rank=self.rank,
+            size=self.size,
+        )
 
     def partial(self, h: Tensor) -> Tensor:
-        """A view of the symmetric buffer while `h` is small, `h` itself above."""
-        if self._table.kind(h.nbytes, self.size) is ReduceKind.NCCL:
-            return h
-        return self.shared_like(h)
+        """Where the partial sum of `h` goes."""
+        return self.partial_for(self._table.kind(h, self.size), h)
 
-    def shared_like(self, h: Tensor) -> Tensor:
-        """The start of the symmetric buffer, in the shape and dtype of `h`."""
-        return self._buffer[: h.nbytes].view(h.dtype).view(h.shape)
+    def partial_for(self, kind: ReduceKind, h: Tensor) -> Tensor:
+        """`h` itself for NCCL, else a buffer in its shape and dtype."""
+        if kind is ReduceKind.NCCL:
+            return h
+        buffer = self._partial if kind is ReduceKind.PUSH else self._buffer
+        return buffer[: h.nbytes].view(h.dtype).view(h.shape)
 
     def reduce(self, partial: Tensor, h: Tensor) -> None:
         """h = the sum of all ranks' partial sums, the same bits on every rank."""
-        self.reduce_by(self._table.kind(h.nbytes, self.size), partial, h)
+        self.reduce_by(self._table.kind(h, self.size), partial, h)
 
     def reduce_by(self, kind: ReduceKind, partial: Tensor, h: Tensor) -> None:
-        """`reduce` in a given way; for NCCL `partial` is `h`, else the symmetric buffer."""
+        """`reduce` in a given way; `partial` is what `partial_for` gave."""
         if kind is ReduceKind.NCCL:
             self._nccl.allreduce([h]).wait()
+        elif kind is ReduceKind.PUSH and self._boxes is not None:
+            all_reduce(partial, self._boxes, out=h, pdl=self._pdl)
         elif kind is ReduceKind.ONE_SHOT:
             torch.ops.symm_mem.one_shot_all_reduce_out(partial, "sum", self._name, h)
         elif hasattr(torch.ops.symm_mem, "two_shot_all_reduce_out"):
@@ -129,5 +161,6 @@ class DeviceGroup:
 
     def close(self) -> None:
         """Leave the group; operations still in flight are given up."""
-        c10d._unregister_process_group(self._name)
+        registry: Any = c10d
+        registry._unregister_process_group(self._name)
         self._nccl.abort()

@@ -151,7 +151,16 @@ class CudaModel:
     ) -> None:
         """out = norm(h) weight^T + bias."""
         if h.shape[0] == 1:
-            linear(h, weight, out=out, bias=bias, gain=gain, eps=self._shape.eps, pdl=self._pdl)
+            linear(
+                h,
+                weight,
+                out=out,
+                bias=bias,
+                gain=gain,
+                eps=self._shape.eps,
+                pdl=self._pdl,
+                prefetch=self.comm.size > 1,
+            )
             return
         x = torch.empty_like(h)
         elementwise.rms_norm(h, gain, self._shape.eps, out=x, pdl=self._pdl)
@@ -194,18 +203,18 @@ class CudaModel:
 
     def _finish(self, attended: Tensor, h: Tensor, layer: LayerWeights) -> None:
         """h += attention's output projection; h += MLP of the norm of h."""
-        self._add_product(attended, layer.out, layer.out_bias, h)
+        self._add_product(attended, layer.out, layer.out_bias, h, after_attention=True)
         act = h.new_empty(h.shape[0], self._shape.intermediate)
-        if h.shape[0] == 1:
+        if h.shape[0] == 1 and layer.gate_up_bias is None:
             linear(
                 h,
                 layer.gate_up,
                 out=act,
-                bias=layer.gate_up_bias,
                 gain=layer.mlp_norm,
                 eps=self._shape.eps,
                 gated=True,
                 pdl=self._pdl,
+                prefetch=self.comm.size > 1,
             )
         else:
             gate_up = h.new_empty(h.shape[0], 2 * self._shape.intermediate)
@@ -213,12 +222,31 @@ class CudaModel:
             elementwise.silu_mul(gate_up, out=act, pdl=self._pdl)
         self._add_product(act, layer.down, layer.down_bias, h)
 
-    def _add_product(self, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor) -> None:
-        """h += x weight^T + bias, summed over the ranks."""
+    def _add_product(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        h: Tensor,
+        *,
+        after_attention: bool = False,
+    ) -> None:
+        """h += x weight^T + bias, summed over the ranks.
+
+        Attention of a short context leaves memory idle: the weights after it are fetched early.
+        """
         target = self.comm.partial(h)
         residual = h if self.comm.rank == 0 else None
         if h.shape[0] == 1:
-            linear(x, weight, out=target, bias=bias, residual=residual, pdl=self._pdl)
+            linear(
+                x,
+                weight,
+                out=target,
+                bias=bias,
+                residual=residual,
+                pdl=self._pdl,
+                prefetch=after_attention,
+            )
         else:
             if residual is None:
                 torch.mm(x, weight.t(), out=target)

@@ -1,11 +1,11 @@
 """Attention of prompt chunks: the fastest backend for each sequence of a step.
 
 cuDNN is about twice as fast as the triton kernel on Hopper, but wants contiguous keys and a plan
-per length. So it serves long chunks that start at position 0, one call a sequence: their keys lie
-in the projection's own rows, and a call may run past the end of its sequence, for causality keeps
-later keys out and later rows are dropped. Lengths are rounded up, so that few plans exist; all are
-made at start. Everything else (short chunks, history, other head sizes, float32) goes through the
-paged kernel.
+per length. So it serves long chunks that start at position 0, one call a sequence (or one for all,
+when they are equally long): their keys lie in the projection's own rows, and a call may run past
+the end of its sequence, for causality keeps later keys out and later rows are dropped. Lengths are
+rounded up, so that few plans exist; all are made at start. Everything else (short chunks, history,
+other head sizes, float32) goes through the paged kernel.
 """
 
 from __future__ import annotations
@@ -42,8 +42,12 @@ class ChunkAttention:
         qkv: the chunks' rows, then `chunks.padding` finite ones.
         """
         tokens = chunks.positions.shape[0]
-        if chunks.packed is None and len(chunks.dense) == 1:
-            return self._dense(qkv, *chunks.dense[0])
+        if chunks.packed is None:
+            if len(chunks.dense) == 1:
+                return self._dense(qkv, *chunks.dense[0])
+            length = dense_length(chunks.dense[0][1])
+            if all(count == length for _, count in chunks.dense):
+                return self._batch(qkv[:tokens], length)
         out = qkv.new_empty(tokens, self._num_heads * self._head_dim)
         if chunks.packed is not None:
             prefill_attention(
@@ -54,18 +58,23 @@ class ChunkAttention:
         return out
 
     def _dense(self, qkv: Tensor, first: int, count: int) -> Tensor:
-        rows = qkv[first : first + dense_length(count)]
-        heads = rows.view(rows.shape[0], -1, self._head_dim).transpose(0, 1)[None]
+        length = dense_length(count)
+        return self._batch(qkv[first : first + length], length)[:count]
+
+    def _batch(self, qkv: Tensor, length: int) -> Tensor:
+        """Attention of as many sequences of `length` rows as qkv holds."""
+        heads = qkv.view(-1, length, qkv.shape[1] // self._head_dim, self._head_dim).transpose(1, 2)
         q, k, v = heads.split((self._num_heads, self._kv_heads, self._kv_heads), dim=1)
         attended: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, False, 0.0, True, False, scale=self._scale
         )[0]
-        return attended[0].transpose(0, 1).flatten(1)[:count]
+        return attended.transpose(1, 2).reshape(qkv.shape[0], -1)
 
     def make_plans(self, max_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Have cuDNN plan every length that a chunk of up to `max_tokens` can take."""
+        """Have cuDNN plan all that steps of up to `max_tokens` can ask of it."""
         longest = dense_length(max_tokens)
         width = (self._num_heads + 2 * self._kv_heads) * self._head_dim
         qkv = torch.zeros(longest, width, dtype=dtype, device=device)
         for length in range(DENSE_TOKENS, longest + 1, DENSE_STEP):
-            self._dense(qkv, 0, length)
+            for count in range(1, longest // length + 1):
+                self._batch(qkv[: count * length], length)

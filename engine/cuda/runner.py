@@ -20,6 +20,7 @@ from engine.cuda.prefill import ChunkAttention, cudnn_serves
 from engine.cuda.sampler import TokenSampler
 from engine.cuda.staging import Lane, StagingRing
 from engine.cuda.weights import WeightLoader
+from engine.errors import RankLost
 from engine.kernels.triton_attention import DecodeScratch, DecodeShape, decode_shape
 from engine.kv.pool import KVPool
 from engine.model.config import ModelConfig
@@ -40,9 +41,14 @@ class PendingTokens:
     results: list[int | None]
 
     def wait(self) -> StepResult:
-        """Block until the step is over; its KV is written then, too."""
+        """Block until the step is over; its KV is written then, too.
+
+        Raises RankLost when a rank's GPU stayed silent.
+        """
         self.ring.wait(self.index)
-        tokens = self.buffer.tolist()
+        *tokens, failed = self.buffer.tolist()
+        if failed:
+            raise RankLost("a rank's GPU stayed silent in an all-reduce", param="tp")
         return StepResult(
             tokens=tuple(None if row is None else tokens[row] for row in self.results)
         )
@@ -186,7 +192,7 @@ class CudaRunner:
             options.max_chunk_tokens, batch, table, device, dense=self._dense
         )
         self._sampler = TokenSampler(batch, self.vocab_size, shape, device)
-        self._out = StagingRing(batch, 4, device)
+        self._out = StagingRing(batch + 1, 4, device)
         batches = graph_batches(batch)
         self._cuts = {
             (n, long): decode_shape(n, shape.kv_heads, shape.head_dim, long)
@@ -220,9 +226,12 @@ class CudaRunner:
             if logits is not None:
                 tokens = self._sampler(logits, plan, self._rows, self.model.comm)
                 buffer[:rows].copy_(tokens, non_blocking=True)
+            buffer[rows] = 0
+            if self.model.comm.failed is not None:
+                buffer[rows : rows + 1].copy_(self.model.comm.failed, non_blocking=True)
             self._out.sent(index)
         self._previous = plan.results
-        return PendingTokens(self._out, buffer[:rows], index, plan.results)
+        return PendingTokens(self._out, buffer[: rows + 1], index, plan.results)
 
     def launch(self, batch: StepBatch) -> PendingTokens:
         """`prepare` and `submit`."""

@@ -10,6 +10,9 @@ import triton
 from engine.kernels.jit.linear import skinny_linear
 from engine.kernels.triton_elementwise import launch_options
 
+#: Columns of each row of the weights that `prefetch` asks for beyond the first tile.
+_PREFETCH_COLUMNS = 2048
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearShape:
@@ -27,10 +30,10 @@ def default_shape(rows: int, n: int, k: int, gated: bool) -> LinearShape:
         return LinearShape(block_n=16, block_k=256, stages=3, warps=4)
     if gated:
         return LinearShape(block_n=2, block_k=1024, stages=1, warps=4)
-    if n >= 1 << 15:
-        return LinearShape(block_n=4, block_k=1024, stages=1, warps=4)
-    if k >= 8192 or n <= 4096:
+    if n < 1 << 14 and k % 2048 == 0 and (n <= 4096 or k == 2048 or k >= 8192):
         return LinearShape(block_n=4, block_k=2048, stages=1, warps=8)
+    if n >= 1 << 14 or k > 4096:
+        return LinearShape(block_n=4, block_k=1024, stages=1, warps=4)
     return LinearShape(block_n=8, block_k=512, stages=1, warps=4)
 
 
@@ -45,12 +48,15 @@ def linear(
     residual: torch.Tensor | None = None,
     gated: bool = False,
     pdl: bool = False,
+    prefetch: bool = False,
     shape: LinearShape | None = None,
 ) -> None:
     """out `[m, n]` = f(norm(x) weight^T + bias) + residual for few rows m.
 
-    weight: `[n, k]`, or `[2 n, k]` when gated (gate rows first; f = silu(gate) * up). `gain` turns
-    the RMS norm of x on. `residual` may be `out` itself.
+    weight: `[n, k]`, or `[2 n, k]` when gated (gate rows first; f = silu(gate) * up; no bias then).
+    `gain` turns the RMS norm of x on. `residual` may be `out` itself. `prefetch` has the first
+    weights fetched into the cache while the kernel before still runs: for use after one that leaves
+    memory idle.
     """
     rows, k = x.shape
     n = out.shape[1]
@@ -79,6 +85,7 @@ def linear(
         EVEN_K=k % block_k == 0,
         PDL=pdl,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        PREFETCH=max(1, _PREFETCH_COLUMNS // block_k) if prefetch and pdl and rows == 1 else 0,
         num_warps=shape.warps,
         **launch_options(pdl),
     )

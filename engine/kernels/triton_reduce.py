@@ -21,11 +21,13 @@ class Mailboxes:
     """What one rank needs for reductions of up to `capacity` words.
 
     addresses: int64 `[size]`, every rank's mailbox as this rank addresses it, each int64
-    `[2, size, capacity]` and zero at first; epochs: int32 zeros, one a program.
+    `[2, size, capacity]` and zero at first; epochs: int32 zeros, one a program; failed: int32 zero,
+    set to one for good when a peer has stayed silent for seconds.
     """
 
     addresses: torch.Tensor
     epochs: torch.Tensor
+    failed: torch.Tensor
     capacity: int
     rank: int
     size: int
@@ -33,7 +35,7 @@ class Mailboxes:
 
 def num_programs(capacity: int) -> int:
     """Programs of the largest reduction; the length of `Mailboxes.epochs`."""
-    return triton.cdiv(capacity, _BLOCK)
+    return -(-capacity // _BLOCK)
 
 
 def all_reduce(
@@ -50,6 +52,7 @@ def all_reduce(
         out.view(-1).view(torch.int32),
         boxes.addresses,
         boxes.epochs,
+        boxes.failed,
         words,
         _MAX_POLLS,
         CAPACITY=boxes.capacity,

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -10,40 +11,103 @@ from torch.distributed import TCPStore
 from tests.support.cuda import Reference, make_runner, mixed_script, tiny_config
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+ME = "tests.gpu.test_tensor_parallel"
 
 
-def run_rank(rank: int, size: int, port: int) -> list[tuple[int | None, ...]]:
-    """One rank's whole life; also the entry point of the follower processes."""
+def join(rank, size, port):
     from engine.cuda.group import DeviceGroup
 
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    runner = make_runner(device, tiny_config(**HEADS), rank, size)
     store = TCPStore("127.0.0.1", port, size, is_master=False)
-    runner.start(DeviceGroup(store, rank, size, device, name="test"))
+    return DeviceGroup(store, rank, size, device, name=f"test-{port}"), device
+
+
+def run_model(rank, size, port):
+    """One rank's whole life; also the entry point of the follower processes."""
+    torch.cuda.set_device(rank)
+    runner = make_runner(torch.device("cuda", rank), tiny_config(**HEADS), rank, size)
+    group, _ = join(rank, size, port)
+    runner.start(group)
     results = [runner.run(batch).tokens for batch in mixed_script()]
-    torch.cuda.synchronize()
     runner.close()
     return results
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_give_the_tokens_of_one(size):
+def run_reductions(rank, size, port):
+    """Every kind of all-reduce, many times over, in and out of a graph, against local sums."""
+    from engine.cuda.group import ReduceKind
+
+    group, device = join(rank, size, port)
+    for kind in ReduceKind:
+        for rows in (1, 3):
+            h = torch.empty(rows, 4096, dtype=torch.bfloat16, device=device)
+            for turn in range(50):
+                parts = [part(peer, turn, h) for peer in range(size)]
+                check(group, kind, parts, rank, h, lambda run: run())
+            stream = torch.cuda.Stream(device)
+            parts = [part(peer, 99, h) for peer in range(size)]
+            check(group, kind, parts, rank, h, lambda run, s=stream: replay(run, s))
+    group.close()
+
+
+def part(peer, turn, like):
+    generator = torch.Generator(like.device).manual_seed(1000 * turn + peer)
+    return torch.randn(like.shape, generator=generator, device=like.device).to(like.dtype)
+
+
+def check(group, kind, parts, rank, h, how):
+    partial = group.partial_for(kind, h)
+
+    def run():
+        partial.copy_(parts[rank])
+        group.reduce_by(kind, partial, h)
+
+    how(run)
+    want = torch.stack(parts).float().sum(0)
+    torch.testing.assert_close(h.float(), want, rtol=2e-2, atol=2e-2)
+
+
+def replay(run, stream):
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(7):
+            run()
+    for _ in range(5):
+        graph.replay()
+    torch.cuda.synchronize()
+
+
+@contextmanager
+def others(what, size):
+    """The processes of ranks 1 and up; yields the port where all meet."""
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} CUDA devices")
     store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
-    code = "import sys; from tests.gpu.test_tensor_parallel import run_rank; "
-    code += "run_rank(*map(int, sys.argv[1:]))"
-    followers = [
+    code = f"import sys; from {ME} import {what}; {what}(*map(int, sys.argv[1:]))"
+    processes = [
         subprocess.Popen([sys.executable, "-c", code, str(rank), str(size), str(store.port)])
         for rank in range(1, size)
     ]
     try:
-        got = run_rank(0, size, store.port)
-        assert [process.wait(60) for process in followers] == [0] * (size - 1)
+        yield store.port
+        assert [process.wait(40) for process in processes] == [0] * (size - 1)
     finally:
-        for process in followers:
+        for process in processes:
             process.kill()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_all_reduce_gives_the_sum(size):
+    with others("run_reductions", size) as port:
+        run_reductions(0, size, port)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_give_the_tokens_of_one(size):
+    with others("run_model", size) as port:
+        got = run_model(0, size, port)
     config = tiny_config(**HEADS)
     reference = Reference(config)
     reference.open(make_runner(torch.device("cuda", 0), config).layout)

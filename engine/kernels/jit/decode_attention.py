@@ -13,8 +13,17 @@ from engine.kernels.jit.elementwise import pdl_wait, rotated
 
 @triton.jit
 def write_new_token(
-    qkv_row, cell, kvh, cos, sin, dims, dim_ok,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    qkv_row,
+    cell,
+    kvh,
+    cos,
+    sin,
+    dims,
+    dim_ok,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
 ):
     """Rotate the new token's key and put key and value into their cell of the pool."""
     one = tl.arange(0, 1)[:, None]
@@ -28,8 +37,17 @@ def write_new_token(
 
 @triton.jit
 def merge_splits(
-    partial, stats, first, active, out_row, dims, dim_ok,
-    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_P: tl.constexpr, SPLITS_P: tl.constexpr,
+    partial,
+    stats,
+    first,
+    active,
+    out_row,
+    dims,
+    dim_ok,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_P: tl.constexpr,
+    SPLITS_P: tl.constexpr,
 ):
     """Weigh the partial outputs of all active splits by their share of the softmax."""
     splits = tl.arange(0, SPLITS_P)
@@ -40,7 +58,9 @@ def merge_splits(
         total = tl.load(stats + at * 2 + 1, mask=ok, other=0.0, cache_modifier=".cg")
         part = tl.load(
             partial + at[:, None] * DIM_P + dims[None, :],
-            mask=ok[:, None] & dim_ok[None, :], other=0.0, cache_modifier=".cg",
+            mask=ok[:, None] & dim_ok[None, :],
+            other=0.0,
+            cache_modifier=".cg",
         )
         weight = tl.exp2(peak - tl.max(peak, axis=0))
         value = tl.sum(part * weight[:, None], axis=0) / tl.sum(total * weight, axis=0)
@@ -49,11 +69,32 @@ def merge_splits(
 
 @triton.jit(do_not_specialize=["splits", "min_tiles"])
 def paged_decode(
-    qkv, cos_table, sin_table, pool, indptr, blocks, lengths, out, partial, stats, counters, scale,
-    splits, min_tiles,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr,
-    DIM: tl.constexpr, DIM_P: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    SPLITS_P: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+    qkv,
+    cos_table,
+    sin_table,
+    pool,
+    indptr,
+    blocks,
+    lengths,
+    out,
+    partial,
+    stats,
+    counters,
+    scale,
+    splits,
+    min_tiles,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_P: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_P: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS_P: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """One (KV head, split, sequence) of out[b] = softmax(q k^T * scale) v over a paged context.
 
@@ -96,9 +137,7 @@ def paged_decode(
             last = length - 1
             block = tl.load(table + last // PAGE).to(tl.int64)
             cell = head_pool + block * (2 * KV_HEADS * page_size) + (last % PAGE) * DIM
-            write_new_token(
-                qkv_row, cell, kvh, cos, sin, dims, dim_ok, HEADS, KV_HEADS, DIM, PAGE
-            )
+            write_new_token(qkv_row, cell, kvh, cos, sin, dims, dim_ok, HEADS, KV_HEADS, DIM, PAGE)
             tl.debug_barrier()
         peak = tl.full([GROUP_P], -float("inf"), tl.float32)
         total = tl.zeros([GROUP_P], tl.float32)
@@ -119,11 +158,10 @@ def paged_decode(
             total = total * shrink + tl.sum(weight, axis=1)
             v = tl.load(
                 cell[:, None] + KV_HEADS * page_size + dims[None, :],
-                mask=ok[:, None] & dim_ok[None, :], other=0.0,
+                mask=ok[:, None] & dim_ok[None, :],
+                other=0.0,
             )
-            acc = tl.dot(
-                weight.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION
-            )
+            acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
             peak = new_peak
         out_row = out + b.to(tl.int64) * (HEADS * DIM) + kvh * GROUP * DIM
         if active == 1:
@@ -138,7 +176,8 @@ def paged_decode(
             at_group = (first + split) * GROUP + group
             in_group = group < GROUP
             tl.store(
-                partial + at_group[:, None] * DIM_P + dims[None, :], acc,
+                partial + at_group[:, None] * DIM_P + dims[None, :],
+                acc,
                 mask=in_group[:, None] & dim_ok[None, :],
             )
             tl.store(stats + at_group * 2, peak, mask=in_group)
@@ -147,7 +186,16 @@ def paged_decode(
             finished = tl.atomic_add(counters + pair, 1, sem="acq_rel", scope="gpu")
             if finished == active - 1:
                 merge_splits(
-                    partial, stats, first, active, out_row, dims, dim_ok,
-                    GROUP, DIM, DIM_P, SPLITS_P,
+                    partial,
+                    stats,
+                    first,
+                    active,
+                    out_row,
+                    dims,
+                    dim_ok,
+                    GROUP,
+                    DIM,
+                    DIM_P,
+                    SPLITS_P,
                 )
                 tl.store(counters + pair, 0)

@@ -61,9 +61,19 @@ def rotated(base, row_ok, cos, sin, dims, dim_ok, HALF: tl.constexpr, DIM: tl.co
 
 @triton.jit
 def rope_write(
-    qkv, cos_table, sin_table, positions, slots, pool,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    HEADS_P: tl.constexpr, KV_HEADS_P: tl.constexpr, DIM_P: tl.constexpr,
+    qkv,
+    cos_table,
+    sin_table,
+    positions,
+    slots,
+    pool,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    HEADS_P: tl.constexpr,
+    KV_HEADS_P: tl.constexpr,
+    DIM_P: tl.constexpr,
 ):
     """Rotate q and k of one token in place and write k and v into the paged pool.
 
@@ -102,7 +112,15 @@ def rope_write(
 
 @triton.jit
 def embed(
-    tokens, feed, previous, table, out, first_id, num_ids, HIDDEN, BLOCK: tl.constexpr,
+    tokens,
+    feed,
+    previous,
+    table,
+    out,
+    first_id,
+    num_ids,
+    HIDDEN,
+    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[r] = table[token - first_id], zero outside the table.

@@ -34,8 +34,20 @@ def row_step(
 
 @triton.jit
 def rows_step(
-    tile, tile_up, x, gain, m, m_ok, at, K, acc, acc_up, total,
-    NORM: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
+    tile,
+    tile_up,
+    x,
+    gain,
+    m,
+    m_ok,
+    at,
+    K,
+    acc,
+    acc_up,
+    total,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """One tile of several rows' product, on the matrix units: acc[n, m] += tile[n, k] x[m, k]."""
     ok = m_ok[None, :] & (at < K)[:, None]
@@ -52,18 +64,55 @@ def rows_step(
 
 
 @triton.jit
+def prefetch_weights(w, rows, row_ok, K, BLOCK_K: tl.constexpr, TILES: tl.constexpr):
+    """Ask the L2 cache for the next TILES tiles, a line of 64 two-byte weights at a time."""
+    if TILES:
+        at = BLOCK_K + tl.arange(0, TILES * BLOCK_K // 64) * 64
+        inside = row_ok[:, None] & (at < K)[None, :]
+        offsets = tl.where(inside, rows[:, None].to(tl.int64) * K + at[None, :], 0)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [(w + offsets).to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def skinny_linear(
-    x, w, bias, residual, gain, out, eps, M, N, K,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    NORM: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+    x,
+    w,
+    bias,
+    residual,
+    gain,
+    out,
+    eps,
+    M,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BIAS: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PDL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     """out[M, N] = f(norm(x)[M, K] @ w[N, K]^T + bias) + residual, for M <= BLOCK_M.
 
     NORM folds the RMS norm in: a tile of x is multiplied by `gain`, the sum of squares is gathered
     on the way, and the row's scale is applied to the product. GATED: w is [2 N, K], gate rows
     first, and f(gate, up) = silu(gate) * up. The first weight tile is requested before the previous
-    kernel is waited for, so that memory does not idle between kernels.
+    kernel is waited for, so that memory does not idle between kernels; PREFETCH tiles after it are
+    fetched into the cache.
     """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_ok = rows < N
@@ -74,6 +123,9 @@ def skinny_linear(
     tile_up = tile
     if GATED:
         tile_up = load_weights(w, rows + N, row_ok, cols, K, EVEN_N, EVEN_K)
+    prefetch_weights(w, rows, row_ok, K, BLOCK_K, PREFETCH)
+    if GATED:
+        prefetch_weights(w, rows + N, row_ok, K, BLOCK_K, PREFETCH)
     pdl_wait(PDL)
     if BLOCK_M == 1:
         squares = tl.zeros([BLOCK_K], tl.float32)

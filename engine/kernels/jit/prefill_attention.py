@@ -7,9 +7,26 @@ import triton.language as tl
 
 @triton.jit
 def attend_tiles(
-    q, q_at, acc, peak, total, table, head_pool, begin, end, length, scale, dims, dim_ok,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    MASKED: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    q,
+    q_at,
+    acc,
+    peak,
+    total,
+    table,
+    head_pool,
+    begin,
+    end,
+    length,
+    scale,
+    dims,
+    dim_ok,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Fold the context tokens begin .. end into the running softmax; MASKED applies causality."""
     page_size: tl.constexpr = PAGE * DIM
@@ -46,9 +63,25 @@ def attend_tiles(
 
 @triton.jit
 def paged_prefill(
-    q, q_stride, pool, first_rows, starts, counts, indptr, blocks, out, out_stride, scale,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_P: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    q,
+    q_stride,
+    pool,
+    first_rows,
+    starts,
+    counts,
+    indptr,
+    blocks,
+    out,
+    out_stride,
+    scale,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_P: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One (query tile, head, sequence). q is rotated and the new KV is in the pool already.
@@ -79,14 +112,48 @@ def paged_prefill(
         total = tl.zeros([BLOCK_M], tl.float32)
         log2_scale = scale * 1.4426950408889634
         acc, peak, total = attend_tiles(
-            query, q_at, acc, peak, total, table, head_pool, 0, full, length, log2_scale, dims,
-            dim_ok, KV_HEADS, DIM, PAGE, TILE, False, STAGES, PRECISION,
+            query,
+            q_at,
+            acc,
+            peak,
+            total,
+            table,
+            head_pool,
+            0,
+            full,
+            length,
+            log2_scale,
+            dims,
+            dim_ok,
+            KV_HEADS,
+            DIM,
+            PAGE,
+            TILE,
+            False,
+            STAGES,
+            PRECISION,
         )
         acc, peak, total = attend_tiles(
-            query, q_at, acc, peak, total, table, head_pool, full, length, length, log2_scale, dims,
-            dim_ok, KV_HEADS, DIM, PAGE, TILE, True, STAGES, PRECISION,
+            query,
+            q_at,
+            acc,
+            peak,
+            total,
+            table,
+            head_pool,
+            full,
+            length,
+            length,
+            log2_scale,
+            dims,
+            dim_ok,
+            KV_HEADS,
+            DIM,
+            PAGE,
+            TILE,
+            True,
+            STAGES,
+            PRECISION,
         )
         acc = acc / total[:, None]
-        tl.store(
-            out + rows[:, None] * out_stride + at, acc.to(out.dtype.element_ty), mask=q_mask
-        )
+        tl.store(out + rows[:, None] * out_stride + at, acc.to(out.dtype.element_ty), mask=q_mask)

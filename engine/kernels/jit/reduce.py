@@ -23,18 +23,28 @@ def bf16_bits(value):
 
 @triton.jit
 def push_all_reduce(
-    partial, out, mailboxes, epochs, num_words, max_polls,
-    CAPACITY: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    partial,
+    out,
+    mailboxes,
+    epochs,
+    failed,
+    num_words,
+    max_polls,
+    CAPACITY: tl.constexpr,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out = the sum over ranks of `partial`, both bfloat16 seen as int32 words of two.
 
     mailboxes: int64 addresses of every rank's mailbox, int64 `[2, SIZE, CAPACITY]`. A word travels
-    with the number of the reduction it belongs to, in one eight-byte store, so that the reader needs
-    no other signal (the idea of NCCL's low-latency protocol). Two slots are used in turn: a slot is
-    written again only after the peers' words of the reduction between have arrived, hence after they
-    have read it. epochs: int32, one counter a program; every rank must reduce the same sizes in the
-    same order. After `max_polls` looks at a silent peer the wait is given up.
+    with the number of the reduction it belongs to, in one eight-byte store, so that the reader
+    needs no other signal (the idea of NCCL's low-latency protocol). Two slots are used in turn: a
+    slot is written again only after the peers' words of the reduction between have arrived, hence
+    after they have read it. epochs: int32, one counter a program; every rank must reduce the same
+    sizes in the same order. After `max_polls` looks at a silent peer the wait is given up,
+    and `failed` is set.
     """
     pdl_wait(PDL)
     pid = tl.program_id(0)
@@ -63,6 +73,8 @@ def push_all_reduce(
                 got = tl.load(box, mask=ok, other=0, volatile=True)
                 missing = tl.sum((ok & ((got >> 32) != epoch)).to(tl.int32), axis=0)
                 polls += 1
+            if missing > 0:
+                tl.store(failed, 1)
             part = got.to(tl.int32)
         part_low, part_high = halves(part)
         low += part_low

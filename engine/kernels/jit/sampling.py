@@ -132,9 +132,22 @@ def sampling_floor(
 
 @triton.jit
 def sample_rows(
-    logits, stride, temperatures, keys, floors, best_values, best_ids, counters, tokens, values, V,
+    logits,
+    stride,
+    temperatures,
+    keys,
+    floors,
+    best_values,
+    best_ids,
+    counters,
+    tokens,
+    values,
+    V,
     first_id,
-    CHUNKS: tl.constexpr, CHUNKS_P: tl.constexpr, BLOCK: tl.constexpr, FILTERED: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNKS_P: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FILTERED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """tokens[r] = argmax(logits[r] / temperature + noise) over what the filter leaves; its value.
@@ -168,8 +181,10 @@ def sample_rows(
     if finished == CHUNKS - 1:
         chunks = tl.arange(0, CHUNKS_P)
         candidates = tl.load(
-            best_values + index * CHUNKS + chunks, mask=chunks < CHUNKS,
-            other=-float("inf"), cache_modifier=".cg",
+            best_values + index * CHUNKS + chunks,
+            mask=chunks < CHUNKS,
+            other=-float("inf"),
+            cache_modifier=".cg",
         )
         best, first = tl.max(candidates, axis=0, return_indices=True)
         tl.store(values + index, best)

@@ -12,6 +12,7 @@ def test_sums_what_the_peers_have_sent_and_sends_its_own(device, rank, size):
     group = Mailboxes(
         addresses=torch.tensor([box.data_ptr() for box in boxes], device=device),
         epochs=torch.zeros(num_programs(capacity), dtype=torch.int32, device=device),
+        failed=torch.zeros(1, dtype=torch.int32, device=device),
         capacity=capacity,
         rank=rank,
         size=size,
@@ -32,3 +33,20 @@ def test_sums_what_the_peers_have_sent_and_sends_its_own(device, rank, size):
             assert torch.equal(
                 boxes[peer][epoch % 2, rank, : count // 2], words[rank] | (epoch << 32)
             )
+    assert int(group.failed) == 0
+
+
+def test_a_silent_peer_is_given_up_and_told(device, monkeypatch):
+    monkeypatch.setattr("engine.kernels.triton_reduce._MAX_POLLS", 3)
+    boxes = [torch.zeros(2, 2, 256, dtype=torch.int64, device=device) for _ in range(2)]
+    group = Mailboxes(
+        addresses=torch.tensor([box.data_ptr() for box in boxes], device=device),
+        epochs=torch.zeros(1, dtype=torch.int32, device=device),
+        failed=torch.zeros(1, dtype=torch.int32, device=device),
+        capacity=256,
+        rank=0,
+        size=2,
+    )
+    part = torch.ones(64, dtype=torch.bfloat16, device=device)
+    all_reduce(part, group, out=part.clone())
+    assert int(group.failed) == 1
