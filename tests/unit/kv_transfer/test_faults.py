@@ -9,19 +9,25 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kv_transfer.orders import MoveOrder, Order
+from kv_transfer.orders import Order
 from kv_transfer.ranks import RankChannel
 from protocol import codec
-from protocol.errors import DeadlineExceeded, ErrorCode, ErrorInfo, HandoffFailed, StaleMessage
+from protocol.errors import DeadlineExceeded, ErrorCode, ErrorInfo
 from protocol.ids import RequestKey
-from protocol.messages import HandoffEnd, Piece
-from rpc import methods
-from tests.support.transfer import QUICK, SECRET, Pair, differing, fill, make_layout, random_kv
-
-KEY, OTHER = RequestKey("a"), RequestKey("b")
-SOURCE, DEST = (3, 1, 4, 9, 5), (8, 2, 7, 1, 15)
-MORE, LAND = (6, 7), (3, 4)
-LAYOUT = make_layout(2)
+from protocol.messages import Piece
+from tests.support.transfer import QUICK, Pair, differing, fill, random_kv
+from tests.support.transfer_steps import (
+    DEST,
+    KEY,
+    LAND,
+    LAYOUT,
+    MORE,
+    OTHER,
+    SOURCE,
+    finish,
+    moves,
+    ready,
+)
 
 
 class Gate:
@@ -37,26 +43,6 @@ class Gate:
             self.swallow_sends -= 1
             await asyncio.Event().wait()
         return await self._ranks.execute(rank, order)
-
-
-def moves(clients, name):
-    return [request for called, request in clients.calls if called == name]
-
-
-async def ready(pair, key=KEY, source=SOURCE, dest=DEST, seed=1):
-    """Submit and grant; the source is filled."""
-    kv = random_kv(LAYOUT, len(source), seed=seed)
-    fill(pair.prefill.pools, LAYOUT, source, kv)
-    pair.submit(key, len(dest))
-    await pair.receiver.reserve(key, dest, 0)
-    return kv
-
-
-async def finish(pair, key=KEY, source=SOURCE, first=0):
-    pair.sender.push(key, source[first:], first, len(source) - first)
-    pair.sender.commit(key, 1)
-    await pair.prefill.events.wait(lambda e: e.is_over(key))
-    await pair.decode.events.wait(lambda e: e.is_over(key))
 
 
 # --- aborts ---------------------------------------------------------------------------------------
@@ -330,221 +316,6 @@ async def test_a_pool_that_fails_fails_the_handoff_only(memory):
         kv = await ready(pair, OTHER, MORE, LAND)
         await finish(pair, OTHER, MORE)
         assert differing(pair.decode.pools, LAYOUT, LAND, kv) == []
-
-
-# --- messages -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("method", [methods.GRANT, methods.PIECE, methods.COMMIT])
-@pytest.mark.parametrize("how", ["lost", "reply lost", "twice"])
-async def test_one_message_lost_or_repeated_changes_nothing(backends, method, how):
-    config = replace(QUICK, rpc_timeout_s=0.3)
-    async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends, config=config) as pair:
-        hit = []
-
-        async def fault(address, called, request):
-            if called is not method or len(hit) > 0:
-                return
-            hit.append(request)
-            if how != "lost":
-                await pair.clients.handlers[address][called](request)
-            if how != "twice":
-                raise DeadlineExceeded("lost")
-
-        pair.clients.intercept = fault
-        kv = await ready(pair)
-        await finish(pair)
-        assert hit
-        assert differing(pair.decode.pools, LAYOUT, DEST, kv) == []
-        assert len(pair.decode.events.commits) == len(pair.prefill.events.commits) == 1
-        assert pair.decode.events.ends == pair.prefill.events.ends == []
-
-
-async def test_everything_replayed_after_the_end_is_refused_and_touches_nothing(memory):
-    """A09: replay a whole hand-off, also for the blocks' next owner."""
-    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
-        await ready(pair)
-        await finish(pair)
-        (piece,) = moves(pair.clients, "Piece")
-        (grant,) = moves(pair.clients, "Grant")
-        (commit,) = moves(pair.clients, "Commit")
-        kv = await ready(pair, OTHER, SOURCE, DEST, seed=9)  # the same blocks
-        with pytest.raises(StaleMessage):
-            await pair.receiver.on_piece(piece)
-        with pytest.raises(StaleMessage):
-            await pair.receiver.on_commit(replace(commit, first_token=3))
-        with pytest.raises(StaleMessage):
-            await pair.sender.on_grant(grant)
-        await pair.receiver.on_commit(commit)  # the very same: acknowledged, nothing else
-        live = moves(pair.clients, "Grant")[1]
-        forged = [
-            replace(piece, key=OTHER),
-            replace(piece, key=OTHER, ticket=live.ticket),  # an old generation
-            replace(piece, ticket=live.ticket),
-            replace(piece, key=OTHER, ticket=replace(live.ticket, num_blocks=99), generation=2),
-        ]
-        for bad in forged:
-            with pytest.raises(StaleMessage):
-                await pair.receiver.on_piece(bad)
-        assert len(pair.decode.events.commits) == 1
-        await finish(pair, OTHER)
-        assert differing(pair.decode.pools, LAYOUT, DEST, kv) == []
-
-
-async def test_pieces_of_another_incarnation_or_shape_are_refused(memory):
-    config = replace(QUICK, connect_timeout_s=0.2)
-    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory, config=config) as pair:
-        await ready(pair)
-        (grant,) = moves(pair.clients, "Grant")
-        good = Piece(
-            key=KEY,
-            ticket=grant.ticket,
-            generation=grant.generation,
-            sequence=0,
-            first_block=0,
-            num_blocks=1,
-            first_layer=0,
-            num_layers=2,
-            prefill=pair.prefill.ref,
-            prefill_layout=LAYOUT,
-            link=5,
-        )
-        with pytest.raises(StaleMessage):
-            await pair.receiver.on_piece(replace(good, prefill=replace(good.prefill, epoch=99)))
-        for shape in (make_layout(2, head_dim=16), make_layout(2, dtype="bfloat16")):
-            with pytest.raises(HandoffFailed) as caught:
-                await pair.receiver.on_piece(replace(good, prefill_layout=shape))
-            assert caught.value.param in ("head_dim", "dtype")
-        await pair.receiver.on_piece(good)
-        with pytest.raises(StaleMessage) as stale:
-            await pair.receiver.on_piece(replace(good, sequence=1, first_block=1, link=4))
-        assert stale.value.param == "link"
-
-
-async def test_a_new_attempt_replaces_the_old_one_on_both_sides(memory):
-    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
-        await ready(pair)
-        newer = RequestKey("a", 1)
-        kv = await ready(pair, newer, MORE, LAND)
-        await pair.decode.events.wait(lambda e: e.safe == [(KEY, DEST)])
-        assert pair.prefill.events.ended_with(KEY).code is ErrorCode.STALE_MESSAGE
-        await finish(pair, newer, MORE)
-        assert differing(pair.decode.pools, LAYOUT, LAND, kv) == []
-        with pytest.raises(StaleMessage):
-            pair.receiver.offer(KEY, pair.ticket(KEY, 5), pair.prefill.ref)
-        with pytest.raises(StaleMessage):
-            pair.sender.expect(KEY, pair.ticket(KEY, 5), pair.decode.ref)
-
-
-async def test_a_grant_may_be_quicker_than_the_router(memory):
-    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
-        kv = random_kv(LAYOUT, 5, seed=1)
-        fill(pair.prefill.pools, LAYOUT, SOURCE, kv)
-        ticket = pair.ticket(KEY, 5)
-        pair.receiver.offer(KEY, ticket, pair.prefill.ref)
-        await pair.receiver.reserve(KEY, DEST, 0)
-        pair.sender.expect(KEY, ticket, pair.decode.ref)
-        pair.sender.expect(KEY, ticket, pair.decode.ref)
-        await pair.prefill.events.wait(lambda e: e.grants)
-        await finish(pair)
-        assert differing(pair.decode.pools, LAYOUT, DEST, kv) == []
-
-
-async def test_an_end_may_be_quicker_than_the_router(memory):
-    """A02: prefill refuses the prompt before decode has heard of it; and the other way round."""
-    info = ErrorInfo(code=ErrorCode.CONTEXT_TOO_LONG, message="too long")
-    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
-        end = HandoffEnd(key=KEY, epoch=pair.prefill.ref.epoch, released=False, error=info)
-        await pair.receiver.on_end(end)
-        await pair.sender.on_end(replace(end, epoch=pair.decode.ref.epoch))
-        ticket = pair.ticket(KEY, 5)
-        for submit in (
-            lambda: pair.receiver.offer(KEY, ticket, pair.prefill.ref),
-            lambda: pair.sender.expect(KEY, ticket, pair.decode.ref),
-        ):
-            with pytest.raises(type(info.to_error()), match="too long"):
-                submit()
-
-
-async def test_an_early_end_of_another_incarnation_does_not_count(memory):
-    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
-        end = HandoffEnd(key=KEY, epoch=99, released=False)
-        await pair.receiver.on_end(end)
-        await pair.sender.on_end(end)
-        kv = await ready(pair)
-        await finish(pair)
-        assert differing(pair.decode.pools, LAYOUT, DEST, kv) == []
-
-
-async def test_an_end_of_another_incarnation_is_refused(memory):
-    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
-        await ready(pair)
-        end = HandoffEnd(key=KEY, epoch=99, released=True)
-        with pytest.raises(StaleMessage):
-            await pair.receiver.on_end(end)
-        with pytest.raises(StaleMessage):
-            await pair.sender.on_end(end)
-        assert pair.receiver.num_live == pair.sender.num_live == 1
-
-
-@pytest.mark.parametrize("change", [{"num_blocks": 99}, {"decode_epoch": 7}, {"prefill_epoch": 7}])
-async def test_tickets_that_do_not_fit_are_refused_at_submission(memory, change):
-    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
-        good = pair.ticket(KEY, 5)
-        forged = replace(good, **change)
-        bad = [forged] if "num_blocks" in change else [forged, forged.signed(SECRET)]
-        for ticket in bad:
-            with pytest.raises(StaleMessage):
-                pair.receiver.offer(KEY, ticket, pair.prefill.ref)
-            with pytest.raises(StaleMessage):
-                pair.sender.expect(KEY, ticket, pair.decode.ref)
-        with pytest.raises(StaleMessage):
-            pair.receiver.offer(OTHER, good, pair.prefill.ref)
-        assert pair.receiver.num_live == pair.sender.num_live == 0
-
-
-async def test_misuse_is_told_at_once(memory):
-    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
-        await ready(pair)
-        with pytest.raises(ValueError, match="block ids"):
-            pair.sender.push(KEY, SOURCE, 0, 4)
-        with pytest.raises(ValueError, match="before all"):
-            pair.sender.commit(KEY, 1)
-        with pytest.raises(ValueError, match="already"):
-            await pair.receiver.reserve(KEY, LAND, 0)
-
-
-async def test_a_reservation_beyond_the_ticket_fails_the_handoff_and_returns_the_blocks(memory):
-    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
-        pair.submit(KEY, 2)
-        await pair.receiver.reserve(KEY, DEST, 0)
-        assert pair.decode.events.safe == [(KEY, DEST)]
-        assert pair.decode.events.ended_with(KEY).param == "num_blocks"
-        await pair.prefill.events.wait(lambda e: e.is_over(KEY))
-
-
-def test_an_order_names_exactly_one_thing(memory):
-    pair = Pair(source=LAYOUT, dest=LAYOUT, backends=memory)
-    plane = pair.prefill.planes[0]
-    for data in (codec.encode(Order()), b"\xc1"):
-        outcome = plane.execute(data).result(1)
-        assert b"invalid_request" in outcome
-    order = MoveOrder(
-        rank=0,
-        sender_epoch=1,
-        receiver_epoch=2,
-        link=1,
-        generation=1,
-        sequence=0,
-        blocks=(1,),
-        first_layer=0,
-        num_layers=1,
-        parts=(),
-    )
-    assert b"invalid" not in plane.execute(Order(send=order).encode()).result(1)
-    for side in (pair.prefill, pair.decode):
-        for plane in side.planes:
-            plane.close()
 
 
 async def test_a_newer_link_frees_a_receive_that_waits_on_the_old_one(backends):

@@ -1,0 +1,31 @@
+"""Steps that the transfer tests share, between two toy workers of one layout."""
+
+from __future__ import annotations
+
+from protocol.ids import RequestKey
+from tests.support.transfer import fill, make_layout, random_kv
+
+KEY, OTHER = RequestKey("a"), RequestKey("b")
+SOURCE, DEST = (3, 1, 4, 9, 5), (8, 2, 7, 1, 15)
+MORE, LAND = (6, 7), (3, 4)
+LAYOUT = make_layout(2)
+
+
+def moves(clients, name):
+    return [request for called, request in clients.calls if called == name]
+
+
+async def ready(pair, key=KEY, source=SOURCE, dest=DEST, seed=1):
+    """Submit and grant; the source is filled."""
+    kv = random_kv(LAYOUT, len(source), seed=seed)
+    fill(pair.prefill.pools, LAYOUT, source, kv)
+    pair.submit(key, len(dest))
+    await pair.receiver.reserve(key, dest, 0)
+    return kv
+
+
+async def finish(pair, key=KEY, source=SOURCE, first=0):
+    pair.sender.push(key, source[first:], first, len(source) - first)
+    pair.sender.commit(key, 1)
+    await pair.prefill.events.wait(lambda e: e.is_over(key))
+    await pair.decode.events.wait(lambda e: e.is_over(key))
