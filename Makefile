@@ -38,7 +38,7 @@ model: env ## Fetch and convert $(MODEL), once
 
 .PHONY: test
 test: env-dev model ## Everything: unit, architecture, integration and cluster tests (about ten minutes)
-	$(PYTEST) tests/architecture tests/unit tests/integration tests/cluster $(ARGS)
+	$(PYTEST) tests/architecture tests/unit tests/integration tests/cluster tests/gpu $(ARGS)
 
 .PHONY: test-unit
 test-unit: env-dev ## Unit and architecture tests: no Ray, no model, under a minute

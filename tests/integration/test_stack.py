@@ -14,6 +14,7 @@ from tests.support.smollm2 import ABSENT, TeacherForced, model_folder
 from tests.support.stack import Stack, running_stack
 from tests.support.tiny import Oracle, save_tiny_llama
 from worker_runtime.config import WorkerConfig
+from worker_runtime.counters import FINISHED
 
 CHUNK = 128
 CONFIG = WorkerConfig(max_num_seqs=16, max_num_batched_tokens=CHUNK)
@@ -35,7 +36,7 @@ async def test_real_model_over_both_doors_equals_transformers() -> None:
         )
         await doors.close()
         await stack.pair.idle()
-        assert stack.pair.prefills[0].status().counters["finished"] == len(asked)
+        assert stack.pair.prefills[0].status().counters[FINISHED] == len(asked)
     oracle = TeacherForced(folder)
     for prompt, output in zip(asked, outputs, strict=True):
         assert len(output) == 16
