@@ -15,8 +15,8 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -25,10 +25,11 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from benchmarks.gpu_limits import Limits, Report, measure_all_reduce, measure_limits
 from engine.batch import SequenceStep, StepBatch
 from engine.config import EngineConfig
 from engine.cuda.comm import Communicator
-from engine.cuda.group import DeviceGroup, ReduceKind
+from engine.cuda.group import DeviceGroup
 from engine.cuda.options import CudaOptions
 from engine.cuda.runner import CudaRunner, PendingTokens
 from engine.cuda.weights import RandomSource
@@ -66,69 +67,6 @@ MODELS = {
     "llama-3.1-70b": _llama(8192, 28672, 80, 64),
     "tiny": _llama(512, 1024, 2, 8) | {"vocab_size": 4096, "max_position_embeddings": 4096},
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What this card can do, measured just now.
-
-    copy: bytes/s read plus written; matrix: FLOP/s of a bf16 product.
-    """
-
-    copy: float
-    matrix: float
-
-
-@dataclass(slots=True, kw_only=True)
-class Report:
-    """All figures of a run."""
-
-    card: str
-    torch: str
-    commit: str
-    command: str
-    rank: int = 0
-    limits: Limits | None = None
-    rows: list[dict[str, Any]] = field(default_factory=list)
-
-    def add(self, what: str, **figures: Any) -> None:
-        """Record and print one figure."""
-        if self.rank:
-            return
-        self.rows.append({"what": what, **figures})
-        shown = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in figures.items())
-        print(f"{what}: {'  '.join(shown)}", flush=True)
-
-
-def timed(run: Callable[[], object], repeats: int) -> float:
-    """Median seconds of `run` on the current stream, by device events."""
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e-3)
-    return float(median(times))
-
-
-def measure_limits(device: torch.device) -> Limits:
-    """Copy rate of 4 GiB and rate of an 8192^3 bf16 product, on random data."""
-    return Limits(copy=_copy_rate(device), matrix=_matrix_rate(device))
-
-
-def _copy_rate(device: torch.device) -> float:
-    source = torch.randint(0, 1 << 30, (1 << 29,), dtype=torch.int64, device=device)
-    target = torch.empty_like(source)
-    target.copy_(source)
-    return 2.0 * float(source.nbytes) / timed(lambda: target.copy_(source), 10)
-
-
-def _matrix_rate(device: torch.device) -> float:
-    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
-    torch.mm(a, b.t())
-    return 2 * 8192**3 / timed(lambda: torch.mm(a, b.t()), 10)
 
 
 class Bench:
@@ -297,11 +235,11 @@ class Ranks:
         self.store.set(f"{key}/{self.rank}", str(value))
         return min(int(self.store.get(f"{key}/{rank}")) for rank in range(self.size))
 
-    def join(self, device: torch.device) -> DeviceGroup | None:
+    def join(self, device: torch.device, push: bool) -> DeviceGroup | None:
         """The group of all ranks' GPUs."""
         if self.size == 1:
             return None
-        return DeviceGroup(self.store, self.rank, self.size, device, name="benchmark")
+        return DeviceGroup(self.store, self.rank, self.size, device, name="benchmark", push=push)
 
 
 def build(
@@ -339,32 +277,6 @@ def build(
     return runner
 
 
-def measure_all_reduce(group: DeviceGroup, device: torch.device, report: Report) -> None:
-    """Microseconds of each all-reduce inside a CUDA graph, by size."""
-    stream = torch.cuda.Stream(device)
-    for kib in (8, 16, 64, 256, 512, 1024, 2048, 4096):
-        h = torch.ones(kib * 512, dtype=torch.bfloat16, device=device)
-        figures = {}
-        for kind in ReduceKind:
-            if kind is ReduceKind.PUSH and kib > 64:
-                continue
-            partial = group.partial_for(kind, h)
-            partial.fill_(1.0)
-            torch.cuda.synchronize()
-            with torch.cuda.stream(stream):
-                group.reduce_by(kind, partial, h)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                for _ in range(20):
-                    group.reduce_by(kind, partial, h)
-            graph.replay()
-            if kind is ReduceKind.PUSH and not bool((h == group.size).all()):
-                raise SystemExit("the all-reduce is wrong")
-            figures[f"{kind}_us"] = timed(graph.replay, 9) / 20 * 1e6
-        report.add(f"all-reduce {kib} KiB", **figures)
-
-
 def memory_figures(bench: Bench, free_before: int) -> None:
     """What share of the memory that was free after the weights holds KV blocks."""
     pool = bench.runner.pool.data.nbytes
@@ -386,6 +298,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-batch", type=int, default=256)
     parser.add_argument("--commit", default=None, help="recorded instead of asking git")
     parser.add_argument("--tp", type=int, default=1, help="ranks, one GPU each")
+    parser.add_argument("--push", action="store_true", help="the engine's own small all-reduce")
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--skip", default="", help="of: decode, long, prefill, profile")
@@ -444,9 +357,9 @@ def run(args: argparse.Namespace, ranks: Ranks, argv: Sequence[str]) -> None:
     limits = report.limits = measure_limits(device)
     report.add("limits", copy_tb_s=limits.copy / 1e12, matrix_tflops=limits.matrix / 1e12)
     torch.cuda.empty_cache()
-    group = ranks.join(device)
+    group = ranks.join(device, args.push)
     if group is not None:
-        measure_all_reduce(group, device, report)
+        measure_all_reduce(group, device, report, push=args.push)
     bench = Bench(build(args, device, ranks, group, report), limits, report)
     memory_figures(bench, bench.runner.free_after_weights)
     measure(bench, args, skip)

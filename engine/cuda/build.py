@@ -91,7 +91,7 @@ def build_cuda_executor(
         runner.start()
     else:
         group.open(num_blocks, timeout_s)
-        runner.start(_join(group.invite, 0, runner.device))
+        runner.start(_join(group.invite, 0, runner))
     return CudaExecutor(runner, fingerprint, group)
 
 
@@ -101,12 +101,14 @@ def load_follower(
     """Load a follower's share, make its pool when rank 0 says so, join the other ranks' GPUs."""
     runner, _ = load_rank(config, follower.rank, options or CudaOptions())
     follower.open(runner)
-    runner.start(_join(follower.invite, follower.rank, runner.device))
+    runner.start(_join(follower.invite, follower.rank, runner))
     return runner
 
 
-def _join(invite: RankInvite, rank: int, device: torch.device) -> DeviceGroup:
+def _join(invite: RankInvite, rank: int, runner: CudaRunner) -> DeviceGroup:
     timeout = timedelta(seconds=invite.timeout_s)
     store: Any = TCPStore(invite.host, invite.store_port, invite.size, False, timeout)
     name = f"baton-{invite.host}-{invite.store_port}"
-    return DeviceGroup(store, rank, invite.size, device, name=name)
+    return DeviceGroup(
+        store, rank, invite.size, runner.device, name=name, push=runner.options.push_all_reduce
+    )

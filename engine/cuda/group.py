@@ -48,11 +48,11 @@ class ReduceTable:
         return ReduceKind.ONE_SHOT if h.nbytes <= self.one_shot else ReduceKind.TWO_SHOT
 
 
-def reduce_table(size: int) -> ReduceTable:
-    """Crossovers measured on four H200 with NVLink, inside CUDA graphs."""
+def reduce_table(size: int, push: bool) -> ReduceTable:
+    """Crossovers measured on four H200 with NVLink, inside CUDA graphs; `push` turns PUSH on."""
     if size == 2:
-        return ReduceTable(push=128 << 10, one_shot=1 << 20, two_shot=8 << 20)
-    return ReduceTable(push=64 << 10, one_shot=512 << 10, two_shot=8 << 20)
+        return ReduceTable(push=128 << 10 if push else 0, one_shot=1 << 20, two_shot=8 << 20)
+    return ReduceTable(push=64 << 10 if push else 0, one_shot=512 << 10, two_shot=8 << 20)
 
 
 class DeviceGroup:
@@ -66,13 +66,13 @@ class DeviceGroup:
         device: torch.device,
         *,
         name: str,
+        push: bool = False,
         timeout_s: float = 60.0,
-        table: ReduceTable | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
         self._name = name
-        self._table = table or reduce_table(size)
+        self._table = reduce_table(size, push)
         self.failed: Tensor | None = None
         self._pdl = torch.cuda.get_device_capability(device) >= (9, 0)
         nccl: Any = c10d.ProcessGroupNCCL
@@ -99,6 +99,7 @@ class DeviceGroup:
         group._set_group_name(self._name)
         registry: Any = c10d
         registry._register_process_group(self._name, group)
+        self._group = group  # the registry holds it weakly
 
     def _symmetric(self, num_bytes: int, device: torch.device) -> tuple[Tensor, list[int]]:
         """Memory that all ranks can address, zeroed, and where each rank's lies."""

@@ -15,12 +15,14 @@ class CudaOptions:
     max_chunk_tokens: prompt tokens of one step.
     memory_share: part of the free memory (after weights) that KV blocks and working memory may use.
     graphs: decode under CUDA graphs; off only to look for faults.
+    push_all_reduce: reduce the smallest tensors with the engine's own kernel instead of torch's.
     """
 
     max_batch: int = 256
     max_chunk_tokens: int = 8192
     memory_share: float = 0.98
     graphs: bool = True
+    push_all_reduce: bool = False
 
     def __post_init__(self) -> None:
         """Raise InvalidRequest naming the first field that is out of range."""

@@ -20,7 +20,7 @@ def join(rank, size, port):
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     store = TCPStore("127.0.0.1", port, size, is_master=False)
-    return DeviceGroup(store, rank, size, device, name=f"test-{port}"), device
+    return DeviceGroup(store, rank, size, device, name=f"test-{port}", push=True), device
 
 
 def run_model(rank, size, port):

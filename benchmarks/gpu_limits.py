@@ -1,0 +1,103 @@
+"""What a GPU can do, measured: the figures that the engine's own are set against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+
+from engine.cuda.group import DeviceGroup, ReduceKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What this card can do, measured just now.
+
+    copy: bytes/s read plus written; matrix: FLOP/s of a bf16 product.
+    """
+
+    copy: float
+    matrix: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """All figures of a run."""
+
+    card: str
+    torch: str
+    commit: str
+    command: str
+    rank: int = 0
+    limits: Limits | None = None
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, what: str, **figures: Any) -> None:
+        """Record and print one figure."""
+        if self.rank:
+            return
+        self.rows.append({"what": what, **figures})
+        shown = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in figures.items())
+        print(f"{what}: {'  '.join(shown)}", flush=True)
+
+
+def timed(run: Callable[[], object], repeats: int) -> float:
+    """Median seconds of `run` on the current stream, by device events."""
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e-3)
+    return float(median(times))
+
+
+def measure_limits(device: torch.device) -> Limits:
+    """Copy rate of 4 GiB and rate of an 8192^3 bf16 product, on random data."""
+    return Limits(copy=_copy_rate(device), matrix=_matrix_rate(device))
+
+
+def _copy_rate(device: torch.device) -> float:
+    source = torch.randint(0, 1 << 30, (1 << 29,), dtype=torch.int64, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    return 2.0 * float(source.nbytes) / timed(lambda: target.copy_(source), 10)
+
+
+def _matrix_rate(device: torch.device) -> float:
+    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    torch.mm(a, b.t())
+    return 2 * 8192**3 / timed(lambda: torch.mm(a, b.t()), 10)
+
+
+def measure_all_reduce(
+    group: DeviceGroup, device: torch.device, report: Report, *, push: bool
+) -> None:
+    """Microseconds of each all-reduce inside a CUDA graph, by size."""
+    stream = torch.cuda.Stream(device)
+    for kib in (8, 16, 64, 256, 512, 1024, 2048, 4096):
+        h = torch.ones(kib * 512, dtype=torch.bfloat16, device=device)
+        figures = {}
+        for kind in ReduceKind:
+            if kind is ReduceKind.PUSH and (kib > 64 or not push):
+                continue
+            partial = group.partial_for(kind, h)
+            partial.fill_(1.0)
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                group.reduce_by(kind, partial, h)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                for _ in range(20):
+                    group.reduce_by(kind, partial, h)
+            graph.replay()
+            if kind is ReduceKind.PUSH and not bool((h == group.size).all()):
+                raise SystemExit("the all-reduce is wrong")
+            figures[f"{kind}_us"] = timed(graph.replay, 9) / 20 * 1e6
+        report.add(f"all-reduce {kib} KiB", **figures)
