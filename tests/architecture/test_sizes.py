@@ -11,7 +11,7 @@ FOLDERS = (
 MAX_FILE_LINES = 420
 MAX_TEST_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
-MAX_KERNEL_LINES = 120  # a GPU kernel cannot be cut in two without passing every register
+MAX_KERNEL_LINES = 140  # a GPU kernel cannot be cut in two without passing every register
 
 
 def python_files(*folders):
