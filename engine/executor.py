@@ -16,7 +16,6 @@ from protocol.errors import InvalidRequest
 from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.sampling import SamplingParams
 
-
 if TYPE_CHECKING:
     from engine.cuda.runner import CudaRunner
 
