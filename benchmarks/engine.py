@@ -173,11 +173,11 @@ class Bench:
         )
 
     def prefill_flops(self, count: int, length: int) -> float:
-        """Products of every prompt token, causal attention, and the head once a prompt."""
+        """This rank's products of every prompt token, causal attention, the head once a prompt."""
         model = self.runner.model_config
         weights = self.runner.weights
         linear = (self.weight_bytes() - weights.head.nbytes) / weights.head.element_size()
-        attention = 2 * length * length * model.num_heads * model.head_dim * model.num_layers
+        attention = 2 * length * length * weights.layers[0].out.shape[1] * model.num_layers
         return count * (2 * length * linear + attention + 2 * weights.head.numel())
 
 
