@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
 from engine.batch import SequenceStep, StepBatch, StepResult
 from engine.config import EngineConfig
+from engine.errors import ModelRefused
 from engine.follower import Follower, Handler
 from engine.kv.pool import KVPool
 from engine.ranks import RankGroup, RankInvite
@@ -121,6 +123,7 @@ def build_executor(
     """
     _check_size(config, 1 if group is None else group.size)
     if config.device.startswith("cuda"):
+        _require_triton(config)
         # Only here, so that an engine on a CPU needs no triton.
         from engine.cuda.build import build_cuda_executor
 
@@ -165,12 +168,20 @@ def build_follower(invite: RankInvite, rank: int, config: EngineConfig) -> Follo
 
 def _open_follower(follower: Follower, config: EngineConfig) -> RankRunner | CudaRunner:
     if config.device.startswith("cuda"):
+        _require_triton(config)
         from engine.cuda.build import load_follower
 
         return load_follower(follower, config)
     runner = RankRunner(config, follower.tp)
     follower.open(runner)
     return runner
+
+
+def _require_triton(config: EngineConfig) -> None:
+    if find_spec("triton") is None:
+        raise ModelRefused(
+            f"device {config.device!r} needs triton: pip install 'baton[gpu]'", param="device"
+        )
 
 
 def _check_size(config: EngineConfig, size: int) -> None:

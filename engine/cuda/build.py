@@ -34,6 +34,15 @@ def rank_device(config: EngineConfig, rank: int) -> torch.device:
     return torch.device("cuda", index)
 
 
+def options_for(config: EngineConfig) -> CudaOptions:
+    """The defaults, or more where the configuration asks for larger steps."""
+    usual = CudaOptions()
+    return CudaOptions(
+        max_batch=max(usual.max_batch, config.max_running),
+        max_chunk_tokens=max(usual.max_chunk_tokens, config.max_step_tokens),
+    )
+
+
 def load_rank(
     config: EngineConfig, rank: int, options: CudaOptions
 ) -> tuple[CudaRunner, KVFingerprint]:
@@ -81,7 +90,7 @@ def build_cuda_executor(
     Raises ModelRefused naming what cannot be served or does not fit, and RankLost when a follower
     does not come or fails within `timeout_s`.
     """
-    options = options or CudaOptions()
+    options = options or options_for(config)
     if group is not None:
         group.accept(timeout_s)
     runner, fingerprint = load_rank(config, 0, options)
@@ -99,7 +108,7 @@ def load_follower(
     follower: Follower, config: EngineConfig, options: CudaOptions | None = None
 ) -> CudaRunner:
     """Load a follower's share, make its pool when rank 0 says so, join the other ranks' GPUs."""
-    runner, _ = load_rank(config, follower.rank, options or CudaOptions())
+    runner, _ = load_rank(config, follower.rank, options or options_for(config))
     follower.open(runner)
     runner.start(_join(follower.invite, follower.rank, runner))
     return runner
