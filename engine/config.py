@@ -18,6 +18,8 @@ class EngineConfig:
         kv_memory_bytes (per rank), and when that is None too from the memory that is free.
     max_model_len: longest sequence, prompt plus output; None takes the model's own limit.
     tp_size: tensor-parallel ranks, one process each.
+    decode_copy_bytes: memory that a CPU engine may spend on dense copies of the KV of running
+        sequences, which make decode steps faster; 0 keeps none.
     num_threads: threads of CPU kernels (a setting of the whole process); None leaves them alone.
     max_step_tokens: token budget of one step of `engine.local`; workers have their own schedulers.
     max_running: sequences that `engine.local` runs at once.
@@ -31,6 +33,7 @@ class EngineConfig:
     kv_memory_bytes: int | None = None
     max_model_len: int | None = None
     tp_size: int = 1
+    decode_copy_bytes: int = 512 << 20
     num_threads: int | None = None
     max_step_tokens: int = 512
     max_running: int = 64
@@ -44,6 +47,8 @@ class EngineConfig:
             raise InvalidRequest(f"dtype {self.dtype!r} is not one of {known}", param="dtype")
         for name in ("block_size", "tp_size", "max_step_tokens", "max_running"):
             _at_least_one(name, getattr(self, name))
+        if self.decode_copy_bytes < 0:
+            raise InvalidRequest("decode_copy_bytes is negative", param="decode_copy_bytes")
         for name in ("num_blocks", "kv_memory_bytes", "max_model_len", "num_threads"):
             value = getattr(self, name)
             if value is not None:

@@ -68,6 +68,10 @@ class RankRunner:
             rank_heads=rank_heads(self.model_config, self._tp.size),
         )
         self.pool = KVPool(self.layout, self._tp.rank, self._dtype, self._device)
+        if self.config.decode_copy_bytes:
+            self.kernels.mirror_decodes(
+                self.pool.data, self.pool.versions, self.config.decode_copy_bytes
+            )
 
     def prepare(self, batch: StepBatch) -> PreparedStep:
         """Lay the batch out in rows; raises Internal when it is not sound."""

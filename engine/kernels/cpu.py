@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from engine.kernels.base import Geometry, Linear, Product, StepInputs
 from engine.kernels.memory import advise_huge_pages
+from engine.kernels.mirror import BlockVersions, DecodeMirror, MirrorPlan
 from engine.kernels.onednn import PackedGated, PackedLinear, packs
 from engine.kernels.sampling import SamplingInputs, sample
 
@@ -58,7 +59,8 @@ class AttentionGroup:
     """Sequences of one step that attend together: rows `rows`, `queries` of them per sequence.
 
     pages: rows of the KV layer seen as `[(block, k/v, head), B D]`, ordered (k/v, sequence, head,
-    block), so that gathering them gives dense k and v. mask: added to the scores, or None.
+    block), so that gathering them gives dense k and v. mask: added to the scores,
+    `[sequences K, 1, length]`; of a chunk to one tile of them, `[tile, 1, tile]`.
     """
 
     rows: slice
@@ -66,7 +68,7 @@ class AttentionGroup:
     queries: int
     length: int
     pages: Tensor
-    mask: Tensor | None
+    mask: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,7 @@ class CpuPlan:
     cos: Tensor
     sin: Tensor
     kv_rows: Tensor
+    mirror: MirrorPlan | None
     groups: tuple[AttentionGroup, ...]
 
 
@@ -88,6 +91,15 @@ class CpuKernels:
         self.geometry = geometry
         self._packs = packs(geometry.dtype)
         self._weights: list[Tensor] = []
+        self._mirror: DecodeMirror | None = None
+
+    def mirror_decodes(self, pool: Tensor, versions: BlockVersions, limit_bytes: int) -> None:
+        """Keep dense copies of running sequences' KV in up to `limit_bytes`.
+
+        `pool`: `[layer, block, 2, K, B, D]`. From then on every layer that steps are given must be
+        one of its layers, and everybody else who writes to it must tell `versions`.
+        """
+        self._mirror = DecodeMirror(pool, versions, self.geometry, limit_bytes)
 
     def loaded(self) -> None:
         """All weights are there."""
@@ -114,7 +126,10 @@ class CpuKernels:
 
     def prepare(self, inputs: StepInputs, cos: Tensor, sin: Tensor) -> CpuPlan:
         """Row indexes, masks and rotations of the step."""
-        return make_plan(inputs, cos, sin, self.geometry)
+        mirrored = None
+        if self._mirror is not None:
+            mirrored = self._mirror.place(inputs, similar_decodes(inputs, 0))
+        return make_plan(inputs, cos, sin, self.geometry, mirrored)
 
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """`[T] -> [T, H]`."""
@@ -141,8 +156,14 @@ class CpuKernels:
         return sample(logits, inputs)
 
 
-def make_plan(inputs: StepInputs, cos: Tensor, sin: Tensor, geometry: Geometry) -> CpuPlan:
-    """Compute once what every layer needs."""
+def make_plan(
+    inputs: StepInputs,
+    cos: Tensor,
+    sin: Tensor,
+    geometry: Geometry,
+    mirror: MirrorPlan | None = None,
+) -> CpuPlan:
+    """Compute once what every layer needs; rows that are mirrored need no pages."""
     row_cos, row_sin = cos[inputs.positions], sin[inputs.positions]
     blocks = inputs.slots // geometry.block_size
     offsets = inputs.slots % geometry.block_size
@@ -152,21 +173,33 @@ def make_plan(inputs: StepInputs, cos: Tensor, sin: Tensor, geometry: Geometry) 
         cos=torch.cat((row_cos, row_cos), -1)[:, None].to(geometry.dtype),
         sin=torch.cat((-row_sin, row_sin), -1)[:, None].to(geometry.dtype),
         kv_rows=kv_rows + offsets[:, None],
-        groups=(*_decode_groups(inputs, geometry), *_chunk_groups(inputs, geometry)),
+        mirror=mirror,
+        groups=(
+            *_decode_groups(inputs, 0 if mirror is None else mirror.num_rows, geometry),
+            *_chunk_groups(inputs, geometry),
+        ),
     )
 
 
-def _decode_groups(inputs: StepInputs, geometry: Geometry) -> list[AttentionGroup]:
-    """Decodes, longest context first, cut into groups of similar length."""
+def similar_decodes(inputs: StepInputs, first: int) -> int:
+    """The end of the decodes from `first` on that are long enough to be padded to its length.
+
+    Decodes come longest context first.
+    """
+    if first == inputs.num_decodes:
+        return first
+    shortest = len(inputs.block_ids[first]) * (1 - _MAX_PADDING)
+    last = first + 1
+    while last < inputs.num_decodes and len(inputs.block_ids[last]) >= shortest:
+        last += 1
+    return last
+
+
+def _decode_groups(inputs: StepInputs, first: int, geometry: Geometry) -> list[AttentionGroup]:
+    """Decodes from `first` on, cut into groups of similar length."""
     groups = []
-    first = 0
     while first < inputs.num_decodes:
-        longest = len(inputs.block_ids[first])
-        last = first + 1
-        while last < inputs.num_decodes:
-            if len(inputs.block_ids[last]) < longest * (1 - _MAX_PADDING):
-                break
-            last += 1
+        last = similar_decodes(inputs, first)
         groups.append(_decode_group(inputs, first, last, geometry))
         first = last
     return groups
@@ -178,19 +211,15 @@ def _decode_group(inputs: StepInputs, first: int, last: int, geometry: Geometry)
     tables = [ids + ids[-1:] * (longest - len(ids)) for ids in inputs.block_ids[first:last]]
     contexts = torch.tensor(inputs.contexts[first:last])
     length = longest * geometry.block_size
-    if last - first == 1:
-        mask, length = None, inputs.contexts[first]
-    else:
-        hidden = torch.arange(length)[None, :] >= contexts[:, None]
-        bias = torch.zeros(hidden.shape, dtype=geometry.dtype).masked_fill_(hidden, -torch.inf)
-        mask = bias.repeat_interleave(geometry.num_kv_heads, 0)[:, None]
+    hidden = torch.arange(length)[None, :] >= contexts[:, None]
+    mask = torch.zeros(hidden.shape, dtype=geometry.dtype).masked_fill_(hidden, -torch.inf)
     return AttentionGroup(
         rows=slice(first, last),
         num_sequences=last - first,
         queries=1,
         length=length,
         pages=_pages(torch.tensor(tables), geometry),
-        mask=mask,
+        mask=mask.repeat_interleave(geometry.num_kv_heads, 0)[:, None],
     )
 
 
@@ -239,16 +268,20 @@ def rope_and_write_kv(qkv: Tensor, kv: Tensor, plan: CpuPlan, geometry: Geometry
     swapped = turning.roll(dim // 2, -1)
     torch.addcmul(turning * plan.cos, swapped, plan.sin, out=turning)
     kv.view(-1, dim).index_put_((plan.kv_rows,), heads[:, q_heads:])
+    if (mirror := plan.mirror) is not None:
+        copy = mirror.layers[kv.data_ptr()]
+        copy.view(-1, dim).index_put_((mirror.write_rows,), heads[: mirror.num_rows, q_heads:])
     return heads[:, :q_heads]
 
 
 def paged_attention(q: Tensor, kv: Tensor, plan: CpuPlan, geometry: Geometry) -> Tensor:
     """Attention group by group: `[T, Q, D] -> [T, Q D]`."""
     pages = kv.view(-1, geometry.block_size * geometry.head_dim)
-    if len(plan.groups) == 1:
-        return _attend(q, pages, plan.groups[0], geometry)
     parts = [_attend(q[group.rows], pages, group, geometry) for group in plan.groups]
-    return torch.cat(parts)
+    if (mirror := plan.mirror) is not None:
+        copy = mirror.layers[kv.data_ptr()]
+        parts.insert(0, _attend_mirrored(q[: mirror.num_rows], copy, mirror, geometry))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _attend(q: Tensor, pages: Tensor, group: AttentionGroup, geometry: Geometry) -> Tensor:
@@ -257,24 +290,26 @@ def _attend(q: Tensor, pages: Tensor, group: AttentionGroup, geometry: Geometry)
         2, group.num_sequences * geometry.num_kv_heads, -1, geometry.head_dim
     ).unbind()
     if group.queries == 1:
-        return _attend_decodes(q, k, v, group, geometry)
+        return _attend_decodes(q, k, v, group.mask, geometry)
     return _attend_chunk(q, k, v, group, geometry)
 
 
-def _attend_decodes(
-    q: Tensor, k: Tensor, v: Tensor, group: AttentionGroup, geometry: Geometry
-) -> Tensor:
+def _attend_mirrored(q: Tensor, copy: Tensor, plan: MirrorPlan, geometry: Geometry) -> Tensor:
+    """Decodes whose keys and values lie in one piece each."""
+    if plan.order is not None:
+        q = q.index_select(0, plan.order)
+    k, v = copy[:, : plan.num_rows * geometry.num_kv_heads].unbind()
+    out = _attend_decodes(q, k, v, plan.mask, geometry)
+    return out if plan.back is None else out.index_select(0, plan.back)
+
+
+def _attend_decodes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, geometry: Geometry) -> Tensor:
     """One query a sequence. The queries that share a KV head are the rows of one product."""
+    num_sequences = q.shape[0]
     q = q.reshape(k.shape[0], geometry.group_size, geometry.head_dim)
-    if group.mask is None:
-        k, v = k[:, : group.length], v[:, : group.length]
-        out: Tensor = functional.scaled_dot_product_attention(
-            q[None], k[None], v[None], scale=geometry.scale
-        )
-    else:
-        scores = torch.baddbmm(group.mask, q, k.transpose(1, 2), alpha=geometry.scale)
-        out = torch.bmm(scores.softmax(-1), v)
-    return out.reshape(group.num_sequences, -1)
+    scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=geometry.scale)
+    out = torch.bmm(scores.softmax(-1), v)
+    return out.reshape(num_sequences, -1)
 
 
 def _attend_chunk(
@@ -293,7 +328,6 @@ def _attend_chunk(
         scores = torch.baddbmm(
             nothing, tile, k[:, :seen].transpose(1, 2), beta=0, alpha=geometry.scale
         )
-        assert group.mask is not None
         scores.view(kv_heads, rows, size, seen)[..., seen - rows :] += group.mask[:rows, :, :rows]
         result = torch.bmm(scores.softmax(-1), v[:, :seen])
         out[first:last] = result.view(kv_heads, rows, size, dim).transpose(0, 1)

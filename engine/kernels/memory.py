@@ -37,12 +37,12 @@ def advise_huge_pages(tensors: Iterable[Tensor]) -> None:
         _advise(first, last, _MADV_COLLAPSE)
 
 
-def zeros_on_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A zeroed CPU tensor, advised before its memory is first touched."""
+def empty_on_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A CPU tensor of any content, advised before its memory is first touched."""
     out = torch.empty(shape, dtype=dtype)
     first, last = _span(out)
     _advise(first, last, _MADV_HUGEPAGE)
-    return out.zero_()
+    return out
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

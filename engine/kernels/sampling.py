@@ -115,11 +115,12 @@ def argmax(x: Tensor) -> Tensor:
     """
     whole = x.shape[1] // _RUN * _RUN
     if x.is_cuda or whole == 0:
-        return x.max(dim=-1).indices
+        best: Tensor = x.max(dim=-1).indices
+        return best
     runs = x[:, :whole].unflatten(1, (-1, _RUN))
     run = runs.amax(dim=-1).max(dim=-1).indices[:, None]
     value, inner = runs.gather(1, run[:, :, None].expand(-1, 1, _RUN))[:, 0].max(dim=-1)
-    index = run[:, 0] * _RUN + inner
+    index: Tensor = run[:, 0] * _RUN + inner
     if whole == x.shape[1]:
         return index
     rest, offset = x[:, whole:].max(dim=-1)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.kernels.memory import zeros_on_huge_pages
+from engine.kernels.memory import empty_on_huge_pages
+from engine.kernels.mirror import BlockVersions
 from protocol.kv_layout import KVLayout
 
 
@@ -39,10 +40,11 @@ class KVPool:
             self.head_dim,
         )
         if device.type == "cpu":
-            self.data = zeros_on_huge_pages(shape, dtype)
+            self.data = empty_on_huge_pages(shape, dtype).zero_()
         else:
             self.data = torch.zeros(shape, dtype=dtype, device=device)
         self.layers: tuple[Tensor, ...] = self.data.unbind()
+        self.versions = BlockVersions(layout.num_blocks)
 
     def gather(
         self, blocks: Sequence[int], layers: range, heads: range, out: Tensor | None = None
@@ -65,3 +67,4 @@ class KVPool:
         index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
         target = self.data[layers.start : layers.stop, :, :, heads.start : heads.stop]
         target.index_copy_(1, index, data)
+        self.versions.wrote(blocks)
