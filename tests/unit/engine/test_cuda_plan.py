@@ -213,7 +213,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(monkeypatch):
     model = ModelConfig.from_dict(LLAMA_8B)
     assert build.num_parameters(model) == pytest.approx(8.03e9, rel=1e-3)
     config = EngineConfig(model_path="m", device="cuda")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (15 << 30, 16 << 30))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (14 << 30, 16 << 30))
     with pytest.raises(ModelRefused, match=r"take 15\.0 GiB") as caught:
         build.check_fits(config, model, CPU)
     assert caught.value.param == "tp_size"
