@@ -29,9 +29,9 @@ STATUS = Method(_WORKER, "Status", StatusQuery, WorkerStatus)
 DRAIN = Method(_WORKER, "Drain", DrainCommand, Ack)
 
 # decode -> prefill
-GRANT = Method(_HANDOFF, "Grant", Grant, Ack)
+GRANT = Method(_HANDOFF, "Grant", Grant, Ack, quick=True)
 # prefill -> decode
-PIECE = Method(_HANDOFF, "Piece", Piece, Ack)
-COMMIT = Method(_HANDOFF, "Commit", Commit, Ack)
+PIECE = Method(_HANDOFF, "Piece", Piece, Ack, quick=True)
+COMMIT = Method(_HANDOFF, "Commit", Commit, Ack, quick=True)
 # either way
-END = Method(_HANDOFF, "End", HandoffEnd, Ack)
+END = Method(_HANDOFF, "End", HandoffEnd, Ack, quick=True)

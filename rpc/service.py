@@ -27,6 +27,7 @@ from protocol.errors import (
     Unauthenticated,
     Unavailable,
 )
+from rpc.quick import Answer, QuickClient, QuickServer
 
 Req = TypeVar("Req")
 Rep = TypeVar("Rep")
@@ -48,19 +49,35 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Method(Generic[Req, Rep]):
-    """One control method: `/service/name`, its message classes, and whether it streams replies."""
+    """One control method: `/service/name`, its message classes, whether it streams replies, and
+    whether it goes the quick way (rpc.quick) because its latency counts."""
 
     service: str
     name: str
     request: type[Req]
     reply: type[Rep]
     streams: bool = False
+    quick: bool = False
 
     @property
     def path(self) -> str:
         """The full gRPC method path."""
         return f"/{self.service}/{self.name}"
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuickQuery:
+    """Where does a server take quick calls?"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuickPort:
+    """The port, on the host of the control server."""
+
+    port: int
+
+
+_QUICK = Method("baton.control.v1.Quick", "Port", QuickQuery, QuickPort)
 
 Handler = Callable[[Any], Awaitable[Any] | AsyncIterator[Any]]
 
@@ -77,6 +94,7 @@ class ControlServer:
         self._handlers = dict(handlers or {})
         self._secret = secret
         self._server: aio.Server | None = None
+        self._quick: QuickServer | None = None
         self.address = ""
 
     def bind(self, host: str = "127.0.0.1") -> str:
@@ -100,6 +118,7 @@ class ControlServer:
         if self._server is None:
             self.bind(host)
         assert self._server is not None
+        await self._start_quick()
         services: dict[str, dict[str, grpc.RpcMethodHandler[Any, Any]]] = {}
         for method, handler in self._handlers.items():
             services.setdefault(method.service, {})[method.name] = self._bind(method, handler)
@@ -111,9 +130,28 @@ class ControlServer:
 
     async def stop(self, grace_s: float = 0.5) -> None:
         """Stop accepting calls; running ones get `grace_s` seconds."""
+        if self._quick is not None:
+            self._quick.stop()
+            self._quick = None
         if self._server is not None:
             await self._server.stop(grace_s)
             self._server = None
+
+    async def _start_quick(self) -> None:
+        answers = {
+            method.path: _quick_answer(method, handler)
+            for method, handler in self._handlers.items()
+            if method.quick
+        }
+        if not answers:
+            return
+        self._quick = QuickServer(answers, secret=self._secret)
+        port = await self._quick.start(self.address.rpartition(":")[0].strip("[]"))
+
+        async def tell(_: QuickQuery) -> QuickPort:
+            return QuickPort(port=port)
+
+        self._handlers[_QUICK] = tell
 
     def _check_secret(self, context: aio.ServicerContext[Any, Any]) -> None:
         for key, value in context.invocation_metadata() or ():
@@ -155,15 +193,30 @@ async def _abort(
 ) -> None:
     if isinstance(error, aio.AbortError):
         raise error
-    if not isinstance(error, BatonError):
-        log.error("control method failed", exc_info=error, extra={"method": method.path})
-        error = Internal(f"{method.name}: {type(error).__name__}: {error}")
-    info = error.info()
+    info = _as_typed(method, error).info()
     await context.abort(
         grpc.StatusCode[GRPC_STATUS[info.code]],
         info.message,
         ((ERROR_KEY, codec.encode(info)),),
     )
+
+
+def _as_typed(method: Method[Any, Any], error: Exception) -> BatonError:
+    if isinstance(error, BatonError):
+        return error
+    log.error("control method failed", exc_info=error, extra={"method": method.path})
+    return Internal(f"{method.name}: {type(error).__name__}: {error}")
+
+
+def _quick_answer(method: Method[Any, Any], handler: Handler) -> Answer:
+    async def answer(request: bytes) -> bytes:
+        try:
+            reply = await handler(codec.decode(method.request, request))  # type: ignore[misc]
+        except Exception as error:
+            raise _as_typed(method, error) from error
+        return codec.encode(reply)
+
+    return answer
 
 
 class ControlClient:
@@ -173,10 +226,36 @@ class ControlClient:
         self.address = address
         self._channel = aio.insecure_channel(address, options=_OPTIONS)
         self._metadata = ((SECRET_KEY, secret),)
+        self._secret = secret
+        self._quick: QuickClient | None = None
+        self._meeting = asyncio.Lock()
 
     async def call(self, method: Method[Req, Rep], request: Req, *, timeout_s: float) -> Rep:
         """One reply. Raises the peer's typed error, Unavailable when it cannot be reached, or
         DeadlineExceeded after `timeout_s` seconds."""
+        if method.quick:
+            quick = self._quick
+            if quick is None or quick.broken:
+                quick = await self._meet(timeout_s)
+            reply = await quick.call(method.path, codec.encode(request), timeout_s)
+            return codec.decode(method.reply, reply)
+        return await self._call(method, request, timeout_s)
+
+    async def _meet(self, timeout_s: float) -> QuickClient:
+        """Connect for quick calls, where the server says."""
+        async with self._meeting:
+            if self._quick is not None and not self._quick.broken:
+                return self._quick
+            where = await self._call(_QUICK, QuickQuery(), timeout_s)
+            host = self.address.rpartition(":")[0].strip("[]")
+            try:
+                async with asyncio.timeout(timeout_s):
+                    self._quick = await QuickClient.connect(host, where.port, secret=self._secret)
+            except (OSError, TimeoutError) as error:
+                raise Unavailable(f"{self.address}: cannot connect for quick calls") from error
+            return self._quick
+
+    async def _call(self, method: Method[Req, Rep], request: Req, timeout_s: float) -> Rep:
         rpc: aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(method.path)
         try:
             data = await rpc(codec.encode(request), timeout=timeout_s, metadata=self._metadata)
@@ -198,6 +277,8 @@ class ControlClient:
 
     async def close(self) -> None:
         """Close the channel; calls in flight are cancelled."""
+        if self._quick is not None:
+            self._quick.close()
         await self._channel.close(None)
 
     def _typed(self, error: aio.AioRpcError, method: Method[Any, Any]) -> BatonError:
