@@ -38,7 +38,7 @@ from rpc.service import ClientPool, ControlServer
 
 SECRET = b"the benchmark's secret"
 _PATIENCE_S = 120.0
-_SWITCH_S = 0.2e-3  # a link's thread must not wait long for the event loop's
+_SWITCH_S = 0.05e-3  # a link's thread must not wait long for the event loop's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

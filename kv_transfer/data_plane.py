@@ -13,7 +13,7 @@ from kv_transfer.access import Access
 from kv_transfer.backends.base import Backend, BlockLink, BlockMove, Link, LinkBroken, LinkId
 from kv_transfer.backends.choice import build_backends
 from kv_transfer.checksum import combine, message_checksum, place_checksum
-from kv_transfer.config import ON_DEVICE, TransferConfig
+from kv_transfer.config import ON_DEVICE, ONE_SIDED, TransferConfig
 from kv_transfer.links import LinkThread, Operation, Work, fail
 from kv_transfer.orders import (
     CloseOrder,
@@ -29,8 +29,11 @@ from kv_transfer.store import BlockStore
 from protocol import codec
 from protocol.errors import BatonError, Internal, InvalidRequest
 
-# sender epoch, receiver epoch, source rank, destination rank, backend
-_Ends = tuple[int, int, int, int, str]
+# sender epoch, receiver epoch, source rank, destination rank, backend, number among its like
+_Ends = tuple[int, int, int, int, str, int]
+#: Threads for the links of one pair that writes by itself: with two, one piece is on the wire while
+#: the next is prepared. Its pieces need no order; elsewhere both ends must keep the same.
+_WRITERS = 2
 _Handoff = tuple[int, int]  # receiver epoch, generation
 
 
@@ -57,7 +60,7 @@ class DataPlane:
     def ways(self) -> set[str]:
         """The backends whose links are open."""
         with self._lock:
-            return {ends[-1] for ends in self._links}
+            return {ends[4] for ends in self._links}
 
     def execute(self, order: bytes) -> Future[bytes]:
         """Start one order (orders.Order); does not block. The future yields an orders.Outcome and
@@ -120,7 +123,8 @@ class DataPlane:
             operation = self._operation(order, part, link, backend.name, sending=sending)
             operations.append(operation)
             try:
-                self._thread(link, backend.name, open_link).submit(operation)
+                writer = order.sequence % _WRITERS if backend.name in ONE_SIDED else 0
+                self._thread(link, (backend.name, writer), open_link).submit(operation)
             except LinkBroken as error:
                 fail(operation, error)
         return _joined(operations)
@@ -148,9 +152,10 @@ class DataPlane:
         return link, lambda: backend.accept(link, limit)
 
     def _thread(
-        self, link: LinkId, backend: str, open_link: Callable[[], Link | BlockLink]
+        self, link: LinkId, which: tuple[str, int], open_link: Callable[[], Link | BlockLink]
     ) -> LinkThread:
-        ends = (link.sender_epoch, link.receiver_epoch, link.source_rank, link.dest_rank, backend)
+        pair = (link.sender_epoch, link.receiver_epoch, link.source_rank, link.dest_rank)
+        ends = (*pair, *which)
         with self._lock:
             current = self._links.get(ends)
             if current is not None and current.link.link == link.link:

@@ -44,10 +44,24 @@ class _Config(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL:
+    return _declared(_load(ctypes.CDLL))
+
+
+@cache
+def _brief() -> ctypes.CDLL:
+    """For calls of a few microseconds: the interpreter's lock is kept, because to get it back can
+    take far longer than they do."""
+    return _declared(_load(ctypes.PyDLL))
+
+
+def _load(kind: type[ctypes.CDLL]) -> ctypes.CDLL:
     try:
-        library = ctypes.CDLL("libnccl.so.2")  # the one that torch has loaded
+        return kind("libnccl.so.2")  # the one that torch has loaded
     except OSError as error:
         raise NcclError(f"no NCCL: {error}") from error
+
+
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     library.ncclGetErrorString.restype = ctypes.c_char_p
     library.ncclGetUniqueId.argtypes = (ctypes.POINTER(_UniqueId),)
@@ -120,7 +134,7 @@ class Communicator:
     def _post(self, name: str, address: int, num_bytes: int, stream: int, limit: float) -> None:
         with self._lock:
             self._check_there(name)
-            call = getattr(_library(), name)
+            call = getattr(_brief(), name)
             code = call(address, num_bytes, _UINT8, self._peer, self._handle, stream)
         self._settle(name, code, limit)
 
@@ -144,7 +158,7 @@ class Communicator:
         state = ctypes.c_int()
         with self._lock:
             self._check_there(name)
-            code = _library().ncclCommGetAsyncError(self._handle, ctypes.byref(state))
+            code = _brief().ncclCommGetAsyncError(self._handle, ctypes.byref(state))
         _check("ncclCommGetAsyncError", code)
         return state.value
 
