@@ -20,7 +20,10 @@ class CudaExecutor:
         self, runner: CudaRunner, fingerprint: KVFingerprint, group: RankGroup | None = None
     ) -> None:
         self._runner = runner
+        self._closed = False
         self._group = group
+        if group is not None:
+            runner.watch = group.check
         self.layout = runner.layout
         self.fingerprint = fingerprint
         self.vocab_size = runner.vocab_size
@@ -44,5 +47,7 @@ class CudaExecutor:
             self.run(batch)
 
     def close(self) -> None:
-        """Leave the tensor group; the followers end with their RankGroup."""
-        self._runner.close()
+        """Leave the tensor group; the followers end with their RankGroup. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._runner.close()

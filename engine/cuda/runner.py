@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -39,13 +40,14 @@ class PendingTokens:
     buffer: Tensor
     index: int
     results: list[int | None]
+    watch: Callable[[], None] | None
 
     def wait(self) -> StepResult:
         """Block until the step is over; its KV is written then, too.
 
-        Raises RankLost when a rank's GPU stayed silent.
+        Raises RankLost when another rank is gone or its GPU stayed silent.
         """
-        self.ring.wait(self.index)
+        self.ring.wait(self.index, self.watch)
         *tokens, failed = self.buffer.tolist()
         if failed:
             raise RankLost("a rank's GPU stayed silent in an all-reduce", param="tp")
@@ -101,6 +103,8 @@ class CudaRunner:
             pdl=self._lane.overlaps_launches,
         )
         self._previous: list[int | None] = []
+        #: Raises when another rank is gone; asked while a step is waited for.
+        self.watch: Callable[[], None] | None = None
         #: Bytes that were free once the weights were loaded; 0 when the pool's size was given.
         self.free_after_weights = 0
 
@@ -130,11 +134,11 @@ class CudaRunner:
         )
 
     def _measure_working_memory(self) -> int:
-        """Peak of a step with as many prompt tokens as allowed, run on a pool of one block."""
+        """Everything but weights and KV at the peak of the largest step of prompt tokens."""
         tokens = min(self.options.max_chunk_tokens, self.max_model_len - 1)
+        before = torch.cuda.memory_allocated(self.device)
         self._open_pool(1)
         torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
         blocks = -(-tokens // self.config.block_size)
         probe = SequenceStep(
             tokens=(0,) * tokens, start=0, block_ids=(0,) * blocks, sampling=SamplingParams()
@@ -145,7 +149,7 @@ class CudaRunner:
         self._lane.synchronize()
         peak = torch.cuda.max_memory_allocated(self.device) - before
         self._close_pool()
-        return peak + self._scratch_bytes()
+        return peak
 
     def open(self, num_blocks: int) -> None:
         """Make the KV pool."""
@@ -207,10 +211,6 @@ class CudaRunner:
         del self.pool, self._rows, self._uploader, self._scratch, self._graphs
         torch.cuda.empty_cache()
 
-    def _scratch_bytes(self) -> int:
-        """Upper bound of what is allocated beside the pool when it is opened."""
-        return 128 << 20
-
     # --- running ---------------------------------------------------------------------------------
 
     def prepare(self, batch: StepBatch) -> StepPlan:
@@ -231,7 +231,7 @@ class CudaRunner:
                 buffer[rows : rows + 1].copy_(self.model.comm.failed, non_blocking=True)
             self._out.sent(index)
         self._previous = plan.results
-        return PendingTokens(self._out, buffer[: rows + 1], index, plan.results)
+        return PendingTokens(self._out, buffer[: rows + 1], index, plan.results, self.watch)
 
     def launch(self, batch: StepBatch) -> PendingTokens:
         """`prepare` and `submit`."""
@@ -246,9 +246,18 @@ class CudaRunner:
         self.launch(batch)
 
     def close(self) -> None:
-        """Leave the tensor-parallel group."""
-        self._lane.synchronize()
+        """Leave the tensor-parallel group; a step that waits for a lost rank is given up."""
+        if not self._peer_is_lost():
+            self._lane.synchronize()
         self.model.comm.close()
+
+    def _peer_is_lost(self) -> bool:
+        try:
+            if self.watch is not None:
+                self.watch()
+        except RankLost:
+            return True
+        return False
 
     def _forward(self, plan: StepPlan) -> Tensor | None:
         count = len(plan.decodes)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+#: How often a watched wait looks: far below the time of a step.
+_LOOK_S = 50e-6
 
 
 class Lane:
@@ -64,7 +69,18 @@ class StagingRing:
             event.record()
             self._events[index] = event
 
-    def wait(self, index: int) -> None:
-        """Block until the copy of `sent` is over."""
-        if self._events[index] is not None:
-            self._events[index].synchronize()
+    def wait(self, index: int, watch: Callable[[], None] | None = None) -> None:
+        """Block until the copy of `sent` is over.
+
+        `watch` is called meanwhile and may raise: a device that waits for another one's word cannot
+        tell that it is gone, and a device event has no wait with a timeout.
+        """
+        event = self._events[index]
+        if event is None:
+            return
+        if watch is None:
+            event.synchronize()
+            return
+        while not event.query():
+            watch()
+            time.sleep(_LOOK_S)

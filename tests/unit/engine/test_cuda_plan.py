@@ -13,7 +13,8 @@ from engine.cuda.layout import ChunkUploader, DecodeRows, dense_padding
 from engine.cuda.memory import blocks_that_fit
 from engine.cuda.options import CudaOptions, graph_batches
 from engine.cuda.plan import LONG_CONTEXT, Limits, plan_step
-from engine.errors import ModelRefused
+from engine.cuda.staging import StagingRing
+from engine.errors import ModelRefused, RankLost
 from engine.executor import build_executor
 from engine.kernels.sampling import noise_key
 from engine.kernels.triton_attention import decode_shape
@@ -239,3 +240,29 @@ def test_larger_steps_of_the_configuration_are_served():
     assert build.options_for(EngineConfig(model_path="m")) == usual
     asked = build.options_for(EngineConfig(model_path="m", max_running=300, max_step_tokens=9000))
     assert (asked.max_batch, asked.max_chunk_tokens) == (300, 9000)
+
+
+class FakeEvent:
+    """Done after it was asked a few times."""
+
+    def __init__(self, looks):
+        self.looks = looks
+
+    def query(self):
+        self.looks -= 1
+        return self.looks <= 0
+
+
+def test_a_watched_wait_ends_with_the_event_or_with_the_watchers_error():
+    ring = StagingRing(4, 1, CPU)
+    seen = []
+    ring._events[0] = FakeEvent(4)
+    ring.wait(0, lambda: seen.append(1))
+    assert len(seen) == 3
+
+    def lost():
+        raise RankLost("rank 1 is gone", param="tp")
+
+    ring._events[0] = FakeEvent(10**9)
+    with pytest.raises(RankLost):
+        ring.wait(0, lost)
