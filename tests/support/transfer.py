@@ -25,6 +25,7 @@ from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.messages import Commit, Grant
 from protocol.ticket import Ticket
 from rpc import methods
+from tests.support.one_sided import OneSidedBackend
 
 SECRET = b"a secret of the tests"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -237,9 +238,15 @@ def make_side(
         ),
         layout=layout,
         pools=pools,
-        planes=[DataPlane(pool, config, backend=backends()) for pool in pools],
+        planes=[_make_plane(pool, config, backends()) for pool in pools],
         events=Events(),
     )
+
+
+def _make_plane(pool: ToyPool, config: TransferConfig, backend: Backend) -> DataPlane:
+    if isinstance(backend, OneSidedBackend):
+        backend.bind_store(pool)
+    return DataPlane(pool, config, backend=backend)
 
 
 class Pair:

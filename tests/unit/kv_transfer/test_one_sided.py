@@ -1,0 +1,324 @@
+"""Hand-offs whose sender writes into decode's pool by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+
+import pytest
+
+from kv_transfer.backends.choice import choose_backend
+from kv_transfer.backends.host import host_id
+from kv_transfer.calls import Answer
+from kv_transfer.clock import Clock
+from kv_transfer.config import BackendName, ChecksumKind
+from kv_transfer.credits import Holding
+from kv_transfer.writers import Writers
+from protocol.errors import (
+    DeadlineExceeded,
+    ErrorCode,
+    HandoffFailed,
+    StaleMessage,
+    Unavailable,
+)
+from protocol.ids import RequestKey
+from protocol.messages import LinkAddress
+from rpc import methods
+from tests.support.one_sided import OneSidedBackend, OneSidedHub
+from tests.support.transfer import QUICK, Pair, differing, fill, make_layout, random_kv
+
+KEY, OTHER = RequestKey("a"), RequestKey("b")
+SOURCE, DEST = (3, 1, 4, 9, 5), (8, 2, 7, 1, 15)
+LAYOUT = make_layout(2)
+HASTY = replace(QUICK, op_timeout_s=0.4, rpc_timeout_s=0.2, rpc_attempts=1, repair_s=0.05)
+
+
+@pytest.fixture
+def pools():
+    return OneSidedHub()
+
+
+@pytest.fixture
+def backends(pools):
+    return lambda: OneSidedBackend(pools)
+
+
+async def ready(pair, key=KEY, source=SOURCE, dest=DEST, seed=1):
+    kv = random_kv(LAYOUT, len(source), seed)
+    fill(pair.prefill.pools, LAYOUT, source, kv)
+    pair.submit(key, len(dest))
+    await pair.receiver.reserve(key, dest, 0)
+    return kv
+
+
+@pytest.mark.parametrize(("source_tp", "dest_tp"), [(1, 1), (1, 4), (2, 1), (2, 4), (4, 2), (4, 4)])
+@pytest.mark.parametrize("kind", ChecksumKind)
+async def test_every_pair_of_degrees_moves_the_same_bits(backends, source_tp, dest_tp, kind):
+    source, dest = make_layout(source_tp), make_layout(dest_tp)
+    kv = random_kv(source, 5, seed=1)
+    config = replace(QUICK, checksum=kind)
+    async with Pair(source=source, dest=dest, backends=backends, config=config) as pair:
+        fill(pair.prefill.pools, source, SOURCE, kv)
+        await pair.run(KEY, SOURCE, DEST)
+        assert differing(pair.decode.pools, dest, DEST, kv) == []
+        assert pair.sender.num_live == pair.receiver.num_live == 0
+        called = [name for name, _ in pair.clients.calls]
+        assert called == ["Grant", "Commit"]
+        assert pair.receiver.stats.num_bytes == pair.sender.stats.num_bytes
+        assert pair.receiver.stats.num_bytes == 5 * source.token_bytes() * source.block_size
+
+
+@pytest.mark.parametrize("num_cached", [0, 2, 5])
+async def test_cached_blocks_are_neither_sent_nor_touched(backends, num_cached):
+    kv, other = random_kv(LAYOUT, 5, seed=1), random_kv(LAYOUT, 5, seed=2)
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends) as pair:
+        fill(pair.prefill.pools, LAYOUT, SOURCE, kv)
+        fill(pair.decode.pools, LAYOUT, DEST, other)
+        await pair.run(KEY, SOURCE, DEST, num_cached=num_cached)
+        cached, fresh = DEST[:num_cached], DEST[num_cached:]
+        assert differing(pair.decode.pools, LAYOUT, cached, other[:, :num_cached]) == []
+        assert differing(pair.decode.pools, LAYOUT, fresh, kv[:, num_cached:]) == []
+
+
+async def test_layer_groups_and_large_pushes_are_split_and_joined(backends):
+    layout = make_layout(1, num_layers=5)
+    kv = random_kv(layout, 5, seed=1)
+    config = replace(QUICK, device_piece_bytes=2 * 5 * 4 * 2 * 4 * 8 * 4)  # two blocks
+    async with Pair(source=layout, dest=layout, backends=backends, config=config) as pair:
+        fill(pair.prefill.pools, layout, SOURCE, kv)
+        pair.submit(KEY, 5)
+        await pair.receiver.reserve(KEY, DEST, 0)
+        pair.sender.push(KEY, SOURCE, 0, 5, first_layer=2, num_layers=1)
+        pair.sender.push(KEY, SOURCE, 0, 5, first_layer=0, num_layers=2)
+        pair.sender.push(KEY, SOURCE, 0, 5, first_layer=3)
+        pair.sender.commit(KEY, 1)
+        await pair.decode.events.wait(lambda e: e.is_over(KEY))
+        assert differing(pair.decode.pools, layout, DEST, kv) == []
+        assert pair.decode.events.commits[0][1].num_pieces == 9
+
+
+async def test_content_that_changed_on_the_way_is_refused(backends):
+    config = replace(QUICK, checksum=ChecksumKind.SUM)
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends, config=config) as pair:
+
+        async def corrupt(address, method, request):
+            if method is methods.COMMIT:
+                pair.decode.pools[0].layers[1][DEST[2]] += 1
+
+        pair.clients.intercept = corrupt
+        await ready(pair)
+        pair.sender.push(KEY, SOURCE, 0, 5)
+        pair.sender.commit(KEY, 1)
+        await pair.decode.events.wait(lambda e: e.safe)
+        assert pair.decode.events.ended_with(KEY).param == "checksum"
+
+
+@pytest.mark.parametrize("how", ["lost", "reply lost", "twice"])
+@pytest.mark.parametrize("method", [methods.GRANT, methods.COMMIT])
+async def test_one_message_lost_or_repeated_changes_nothing(backends, method, how):
+    config = replace(QUICK, rpc_timeout_s=0.3)
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends, config=config) as pair:
+        hit = []
+
+        async def fault(address, called, request):
+            if called is not method or hit:
+                return
+            hit.append(request)
+            if how != "lost":
+                await pair.clients.handlers[address][called](request)
+            if how != "twice":
+                raise DeadlineExceeded("lost")
+
+        pair.clients.intercept = fault
+        kv = await ready(pair)
+        pair.sender.push(KEY, SOURCE, 0, 5)
+        pair.sender.commit(KEY, 1)
+        await pair.prefill.events.wait(lambda e: e.is_over(KEY))
+        assert hit
+        assert len(pair.decode.events.commits) == len(pair.prefill.events.commits) == 1
+        assert differing(pair.decode.pools, LAYOUT, DEST, kv) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_blocks": 6},
+        {"first_block": 1},
+        {"generation": 99},
+        {"num_layers": 3},
+        {"prefill_layout": make_layout(2, head_dim=16)},
+    ],
+)
+async def test_a_commit_that_names_other_pieces_gets_nothing(backends, change):
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends) as pair:
+
+        async def forge(address, method, request):
+            if method is methods.COMMIT:
+                (piece,) = request.written
+                with pytest.raises((StaleMessage, HandoffFailed)):
+                    forged = replace(request, written=(replace(piece, **change),))
+                    await pair.receiver.on_commit(forged)
+
+        pair.clients.intercept = forge
+        await ready(pair)
+        pair.sender.push(KEY, SOURCE, 0, 5)
+        pair.sender.commit(KEY, 1)
+        await pair.prefill.events.wait(lambda e: e.is_over(KEY))
+        await pair.decode.events.wait(lambda e: e.is_over(KEY))
+
+
+# --- nothing may be reused while somebody may write it --------------------------------------------
+
+
+async def test_blocks_wait_for_a_write_in_progress(backends):
+    """Decode leaves while a rank of prefill writes: the blocks are safe only after that."""
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends) as pair:
+        begun, go_on = threading.Event(), threading.Event()
+
+        def slow():
+            begun.set()
+            assert go_on.wait(10)
+
+        for pool in pair.decode.pools:
+            pool.before_scatter = slow
+        await ready(pair)
+        pair.sender.push(KEY, SOURCE, 0, 5)
+        await asyncio.to_thread(begun.wait, 10)
+        await pair.receiver.end(KEY, True)
+        assert pair.receiver.num_blocks(Holding.QUARANTINED) == 5
+        await asyncio.sleep(0.1)
+        assert pair.decode.events.safe == []
+        go_on.set()
+        await pair.decode.events.wait(lambda e: e.safe)
+        assert pair.decode.events.safe == [(KEY, DEST)]
+        assert pair.receiver.num_blocks(Holding.QUARANTINED) == 0
+
+
+async def test_a_sender_that_leaves_says_so_after_its_last_write(backends):
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends) as pair:
+        begun, go_on = threading.Event(), threading.Event()
+
+        def slow():
+            begun.set()
+            assert go_on.wait(10)
+
+        pair.decode.pools[1].before_scatter = slow
+        await ready(pair)
+        pair.sender.push(KEY, SOURCE, 0, 5)
+        await asyncio.to_thread(begun.wait, 10)
+        leaving = asyncio.create_task(pair.sender.end(KEY, True))
+        await asyncio.sleep(0.1)
+        assert pair.decode.events.ends == pair.decode.events.safe == []
+        go_on.set()
+        await leaving
+        await pair.decode.events.wait(lambda e: e.safe)
+        assert pair.decode.events.ended_with(KEY) is None
+
+
+async def test_a_frozen_senders_blocks_stay_quarantined_until_it_answers(backends):
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends, config=HASTY) as pair:
+        await ready(pair)
+
+        async def silent(address, method, request):
+            if address == pair.prefill.ref.address:
+                await asyncio.sleep(0.05)
+                raise DeadlineExceeded("frozen")
+
+        pair.clients.intercept = silent
+        await pair.receiver.end(KEY, True)
+        await asyncio.sleep(3 * HASTY.op_timeout_s)
+        assert pair.decode.events.safe == []
+        assert pair.receiver.num_blocks(Holding.QUARANTINED) == 5
+        pair.clients.intercept = None
+        await pair.decode.events.wait(lambda e: e.safe)
+        assert pair.receiver.num_blocks(Holding.QUARANTINED) == 0
+
+
+@pytest.mark.parametrize("news", ["nobody listens", "another incarnation", "known dead"])
+async def test_a_dead_senders_blocks_come_back(backends, news):
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends, config=HASTY) as pair:
+        await ready(pair)
+
+        async def gone(address, method, request):
+            if address == pair.prefill.ref.address:
+                await asyncio.sleep(0.01)
+                if news == "another incarnation":
+                    raise StaleMessage("not the one you mean", param="epoch")
+                raise (Unavailable if news == "nobody listens" else DeadlineExceeded)("gone")
+
+        pair.clients.intercept = gone
+        began = asyncio.get_running_loop().time()
+        await pair.receiver.end(KEY, True)
+        if news == "known dead":
+            await asyncio.sleep(HASTY.op_timeout_s)
+            assert pair.decode.events.safe == []
+            await pair.receiver.peer_lost(pair.prefill.ref.epoch)
+        await pair.decode.events.wait(lambda e: e.safe, 5)
+        if news == "nobody listens":
+            assert asyncio.get_running_loop().time() - began >= HASTY.op_timeout_s
+
+
+async def test_silence_alone_is_no_proof():
+    """A frozen process refuses nothing; in between it was there."""
+    answers = iter(
+        [Unavailable("x"), DeadlineExceeded("x"), Unavailable("x"), DeadlineExceeded("x"), None]
+    )
+    asked = []
+
+    async def ask():
+        asked.append(1)
+        return Answer(error=next(answers), uncertain=True)
+
+    config = replace(HASTY, op_timeout_s=0.06, repair_s=0.05)
+    await asyncio.wait_for(Writers(config, Clock()).stopped(1, ask), 5)
+    assert len(asked) == 5
+
+
+# --- which way ------------------------------------------------------------------------------------
+
+
+def link(backend, rank=0, endpoint=""):
+    return LinkAddress(rank=rank, backend=backend, endpoint=endpoint)
+
+
+def test_the_first_way_that_reaches_every_rank_is_taken():
+    near, far = f"{host_id()}|x", "another-host|x"
+    auto = BackendName.AUTO
+    both = [link("cuda_ipc", endpoint=near), link("nccl")]
+    assert choose_backend(auto, both, num_ranks=1) == "cuda_ipc"
+    assert choose_backend(auto, both, num_ranks=1, refused={"cuda_ipc"}) == "nccl"
+    assert choose_backend(BackendName.NCCL, both, num_ranks=1) == "nccl"
+    apart = [link("cuda_ipc", endpoint=far), link("nccl")]
+    assert choose_backend(auto, apart, num_ranks=1) == "nccl"
+    partly = [link("cuda_ipc", 0, near), link("nccl", 0), link("nccl", 1)]
+    assert choose_backend(auto, partly, num_ranks=2) == "nccl"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "offers"),
+    [
+        (BackendName.GLOO, ["nccl"]),
+        (BackendName.CUDA_IPC, ["nccl", "gloo"]),
+        (BackendName.AUTO, []),
+        (BackendName.AUTO, ["pigeon"]),
+        (BackendName.AUTO, ["cuda_ipc"]),
+    ],
+)
+def test_without_a_common_way_the_field_is_named(wanted, offers):
+    with pytest.raises(HandoffFailed) as caught:
+        choose_backend(wanted, [link(offer) for offer in offers], num_ranks=1)
+    assert caught.value.param == "backend"
+
+
+async def test_a_pool_that_cannot_be_mapped_is_not_tried_again(backends, pools):
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends) as pair:
+        pools.closed.update(range(len(pools.pools)))
+        for key, dest in ((KEY, DEST), (OTHER, (0, 3, 4, 5, 6))):
+            await ready(pair, key, dest=dest)
+            if key not in dict(pair.prefill.events.ends):
+                pair.sender.push(key, SOURCE, 0, 5)
+            await pair.prefill.events.wait(lambda e, key=key: e.is_over(key))
+            error = pair.prefill.events.ended_with(key)
+            assert (error.code, error.param) == (ErrorCode.HANDOFF_FAILED, "backend")
+        await pair.decode.events.wait(lambda e: len(e.safe) == 2)
