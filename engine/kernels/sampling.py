@@ -17,9 +17,11 @@ from protocol.sampling import SamplingParams
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN64 = 0x9E3779B97F4A7C15
-#: Highest logits looked at, at first and at second, before a whole row has to be sorted for top-p.
+#: Highest logits looked at before the whole row is.
 _SHORT_SORT = 256
-_LONG_SORT = 4096
+#: Bins of a nucleus that is longer, and how fine they are: 32 nats deep.
+_BINS = 4096
+_BINS_PER_NAT = 128
 #: Values that one step of `argmax` covers.
 _RUN = 256
 
@@ -180,13 +182,43 @@ def _lowest_kept(head: Tensor, scaled: Tensor, inputs: SamplingInputs) -> Tensor
     top_k, top_p = inputs.top_k.to(device), inputs.top_p.to(device)
     top_k = torch.where((top_k <= 0) | (top_k > vocabulary), vocabulary, top_k)
     floor, known = _floor_from_head(head, scaled, top_k, top_p)
-    for width in (min(vocabulary, _LONG_SORT), vocabulary):
-        rows = (~known).nonzero()[:, 0]
-        if rows.shape[0] == 0:
-            break
-        longer = scaled[rows].topk(width, dim=-1).values
-        floor[rows], known[rows] = _floor_from_head(longer, scaled[rows], top_k[rows], top_p[rows])
-    return torch.maximum(floor, head[:, 0] + inputs.min_p.to(device).log())
+    whole = top_k == vocabulary
+    min_p_floor = head[:, 0] + inputs.min_p.to(device).log()
+    known |= whole & (min_p_floor > head[:, -1])  # top-p's floor is below the head, so below this
+    rows = (~known & whole).nonzero()[:, 0]
+    if rows.shape[0]:
+        floor[rows] = _nucleus_floor(scaled[rows], top_p[rows])
+    rows = (~known & ~whole).nonzero()[:, 0]
+    if rows.shape[0]:
+        ordered = scaled[rows].sort(dim=-1, descending=True).values
+        floor[rows], _ = _floor_from_head(ordered, scaled[rows], top_k[rows], top_p[rows])
+    return torch.maximum(floor, min_p_floor)
+
+
+def _nucleus_floor(scaled: Tensor, top_p: Tensor) -> Tensor:
+    """The lowest logit of each row's nucleus, `[rows]`, without sorting rows.
+
+    A token is in the nucleus when those above it weigh less than top_p of all. Weights are summed
+    in bins of the distance from the top; only the bin where top_p is reached is sorted.
+    """
+    num_rows = scaled.shape[0]
+    depth = scaled.amax(dim=-1, keepdim=True) - scaled
+    bins = (depth * _BINS_PER_NAT).clamp_(max=_BINS - 1).long()
+    weights = depth.neg_().exp_().double()
+    flat = bins + torch.arange(num_rows, device=scaled.device)[:, None] * _BINS
+    mass = flat.flatten().bincount(weights.flatten(), num_rows * _BINS).view(num_rows, _BINS)
+    running = mass.cumsum(dim=-1)
+    target = top_p.double() * running[:, -1]
+    reached = (running - mass < target[:, None]).sum(dim=-1) - 1
+    floor = torch.empty_like(scaled[:, 0])
+    for row, last in enumerate(reached.tolist()):
+        inside = bins[row] == last
+        values, order = scaled[row][inside].sort(descending=True)
+        weight = weights[row][inside][order]
+        before = running[row, last] - mass[row, last] + weight.cumsum(0) - weight
+        kept = int((before < target[row]).sum())
+        floor[row] = values[max(kept, 1) - 1]
+    return floor
 
 
 def _floor_from_head(

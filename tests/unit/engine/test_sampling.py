@@ -10,10 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.kernels import sampling
 from engine.kernels.sampling import SamplingInputs, argmax, gumbel_noise, noise_key, sample
 from protocol.sampling import SamplingParams
 
-VOCAB = 5000  # more than the long sort looks at
+VOCAB = 5000  # many times what the short sort looks at
 
 
 def logits_for(rows: int, seed: int = 0, vocab: int = VOCAB, scale: float = 3.0) -> torch.Tensor:
@@ -105,6 +106,30 @@ def test_frequencies_are_those_of_the_filtered_softmax(params):
     found = torch.bincount(tokens, minlength=16) / draws
     spread = (expected * (1 - expected) / draws).sqrt()
     assert ((found - expected).abs() <= 4.5 * spread + 1e-9).all()
+
+
+@given(
+    st.integers(1, 4),
+    st.floats(1e-4, 0.99999),
+    st.sampled_from([0.0, 0.1, 3.0, 30.0]),
+    st.integers(0, 99),
+)
+def test_a_long_nucleus_is_the_one_a_full_sort_finds(rows, top_p, scale, seed):
+    logits = logits_for(rows, seed, scale=scale)
+    logits[:, ::7] = logits[:, :1]  # ties
+    logits[0, 5] = -torch.inf
+    found = sampling._nucleus_floor(logits, torch.full((rows,), top_p))
+    for row in range(rows):
+        ordered = logits[row].double().sort(descending=True).values
+        weights = (ordered - ordered[0]).exp()
+        before = weights.cumsum(0) - weights
+        share = float(torch.tensor(top_p)) * float(weights.sum())
+        kept = before < share
+        at = int(kept.sum()) - 1
+        near = {float(v) for v in ordered[max(at - 1, 0) : at + 2]}
+        assert float(found[row]) in near
+        if abs(float(before[at]) - share) > 1e-6 * share:
+            assert float(found[row]) == float(ordered[at])
 
 
 def test_noise_is_gumbel_and_never_infinite():
