@@ -13,6 +13,7 @@ import itertools
 import struct
 from collections.abc import Awaitable, Callable, Mapping
 from enum import IntEnum
+from typing import cast
 
 from protocol import codec
 from protocol.errors import BatonError, DeadlineExceeded, ErrorInfo, Internal, Unavailable
@@ -41,8 +42,8 @@ class _Connection(asyncio.Protocol):
         self._data = bytearray()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports have asyncio's methods but not its base classes.
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         self._data += data

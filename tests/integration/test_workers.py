@@ -150,7 +150,6 @@ async def test_timeline_covers_both_workers(pair: Pair) -> None:
     layers, kv_heads, head_dim = 2, 2, 16
     blocks = -(-70 // 16)
     assert transfer.counts["bytes"] == blocks * 16 * layers * 2 * kv_heads * head_dim * 4
-    assert transfer.start < spans["prefill-0", Phase.PREFILL].end
     assert spans["decode-0", Phase.DECODE].counts["steps"] == 11
 
 
