@@ -20,7 +20,7 @@ class Coverage:
     @property
     def complete(self) -> bool:
         """Whether every layer of every block is there or was named."""
-        return all(layers == self._all_layers for layers in self._layers)
+        return self._layers.count(self._all_layers) == len(self._layers)
 
     def add(self, first_block: int, num_blocks: int, first_layer: int, num_layers: int) -> None:
         """Name a rectangle. Raises StaleMessage, changing nothing, when it is empty, out of range
@@ -38,9 +38,12 @@ class Coverage:
                 param="first_layer",
             )
         mask = ((1 << num_layers) - 1) << first_layer
-        span = range(first_block, first_block + num_blocks)
-        taken = [block for block in span if self._layers[block] & mask]
-        if taken:
-            raise StaleMessage(f"block {taken[0]} is there or named already", param="first_block")
-        for block in span:
-            self._layers[block] |= mask
+        end = first_block + num_blocks
+        named = self._layers[first_block:end]
+        if any(named):  # the common case, none, is checked at C speed
+            for block, layers in enumerate(named, first_block):
+                if layers & mask:
+                    raise StaleMessage(
+                        f"block {block} is there or named already", param="first_block"
+                    )
+        self._layers[first_block:end] = [layers | mask for layers in named]

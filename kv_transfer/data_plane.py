@@ -69,12 +69,18 @@ class DataPlane:
         answer: Future[bytes] = Future()
         answer.set_running_or_notify_cancel()  # whoever stops waiting does not stop the order
         try:
-            outcome = self._dispatch(codec.decode(Order, order))
+            outcome = self.submit(codec.decode(Order, order))
         except BatonError as error:
-            answer.set_result(codec.encode(Outcome(error=error.info())))
-            return answer
+            outcome = _done(Outcome(error=error.info()))
         outcome.add_done_callback(lambda done: answer.set_result(_encoded(done)))
         return answer
+
+    def submit(self, order: Order) -> Future[Outcome]:
+        """The same for callers in this process, without the codec."""
+        try:
+            return self._dispatch(order)
+        except BatonError as error:
+            return _done(Outcome(error=error.info()))
 
     def close(self) -> None:
         """Break every link and stop listening; what is in flight fails."""
@@ -332,8 +338,15 @@ def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
 
 
 def _done(outcome: Outcome) -> Future[Outcome]:
-    future: Future[Outcome] = Future()
+    future = _running()
     future.set_result(outcome)
+    return future
+
+
+def _running() -> Future[Outcome]:
+    """A future that cannot be cancelled: whoever stops waiting does not stop the order."""
+    future: Future[Outcome] = Future()
+    future.set_running_or_notify_cancel()
     return future
 
 
@@ -361,7 +374,7 @@ class _Countdown:
 
 def _joined(operations: list[Operation]) -> Future[Outcome]:
     """The outcome of several messages: all results, or the first error once every one has ended."""
-    joined: Future[Outcome] = Future()
+    joined = _running()
 
     def finish() -> None:
         errors = [e for e in (op.result.exception() for op in operations) if e is not None]
@@ -379,7 +392,7 @@ def _joined(operations: list[Operation]) -> Future[Outcome]:
 
 
 def _when_over(accesses: list[Access]) -> Future[Outcome]:
-    over: Future[Outcome] = Future()
+    over = _running()
     countdown = _Countdown(len(accesses), lambda: over.set_result(Outcome()))
     for access in accesses:
         access.revoke().add_done_callback(countdown)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Protocol, runtime_checkable
 
 from kv_transfer.checksum import combine
 from kv_transfer.data_plane import DataPlane
@@ -26,6 +27,15 @@ class RankChannel(Protocol):
         ...
 
 
+@runtime_checkable
+class NearRanks(Protocol):
+    """A RankChannel that reaches some ranks without the codec."""
+
+    def submit(self, rank: int, order: Order) -> Future[Outcome] | None:
+        """Run one order on one rank of this process, as DataPlane.submit; None for other ranks."""
+        ...
+
+
 class LocalRanks:
     """Ranks whose data planes live in this process."""
 
@@ -36,10 +46,17 @@ class LocalRanks:
         """Run one order on one rank; its outcome."""
         return await asyncio.wrap_future(self._planes[rank].execute(order))
 
+    def submit(self, rank: int, order: Order) -> Future[Outcome] | None:
+        """Run one order on one rank."""
+        return self._planes[rank].submit(order)
+
 
 async def run_order(ranks: RankChannel, rank: int, order: Order) -> Outcome:
     """The outcome of one order, errors inside it: never raises, except when cancelled."""
     try:
+        near = ranks.submit(rank, order) if isinstance(ranks, NearRanks) else None
+        if near is not None:
+            return await asyncio.wrap_future(near)
         return codec.decode(Outcome, await ranks.execute(rank, order.encode()))
     except BatonError as error:
         return Outcome(error=error.info())

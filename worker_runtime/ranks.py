@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from engine.config import EngineConfig
@@ -11,6 +12,7 @@ from engine.rank_messages import RankInvite
 from engine.ranks import RankGroup
 from kv_transfer.config import TransferConfig
 from kv_transfer.data_plane import DataPlane
+from kv_transfer.orders import Order, Outcome
 
 #: Name of the command with which rank 0 gives a follower a transfer order.
 TRANSFER = "transfer"
@@ -31,6 +33,10 @@ class Ranks:
         if rank == 0 or self.group is None:
             return await asyncio.wrap_future(self.plane.execute(order))
         return await asyncio.wrap_future(self.group.call(rank, TRANSFER, order))
+
+    def submit(self, rank: int, order: Order) -> Future[Outcome] | None:
+        """The same for a rank of this process; None for the others."""
+        return self.plane.submit(order) if rank == 0 or self.group is None else None
 
     def check(self) -> None:
         """Raise RankLost when a follower is gone."""
