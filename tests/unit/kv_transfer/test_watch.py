@@ -1,0 +1,71 @@
+"""Deadlines of calls that cannot carry one."""
+
+import threading
+import time
+
+import pytest
+
+from kv_transfer.backends.watch import Watch
+
+
+@pytest.fixture
+def watch():
+    watch = Watch("test-watch")
+    yield watch
+    watch.close()
+
+
+def test_what_ends_in_time_is_left_alone(watch):
+    rung = []
+    for _ in range(50):
+        with watch.guard(time.monotonic() + 0.05, lambda: rung.append(1)):
+            pass
+    time.sleep(0.15)
+    assert rung == []
+
+
+def test_what_overruns_is_ended_in_the_order_of_deadlines(watch):
+    rung = []
+    both = threading.Event()
+
+    def ring(name):
+        rung.append((name, time.monotonic()))
+        if len(rung) == 2:
+            both.set()
+
+    now = time.monotonic()
+    with (
+        watch.guard(now + 30, lambda: ring("late")),
+        watch.guard(now + 0.2, lambda: ring("second")),
+        watch.guard(now + 0.1, lambda: ring("first")),
+    ):
+        assert both.wait(5)
+    assert [name for name, _ in rung] == ["first", "second"]
+    assert rung[0][1] >= now + 0.1
+    assert rung[1][1] >= now + 0.2
+
+
+def test_a_section_that_fails_is_no_longer_guarded(watch):
+    rung = []
+    with pytest.raises(KeyError), watch.guard(time.monotonic() + 0.05, lambda: rung.append(1)):
+        raise KeyError
+    time.sleep(0.1)
+    assert rung == []
+
+
+def test_sections_of_many_threads(watch):
+    rung = set()
+
+    def work(index):
+        done = threading.Event()
+        limit = 0.02 if index % 2 else 5.0
+        with watch.guard(time.monotonic() + limit, lambda: (rung.add(index), done.set())):
+            if index % 2:
+                assert done.wait(5)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert rung == {index for index in range(16) if index % 2}
