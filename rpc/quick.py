@@ -11,6 +11,7 @@ import asyncio
 import hmac
 import itertools
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from enum import IntEnum
 from typing import cast
@@ -34,7 +35,7 @@ class _Kind(IntEnum):
     ERROR = 4
 
 
-class _Connection(asyncio.Protocol):
+class _Connection(asyncio.Protocol, ABC):
     """Cuts the stream into frames."""
 
     def __init__(self) -> None:
@@ -73,8 +74,9 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
             self._transport = None
 
+    @abstractmethod
     def frame(self, kind: int, number: int, payload: bytes) -> None:
-        raise NotImplementedError
+        """One came."""
 
 
 class _ServerConnection(_Connection):
@@ -107,8 +109,8 @@ class _ServerConnection(_Connection):
             self._running[number].cancel()
 
     async def _answer(self, number: int, payload: bytes) -> None:
-        (size,) = _PATH.unpack_from(payload)
-        path = payload[_PATH.size : _PATH.size + size].decode()
+        size = int.from_bytes(payload[: _PATH.size], "big")
+        path = payload[_PATH.size : _PATH.size + size].decode(errors="replace")
         handler = self._server.handlers.get(path)
         try:
             if handler is None:
