@@ -32,7 +32,7 @@ from protocol.states import TransferState
 from protocol.ticket import Ticket
 from rpc import methods
 
-_CLOSE_GRACE_S = 1.0
+_CLOSE_GRACE_S = 3.0
 
 
 __all__ = ["Sender", "TransferReport"]

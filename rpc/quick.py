@@ -89,6 +89,8 @@ class _ServerConnection(_Connection):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._server.connections.add(self)
+        if self._server.stopped:  # it came while the door closed
+            self.hang_up()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -129,6 +131,7 @@ class QuickServer:
         self.handlers = handlers
         self.secret = secret
         self.connections: set[_ServerConnection] = set()
+        self.stopped = False
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str) -> int:
@@ -139,6 +142,7 @@ class QuickServer:
 
     def stop(self) -> None:
         """Hang up on everybody."""
+        self.stopped = True
         if self._server is not None:
             self._server.close()
             self._server = None
