@@ -17,7 +17,7 @@ class Chaos:
     """Runs `count` hand-offs through one world; `fault_rate` is the share of events that are
     faults."""
 
-    def __init__(self, seed: int, *, fault_rate: float) -> None:
+    def __init__(self, seed: int, *, fault_rate: float, one_sided: bool = False) -> None:
         self.random = random.Random(seed)
         self.fault_rate = fault_rate
         shape = {"num_layers": 1, "num_kv_heads": 2, "num_blocks": 12}
@@ -32,9 +32,10 @@ class Chaos:
                 rpc_attempts=2,
                 repair_s=5,
                 max_piece_bytes=1,
+                device_piece_bytes=1,
                 pipeline_depth=3,
             )
-        self.world = World(layouts[0], layouts[1], config)
+        self.world = World(layouts[0], layouts[1], config, one_sided=one_sided)
         self.coming: list[Callable[[], None]] = []
 
     def run(self, count: int) -> Counter[str]:

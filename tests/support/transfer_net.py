@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kv_transfer.backends.base import LinkBroken
-from kv_transfer.checksum import combine
+from kv_transfer.backends.host import host_id
+from kv_transfer.checksum import combine, place_checksum
 from kv_transfer.orders import (
     CloseOrder,
     Listening,
@@ -34,6 +35,7 @@ class SimSide(Protocol):
     def gather(self, op: Op) -> list[Cell]: ...
 
     def scatter(self, op: Op, cells: list[Cell]) -> None: ...
+    def write(self, op: Op, cells: list[Cell]) -> None: ...
 
 
 class SimLoop(asyncio.SelectorEventLoop):
@@ -159,6 +161,7 @@ class Op:
     part: Part
     side: SimSide
     done: asyncio.Future[PartResult]
+    target: SimSide | None = None  # whose blocks a one-sided message writes
     revoked: bool = False
 
 
@@ -208,7 +211,10 @@ class Fabric:
             cells = op.side.gather(op)
         checksum = _checksum(cells, op, wire)
         size = _size(op)
-        wire.flying.append((cells, size))
+        if op.target is None:
+            wire.flying.append((cells, size))
+        elif cells:
+            op.target.write(op, cells)
         op.done.set_result(
             PartResult(peer_rank=op.part.peer_rank, num_bytes=size, checksum=checksum)
         )
@@ -256,22 +262,29 @@ def _size(op: Op) -> int:
 
 def _checksum(cells: list[Cell], op: Op, wire: Wire) -> int:
     place = (op.order.generation, op.order.sequence, *wire.name[2:4])
+    if op.target is not None:
+        generation, sequence, source, dest = place
+        return place_checksum(generation=generation, sequence=sequence, source=source, dest=dest)
     return combine([abs(hash((place, tuple(cells))))])
 
 
 class SimRanks:
-    """A RankChannel into the fabric."""
+    """A RankChannel into the fabric. With a target, what it sends is written there directly."""
 
-    def __init__(self, fabric: Fabric, side: SimSide) -> None:
+    def __init__(self, fabric: Fabric, side: SimSide, target: SimSide | None = None) -> None:
         self._fabric = fabric
         self._side = side
+        self._target = target
 
     async def execute(self, rank: int, order: bytes) -> bytes:
         return codec.encode(await self._run(rank, codec.decode(Order, order)))
 
     async def _run(self, rank: int, order: Order) -> Outcome:
         if order.listen is not None:
-            return Outcome(listening=(Listening(backend="memory", endpoint=f"sim-{rank}"),))
+            way = Listening(backend="memory", endpoint=f"sim-{rank}")
+            if self._target is not None:
+                way = Listening(backend="cuda_ipc", endpoint=f"{host_id()}|{rank}")
+            return Outcome(listening=(way,))
         if order.revoke is not None:
             self._fabric.revoke(self._side, order.revoke)
             return Outcome()
@@ -290,7 +303,7 @@ class SimRanks:
 
     def _queue(self, order: MoveOrder, part: Part, *, sending: bool) -> Op:
         done: asyncio.Future[PartResult] = asyncio.get_running_loop().create_future()
-        op = Op(order=order, part=part, side=self._side, done=done)
+        op = Op(order=order, part=part, side=self._side, done=done, target=self._target)
         source, dest = order.rank, part.peer_rank
         if not sending:
             source, dest = dest, source

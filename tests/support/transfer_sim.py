@@ -64,6 +64,9 @@ class Worker:
     def scatter(self, op: Op, cells: list[Cell]) -> None:
         raise AssertionError("only decode receives")
 
+    def write(self, op: Op, cells: list[Cell]) -> None:
+        raise AssertionError("only into decode's blocks")
+
     def take(self, key: RequestKey, count: int) -> tuple[int, ...] | None:
         ids = self.blocks.allocate(count)
         if ids is None:
@@ -144,6 +147,22 @@ class DecodeSide(Worker):
         for slot, cell in zip(self.slots(op), cells, strict=False):
             self.memory[slot] = cell
 
+    def write(self, op: Op, cells: list[Cell]) -> None:
+        """Prefill writes by itself: only into what its request holds here, quarantine included."""
+        order, part = op.order, op.part
+        offset = self.layout.rank_heads[part.peer_rank][0] + part.peer_first_head
+        slots = [
+            (part.peer_rank, block, layer, head)
+            for layer in range(order.first_layer, order.first_layer + order.num_layers)
+            for block in order.peer_blocks
+            for head in range(offset, offset + part.num_heads)
+        ]
+        for slot, cell in zip(slots, cells, strict=True):
+            (key,) = [key for key, ids in self.reserved.items() if slot[1] in ids]
+            assert cell[0] == str(key), "a write into blocks that were given to another request"
+            assert self.reserved[key].index(slot[1]) >= self.cached[key], "a cached block"
+            self.memory[slot] = cell
+
     def reserve(self, key: RequestKey, count: int, cached: int) -> tuple[int, ...] | None:
         ids = self.take(key, count)
         if ids is None:
@@ -220,7 +239,15 @@ class _Faults(logging.Handler):
 class World:
     """One prefill and one decode worker, and everything between them."""
 
-    def __init__(self, source: KVLayout, dest: KVLayout, config: TransferConfig = CONFIG) -> None:
+    def __init__(
+        self,
+        source: KVLayout,
+        dest: KVLayout,
+        config: TransferConfig = CONFIG,
+        *,
+        one_sided: bool = False,
+    ) -> None:
+        self.one_sided = one_sided
         self.loop = SimLoop()
         self.network = Network(self.loop)
         self.fabric = Fabric(self.loop)
@@ -234,7 +261,7 @@ class World:
             layout=source,
             fingerprint=make_fingerprint(source),
             secret=SECRET,
-            ranks=SimRanks(self.fabric, self.prefill),
+            ranks=SimRanks(self.fabric, self.prefill, self.decode if one_sided else None),
             clients=self.network,
             config=config,
             listener=self.prefill,
@@ -245,7 +272,7 @@ class World:
             layout=dest,
             fingerprint=make_fingerprint(dest),
             secret=SECRET,
-            ranks=SimRanks(self.fabric, self.decode),
+            ranks=SimRanks(self.fabric, self.decode, self.decode if one_sided else None),
             clients=self.network,
             config=config,
             listener=self.decode,
@@ -391,6 +418,8 @@ class World:
         for wire in list(self.fabric.wires.values()):
             self.fabric.snap(wire)
         self.loop.settle()
+        if self.one_sided:  # nothing but news of its end frees what a silent sender may write
+            self.loop.run(self.receiver.peer_lost(self.prefill_ref.epoch))
         for _ in range(50):
             for letter in list(self.network.letters):
                 self.network.lose(letter)

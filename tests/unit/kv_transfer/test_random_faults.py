@@ -13,22 +13,25 @@ from tests.support.transfer_chaos import Chaos
 from tests.support.transfer_sim import World
 
 
+@pytest.mark.parametrize("one_sided", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_without_faults_every_handoff_commits(seed):
-    assert Chaos(seed, fault_rate=0.0).run(10) == {"committed": 10}
+def test_without_faults_every_handoff_commits(seed, one_sided):
+    assert Chaos(seed, fault_rate=0.0, one_sided=one_sided).run(10) == {"committed": 10}
 
 
+@pytest.mark.parametrize("one_sided", [False, True])
 @pytest.mark.parametrize("seed", range(100, 115))
-def test_under_faults_nothing_leaks_hangs_or_mixes(seed):
-    outcomes = Chaos(seed, fault_rate=0.15).run(20)
+def test_under_faults_nothing_leaks_hangs_or_mixes(seed, one_sided):
+    outcomes = Chaos(seed, fault_rate=0.15, one_sided=one_sided).run(20)
     assert outcomes.total() <= 20
 
 
 @pytest.mark.slow
-def test_thousands_of_handoffs_under_faults():
+@pytest.mark.parametrize("one_sided", [False, True])
+def test_thousands_of_handoffs_under_faults(one_sided):
     outcomes: Counter[str] = Counter()
     for seed in range(1000, 1260):
-        outcomes += Chaos(seed, fault_rate=0.1).run(20)
+        outcomes += Chaos(seed, fault_rate=0.1, one_sided=one_sided).run(20)
     assert outcomes.total() >= 5000
     assert outcomes["committed"] > 2000
 
