@@ -120,11 +120,10 @@ class NcclLink:
             slot = self._slots[index % _BUFFERS]
             self._await(slot.wired)
             data = slot.take(chunk.num_bytes)
-            with move.access.entered(last=chunk is chunks[-1]) as allowed:
+            with self._touching(move, last=chunk is chunks[-1]) as allowed:
                 if allowed and not move.discard:
                     self._copy(move, pages, chunk, data, gather=True)
                 self._post(slot, data, limit, sending=True)
-                self._await(self._copied)
             checksum += content_checksum(data, move.checksum)
         for slot in self._slots:
             self._await(slot.wired)
@@ -141,13 +140,21 @@ class NcclLink:
             self._await(slot.wired)
             data = slot.take(chunk.num_bytes)
             checksum += content_checksum(data, move.checksum)
-            with move.access.entered(last=chunk is chunks[-1]) as allowed:
+            with self._touching(move, last=chunk is chunks[-1]) as allowed:
                 if allowed:
                     self._copy(move, pages, chunk, data, gather=False)
                 for later in chunks[index + _BUFFERS : index + _BUFFERS + 1]:
                     self._post(slot, slot.take(later.num_bytes), limit, sending=False)
-                self._await(self._copied)
         return checksum
+
+    @contextmanager
+    def _touching(self, move: BlockMove, *, last: bool) -> Iterator[bool]:
+        """Inside, a copy of blocks may be launched; however it ends, no copy is running after."""
+        with move.access.entered(last=last) as allowed:
+            try:
+                yield allowed
+            finally:
+                self._copied.synchronize()
 
     def _post(self, slot: _Slot, data: torch.Tensor, limit: float, *, sending: bool) -> None:
         """Queue a message behind the last copy; its host work overlaps that copy."""
