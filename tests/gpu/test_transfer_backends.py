@@ -190,6 +190,29 @@ def test_a_sender_killed_in_the_middle(own_pair, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_receiver_killed_in_the_middle(own_pair, backend):
+    """The memory that prefill writes into loses its owner: prefill must go on with another."""
+    pair = own_pair
+    keys = start_long(pair, backend)
+    pair.decode.kill()
+    with pytest.raises(RuntimeError, match="handoff_failed"):
+        pair.prefill.result()
+    outcomes = pair.prefill.do("outcomes", keys)
+    assert set(outcomes) <= {"committed", "handoff_failed"}
+    pair.prefill.do("lose", pair.refs[1].epoch)
+    pair.decode = Process(Role.DECODE, 1)
+    layout, blocks = long_handoffs(pair, 1)
+    config = replace(LONG, backend=BackendName(backend))
+    pair.refs = pair.refs[0], pair.decode.do("build", layout, config)
+    again = pair.handoff(blocks[0], blocks[0])
+    pair.prefill.do("fill", blocks[0][:64], 9)
+    pair.open(again)
+    pair.prefill.do("send", [again], 1)
+    assert pair.decode.do("outcomes", [again.key]) == ["committed"]
+    assert pair.decode.do("wrong_layers", blocks[0][:64], 9) == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("frozen", ["decode", "prefill"])
 def test_a_frozen_side_ends_in_a_typed_error_in_time(own_pair, backend, frozen):
     pair = own_pair
