@@ -67,7 +67,7 @@ class RouterReplica:
         self._state = WorkerState.DRAINING
         self._heart.cancel()
         await self._report()
-        await self._router.drain()
+        await self._router.retire()
         self._watch.cancel()
         await self._router.stop()
         await self._tell(self._directory.leave.remote(self._router.router_id, self._epoch))

@@ -67,6 +67,7 @@ class Router:
         self._rng = rng or random.Random()
         self._model = ServedModel(config)
         self._exported: set[str] = set()
+        self._retiring = False
         self._members: Members | None = None
         self._service: InferenceService | None = None
         self._http: HttpServer | None = None
@@ -109,6 +110,30 @@ class Router:
         except TimeoutError:
             return False
         return True
+
+    async def retire(self, timeout_s: float | None = None) -> bool:
+        """Stop listening and wait for the requests in flight; whether all ended within `timeout_s`
+        (the configured time if None).
+
+        For a router that leaves while others stay: with a shared port, new connections reach those
+        at once, and open ones are told to go there (GOAWAY, or closed after their answer) instead
+        of being refused as by `drain`. `stop` still has to follow.
+        """
+        service = self._running()
+        limit = self.config.drain_s if timeout_s is None else timeout_s
+        self._retiring = True
+        assert self._grpc is not None
+        assert self._http is not None
+        closing = asyncio.gather(self._grpc.stop(limit), self._http.stop(limit))
+        try:
+            async with asyncio.timeout(limit):
+                await service.admission.idle()
+        except TimeoutError:
+            ended = False
+        else:
+            ended = True
+        await closing
+        return ended
 
     async def stop(self) -> None:
         """Close both doors and every stream. Requests in flight end in an error; idempotent."""
@@ -231,7 +256,7 @@ class Router:
     def _state(self) -> str:
         if self._service is None:
             return "starting"
-        if self._service.admission.draining:
+        if self._service.admission.draining or self._retiring:
             return "draining"
         return "ready" if self._service.ready else "waiting for workers"
 

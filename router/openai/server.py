@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 from collections.abc import Generator
 
@@ -48,9 +49,11 @@ class HttpServer:
             raise Unavailable("the HTTP server ended while starting")
         return f"{bracketed(host)}:{listener.getsockname()[1]}"
 
-    async def stop(self) -> None:
-        """Stop listening, give running answers a second, close every connection."""
+    async def stop(self, grace_s: float = 1.0) -> None:
+        """Stop listening, give running answers `grace_s` seconds, close every connection: idle ones
+        at once, the others after their answer."""
         if self._server is not None and self._task is not None:
+            self._config.timeout_graceful_shutdown = math.ceil(grace_s)
             self._server.should_exit = True
             await self._task
             self._server = self._task = None

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from cluster.client import InferenceClient, Options, Outcome
 from tests.cluster.conftest import ROOT, Baton, session_processes
-
-LONG = "The history of the city begins with its rivers, and " * 4
+from tests.cluster.load import LONG, answer, load, wait_until
 
 
 def ask(baton: Baton, prompt: str) -> Outcome:
@@ -89,6 +88,28 @@ def test_foreground_with_no_prefill_at_first(baton: Baton) -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait(90) == 0
     assert_nothing_stays(baton)
+
+
+def test_routers_share_ports_and_leave_unnoticed(baton: Baton) -> None:
+    """Two routers on the same two ports; one leaves while eight clients stream."""
+    ports = [f"network.{name}={free_port()}" for name in ("http_port", "grpc_port")]
+    baton.up("local-cpu.yaml", "prefill.replicas=0", "router.replicas=2", *ports)
+    client = InferenceClient(str(baton.state()["grpc"]))
+    expected = answer(client, LONG).token_ids
+    client.close()
+    with load(baton, expected, clients=8) as running:
+        wait_until(lambda: running.finished >= 8, seconds=60)
+        baton.run("scale", "--router", "1")
+        before = running.finished
+        wait_until(lambda: running.finished >= before + 8, seconds=60)
+    assert running.errors == []
+    assert running.wrong == []
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
 
 
 def start(baton: Baton, *arguments: str) -> subprocess.Popen[str]:

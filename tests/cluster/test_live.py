@@ -5,22 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
 import pytest
 
 from cluster.client import InferenceClient, Options, Outcome, Turn
-from protocol.errors import BatonError
 from tests.cluster.conftest import MODEL, Baton, session_processes
+from tests.cluster.load import LONG, TOKENS, answer, load, wait_until
 
 QUESTION = "What is the capital of France?"
-LONG = "The history of the city begins with its rivers, and " * 12
-TOKENS = 24
 
 
 @pytest.fixture(scope="module")
@@ -28,16 +22,6 @@ def client(live: Baton) -> Iterator[InferenceClient]:
     client = InferenceClient(str(live.state()["grpc"]))
     yield client
     client.close()
-
-
-def answer(client: InferenceClient, prompt: str, *, tokens: int = TOKENS) -> Outcome:
-    outcome = Outcome()
-    options = Options(
-        max_tokens=tokens, temperature=0.0, ignore_eos=True, timeline=True, timeout=120.0
-    )
-    for _ in client.complete(prompt, options, outcome):
-        pass
-    return outcome
 
 
 def post(live: Baton, path: str, body: dict[str, object]) -> dict[str, object]:
@@ -48,61 +32,6 @@ def post(live: Baton, path: str, body: dict[str, object]) -> dict[str, object]:
     )
     with urllib.request.urlopen(request, timeout=120) as reply:
         return json.loads(reply.read())
-
-
-def wait_until(condition: Callable[[], bool], *, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.5)
-
-
-@dataclass
-class Load:
-    """Clients that ask without a pause; what came back and when."""
-
-    expected: list[int]
-    finished: int = 0
-    wrong: list[list[int]] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-    worst_gap_s: float = 0.0
-    stop: threading.Event = field(default_factory=threading.Event)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def ask(self, address: str) -> None:
-        client = InferenceClient(address)
-        options = Options(max_tokens=TOKENS, temperature=0.0, ignore_eos=True, timeout=120.0)
-        while not self.stop.is_set():
-            outcome, last, worst = Outcome(), 0.0, 0.0
-            try:
-                for _ in client.complete(LONG, options, outcome):
-                    now = time.monotonic()
-                    worst = max(worst, now - last) if last else worst
-                    last = now
-            except BatonError as error:
-                self.errors.append(f"{type(error).__name__}: {error}")
-                continue
-            with self.lock:
-                self.finished += 1
-                self.worst_gap_s = max(self.worst_gap_s, worst)
-                if outcome.token_ids != self.expected:
-                    self.wrong.append(outcome.token_ids)
-        client.close()
-
-
-@contextmanager
-def load(live: Baton, expected: list[int], *, clients: int) -> Iterator[Load]:
-    running = Load(expected=expected)
-    address = str(live.state()["grpc"])
-    threads = [threading.Thread(target=running.ask, args=(address,)) for _ in range(clients)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield running
-    finally:
-        running.stop.set()
-        for thread in threads:
-            thread.join(120)
 
 
 def test_chat_over_grpc(client: InferenceClient) -> None:

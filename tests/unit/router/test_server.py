@@ -13,6 +13,7 @@ from grpc import aio
 from protocol.errors import NotFound, Unavailable
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
+from protocol.wire import inference_pb2_grpc as services
 from router.admin import ClusterView
 from router.config import RouterConfig
 from router.server import Router
@@ -74,6 +75,44 @@ async def test_two_routers_share_a_port(fleet: StubFleet, model_folder: Path) ->
         second = await routers[1].start(**where, http_port=ports[0], grpc_port=ports[1])
         assert first == second
     finally:
+        for router in routers:
+            await router.stop()
+
+
+async def test_a_retiring_router_leaves_its_clients_to_the_other(
+    fleet: StubFleet, model_folder: Path
+) -> None:
+    """On a shared port: what runs ends well, and not one new call is refused."""
+    await fleet.add(Role.DECODE, delay_s=0.02)
+    config = RouterConfig(model_path=str(model_folder))
+    routers = [Router(config, secret=fleet.secret) for _ in range(2)]
+    where = {"http_host": "127.0.0.1", "grpc_host": "127.0.0.1", "http_port": _free_port()}
+    grpc_port = _free_port()
+    for router in routers:
+        await router.start(**where, grpc_port=grpc_port)
+        router.set_workers(fleet.refs)
+    await until(lambda: all(router.ready for router in routers))
+    # Channels of their own, so that the kernel spreads them over both routers.
+    own = (("grpc.use_local_subchannel_pool", 1),)
+    channels = [aio.insecure_channel(f"127.0.0.1:{grpc_port}", options=own) for _ in range(16)]
+    stubs = [services.InferenceStub(channel) for channel in channels]
+
+    async def ask(stub: services.InferenceStub) -> int:
+        request = pb.GenerateRequest(prompt="hello", max_tokens=20, ignore_eos=True)
+        return sum([len(c.token_ids) async for m in stub.Generate(request) for c in m.choices])
+
+    try:
+        running = [asyncio.create_task(ask(stub)) for stub in stubs]
+        await until(lambda: sum(router.num_requests for router in routers) == 16)
+        assert routers[0].num_requests, "the kernel gave every connection to one router"
+        retiring = asyncio.create_task(routers[0].retire(10.0))
+        await until(lambda: routers[0].view().routers[0].state == "draining")
+        assert await asyncio.gather(*map(ask, stubs)) == [20] * 16
+        assert await asyncio.gather(*running) == [20] * 16
+        assert await retiring
+    finally:
+        for channel in channels:
+            await channel.close()
         for router in routers:
             await router.stop()
 
