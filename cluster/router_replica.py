@@ -24,6 +24,7 @@ from router.server import Router
 log = get_logger(__name__)
 
 _WATCH_S = 5.0
+_STARTING_S = 0.2
 
 
 class RouterReplica:
@@ -52,7 +53,6 @@ class RouterReplica:
             grpc_host=network.host,
             grpc_port=network.grpc_port,
         )
-        self._state = WorkerState.READY
         self._watch = asyncio.create_task(self._follow(), name="watch")
         self._heart = asyncio.create_task(self._beat(), name="heartbeat")
 
@@ -85,9 +85,13 @@ class RouterReplica:
             self._router.set_workers(self._following.take(view, time.monotonic()))
 
     async def _beat(self) -> None:
+        """Report; as READY from when a request would be accepted."""
         while True:
+            if self._state is WorkerState.STARTING and self._router.ready:
+                self._state = WorkerState.READY
             await self._report()
-            await asyncio.sleep(self._config.lifecycle.heartbeat_s)
+            starting = self._state is WorkerState.STARTING
+            await asyncio.sleep(_STARTING_S if starting else self._config.lifecycle.heartbeat_s)
 
     async def _report(self) -> None:
         await self._tell(self._directory.report.remote(self._member()))
