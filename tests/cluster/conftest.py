@@ -21,6 +21,8 @@ from protocol.wire import inference_pb2_grpc as services
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "smollm2-135m"
 FREE_PORTS = ["network.http_port=0", "network.grpc_port=0"]
+#: One thread a worker: two that spin for each other stand still wherever the machine is shared.
+THREADS = ["prefill.engine.num_threads=1", "decode.engine.num_threads=1"]
 COMMAND_S = 240
 
 
@@ -47,7 +49,8 @@ class Baton:
         return [sys.executable, "-m", "cluster.cli", *arguments]
 
     def up_arguments(self, config: str, *overrides: str) -> list[str]:
-        sets = [f"model.name={self.model}", f"model.served_name={MODEL}", *FREE_PORTS, *overrides]
+        sets = [f"model.name={self.model}", f"model.served_name={MODEL}"]
+        sets += [*FREE_PORTS, *THREADS, *overrides]
         path = ROOT / "deploy" / "configs" / config
         return ["up", str(path), *(part for text in sets for part in ("--set", text))]
 
@@ -111,7 +114,7 @@ def live(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Iterator
     """One prefill and one decode worker, up for all tests of a module."""
     command = Baton(home=tmp_path_factory.mktemp("live") / "home", model=model_path)
     try:
-        command.up("local-cpu.yaml", "prefill.engine.num_threads=1", "decode.engine.num_threads=1")
+        command.up("local-cpu.yaml")
         yield command
     finally:
         command.run("down", "--now", check=False)
