@@ -13,6 +13,7 @@ import torch
 from kv_transfer.access import Access
 from kv_transfer.backends.base import BlockLink, Link, LinkBroken, LinkId
 from kv_transfer.orders import PartResult
+from kv_transfer.single_thread import use_one_thread
 from protocol.errors import BatonError, Internal
 
 #: Works on an open link with a staging buffer of at least the requested size.
@@ -83,6 +84,7 @@ class LinkThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        use_one_thread()
         try:
             self.wait_for_predecessor()
             while (operation := self._queue.get()) is not None:

@@ -26,6 +26,7 @@ from worker_runtime.ranks import Ranks, build_ranks
 from worker_runtime.shell import Identity, Shell
 from worker_runtime.step_loop import StepLoop
 from worker_runtime.tasks import Tasks
+from worker_runtime.threads import in_own_thread
 
 C = TypeVar("C")
 Out = TypeVar("Out")
@@ -73,8 +74,8 @@ class WorkerHost(Generic[C, Out]):
     async def load(self, role: Role) -> WorkerRef:
         """Load the model on every rank, run a real step, and take a control port."""
         settings = self.settings
-        self.ranks = await asyncio.to_thread(
-            build_ranks, settings.engine, settings.transfer, self._group
+        self.ranks = await in_own_thread(
+            lambda: build_ranks(settings.engine, settings.transfer, self._group)
         )
         layout = self.ranks.executor.layout
         self.blocks = BlockAllocator(layout.num_blocks, layout.block_size)
