@@ -62,11 +62,18 @@ class RunningCluster:
 
 def load_state() -> RunningCluster | None:
     """The cluster that was brought up here, if its state is known and it still lives."""
-    try:
-        state = RunningCluster(**json.loads(_state_file().read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
-    return state if state.alive else None
+    state = _read_state()
+    return state if state is not None and state.alive else None
+
+
+def sweep() -> bool:
+    """Clear up after a cluster whose head died by itself; whether there was one."""
+    state = _read_state()
+    if state is None or state.alive:
+        return False
+    stop_local_ray(state)
+    forget_state()
+    return True
 
 
 def save_state(state: RunningCluster) -> None:
@@ -172,6 +179,10 @@ def stop_local_ray(state: RunningCluster) -> int:
     killed."""
     if _start_time(state.pid) == state.started:
         os.kill(state.pid, signal.SIGTERM)
+    elif _stat(state.pid):
+        # Linux gives no new process the number of a session that has members: ours has none left.
+        _clear(state)
+        return 0
     deadline = time.monotonic() + _STOP_S
     while (left := list(_session_members(state.pid))) and time.monotonic() < deadline:
         _reap(state.pid)
@@ -181,9 +192,15 @@ def stop_local_ray(state: RunningCluster) -> int:
     while list(_session_members(state.pid)):
         _reap(state.pid)
         time.sleep(_POLL_S)
-    _keep_logs(state)
-    shutil.rmtree(state.temp_dir, ignore_errors=True)
+    _clear(state)
     return len(left)
+
+
+def _read_state() -> RunningCluster | None:
+    try:
+        return RunningCluster(**json.loads(_state_file().read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def _state_file() -> Path:
@@ -222,11 +239,13 @@ def _start_time(pid: int) -> int | None:
     return int(fields[19]) if fields and fields[0] != "Z" else None
 
 
-def _keep_logs(state: RunningCluster) -> None:
+def _clear(state: RunningCluster) -> None:
+    """Keep the logs and remove the rest of Ray's files."""
     source = session_logs(state)
     if source.is_dir():
         shutil.rmtree(kept_logs(), ignore_errors=True)
         shutil.move(source.resolve(), kept_logs())
+    shutil.rmtree(state.temp_dir, ignore_errors=True)
 
 
 def _kill(pid: int) -> None:

@@ -6,7 +6,7 @@ import argparse
 
 from cluster.cli import session
 from cluster.cli.console import Console
-from cluster.local_ray import RunningCluster, forget_state, stop_local_ray
+from cluster.local_ray import RunningCluster, forget_state, stop_local_ray, sweep
 from protocol.errors import BatonError
 
 _DRAIN_LIMIT_S = 90.0
@@ -14,6 +14,9 @@ _DRAIN_LIMIT_S = 90.0
 
 def run(options: argparse.Namespace, console: Console) -> None:
     """Stop the cluster that was brought up here."""
+    if sweep():
+        console.step("the cluster had died; what was left of it is gone")
+        return
     take_down(session.running(), console, now=options.now)
     console.step("the cluster is down")
 

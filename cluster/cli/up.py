@@ -25,6 +25,7 @@ from cluster.local_ray import (
     session_logs,
     spawn_local_ray,
     stop_local_ray,
+    sweep,
     wait_local_ray,
 )
 from cluster.models import find_model
@@ -57,6 +58,7 @@ def bring_up(config: ClusterConfig, source: str, console: Console) -> RunningClu
     existing = load_state()
     if existing is not None:
         raise InvalidRequest(f"a cluster is up already ({existing.config}): `baton down` first")
+    sweep()
     state = _reach_ray(config, source, console)
     try:
         state = _start(config, state, console)

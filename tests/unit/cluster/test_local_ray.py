@@ -84,7 +84,11 @@ def test_children_of_a_dead_head_are_ended(tmp_path: Path) -> None:
     os.kill(state.pid, signal.SIGKILL)
     os.waitpid(state.pid, 0)
     assert not state.alive
-    assert stop_local_ray(state) == 1
+    save_state(state)
+    assert load_state() is None
+    assert local_ray.sweep()
+    assert not local_ray.sweep()
+    assert not (tmp_path / "ray").exists()
     assert list(local_ray._session_members(state.pid)) == []
 
 
@@ -97,8 +101,10 @@ def test_a_reused_pid_is_not_touched(tmp_path: Path) -> None:
     assert not other.alive
     save_state(other)
     assert load_state() is None
+    assert local_ray.sweep()
     time.sleep(0.05)
     assert state.alive
+    assert len(list(local_ray._session_members(state.pid))) == 2
     stop_local_ray(state)
 
 
