@@ -120,6 +120,8 @@ def start(baton: Baton, *arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        # A job of a shell script's background ignores Ctrl-C, and so would all that it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
