@@ -22,7 +22,7 @@ from decode_worker.commands import (
     Output,
     Reserve,
 )
-from engine.batch import SequenceStep, StepBatch, StepResult
+from engine.batch import StepBatch, StepResult
 from protocol.errors import DeadlineExceeded, ErrorInfo
 from protocol.ids import RequestKey
 from protocol.messages import FailEvent, TokenEvent, WorkerLoad
@@ -165,7 +165,11 @@ class DecodeScheduler:
         if not self._rows:
             return None
         self._step_started = now
-        return StepBatch(sequences=tuple(_step(row) for row in self._rows))
+        return StepBatch(
+            sequences=tuple(
+                row.entry.sequence.step(row.num_tokens, samples=row.samples) for row in self._rows
+            )
+        )
 
     def _running(self) -> list[_Entry]:
         """Decoding sequences first, so that a prompt's chunk never takes their place; then by
@@ -399,15 +403,3 @@ class DecodeScheduler:
 
 def _router(entry: _Entry) -> str:
     return entry.sequence.submit.router_id
-
-
-def _step(row: _Row) -> SequenceStep:
-    sequence = row.entry.sequence
-    start = sequence.num_computed
-    return SequenceStep(
-        tokens=tuple(sequence.tokens[start : start + row.num_tokens]),
-        start=start,
-        block_ids=tuple(sequence.block_ids),
-        sampling=sequence.sampling if row.samples else None,
-        banned=sequence.banned() if row.samples else (),
-    )

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from engine.batch import SequenceStep, StepBatch, StepResult
+from engine.batch import StepBatch, StepResult
 from prefill_worker.commands import (
     Command,
     CommitHandoff,
@@ -170,7 +170,11 @@ class PrefillScheduler:
         if not self._rows:
             return None
         self._step_started = now
-        return StepBatch(sequences=tuple(_step(row) for row in self._rows))
+        return StepBatch(
+            sequences=tuple(
+                row.entry.sequence.step(row.num_tokens, samples=row.samples) for row in self._rows
+            )
+        )
 
     def _rank(self, entry: _Entry, now: float) -> tuple[int, float, int]:
         """Shortest remaining work first, so that a short prompt never sits behind a whole long one;
@@ -352,15 +356,3 @@ class PrefillScheduler:
 
 def _router(entry: _Entry) -> str:
     return entry.sequence.submit.router_id
-
-
-def _step(row: _Row) -> SequenceStep:
-    sequence = row.entry.sequence
-    start = sequence.num_computed
-    return SequenceStep(
-        tokens=tuple(sequence.tokens[start : start + row.num_tokens]),
-        start=start,
-        block_ids=tuple(sequence.block_ids),
-        sampling=sequence.sampling if row.samples else None,
-        banned=sequence.banned() if row.samples else (),
-    )

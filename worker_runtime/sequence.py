@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.batch import SequenceStep
 from protocol.ids import RequestKey
 from protocol.messages import Submit
 from protocol.sampling import SamplingParams
@@ -62,6 +63,17 @@ class Sequence:
             return ()
         ends = () if sampling.ignore_eos else sampling.eos_token_ids
         return sampling.stop_token_ids + ends
+
+    def step(self, num_tokens: int, *, samples: bool) -> SequenceStep:
+        """What the engine is asked to do next: the first `num_tokens` uncomputed tokens."""
+        start = self.num_computed
+        return SequenceStep(
+            tokens=tuple(self.tokens[start : start + num_tokens]),
+            start=start,
+            block_ids=tuple(self.block_ids),
+            sampling=self.sampling if samples else None,
+            banned=self.banned() if samples else (),
+        )
 
     def append(self, token: int) -> FinishReason | None:
         """Add a sampled token; say whether, and why, it is the last."""
