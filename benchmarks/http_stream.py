@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -111,8 +111,9 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A fresh connection, a fresh parser."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport, self._parser = transport, httptools.HttpResponseParser(self)
+        # uvloop's transports have asyncio's methods but not its base classes.
+        self._transport = cast(asyncio.Transport, transport)
+        self._parser = httptools.HttpResponseParser(self)
 
     def data_received(self, data: bytes) -> None:
         """Bytes of the answer."""

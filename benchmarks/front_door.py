@@ -1,0 +1,278 @@
+"""What the router adds to tokens on their way: `python -m benchmarks.front_door`. No engine.
+
+Three processes: stub workers that step like decode (`stub_worker`), the real router
+(`stub_router`), and this one, the load. First `--streams` clients at the pace of `--gap-ms`, over
+each door and straight from the workers: added time to first token, gaps between chunks. Then the
+pace is raised (`--rates`, tokens/s over all streams) for the highest rate that is delivered as it
+was made, and for the router's processor time a token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import uvloop
+
+from benchmarks import report
+from benchmarks.front_door_clients import Client, Direct, GrpcDoor, HttpDoor, Stream
+from benchmarks.measure import percentile
+from cluster.models import find_model
+
+RESULTS = report.RESULTS / "front_door"
+_TICK = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Clients that each ask `requests` times, one after another, for `tokens` tokens."""
+
+    streams: int
+    tokens: int
+    requests: int
+    gap_s: float
+
+    @property
+    def offered_per_s(self) -> float:
+        """Tokens a second that the workers make when every client has one running."""
+        return self.streams / self.gap_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """One run. Milliseconds; `cpu_us` is the router's processor time a token, all its threads.
+
+    `rate` is tokens a second over the middle of the run, while every client is at it.
+    """
+
+    way: str
+    streams: int
+    gap_ms: float
+    offered: float
+    rate: float
+    cpu_us: float
+    load_cpu_us: float
+    ttft_ms: dict[str, float]
+    gap_seen_ms: dict[str, float]
+    tokens: int
+    failures: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """Running processes: the router's id and doors, and the stub workers' own words."""
+
+    router_pid: int
+    http: str
+    grpc: str
+    workers: str
+
+    def client(self, way: str, options: argparse.Namespace) -> Client:
+        """A way to ask: sse, grpc or direct."""
+        if way == "direct":
+            return Direct(self.workers)
+        if way == "sse":
+            return HttpDoor(f"http://{self.http}")
+        return GrpcDoor(self.grpc, channels=options.grpc_channels)
+
+
+@contextmanager
+def stack(options: argparse.Namespace, gap_s: float) -> Iterator[Stack]:
+    """Stub workers stepping every `gap_s` and a router over them."""
+    common = ["--model-path", str(options.model_path)]
+    with _process("stub_worker", *common, "--gap-ms", str(gap_s * 1000)) as (_, workers):
+        extra = ["--profile", options.profile] if options.profile else []
+        extra += ["--max-requests", str(max(1024, options.streams))]
+        with _process("stub_router", *common, "--workers", workers, *extra) as (pid, doors):
+            yield Stack(router_pid=pid, workers=workers, **json.loads(doors))
+
+
+@contextmanager
+def _process(module: str, *arguments: str) -> Iterator[tuple[int, str]]:
+    """A module of this package as a process; its id and the first line it prints."""
+    command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{module} ended before it was ready")
+        yield process.pid, line.strip()
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+async def measure(stack: Stack, way: str, load: Load, options: argparse.Namespace) -> Figures:
+    """Run a load one way."""
+    client = stack.client(way, options)
+    await client.open()
+    try:
+        await asyncio.gather(*(client.ask(4) for _ in range(load.streams)))  # connections, caches
+        cpu, own, began = _cpu_s(stack.router_pid), time.process_time(), time.perf_counter()
+        answers = await _clients(client, load)
+        wall = time.perf_counter() - began
+        cpu, own = _cpu_s(stack.router_pid) - cpu, time.process_time() - own
+    finally:
+        await client.close()
+    streams = [client.read(answer, load.tokens) for answer in answers]
+    good = [stream for stream in streams if not stream.error]
+    tokens = sum(len(stream.times) for stream in good)
+    return Figures(
+        way=way,
+        streams=load.streams,
+        gap_ms=load.gap_s * 1000,
+        offered=load.offered_per_s,
+        rate=_rate(good) if load.requests == 1 else tokens / wall,
+        cpu_us=cpu / max(1, tokens) * 1e6,
+        load_cpu_us=own / max(1, tokens) * 1e6,
+        ttft_ms=_milliseconds([stream.times[0] - stream.sent for stream in good]),
+        gap_seen_ms=_milliseconds([gap for stream in good for gap in stream.gaps]),
+        tokens=tokens,
+        failures=tuple(stream.error for stream in streams if stream.error),
+    )
+
+
+async def _clients(client: Client, load: Load) -> list[object]:
+    """All answers. Clients start one after another over the length of one answer, so that requests
+    arrive evenly; with one request each they start together."""
+    spread_s = load.tokens * load.gap_s / load.streams if load.requests > 1 else 0.0
+
+    async def one(number: int) -> list[object]:
+        await asyncio.sleep(number * spread_s)
+        return [await client.ask(load.tokens) for _ in range(load.requests)]
+
+    lists = await asyncio.gather(*(one(number) for number in range(load.streams)))
+    return [answer for answers in lists for answer in answers]
+
+
+def _rate(streams: Sequence[Stream]) -> float:
+    """Tokens a second between the last start and the first end."""
+    begin = max(stream.times[0] for stream in streams)
+    end = min(stream.times[-1] for stream in streams)
+    inside = sum(begin <= t <= end for stream in streams for t in stream.times)
+    return inside / (end - begin) if end > begin else 0.0
+
+
+def _milliseconds(seconds: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    return {f"p{p}": percentile(ordered, p) * 1000 for p in (50, 90, 99)}
+
+
+def _cpu_s(pid: int) -> float:
+    """Processor seconds of a process so far, user and system."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICK
+
+
+# --- the runs -------------------------------------------------------------------------------------
+
+
+def pace_runs(options: argparse.Namespace) -> list[Figures]:
+    """Every way at the set pace, workers and router fresh for none of them."""
+    load = Load(
+        streams=options.streams,
+        tokens=options.tokens,
+        requests=options.requests,
+        gap_s=options.gap_ms / 1000,
+    )
+    found = []
+    with stack(options, load.gap_s) as running:
+        for way in ("direct", *options.ways):
+            found.append(uvloop.run(measure(running, way, load, options)))
+            print(_line(found[-1]), flush=True)
+    return found
+
+
+def rate_runs(options: argparse.Namespace) -> list[Figures]:
+    """Every door at rising rates."""
+    found = []
+    for rate in options.rates:
+        gap_s = options.streams / rate
+        tokens = int(options.seconds / gap_s)
+        load = Load(streams=options.streams, tokens=tokens, requests=1, gap_s=gap_s)
+        with stack(options, gap_s) as running:
+            for way in options.ways:
+                found.append(uvloop.run(measure(running, way, load, options)))
+                print(_line(found[-1]), flush=True)
+    return found
+
+
+def _line(figures: Figures) -> str:
+    failed = f", failed {len(figures.failures)}: {figures.failures[0]}" if figures.failures else ""
+    return (
+        f"{figures.way:6} {figures.streams} streams, a token each {figures.gap_ms:.2f} ms:"
+        f" offered {figures.offered:.0f}, delivered {figures.rate:.0f} tok/s;"
+        f" router {figures.cpu_us:.1f} us a token (load {figures.load_cpu_us:.1f});"
+        f" TTFT {_times(figures.ttft_ms)} ms; gap {_times(figures.gap_seen_ms)} ms{failed}"
+    )
+
+
+def _times(milliseconds: dict[str, float]) -> str:
+    return " / ".join(f"{value:.2f}" for value in milliseconds.values())
+
+
+def write(options: argparse.Namespace, figures: Sequence[Figures]) -> Path:
+    """All figures as JSON under results/front_door."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    facts = {
+        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "commit": report.commit(),
+        "machine": report.machine(),
+        "load_before": os.getloadavg(),
+        "command": shlex.join(["python", "-m", "benchmarks.front_door", *sys.argv[1:]]),
+        "runs": [asdict(run) for run in figures],
+    }
+    path = RESULTS / f"{report.slug(options.theme)}.json"
+    path.write_text(json.dumps(facts, indent=1) + "\n")
+    return path
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="python -m benchmarks.front_door")
+    made.add_argument("--model", default="smollm2-135m", help="whose tokenizer the router uses")
+    made.add_argument("--streams", type=int, default=32)
+    made.add_argument("--tokens", type=int, default=64, help="of an answer, at the set pace")
+    made.add_argument("--requests", type=int, default=8, help="of a client, at the set pace")
+    made.add_argument("--gap-ms", type=float, default=20.0, help="between two tokens of a stream")
+    made.add_argument("--rates", type=_numbers, default=[4000, 6000, 8000, 10000, 12000, 16000])
+    made.add_argument("--seconds", type=float, default=4.0, help="of a run at one rate")
+    made.add_argument("--ways", type=lambda text: text.split(","), default=["sse", "grpc"])
+    made.add_argument("--grpc-channels", type=int, default=4, help="connections of the load")
+    made.add_argument("--only", choices=("pace", "rates"), default="")
+    made.add_argument("--profile", default="", help="file for a profile of the router")
+    made.add_argument("--theme", default="", help="write results/front_door/<theme>.json")
+    return made
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main() -> None:
+    """Measure and print; write a result with `--theme`."""
+    options = parser().parse_args()
+    options.model_path = find_model(options.model)
+    figures: list[Figures] = []
+    if options.only != "rates":
+        figures += pace_runs(options)
+    if options.only != "pace":
+        figures += rate_runs(options)
+    if options.theme:
+        print(write(options, figures))
+
+
+if __name__ == "__main__":
+    main()
