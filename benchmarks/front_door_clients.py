@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -98,7 +99,7 @@ class GrpcDoor(Client):
     def __init__(self, address: str, *, channels: int) -> None:
         options = [("grpc.use_local_subchannel_pool", 1)]
         self._channels = [aio.insecure_channel(address, options) for _ in range(channels)]
-        self._calls = itertools.cycle(
+        self._calls: Iterator[aio.UnaryStreamMultiCallable[Any, Any]] = itertools.cycle(
             channel.unary_stream(
                 "/baton.v1.Inference/Generate",
                 request_serializer=pb.GenerateRequest.SerializeToString,

@@ -15,6 +15,7 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import uvloop
 from tokenizers import Tokenizer
@@ -34,7 +35,7 @@ from protocol.messages import (
 )
 from protocol.states import FinishReason, WorkerState
 from rpc.methods import CANCEL, EVENTS, STATUS, SUBMIT
-from rpc.service import ControlServer
+from rpc.service import ControlServer, Handler, Method
 from worker_runtime.outlet import EventOutlet, RouterEvents
 
 SECRET = b"front-door-benchmark"
@@ -76,7 +77,7 @@ class StubWorker:
 
     async def start(self) -> WorkerRef:
         """Serve on a free port."""
-        handlers = {
+        handlers: dict[Method[Any, Any], Handler] = {
             SUBMIT: self._submit,
             CANCEL: self._cancel,
             STATUS: self._status,
