@@ -154,6 +154,11 @@ def _check_pool(config: ClusterConfig, role: Role, model: ModelConfig) -> None:
 
 def _check_device(pool: PoolSection, where: str) -> None:
     on_gpu, gpus = pool.engine.device.startswith("cuda"), pool.placement.gpus
+    if on_gpu and pool.engine.device != "cuda":
+        raise _refuse(
+            f"{where}.engine.device",
+            f"must be 'cuda': Ray picks the GPU, got {pool.engine.device!r}",
+        )
     if on_gpu and gpus != 1:
         raise _refuse(
             f"{where}.placement.gpus", f"must be 1 for each rank on device cuda, got {gpus}"

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.config import ClusterConfig, PoolSection
+from engine.config import EngineConfig
+from engine.rank_messages import RankInvite
+from kv_transfer.config import TransferConfig
+
+#: Ray shows a process its own GPU only. Ranks that reduce through each other's memory are told
+#: apart by their GPU's index, so all ranks of a worker must see the same GPUs.
+_SEE_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
 class FollowerRank:
@@ -18,11 +28,13 @@ class FollowerRank:
         """Import what loading needs, while rank 0 does the same."""
         import worker_runtime.ranks  # noqa: F401
 
-    def run(self, *args: Any) -> None:
+    def run(
+        self, invite: RankInvite, rank: int, engine: EngineConfig, transfer: TransferConfig
+    ) -> None:
         """Load the shard and obey rank 0 to the end; arguments of `follow_rank`."""
         from worker_runtime.ranks import follow_rank
 
-        follow_rank(*args)
+        follow_rank(invite, rank, on_own_gpu(engine), transfer)
 
 
 def process_env(pool: PoolSection) -> dict[str, str]:
@@ -31,7 +43,25 @@ def process_env(pool: PoolSection) -> dict[str, str]:
     threads = pool.engine.num_threads
     if threads is not None:
         env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    if pool.placement.gpus and pool.engine.tp_size > 1:
+        env |= _SEE_ALL_GPUS
     return env | dict(pool.placement.env)
+
+
+def on_own_gpu(engine: EngineConfig) -> EngineConfig:
+    """`engine` on the GPU that Ray set aside for this process; unchanged without one."""
+    gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    if not gpus:
+        return engine
+    index = gpu_index(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return replace(engine, device=f"cuda:{index}")
+
+
+def gpu_index(gpus: Sequence[str], visible: str | None) -> int:
+    """CUDA's number, in this process, of its one GPU. Ray names GPUs as CUDA_VISIBLE_DEVICES does
+    (numbers or UUIDs), and by their number on the node where that is not set."""
+    (gpu,) = gpus
+    return visible.split(",").index(gpu) if visible else int(gpu)
 
 
 def start_followers(config: ClusterConfig, pool: PoolSection) -> list[Any]:

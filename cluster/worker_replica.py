@@ -14,7 +14,7 @@ from cluster.config import AUTO, ClusterConfig
 from cluster.directory import find_directory
 from cluster.membership import Kind, Member
 from cluster.models import find_model
-from cluster.ranks import start_followers
+from cluster.ranks import on_own_gpu, start_followers
 from observability.logging import configure_logging, get_logger
 from protocol.errors import Unavailable
 from protocol.ids import Role, WorkerRef
@@ -138,7 +138,7 @@ async def _build(role: Role, config: ClusterConfig, name: str, secret: bytes) ->
     host = worker_host(config)
     settings = WorkerSettings(
         worker_id=name,
-        engine=config.engine_config(role, find_model(config.model.name)),
+        engine=on_own_gpu(config.engine_config(role, find_model(config.model.name))),
         worker=config.worker_config(role, host),
         transfer=config.transfer_config(host),
         secret=secret,

@@ -247,6 +247,7 @@ def test_empty_section_is_all_defaults(tmp_path: Path) -> None:
         (["prefill.engine.tp_size=4"], "prefill.engine.tp_size", "allowed: 1, 2, 3, 9"),
         (["decode.engine.tp_size=5"], "decode.engine.tp_size", "9 query and 3 KV heads"),
         (["decode.engine.device=cuda"], "decode.placement.gpus", "must be 1"),
+        (["decode.engine.device=cuda:1"], "decode.engine.device", "Ray picks the GPU"),
         (["prefill.placement.gpus=1"], "prefill.placement.gpus", "device is 'cpu'"),
     ],
 )

@@ -8,7 +8,7 @@ from cluster.cli.status import _worker_row
 from cluster.cli.waiting import _last_line, _progress, _raise_failed, _reached
 from cluster.config import ClusterConfig, ModelSection, PlacementSection, PoolSection
 from cluster.membership import Kind, Member, View
-from cluster.ranks import process_env
+from cluster.ranks import gpu_index, process_env
 from cluster.serve_control import PoolStatus, _pool_status
 from engine.config import EngineConfig
 from protocol.errors import Internal
@@ -107,6 +107,31 @@ def test_threads_are_fixed_before_anything_is_imported() -> None:
     assert env(num_threads=2)["OMP_NUM_THREADS"] == env(num_threads=2)["MKL_NUM_THREADS"] == "2"
     assert "OMP_NUM_THREADS" not in env()
     assert env(num_threads=2, own=1)["OMP_NUM_THREADS"] == "7"
+
+
+def test_only_ranks_of_one_worker_see_each_others_gpus() -> None:
+    def env(tp_size: int, gpus: float) -> dict[str, str]:
+        engine = EngineConfig(model_path="m", device="cuda" if gpus else "cpu", tp_size=tp_size)
+        return process_env(PoolSection(engine=engine, placement=PlacementSection(gpus=gpus)))
+
+    name = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+    assert env(2, 1)[name] == "1"
+    assert name not in env(1, 1)
+    assert name not in env(2, 0)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "visible", "index"),
+    [
+        ("3", None, 3),
+        ("3", "", 3),
+        ("3", "3", 0),
+        ("5", "2,3,5,7", 2),
+        ("GPU-b2", "GPU-a1,GPU-b2", 1),
+    ],
+)
+def test_a_gpu_by_its_number_in_this_process(gpu: str, visible: str | None, index: int) -> None:
+    assert gpu_index([gpu], visible) == index
 
 
 def test_bundle_of_a_rank() -> None:
