@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from protocol.errors import ErrorInfo
 from protocol.ids import RequestKey, WorkerRef
 from protocol.kv_layout import KVFingerprint, KVLayout
+from protocol.prefix import CacheChange
 from protocol.sampling import SamplingParams
 from protocol.states import FinishReason, WorkerState
 from protocol.ticket import Ticket
@@ -26,6 +27,8 @@ class Submit:
     `output_ids` are tokens the client already has (after a lost attempt): they count as output and
     the first new token has index len(output_ids). `deadline` is seconds since the Unix epoch.
     `peer` is the other worker of the pair, `router_id` names the event stream to answer on.
+    `cache_salt`: only requests of the same salt share cached KV. `bypass_prefix_cache`: every
+    prompt token has to run (its logits are wanted); what it computes is cached all the same.
     """
 
     key: RequestKey
@@ -38,6 +41,8 @@ class Submit:
     ticket: Ticket | None = None
     local_prefill_reason: str = ""
     priority: int = 0
+    cache_salt: str = ""
+    bypass_prefix_cache: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +92,17 @@ class TokenEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptEvent:
+    """What became of the prompt, from the worker that ran it, no later than the next token.
+
+    `num_cached_tokens` of it were not computed, because their KV was there already.
+    """
+
+    key: RequestKey
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FailEvent:
     """The attempt ended here without finishing. `retriable`: another worker may well succeed."""
 
@@ -111,7 +127,7 @@ class WorkerLoad:
     running: int = 0  # sequences in the running batch
     waiting: int = 0  # sequences accepted, not yet running
     waiting_tokens: int = 0  # prompt tokens not yet computed (prefill: the backlog)
-    free_blocks: int = 0  # credits: blocks that a new sequence could get now
+    free_blocks: int = 0  # credits: blocks that a new sequence could get now, cached ones included
     total_blocks: int = 0
     tokens_per_second: float = 0.0  # measured prefill rate, or decode rate over all sequences
     held_blocks: int = 0
@@ -121,7 +137,10 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventBatch:
-    """All events of one step for one router. An empty batch is a sign of life."""
+    """All events of one step for one router. An empty batch is a sign of life.
+
+    `cache` is what the worker's prefix cache has gained and lost since the batch before.
+    """
 
     epoch: int
     sequence: int
@@ -129,6 +148,8 @@ class EventBatch:
     tokens: tuple[TokenEvent, ...] = ()
     failures: tuple[FailEvent, ...] = ()
     spans: tuple[SpanEvent, ...] = ()
+    prompts: tuple[PromptEvent, ...] = ()
+    cache: CacheChange | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

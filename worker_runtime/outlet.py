@@ -6,7 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from protocol.messages import EventBatch, FailEvent, SpanEvent, TokenEvent, WorkerLoad
+from protocol.messages import (
+    EventBatch,
+    FailEvent,
+    PromptEvent,
+    SpanEvent,
+    TokenEvent,
+    WorkerLoad,
+)
+from protocol.prefix import CacheChange
+from worker_runtime.cache_feed import CacheFeed
 
 
 @dataclass(slots=True, kw_only=True)
@@ -16,13 +25,15 @@ class RouterEvents:
     tokens: list[TokenEvent] = field(default_factory=list)
     failures: list[FailEvent] = field(default_factory=list)
     spans: list[SpanEvent] = field(default_factory=list)
+    prompts: list[PromptEvent] = field(default_factory=list)
 
 
 class EventOutlet:
     """Fans step events out to subscribed routers. Lives on the event loop; not thread-safe.
 
     A stream that ends means that its router is gone: `on_gone(router_id)` lets the worker cancel
-    the router's requests. A second stream with the same id replaces the first.
+    the router's requests. A second stream with the same id replaces the first. Changes of `cache`
+    travel with whatever is sent next.
     """
 
     def __init__(
@@ -39,6 +50,7 @@ class EventOutlet:
         self._on_gone = on_gone
         self._queues: dict[str, asyncio.Queue[RouterEvents | None]] = {}
         self._sequence = 0
+        self.cache = CacheFeed()
 
     def knows(self, router_id: str) -> bool:
         """Whether events for this router can be delivered."""
@@ -56,10 +68,11 @@ class EventOutlet:
         queue: asyncio.Queue[RouterEvents | None] = asyncio.Queue()
         replaced = self._queues.get(router_id)
         self._queues[router_id] = queue
+        self.cache.open(router_id)
         if replaced is not None:
             replaced.put_nowait(None)
         try:
-            yield self._batch(RouterEvents())
+            yield self._batch(RouterEvents(), self.cache.take(router_id))
             while True:
                 try:
                     step = await asyncio.wait_for(queue.get(), self._heartbeat_s)
@@ -67,10 +80,14 @@ class EventOutlet:
                     step = RouterEvents()
                 if step is None:
                     return
-                yield self._batch(step)  # numbered here: a heartbeat may overtake what is queued
+                current = self._queues.get(router_id) is queue
+                cache = self.cache.take(router_id) if current else None
+                # Numbered here: a heartbeat may overtake what is queued.
+                yield self._batch(step, cache)
         finally:
             if self._queues.get(router_id) is queue:
                 del self._queues[router_id]
+                self.cache.close(router_id)
                 self._on_gone(router_id)
 
     def close(self) -> None:
@@ -78,7 +95,7 @@ class EventOutlet:
         for queue in self._queues.values():
             queue.put_nowait(None)
 
-    def _batch(self, step: RouterEvents) -> EventBatch:
+    def _batch(self, step: RouterEvents, cache: CacheChange | None) -> EventBatch:
         self._sequence += 1
         return EventBatch(
             epoch=self._epoch,
@@ -87,4 +104,6 @@ class EventOutlet:
             tokens=tuple(step.tokens),
             failures=tuple(step.failures),
             spans=tuple(step.spans),
+            prompts=tuple(step.prompts),
+            cache=cache,
         )

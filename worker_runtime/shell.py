@@ -47,11 +47,13 @@ class Progress(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What the step thread last said about itself."""
+    """What the step thread last said about itself. `cache`: digests that have come to (True) or
+    gone from (False) its prefix cache since the time before."""
 
     load: WorkerLoad = field(default_factory=WorkerLoad)
     num_unfinished: int = 0
     counters: Mapping[str, int] | None = None
+    cache: Mapping[bytes, bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +129,7 @@ class Shell:
         """Publish a turn's events and take its snapshot; `accepted` requests entered the
         scheduler."""
         self._snapshot = snapshot
+        self.outlet.cache.change(snapshot.cache)
         self._submitted_since_snapshot -= accepted
         if snapshot.num_unfinished == 0 and self._submitted_since_snapshot == 0:
             self._idle.set()

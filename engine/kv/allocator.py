@@ -1,4 +1,4 @@
-"""Who owns which KV block. Pure Python over ints; every block is in exactly one state."""
+"""Who owns which KV block, and what full blocks hold. Pure Python; each block has one state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ class BlockState(Enum):
 
 
 class BlockAllocator:
-    """Hands out blocks and counts references. Not thread-safe: one owner decides.
+    """Hands out blocks, counts references and finds content again. Not thread-safe: one owner.
+
+    Content has a name once its owner says so (`name`): a digest of all tokens up to the end of the
+    block. Named blocks may be shared (`find`, `retain`), must never be written again, and stay
+    cached when nobody refers to them, until room is needed: the least recently freed go first.
 
     A call that would break the accounts (freeing a free block, quarantining a shared one, an id
     out of range or repeated) raises Internal and changes nothing.
@@ -33,11 +37,19 @@ class BlockAllocator:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._num_quarantined = 0
+        self._names: dict[int, bytes] = {}
+        self._named: dict[bytes, int] = {}
+        self._changes: dict[bytes, bool] = {}
 
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` can give without dropping anything cached."""
         return len(self._free)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can give."""
+        return len(self._free) + len(self._cached)
 
     @property
     def num_cached(self) -> int:
@@ -65,12 +77,12 @@ class BlockAllocator:
         """
         if n < 0:
             raise Internal(f"cannot allocate {n} blocks")
-        if n > len(self._free) + len(self._cached):
+        if n > self.num_available:
             return None
         while len(self._free) < n:
             evicted, _ = self._cached.popitem(last=False)
-            self._states[evicted] = BlockState.FREE
-            self._free.append(evicted)
+            self._forget(evicted)
+            self._release(evicted)
         taken = [self._free.pop() for _ in range(n)]
         for block in taken:
             self._states[block] = BlockState.HELD
@@ -86,26 +98,61 @@ class BlockAllocator:
                 self._states[block] = BlockState.HELD
             self._references[block] += 1
 
-    def free(self, ids: Sequence[int], *, keep: bool = False) -> None:
-        """Drop a reference to held blocks; the last frees the block, or caches it with `keep`."""
+    def free(self, ids: Sequence[int]) -> None:
+        """Drop a reference to held blocks; the last frees the block, or caches it if it is named.
+
+        Give a sequence's blocks in its order: of those, the last ones are dropped from the cache
+        first, because no later sequence can use a block without those before it.
+        """
         self._expect(ids, (BlockState.HELD,), "free")
-        for block in ids:
+        for block in reversed(ids):
             self._references[block] -= 1
             if self._references[block]:
                 continue
-            if keep:
+            if block in self._names:
                 self._states[block] = BlockState.CACHED
                 self._cached[block] = None
             else:
                 self._release(block)
 
+    def name(self, block: int, digest: bytes) -> None:
+        """A held block is full and its content will not change: others may share it from now on.
+
+        Of several blocks with the same content only the first is found.
+        """
+        self._expect((block,), (BlockState.HELD,), "name")
+        if self._names.get(block, digest) != digest:
+            raise Internal(f"cannot name block {block} twice")
+        if digest not in self._named:
+            self._names[block] = digest
+            self._named[digest] = block
+            self._changes[digest] = True
+
+    def find(self, digests: Iterable[bytes]) -> list[int]:
+        """The blocks of the longest run of `digests`, from the first one, that is here. They may be
+        evicted by the next `allocate` unless they are retained."""
+        found: list[int] = []
+        for digest in digests:
+            block = self._named.get(digest)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def take_changes(self) -> dict[bytes, bool]:
+        """Digests that have come (True) or gone (False) since the last call."""
+        changes, self._changes = self._changes, {}
+        return changes
+
     def quarantine(self, ids: Sequence[int]) -> None:
-        """Take held blocks with a single reference out of use until `unquarantine`."""
+        """Take held blocks with a single reference out of use until `unquarantine`. What they hold
+        is not to be trusted any more."""
         self._expect(ids, (BlockState.HELD,), "quarantine")
         shared = [block for block in ids if self._references[block] != 1]
         if shared:
             raise Internal(f"cannot quarantine shared blocks {shared}")
         for block in ids:
+            self._forget(block)
             self._references[block] = 0
             self._states[block] = BlockState.QUARANTINED
         self._num_quarantined += len(ids)
@@ -117,12 +164,16 @@ class BlockAllocator:
             self._release(block)
         self._num_quarantined -= len(ids)
 
+    def is_held(self, block: int) -> bool:
+        """Whether some sequence refers to a block."""
+        return self._states[block] is BlockState.HELD
+
     def references(self, block: int) -> int:
         """How many sequences refer to a block."""
         return self._references[block]
 
     def check(self) -> None:
-        """Raise Internal unless states, references and lists agree."""
+        """Raise Internal unless states, references, lists and names agree."""
         count = {state: self._states.count(state) for state in BlockState}
         free = set(self._free)
         sound = (
@@ -135,12 +186,24 @@ class BlockAllocator:
                 (references > 0) == (state is BlockState.HELD)
                 for references, state in zip(self._references, self._states, strict=True)
             )
+            and self._named == {digest: block for block, digest in self._names.items()}
+            and all(
+                self._states[block] is BlockState.HELD or block in self._cached
+                for block in self._names
+            )
+            and all(block in self._names for block in self._cached)
         )
         if not sound:
             raise Internal(
                 f"block accounts do not add up: {self.num_free} free, {self.num_held} held, "
                 f"{self.num_cached} cached, {self.num_quarantined} quarantined of {self.num_blocks}"
             )
+
+    def _forget(self, block: int) -> None:
+        digest = self._names.pop(block, None)
+        if digest is not None:
+            del self._named[digest]
+            self._changes[digest] = False
 
     def _release(self, block: int) -> None:
         self._states[block] = BlockState.FREE

@@ -9,6 +9,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from engine.kv.allocator import BlockAllocator
 from protocol.errors import Internal
 
+DIGESTS = [bytes([i]) * 32 for i in range(6)]
+
 
 class Accounts(RuleBasedStateMachine):
     """Random calls, checked against sets kept beside the allocator."""
@@ -22,10 +24,16 @@ class Accounts(RuleBasedStateMachine):
         self.references: dict[int, int] = {}
         self.cached: list[int] = []
         self.set_aside: set[int] = set()
+        self.names: dict[bytes, int] = {}
+        self.published: set[bytes] = set()
+
+    def forget(self, blocks):
+        self.names = {d: block for d, block in self.names.items() if block not in blocks}
 
     @rule(target=held, n=st.integers(0, 6))
     def allocate(self, n):
         room = 12 - len(self.references) - len(self.set_aside)
+        assert self.blocks.num_available == room
         ids = self.blocks.allocate(n)
         if n > room:
             assert ids is None
@@ -35,7 +43,9 @@ class Accounts(RuleBasedStateMachine):
         assert not set(ids) & (set(self.references) | self.set_aside)
         evicted = set(ids) & set(self.cached)
         assert evicted == set(self.cached[: len(evicted)]), "the oldest cached blocks go first"
+        assert not evicted or not self.blocks.num_free, "while others are free none is evicted"
         self.cached = [block for block in self.cached if block not in evicted]
+        self.forget(evicted)
         self.references |= dict.fromkeys(ids, 1)
         return tuple(ids)
 
@@ -48,42 +58,63 @@ class Accounts(RuleBasedStateMachine):
             self.references[block] += 1
         return ids
 
-    @rule(ids=consumes(held), keep=st.booleans())
-    def free(self, ids, keep):
-        self.blocks.free(ids, keep=keep)
-        for block in ids:
+    @rule(ids=held, digest=st.sampled_from(DIGESTS))
+    def name(self, ids, digest):
+        if not ids or ids[0] not in self.references:
+            return
+        own = [d for d, block in self.names.items() if block == ids[0]]
+        if own and own != [digest]:
+            with pytest.raises(Internal):
+                self.blocks.name(ids[0], digest)
+            return
+        self.blocks.name(ids[0], digest)
+        self.names.setdefault(digest, ids[0])
+
+    @rule(ids=consumes(held))
+    def free(self, ids):
+        self.blocks.free(ids)
+        for block in reversed(ids):
             self.references[block] -= 1
             if self.references[block] == 0:
                 del self.references[block]
-                if keep:
+                if block in self.names.values():
                     self.cached.append(block)
 
-    @rule(target=held)
-    def revive(self):
-        ids = tuple(self.cached[1:2])
-        self.blocks.retain(ids)
-        for block in ids:
-            self.cached.remove(block)
-            self.references[block] = 1
-        return ids
+    @rule(target=held, chain=st.lists(st.sampled_from(DIGESTS), unique=True))
+    def reuse(self, chain):
+        found = self.blocks.find(chain)
+        assert found == [self.names[d] for d in chain[: len(found)]]
+        assert len(found) == len(chain) or chain[len(found)] not in self.names
+        self.blocks.retain(found)
+        for block in found:
+            self.references[block] = self.references.get(block, 0) + 1
+        self.cached = [block for block in self.cached if block not in found]
+        return tuple(found)
 
     @rule(target=quarantined, ids=consumes(held))
     def quarantine(self, ids):
         if any(self.references[block] > 1 for block in ids):
             with pytest.raises(Internal):
                 self.blocks.quarantine(ids)
-            self.free(ids, False)
+            self.free(ids)
             return ()
         self.blocks.quarantine(ids)
         for block in ids:
             del self.references[block]
         self.set_aside |= set(ids)
+        self.forget(set(ids))
         return ids
 
     @rule(ids=consumes(quarantined))
     def unquarantine(self, ids):
         self.blocks.unquarantine(ids)
         self.set_aside -= set(ids)
+
+    @rule()
+    def publish(self):
+        for digest, here in self.blocks.take_changes().items():
+            (self.published.add if here else self.published.discard)(digest)
+        assert self.published == set(self.names)
 
     @invariant()
     def accounts_add_up(self):
@@ -121,6 +152,27 @@ def test_a_wrong_call_raises_and_changes_nothing(wrong):
         wrong(blocks, ids)
     blocks.check()
     assert (blocks.num_free, blocks.num_held) == (3, 3)
+
+
+def test_of_one_sequence_the_last_block_is_evicted_first():
+    blocks = BlockAllocator(4, 4)
+    old = blocks.allocate(3)
+    for block, digest in zip(old, DIGESTS, strict=False):
+        blocks.name(block, digest)
+    blocks.free(old)
+    assert (blocks.num_free, blocks.num_cached) == (1, 3)
+    blocks.allocate(2)
+    assert blocks.find(DIGESTS) == old[:2]
+
+
+def test_the_same_content_twice_is_found_once_and_the_copy_is_not_kept():
+    blocks = BlockAllocator(4, 4)
+    first, second = blocks.allocate(2)
+    blocks.name(first, DIGESTS[0])
+    blocks.name(second, DIGESTS[0])
+    blocks.free([first, second])
+    assert blocks.find(DIGESTS[:1]) == [first]
+    assert (blocks.num_free, blocks.num_cached) == (3, 1)
 
 
 def test_check_finds_a_lost_block():

@@ -30,6 +30,7 @@ from protocol.messages import (
     TokenEvent,
     WorkerLoad,
 )
+from protocol.prefix import CacheChange, hints
 from protocol.sampling import SamplingParams
 from protocol.states import WorkerState
 from rpc import methods
@@ -186,6 +187,34 @@ class TestOutlet:
         assert [batch async for batch in first] == []
         assert gone == []
         assert outlet.knows("r")
+
+    async def test_each_router_is_told_all_of_the_cache_and_then_its_changes(
+        self, outlet: EventOutlet
+    ) -> None:
+        a, b, c = (bytes([i]) * 32 for i in range(3))
+        outlet.cache.change({a: True, b: True})
+        early = outlet.stream("early")
+        assert (await anext(early)).cache == CacheChange(reset=True, added=hints([a, b]))
+        outlet.cache.change({b: False, c: True})
+        outlet.cache.change({c: False})
+        late = outlet.stream("late")
+        assert (await anext(late)).cache == CacheChange(reset=True, added=hints([a]))
+        assert (await anext(early)).cache == CacheChange(removed=hints([b, c]))
+        assert (await anext(early)).cache is None
+
+    async def test_a_replaced_stream_takes_nothing_from_its_successor(
+        self, outlet: EventOutlet
+    ) -> None:
+        first = outlet.stream("r")
+        await anext(first)
+        outlet.publish({"r": RouterEvents(tokens=[TokenEvent(key=KEY, index=0, token=4)])})
+        second = outlet.stream("r")
+        opened = asyncio.create_task(anext(second))
+        await asyncio.sleep(0)
+        outlet.cache.change({b"a" * 32: True})
+        assert [batch.cache for batch in [batch async for batch in first]] == [None]
+        assert (await opened).cache == CacheChange(reset=True)
+        assert (await anext(second)).cache == CacheChange(added=b"a" * 8)
 
     async def test_close_ends_streams_after_what_is_queued(self, outlet: EventOutlet) -> None:
         stream = outlet.stream("r")

@@ -1,0 +1,63 @@
+"""Names for what full KV blocks hold: a chain of digests, so that a name covers all before it.
+
+digest(block i) = SHA-256(digest(block i - 1) + the block's token ids); before block 0 stands a seed
+of everything else that KV depends on. Equal digests mean equal KV up to rounding, on every worker.
+The idea of hashing (parent, tokens) of each block is vLLM's automatic prefix caching; a
+cryptographic hash is needed because whoever finds a collision reads another's context.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+
+from protocol.codec import encode
+from protocol.kv_layout import KVFingerprint
+
+#: Bytes of a hint, the short form of a digest that routers work with. Two blocks may share one:
+#: a hint only ever decides where a request goes.
+HINT_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheChange:
+    """What a worker's prefix cache has gained and lost: hints, one after another.
+
+    `reset`: whatever was known before is void. Removals are applied first.
+    """
+
+    reset: bool = False
+    added: bytes = b""
+    removed: bytes = b""
+
+
+def chain_seed(fingerprint: KVFingerprint, salt: str = "") -> bytes:
+    """Where a chain begins. Requests of different salts never share a block."""
+    return sha256(encode(fingerprint) + salt.encode()).digest()
+
+
+def extend_chain(
+    digests: list[bytes], tokens: Sequence[int], *, block_size: int, seed: bytes
+) -> None:
+    """Append the digests of those full blocks of `tokens` that `digests` does not reach yet."""
+    first, full = len(digests), len(tokens) // block_size
+    if first >= full:
+        return
+    ids = array("I", tokens[first * block_size : full * block_size]).tobytes()
+    width = block_size * array("I").itemsize
+    parent = digests[-1] if digests else seed
+    for start in range(0, len(ids), width):
+        parent = sha256(parent + ids[start : start + width]).digest()
+        digests.append(parent)
+
+
+def hints(digests: Iterable[bytes]) -> bytes:
+    """The short forms, one after another."""
+    return b"".join(digest[:HINT_BYTES] for digest in digests)
+
+
+def split_hints(joined: bytes) -> list[bytes]:
+    """The short forms in `joined`, in order."""
+    return [joined[i : i + HINT_BYTES] for i in range(0, len(joined), HINT_BYTES)]
