@@ -17,6 +17,8 @@ class SequenceStep:
         sampled (a prompt's chunk before its last). The sampled token's noise is a function of
         (sampling.seed, start + len(tokens)): the absolute position that the token will have.
     banned: token ids that must not be sampled now (stop and end tokens before min_tokens).
+    seen, counts: the different tokens that the penalties look at, and how often each of them is in
+        the output (0: in the prompt only). Empty without penalties.
     previous: when set, `tokens` is one placeholder, and the token that runs is the one that
         sequence number `previous` of the step launched just before this one samples. Only for
         executors whose `launch` returns before the step is over.
@@ -27,6 +29,8 @@ class SequenceStep:
     block_ids: tuple[int, ...]
     sampling: SamplingParams | None
     banned: tuple[int, ...] = ()
+    seen: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()
     previous: int | None = None
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.batch import SequenceStep, StepBatch
 from engine.kernels.base import StepInputs
+from engine.kernels.penalties import Penalties
 from engine.kernels.sampling import SamplingInputs
 from protocol.errors import Internal
 
@@ -86,7 +87,10 @@ def _sample_rows(order: list[int], steps: list[SequenceStep]) -> tuple[list[int]
 def _sampling(steps: list[SequenceStep]) -> SamplingInputs:
     params = [step.sampling for step in steps if step.sampling is not None]
     return SamplingInputs.build(
-        params, [_end(step) for step in steps], [step.banned for step in steps]
+        params,
+        [_end(step) for step in steps],
+        [step.banned for step in steps],
+        Penalties.build(steps),
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from engine.batch import SequenceStep, StepBatch
 from engine.config import EngineConfig
 from engine.executor import Executor, build_executor
+from engine.history import TokenHistory
 from engine.kv.allocator import BlockAllocator
 from protocol.errors import ContextTooLong, InvalidRequest
 from protocol.sampling import SamplingParams
@@ -20,6 +21,7 @@ class _Sequence:
         self.tokens = list(prompt)
         self.num_prompt = len(prompt)
         self.sampling = sampling
+        self.history = TokenHistory(prompt, (), sampling) if sampling.penalised else None
         self.computed = 0
         self.blocks: list[int] = []
         self.finished = False
@@ -30,16 +32,11 @@ class _Sequence:
 
     def append(self, token: int) -> None:
         self.tokens.append(token)
+        if self.history is not None:
+            self.history.add(token)
         count = len(self.tokens) - self.num_prompt
         ended = self.sampling.ends_with(token, count)
         self.finished = ended or count >= self.sampling.max_tokens
-
-    def banned(self) -> tuple[int, ...]:
-        sampling = self.sampling
-        if len(self.tokens) - self.num_prompt >= sampling.min_tokens:
-            return ()
-        ends = () if sampling.ignore_eos else sampling.eos_token_ids
-        return (*sampling.stop_token_ids, *ends)
 
 
 class LocalEngine:
@@ -120,12 +117,15 @@ class LocalEngine:
     def _plan(self, sequence: _Sequence, count: int) -> SequenceStep:
         end = sequence.computed + count
         last = end == len(sequence.tokens)
+        history = sequence.history if last else None
         return SequenceStep(
             tokens=tuple(sequence.tokens[sequence.computed : end]),
             start=sequence.computed,
             block_ids=tuple(sequence.blocks),
             sampling=sequence.sampling if last else None,
-            banned=sequence.banned() if last else (),
+            banned=sequence.sampling.banned(len(sequence.output)) if last else (),
+            seen=history.seen() if history else (),
+            counts=history.counts() if history else (),
         )
 
     def _make_room(

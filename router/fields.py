@@ -63,16 +63,19 @@ def as_integer(value: object, param: str) -> int:
 def number(fields: Fields, name: str) -> float | None:
     """A finite number field."""
     value = fields.get(name)
-    if value is None:
-        return None
+    return None if value is None else as_number(value, name)
+
+
+def as_number(value: object, param: str) -> float:
+    """`value` as a finite number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise wrong_type(name, "a number", value)
+        raise wrong_type(param, "a number", value)
     try:
         result = float(value)
     except OverflowError:
         result = math.inf
     if not math.isfinite(result):
-        raise InvalidRequest(f"{name} must be a finite number", param=name)
+        raise InvalidRequest(f"{param} must be a finite number", param=param)
     return result
 
 

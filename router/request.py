@@ -68,6 +68,10 @@ class GenerateRequest:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     n: int = 1
     max_tokens: int | None = None
@@ -92,6 +96,7 @@ class GenerateRequest:
 _COMMON = frozenset(
     {
         *("model", "temperature", "top_p", "top_k", "min_p", "seed", "n", "max_tokens"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
         *("min_tokens", "stop", "stop_token_ids", "ignore_eos", "stream", "stream_options"),
         *("user", "timeout", "timeline", "return_token_ids"),
     }
@@ -117,6 +122,10 @@ def parse_request(kind: RequestKind, fields: Fields) -> GenerateRequest:
         top_p=_or(read.number(fields, "top_p"), 1.0),
         top_k=_top_k(fields),
         min_p=_or(read.number(fields, "min_p"), 0.0),
+        presence_penalty=_or(read.number(fields, "presence_penalty"), 0.0),
+        frequency_penalty=_or(read.number(fields, "frequency_penalty"), 0.0),
+        repetition_penalty=_or(read.number(fields, "repetition_penalty"), 1.0),
+        logit_bias=_logit_bias(fields),
         seed=read.integer(fields, "seed"),
         n=_within(_or(read.integer(fields, "n"), 1), "n", 1, MAX_CHOICES),
         max_tokens=max_tokens,
@@ -238,6 +247,20 @@ def _max_tokens(fields: Fields) -> tuple[int | None, str]:
 def _top_k(fields: Fields) -> int:
     value = _or(read.integer(fields, "top_k"), 0)
     return 0 if value == -1 else value  # -1 is the other customary way to say "off"
+
+
+def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
+    """Token ids as decimal strings, JSON's only keys, to what is added to their logits."""
+    value = fields.get("logit_bias")
+    if value is None:
+        return ()
+    biases = read.as_object(value, "logit_bias")
+    for key in biases:
+        if not (key.isascii() and key.isdigit() and len(key) < 20):
+            raise InvalidRequest(
+                f"logit_bias: keys must be token ids, got {key[:40]!r}", param="logit_bias"
+            )
+    return tuple((int(key), read.as_number(bias, "logit_bias")) for key, bias in biases.items())
 
 
 def _stops(value: object) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Fields that are known but not served: refused by name unless neutral, so that none is ignored.
 
-A neutral value asks for what would happen anyway (`presence_penalty: 0`), so clients that always
+A neutral value asks for what would happen anyway (`best_of: 1`), so clients that always
 send their defaults work.
 """
 
@@ -13,11 +13,7 @@ from router.fields import Fields
 
 #: Field -> its neutral values. null is neutral everywhere.
 UNSERVED: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logprobs": (False,),
     "top_logprobs": (0,),
     "prompt_logprobs": (),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.batch import SequenceStep
+from engine.history import TokenHistory
 from protocol.ids import RequestKey
 from protocol.messages import Submit
 from protocol.sampling import SamplingParams
@@ -18,12 +19,13 @@ class Sequence:
 
     `tokens` are prompt + output so far; positions 0 .. num_computed - 1 have their KV in
     `block_ids`. `num_known_output` output tokens came with the request (an earlier attempt made
-    them).
+    them). `history` is there when the sampling has penalties.
     """
 
     submit: Submit
     arrival: float
     tokens: list[int]
+    history: TokenHistory | None = None
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_preemptions: int = 0
@@ -34,7 +36,13 @@ class Sequence:
     @classmethod
     def of(cls, submit: Submit, now: float) -> Sequence:
         """The sequence of a request that has just arrived."""
-        return cls(submit=submit, arrival=now, tokens=[*submit.prompt_ids, *submit.output_ids])
+        prompt, output, sampling = submit.prompt_ids, submit.output_ids, submit.sampling
+        return cls(
+            submit=submit,
+            arrival=now,
+            tokens=[*prompt, *output],
+            history=TokenHistory(prompt, output, sampling) if sampling.penalised else None,
+        )
 
     @property
     def key(self) -> RequestKey:
@@ -56,28 +64,25 @@ class Sequence:
         """Tokens whose KV is missing; 1 for a sequence that is decoding."""
         return len(self.tokens) - self.num_computed
 
-    def banned(self) -> tuple[int, ...]:
-        """Ids that must not be sampled now, because min_tokens is not reached."""
-        sampling = self.sampling
-        if self.num_output >= sampling.min_tokens:
-            return ()
-        ends = () if sampling.ignore_eos else sampling.eos_token_ids
-        return sampling.stop_token_ids + ends
-
     def step(self, num_tokens: int, *, samples: bool) -> SequenceStep:
         """What the engine is asked to do next: the first `num_tokens` uncomputed tokens."""
         start = self.num_computed
+        history = self.history if samples else None
         return SequenceStep(
             tokens=tuple(self.tokens[start : start + num_tokens]),
             start=start,
             block_ids=tuple(self.block_ids),
             sampling=self.sampling if samples else None,
-            banned=self.banned() if samples else (),
+            banned=self.sampling.banned(self.num_output) if samples else (),
+            seen=history.seen() if history else (),
+            counts=history.counts() if history else (),
         )
 
     def append(self, token: int) -> FinishReason | None:
         """Add a sampled token; say whether, and why, it is the last."""
         self.tokens.append(token)
+        if self.history is not None:
+            self.history.add(token)
         if self.sampling.ends_with(token, self.num_output):
             return FinishReason.STOP
         if self.num_output >= self.sampling.max_tokens:

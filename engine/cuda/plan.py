@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from engine.batch import SequenceStep, StepBatch
 from engine.cuda.layout import is_filtered
+from engine.kernels.penalties import Penalties
 from protocol.errors import Internal
 
 #: Contexts longer than this get more splits of decode attention.
@@ -14,7 +15,7 @@ LONG_CONTEXT = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a step may hold; schedulers plan within it."""
+    """What a step may hold; schedulers plan within it. `pinned`: its plans go to a GPU."""
 
     block_size: int
     num_blocks: int
@@ -22,6 +23,7 @@ class Limits:
     max_model_len: int
     max_batch: int
     max_chunk_tokens: int
+    pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +33,8 @@ class StepPlan:
     decodes, chunks: the sequences; feeds[r]: the row of the step before whose token decode row r
     runs, or -1; *_blocks: how many blocks each sequence needs. sampled: the sequences of the
     logits' rows (every decode row, then the chunks that sample); results[i]: the logits row of
-    sequence i of the batch, or None. banned: (logits row, token id) pairs.
+    sequence i of the batch, or None. banned: (logits row, token id) pairs. penalties: other changes of
+    the logits, in pinned memory, if any.
     """
 
     decodes: list[SequenceStep]
@@ -42,6 +45,7 @@ class StepPlan:
     sampled: list[SequenceStep]
     results: list[int | None]
     banned: list[tuple[int, int]]
+    penalties: Penalties | None
     filtered: bool
     long_context: bool
 
@@ -76,6 +80,7 @@ def plan_step(batch: StepBatch, limits: Limits, previous: list[int | None]) -> S
         sampled=sampled,
         results=results,
         banned=[(row, token) for row, step in enumerate(sampled) for token in step.banned],
+        penalties=Penalties.build(sampled, pinned=limits.pinned),
         filtered=any(is_filtered(step.sampling) for step in sampled),
         long_context=any(step.start >= LONG_CONTEXT for step in decodes),
     )

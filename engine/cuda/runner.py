@@ -184,6 +184,7 @@ class CudaRunner:
             max_model_len=self.max_model_len,
             max_batch=options.max_batch,
             max_chunk_tokens=options.max_chunk_tokens,
+            pinned=self.device.type == "cuda",
         )
         device, batch, shape = self.device, options.max_batch, self._shape
         self._graphs_on = options.graphs and device.type == "cuda"

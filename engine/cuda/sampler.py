@@ -28,12 +28,14 @@ class TokenSampler:
     ) -> Tensor:
         """The tokens of `logits` `[sampled rows, rows of this rank's head]`, equal on every rank.
 
-        Without filters each rank looks at its own ids, and only the best of each meet.
+        Where nothing but noise is added, each rank looks at its own ids, and only the best of each
+        meet.
         """
         count = len(plan.sampled)
         sampling = rows.sampling(count, plan.filtered)
         tokens = self.tokens[:count]
-        if comm.size > 1 and not plan.filtered and not plan.banned:
+        changed = plan.banned or plan.penalties is not None
+        if comm.size > 1 and not plan.filtered and not changed:
             self._sample_apart(logits[:, : self._shape.num_ids], sampling, tokens, comm)
             return tokens
         if comm.size > 1:
@@ -43,6 +45,9 @@ class TokenSampler:
             host = torch.tensor(plan.banned, pin_memory=self._device.type == "cuda")
             pairs = host.to(self._device, non_blocking=True)
             logits[pairs[:, 0], pairs[:, 1]] = -torch.inf
+        if plan.penalties is not None:
+            logits = logits.float()
+            plan.penalties.apply(logits)
         sample(logits, sampling, self._scratch, out=tokens)
         return tokens
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,38 @@ async def test_preemption_changes_nothing(model: str, oracle: Oracle) -> None:
             assert answer.ids() == oracle.greedy(prompt, 60)
         local = LocalEngine(EngineConfig(model_path=model, dtype="float32", num_blocks=64))
         assert answers[0].ids() == local.generate([(prompts[0], seeded)])[0]
+        await pair.idle()
+
+
+async def test_penalties_survive_the_hand_over_preemption_and_resumption(model: str) -> None:
+    params = SamplingParams(
+        temperature=0.8,
+        seed=3,
+        max_tokens=60,
+        ignore_eos=True,
+        repetition_penalty=1.3,
+        frequency_penalty=0.5,
+        presence_penalty=0.4,
+        logit_bias=((7, -100.0), (9, 3.0)),
+    )
+    prompts = [prompt_of(20, seed=i) for i in range(5)]
+    local = LocalEngine(EngineConfig(model_path=model, dtype="float32", num_blocks=64))
+    expected = local.generate([(prompt, params) for prompt in prompts])
+    without = replace(params, repetition_penalty=1.0, frequency_penalty=0.0, presence_penalty=0.0)
+    assert local.generate([(prompts[0], without)])[0] != expected[0]
+    async with running_pair(
+        model, decode_blocks=12, prefill_config=CONFIG, decode_config=CONFIG
+    ) as pair:
+        answers = await asyncio.gather(
+            *(pair.generate(p, params, local=i == 4) for i, p in enumerate(prompts))
+        )
+        assert pair.decodes[0].status().counters[counters.PREEMPTIONS] > 0
+        assert [answer.ids() for answer in answers] == expected
+        refs = pair.decode_refs[0], pair.prefill_refs[0]
+        key = await pair.router.submit(
+            prompts[0], params, *refs, output=expected[0][:25], attempt=1
+        )
+        assert (await pair.router.answer(key)).ids() == expected[0][25:]
         await pair.idle()
 
 

@@ -18,6 +18,16 @@ from protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 SEEDED = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=1234)
+PENALISED = SamplingParams(
+    temperature=0.9,
+    top_p=0.9,
+    seed=7,
+    repetition_penalty=1.3,
+    frequency_penalty=0.4,
+    presence_penalty=-0.6,
+    logit_bias=((5, 2.5), (90, -100.0)),
+)
+BIASED = SamplingParams(temperature=0.0, logit_bias=((44, 40.0),))
 NUM_BLOCKS = 24
 
 
@@ -125,13 +135,18 @@ def seq(tokens, start, blocks, sampling=GREEDY, **more):
 
 
 def mixed_script():
-    """Batches of chunks with and without history, decodes, padding, seeds and bans."""
+    """Batches of chunks with and without history, decodes, padding, seeds, bans and penalties."""
     ids = [(7 * i + 3) % 203 for i in range(120)]
     script = [
         [seq(ids[:33], 0, (5, 2, 9), sampling=None), seq(ids[50:55], 0, (1,), SEEDED)],
         [seq(ids[33:50], 33, (5, 2, 9, 11)), seq([9], 5, (1,), SEEDED, banned=(0, 4))],
         [seq([17], 50, (5, 2, 9, 11), SEEDED), seq([30], 6, (1,)), seq(ids[:70], 0, range(12, 17))],
         [seq([18], 51, (5, 2, 9, 11))],
+        [
+            seq([18], 51, (5, 2, 9, 11), PENALISED, seen=(3, 18, 200), counts=(0, 1, 4)),
+            seq([31], 7, (1,), BIASED),
+            seq([1], 70, range(12, 17)),
+        ],
         [seq([19], 52, (5, 2, 9, 11)), seq([31], 7, (1,)), seq([1], 70, range(12, 17), SEEDED)],
     ]
     return [StepBatch(sequences=tuple(sequences)) for sequences in script]

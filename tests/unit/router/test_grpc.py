@@ -88,6 +88,8 @@ SAME: list[dict[str, Any]] = [
     {"prompt": "hello", "max_tokens": 30, "stop_token_ids": [25], "min_tokens": 10},
     {"prompt": "hello", "max_tokens": 30, "ignore_eos": True},
     {"prompt": "hello", "presence_penalty": 0.0, "logprobs": False, "repetition_penalty": 1.0},
+    {"prompt": "hello", "presence_penalty": 1.5, "frequency_penalty": -2.0, "max_tokens": 3},
+    {"prompt": "hello", "repetition_penalty": 1.2, "logit_bias": {"511": -100.0, "0": 7.5}},
 ]
 
 

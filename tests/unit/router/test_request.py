@@ -189,7 +189,20 @@ def test_neutral_values_of_every_unserved_field_pass() -> None:
 
 def test_a_value_that_only_looks_neutral_is_refused() -> None:
     assert refusal(completion, logprobs=0) == (ErrorCode.UNSUPPORTED, "logprobs")
+
+
+def test_penalties_and_biases() -> None:
+    request = chat(
+        presence_penalty=1,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.1,
+        logit_bias={"7": -100, "9": 0.5},
+    )
+    assert (request.presence_penalty, request.frequency_penalty) == (1.0, -0.5)
+    assert (request.repetition_penalty, request.logit_bias) == (1.1, ((7, -100.0), (9, 0.5)))
     assert refusal(completion, presence_penalty=False)[1] == "presence_penalty"
+    for wrong in ([], "7", {"7": "x"}, {"7": None}, {"": 1}, {"1" * 30: 1}, {"٣": 1}):
+        assert refusal(completion, logit_bias=wrong) == (ErrorCode.INVALID_REQUEST, "logit_bias")
 
 
 def test_best_of_n_of_n_is_all_of_them() -> None:

@@ -131,11 +131,12 @@ def test_rate_is_over_busy_time_only() -> None:
 def test_sequence_bans_stop_tokens_before_min_tokens() -> None:
     submit = make_submit(min_tokens=2, stop_token_ids=(7,), eos_token_ids=(2,))
     sequence = Sequence.of(submit, 0.0)
-    assert sequence.banned() == (7, 2)
+    assert sequence.step(1, samples=True).banned == (7, 2)
     assert sequence.append(7) is None
-    assert sequence.banned() == (7, 2)
+    assert sequence.step(1, samples=True).banned == (7, 2)
+    assert sequence.step(1, samples=False).banned == ()
     sequence.append(1)
-    assert sequence.banned() == ()
+    assert sequence.step(1, samples=True).banned == ()
     assert sequence.append(7) == "stop"
 
 
