@@ -22,7 +22,7 @@ class SamplingParams:
     on batch, worker, preemption or resumption. The router always fills `seed` in: an unseeded
     request gets a random one, so that it too can be resumed exactly.
 
-    presence_penalty, frequency_penalty: taken from the logit of a token that is in the output: once,
+    presence_penalty, frequency_penalty: taken from the logit of a token that is in the output, once
     and once for each time (OpenAI). repetition_penalty: logits of tokens in prompt or output are
     divided by it where positive, multiplied where negative (Keskar et al., 2019). logit_bias:
     (token, what is added to its logit), at most once a token.

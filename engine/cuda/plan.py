@@ -33,8 +33,8 @@ class StepPlan:
     decodes, chunks: the sequences; feeds[r]: the row of the step before whose token decode row r
     runs, or -1; *_blocks: how many blocks each sequence needs. sampled: the sequences of the
     logits' rows (every decode row, then the chunks that sample); results[i]: the logits row of
-    sequence i of the batch, or None. banned: (logits row, token id) pairs. penalties: other changes of
-    the logits, in pinned memory, if any.
+    sequence i of the batch, or None. banned: (logits row, token id) pairs. penalties: other
+    changes of the logits, if any.
     """
 
     decodes: list[SequenceStep]

@@ -33,7 +33,7 @@ class Penalties:
 
     @staticmethod
     def build(steps: Sequence[SequenceStep], *, pinned: bool = False) -> Penalties | None:
-        """Of one sampled sequence a row; None when none has any. `pinned`: to be copied to a GPU."""
+        """Of one sampled sequence a row; None without any. `pinned`: for a copy to a GPU."""
         rows = [(row, step, step.sampling) for row, step in enumerate(steps) if step.sampling]
         biases = [(row, *pair) for row, _, params in rows for pair in params.logit_bias]
         seen = [(row, step, params) for row, step, params in rows if step.seen]

@@ -1,4 +1,4 @@
-"""Biases and penalties: the formulas written out, transformers' processors, and no way to go wrong."""
+"""Biases and penalties: the formulas written out, transformers' processors and generate."""
 
 from __future__ import annotations
 
