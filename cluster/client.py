@@ -58,8 +58,9 @@ class Outcome:
 class InferenceClient:
     """Talks to one router. Errors are raised as the typed errors they are."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, api_key: str | None = None) -> None:
         self.address = address
+        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._channel = grpc.insecure_channel(address)
         self._stub: Any = services.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
 
@@ -76,7 +77,9 @@ class InferenceClient:
     def models(self, timeout_s: float = 5.0) -> list[str]:
         """Names of the models served."""
         with _typed_errors(self.address):
-            answer = self._stub.ListModels(wire.ListModelsRequest(), timeout=timeout_s)
+            answer = self._stub.ListModels(
+                wire.ListModelsRequest(), timeout=timeout_s, metadata=self._metadata
+            )
         return [model.id for model in answer.models]
 
     def close(self) -> None:
@@ -85,7 +88,7 @@ class InferenceClient:
 
     def _generate(self, request: wire.GenerateRequest, outcome: Outcome) -> Iterator[str]:
         with _typed_errors(self.address):
-            call = self._stub.Generate(request)
+            call = self._stub.Generate(request, metadata=self._metadata)
             try:
                 for message in call:
                     yield from _take(message, outcome)

@@ -15,7 +15,7 @@ from cluster.config_tree import build, leaf_paths
 from protocol.errors import InvalidRequest
 
 #: Environment variables of Baton that are no configuration fields.
-RESERVED = frozenset({"BATON_HOME", "BATON_LOG_LEVEL", "BATON_CONFIG"})
+RESERVED = frozenset({"BATON_HOME", "BATON_LOG_LEVEL", "BATON_CONFIG", "BATON_API_KEY"})
 _CONTAINERS = ("dict", "tuple")
 
 

@@ -6,6 +6,7 @@ BatonError
 |   `-- Unsupported       a known field that this build does not serve
 |-- NotFound              no such model or object
 |-- Unauthenticated       no key, or a wrong one
+|-- PermissionDenied      a key without the right
 |-- PayloadTooLarge       body or message over the limit
 |-- Overloaded            a bound is reached: try later
 |-- Unavailable           no worker can serve this now: try later
@@ -30,6 +31,7 @@ class ErrorCode(StrEnum):
     UNSUPPORTED = "unsupported"
     NOT_FOUND = "not_found"
     UNAUTHENTICATED = "unauthenticated"
+    PERMISSION_DENIED = "permission_denied"
     PAYLOAD_TOO_LARGE = "payload_too_large"
     OVERLOADED = "overloaded"
     UNAVAILABLE = "unavailable"
@@ -107,6 +109,12 @@ class Unauthenticated(BatonError):
     code = ErrorCode.UNAUTHENTICATED
 
 
+class PermissionDenied(BatonError):
+    """The caller is known and may not do this."""
+
+    code = ErrorCode.PERMISSION_DENIED
+
+
 class PayloadTooLarge(BatonError):
     """A body or message is over its limit."""
 
@@ -163,6 +171,7 @@ _CLASSES: dict[ErrorCode, type[BatonError]] = {
         Unsupported,
         NotFound,
         Unauthenticated,
+        PermissionDenied,
         PayloadTooLarge,
         Overloaded,
         Unavailable,
@@ -181,6 +190,7 @@ HTTP_STATUS: dict[ErrorCode, int] = {
     ErrorCode.UNSUPPORTED: 400,
     ErrorCode.NOT_FOUND: 404,
     ErrorCode.UNAUTHENTICATED: 401,
+    ErrorCode.PERMISSION_DENIED: 403,
     ErrorCode.PAYLOAD_TOO_LARGE: 413,
     ErrorCode.OVERLOADED: 429,
     ErrorCode.UNAVAILABLE: 503,
@@ -198,6 +208,7 @@ GRPC_STATUS: dict[ErrorCode, str] = {
     ErrorCode.UNSUPPORTED: "INVALID_ARGUMENT",
     ErrorCode.NOT_FOUND: "NOT_FOUND",
     ErrorCode.UNAUTHENTICATED: "UNAUTHENTICATED",
+    ErrorCode.PERMISSION_DENIED: "PERMISSION_DENIED",
     ErrorCode.PAYLOAD_TOO_LARGE: "RESOURCE_EXHAUSTED",
     ErrorCode.OVERLOADED: "RESOURCE_EXHAUSTED",
     ErrorCode.UNAVAILABLE: "UNAVAILABLE",

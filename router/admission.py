@@ -1,35 +1,55 @@
-"""The bound on what one router has in flight, so that it refuses at once instead of drowning."""
+"""The bounds on what a router and each caller have in flight, so that it refuses at once instead of
+drowning."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from protocol.errors import InvalidRequest, Overloaded, Unavailable
+from router.keys import ANYONE, Caller
+
+_MINUTE_S = 60.0
+
+
+@dataclass(slots=True)
+class _Use:
+    """What one caller has: sequences in flight, and when its latest requests came."""
+
+    in_flight: int = 0
+    recent: deque[float] = field(default_factory=deque)
 
 
 class Admission:
     """Counts sequences in flight. Refusing costs nothing: it happens before any text is touched."""
 
-    def __init__(self, *, limit: int, retry_after_s: float) -> None:
+    def __init__(
+        self, *, limit: int, retry_after_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._limit = limit
         self._retry_after_s = retry_after_s
+        self._clock = clock
+        self._uses: dict[str, _Use] = {}
         self.in_flight = 0
         self.draining = False
         self._idle = asyncio.Event()
         self._idle.set()
 
     @contextmanager
-    def enter(self, sequences: int) -> Iterator[None]:
-        """Count `sequences` for the length of the block.
+    def enter(self, sequences: int, caller: Caller = ANYONE) -> Iterator[None]:
+        """Count `sequences` of a caller for the length of the block.
 
-        Raises Unavailable while draining, Overloaded when the bound would be passed, InvalidRequest
-        when the bound is too small for it at any time.
+        Raises Unavailable while draining, Overloaded when a bound would be passed, InvalidRequest
+        when a bound is too small for it at any time.
         """
-        if sequences > self._limit:
+        most = min(self._limit, caller.max_requests or self._limit)
+        if sequences > most:
             raise InvalidRequest(
-                f"n asks for {sequences} sequences, at most {self._limit} can run", param="n"
+                f"n asks for {sequences} sequences, at most {most} can run", param="n"
             )
         if self.draining:
             raise Unavailable("this router is draining", retry_after_s=self._retry_after_s)
@@ -38,15 +58,41 @@ class Admission:
                 f"{self.in_flight} of {self._limit} sequences are in flight",
                 retry_after_s=self._retry_after_s,
             )
-        self.in_flight += sequences
-        self._idle.clear()
+        use = self._uses.setdefault(caller.name, _Use())
+        self._check_caller(caller, use, sequences)
+        self._add(use, sequences)
         try:
             yield
         finally:
-            self.in_flight -= sequences
-            if not self.in_flight:
-                self._idle.set()
+            self._add(use, -sequences)
 
     async def idle(self) -> None:
         """Return once nothing is in flight."""
         await self._idle.wait()
+
+    def _check_caller(self, caller: Caller, use: _Use, sequences: int) -> None:
+        """Raise Overloaded when the caller has reached a bound of its own; count its request."""
+        limit, rate = caller.max_requests, caller.requests_per_minute
+        if limit is not None and use.in_flight + sequences > limit:
+            raise Overloaded(
+                f"API key {caller.name!r} has {use.in_flight} of its {limit} sequences in flight",
+                retry_after_s=self._retry_after_s,
+            )
+        if rate is not None:
+            now = self._clock()
+            while use.recent and use.recent[0] <= now - _MINUTE_S:
+                use.recent.popleft()
+            if len(use.recent) >= rate:
+                raise Overloaded(
+                    f"the API key {caller.name!r} may start {rate} requests a minute",
+                    retry_after_s=use.recent[0] + _MINUTE_S - now,
+                )
+            use.recent.append(now)
+
+    def _add(self, use: _Use, sequences: int) -> None:
+        use.in_flight += sequences
+        self.in_flight += sequences
+        if self.in_flight:
+            self._idle.clear()
+        else:
+            self._idle.set()

@@ -32,6 +32,8 @@ class RouterConfig:
     neutralise_control_tokens: whether a role marker inside chat content is read as plain text.
     reuse_port: whether several routers of one host may share a port (SO_REUSEPORT).
     drain_s: how long a drain waits for requests in flight.
+    api_keys_file: YAML file of the keys that may call (docs/security.md), read again when it
+        changes; empty: no key is needed.
     vllm_metric_names: export the shared metrics as `vllm:*` too.
     """
 
@@ -58,6 +60,7 @@ class RouterConfig:
     reuse_port: bool = True
     admin_enabled: bool = True
     drain_s: float = 30.0
+    api_keys_file: str = ""
     vllm_metric_names: bool = False
 
     def __post_init__(self) -> None:

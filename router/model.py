@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from protocol.errors import ContextTooLong, NotFound
+from protocol.errors import ContextTooLong, NotFound, PermissionDenied
 from router.config import RouterConfig
+from router.keys import Caller
 from router.request import ChatMessage, GenerateRequest, RequestKind
 from router.text.detokenizer import Detokenizer
 from router.text.tokenizer import ModelText
@@ -37,7 +38,7 @@ class ServedModel:
 
     def __init__(self, config: RouterConfig) -> None:
         self.name = config.model_name
-        self._names = {self.name, *config.model_aliases}
+        self.names = frozenset({self.name, *config.model_aliases})
         self._created = int(time.time())
         self._text = ModelText(
             Path(config.model_path), neutralise_control_tokens=config.neutralise_control_tokens
@@ -51,10 +52,15 @@ class ServedModel:
         self._short = ThreadPoolExecutor(config.text_threads, thread_name_prefix="text")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="long-text")
 
-    def check_name(self, name: str | None) -> None:
-        """Raise NotFound unless `name` is a name of this model; None means the served one."""
-        if name is not None and name not in self._names:
+    def check_name(self, name: str | None, caller: Caller) -> None:
+        """Raise NotFound unless `name` is a name of this model (None means the served one),
+        PermissionDenied unless the caller may use it."""
+        if name is not None and name not in self.names:
             raise NotFound(f"the model {name!r} does not exist", param="model")
+        if not caller.may_use(self.names):
+            raise PermissionDenied(
+                f"the API key {caller.name!r} may not use the model {self.name!r}", param="model"
+            )
 
     def info(self) -> ModelInfo:
         """What clients are told."""

@@ -12,6 +12,7 @@ from uuid import uuid4
 from observability.export import MetricSet
 from observability.logging import get_logger
 from protocol.ids import Role, WorkerRef
+from router.access import Access
 from router.admin import AdminBackend, ClusterView, PoolView, RouterView, WorkerView
 from router.config import RouterConfig
 from router.grpc.admin import AdminServicer
@@ -28,6 +29,7 @@ from router.service import InferenceService
 log = get_logger(__name__)
 
 _HEALTH_CHECK_S = 5.0
+_FILE_CHECK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,7 @@ class Router:
         self._admin = admin
         self._clock = clock
         self._rng = rng or random.Random()
+        self._access = Access(config.api_keys_file)
         self._model = ServedModel(config)
         self._exported: set[str] = set()
         self._retiring = False
@@ -72,7 +75,7 @@ class Router:
         self._service: InferenceService | None = None
         self._http: HttpServer | None = None
         self._grpc: GrpcServer | None = None
-        self._health: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -93,7 +96,10 @@ class Router:
             await self.stop()
             raise
         self.addresses = RouterAddresses(http=http, grpc=grpc)
-        self._health = asyncio.create_task(self._keep_health(service))
+        self._tasks = [
+            asyncio.create_task(self._keep_health(service)),
+            asyncio.create_task(self._keep_files()),
+        ]
         log.info("router started", extra={"http": http, "grpc": grpc, "router": self.router_id})
         return self.addresses
 
@@ -137,10 +143,10 @@ class Router:
 
     async def stop(self) -> None:
         """Close both doors and every stream. Requests in flight end in an error; idempotent."""
-        if self._health is not None:
-            self._health.cancel()
-            await asyncio.gather(self._health, return_exceptions=True)
-            self._health = None
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
         if self._service is not None:
             self._service.admission.draining = True
         if self._grpc is not None:
@@ -225,12 +231,16 @@ class Router:
             clock=self._clock,
         )
         app = make_app(
-            self._service, metrics_text=self.metrics_text, max_body_bytes=config.max_body_bytes
+            self._service,
+            access=self._access,
+            metrics_text=self.metrics_text,
+            max_body_bytes=config.max_body_bytes,
         )
         self._http = HttpServer(app, keep_alive_s=config.keep_alive_s, reuse_port=config.reuse_port)
         self._grpc = GrpcServer(
             InferenceServicer(self._service),
             AdminServicer(self.view, self._admin) if config.admin_enabled else None,
+            access=self._access,
             max_message_bytes=config.max_message_bytes,
             reuse_port=config.reuse_port,
         )
@@ -247,6 +257,12 @@ class Router:
                 await self._grpc.set_serving(serving)
                 continue  # it may have changed meanwhile
             await self._members.changed(_HEALTH_CHECK_S)
+
+    async def _keep_files(self) -> None:
+        """Follow the files that may change while this runs."""
+        while True:
+            await asyncio.sleep(_FILE_CHECK_S)
+            await self._access.refresh()
 
     def _running(self) -> InferenceService:
         if self._service is None:

@@ -22,6 +22,7 @@ from router import metering
 from router.admission import Admission
 from router.config import RouterConfig
 from router.generation import Generation
+from router.keys import ANYONE, Caller
 from router.model import ModelInfo, ServedModel
 from router.prepare import Limits, base_sampling, check_ids, make_jobs
 from router.relay import PlacedSpan, Relay
@@ -76,8 +77,13 @@ class InferenceService:
         return not self.admission.draining and bool(self._relay.members.ready(Role.DECODE))
 
     @contextmanager
-    def track(self, door: Door, endpoint: str) -> Iterator[None]:
-        """Count one call of Generate and, if it fails, its code; whatever fails leaves typed."""
+    def track(
+        self, door: Door, endpoint: str, *, overdue: Callable[[], bool] = lambda: False
+    ) -> Iterator[None]:
+        """Count one call of Generate and, if it fails, its code; whatever fails leaves typed.
+
+        A call that is cancelled while `overdue()` ended by its deadline.
+        """
         self.metrics.count(metrics.REQUESTS, door=door, endpoint=endpoint)
         try:
             yield
@@ -87,7 +93,8 @@ class InferenceService:
                 log.error("request failed", exc_info=error, extra={"endpoint": endpoint})
             raise
         except (asyncio.CancelledError, GeneratorExit):
-            self._failed(door, ErrorCode.CANCELLED)
+            late = overdue()
+            self._failed(door, ErrorCode.DEADLINE_EXCEEDED if late else ErrorCode.CANCELLED)
             raise
         except Exception as error:
             self._failed(door, ErrorCode.INTERNAL)
@@ -99,25 +106,30 @@ class InferenceService:
 
     @asynccontextmanager
     async def generate(
-        self, request: GenerateRequest, *, arrival: float, time_left_s: float | None = None
+        self,
+        request: GenerateRequest,
+        *,
+        arrival: float,
+        caller: Caller = ANYONE,
+        time_left_s: float | None = None,
     ) -> AsyncIterator[Generation]:
         """Run a request for the length of the block.
 
         `arrival` is when it came, in seconds since the Unix epoch; `time_left_s` is the deadline of
         the call itself, if it has one. Raises typed errors before anything is submitted.
         """
-        self._model.check_name(request.model)
+        self._model.check_name(request.model, caller)
         deadline = arrival + self._time_allowed(request, time_left_s)
-        with self.admission.enter(request.num_sequences):
+        with self.admission.enter(request.num_sequences, caller):
             generation = await self._prepare(request, arrival, deadline)
             async with generation:
                 yield generation
             metering.succeeded(self.metrics, generation, end=self.clock())
 
-    async def tokenize(self, fields: Mapping[str, Any]) -> Tokens:
+    async def tokenize(self, fields: Mapping[str, Any], caller: Caller = ANYONE) -> Tokens:
         """Ids of `prompt`, or of `messages` through the chat template; a few contexts at most."""
         check_fields(fields, frozenset({"model", "prompt", "messages", "add_special_tokens"}))
-        self._model.check_name(read.text(fields, "model"))
+        self._model.check_name(read.text(fields, "model"), caller)
         special = read.boolean(fields, "add_special_tokens")
         limit = _TOKENIZE_CONTEXTS * self._model.context
         if fields.get("messages") is not None:
@@ -135,10 +147,10 @@ class InferenceService:
             ids = await self._model.encode_text(prompt, add_special_tokens=add, limit=limit)
         return Tokens(ids=ids, max_model_len=self._model.context)
 
-    async def detokenize(self, fields: Mapping[str, Any]) -> str:
+    async def detokenize(self, fields: Mapping[str, Any], caller: Caller = ANYONE) -> str:
         """Text of `tokens`, special tokens included."""
         check_fields(fields, frozenset({"model", "tokens"}))
-        self._model.check_name(read.text(fields, "model"))
+        self._model.check_name(read.text(fields, "model"), caller)
         value = fields.get("tokens")
         if value is None:
             raise InvalidRequest("tokens is required", param="tokens")
@@ -147,13 +159,18 @@ class InferenceService:
             check_ids(ids, self._limits(), param="tokens")
         return await self._model.decode(ids)
 
-    def models(self) -> list[ModelInfo]:
-        """The models served."""
-        return [self._model.info()]
+    @property
+    def model_name(self) -> str:
+        """The name that answers carry."""
+        return self._model.name
 
-    def find_model(self, name: str) -> ModelInfo:
-        """One model by any of its names. Raises NotFound."""
-        self._model.check_name(name)
+    def models(self, caller: Caller = ANYONE) -> list[ModelInfo]:
+        """The models served to this caller."""
+        return [self._model.info()] if caller.may_use(self._model.names) else []
+
+    def find_model(self, name: str, caller: Caller = ANYONE) -> ModelInfo:
+        """One model by any of its names. Raises NotFound, or PermissionDenied."""
+        self._model.check_name(name, caller)
         return self._model.info()
 
     # --- parts of generate ------------------------------------------------------------------------

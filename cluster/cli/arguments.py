@@ -9,6 +9,7 @@ from typing import Any
 #: Environment twins of flags; BATON_* twins of configuration fields are in cluster.config_load.
 CONFIG_ENV = "BATON_CONFIG"
 DEFAULT_CONFIG = "deploy/configs/local-cpu.yaml"
+API_KEY_ENV = "BATON_API_KEY"
 DEFAULT_GRPC = "127.0.0.1:9000"
 DEFAULT_QUESTION = "What is the capital of France?"
 
@@ -27,6 +28,7 @@ def make_parser() -> argparse.ArgumentParser:
     _generate(commands)
     _chat(commands)
     _models(commands)
+    _keys(commands)
     _demo(commands)
     return parser
 
@@ -90,6 +92,12 @@ def _target(parser: Any) -> None:
         metavar="HOST:PORT",
         help=f"gRPC address of a router (default: the running cluster's, or {DEFAULT_GRPC})",
     )
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        default=os.environ.get(API_KEY_ENV),
+        help=f"key to call with (default: ${API_KEY_ENV}, which no process list shows)",
+    )
     parser.add_argument("--max-tokens", type=_positive, metavar="N")
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--top-p", type=float)
@@ -123,6 +131,14 @@ def _models(commands: Any) -> None:
     path = actions.add_parser("path", help="print a model's folder")
     path.add_argument("name")
     actions.add_parser("list", help="models on this machine, and those that can be fetched")
+
+
+def _keys(commands: Any) -> None:
+    parser = _plain(commands, "keys", "make API keys for the front doors")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    new = actions.add_parser("new", help="print a fresh key, and its entry for the key file")
+    new.add_argument("name", help="who it is for; shown in logs and metrics")
+    new.add_argument("--admin", action="store_true", help="may see and steer the cluster")
 
 
 def _demo(commands: Any) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from cluster.cli import down, session, up
+from cluster.cli.arguments import API_KEY_ENV
 from cluster.cli.console import Console
 from cluster.cli.timeline import show_timeline
 from cluster.client import InferenceClient, Options, Outcome, Turn
@@ -37,7 +39,7 @@ def _config(options: argparse.Namespace, console: Console) -> ClusterConfig:
 
 
 def _ask(state: RunningCluster, options: argparse.Namespace, console: Console) -> None:
-    client = InferenceClient(state.grpc)
+    client = InferenceClient(state.grpc, api_key=os.environ.get(API_KEY_ENV))
     outcome = Outcome()
     console.say(f"\nquestion (over gRPC): {options.question}")
     console.piece("answer: ")

@@ -15,7 +15,7 @@ from cluster.local_ray import load_state
 
 def run(options: argparse.Namespace, console: Console) -> None:
     """Answer one prompt or message, or hold a conversation."""
-    client = InferenceClient(options.target or default_target())
+    client = InferenceClient(options.target or default_target(), api_key=options.api_key)
     try:
         if options.command == "generate":
             prompt = sys.stdin.read() if options.prompt == "-" else options.prompt

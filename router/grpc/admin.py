@@ -12,6 +12,7 @@ from protocol.wire import inference_pb2 as pb
 from router.admin import AdminBackend, ClusterView
 from router.grpc import convert
 from router.grpc.errors import abort
+from router.keys import Caller
 
 _Context = aio.ServicerContext[Any, Any]
 
@@ -25,14 +26,16 @@ class AdminServicer:
         self._own_view = own_view
         self._backend = backend
 
-    async def get_cluster(self, request: pb.GetClusterRequest, context: _Context) -> pb.Cluster:
+    async def get_cluster(
+        self, request: pb.GetClusterRequest, context: _Context, _: Caller
+    ) -> pb.Cluster:
         """The cluster as it is."""
         try:
             return convert.cluster_message(await self._view())
         except BatonError as error:
             await abort(context, error)
 
-    async def scale(self, request: pb.ScaleRequest, context: _Context) -> pb.Cluster:
+    async def scale(self, request: pb.ScaleRequest, context: _Context, _: Caller) -> pb.Cluster:
         """Change the pools that are named; the cluster after the change was accepted."""
         try:
             convert.check_known(request)
@@ -45,7 +48,9 @@ class AdminServicer:
         except BatonError as error:
             await abort(context, error)
 
-    async def drain(self, request: pb.DrainRequest, context: _Context) -> pb.DrainResponse:
+    async def drain(
+        self, request: pb.DrainRequest, context: _Context, _: Caller
+    ) -> pb.DrainResponse:
         """Drain one worker."""
         try:
             convert.check_known(request)

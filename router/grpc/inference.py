@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 from grpc import aio
@@ -12,6 +13,7 @@ from protocol.wire import inference_pb2 as pb
 from router.generation import Generation
 from router.grpc import convert
 from router.grpc.errors import abort
+from router.keys import Caller
 from router.request import GenerateRequest, parse_request
 from router.service import Door, InferenceService
 
@@ -21,6 +23,8 @@ _Context = aio.ServicerContext[Any, Any]
 _MAX_TRAILER = 4096
 #: What gRPC reports as remaining time when there is no deadline.
 _NO_DEADLINE_S = 1e8
+#: gRPC's timers may end a call this long before its deadline.
+_CLOCK_SLACK_S = 0.005
 
 
 class InferenceServicer:
@@ -29,19 +33,21 @@ class InferenceServicer:
     def __init__(self, service: InferenceService) -> None:
         self._service = service
 
-    async def generate(self, request: pb.GenerateRequest, context: _Context) -> None:
+    async def generate(
+        self, request: pb.GenerateRequest, context: _Context, caller: Caller
+    ) -> None:
         """Stream one request's output.
 
         Writes to the context rather than yielding: so a cancelled call unwinds here and at once.
         """
         arrival = self._service.clock()
         try:
-            with self._service.track(Door.GRPC, "generate"):
+            with self._service.track(Door.GRPC, "generate", overdue=partial(_overdue, context)):
                 kind, fields = convert.generate_fields(request)
                 parsed = parse_request(kind, fields)
                 token_ids = not request.HasField("return_token_ids") or request.return_token_ids
                 async with self._service.generate(
-                    parsed, arrival=arrival, time_left_s=_time_left_s(context)
+                    parsed, caller=caller, arrival=arrival, time_left_s=_time_left_s(context)
                 ) as generation:
                     last = await self._relay(parsed, generation, context, token_ids=token_ids)
             # Off the books first: whoever has its answer can ask again at once.
@@ -50,7 +56,7 @@ class InferenceServicer:
             await abort(context, error)
 
     async def list_models(
-        self, request: pb.ListModelsRequest, context: _Context
+        self, request: pb.ListModelsRequest, context: _Context, caller: Caller
     ) -> pb.ListModelsResponse:
         """The models served."""
         models = [
@@ -60,14 +66,16 @@ class InferenceServicer:
                 owned_by="baton",
                 max_model_len=model.max_model_len,
             )
-            for model in self._service.models()
+            for model in self._service.models(caller)
         ]
         return pb.ListModelsResponse(models=models)
 
-    async def tokenize(self, request: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:
+    async def tokenize(
+        self, request: pb.TokenizeRequest, context: _Context, caller: Caller
+    ) -> pb.TokenizeResponse:
         """Text or chat to ids."""
         try:
-            tokens = await self._service.tokenize(convert.tokenize_fields(request))
+            tokens = await self._service.tokenize(convert.tokenize_fields(request), caller)
         except BatonError as error:
             await abort(context, error)
         return pb.TokenizeResponse(
@@ -75,11 +83,11 @@ class InferenceServicer:
         )
 
     async def detokenize(
-        self, request: pb.DetokenizeRequest, context: _Context
+        self, request: pb.DetokenizeRequest, context: _Context, caller: Caller
     ) -> pb.DetokenizeResponse:
         """Ids to text."""
         try:
-            text = await self._service.detokenize(convert.detokenize_fields(request))
+            text = await self._service.detokenize(convert.detokenize_fields(request), caller)
         except BatonError as error:
             await abort(context, error)
         return pb.DetokenizeResponse(prompt=text)
@@ -121,7 +129,7 @@ class InferenceServicer:
     def _first(self, generation: Generation) -> pb.GenerateResponse:
         return pb.GenerateResponse(
             id=generation.request_id,
-            model=self._service.models()[0].id,
+            model=self._service.model_name,
             created=int(generation.arrival),
         )
 
@@ -151,3 +159,9 @@ class _Whole:
 def _time_left_s(context: _Context) -> float | None:
     left_s = context.time_remaining()
     return None if left_s is None or left_s > _NO_DEADLINE_S else left_s
+
+
+def _overdue(context: _Context) -> bool:
+    """Whether a call that was cancelled has run out of its own time."""
+    left_s = _time_left_s(context)
+    return left_s is not None and left_s <= _CLOCK_SLACK_S

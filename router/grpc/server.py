@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
-from protocol.errors import InvalidRequest, Unavailable
+from observability.logging import get_logger
+from protocol.errors import BatonError, InvalidRequest, Unavailable
 from protocol.wire import inference_pb2 as pb
+from router.access import Access
 from router.grpc.admin import AdminServicer
 from router.grpc.errors import abort
 from router.grpc.inference import InferenceServicer
 
 M = TypeVar("M", bound=Message)
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+_Context: TypeAlias = "aio.ServicerContext[Any, Any]"
+_Method = Callable[..., Awaitable[Any]]
+log = get_logger(__name__)
 
 INFERENCE = "baton.v1.Inference"
 ADMIN = "baton.v1.Admin"
@@ -32,9 +37,11 @@ class GrpcServer:
         inference: InferenceServicer,
         admin: AdminServicer | None,
         *,
+        access: Access,
         max_message_bytes: int,
         reuse_port: bool,
     ) -> None:
+        self._access = access
         self._inference = inference
         self._admin = admin
         self._options: list[tuple[str, int]] = [
@@ -52,15 +59,17 @@ class GrpcServer:
     async def start(self, host: str, port: int) -> str:
         """Bind (port 0: any free one) and serve; the `host:port` that was bound."""
         server = aio.server(options=self._options)
-        handlers = {INFERENCE: _inference_handlers(self._inference)}
+        handlers = {INFERENCE: _inference_handlers(self._inference, _Guard(self._access))}
         if self._admin is not None:
-            handlers[ADMIN] = _admin_handlers(self._admin)
+            handlers[ADMIN] = _admin_handlers(self._admin, _Guard(self._access, admin=True))
         for service, methods in handlers.items():
             generic = grpc.method_handlers_generic_handler(service, methods)
             server.add_generic_rpc_handlers((generic,))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(
+            _GuardedReflection(names, self._access), server
+        )
         await self.set_serving(False)
         where = f"[{host}]" if ":" in host else host
         try:
@@ -87,34 +96,86 @@ class GrpcServer:
             self._server = None
 
 
-def _inference_handlers(servicer: InferenceServicer) -> dict[str, _Handler]:
+class _Guard:
+    """Checks the key of each call, then that its message has parsed, then hands it on."""
+
+    def __init__(self, access: Access, *, admin: bool = False) -> None:
+        self._access = access
+        self._admin = admin
+
+    def unary(self, method: _Method, kind: type[M]) -> _Handler:
+        """A method with one answer."""
+        return grpc.unary_unary_rpc_method_handler(
+            self.checked(method),
+            request_deserializer=_tolerant(kind),
+            response_serializer=lambda reply: reply.SerializeToString(),
+        )
+
+    def checked(self, method: _Method) -> _Method:
+        """`method(request, context, caller)`, called by those who may."""
+
+        async def call(request: Any, context: _Context) -> Any:
+            try:
+                caller = self._access.caller(authorization(context))
+                if self._admin:
+                    caller.check_admin()
+                    log.info("admin call", extra={"method": method.__name__, "key": caller.name})
+                if isinstance(request, InvalidRequest):
+                    raise request
+            except BatonError as error:
+                await abort(context, error)
+            return await method(request, context, caller)
+
+        return call
+
+
+class _GuardedReflection(reflection.aio.ReflectionServicer):  # type: ignore[misc]
+    """What methods there are, told to those with a key."""
+
+    def __init__(self, names: Sequence[str], access: Access) -> None:
+        super().__init__(names)
+        self._access = access
+
+    async def ServerReflectionInfo(  # noqa: N802 - the name of the method on the wire
+        self, request_iterator: AsyncIterator[Any], context: _Context
+    ) -> AsyncIterator[Any]:
+        """Answer as the base does."""
+        try:
+            self._access.caller(authorization(context))
+        except BatonError as error:
+            await abort(context, error)
+        async for reply in super().ServerReflectionInfo(request_iterator, context):
+            yield reply
+
+
+def authorization(context: _Context) -> str | None:
+    """The call's `authorization` metadata."""
+    for key, value in context.invocation_metadata() or ():
+        if key == "authorization" and isinstance(value, str):
+            return value
+    return None
+
+
+def _inference_handlers(servicer: InferenceServicer, guard: _Guard) -> dict[str, _Handler]:
     generate = grpc.unary_stream_rpc_method_handler(
-        _checked(servicer.generate),
+        guard.checked(servicer.generate),
         request_deserializer=_tolerant(pb.GenerateRequest),
         response_serializer=pb.GenerateResponse.SerializeToString,
     )
     return {
         "Generate": generate,
-        "ListModels": _unary(servicer.list_models, pb.ListModelsRequest),
-        "Tokenize": _unary(servicer.tokenize, pb.TokenizeRequest),
-        "Detokenize": _unary(servicer.detokenize, pb.DetokenizeRequest),
+        "ListModels": guard.unary(servicer.list_models, pb.ListModelsRequest),
+        "Tokenize": guard.unary(servicer.tokenize, pb.TokenizeRequest),
+        "Detokenize": guard.unary(servicer.detokenize, pb.DetokenizeRequest),
     }
 
 
-def _admin_handlers(servicer: AdminServicer) -> dict[str, _Handler]:
+def _admin_handlers(servicer: AdminServicer, guard: _Guard) -> dict[str, _Handler]:
     return {
-        "GetCluster": _unary(servicer.get_cluster, pb.GetClusterRequest),
-        "Scale": _unary(servicer.scale, pb.ScaleRequest),
-        "Drain": _unary(servicer.drain, pb.DrainRequest),
+        "GetCluster": guard.unary(servicer.get_cluster, pb.GetClusterRequest),
+        "Scale": guard.unary(servicer.scale, pb.ScaleRequest),
+        "Drain": guard.unary(servicer.drain, pb.DrainRequest),
     }
-
-
-def _unary(method: Callable[[Any, Any], Awaitable[Any]], kind: type[M]) -> _Handler:
-    return grpc.unary_unary_rpc_method_handler(
-        _checked(method),
-        request_deserializer=_tolerant(kind),
-        response_serializer=lambda reply: reply.SerializeToString(),
-    )
 
 
 def _tolerant(kind: type[M]) -> Callable[[bytes], M | InvalidRequest]:
@@ -132,12 +193,3 @@ def _tolerant(kind: type[M]) -> Callable[[bytes], M | InvalidRequest]:
         return message
 
     return parse
-
-
-def _checked(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
-    async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
-        if isinstance(request, InvalidRequest):
-            await abort(context, request)
-        return await method(request, context)
-
-    return call

@@ -18,25 +18,29 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from observability.export import CONTENT_TYPE
 from protocol.errors import BatonError, Internal, InvalidRequest, NotFound, Unavailable
+from router.access import Access
 from router.generation import Generation
+from router.keys import Caller
 from router.model import ModelInfo
 from router.openai.answers import JSON_TYPE, Answer, cancelled_when_gone
 from router.openai.body import read_object
 from router.openai.chunks import ChunkWriter, Collector
 from router.openai.errors import error_body, error_headers, error_status
+from router.openai.guard import Guard, caller_of
 from router.request import GenerateRequest, RequestKind, parse_request
 from router.service import Door, InferenceService
 
 _Ending = Callable[[], Awaitable[None]]
-_Operation = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+_Operation = Callable[[dict[str, Any], Caller], Awaitable[dict[str, Any]]]
 
 
 def make_app(
     service: InferenceService,
     *,
+    access: Access,
     metrics_text: Callable[[], Awaitable[bytes]],
     max_body_bytes: int,
-) -> Starlette:
+) -> ASGIApp:
     """The ASGI application. `metrics_text` renders /metrics."""
     door = _Paths(service, metrics_text, max_body_bytes)
     routes = [
@@ -52,7 +56,7 @@ def make_app(
         Route("/version", door.version, methods=["GET"]),
     ]
     handlers: dict[Any, Any] = {HTTPException: _http_exception, Exception: _exception}
-    return Starlette(routes=routes, exception_handlers=handlers)
+    return Guard(Starlette(routes=routes, exception_handlers=handlers), access)
 
 
 class _Paths:
@@ -82,7 +86,9 @@ class _Paths:
                     request = parse_request(kind, fields)
                     async with (
                         cancelled_when_gone(receive),
-                        self._service.generate(request, arrival=arrival) as generation,
+                        self._service.generate(
+                            request, caller=caller_of(scope), arrival=arrival
+                        ) as generation,
                     ):
                         ending = await self._relay(request, generation, answer)
                 await ending()
@@ -97,7 +103,7 @@ class _Paths:
         """Pass the output on; what is left to send once the request is off the books. Until then a
         client that got its answer could still be refused for what it had in flight."""
         headers = [(b"baton-request-id", generation.request_id.encode())]
-        model = self._service.models()[0].id
+        model = self._service.model_name
         if request.stream:
             writer = ChunkWriter(request, generation, model=model)
             async for deltas in generation:
@@ -120,34 +126,36 @@ class _Paths:
             answer = Answer(send)
             try:
                 fields = await read_object(scope, receive, limit=self._max_body_bytes)
-                await answer.object(await run_operation(fields))
+                await answer.object(await run_operation(fields, caller_of(scope)))
             except BatonError as error:
                 await answer.error(error)
 
         return _AsgiEndpoint(run)
 
-    async def tokenize(self, fields: dict[str, Any]) -> dict[str, Any]:
+    async def tokenize(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
         """POST /tokenize: `prompt` or `messages` to ids."""
-        tokens = await self._service.tokenize(fields)
+        tokens = await self._service.tokenize(fields, caller)
         return {
             "count": len(tokens.ids),
             "max_model_len": tokens.max_model_len,
             "tokens": tokens.ids,
         }
 
-    async def detokenize(self, fields: dict[str, Any]) -> dict[str, Any]:
+    async def detokenize(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
         """POST /detokenize: `tokens` to text."""
-        return {"prompt": await self._service.detokenize(fields)}
+        return {"prompt": await self._service.detokenize(fields, caller)}
 
-    async def models(self, _: Request) -> Response:
+    async def models(self, request: Request) -> Response:
         """GET /v1/models."""
-        data = [_model_json(model) for model in self._service.models()]
+        served = self._service.models(caller_of(request.scope))
+        data = [_model_json(model) for model in served]
         return _json({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{id}."""
         try:
-            return _json(_model_json(self._service.find_model(request.path_params["model"])))
+            name, caller = request.path_params["model"], caller_of(request.scope)
+            return _json(_model_json(self._service.find_model(name, caller)))
         except BatonError as error:
             return _error(error)
 

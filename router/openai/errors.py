@@ -10,6 +10,7 @@ from router.present import presentable
 
 _TYPES = {
     ErrorCode.UNAUTHENTICATED: "authentication_error",
+    ErrorCode.PERMISSION_DENIED: "permission_error",
     ErrorCode.OVERLOADED: "rate_limit_error",
     ErrorCode.UNAVAILABLE: "service_unavailable_error",
     ErrorCode.HANDOFF_FAILED: "service_unavailable_error",
@@ -23,8 +24,11 @@ def error_body(error: BatonError) -> bytes:
     """The JSON object of an error."""
     info = presentable(error)
     code = info.code.value
+    # The names that OpenAI's clients know.
     if info.code is ErrorCode.NOT_FOUND and info.param == "model":
-        code = "model_not_found"  # the name OpenAI's clients know
+        code = "model_not_found"
+    elif info.code is ErrorCode.UNAUTHENTICATED:
+        code = "invalid_api_key"
     fields = {
         "message": info.message,
         "type": _TYPES.get(info.code, "invalid_request_error"),
@@ -40,7 +44,9 @@ def error_status(error: BatonError) -> int:
 
 
 def error_headers(error: BatonError) -> list[tuple[bytes, bytes]]:
-    """Headers that an error adds: when to come back, in whole seconds."""
+    """Headers that an error adds: how to authenticate, or when to come back, in whole seconds."""
+    if error.code is ErrorCode.UNAUTHENTICATED:
+        return [(b"www-authenticate", b"Bearer")]
     retry_after_s = presentable(error).retry_after_s
     if retry_after_s is None:
         return []

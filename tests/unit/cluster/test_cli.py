@@ -15,6 +15,7 @@ from cluster.cli.console import Console
 from cluster.cli.generate import default_target, sampling
 from cluster.local_ray import RunningCluster, load_state, save_state
 from protocol.errors import Internal
+from router.keys import load_keys
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +37,7 @@ def test_commands_are_a_known_list() -> None:
         "down",
         "drain",
         "generate",
+        "keys",
         "models",
         "scale",
         "status",
@@ -206,3 +208,16 @@ def test_help_is_quick_to_import() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_a_new_key_is_shown_once_with_the_entry_that_lets_it_in(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["keys", "new", "team-a", "--admin"]) == 0
+    key_line, _, *entry = capsys.readouterr().out.splitlines()
+    key = key_line.rpartition(" ")[2]
+    path = tmp_path / "keys.yaml"
+    path.write_text("keys:\n" + "\n".join(entry))
+    caller = load_keys(path, tiers=frozenset()).caller(f"Bearer {key}")
+    assert (caller.name, caller.admin) == ("team-a", True)
+    assert key not in path.read_text()

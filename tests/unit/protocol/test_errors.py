@@ -41,6 +41,7 @@ def test_errors_of_the_caller_are_4xx_and_ours_5xx():
         caller = issubclass(cls, errors.InvalidRequest) or cls in (
             errors.NotFound,
             errors.Unauthenticated,
+            errors.PermissionDenied,
             errors.PayloadTooLarge,
             errors.Overloaded,
             errors.Cancelled,

@@ -1,0 +1,45 @@
+"""Lets nobody past without a key, on every path but those that probes and scrapers need."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from protocol.errors import BatonError
+from router.access import Access
+from router.keys import ANYONE, Caller
+from router.openai.answers import Answer
+
+PUBLIC = frozenset({"/health", "/ready", "/metrics"})
+_CALLER = "baton.caller"
+
+
+class Guard:
+    """An ASGI application around another, which finds the caller with `caller_of`."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run one request, or answer 401."""
+        if scope["path"] not in PUBLIC:
+            try:
+                scope[_CALLER] = self._access.caller(header(scope, b"authorization"))
+            except BatonError as error:
+                await Answer(send).error(error)
+                return
+        await self._app(scope, receive, send)
+
+
+def caller_of(scope: Scope) -> Caller:
+    """Who sent a request that passed the guard."""
+    caller: Caller = scope.get(_CALLER, ANYONE)
+    return caller
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """The first header of this (lower-case) name."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return str(value, "latin-1")
+    return None

@@ -1,0 +1,41 @@
+"""Every request is counted once, under the outcome it had."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+from grpc import aio
+
+from observability import metrics
+from protocol.errors import ErrorCode
+from protocol.ids import Role
+from protocol.wire import inference_pb2 as pb
+from tests.support.router_doors import Doors, MakeDoors, until
+from tests.support.stub_workers import StubFleet
+
+
+def failures(doors: Doors, door: str) -> dict[str, float]:
+    """Failed requests of a door by code."""
+    counts = {
+        code.value: doors.router.metrics.value(metrics.REQUEST_FAILURES, door=door, code=code.value)
+        for code in ErrorCode
+    }
+    return {code: count for code, count in counts.items() if count}
+
+
+async def test_a_deadline_of_a_call_is_counted_as_one_and_a_cancel_as_one(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    await fleet.add(Role.DECODE, delay_s=0.05)
+    request = pb.GenerateRequest(prompt="hello", max_tokens=100)
+    async with make_doors(fleet) as doors:
+        for _ in range(3):
+            with pytest.raises(aio.AioRpcError) as caught:
+                async for _ in doors.inference.Generate(request, timeout=0.3):
+                    pass
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        call = doors.inference.Generate(request, timeout=30)
+        await call.read()
+        call.cancel()
+        await until(lambda: sum(failures(doors, "grpc").values()) == 4)
+        assert failures(doors, "grpc") == {"deadline_exceeded": 3, "cancelled": 1}
