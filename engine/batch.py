@@ -19,6 +19,8 @@ class SequenceStep:
     banned: token ids that must not be sampled now (stop and end tokens before min_tokens).
     seen, counts: the different tokens that the penalties look at, and how often each of them is in
         the output (0: in the prompt only). Empty without penalties.
+    allowed: the only ids that may be sampled now (a grammar), as bits: engine.kernels.masks; None
+        when all may. `banned` leaves at least one of them.
     previous: when set, `tokens` is one placeholder, and the token that runs is the one that
         sequence number `previous` of the step launched just before this one samples. Only for
         executors whose `launch` returns before the step is over.
@@ -31,6 +33,7 @@ class SequenceStep:
     banned: tuple[int, ...] = ()
     seen: tuple[int, ...] = ()
     counts: tuple[int, ...] = ()
+    allowed: bytes | None = None
     previous: int | None = None
 
 

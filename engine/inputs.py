@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.batch import SequenceStep, StepBatch
 from engine.kernels.base import StepInputs
+from engine.kernels.masks import mask_bytes
 from engine.kernels.penalties import Penalties
 from engine.kernels.sampling import SamplingInputs
 from protocol.errors import Internal
@@ -35,6 +36,7 @@ def prepare_step(
     steps = [batch.sequences[i] for i in order]
     for step in steps:
         _check(step, block_size, max_model_len)
+        check_mask(step, vocab_size)
     token_ids = torch.tensor([token for step in steps for token in step.tokens])
     positions = torch.tensor(
         [position for step in steps for position in range(step.start, _end(step))]
@@ -91,6 +93,7 @@ def _sampling(steps: list[SequenceStep]) -> SamplingInputs:
         [_end(step) for step in steps],
         [step.banned for step in steps],
         Penalties.build(steps),
+        [step.allowed for step in steps],
     )
 
 
@@ -105,6 +108,16 @@ def _check(step: SequenceStep, block_size: int, max_model_len: int) -> None:
         raise Internal(f"position {_end(step)} is past max_model_len {max_model_len}")
     if len(step.block_ids) * block_size < _end(step):
         raise Internal(f"{len(step.block_ids)} blocks do not hold {_end(step)} tokens")
+
+
+def check_mask(step: SequenceStep, vocab_size: int) -> None:
+    """Raise Internal when a step's mask is not one of this vocabulary, or allows nothing."""
+    if step.allowed is None:
+        return
+    if len(step.allowed) != mask_bytes(vocab_size):
+        raise Internal(f"a mask of {len(step.allowed)} bytes for {vocab_size} ids")
+    if not any(step.allowed):
+        raise Internal("a mask that allows no token")
 
 
 def _check_range(what: str, values: Tensor, limit: int) -> None:

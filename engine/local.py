@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from engine.batch import SequenceStep, StepBatch
 from engine.config import EngineConfig
@@ -13,12 +13,18 @@ from engine.kv.allocator import BlockAllocator
 from protocol.errors import ContextTooLong, InvalidRequest
 from protocol.sampling import SamplingParams
 
+#: The allowed ids, as engine.kernels.masks packs them, after these output ids.
+MaskOf = Callable[[Sequence[int]], bytes]
+
 
 class _Sequence:
     """One request on its way. `computed` tokens of prompt + output are in the KV."""
 
-    def __init__(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
+    def __init__(
+        self, prompt: Sequence[int], sampling: SamplingParams, mask_of: MaskOf | None
+    ) -> None:
         self.tokens = list(prompt)
+        self.mask_of = mask_of
         self.num_prompt = len(prompt)
         self.sampling = sampling
         self.history = TokenHistory(prompt, (), sampling) if sampling.penalised else None
@@ -55,12 +61,21 @@ class LocalEngine:
         self.preemptions = 0
         self.steps = 0
 
-    def generate(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[list[int]]:
+    def generate(
+        self,
+        requests: Sequence[tuple[Sequence[int], SamplingParams]],
+        masks: Sequence[MaskOf | None] | None = None,
+    ) -> list[list[int]]:
         """The output ids of each request (a stop token included), in order.
 
+        `masks`: for each request what restricts its tokens, or None.
         Raises InvalidRequest or ContextTooLong, before anything runs, when one cannot be served.
         """
-        sequences = [self._admit(prompt, sampling) for prompt, sampling in requests]
+        chosen = [None] * len(requests) if masks is None else masks
+        sequences = [
+            self._admit(prompt, sampling, mask_of)
+            for (prompt, sampling), mask_of in zip(requests, chosen, strict=True)
+        ]
         waiting = deque(sequences)
         running: list[_Sequence] = []
         while waiting or running:
@@ -73,7 +88,9 @@ class LocalEngine:
         """Close the executor."""
         self.executor.close()
 
-    def _admit(self, prompt: Sequence[int], sampling: SamplingParams) -> _Sequence:
+    def _admit(
+        self, prompt: Sequence[int], sampling: SamplingParams, mask_of: MaskOf | None
+    ) -> _Sequence:
         vocab_size = self.executor.vocab_size
         sampling.validate(vocab_size)
         if not prompt:
@@ -93,7 +110,7 @@ class LocalEngine:
             raise ContextTooLong(
                 f"{total} tokens do not fit the KV pool of {capacity} tokens", param="prompt"
             )
-        return _Sequence(prompt, sampling)
+        return _Sequence(prompt, sampling, mask_of)
 
     def _step(self, waiting: deque[_Sequence], running: list[_Sequence]) -> None:
         while waiting and len(running) < self._config.max_running:
@@ -126,6 +143,7 @@ class LocalEngine:
             banned=sequence.sampling.banned(len(sequence.output)) if last else (),
             seen=history.seen() if history else (),
             counts=history.counts() if history else (),
+            allowed=sequence.mask_of(sequence.output) if last and sequence.mask_of else None,
         )
 
     def _make_room(

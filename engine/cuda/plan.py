@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from engine.batch import SequenceStep, StepBatch
 from engine.cuda.layout import is_filtered
+from engine.inputs import check_mask
+from engine.kernels.masks import TokenMasks
 from engine.kernels.penalties import Penalties
 from protocol.errors import Internal
 
@@ -33,8 +35,8 @@ class StepPlan:
     decodes, chunks: the sequences; feeds[r]: the row of the step before whose token decode row r
     runs, or -1; *_blocks: how many blocks each sequence needs. sampled: the sequences of the
     logits' rows (every decode row, then the chunks that sample); results[i]: the logits row of
-    sequence i of the batch, or None. banned: (logits row, token id) pairs. penalties: other
-    changes of the logits, if any.
+    sequence i of the batch, or None. banned: (logits row, token id) pairs. masks: logits rows with
+    few allowed tokens, if any. penalties: other changes of the logits, if any.
     """
 
     decodes: list[SequenceStep]
@@ -46,6 +48,7 @@ class StepPlan:
     results: list[int | None]
     banned: list[tuple[int, int]]
     penalties: Penalties | None
+    masks: TokenMasks | None
     filtered: bool
     long_context: bool
 
@@ -81,6 +84,7 @@ def plan_step(batch: StepBatch, limits: Limits, previous: list[int | None]) -> S
         results=results,
         banned=[(row, token) for row, step in enumerate(sampled) for token in step.banned],
         penalties=Penalties.build(sampled, pinned=limits.pinned),
+        masks=TokenMasks.build([step.allowed for step in sampled], pinned=limits.pinned),
         filtered=any(is_filtered(step.sampling) for step in sampled),
         long_context=any(step.start >= LONG_CONTEXT for step in decodes),
     )
@@ -106,6 +110,7 @@ def _check(step: SequenceStep, limits: Limits) -> int:
         raise Internal("only a single token can come from the step before")
     if min(step.tokens) < 0 or max(step.tokens) >= limits.vocab_size:
         raise Internal(f"token id outside 0 .. {limits.vocab_size - 1}")
+    check_mask(step, limits.vocab_size)
     count = -(-end // limits.block_size)
     if len(step.block_ids) < count:
         raise Internal(f"{len(step.block_ids)} blocks do not hold {end} tokens")

@@ -36,7 +36,10 @@ class TokenSampler:
         tokens = self.tokens[:count]
         changed = plan.banned or plan.penalties is not None
         if comm.size > 1 and not plan.filtered and not changed:
-            self._sample_apart(logits[:, : self._shape.num_ids], sampling, tokens, comm)
+            ours = logits[:, : self._shape.num_ids]
+            if plan.masks is not None:
+                plan.masks.apply(ours, first_id=self._shape.first_id)
+            self._sample_apart(ours, sampling, tokens, comm)
             return tokens
         if comm.size > 1:
             logits = comm.gather(logits).transpose(0, 1).flatten(1)
@@ -48,6 +51,8 @@ class TokenSampler:
         if plan.penalties is not None:
             logits = logits.float()
             plan.penalties.apply(logits)
+        if plan.masks is not None:
+            plan.masks.apply(logits)
         sample(logits, sampling, self._scratch, out=tokens)
         return tokens
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.kernels.masks import TokenMasks
 from engine.kernels.penalties import Penalties
 from protocol.sampling import SamplingParams
 
@@ -31,7 +32,8 @@ _RUN = 256
 class SamplingInputs:
     """How each row is sampled. Greedy rows are in no other list; host tensors, `[sampled rows]`.
 
-    banned: (row, token) pairs that must not be chosen. penalties: other changes of logits, if any.
+    banned: (row, token) pairs that must not be chosen. masks: the rows with few allowed tokens, if
+    any. penalties: other changes of logits, if any.
     rows: the rows that are sampled; keys: `[rows, 2]` int32 from (seed, position).
     filtered: whether any row has top_k, top_p or min_p set.
     """
@@ -39,6 +41,7 @@ class SamplingInputs:
     num_rows: int
     banned: tuple[tuple[int, int], ...]
     penalties: Penalties | None
+    masks: TokenMasks | None
     rows: Tensor
     temperature: Tensor
     top_k: Tensor
@@ -53,6 +56,7 @@ class SamplingInputs:
         positions: Sequence[int],
         banned: Sequence[Sequence[int]],
         penalties: Penalties | None = None,
+        allowed: Sequence[bytes | None] = (),
     ) -> SamplingInputs:
         """One entry a row: how to sample, the position its token will have, what it may not be."""
         rows = [row for row, p in enumerate(params) if not p.greedy]
@@ -62,6 +66,7 @@ class SamplingInputs:
             num_rows=len(params),
             banned=tuple((row, token) for row, ids in enumerate(banned) for token in ids),
             penalties=penalties,
+            masks=TokenMasks.build(allowed),
             rows=torch.tensor(rows, dtype=torch.int64),
             temperature=torch.tensor([p.temperature for p in chosen], dtype=torch.float32),
             top_k=torch.tensor([p.top_k for p in chosen], dtype=torch.int64),
@@ -144,6 +149,8 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
     if inputs.penalties is not None:
         logits = logits.float()
         inputs.penalties.apply(logits)
+    if inputs.masks is not None:
+        inputs.masks.apply(logits)
     num_sampled = inputs.rows.shape[0]
     if num_sampled == 0:
         return argmax(logits)

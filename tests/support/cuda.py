@@ -9,6 +9,7 @@ from engine.cuda.runner import CudaRunner
 from engine.inputs import prepare_step
 from engine.kernels.base import Geometry
 from engine.kernels.cpu import CpuKernels
+from engine.kernels.masks import mask_bytes
 from engine.kv.pool import KVPool
 from engine.model.config import ModelConfig
 from engine.model.llama import LlamaModel
@@ -134,19 +135,28 @@ def seq(tokens, start, blocks, sampling=GREEDY, **more):
     )
 
 
+def mask(*allowed, vocab_size=203):
+    """Only these ids."""
+    bits = sum(1 << token for token in allowed)
+    return bits.to_bytes(mask_bytes(vocab_size), "little")
+
+
 def mixed_script():
-    """Batches of chunks with and without history, decodes, padding, seeds, bans and penalties."""
+    """Batches of chunks with and without history, decodes, padding, seeds, bans, masks and
+    penalties."""
+    few = {"allowed": mask(4, 9, 150, 202)}
     ids = [(7 * i + 3) % 203 for i in range(120)]
     script = [
         [seq(ids[:33], 0, (5, 2, 9), sampling=None), seq(ids[50:55], 0, (1,), SEEDED)],
         [seq(ids[33:50], 33, (5, 2, 9, 11)), seq([9], 5, (1,), SEEDED, banned=(0, 4))],
         [seq([17], 50, (5, 2, 9, 11), SEEDED), seq([30], 6, (1,)), seq(ids[:70], 0, range(12, 17))],
-        [seq([18], 51, (5, 2, 9, 11))],
         [
             seq([18], 51, (5, 2, 9, 11), PENALISED, seen=(3, 18, 200), counts=(0, 1, 4)),
             seq([31], 7, (1,), BIASED),
             seq([1], 70, range(12, 17)),
         ],
+        [seq([18], 51, (5, 2, 9, 11), **few)],
         [seq([19], 52, (5, 2, 9, 11)), seq([31], 7, (1,)), seq([1], 70, range(12, 17), SEEDED)],
+        [seq(ids[:9], 0, (6,), SEEDED, **few), seq([32], 8, (1,)), seq([20], 53, (5, 2, 9, 11))],
     ]
     return [StepBatch(sequences=tuple(sequences)) for sequences in script]

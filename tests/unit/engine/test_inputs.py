@@ -57,6 +57,8 @@ def test_a_step_that_samples_nothing_has_no_rows():
         chunk([1], 0, [-1]),
         chunk([1], 32, list(range(9))),
         replace(chunk([1], 0, [0]), previous=0),
+        replace(chunk([1], 0, [0]), allowed=bytes(8)),
+        replace(chunk([1], 0, [0]), allowed=b"\1" * 4),
     ],
 )
 def test_an_unsound_step_is_refused(wrong):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from engine import sizing
+from engine.kernels.masks import mask_bytes
 from engine.local import LocalEngine
 from protocol.errors import ContextTooLong, InvalidRequest
 from protocol.sampling import SamplingParams
@@ -188,3 +189,24 @@ def test_what_this_build_cannot_run_is_refused(tiny, field):
     with pytest.raises(InvalidRequest) as caught:
         LocalEngine(config(tiny, **{field: {"device": "abacus", "tp_size": 2}[field]}))
     assert caught.value.param == field
+
+
+def test_masks_follow_the_output_in_any_batch_and_after_preemption(tiny):
+    """Each output token may only be one of three ids that depend on those before it."""
+    roomy, tight = (LocalEngine(config(tiny, num_blocks=n)) for n in (200, 13))
+    vocab = roomy.executor.vocab_size
+
+    def mask_of(output):
+        tokens = {(7 * len(output) + 3 * i + sum(output)) % vocab for i in range(3)}
+        return sum(1 << token for token in tokens).to_bytes(mask_bytes(vocab), "little")
+
+    requests = [(prompt(n), replace(p, max_tokens=20)) for n in (5, 40) for p in (GREEDY, SEEDED)]
+    masks = [mask_of, mask_of, None, mask_of]
+    together = roomy.generate(requests, masks)
+    assert tight.generate(requests, masks) == together
+    assert tight.preemptions > 0
+    for request, mask, output in zip(requests, masks, together, strict=True):
+        assert roomy.generate([request], [mask]) == [output]
+        for i in range(len(output) if mask else 0):
+            allowed = int.from_bytes(mask_of(output[:i]), "little")
+            assert allowed >> output[i] & 1

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.kernels import sampling
+from engine.kernels.masks import TokenMasks, mask_bytes
 from engine.kernels.sampling import SamplingInputs, argmax, gumbel_noise, noise_key, sample
 from protocol.sampling import SamplingParams
 
@@ -30,9 +31,9 @@ def test_argmax_takes_the_first_of_the_highest(rows, width, seed):
     assert argmax(x).tolist() == argmax(x.bfloat16()).tolist() == first
 
 
-def draw(logits, params, positions=None, banned=None):
+def draw(logits, params, positions=None, banned=None, allowed=()):
     positions = positions or [7] * len(params)
-    inputs = SamplingInputs.build(params, positions, banned or [()] * len(params))
+    inputs = SamplingInputs.build(params, positions, banned or [()] * len(params), allowed=allowed)
     return sample(logits.clone(), inputs).tolist()
 
 
@@ -230,3 +231,31 @@ def test_bfloat16_logits_are_sampled_in_float32():
     logits = logits_for(2).bfloat16()
     params = SamplingParams(temperature=0.8, seed=3)
     assert draw(logits, [params] * 2) == draw(logits.float(), [params] * 2)
+
+
+def packed(tokens, vocab=VOCAB) -> bytes:
+    return sum(1 << token for token in tokens).to_bytes(mask_bytes(vocab), "little")
+
+
+@given(PARAMS, st.sets(st.integers(0, VOCAB - 1), min_size=1, max_size=9), st.integers(0, 1000))
+def test_a_masked_row_gives_what_it_would_give_if_its_other_logits_were_minus_infinity(
+    params, tokens, seed
+):
+    logits = logits_for(2, seed)
+    left_alone = draw(logits[1:], [params])[0]
+    masked, other = draw(logits, [params] * 2, allowed=[packed(tokens), None])
+    bare = torch.full_like(logits[:1], -torch.inf)
+    bare[0, sorted(tokens)] = logits[0, sorted(tokens)]
+    assert masked in tokens
+    assert masked == draw(bare, [params])[0]
+    assert other == left_alone
+
+
+def test_a_part_of_the_vocabulary_takes_its_own_bits():
+    masks = TokenMasks.build([None, packed({1, 40, 74}, vocab=80)])
+    assert masks is not None
+    part = torch.zeros(2, 35)
+    masks.apply(part, first_id=40)
+    assert part[1].isfinite().nonzero()[:, 0].tolist() == [0, 34]
+    assert part[0].isfinite().all()
+    assert TokenMasks.build([None, None]) is None

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from engine.kernels import sampling as reference
+from engine.kernels.masks import TokenMasks, mask_on_device
 from engine.kernels.triton_sampling import RowSampling, SamplingScratch, sample
 from protocol.sampling import SamplingParams
 
@@ -63,3 +64,17 @@ def test_rows_are_independent_and_ties_go_to_the_lowest_id(device):
     alone = [device_sample(logits[i : i + 1], [params[i]], [9 + i], device)[0] for i in range(3)]
     assert together == alone
     assert together[0] == 70
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("first_id", "width"), [(0, 4100), (4000, 100)])
+def test_masks_leave_the_same_logits_as_the_reference(device, dtype, first_id, width):
+    words = torch.randint(-(2**31), 2**31, (2, 129), dtype=torch.int64).int()
+    masks = TokenMasks(rows=torch.tensor([3, 0]), words=words)
+    want = torch.randn(4, width).to(dtype)
+    got = want.to(device, copy=True)
+    masks.apply(want, first_id=first_id)
+    mask_on_device(got, masks.rows.to(device), words.to(device), first_id)
+    assert torch.equal(got.cpu(), want)
+    assert want[[1, 2]].isfinite().all()
+    assert want.isinf().any()
