@@ -11,6 +11,8 @@ from engine.model.config import ModelConfig
 from engine.model.sharding import allowed_degrees
 from protocol.errors import BatonError, InvalidRequest
 from protocol.ids import Role
+from router.access import Access
+from router.tls import Tls
 
 Bundle = Mapping[str, float]
 
@@ -54,6 +56,8 @@ def check_config(config: ClusterConfig, model_path: Path) -> None:
     if config.decode.replicas < 1:
         raise _refuse("decode.replicas", "must be at least 1: without decode nothing is served")
     _check_ports(config)
+    if config.ray.address == "local":  # elsewhere the routers' machines have files of their own
+        _check_files(config)
     _check_length(config, model)
     for role in Role:
         _check_pool(config, role, model)
@@ -125,6 +129,17 @@ def _check_ports(config: ClusterConfig) -> None:
         raise _refuse(
             "router.settings.reuse_port", "must be true when router.replicas is more than 1"
         )
+
+
+def _check_files(config: ClusterConfig) -> None:
+    """The files that routers read at their start."""
+    settings = config.router.settings
+    try:
+        Tls(settings.tls)
+        Access(settings.api_keys_file)
+    except ValueError as error:
+        name, _, fault = str(error).partition(" ")
+        raise _refuse(f"router.settings.{name}", fault) from None
 
 
 def _check_length(config: ClusterConfig, model: ModelConfig) -> None:

@@ -58,10 +58,20 @@ class Outcome:
 class InferenceClient:
     """Talks to one router. Errors are raised as the typed errors they are."""
 
-    def __init__(self, address: str, *, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        api_key: str | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
         self.address = address
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
-        self._channel = grpc.insecure_channel(address)
+        self._channel = (
+            grpc.insecure_channel(address)
+            if credentials is None
+            else grpc.secure_channel(address, credentials)
+        )
         self._stub: Any = services.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
 
     def complete(self, prompt: str, options: Options, outcome: Outcome) -> Iterator[str]:

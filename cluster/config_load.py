@@ -15,7 +15,12 @@ from cluster.config_tree import build, leaf_paths
 from protocol.errors import InvalidRequest
 
 #: Environment variables of Baton that are no configuration fields.
-RESERVED = frozenset({"BATON_HOME", "BATON_LOG_LEVEL", "BATON_CONFIG", "BATON_API_KEY"})
+RESERVED = frozenset(
+    {
+        *("BATON_HOME", "BATON_LOG_LEVEL", "BATON_CONFIG", "BATON_API_KEY"),
+        *("BATON_TLS_CA", "BATON_TLS_CERT", "BATON_TLS_KEY"),
+    }
+)
 _CONTAINERS = ("dict", "tuple")
 
 

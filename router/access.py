@@ -6,11 +6,10 @@ import asyncio
 from pathlib import Path
 
 from observability.logging import get_logger
+from router.files import Stamp, stamp
 from router.keys import ANYONE, Caller, Keyring, load_keys
 
 log = get_logger(__name__)
-
-_Stamp = tuple[int, int, int]
 
 
 class Access:
@@ -20,10 +19,10 @@ class Access:
         self._path = Path(path) if path else None
         self._tiers = tiers
         self._keys: Keyring | None = None
-        self._stamp: _Stamp | None = None
+        self._stamp: Stamp | None = None
         if self._path is not None:
             try:
-                self._stamp = _stamp(self._path)
+                self._stamp = stamp(self._path)
             except OSError as error:
                 raise ValueError(f"api_keys_file {path}: {error.strerror}") from None
             try:
@@ -46,17 +45,12 @@ class Access:
         if self._path is None:
             return
         try:
-            stamp = await asyncio.to_thread(_stamp, self._path)
-            if stamp == self._stamp:
+            now = await asyncio.to_thread(stamp, self._path)
+            if now == self._stamp:
                 return
-            self._stamp = stamp
+            self._stamp = now
             self._keys = await asyncio.to_thread(load_keys, self._path, tiers=self._tiers)
         except (OSError, ValueError) as error:
             log.error("the API keys are not reloaded", extra={"error": str(error)})
         else:
             log.info("API keys reloaded", extra={"keys": len(self._keys)})
-
-
-def _stamp(path: Path) -> _Stamp:
-    status = path.stat()
-    return status.st_mtime_ns, status.st_size, status.st_ino

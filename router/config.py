@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from router.tls import TlsConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,7 @@ class RouterConfig:
     admin_enabled: bool = True
     drain_s: float = 30.0
     api_keys_file: str = ""
+    tls: TlsConfig = field(default_factory=TlsConfig)
     vllm_metric_names: bool = False
 
     def __post_init__(self) -> None:

@@ -25,6 +25,7 @@ from router.openai.app import make_app
 from router.openai.server import HttpServer
 from router.relay import Relay
 from router.service import InferenceService
+from router.tls import Tls
 
 log = get_logger(__name__)
 
@@ -68,6 +69,7 @@ class Router:
         self._clock = clock
         self._rng = rng or random.Random()
         self._access = Access(config.api_keys_file)
+        self._tls = Tls(config.tls)
         self._model = ServedModel(config)
         self._exported: set[str] = set()
         self._retiring = False
@@ -236,11 +238,17 @@ class Router:
             metrics_text=self.metrics_text,
             max_body_bytes=config.max_body_bytes,
         )
-        self._http = HttpServer(app, keep_alive_s=config.keep_alive_s, reuse_port=config.reuse_port)
+        self._http = HttpServer(
+            app,
+            tls=self._tls.context,
+            keep_alive_s=config.keep_alive_s,
+            reuse_port=config.reuse_port,
+        )
         self._grpc = GrpcServer(
             InferenceServicer(self._service),
             AdminServicer(self.view, self._admin) if config.admin_enabled else None,
             access=self._access,
+            credentials=self._tls.grpc_credentials(),
             max_message_bytes=config.max_message_bytes,
             reuse_port=config.reuse_port,
         )
@@ -263,6 +271,7 @@ class Router:
         while True:
             await asyncio.sleep(_FILE_CHECK_S)
             await self._access.refresh()
+            await self._tls.refresh()
 
     def _running(self) -> InferenceService:
         if self._service is None:

@@ -10,6 +10,7 @@ from typing import Any
 CONFIG_ENV = "BATON_CONFIG"
 DEFAULT_CONFIG = "deploy/configs/local-cpu.yaml"
 API_KEY_ENV = "BATON_API_KEY"
+TLS_ENV = "BATON_TLS_"
 DEFAULT_GRPC = "127.0.0.1:9000"
 DEFAULT_QUESTION = "What is the capital of France?"
 
@@ -86,18 +87,31 @@ def _drain(commands: Any) -> None:
     parser.add_argument("worker", help="worker id, as `baton status` shows it")
 
 
-def _target(parser: Any) -> None:
-    parser.add_argument(
-        "--target",
-        metavar="HOST:PORT",
-        help=f"gRPC address of a router (default: the running cluster's, or {DEFAULT_GRPC})",
-    )
+def _connection(parser: Any) -> None:
+    """How to call a router that asks for a key or speaks TLS. Twins: BATON_API_KEY, BATON_TLS_*."""
     parser.add_argument(
         "--api-key",
         metavar="KEY",
         default=os.environ.get(API_KEY_ENV),
         help=f"key to call with (default: ${API_KEY_ENV}, which no process list shows)",
     )
+    parser.add_argument("--tls", action="store_true", help="call over TLS, trusting the usual CAs")
+    for name, text in (
+        ("ca", "call over TLS, trusting this CA"),
+        ("cert", "certificate to show (mutual TLS)"),
+        ("key", "its private key"),
+    ):
+        default = os.environ.get(f"{TLS_ENV}{name.upper()}")
+        parser.add_argument(f"--tls-{name}", metavar="FILE", default=default, help=text)
+
+
+def _target(parser: Any) -> None:
+    parser.add_argument(
+        "--target",
+        metavar="HOST:PORT",
+        help=f"gRPC address of a router (default: the running cluster's, or {DEFAULT_GRPC})",
+    )
+    _connection(parser)
     parser.add_argument("--max-tokens", type=_positive, metavar="N")
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--top-p", type=float)
@@ -146,6 +160,7 @@ def _demo(commands: Any) -> None:
         commands, "demo", "fetch the model, start a cluster, ask one question, show it, stop"
     )
     _config(parser, positional=False)
+    _connection(parser)
     parser.add_argument("--question", default=DEFAULT_QUESTION)
     parser.add_argument("--max-tokens", type=_positive, default=64, metavar="N")
     parser.add_argument("--keep", action="store_true", help="leave the cluster up")

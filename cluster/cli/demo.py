@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 
 from cluster.cli import down, session, up
-from cluster.cli.arguments import API_KEY_ENV
 from cluster.cli.console import Console
+from cluster.cli.generate import open_client
 from cluster.cli.timeline import show_timeline
-from cluster.client import InferenceClient, Options, Outcome, Turn
+from cluster.client import Options, Outcome, Turn
 from cluster.config import ClusterConfig
 from cluster.config_load import load_config
 from cluster.local_ray import RunningCluster
@@ -39,7 +38,7 @@ def _config(options: argparse.Namespace, console: Console) -> ClusterConfig:
 
 
 def _ask(state: RunningCluster, options: argparse.Namespace, console: Console) -> None:
-    client = InferenceClient(state.grpc, api_key=os.environ.get(API_KEY_ENV))
+    client = open_client(state.grpc, options)
     outcome = Outcome()
     console.say(f"\nquestion (over gRPC): {options.question}")
     console.piece("answer: ")

@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
 
 from cluster.cli.arguments import DEFAULT_GRPC
 from cluster.cli.console import Console
 from cluster.cli.timeline import show_timeline
 from cluster.client import InferenceClient, Options, Outcome, Turn
 from cluster.local_ray import load_state
+from protocol.errors import InvalidRequest
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
     """Answer one prompt or message, or hold a conversation."""
-    client = InferenceClient(options.target or default_target(), api_key=options.api_key)
+    client = open_client(options.target or default_target(), options)
     try:
         if options.command == "generate":
             prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
@@ -26,6 +30,25 @@ def run(options: argparse.Namespace, console: Console) -> None:
             _chat(client, options, console)
     finally:
         client.close()
+
+
+def open_client(address: str, options: argparse.Namespace) -> InferenceClient:
+    """A client of the router at `address`, with the key and certificates of the command line."""
+    credentials = None
+    if options.tls or options.tls_ca or options.tls_cert:
+        credentials = grpc.ssl_channel_credentials(
+            _pem("--tls-ca", options.tls_ca),
+            _pem("--tls-key", options.tls_key),
+            _pem("--tls-cert", options.tls_cert),
+        )
+    return InferenceClient(address, api_key=options.api_key, credentials=credentials)
+
+
+def _pem(flag: str, path: str | None) -> bytes | None:
+    try:
+        return None if path is None else Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"{flag} {path}: {error.strerror}", param=flag) from None
 
 
 def default_target() -> str:

@@ -75,7 +75,8 @@ def bring_up(config: ClusterConfig, source: str, console: Console) -> RunningClu
 def show_endpoints(state: RunningCluster, config: ClusterConfig, console: Console) -> None:
     """Where the cluster answers."""
     name = config.model.served_name or find_model(config.model.name).name
-    console.say(f"{name} is served at http://{state.http}/v1 (OpenAI) and {state.grpc} (gRPC)")
+    scheme = "https" if config.router.settings.tls.enabled else "http"
+    console.say(f"{name} is served at {scheme}://{state.http}/v1 (OpenAI) and {state.grpc} (gRPC)")
     if state.owned:
         console.step(f"logs: {session_logs(state)}")
 

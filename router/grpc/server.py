@@ -38,10 +38,12 @@ class GrpcServer:
         admin: AdminServicer | None,
         *,
         access: Access,
+        credentials: grpc.ServerCredentials | None,
         max_message_bytes: int,
         reuse_port: bool,
     ) -> None:
         self._access = access
+        self._credentials = credentials
         self._inference = inference
         self._admin = admin
         self._options: list[tuple[str, int]] = [
@@ -73,7 +75,10 @@ class GrpcServer:
         await self.set_serving(False)
         where = f"[{host}]" if ":" in host else host
         try:
-            bound = server.add_insecure_port(f"{where}:{port}")
+            if self._credentials is None:
+                bound = server.add_insecure_port(f"{where}:{port}")
+            else:
+                bound = server.add_secure_port(f"{where}:{port}", self._credentials)
         except RuntimeError as error:
             raise Unavailable(
                 f"cannot listen on {host}:{port}: {error}", param="grpc_port"

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import socket
+import ssl
 from collections.abc import Generator
 
 import uvicorn
@@ -19,7 +20,9 @@ _BACKLOG = 2048
 class HttpServer:
     """Serves an application from `start` until `stop`. Listens directly: tokens pass no proxy."""
 
-    def __init__(self, app: ASGIApp, *, keep_alive_s: int, reuse_port: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, *, tls: ssl.SSLContext | None, keep_alive_s: int, reuse_port: bool
+    ) -> None:
         self._config = uvicorn.Config(
             app,
             http="httptools",
@@ -32,6 +35,8 @@ class HttpServer:
             timeout_graceful_shutdown=1,
             backlog=_BACKLOG,
         )
+        self._config.load()
+        self._config.ssl = tls
         self._reuse_port = reuse_port
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
