@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from protocol.logprobs import TokenLogprobs
 from protocol.sampling import SamplingParams
 
 
@@ -17,6 +19,8 @@ class SequenceStep:
         sampled (a prompt's chunk before its last). The sampled token's noise is a function of
         (sampling.seed, start + len(tokens)): the absolute position that the token will have.
     banned: token ids that must not be sampled now (stop and end tokens before min_tokens).
+    targets: prompt tokens to be scored: targets[i] follows the i-th of `tokens`, and its
+        log-probability is wanted, with the num_top likeliest.
     seen, counts: the different tokens that the penalties look at, and how often each of them is in
         the output (0: in the prompt only). Empty without penalties.
     allowed: the only ids that may be sampled now (a grammar), as bits: engine.kernels.masks; None
@@ -34,6 +38,8 @@ class SequenceStep:
     seen: tuple[int, ...] = ()
     counts: tuple[int, ...] = ()
     allowed: bytes | None = None
+    targets: tuple[int, ...] = ()
+    num_top: int = 0
     previous: int | None = None
 
 
@@ -51,6 +57,12 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Sampled token of each sequence, in the order of the batch; None where none was asked for."""
+    """Sampled token of each sequence, in the order of the batch; None where none was asked for.
+
+    logprobs: of the sampled tokens, by sequence number, where sampling.logprobs asks for them;
+    target_logprobs: of the targets.
+    """
 
     tokens: tuple[int | None, ...]
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    target_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from engine.batch import SequenceStep, StepBatch
 from engine.kernels.base import StepInputs
 from engine.kernels.masks import mask_bytes
+from engine.kernels.logprobs import LogprobRows
 from engine.kernels.penalties import Penalties
 from engine.kernels.sampling import SamplingInputs
 from protocol.errors import Internal
@@ -17,11 +19,16 @@ from protocol.errors import Internal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedStep:
-    """A batch in rows. `sampled[i]` is the batch index of the i-th sampled row."""
+    """A batch in rows. `sampled[i]` is the batch index of the i-th sampled row.
+
+    logprobs, scored: sampled tokens and targets whose log-probabilities are wanted, if any.
+    """
 
     inputs: StepInputs
     sampling: SamplingInputs
     sampled: tuple[int, ...]
+    logprobs: LogprobRows | None
+    scored: LogprobRows | None
 
 
 def prepare_step(
@@ -55,9 +62,16 @@ def prepare_step(
         block_ids=block_ids,
         num_decodes=sum(len(step.tokens) == 1 for step in steps),
         sample_rows=torch.tensor(rows, dtype=torch.int64),
+        score_rows=torch.tensor(_score_rows(steps), dtype=torch.int64),
     )
-    sampling = _sampling([batch.sequences[i] for i in sampled])
-    return PreparedStep(inputs=inputs, sampling=sampling, sampled=tuple(sampled))
+    chosen = [batch.sequences[i] for i in sampled]
+    return PreparedStep(
+        inputs=inputs,
+        sampling=_sampling(chosen),
+        sampled=tuple(sampled),
+        logprobs=LogprobRows.of_sampled(list(zip(sampled, chosen, strict=True))),
+        scored=LogprobRows.of_targets(list(zip(order, steps, strict=True))),
+    )
 
 
 def _end(step: SequenceStep) -> int:
@@ -86,6 +100,15 @@ def _sample_rows(order: list[int], steps: list[SequenceStep]) -> tuple[list[int]
     return rows, sampled
 
 
+def _score_rows(steps: list[SequenceStep]) -> list[int]:
+    starts = accumulate((len(step.tokens) for step in steps), initial=0)
+    return [
+        start + i
+        for start, step in zip(starts, steps, strict=False)
+        for i in range(len(step.targets))
+    ]
+
+
 def _sampling(steps: list[SequenceStep]) -> SamplingInputs:
     params = [step.sampling for step in steps if step.sampling is not None]
     return SamplingInputs.build(
@@ -104,6 +127,8 @@ def _check(step: SequenceStep, block_size: int, max_model_len: int) -> None:
         raise Internal("a step without tokens or at a negative position")
     if step.previous is not None:
         raise Internal("this executor finishes a step at launch: there is no previous one to await")
+    if len(step.targets) > len(step.tokens):
+        raise Internal("more targets than tokens")
     if _end(step) > max_model_len:
         raise Internal(f"position {_end(step)} is past max_model_len {max_model_len}")
     if len(step.block_ids) * block_size < _end(step):

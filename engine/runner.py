@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from engine.batch import StepBatch, StepResult
 from engine.config import EngineConfig
 from engine.inputs import PreparedStep, prepare_step
-from engine.kernels.base import Geometry
+from engine.kernels.base import Geometry, Kernels
 from engine.kernels.cpu import CpuKernels
 from engine.kv.pool import KVPool
 from engine.loader import Checkpoint
@@ -18,6 +21,7 @@ from engine.sizing import num_kv_blocks
 from engine.tp import TensorParallel
 from protocol.errors import Unsupported
 from protocol.kv_layout import KVFingerprint, KVLayout
+from protocol.logprobs import TokenLogprobs
 
 
 class RankRunner:
@@ -85,14 +89,8 @@ class RankRunner:
 
     def run(self, step: PreparedStep) -> StepResult:
         """Run one step; on ranks other than 0 every token is None."""
-        tokens: list[int | None] = [None] * len(step.inputs.queries)
         with torch.inference_mode():
-            logits = self.model.forward(step.inputs, self.pool.layers)
-            if logits is not None:
-                sampled = self.kernels.sample(logits, step.sampling).tolist()
-                for index, token in zip(step.sampled, sampled, strict=True):
-                    tokens[index] = token
-        return StepResult(tokens=tuple(tokens))
+            return run_prepared(self.model, self.kernels, self.pool.layers, step)
 
     def follow_step(self, batch: StepBatch) -> None:
         """Run this rank's part of a step that rank 0 has prepared already."""
@@ -101,6 +99,38 @@ class RankRunner:
     def close(self) -> None:
         """Leave the tensor-parallel group."""
         self._tp.close()
+
+
+def run_prepared(
+    model: LlamaModel, kernels: Kernels, kv: Sequence[Tensor], step: PreparedStep
+) -> StepResult:
+    """Run a step on a model and sample; on ranks other than 0 there is nothing in the result."""
+    tokens: list[int | None] = [None] * len(step.inputs.queries)
+    logprobs: dict[int, TokenLogprobs] = {}
+    scores: dict[int, tuple[TokenLogprobs, ...]] = {}
+    logits, hidden = model.forward(step.inputs, kv)
+    if logits is not None:
+        sampled, logprobs = _sample(kernels, logits, step)
+        for index, token in zip(step.sampled, sampled, strict=True):
+            tokens[index] = token
+    if hidden is not None and step.scored is not None:
+        states = hidden
+        table = step.scored.table(lambda part: model.logits(states[part]), step.scored.targets)
+        scores = {} if table is None else step.scored.read(table)
+    return StepResult(tokens=tuple(tokens), logprobs=logprobs, target_logprobs=scores)
+
+
+def _sample(
+    kernels: Kernels, logits: Tensor, step: PreparedStep
+) -> tuple[list[int], dict[int, TokenLogprobs]]:
+    wanted = step.logprobs
+    if wanted is None:
+        return kernels.sample(logits, step.sampling).tolist(), {}
+    raw = logits[wanted.rows]  # a copy: sampling may write to the logits
+    tokens = kernels.sample(logits, step.sampling)
+    table = wanted.table(lambda part: raw[part], tokens[wanted.rows])
+    assert table is not None
+    return tokens.tolist(), {index: entry for index, (entry,) in wanted.read(table).items()}
 
 
 def _geometry(

@@ -132,8 +132,8 @@ def is_filtered(params: SamplingParams | None) -> bool:
 class ChunkRows:
     """Prompt chunks packed one after another, on the device.
 
-    tokens, feed (all -1), positions, slots: int32 `[tokens]`; sample_rows: int64, rows among the
-    chunks whose logits are wanted. dense: (first row, rows) of the chunks that are attended to one
+    tokens, feed (all -1), positions, slots: int32 `[tokens]`; sample_rows, score_rows: int64, rows
+    among the chunks whose logits and whose hidden states are wanted. dense: (first row, rows) of the chunks that are attended to one
     by one, which read `padding` rows past the last; packed: all others, or None.
     """
 
@@ -142,6 +142,7 @@ class ChunkRows:
     positions: Tensor
     slots: Tensor
     sample_rows: Tensor
+    score_rows: Tensor
     packed: PackedChunks | None
     dense: tuple[tuple[int, int], ...]
     padding: int
@@ -162,7 +163,7 @@ class ChunkUploader:
         *,
         dense: bool,
     ) -> None:
-        size = 4 * max_tokens + 6 * max_sequences + 2 + max_blocks
+        size = 5 * max_tokens + 6 * max_sequences + 2 + max_blocks
         self._ring = StagingRing(size, _DEPTH, device)
         self._device = device
         self._dense = dense
@@ -174,6 +175,7 @@ class ChunkUploader:
         counts = [len(step.tokens) for step in steps]
         firsts = [0, *accumulate(counts)]
         total = firsts[-1]
+        scored = [firsts[i] + j for i, s in enumerate(steps) for j in range(len(s.targets))]
         wanted = [firsts[i + 1] - 1 for i, s in enumerate(steps) if s.sampling is not None]
         dense = [i for i, step in enumerate(steps) if self._is_dense(step)]
         rest = [i for i in range(len(steps)) if i not in dense]
@@ -194,6 +196,7 @@ class ChunkUploader:
                 np.array([counts[i] for i in rest], np.int32),
                 np.array([0, *accumulate(block_counts[i] for i in rest)], np.int32),
                 np.concatenate([np.zeros(0, np.int32), *(tables[i] for i in rest)]),
+                np.array(scored, np.int32),
             ]
         )
         packed = None
@@ -212,6 +215,7 @@ class ChunkUploader:
             positions=sent[2],
             slots=sent[3],
             sample_rows=sent[4].long(),
+            score_rows=sent[10].long(),
             packed=packed,
             dense=tuple((firsts[i], counts[i]) for i in dense),
             padding=max((dense_padding(firsts[i], counts[i], total) for i in dense), default=0),

@@ -92,7 +92,7 @@ class CudaModel:
             self._qkv(h, layer, qkv)
             attended = self._attend_decode(qkv, rows, layer_kv, scratch, cut)
             self._finish(attended, h, layer)
-        return self._logits(h)
+        return self.logits(h)
 
     def step(
         self,
@@ -103,11 +103,13 @@ class CudaModel:
         kv: Sequence[Tensor],
         scratch: DecodeScratch,
         cut: DecodeShape,
-    ) -> Tensor | None:
-        """A step with prompt chunks: logits of decode rows, then of the chunks' sampled rows.
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """A step with prompt chunks: (logits, hidden states).
 
-        None when nothing is sampled. All KV of the step is written in any case.
+        Logits of decode rows, then of the chunks' sampled rows; hidden states of their score rows,
+        for `logits`. Each is None when there are none. All KV of the step is written in any case.
         """
+        sampled = decodes + chunks.sample_rows.shape[0]
         h = self._embed(chunks.tokens, chunks.feed, previous)
         if decodes:
             h = torch.cat((self._embed(rows.tokens[:decodes], rows.feed, previous), h))
@@ -117,8 +119,8 @@ class CudaModel:
         for index, (layer, layer_kv) in enumerate(zip(self._weights.layers, kv, strict=True)):
             self._qkv(h, layer, wide[: h.shape[0]])
             self._rope(wide[decodes:], chunks, layer_kv)
-            if index == last and decodes + chunks.sample_rows.shape[0] == 0:
-                return None
+            if index == last and sampled + chunks.score_rows.shape[0] == 0:
+                return None, None
             attended = self._attention(wide[decodes:], layer_kv, chunks)
             if decodes:
                 first = self._attend_decode(wide[:decodes], rows, layer_kv, scratch, cut)
@@ -127,13 +129,14 @@ class CudaModel:
                 kept = self._kept_rows(decodes, chunks)
                 attended, h = attended[kept], h[kept]
             self._finish(attended, h, layer)
-        return self._logits(h)
+        logits = self.logits(h[:sampled]) if sampled else None
+        return logits, h[sampled:] if chunks.score_rows.shape[0] else None
 
     def _kept_rows(self, decodes: int, chunks: ChunkRows) -> Tensor:
-        if decodes == 0:
+        if decodes == 0 and chunks.score_rows.shape[0] == 0:
             return chunks.sample_rows
         first = torch.arange(decodes, device=chunks.sample_rows.device)
-        return torch.cat((first, chunks.sample_rows + decodes))
+        return torch.cat((first, chunks.sample_rows + decodes, chunks.score_rows + decodes))
 
     def _embed(self, tokens: Tensor, feed: Tensor, previous: Tensor) -> Tensor:
         table, shape = self._weights.embedding, self._shape
@@ -256,7 +259,7 @@ class CudaModel:
                 target.add_(bias)
         self.comm.reduce(target, h)
 
-    def _logits(self, h: Tensor) -> Tensor:
+    def logits(self, h: Tensor) -> Tensor:
         """Logits of this rank's rows of the vocabulary, padding rows included."""
         head = self._weights.head
         out = h.new_empty(h.shape[0], head.shape[0])

@@ -8,6 +8,7 @@ from engine.batch import SequenceStep, StepBatch
 from engine.cuda.layout import is_filtered
 from engine.inputs import check_mask
 from engine.kernels.masks import TokenMasks
+from engine.kernels.logprobs import LogprobRows
 from engine.kernels.penalties import Penalties
 from protocol.errors import Internal
 
@@ -36,7 +37,8 @@ class StepPlan:
     runs, or -1; *_blocks: how many blocks each sequence needs. sampled: the sequences of the
     logits' rows (every decode row, then the chunks that sample); results[i]: the logits row of
     sequence i of the batch, or None. banned: (logits row, token id) pairs. masks: logits rows with
-    few allowed tokens, if any. penalties: other changes of the logits, if any.
+    few allowed tokens, if any. penalties: other changes of the logits, if any. logprobs, scored: sampled tokens and targets whose
+    log-probabilities are wanted, if any.
     """
 
     decodes: list[SequenceStep]
@@ -49,6 +51,8 @@ class StepPlan:
     banned: list[tuple[int, int]]
     penalties: Penalties | None
     masks: TokenMasks | None
+    logprobs: LogprobRows | None
+    scored: LogprobRows | None
     filtered: bool
     long_context: bool
 
@@ -60,8 +64,8 @@ def plan_step(batch: StepBatch, limits: Limits, previous: list[int | None]) -> S
     read or written outside the pool.
     """
     order = list(range(len(batch.sequences)))
-    decode_order = [i for i in order if len(batch.sequences[i].tokens) == 1]
-    chunk_order = [i for i in order if len(batch.sequences[i].tokens) != 1]
+    decode_order = [i for i in order if _is_decode(batch.sequences[i])]
+    chunk_order = [i for i in order if not _is_decode(batch.sequences[i])]
     decodes = [batch.sequences[i] for i in decode_order]
     chunks = [batch.sequences[i] for i in chunk_order]
     decode_blocks = [_check(step, limits) for step in decodes]
@@ -73,7 +77,8 @@ def plan_step(batch: StepBatch, limits: Limits, previous: list[int | None]) -> S
     sampling_chunks = [i for i in chunk_order if batch.sequences[i].sampling is not None]
     for row, i in enumerate(sampling_chunks, start=len(decodes)):
         results[i] = row
-    sampled = decodes + [batch.sequences[i] for i in sampling_chunks]
+    sampled_order = decode_order + sampling_chunks
+    sampled = [batch.sequences[i] for i in sampled_order]
     return StepPlan(
         decodes=decodes,
         feeds=[_feed(step, previous) for step in decodes],
@@ -85,9 +90,16 @@ def plan_step(batch: StepBatch, limits: Limits, previous: list[int | None]) -> S
         banned=[(row, token) for row, step in enumerate(sampled) for token in step.banned],
         penalties=Penalties.build(sampled, pinned=limits.pinned),
         masks=TokenMasks.build([step.allowed for step in sampled], pinned=limits.pinned),
+        logprobs=LogprobRows.of_sampled(list(zip(sampled_order, sampled, strict=True))),
+        scored=LogprobRows.of_targets(list(zip(chunk_order, chunks, strict=True))),
         filtered=any(is_filtered(step.sampling) for step in sampled),
         long_context=any(step.start >= LONG_CONTEXT for step in decodes),
     )
+
+
+def _is_decode(step: SequenceStep) -> bool:
+    """Whether it runs in a row of its own; what is scored needs its hidden states, as chunks do."""
+    return len(step.tokens) == 1 and not step.targets
 
 
 def _feed(step: SequenceStep, previous: list[int | None]) -> int:
@@ -104,6 +116,8 @@ def _check(step: SequenceStep, limits: Limits) -> int:
     end = step.start + len(step.tokens)
     if not step.tokens or step.start < 0:
         raise Internal("a step without tokens or at a negative position")
+    if len(step.targets) > len(step.tokens):
+        raise Internal("more targets than tokens")
     if end > limits.max_model_len:
         raise Internal(f"position {end} is past max_model_len {limits.max_model_len}")
     if step.previous is not None and len(step.tokens) != 1:

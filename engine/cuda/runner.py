@@ -19,9 +19,10 @@ from engine.cuda.options import CudaOptions, graph_batches
 from engine.cuda.plan import Limits, StepPlan, plan_step
 from engine.cuda.prefill import ChunkAttention, cudnn_serves
 from engine.cuda.sampler import TokenSampler
-from engine.cuda.staging import Lane, StagingRing
+from engine.cuda.staging import Lane, StagingRing, to_device, to_host
 from engine.cuda.weights import WeightLoader
 from engine.errors import RankLost
+from engine.kernels.logprobs import LogprobRows
 from engine.kernels.triton_attention import DecodeScratch, DecodeShape, decode_shape
 from engine.kv.pool import KVPool
 from engine.model.config import ModelConfig
@@ -29,17 +30,21 @@ from engine.model.llama import WeightSource
 from engine.model.sharding import rank_heads, share_of
 from engine.sizing import block_bytes
 from protocol.kv_layout import KVLayout
+from protocol.logprobs import TokenLogprobs
 from protocol.sampling import SamplingParams
 
 
 @dataclass(slots=True)
 class PendingTokens:
-    """A step on its way: its tokens are being copied to the host."""
+    """A step on its way: its tokens, and tables of log-probabilities, are being copied to the
+    host."""
 
     ring: StagingRing
     buffer: Tensor
     index: int
-    results: list[int | None]
+    plan: StepPlan
+    logprobs: Tensor | None
+    scores: Tensor | None
     watch: Callable[[], None] | None
 
     def wait(self) -> StepResult:
@@ -48,12 +53,21 @@ class PendingTokens:
         Raises RankLost when another rank is gone or its GPU stayed silent.
         """
         self.ring.wait(self.index, self.watch)
-        *tokens, failed = self.buffer.tolist()
+        *sampled, failed = self.buffer.tolist()
         if failed:
             raise RankLost("a rank's GPU stayed silent in an all-reduce", param="tp")
+        plan = self.plan
+        tokens = tuple(None if row is None else sampled[row] for row in plan.results)
+        logprobs = _read(plan.logprobs, self.logprobs)
         return StepResult(
-            tokens=tuple(None if row is None else tokens[row] for row in self.results)
+            tokens=tokens,
+            logprobs={index: entry for index, (entry,) in logprobs.items()},
+            target_logprobs=_read(plan.scored, self.scores),
         )
+
+
+def _read(rows: LogprobRows | None, table: Tensor | None) -> dict[int, tuple[TokenLogprobs, ...]]:
+    return {} if rows is None or table is None else rows.read(table)
 
 
 class CudaRunner:
@@ -221,18 +235,39 @@ class CudaRunner:
     def submit(self, plan: StepPlan) -> PendingTokens:
         """Put a step on the stream. Its sampled tokens stay on the device for the next step."""
         rows = len(plan.sampled)
+        logprobs = None
         with torch.inference_mode(), self._lane.active():
-            logits = self._forward(plan)
+            logits, hidden = self._forward(plan)
             buffer, _, index = self._out.take()
             if logits is not None:
-                tokens = self._sampler(logits, plan, self._rows, self.model.comm)
+                tokens, logprobs = self._sampler(logits, plan, self._rows, self.model.comm)
                 buffer[:rows].copy_(tokens, non_blocking=True)
             buffer[rows] = 0
             if self.model.comm.failed is not None:
                 buffer[rows : rows + 1].copy_(self.model.comm.failed, non_blocking=True)
+            pending = PendingTokens(
+                self._out,
+                buffer[: rows + 1],
+                index,
+                plan,
+                None if logprobs is None else to_host(logprobs),
+                None if hidden is None else self._score(hidden, plan),
+                self.watch,
+            )
             self._out.sent(index)
         self._previous = plan.results
-        return PendingTokens(self._out, buffer[: rows + 1], index, plan.results, self.watch)
+        return pending
+
+    def _score(self, hidden: Tensor, plan: StepPlan) -> Tensor:
+        """The table of the targets' log-probabilities, a few rows of logits at a time."""
+        assert plan.scored is not None
+        whole, comm = self._sampler.whole, self.model.comm
+        table = plan.scored.table(
+            lambda part: whole(self.model.logits(hidden[part]), comm),
+            to_device(plan.scored.targets, self.device),
+        )
+        assert table is not None
+        return to_host(table)
 
     def launch(self, batch: StepBatch) -> PendingTokens:
         """`prepare` and `submit`."""
@@ -260,20 +295,23 @@ class CudaRunner:
             return True
         return False
 
-    def _forward(self, plan: StepPlan) -> Tensor | None:
+    def _forward(self, plan: StepPlan) -> tuple[Tensor | None, Tensor | None]:
+        """Logits of the sampled rows, and hidden states of those that are scored."""
         count = len(plan.decodes)
         if not plan.results:
-            return None
+            return None, None
         self._rows.upload(plan.decodes, plan.feeds, plan.decode_blocks, plan.sampled)
         bucket = self._graphs.bucket(max(count, 1)) or self.options.max_batch
         if not plan.chunks:
             if self._graphs_on:
-                return self._graphs.replay(bucket, plan.long_context)[:count]
-            return self._decode(bucket, plan.long_context)[:count]
+                return self._graphs.replay(bucket, plan.long_context)[:count], None
+            return self._decode(bucket, plan.long_context)[:count], None
         chunks = self._uploader.upload(plan.chunks, plan.chunk_blocks, self.config.block_size)
         return self._forward_chunks(count, chunks, self._cuts[bucket, plan.long_context])
 
-    def _forward_chunks(self, decodes: int, chunks: ChunkRows, cut: DecodeShape) -> Tensor | None:
+    def _forward_chunks(
+        self, decodes: int, chunks: ChunkRows, cut: DecodeShape
+    ) -> tuple[Tensor | None, Tensor | None]:
         return self.model.step(
             self._rows, decodes, self._sampler.tokens, chunks, self.pool.layers, self._scratch, cut
         )

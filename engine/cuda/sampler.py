@@ -9,6 +9,7 @@ from engine.cuda.comm import Communicator
 from engine.cuda.layout import DecodeRows
 from engine.cuda.model import RankShape
 from engine.cuda.plan import StepPlan
+from engine.cuda.staging import to_device
 from engine.kernels.triton_sampling import RowSampling, SamplingScratch, pick_best, sample
 
 
@@ -25,8 +26,9 @@ class TokenSampler:
 
     def __call__(
         self, logits: Tensor, plan: StepPlan, rows: DecodeRows, comm: Communicator
-    ) -> Tensor:
-        """The tokens of `logits` `[sampled rows, rows of this rank's head]`, equal on every rank.
+    ) -> tuple[Tensor, Tensor | None]:
+        """The tokens of `logits` `[sampled rows, rows of this rank's head]`, equal on every rank,
+        and the table of their log-probabilities where the plan asks for them.
 
         Where nothing but noise is added, each rank looks at its own ids, and only the best of each
         meet.
@@ -34,27 +36,45 @@ class TokenSampler:
         count = len(plan.sampled)
         sampling = rows.sampling(count, plan.filtered)
         tokens = self.tokens[:count]
-        changed = plan.banned or plan.penalties is not None
-        if comm.size > 1 and not plan.filtered and not changed:
+        whole = plan.filtered or plan.banned or plan.penalties or plan.logprobs
+        if comm.size > 1 and not whole:
             ours = logits[:, : self._shape.num_ids]
             if plan.masks is not None:
                 plan.masks.apply(ours, first_id=self._shape.first_id)
             self._sample_apart(ours, sampling, tokens, comm)
-            return tokens
+            return tokens, None
+        raw = self.whole(logits, comm)
+        logits = self._change(raw, plan)
+        sample(logits, sampling, self._scratch, out=tokens)
+        return tokens, self._logprobs(raw, tokens, plan)
+
+    def whole(self, logits: Tensor, comm: Communicator) -> Tensor:
+        """Logits of the whole vocabulary, from those of each rank's ids."""
         if comm.size > 1:
             logits = comm.gather(logits).transpose(0, 1).flatten(1)
-        logits = logits[:, : self._vocab_size]
+        return logits[:, : self._vocab_size]
+
+    def _change(self, logits: Tensor, plan: StepPlan) -> Tensor:
+        """What is sampled from; `logits` stay as they are where log-probabilities are wanted."""
+        if not (plan.banned or plan.penalties or plan.masks):
+            return logits
+        if plan.logprobs is not None:
+            logits = logits.clone()
         if plan.banned:
-            host = torch.tensor(plan.banned, pin_memory=self._device.type == "cuda")
-            pairs = host.to(self._device, non_blocking=True)
+            pairs = to_device(torch.tensor(plan.banned), self._device)
             logits[pairs[:, 0], pairs[:, 1]] = -torch.inf
         if plan.penalties is not None:
             logits = logits.float()
             plan.penalties.apply(logits)
         if plan.masks is not None:
             plan.masks.apply(logits)
-        sample(logits, sampling, self._scratch, out=tokens)
-        return tokens
+        return logits
+
+    def _logprobs(self, raw: Tensor, tokens: Tensor, plan: StepPlan) -> Tensor | None:
+        if plan.logprobs is None:
+            return None
+        rows = to_device(plan.logprobs.rows, self._device)
+        return plan.logprobs.table(lambda part: raw[rows[part]], tokens[rows].long())
 
     def _sample_apart(
         self, logits: Tensor, sampling: RowSampling, tokens: Tensor, comm: Communicator

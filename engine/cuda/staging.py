@@ -41,6 +41,17 @@ class Lane:
             self._stream.synchronize()
 
 
+def to_host(x: Tensor) -> Tensor:
+    """`x` on the host once the current stream has come this far; does not wait for it."""
+    out = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+    return out.copy_(x, non_blocking=True)
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on the device, without waiting for either."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+
+
 class StagingRing:
     """A few equal pinned int32 buffers used in turn; one is taken again only once it was copied."""
 

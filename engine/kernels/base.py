@@ -42,7 +42,8 @@ class StepInputs:
 
     token_ids, positions, slots: `[T]`; slot = block * block_size + offset of the row's KV.
     num_decodes: how many leading sequences run exactly one token.
-    sample_rows: `[n]`, rows whose logits are wanted, ascending.
+    sample_rows: `[n]`, rows whose logits are wanted, ascending. score_rows: `[m]`, rows of prompts
+    whose hidden states are.
     """
 
     token_ids: Tensor
@@ -53,6 +54,7 @@ class StepInputs:
     block_ids: tuple[tuple[int, ...], ...]
     num_decodes: int
     sample_rows: Tensor
+    score_rows: Tensor
 
     @property
     def num_tokens(self) -> int:
@@ -61,8 +63,8 @@ class StepInputs:
 
     @property
     def samples_all(self) -> bool:
-        """Whether every row is sampled, as in a step of decodes only."""
-        return self.sample_rows.shape[0] == self.num_tokens
+        """Whether every row is sampled and no other, as in a step of decodes only."""
+        return self.sample_rows.shape[0] == self.num_tokens and not self.score_rows.shape[0]
 
 
 class Product(Protocol):

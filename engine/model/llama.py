@@ -157,10 +157,14 @@ class LlamaModel:
         self._head = VocabularyHead(kernels, table, config.vocab_size, tp)
         kernels.loaded()
 
-    def forward(self, inputs: StepInputs, kv: Sequence[Tensor]) -> Tensor | None:
-        """Run the step; logits of `inputs.sample_rows` on rank 0, None on others or without rows.
+    def forward(
+        self, inputs: StepInputs, kv: Sequence[Tensor]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Run the step: (logits, hidden states).
 
-        All KV of the step is in `kv` afterwards.
+        Logits are those of `inputs.sample_rows` on rank 0, None on others or without rows; hidden
+        states are those of `inputs.score_rows`, for `logits`, or None without rows. All KV of the
+        step is in `kv` afterwards.
         """
         plan = self._kernels.prepare(inputs, self._cos, self._sin)
         h, delta = self._embedding(inputs.token_ids.to(self._cos.device)), None
@@ -169,21 +173,27 @@ class LlamaModel:
             h, delta = layer.finish(self._kernels.paged_attention(q, layer_kv, plan), h)
         return self._last(h, delta, inputs, kv[-1], plan)
 
+    def logits(self, x: Tensor) -> Tensor | None:
+        """Logits of hidden states `[n, H]`, on rank 0; all ranks must ask for the same rows."""
+        return self._head(x)
+
     def _last(
         self, h: Tensor, delta: Tensor | None, inputs: StepInputs, kv: Tensor, plan: Any
-    ) -> Tensor | None:
-        """The last layer, beyond its KV only for the rows that are sampled."""
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The last layer, beyond its KV only for the rows that are looked at."""
         layer = self._layers[-1]
         q, h = layer.attention_inputs(h, delta, kv, plan)
-        if inputs.sample_rows.shape[0] == 0:
-            return None
+        num_sampled, num_scored = inputs.sample_rows.shape[0], inputs.score_rows.shape[0]
+        if num_sampled + num_scored == 0:
+            return None, None
         attended = self._kernels.paged_attention(q, kv, plan)
         if not inputs.samples_all:
-            rows = inputs.sample_rows.to(h.device)
+            rows = torch.cat((inputs.sample_rows, inputs.score_rows)).to(h.device)
             attended, h = attended[rows], h[rows]
         h, delta = layer.finish(attended, h)
         x, _ = self._kernels.add_rms_norm(h, delta, self._norm, self._eps)
-        return self._head(x)
+        logits = self._head(x[:num_sampled]) if num_sampled else None
+        return logits, x[num_sampled:] if num_scored else None
 
 
 def _times(span: Span, factor: int) -> Span:

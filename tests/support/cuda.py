@@ -14,6 +14,7 @@ from engine.kv.pool import KVPool
 from engine.model.config import ModelConfig
 from engine.model.llama import LlamaModel
 from engine.model.sharding import share_of
+from engine.runner import run_prepared
 from engine.tp import TensorParallel
 from protocol.sampling import SamplingParams
 
@@ -28,7 +29,8 @@ PENALISED = SamplingParams(
     presence_penalty=-0.6,
     logit_bias=((5, 2.5), (90, -100.0)),
 )
-BIASED = SamplingParams(temperature=0.0, logit_bias=((44, 40.0),))
+BIASED = SamplingParams(temperature=0.0, logit_bias=((44, 40.0),), logprobs=3)
+LOGGED = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=1234, logprobs=0)
 NUM_BLOCKS = 24
 
 
@@ -99,14 +101,8 @@ class Reference:
             vocab_size=self.config.vocab_size,
             max_model_len=160,
         )
-        tokens = [None] * len(batch.sequences)
         with torch.inference_mode():
-            logits = self.model.forward(step.inputs, self.pool.layers)
-            if logits is not None:
-                sampled = self.kernels.sample(logits, step.sampling).tolist()
-                for index, token in zip(step.sampled, sampled, strict=True):
-                    tokens[index] = token
-        return tuple(tokens)
+            return run_prepared(self.model, self.kernels, self.pool.layers, step)
 
 
 def make_runner(device, config, rank=0, tp_size=1, dtype="float32"):
@@ -142,8 +138,8 @@ def mask(*allowed, vocab_size=203):
 
 
 def mixed_script():
-    """Batches of chunks with and without history, decodes, padding, seeds, bans, masks and
-    penalties."""
+    """Batches of chunks with and without history, decodes, padding, seeds, bans, masks, penalties
+    and log-probabilities."""
     few = {"allowed": mask(4, 9, 150, 202)}
     ids = [(7 * i + 3) % 203 for i in range(120)]
     script = [
@@ -158,5 +154,11 @@ def mixed_script():
         [seq([18], 51, (5, 2, 9, 11), **few)],
         [seq([19], 52, (5, 2, 9, 11)), seq([31], 7, (1,)), seq([1], 70, range(12, 17), SEEDED)],
         [seq(ids[:9], 0, (6,), SEEDED, **few), seq([32], 8, (1,)), seq([20], 53, (5, 2, 9, 11))],
+        [seq(ids[:20], 0, (18, 19), sampling=None, targets=tuple(ids[1:21]), num_top=2)],
+        [
+            seq(ids[20:21], 20, (18, 19), sampling=None, targets=tuple(ids[21:22]), num_top=2),
+            seq([2], 71, range(12, 17), LOGGED, **few),
+            seq(ids[:90], 0, range(18, 24), LOGGED, targets=tuple(ids[1:90])),
+        ],
     ]
     return [StepBatch(sequences=tuple(sequences)) for sequences in script]

@@ -66,7 +66,7 @@ def chunk(
 def logits_of(runner: RankRunner, batch: StepBatch) -> torch.Tensor | None:
     """The logits that a step samples from, in row order."""
     with torch.inference_mode():
-        return runner.model.forward(runner.prepare(batch).inputs, runner.pool.layers)
+        return runner.model.forward(runner.prepare(batch).inputs, runner.pool.layers)[0]
 
 
 class ThreadedRanks:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.batch import StepBatch
+from engine.batch import StepBatch, StepResult
 from engine.cuda.options import graph_batches
 from protocol.errors import Internal
 from tests.support.cuda import (
@@ -22,11 +22,28 @@ def pair(device):
     return make_pair(device, tiny_config())
 
 
+def assert_same(got: StepResult, want: StepResult) -> None:
+    assert got.tokens == want.tokens
+    wanted = flat(want)
+    assert flat(got).keys() == wanted.keys()
+    for at, entry in flat(got).items():
+        assert (entry.rank, entry.top_ids) == (wanted[at].rank, wanted[at].top_ids)
+        values = [entry.logprob, *entry.top_logprobs]
+        assert values == pytest.approx([wanted[at].logprob, *wanted[at].top_logprobs], abs=1e-4)
+
+
+def flat(result: StepResult) -> dict:
+    entries = dict(result.logprobs)
+    for index, row in result.target_logprobs.items():
+        entries |= {(index, i): entry for i, entry in enumerate(row)}
+    return entries
+
+
 @pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "tie_word_embeddings": True}])
 def test_prompts_chunks_and_decodes_give_the_reference_tokens(device, changes):
     runner, reference = make_pair(device, tiny_config(**changes))
     for batch in mixed_script():
-        assert runner.run(batch).tokens == reference.run(batch)
+        assert_same(runner.run(batch), reference.run(batch))
     got, want = runner.pool.data.cpu(), reference.pool.data
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
@@ -48,7 +65,7 @@ def test_a_step_can_be_launched_before_the_tokens_of_the_last_are_known(pair):
         rows = [order.index(0), order.index(1)]
         at = [n + 1 for n in at]
     results = [p.wait().tokens for p in pending]
-    tokens = list(reference.run(first))
+    tokens = list(reference.run(first).tokens)
     assert list(results[0]) == tokens
     at = [15, 9]
     for step in range(3):
@@ -58,7 +75,7 @@ def test_a_step_can_be_launched_before_the_tokens_of_the_last_are_known(pair):
                 seq([tokens[i]], at[i], tables[i], SEEDED if i else GREEDY) for i in order
             )
         )
-        out = reference.run(batch)
+        out = reference.run(batch).tokens
         assert results[step + 1] == out
         tokens = [out[order.index(0)], out[order.index(1)]]
         at = [n + 1 for n in at]
