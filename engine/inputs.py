@@ -10,8 +10,8 @@ from torch import Tensor
 
 from engine.batch import SequenceStep, StepBatch
 from engine.kernels.base import StepInputs
-from engine.kernels.masks import mask_bytes
 from engine.kernels.logprobs import LogprobRows
+from engine.kernels.masks import mask_bytes
 from engine.kernels.penalties import Penalties
 from engine.kernels.sampling import SamplingInputs
 from protocol.errors import Internal

@@ -133,8 +133,9 @@ class ChunkRows:
     """Prompt chunks packed one after another, on the device.
 
     tokens, feed (all -1), positions, slots: int32 `[tokens]`; sample_rows, score_rows: int64, rows
-    among the chunks whose logits and whose hidden states are wanted. dense: (first row, rows) of the chunks that are attended to one
-    by one, which read `padding` rows past the last; packed: all others, or None.
+    among the chunks whose logits and whose hidden states are wanted. dense: (first row, rows) of
+    the chunks that are attended to one by one, which read `padding` rows past the last; packed: all
+    others, or None.
     """
 
     tokens: Tensor

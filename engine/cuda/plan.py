@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from engine.batch import SequenceStep, StepBatch
 from engine.cuda.layout import is_filtered
 from engine.inputs import check_mask
-from engine.kernels.masks import TokenMasks
 from engine.kernels.logprobs import LogprobRows
+from engine.kernels.masks import TokenMasks
 from engine.kernels.penalties import Penalties
 from protocol.errors import Internal
 
@@ -37,8 +37,8 @@ class StepPlan:
     runs, or -1; *_blocks: how many blocks each sequence needs. sampled: the sequences of the
     logits' rows (every decode row, then the chunks that sample); results[i]: the logits row of
     sequence i of the batch, or None. banned: (logits row, token id) pairs. masks: logits rows with
-    few allowed tokens, if any. penalties: other changes of the logits, if any. logprobs, scored: sampled tokens and targets whose
-    log-probabilities are wanted, if any.
+    few allowed tokens, if any. penalties: other changes of the logits, if any. logprobs,
+    scored: sampled tokens and targets whose log-probabilities are wanted, if any.
     """
 
     decodes: list[SequenceStep]

@@ -79,7 +79,7 @@ class LogprobRows:
         return torch.cat(tables) if tables else None
 
     def read(self, table: Tensor) -> dict[int, tuple[TokenLogprobs, ...]]:
-        """Each sequence's part of a table on the host, with as many of the likeliest as it wants."""
+        """Each sequence's part of a table on the host, with as many likeliest as it wants."""
         counts = [count for _, size, want in self.parts for count in repeat(want, size)]
         width = (table.shape[1] - 2) // 2
         entries = map(_entry, table.tolist(), counts, repeat(width))
