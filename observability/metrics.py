@@ -150,6 +150,13 @@ PHASE_TIME = _histogram(
 LOCAL_PREFILLS = _counter(
     "local_prefills_total", "Requests prefilled on their decode worker, by reason.", "reason"
 )
+PAIR_CHOICES = _counter(
+    "pair_choices_total",
+    "Choices of workers for an attempt, by why this decode worker, and why this prefill worker or "
+    "none.",
+    "decode",
+    "prefill",
+)
 HANDOFF_TIME = _histogram(
     "handoff_seconds", "First piece announced to commit acknowledged.", _PHASE_TIME
 )
@@ -187,6 +194,12 @@ WORKER_REQUESTS = _counter(
     "worker_requests_total", "Attempts that ended here: finished, failed or cancelled.", "outcome"
 )
 PREEMPTIONS = _counter("num_preemptions_total", "Sequences put back to free blocks.", vllm=True)
+PREFIX_CACHE_QUERIES = _counter(
+    "prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", vllm=True
+)
+PREFIX_CACHE_HITS = _counter(
+    "prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", vllm=True
+)
 HANDOFFS = _counter("handoffs_total", "Hand-offs ended: committed or released.", "outcome")
 HANDOFF_FAILURES = _counter("handoff_failures_total", "Hand-offs aborted, by cause.", "cause")
 HANDOFF_BYTES = _counter("handoff_bytes_total", "KV bytes sent or received.")
@@ -198,14 +211,15 @@ REQUEST_METRICS: tuple[Metric, ...] = (
     *(PROMPT_TOKENS, GENERATION_TOKENS, TIME_TO_FIRST_TOKEN, INTER_TOKEN_LATENCY),
     *(TIME_PER_OUTPUT_TOKEN, E2E_LATENCY, QUEUE_TIME, PREFILL_TIME, DECODE_TIME),
     *(REQUEST_PROMPT_TOKENS, REQUEST_GENERATION_TOKENS, PHASE_TIME),
-    *(LOCAL_PREFILLS, HANDOFF_TIME, HANDOFF_SIZE),
+    *(LOCAL_PREFILLS, PAIR_CHOICES, HANDOFF_TIME, HANDOFF_SIZE),
 )
 WORKER_GAUGES: tuple[Metric, ...] = (
     *(WORKERS, WORKER_RUNNING, WORKER_WAITING, WORKER_WAITING_TOKENS, WORKER_TOKEN_RATE),
     *(KV_CACHE_USAGE, KV_BLOCKS, CREDITS, WORKER_STEP_AGE),
 )
 WORKER_COUNTERS: tuple[Metric, ...] = (
-    *(STEPS, WORKER_REQUESTS, PREEMPTIONS, HANDOFFS, HANDOFF_FAILURES),
+    *(STEPS, WORKER_REQUESTS, PREEMPTIONS, PREFIX_CACHE_QUERIES, PREFIX_CACHE_HITS),
+    *(HANDOFFS, HANDOFF_FAILURES),
     *(HANDOFF_BYTES, HANDOFF_PIECES, HANDOFF_RELINKS),
 )
 ALL_METRICS: tuple[Metric, ...] = REQUEST_METRICS + WORKER_GAUGES + WORKER_COUNTERS

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from protocol.errors import BatonError, HandoffFailed, Unavailable
 from protocol.ids import RequestKey, Role, WorkerRef
-from protocol.messages import FailEvent, SpanEvent, TokenEvent
+from protocol.messages import FailEvent, PromptEvent, SpanEvent, TokenEvent
 from protocol.states import FinishReason
 from protocol.timeline import Phase, Span
 from router.merge import TokenMerger
@@ -60,6 +60,7 @@ class Attempt:
         self.spans: list[Span] = []
         self.prefill_reported = asyncio.Event()
         self.decode_started: float | None = None  # when its first token came
+        self.num_cached_tokens: int | None = None  # of the prompt, once that is known
         self._merger = merger
         self._emit = emit
         self._clock = clock
@@ -83,6 +84,10 @@ class Attempt:
                 self._add_cut_span()
                 self.end(Ended(outcome=Outcome.CUT))
                 return
+
+    def on_prompt(self, event: PromptEvent) -> None:
+        """What became of the prompt."""
+        self.num_cached_tokens = event.num_cached_tokens
 
     def on_fail(self, event: FailEvent, ref: WorkerRef) -> None:
         """A worker gave up."""

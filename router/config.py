@@ -21,7 +21,12 @@ class RouterConfig:
         every stream for about 10 ms a MiB, so not much more than prompts can use.
     default_timeout_s, max_timeout_s: deadline of a request that names none, and the longest
         allowed.
-    local_prefill_tokens: prompts up to this many tokens are prefilled on their decode worker.
+    local_prefill_tokens: prompts with up to this many tokens that are not cached on their decode
+        worker are prefilled there.
+    prefix_tokens_per_sequence: so many prompt tokens in a decode worker's prefix cache make up for
+        one sequence more on it.
+    prefix_cache_per_key: whether only requests of the same API key share cached KV. Otherwise how
+        fast a first token comes tells any caller whether somebody has sent the same prefix lately.
     max_attempts: times a request may be submitted after a worker accepted it and was lost or
         failed.
     resume_wait_s: how long an accepted request waits for a worker when its own was lost.
@@ -49,6 +54,8 @@ class RouterConfig:
     default_timeout_s: float = 600.0
     max_timeout_s: float = 3600.0
     local_prefill_tokens: int = 16
+    prefix_tokens_per_sequence: int = 256
+    prefix_cache_per_key: bool = False
     max_attempts: int = 4
     resume_wait_s: float = 30.0
     silence_s: float = 5.0
@@ -91,6 +98,7 @@ class RouterConfig:
 _POSITIVE = (
     *("max_requests", "max_body_bytes", "max_message_bytes", "default_timeout_s"),
     *("max_timeout_s", "max_attempts", "resume_wait_s", "silence_s", "submit_timeout_s"),
+    "prefix_tokens_per_sequence",
     *("connect_timeout_s", "timeline_wait_s", "retry_after_s", "keep_alive_s"),
     *("text_threads", "drain_s"),
 )

@@ -13,6 +13,7 @@ from observability import metrics
 from observability.export import MetricSet
 from protocol.errors import BatonError, Internal
 from protocol.states import FinishReason
+from router.prefix import PromptBlocks
 from router.relay import Flight, PlacedSpan, Relay, SequenceJob
 from router.text.stream import TextStream
 from router.timeline import Timeline, make_timeline
@@ -30,10 +31,12 @@ class Delta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Tokens of a request: each prompt counted once, however many choices it has."""
+    """Tokens of a request: each prompt counted once, however many choices it has. `cached_tokens`
+    of the prompts were computed for none of them."""
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -127,7 +130,18 @@ class Generation:
     def usage(self) -> Usage:
         """Tokens so far."""
         made = sum(choice.stream.tokens for choice in self._choices)
-        return Usage(prompt_tokens=self._prompt_tokens, completion_tokens=made)
+        return Usage(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=made,
+            cached_tokens=self._cached_tokens(),
+        )
+
+    def _cached_tokens(self) -> int:
+        fewest: dict[PromptBlocks, int] = {}
+        for choice, flight in zip(self._choices, self._flights, strict=True):
+            blocks, cached = choice.job.blocks, flight.num_cached_tokens or 0
+            fewest[blocks] = min(fewest.get(blocks, cached), cached)
+        return sum(fewest.values())
 
     @property
     def finishes(self) -> list[FinishReason | None]:

@@ -16,6 +16,7 @@ from protocol.messages import (
     Cancel,
     EventBatch,
     FailEvent,
+    PromptEvent,
     SpanEvent,
     StatusQuery,
     Submit,
@@ -27,6 +28,7 @@ from protocol.messages import (
 from protocol.states import WorkerState
 from router.config import RouterConfig
 from router.policy import WorkerView
+from router.prefix import PrefixView, PromptBlocks
 from router.reservations import Reservations
 from router.silence import silence_limit
 from rpc.methods import CANCEL, EVENTS, STATUS, SUBMIT
@@ -44,6 +46,10 @@ class EventSink(Protocol):
 
     def on_token(self, event: TokenEvent, role: Role) -> None:
         """One output token."""
+        ...
+
+    def on_prompt(self, event: PromptEvent) -> None:
+        """What became of the prompt."""
         ...
 
     def on_fail(self, event: FailEvent, ref: WorkerRef) -> None:
@@ -81,6 +87,7 @@ class Member:
         self.load = WorkerLoad()
         self.status: WorkerStatus | None = None
         self.reservations = Reservations()
+        self.prefix = PrefixView()
         self.connected = False
         self.leaving = False
         self.closed = False
@@ -105,20 +112,28 @@ class Member:
         draining = self.status is not None and self.status.state is not WorkerState.READY
         return self.connected and not self.leaving and not draining
 
-    def view(self) -> WorkerView:
-        """This worker as the policy sees it. Only while connected."""
+    def view(self, prompt: PromptBlocks) -> WorkerView:
+        """This worker as the policy sees it for a prompt. Only while connected."""
         assert self.status is not None
-        counts = self.reservations
+        counts, block_size = self.reservations, self.status.layout.block_size
+        blocks = self._blocks_of(prompt)
         return WorkerView(
             ref=self.ref,
             load=self.load,
             capacity=self.capacity,
-            block_size=self.status.layout.block_size,
+            block_size=block_size,
             fingerprint=self.status.fingerprint,
             unseen_sequences=counts.unseen_sequences,
             unseen_tokens=counts.unseen_tokens,
             pending_blocks=counts.pending_blocks,
+            cached_tokens=block_size * self.prefix.num_held(blocks),
+            expected_tokens=block_size * self.prefix.num_expected(blocks),
         )
+
+    def _blocks_of(self, prompt: PromptBlocks) -> list[bytes]:
+        if self.status is None or not self.prefix.speaks:
+            return []
+        return prompt.hints(self.status.fingerprint)
 
     @property
     def max_model_len(self) -> int:
@@ -132,15 +147,20 @@ class Member:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def attach(self, key: RequestKey, sink: EventSink, *, tokens: int, blocks: int) -> None:
-        """Route the events of an attempt to `sink` and count it. Undone by `detach`."""
+    def attach(
+        self, key: RequestKey, sink: EventSink, prompt: PromptBlocks, *, tokens: int, blocks: int
+    ) -> None:
+        """Route the events of an attempt to `sink` and count it: `tokens` to compute, `blocks` to
+        hold. Undone by `detach`."""
         self._sinks[key] = sink
+        self.prefix.expect(key, self._blocks_of(prompt))
         self.reservations.reserve(key, tokens=tokens, blocks=blocks)
 
     def detach(self, key: RequestKey) -> None:
         """Forget an attempt. Idempotent."""
         self._sinks.pop(key, None)
         self.reservations.release(key)
+        self.prefix.release(key)
         self._stop_if_done()
 
     async def submit(self, submit: Submit) -> None:
@@ -289,24 +309,32 @@ class Member:
             self.connected = True
             log.info("worker joined", extra={"worker": self.ref.worker_id, "role": self.ref.role})
             self._on_change(self)
+        if batch.cache is not None:
+            self.prefix.take(batch.cache)
+        self._hand_out(batch)
+
+    def _hand_out(self, batch: EventBatch) -> None:
+        """Each event to whoever waits for it, if anybody still does."""
         role, sinks = self.ref.role, self._sinks
+        for prompt in batch.prompts:
+            if prompt.key in sinks:
+                sinks[prompt.key].on_prompt(prompt)
         for token in batch.tokens:
             sink = sinks.get(token.key)
             if sink is not None:
                 self.reservations.settle(token.key)
                 sink.on_token(token, role)
         for spans in batch.spans:
-            sink = sinks.get(spans.key)
-            if sink is not None:
-                sink.on_spans(spans)
+            if spans.key in sinks:
+                sinks[spans.key].on_spans(spans)
         for failure in batch.failures:
-            sink = sinks.get(failure.key)
-            if sink is not None:
-                sink.on_fail(failure, self.ref)
+            if failure.key in sinks:
+                sinks[failure.key].on_fail(failure, self.ref)
 
     def _lost(self, reason: str) -> None:
         was_connected, self.connected = self.connected, False
         self.load = WorkerLoad()
+        self.prefix.forget()
         if was_connected:
             log.warning("worker lost", extra={"worker": self.ref.worker_id, "reason": reason})
             self._on_change(self)

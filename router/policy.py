@@ -1,8 +1,9 @@
 """Which workers serve a request. Pure: views of the workers in, a choice with its reason out.
 
 Decode first, because room there is what runs out: a worker with room for the prompt, of those the
-one with the fewest sequences. Then whether to disaggregate at all. Then prefill, by seconds of
-backlog.
+one with the fewest sequences, where prompt tokens that it has in its prefix cache make up for
+sequences. Then whether to disaggregate at all: a short part that is not cached is computed on
+decode. Then prefill: where the prompt would be done first, by backlog and by what is cached there.
 """
 
 from __future__ import annotations
@@ -27,9 +28,33 @@ class LocalReason(StrEnum):
     """Why a prompt is prefilled on its decode worker; also a label of the metrics."""
 
     SHORT_PROMPT = "short_prompt"
+    PREFIX_CACHED = "prefix_cached"
     NO_PREFILL_READY = "no_prefill_ready"
     PREFILL_POOL_TOO_SMALL = "prefill_pool_too_small"
     INCOMPATIBLE_KV = "incompatible_kv"
+
+
+class Ground(StrEnum):
+    """Why a worker was chosen among others; a label of the metrics."""
+
+    ONLY = "only"
+    LEAST_LOADED = "least_loaded"
+    PREFIX = "prefix"
+    NO_ROOM = "no_room"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyConfig:
+    """What the choice is weighed by.
+
+    local_tokens: a prompt with at most so many tokens that are not cached on its decode worker is
+        prefilled there.
+    tokens_per_sequence: so many prompt tokens in a decode worker's cache make up for one sequence
+        more on it.
+    """
+
+    local_tokens: int = 16
+    tokens_per_sequence: int = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +65,8 @@ class WorkerView:
     unseen_sequences, unseen_tokens: submitted by this router, not yet in the reported load.
     pending_blocks: asked of this decode worker by requests that have no token yet, so that its
         report of free blocks may or may not include them; counted as gone, to be safe.
+    cached_tokens: tokens of this prompt in its prefix cache. expected_tokens: the same, with those
+        that requests under way will bring.
     """
 
     ref: WorkerRef
@@ -50,6 +77,8 @@ class WorkerView:
     unseen_sequences: int = 0
     unseen_tokens: int = 0
     pending_blocks: int = 0
+    cached_tokens: int = 0
+    expected_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +96,15 @@ class Choice:
 
     decode: WorkerView
     prefill: WorkerView | None
-    local_reason: LocalReason | None
+    decode_ground: Ground
+    prefill_ground: Ground | LocalReason
     why: str
+
+    @property
+    def local_reason(self) -> LocalReason | None:
+        """Why there is no prefill worker."""
+        ground = self.prefill_ground
+        return ground if isinstance(ground, LocalReason) else None
 
 
 def choose(
@@ -76,40 +112,72 @@ def choose(
     decodes: Sequence[WorkerView],
     prefills: Sequence[WorkerView],
     *,
-    local_tokens: int,
+    config: PolicyConfig,
     rng: random.Random,
 ) -> Choice | None:
     """The pair for a request, or None when no decode worker can hold it."""
-    decode = choose_decode(need, decodes, rng)
+    decode = choose_decode(need, decodes, rng, config)
     if decode is None:
         return None
+    ground = _ground(decode, len(decodes), has_room=_left(need, decode) >= 0)
+    here = f"decode {ground}: {decode.cached_tokens} tokens cached, room {room(decode)} blocks"
     fitting = fitting_prefills(need, decode, prefills)
-    reason = local_reason(need, decode, prefills, fitting, local_tokens=local_tokens)
+    reason = local_reason(need, decode, prefills, fitting, local_tokens=config.local_tokens)
     if reason is not None:
-        return Choice(decode=decode, prefill=None, local_reason=reason, why=f"local: {reason}")
-    prefill = choose_prefill(fitting, rng)
+        return Choice(
+            decode=decode,
+            prefill=None,
+            decode_ground=ground,
+            prefill_ground=reason,
+            why=f"local: {reason}; {here}",
+        )
+    prefill = choose_prefill(need, fitting, rng)
+    prefill_ground = _ground(prefill, len(fitting), has_room=True)
     wait = backlog_s(prefill, _mean_rate(fitting))
     return Choice(
         decode=decode,
         prefill=prefill,
-        local_reason=None,
-        why=f"prefill backlog {wait:.2f} s, decode room {room(decode)} blocks",
+        decode_ground=ground,
+        prefill_ground=prefill_ground,
+        why=f"prefill {prefill_ground}: {prefill.cached_tokens} tokens cached, "
+        f"backlog {wait:.2f} s; {here}",
     )
 
 
-def choose_decode(need: Need, views: Sequence[WorkerView], rng: random.Random) -> WorkerView | None:
-    """With room for the prompt: the fewest sequences, then the most room. If nobody has room: the
-    one that lacks least. Ties are broken at random, or every router would pick the same worker."""
+def _ground(view: WorkerView, num_workers: int, *, has_room: bool) -> Ground:
+    if num_workers == 1:
+        return Ground.ONLY
+    if not has_room:
+        return Ground.NO_ROOM
+    return Ground.PREFIX if view.expected_tokens else Ground.LEAST_LOADED
+
+
+def choose_decode(
+    need: Need,
+    views: Sequence[WorkerView],
+    rng: random.Random,
+    config: PolicyConfig = PolicyConfig(),
+) -> WorkerView | None:
+    """With room for the prompt: the fewest sequences, those that wait counted twice, less what the
+    cached part of the prompt makes up for; then the most room. If nobody has room: the one that
+    lacks least. Ties are broken at random, or every router would pick the same worker."""
     fitting = [view for view in views if view.capacity >= need.total_tokens]
 
     def rank(view: WorkerView) -> tuple[int, float, float]:
-        blocks = -(-(need.prompt_tokens + 1) // view.block_size)
-        left = room(view) - blocks
+        left = _left(need, view)
         if left < 0:
             return 1, -left, sequences(view)
-        return 0, sequences(view), -(left * _ROOM_STEPS // max(1, view.load.total_blocks))
+        cost = sequences(view) + view.load.waiting
+        saved = view.expected_tokens / config.tokens_per_sequence
+        return 0, cost - saved, -(left * _ROOM_STEPS // max(1, view.load.total_blocks))
 
     return _least(fitting, rank, rng)
+
+
+def _left(need: Need, view: WorkerView) -> int:
+    """Blocks of room that would be left. Cached blocks count as room too, so those of this prompt
+    are not taken off what it needs."""
+    return room(view) + -(need.prompt_tokens + 1) // view.block_size
 
 
 def fitting_prefills(
@@ -134,6 +202,8 @@ def local_reason(
     """Why the prompt should be prefilled on its decode worker, or None when it should not."""
     if need.prompt_tokens <= local_tokens:
         return LocalReason.SHORT_PROMPT
+    if need.prompt_tokens - decode.cached_tokens <= local_tokens:
+        return LocalReason.PREFIX_CACHED
     if not prefills:
         return LocalReason.NO_PREFILL_READY
     if fitting:
@@ -143,10 +213,15 @@ def local_reason(
     return LocalReason.INCOMPATIBLE_KV
 
 
-def choose_prefill(views: Sequence[WorkerView], rng: random.Random) -> WorkerView:
-    """The shortest backlog in seconds; ties at random. `views` must not be empty."""
+def choose_prefill(need: Need, views: Sequence[WorkerView], rng: random.Random) -> WorkerView:
+    """Where the prompt would be done first; ties at random. `views` must not be empty."""
     rate = _mean_rate(views)
-    best = _least(views, lambda view: (backlog_s(view, rate),), rng)
+
+    def done_s(view: WorkerView) -> float:
+        uncached = need.prompt_tokens - view.expected_tokens
+        return backlog_s(view, rate) + uncached / _rate(view, rate)
+
+    best = _least(views, lambda view: (done_s(view),), rng)
     assert best is not None
     return best
 
@@ -154,8 +229,7 @@ def choose_prefill(views: Sequence[WorkerView], rng: random.Random) -> WorkerVie
 def backlog_s(view: WorkerView, unknown_rate: float) -> float:
     """Seconds until a prefill worker would reach a new prompt. A worker that has not measured its
     rate yet is taken to run at `unknown_rate` tokens per second."""
-    rate = view.load.tokens_per_second or unknown_rate
-    return (view.load.waiting_tokens + view.unseen_tokens) / rate
+    return (view.load.waiting_tokens + view.unseen_tokens) / _rate(view, unknown_rate)
 
 
 def room(view: WorkerView) -> int:
@@ -166,6 +240,10 @@ def room(view: WorkerView) -> int:
 def sequences(view: WorkerView) -> int:
     """Sequences that a worker has or is about to have."""
     return view.load.running + view.load.waiting + view.unseen_sequences
+
+
+def _rate(view: WorkerView, unknown_rate: float) -> float:
+    return view.load.tokens_per_second or unknown_rate
 
 
 def _mean_rate(views: Sequence[WorkerView]) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from protocol.errors import ContextTooLong, InvalidRequest
 from protocol.sampling import MAX_SEED, SamplingParams
+from router.prefix import PromptBlocks
 from router.relay import SequenceJob
 from router.request import DEFAULT_COMPLETION_TOKENS, GenerateRequest, RequestKind
 
@@ -81,6 +82,7 @@ def make_jobs(
         check_ids(ids, limits, param=param)
         fitted = replace(sampling, max_tokens=output_tokens(request, len(ids), limits, param=param))
         fitted.validate(limits.vocab_size)
+        blocks = PromptBlocks(ids, request.cache_salt)
         for j in range(request.n):
             index = i * request.n + j
             jobs.append(
@@ -90,6 +92,8 @@ def make_jobs(
                     prompt_ids=ids,
                     sampling=replace(fitted, seed=(fitted.seed + j) & MAX_SEED),
                     deadline=deadline,
+                    blocks=blocks,
+                    cache_salt=request.cache_salt,
                     wants_timeline=request.timeline,
                 )
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from observability import metrics
@@ -28,10 +28,13 @@ from router.config import RouterConfig
 from router.member import Member
 from router.members import Members
 from router.merge import TokenMerger
-from router.policy import Choice, Need, choose
+from router.policy import Choice, Need, PolicyConfig, WorkerView, choose
+from router.prefix import PromptBlocks
 
 log = get_logger(__name__)
 
+#: Prompts of more tokens than this are hashed in a thread: about a tenth of a millisecond.
+_HASHED_AT_ONCE = 4096
 #: Before a worker that refused or failed is asked again.
 _ROUND_PAUSE_S = 0.1
 #: Refusals that no other worker would answer differently.
@@ -41,13 +44,16 @@ _FINAL = (InvalidRequest, PayloadTooLarge)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceJob:
     """One output to make. `index` is its place among the request's choices, `deadline` in seconds
-    since the Unix epoch."""
+    since the Unix epoch. The outputs of one prompt have the same `blocks`."""
 
     request_id: str
     index: int
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     deadline: float
+    blocks: PromptBlocks
+    cache_salt: str = ""
+    bypass_prefix_cache: bool = False
     wants_timeline: bool = False
 
 
@@ -67,8 +73,16 @@ class _Pair:
     prefill: Member | None
 
     @property
+    def sides(self) -> list[tuple[Member, WorkerView]]:
+        """The members with what the choice knew of them."""
+        decode = (self.decode, self.choice.decode)
+        if self.prefill is None or self.choice.prefill is None:
+            return [decode]
+        return [decode, (self.prefill, self.choice.prefill)]
+
+    @property
     def members(self) -> list[Member]:
-        return [self.decode] if self.prefill is None else [self.decode, self.prefill]
+        return [member for member, _ in self.sides]
 
 
 class Relay:
@@ -92,8 +106,12 @@ class Relay:
         self.clock = clock
         self._secret = secret
         self._rng = rng
+        self._policy = PolicyConfig(
+            local_tokens=config.local_prefill_tokens,
+            tokens_per_sequence=config.prefix_tokens_per_sequence,
+        )
 
-    def choose(self, need: Need, excluded: set[str]) -> _Pair | None:
+    def choose(self, need: Need, blocks: PromptBlocks, excluded: set[str]) -> _Pair | None:
         """A pair of ready workers, none of them excluded; None when no decode worker is left."""
         decodes, prefills = (
             {m.ref: m for m in self.members.ready(role) if m.ref.worker_id not in excluded}
@@ -101,15 +119,23 @@ class Relay:
         )
         choice = choose(
             need,
-            [member.view() for member in decodes.values()],
-            [member.view() for member in prefills.values()],
-            local_tokens=self.config.local_prefill_tokens,
+            [member.view(blocks) for member in decodes.values()],
+            [member.view(blocks) for member in prefills.values()],
+            config=self._policy,
             rng=self._rng,
         )
         if choice is None:
             return None
         prefill = None if choice.prefill is None else prefills[choice.prefill.ref]
         return _Pair(choice=choice, decode=decodes[choice.decode.ref], prefill=prefill)
+
+    async def hash_blocks(self, jobs: Sequence[SequenceJob]) -> None:
+        """Make ready what the choice needs to know of long prompts, off the event loop."""
+        long = {job.blocks for job in jobs if job.blocks.num_tokens > _HASHED_AT_ONCE}
+        statuses = [m.status for m in self.members.all() if m.prefix.speaks]
+        kinds = {status.fingerprint for status in statuses if status is not None}
+        if long and kinds:
+            await asyncio.to_thread(lambda: [blocks.hints(k) for blocks in long for k in kinds])
 
     def ticket(self, key: RequestKey, pair: _Pair, *, blocks: int, deadline: float) -> Ticket:
         """A signed ticket for one attempt."""
@@ -132,6 +158,7 @@ class Flight:
 
     def __init__(self, relay: Relay, job: SequenceJob, emit: Emit) -> None:
         self.spans: list[PlacedSpan] = []
+        self.num_cached_tokens: int | None = None
         self._relay = relay
         self._job = job
         self._emit = emit
@@ -166,7 +193,7 @@ class Flight:
             total_tokens=len(self._job.prompt_ids) + self._job.sampling.max_tokens,
         )
         while True:
-            pair = self._relay.choose(need, self._refused | self._avoided)
+            pair = self._relay.choose(need, self._job.blocks, self._refused | self._avoided)
             if pair is None and self._avoided:
                 # A worker that failed is better than none, but not at once.
                 await self._relay.members.changed(_ROUND_PAUSE_S)
@@ -235,8 +262,9 @@ class Flight:
         tokens = len(self._job.prompt_ids) + len(self._merger.output_ids)
         blocks = -(-tokens // pair.choice.decode.block_size)
         try:
-            for member in pair.members:
-                member.attach(key, attempt, tokens=tokens, blocks=blocks)
+            for member, view in pair.sides:
+                uncached = tokens - view.expected_tokens
+                member.attach(key, attempt, self._job.blocks, tokens=uncached, blocks=blocks)
             refused = await self._submit(pair, self._submits(key, pair, blocks))
             if refused is not None:
                 attempt.end(refused)
@@ -249,6 +277,7 @@ class Flight:
             for member in pair.members:
                 member.detach(key)
             self._cancel_rest(pair, attempt)
+            self._count_cached(attempt)
             self.spans += (self._placed(span, key) for span in attempt.spans)
 
     def _submits(self, key: RequestKey, pair: _Pair, blocks: int) -> list[Submit]:
@@ -261,6 +290,8 @@ class Flight:
             deadline=self._job.deadline,
             output_ids=tuple(self._merger.output_ids),
             local_prefill_reason=pair.choice.local_reason or "",
+            cache_salt=self._job.cache_salt,
+            bypass_prefix_cache=self._job.bypass_prefix_cache,
         )
         if pair.prefill is None:
             return [base]
@@ -286,15 +317,18 @@ class Flight:
     def _accept(self, pair: _Pair, start: float) -> None:
         self._refused.clear()
         self._last_refusal = None
-        reason = pair.choice.local_reason
-        if reason is not None:
-            self._relay.metrics.count(metrics.LOCAL_PREFILLS, reason=reason)
+        choice = pair.choice
+        if choice.local_reason is not None:
+            self._relay.metrics.count(metrics.LOCAL_PREFILLS, reason=choice.local_reason)
+        self._relay.metrics.count(
+            metrics.PAIR_CHOICES, decode=choice.decode_ground, prefill=choice.prefill_ground
+        )
         span = Span(
             phase=Phase.ROUTE,
             start=start,
             end=self._relay.clock(),
             place=self._relay.router_id,
-            note=pair.choice.why,
+            note=choice.why,
         )
         attempt = self._next_attempt - 1
         self.spans.append(PlacedSpan(span=span, choice=self._job.index, attempt=attempt))
@@ -307,6 +341,11 @@ class Flight:
                     await attempt.prefill_reported.wait()
             except TimeoutError:
                 log.info("no spans from prefill", extra={"request": self._job.request_id})
+
+    def _count_cached(self, attempt: Attempt) -> None:
+        """Tokens that any attempt has computed count as computed."""
+        known = (self.num_cached_tokens, attempt.num_cached_tokens)
+        self.num_cached_tokens = min((n for n in known if n is not None), default=None)
 
     def _cancel_rest(self, pair: _Pair, attempt: Attempt) -> None:
         """Cancel on every worker that may still hold something for this attempt."""

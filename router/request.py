@@ -23,6 +23,7 @@ MAX_CHOICES = 16
 MAX_PROMPTS = 256
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
+MAX_SALT_CHARS = 256
 DEFAULT_COMPLETION_TOKENS = 16
 
 #: A prompt of a completion: text, or token ids.
@@ -83,6 +84,7 @@ class GenerateRequest:
     stream: bool = False
     include_usage: bool = False
     user: str | None = None
+    cache_salt: str = ""
     timeout_s: float | None = None
     timeline: bool = False
     return_token_ids: bool = False
@@ -98,7 +100,7 @@ _COMMON = frozenset(
         *("model", "temperature", "top_p", "top_k", "min_p", "seed", "n", "max_tokens"),
         *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
         *("min_tokens", "stop", "stop_token_ids", "ignore_eos", "stream", "stream_options"),
-        *("user", "timeout", "timeline", "return_token_ids"),
+        *("user", "timeout", "timeline", "return_token_ids", "cache_salt"),
     }
 )
 _SERVED = {
@@ -137,6 +139,7 @@ def parse_request(kind: RequestKind, fields: Fields) -> GenerateRequest:
         stream=stream,
         include_usage=_include_usage(fields, stream=stream),
         user=read.text(fields, "user"),
+        cache_salt=_cache_salt(fields),
         timeout_s=_timeout(fields),
         timeline=read.boolean(fields, "timeline") or False,
         return_token_ids=read.boolean(fields, "return_token_ids") or False,
@@ -304,6 +307,16 @@ def _include_usage(fields: Fields, *, stream: bool) -> bool:
     if usage is not None and not isinstance(usage, bool):
         raise read.wrong_type("stream_options.include_usage", "a boolean", usage)
     return usage or False
+
+
+def _cache_salt(fields: Fields) -> str:
+    value = read.text(fields, "cache_salt")
+    if value is not None and not 0 < len(value) <= MAX_SALT_CHARS:
+        raise InvalidRequest(
+            f"cache_salt must have 1 to {MAX_SALT_CHARS} characters, got {len(value)}",
+            param="cache_salt",
+        )
+    return value or ""
 
 
 def _timeout(fields: Fields) -> float | None:

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -120,6 +120,8 @@ class InferenceService:
         """
         self._model.check_name(request.model, caller)
         deadline = arrival + self._time_allowed(request, time_left_s)
+        if self._config.prefix_cache_per_key:
+            request = replace(request, cache_salt=f"{caller.name}\0{request.cache_salt}")
         with self.admission.enter(request.num_sequences, caller):
             generation = await self._prepare(request, arrival, deadline)
             async with generation:
@@ -210,6 +212,7 @@ class InferenceService:
         jobs = make_jobs(
             request, prompts, sampling, limits, request_id=request_id, deadline=deadline
         )
+        await self._relay.hash_blocks(jobs)
         if not self._relay.members.ready(Role.DECODE):
             raise Unavailable("no decode worker is ready", retry_after_s=self._config.retry_after_s)
         span = Span(

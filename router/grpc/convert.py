@@ -123,6 +123,7 @@ def usage_message(usage: Usage) -> pb.Usage:
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.total_tokens,
+        prompt_tokens_details=pb.PromptTokensDetails(cached_tokens=usage.cached_tokens),
     )
 
 

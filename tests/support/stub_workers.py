@@ -14,6 +14,7 @@ from protocol.messages import (
     Cancel,
     EventBatch,
     FailEvent,
+    PromptEvent,
     SpanEvent,
     StatusQuery,
     Submit,
@@ -22,6 +23,7 @@ from protocol.messages import (
     WorkerLoad,
     WorkerStatus,
 )
+from protocol.prefix import CacheChange
 from protocol.states import FinishReason, WorkerState
 from protocol.timeline import Phase, Span
 from rpc.methods import CANCEL, EVENTS, STATUS, SUBMIT
@@ -64,6 +66,7 @@ class StubWorker:
     fail_error: BatonError = field(default_factory=lambda: Unavailable("stub failed"))
     fail_retriable: bool = True
     silent: bool = False
+    cached_tokens: int | None = None  # said of every prompt
     accepting: asyncio.Event | None = None  # if set, Submit is answered only once this is
     state: WorkerState = WorkerState.READY
     epoch: int = field(default_factory=new_epoch)
@@ -95,6 +98,11 @@ class StubWorker:
         if self._server is not None:
             await self._server.stop(0)
             self._server = None
+
+    def tell_cache(self, change: CacheChange) -> None:
+        """Say something about the prefix cache."""
+        for queue in self._streams.values():
+            queue.put_nowait(self._batch(cache=change))
 
     def break_streams(self) -> None:
         """End the event streams but stay alive."""
@@ -223,7 +231,10 @@ class StubWorker:
             finish=finish,
             spans=(span,) if finish and self.role is Role.DECODE else (),
         )
-        self._publish(submit, tokens=(event,))
+        prompts: tuple[PromptEvent, ...] = ()
+        if self.cached_tokens is not None and index == len(submit.output_ids):
+            prompts = (PromptEvent(key=submit.key, num_cached_tokens=self.cached_tokens),)
+        self._publish(submit, tokens=(event,), prompts=prompts)
         return finish is not None
 
     def _publish(self, submit: Submit, **events: tuple[object, ...]) -> None:

@@ -11,8 +11,10 @@ import pytest
 from protocol.ids import Role, WorkerRef
 from protocol.messages import WorkerLoad
 from router.policy import (
+    Ground,
     LocalReason,
     Need,
+    PolicyConfig,
     WorkerView,
     backlog_s,
     choose,
@@ -27,8 +29,12 @@ NEED = Need(prompt_tokens=100, total_tokens=200)
 def view(name: str, role: Role = Role.DECODE, *, capacity: int = 8192, **load: float) -> WorkerView:
     unseen = {
         field: int(load.pop(field, 0))
-        for field in ("unseen_sequences", "unseen_tokens", "pending_blocks")
+        for field in (
+            *("unseen_sequences", "unseen_tokens", "pending_blocks"),
+            *("cached_tokens", "expected_tokens"),
+        )
     }
+    unseen["expected_tokens"] = max(unseen["expected_tokens"], unseen["cached_tokens"])
     defaults = {"free_blocks": 1000, "total_blocks": 1000}
     return WorkerView(
         ref=WorkerRef(worker_id=name, epoch=1, role=role, address=name),
@@ -38,6 +44,10 @@ def view(name: str, role: Role = Role.DECODE, *, capacity: int = 8192, **load: f
         fingerprint=FINGERPRINT,
         **unseen,
     )
+
+
+def load(**values: float) -> WorkerLoad:
+    return WorkerLoad(**({"free_blocks": 1000, "total_blocks": 1000} | values))  # type: ignore[arg-type]
 
 
 def prefill(name: str, **load: float) -> WorkerView:
@@ -53,11 +63,13 @@ def pick(*views: WorkerView, need: Need = NEED) -> str:
 def decide(
     decodes: list[WorkerView], prefills: list[WorkerView], need: Need = NEED, local: int = 32
 ):
-    return choose(need, decodes, prefills, local_tokens=local, rng=random.Random(0))
+    config = PolicyConfig(local_tokens=local, tokens_per_sequence=50)
+    return choose(need, decodes, prefills, config=config, rng=random.Random(0))
 
 
 def test_decode_with_the_fewest_sequences() -> None:
-    assert pick(view("a", running=3), view("b", running=1, waiting=1)) == "b"
+    assert pick(view("a", running=3), view("b", running=0, waiting=1)) == "b"
+    assert pick(view("a", running=3), view("b", running=1, waiting=2)) == "a"
     assert pick(view("a", running=3), view("b", running=1, unseen_sequences=3)) == "a"
 
 
@@ -88,15 +100,15 @@ def test_ties_are_broken_at_random() -> None:
 def test_prefill_by_seconds_not_by_tokens() -> None:
     slow = prefill("slow", waiting_tokens=500, tokens_per_second=100.0)
     fast = prefill("fast", waiting_tokens=2000, tokens_per_second=1000.0)
-    assert choose_prefill([slow, fast], random.Random(0)).ref.worker_id == "fast"
+    assert choose_prefill(NEED, [slow, fast], random.Random(0)).ref.worker_id == "fast"
     busy = replace(fast, unseen_tokens=4000)
-    assert choose_prefill([slow, busy], random.Random(0)).ref.worker_id == "slow"
+    assert choose_prefill(NEED, [slow, busy], random.Random(0)).ref.worker_id == "slow"
 
 
 def test_a_worker_without_a_measured_rate_is_taken_as_average() -> None:
     new = prefill("new", waiting_tokens=100)
     known = prefill("known", waiting_tokens=200, tokens_per_second=50.0)
-    assert choose_prefill([new, known], random.Random(0)).ref.worker_id == "new"
+    assert choose_prefill(NEED, [new, known], random.Random(0)).ref.worker_id == "new"
     assert backlog_s(new, 50.0) == 2.0
 
 
@@ -122,8 +134,132 @@ def test_no_decode_no_choice() -> None:
 
 
 def test_every_choice_says_why() -> None:
-    assert decide([view("d")], []).why == "local: no_prefill_ready"
-    assert "backlog" in decide([view("d")], [prefill("p")]).why
+    alone = decide([view("d")], [])
+    assert alone.why == "local: no_prefill_ready; decode only: 0 tokens cached, room 1000 blocks"
+    assert (alone.decode_ground, alone.prefill_ground) == ("only", "no_prefill_ready")
+    both = decide([view("d"), view("e", running=1)], [prefill("p"), prefill("q", cached_tokens=48)])
+    assert both.why == (
+        "prefill prefix: 48 tokens cached, backlog 0.00 s; "
+        "decode least_loaded: 0 tokens cached, room 1000 blocks"
+    )
+    assert (both.decode_ground, both.prefill_ground) == (Ground.LEAST_LOADED, Ground.PREFIX)
+    full = decide([view("d", free_blocks=0), view("e", free_blocks=1)], [])
+    assert full.decode_ground is Ground.NO_ROOM
+
+
+def test_cached_tokens_make_up_for_sequences() -> None:
+    holder = view("holder", cached_tokens=96)  # 50 tokens make up for one sequence
+    assert decide([replace(holder, load=load(running=1)), view("b")], []).decode.ref == holder.ref
+    assert decide([replace(holder, load=load(running=2)), view("b")], []).decode.ref != holder.ref
+    # one that has others waiting is late: each of them counts twice
+    assert decide([replace(holder, load=load(waiting=1)), view("b")], []).decode.ref != holder.ref
+    # without room for the prompt, nothing makes up for it
+    assert (
+        decide([replace(holder, load=load(free_blocks=6)), view("b")], []).decode.ref != holder.ref
+    )
+
+
+def test_what_is_on_its_way_draws_a_request_but_does_not_make_it_local() -> None:
+    coming = view("coming", expected_tokens=96)
+    choice = decide([view("b"), coming], [prefill("p")])
+    assert (choice.decode, choice.decode_ground) == (coming, Ground.PREFIX)
+    assert choice.prefill is not None
+
+
+@pytest.mark.parametrize(("cached", "local"), [(64, False), (68, True), (96, True)])
+def test_a_short_part_that_is_not_cached_is_computed_on_decode(cached: int, local: bool) -> None:
+    choice = decide([view("d", cached_tokens=cached)], [prefill("p", cached_tokens=96)])
+    assert (choice.local_reason is LocalReason.PREFIX_CACHED) == local
+    assert (choice.prefill is None) == local
+
+
+def test_prefill_where_the_prompt_is_done_first() -> None:
+    """Backlog and what is left of the prompt, in seconds on that worker."""
+    need = Need(prompt_tokens=1000, total_tokens=1001)
+    holder = prefill("holder", cached_tokens=800, tokens_per_second=1000.0)
+    idle = prefill("idle", tokens_per_second=1000.0)
+
+    def chosen(waiting: int) -> str:
+        busy = replace(holder, load=load(waiting_tokens=waiting, tokens_per_second=1000.0))
+        return choose_prefill(need, [busy, idle], random.Random(0)).ref.worker_id
+
+    assert chosen(700) == "holder"
+    assert chosen(900) == "idle"
+    coming = prefill("coming", expected_tokens=960, tokens_per_second=1000.0)
+    assert choose_prefill(need, [holder, coming], random.Random(0)).ref.worker_id == "coming"
+
+
+class Sessions:
+    """Conversations over decode workers whose caches hold a bounded number of them each."""
+
+    def __init__(self, rng: random.Random, *, workers: int = 4, per_worker: int = 120) -> None:
+        self.rng = rng
+        self.caches: dict[str, list[int]] = {f"d{i}": [] for i in range(workers)}
+        self.ends: dict[str, list[float]] = {name: [] for name in self.caches}
+        self.per_worker = per_worker
+        self.turns: Counter[int] = Counter()
+
+    def view(self, name: str, session: int, need: Need, *, told: bool) -> WorkerView:
+        held = need.prompt_tokens - 100 if told and session in self.caches[name] else 0
+        return view(name, running=len(self.ends[name]), cached_tokens=held)
+
+    def turn(self, now: float, session: int, *, told: bool) -> tuple[bool, list[int]]:
+        """One turn somewhere; whether its worker held the session, and all loads."""
+        need = Need(prompt_tokens=300 * (self.turns[session] + 1), total_tokens=4000)
+        for name in self.ends:
+            self.ends[name] = [end for end in self.ends[name] if end > now]
+        views = [self.view(name, session, need, told=told) for name in self.caches]
+        name = choose_decode(need, views, self.rng).ref.worker_id
+        cache = self.caches[name]
+        hit = session in cache
+        self.caches[name] = [*(s for s in cache if s != session), session][-self.per_worker :]
+        self.ends[name].append(now + self.rng.uniform(0.5, 1.5))
+        self.turns[session] += 1
+        return hit, [len(ends) for ends in self.ends.values()]
+
+
+@pytest.mark.parametrize(("told", "hits"), [(True, (0.85, 1.0)), (False, (0.0, 0.35))])
+def test_simulated_sessions_stay_where_their_prefix_is(
+    told: bool, hits: tuple[float, float]
+) -> None:
+    """400 conversations over 4 workers that hold 120 each: later turns find their prefix, and the
+    loads stay as close as the weight says (at most 2400 tokens, which make up for 9 sequences)."""
+    sessions = Sessions(random.Random(11))
+    rng, now, found, gaps = sessions.rng, 0.0, [], []
+    for _ in range(3000):
+        now += rng.expovariate(32.0)
+        session = rng.randrange(400)
+        later = sessions.turns[session] > 0
+        sessions.turns[session] %= 8  # after eight turns it begins anew
+        hit, loads = sessions.turn(now, session, told=told)
+        if later:
+            found.append(hit)
+        gaps.append(max(loads) - min(loads))
+    assert hits[0] <= sum(found) / len(found) <= hits[1]
+    assert max(gaps) <= 9 + 2
+
+
+def test_a_prefix_that_all_share_does_not_draw_all_to_one_worker() -> None:
+    """Every prompt begins with the same 1024 tokens, which at first one worker alone holds."""
+    rng = random.Random(13)
+    holders, ends, now = {"a"}, {name: [] for name in "abcd"}, 0.0
+    need = Need(prompt_tokens=1100, total_tokens=1200)
+    loads = []
+    for _ in range(2000):
+        now += rng.expovariate(40.0)
+        for name in ends:
+            ends[name] = [end for end in ends[name] if end > now]
+        views = [
+            view(name, running=len(ends[name]), cached_tokens=1024 * (name in holders))
+            for name in ends
+        ]
+        name = choose_decode(need, views, rng).ref.worker_id
+        holders.add(name)
+        ends[name].append(now + rng.uniform(0.5, 1.5))
+        loads.append([len(e) for e in ends.values()])
+    assert holders == set("abcd")
+    settled = loads[500:]
+    assert max(max(each) - min(each) for each in settled) <= 5
 
 
 def test_simulated_decode_load_stays_even() -> None:
@@ -163,11 +299,12 @@ def test_simulated_prefill_backlog_follows_the_rates() -> None:
     given: Counter[str] = Counter()
     for _ in range(4000):
         tokens = rng.choice([50, 200, 1000])
+        need = Need(prompt_tokens=tokens, total_tokens=tokens + 1)
         views = [
             prefill(name, waiting_tokens=int(backlog[name]), tokens_per_second=rates[name])
             for name in rates
         ]
-        chosen = choose_prefill(views, rng).ref.worker_id
+        chosen = choose_prefill(need, views, rng).ref.worker_id
         backlog[chosen] += tokens
         given[chosen] += tokens
         for name in rates:
