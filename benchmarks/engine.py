@@ -26,6 +26,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from benchmarks.gpu_limits import Limits, Report, measure_all_reduce, measure_limits
+from benchmarks.shapes import MODELS
 from engine.batch import SequenceStep, StepBatch
 from engine.config import EngineConfig
 from engine.cuda.comm import Communicator
@@ -37,36 +38,6 @@ from engine.model.config import ModelConfig
 from protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-
-
-def _llama(hidden: int, mlp: int, layers: int, heads: int) -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": hidden,
-        "intermediate_size": mlp,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "rope_scaling": _LLAMA3_ROPE,
-    }
-
-
-MODELS = {
-    "llama-3.1-8b": _llama(4096, 14336, 32, 32),
-    "llama-3.1-70b": _llama(8192, 28672, 80, 64),
-    "tiny": _llama(512, 1024, 2, 8) | {"vocab_size": 4096, "max_position_embeddings": 4096},
-}
 
 
 class Bench:

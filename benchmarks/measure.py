@@ -21,7 +21,8 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One request. Times in seconds of time.perf_counter; `error` is empty when it went well."""
+    """One request. Times in seconds of time.perf_counter; `error` is empty when it went well.
+    `timeline` is what the server says about itself, if it was asked to."""
 
     sent: float
     ended: float
@@ -29,6 +30,7 @@ class Result:
     prompt_tokens: int = 0
     output_tokens: int = 0
     error: str = ""
+    timeline: dict[str, Any] | None = None
 
     @property
     def ttft(self) -> float:
@@ -74,6 +76,7 @@ def read_answer(answer: Answer, *, expected_tokens: int | None) -> Result:
         return _failed(answer, f"HTTP {answer.status}: {text}")
     times: list[float] = []
     usage: dict[str, Any] = {}
+    timeline: dict[str, Any] | None = None
     finished = False
     for when, data in answer.events():
         if data == "[DONE]":
@@ -83,6 +86,7 @@ def read_answer(answer: Answer, *, expected_tokens: int | None) -> Result:
         if "error" in event:
             return _failed(answer, f"error event: {event['error'].get('message', '')[:200]}")
         usage = event.get("usage") or usage
+        timeline = event.get("timeline") or timeline
         if any(_content(choice) for choice in event.get("choices", ())):
             times.append(when)
     tokens = int(usage.get("completion_tokens", len(times)))
@@ -95,6 +99,7 @@ def read_answer(answer: Answer, *, expected_tokens: int | None) -> Result:
         chunk_times=tuple(times),
         prompt_tokens=int(usage.get("prompt_tokens", 0)),
         output_tokens=tokens,
+        timeline=timeline,
     )
 
 

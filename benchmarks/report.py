@@ -8,7 +8,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
@@ -38,7 +38,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Everything that a reader needs to repeat a measurement."""
+    """Everything that a reader needs to repeat a measurement. `details` (Markdown) ends the page,
+    `data` is only in the file of figures."""
 
     theme: str
     hardware: str
@@ -49,19 +50,29 @@ class Report:
     note: str
     config: str
     runs: tuple[Run, ...]
+    details: str = ""
+    data: dict[str, Any] = field(default_factory=dict)
 
 
-def write(report: Report, folder: Path = RESULTS, now: datetime | None = None) -> Path:
-    """Write both files; return the Markdown one. A second report of one day gets a number."""
+def write(
+    report: Report, folder: Path = RESULTS, now: datetime | None = None, revision: str = ""
+) -> Path:
+    """Write both files; return the Markdown one. A second report of one day gets a number.
+    `revision`: of what was measured, where this is no git checkout."""
     now = now or datetime.now(UTC)
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{slug(report.theme)}_{slug(report.hardware)}_{now:%Y-%m-%d}"
     path, number = folder / f"{stem}.md", 2
     while path.exists():
         path, number = folder / f"{stem}_{number}.md", number + 1
-    facts = {"date": f"{now:%Y-%m-%d %H:%M} UTC", "commit": commit(), "machine": machine()}
+    facts = {
+        "date": f"{now:%Y-%m-%d %H:%M} UTC",
+        "commit": revision or commit(),
+        "machine": machine(),
+    }
     path.write_text(markdown(report, facts))
     data = {**facts, "config_sha256": config_hash(report.config), **asdict(report)}
+    del data["details"]
     path.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
     return path
 
@@ -86,7 +97,7 @@ def markdown(report: Report, facts: dict[str, str]) -> str:
         f"# {report.theme}, {report.hardware}\n\n{head}{''.join(map(_row, report.runs))}\n"
         "Latencies are p50 / p90 / p99; each row is the repeat with the median rate; in brackets, "
         "the rates of all repeats. Definitions: benchmarks/measure.py.\n\n" + lines
-    )
+    ) + (f"\n{report.details}" if report.details else "")
 
 
 def _row(run: Run) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks import report
+from benchmarks.http_stream import Connection
 from benchmarks.load import Target, closed_loop, timed_arrivals
 from benchmarks.measure import Slo, Summary, summarise
 from benchmarks.workload import Ask, Style, fit_trace, read_trace, spread_ticks
@@ -154,7 +155,7 @@ def _target(options: argparse.Namespace) -> Target:
 
 async def first_model(url: str, api_key: str = "") -> str:
     """The first model that the server lists."""
-    connection = Target(url=url, style=Style(), api_key=api_key).connect()
+    connection = Connection(url, {"Authorization": f"Bearer {api_key}"} if api_key else {})
     try:
         answer = await connection.get("/v1/models", timeout_s=30)
     finally:

@@ -73,6 +73,7 @@ class Style:
     seed: int = 0
     temperature: float = 0.0
     ignore_eos: bool = True
+    timeline: bool = False
 
     @property
     def path(self) -> str:
@@ -91,6 +92,8 @@ class Style:
         }
         if self.ignore_eos:
             body["ignore_eos"] = True
+        if self.timeline:
+            body["timeline"] = True
         if self.api == "chat":
             body["messages"] = [{"role": "user", "content": _text(source, ask.prompt_tokens)}]
         elif self.text:

@@ -1,0 +1,110 @@
+"""A client of Baton's gRPC door that notes when each message of a stream arrives.
+
+As in http_stream, messages stay bytes while tokens arrive and are read when the stream has ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+from google.protobuf.json_format import MessageToDict
+from grpc import aio
+
+from benchmarks.measure import Result
+from protocol.wire import inference_pb2 as wire
+
+_GENERATE = "/baton.v1.Inference/Generate"
+#: Each client its own connection, as clients on different machines have.
+_OPTIONS = [("grpc.use_local_subchannel_pool", 1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Messages:
+    """A whole stream; times are of time.perf_counter."""
+
+    sent: float
+    ended: float
+    pieces: tuple[tuple[float, bytes], ...]
+    error: str = ""
+
+
+class GrpcConnection:
+    """One connection, any number of requests."""
+
+    def __init__(self, address: str, api_key: str = "") -> None:
+        self._channel = aio.insecure_channel(address, _OPTIONS)
+        self._generate: Any = self._channel.unary_stream(
+            _GENERATE, request_serializer=wire.GenerateRequest.SerializeToString
+        )
+        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+
+    async def generate(self, body: dict[str, Any], *, timeout_s: float) -> Messages:
+        """Send an HTTP body's request; its stream when it has ended, whether well or not."""
+        request = request_of(body)
+        pieces: list[tuple[float, bytes]] = []
+        error = ""
+        sent = time.perf_counter()
+        call = self._generate(request, timeout=timeout_s, metadata=self._metadata)
+        try:
+            async for message in call:
+                pieces.append((time.perf_counter(), cast(bytes, message)))  # noqa: PERF401
+        except aio.AioRpcError as failure:
+            error = f"{failure.code().name}: {failure.details()}"
+        ended = pieces[-1][0] if pieces and not error else time.perf_counter()
+        return Messages(sent=sent, ended=ended, pieces=tuple(pieces), error=error)
+
+    async def close(self) -> None:
+        """Drop the connection."""
+        await self._channel.close()
+
+
+def request_of(body: dict[str, Any]) -> wire.GenerateRequest:
+    """The message that asks for the same as an HTTP body of `workload.Style`; without a name it is
+    the served model that is asked."""
+    fields = {name: value for name, value in body.items() if name != "prompt" and value != ""}
+    if "messages" in fields:
+        fields["chat"] = wire.Chat(messages=[wire.Message(**m) for m in fields.pop("messages")])
+    elif isinstance(body["prompt"], str):
+        fields["prompt"] = body["prompt"]
+    else:
+        fields["prompt_token_ids"] = wire.TokenIds(ids=body["prompt"])
+    return wire.GenerateRequest(**fields)
+
+
+def read_messages(answer: Messages, *, expected_tokens: int | None) -> Result:
+    """The result of one stream. `expected_tokens` is checked when given."""
+    times: list[float] = []
+    tokens = 0
+    last = wire.GenerateResponse()
+    for when, data in answer.pieces:
+        last = wire.GenerateResponse.FromString(data)
+        fresh = sum(len(choice.token_ids) for choice in last.choices)
+        if fresh:
+            tokens += fresh
+            times.append(when)
+    problem = answer.error or next(_problems(last, tokens, expected_tokens), "")
+    if problem:
+        return Result(sent=answer.sent, ended=answer.ended, error=problem)
+    timeline = MessageToDict(last.timeline, preserving_proto_field_name=True)
+    return Result(
+        sent=answer.sent,
+        ended=answer.ended,
+        chunk_times=tuple(times),
+        prompt_tokens=last.usage.prompt_tokens,
+        output_tokens=tokens,
+        timeline=timeline if last.HasField("timeline") else None,
+    )
+
+
+def _problems(last: wire.GenerateResponse, tokens: int, expected: int | None) -> Iterator[str]:
+    if not last.HasField("usage"):
+        yield "the stream ended without usage"
+    if not tokens:
+        yield "no tokens"
+    if tokens != last.usage.completion_tokens:
+        yield f"{tokens} tokens came, {last.usage.completion_tokens} were counted"
+    if expected is not None and tokens != expected:
+        yield f"{tokens} output tokens instead of {expected}"

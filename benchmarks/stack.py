@@ -1,0 +1,236 @@
+"""The whole stack under a real trace: `python -m benchmarks.stack CONFIG --trace FILE --help`.
+
+For each variant of a configuration: `baton up`, warm-up, the trace over gRPC at its own arrival
+times, checks of what must hold afterwards, `baton down`. One page for all variants, with where the
+time went as the requests' own timelines say it.
+
+    python -m benchmarks.stack deploy/configs/gpu-1p1d.yaml --set model.name=/models/llama-3.1-8b
+        --trace azure2023_conv.csv --limit 300 --theme stack-conv
+        --variant "nccl transfer.backend=nccl"
+        --variant "colocated prefill.replicas=0 decode.replicas=2"
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks import report
+from benchmarks.load import Target, closed_loop, timed_arrivals
+from benchmarks.measure import Slo, summarise
+from benchmarks.serve import first_model
+from benchmarks.stack_checks import Check, checks_of, until_idle
+from benchmarks.stack_page import Replay, Variant, details, raw
+from benchmarks.workload import Ask, Style, fit_trace, read_trace
+from cluster.config import ClusterConfig
+from cluster.config_load import load_config
+from cluster.local_ray import load_state
+from cluster.models import find_model
+from protocol.errors import BatonError
+
+_WARM_UPS = 12
+_WARM_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One variant to run: a name and what it overrides."""
+
+    name: str
+    overrides: tuple[str, ...]
+
+
+def _plan(text: str) -> Plan:
+    name, *overrides = shlex.split(text)
+    return Plan(name=name, overrides=tuple(overrides))
+
+
+def _slo(text: str) -> Slo:
+    ttft, tpot = (float(part) / 1000 for part in text.split("/"))
+    return Slo(ttft=ttft, tpot=tpot)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="python -m benchmarks.stack")
+    made.add_argument("config", help="as for `baton up`")
+    made.add_argument("--set", dest="overrides", action="append", default=[], metavar="FIELD=VALUE")
+    made.add_argument(
+        "--variant",
+        dest="plans",
+        action="append",
+        type=_plan,
+        metavar="'NAME FIELD=VALUE ...'",
+        help="one more run of everything (repeatable; default: the configuration as it is)",
+    )
+    made.add_argument("--trace", type=Path, required=True)
+    made.add_argument("--limit", type=int, default=300, help="the first so many requests")
+    made.add_argument("--speeds", default="1", help="replays, each so many times as fast: 1,4")
+    made.add_argument("--prompt-tokens", type=int, default=1 << 20, help="clips those of the trace")
+    made.add_argument("--output-tokens", type=int, default=1 << 20, help="clips those of the trace")
+    made.add_argument(
+        "--slo",
+        dest="slos",
+        action="append",
+        type=_slo,
+        metavar="TTFT/TPOT",
+        help="in milliseconds, for goodput (repeatable; default 200/20 and 500/50)",
+    )
+    made.add_argument("--theme", default="", help="write a page under benchmarks/results")
+    made.add_argument("--hardware", default="")
+    made.add_argument("--commit", default="", help="where this is no git checkout")
+    made.add_argument("--note", default="")
+    return made
+
+
+def run(plan: Plan, options: argparse.Namespace) -> Variant:
+    """Up, replay, check, down. A variant that cannot be run is reported with its error."""
+    overrides = [*options.overrides, *plan.overrides]
+    config = load_config(options.config, overrides=overrides).config
+    began = time.perf_counter()
+    up = _baton("up", options.config, *(f"--set={override}" for override in overrides))
+    up_s = time.perf_counter() - began
+    if up.returncode:
+        return Variant(name=plan.name, overrides=plan.overrides, error=_last_line(up.stderr))
+    try:
+        replays, checks = asyncio.run(_replay_all(config, options))
+        error = ""
+    except (BatonError, OSError, TimeoutError) as failure:
+        replays, checks, error = [], [], f"{type(failure).__name__}: {failure}"
+    finally:
+        down = _baton("down")
+    clean = down.returncode == 0 and "killed" not in down.stderr
+    checks.append(Check(what="`baton down` ends every process", seen=str(clean).lower(), ok=clean))
+    return Variant(
+        name=plan.name,
+        overrides=plan.overrides,
+        up_s=up_s,
+        replays=tuple(replays),
+        checks=tuple(checks),
+        error=error,
+    )
+
+
+async def _replay_all(
+    config: ClusterConfig, options: argparse.Namespace
+) -> tuple[list[Replay], list[Check]]:
+    state = load_state()
+    assert state is not None
+    model = json.loads((find_model(config.model.name) / "config.json").read_text())
+    style = Style(
+        model=await first_model(f"http://{state.http}"),
+        vocab_size=model["vocab_size"],
+        timeline=True,
+    )
+    target = Target(url=f"grpc://{state.grpc}", style=style)
+    speeds = [float(speed) for speed in options.speeds.split(",")]
+    await _warm_up(target, _asks(options, 1.0))
+    before = await until_idle(state.http)
+    replays = []
+    for number, speed in enumerate(speeds):
+        # Prompts follow from the style's seed: none is sent twice, so that no cache can help.
+        fresh = replace(target, style=replace(style, seed=1 + number))
+        asks = _asks(options, speed)
+        results = await timed_arrivals(fresh, asks)
+        replays.append(Replay(speed=speed, asks=tuple(asks), results=tuple(results)))
+        _say(report.overview(f"x{speed:g}", [summarise(results)]))
+    results = [result for replay in replays for result in replay.results]
+    after = await until_idle(state.http)
+    return replays, [*checks_of(results, before, after)]
+
+
+def _asks(options: argparse.Namespace, speed: float) -> list[Ask]:
+    return fit_trace(
+        read_trace(options.trace),
+        limit=options.limit,
+        speed=speed,
+        max_prompt=options.prompt_tokens,
+        max_output=options.output_tokens,
+    )
+
+
+async def _warm_up(target: Target, asks: Sequence[Ask]) -> None:
+    """Prompts of all lengths of the trace, several at a time: kernels are compiled on first use."""
+    ordered = sorted(asks, key=lambda ask: ask.prompt_tokens)
+    some = ordered[:: max(1, len(ordered) // _WARM_UPS)] + ordered[-1:]
+    short = [replace(ask, output_tokens=min(ask.output_tokens, _WARM_TOKENS)) for ask in some]
+    results = await closed_loop(target, short, concurrency=4, first_number=1_000_000)
+    failed = [result.error for result in results if result.error]
+    if failed:
+        raise OSError(f"warm-up: {len(failed)} of {len(results)} failed: {failed[0]}")
+
+
+def _baton(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line; what it says goes on to our standard error, too."""
+    command = [sys.executable, "-m", "cluster.cli", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    sys.stderr.write(f"$ baton {shlex.join(arguments)}\n{done.stdout}{done.stderr}")
+    sys.stderr.flush()
+    return done
+
+
+def _last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2]
+
+
+def runs_of(variants: Sequence[Variant], slo: Slo) -> list[report.Run]:
+    """A row of the report for each replay that has results."""
+    found = []
+    for variant in variants:
+        for replay in variant.replays:
+            summary = summarise(replay.results, slo)
+            found.append(
+                report.Run(
+                    label=f"{variant.name}, x{replay.speed:g}",
+                    prompt_tokens=summary.prompt_tokens,
+                    output_tokens=summary.output_tokens,
+                    concurrency=None,
+                    repeats=(summary,),
+                )
+            )
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run every variant and write the page; 1 when a check failed or a variant did not run."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parser().parse_args(arguments)
+    slos = options.slos or [Slo(ttft=0.2, tpot=0.02), Slo(ttft=0.5, tpot=0.05)]
+    plans = options.plans or [Plan(name="as configured", overrides=())]
+    variants = [run(plan, options) for plan in plans]
+    page = details(variants, slos)
+    _say(page)
+    if options.theme:
+        made = report.Report(
+            theme=options.theme,
+            hardware=options.hardware or report.processor(),
+            command=f"python -m benchmarks.stack {shlex.join(arguments)}",
+            server="baton, whole stack under Ray Serve, clients over gRPC",
+            model=next((o.partition("=")[2] for o in options.overrides if "model.name=" in o), ""),
+            workload=f"first {options.limit} requests of {options.trace.name} at their own arrival "
+            "times (xN: N times as fast), prompts of random token ids, ignore_eos",
+            note=options.note,
+            config=options.config,
+            runs=tuple(runs_of(variants, slos[0])),
+            details=page,
+            data=raw(variants),
+        )
+        _say(f"written: {report.write(made, revision=options.commit)}")
+    return int(any(variant.error or not variant.sound for variant in variants))
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""What must hold after a replay, read from the routers' metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.http_stream import Connection
+from benchmarks.measure import Result
+
+_IDLE_S = 10.0
+_LOOK_S = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing that must hold."""
+
+    what: str
+    seen: str
+    ok: bool
+
+
+class Figures:
+    """One look at /metrics."""
+
+    def __init__(self, text: str) -> None:
+        self._samples = [
+            sample for family in text_string_to_metric_families(text) for sample in family.samples
+        ]
+
+    def total(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that carry these labels."""
+        return sum(value for _, value in self._matching(name, labels))
+
+    def by(self, label: str, name: str, **labels: str) -> Counter[str]:
+        """The same, apart for each value of one more label."""
+        found: Counter[str] = Counter()
+        for own, value in self._matching(name, labels):
+            found[own[label]] += int(value)
+        return found
+
+    @property
+    def busy(self) -> float:
+        """Requests and blocks that somebody still holds; 0 when idle."""
+        blocks = sum(
+            self.total("baton_kv_blocks", state=state) for state in ("held", "quarantined")
+        )
+        requests = (
+            self.total(f"baton_{whose}requests_{state}")
+            for whose in ("num_", "worker_")
+            for state in ("running", "waiting")
+        )
+        return blocks + sum(requests)
+
+    def _matching(
+        self, name: str, labels: dict[str, str]
+    ) -> Iterator[tuple[dict[str, str], float]]:
+        for sample in self._samples:
+            if sample.name == name and labels.items() <= sample.labels.items():
+                yield sample.labels, sample.value
+
+
+async def until_idle(http: str) -> Figures:
+    """The metrics once nothing is held, or as they are after a while."""
+    connection = Connection(f"http://{http}")
+    deadline = time.monotonic() + _IDLE_S
+    try:
+        while True:
+            answer = await connection.get("/metrics", timeout_s=5)
+            figures = Figures(answer.body.decode())
+            if not figures.busy or time.monotonic() > deadline:
+                return figures
+            await asyncio.sleep(_LOOK_S)
+    finally:
+        connection.close()
+
+
+def checks_of(results: Sequence[Result], before: Figures, after: Figures) -> Iterator[Check]:
+    """Everything that must hold once all `results` are in."""
+    whole = sum(not result.error for result in results)
+    yield Check(
+        what="requests that completed with exactly the tokens asked for",
+        seen=f"{whole} of {len(results)}",
+        ok=whole == len(results),
+    )
+    yield _handoffs(len(results), before, after)
+    for what, name in (
+        ("hand-offs that failed", "baton_handoff_failures_total"),
+        ("links made again", "baton_handoff_relinks_total"),
+        ("attempts submitted again", "baton_request_resumes_total"),
+        ("typed errors to clients", "baton_request_failures_total"),
+    ):
+        count = after.total(name) - before.total(name)
+        yield Check(what=what, seen=f"{count:.0f}", ok=count == 0)
+    blocks = after.by("state", "baton_kv_blocks")
+    yield Check(
+        what="requests and blocks held by anybody when idle",
+        seen=f"{after.busy:.0f} (blocks: {_listed(blocks)})",
+        ok=after.busy == 0,
+    )
+
+
+def _handoffs(requests: int, before: Figures, after: Figures) -> Check:
+    """Every request was handed off, or prefilled on decode for a reason that was counted."""
+    handed = after.by("outcome", "baton_handoffs_total", role="decode")
+    handed.subtract(before.by("outcome", "baton_handoffs_total", role="decode"))
+    local = after.by("reason", "baton_local_prefills_total")
+    local.subtract(before.by("reason", "baton_local_prefills_total"))
+    return Check(
+        what="hand-offs by outcome; prompts computed on decode by reason",
+        seen=f"{_listed(+handed) or 'none'}; {_listed(+local) or 'none'}",
+        ok=handed.total() + local.total() == requests,
+    )
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))

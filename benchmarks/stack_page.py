@@ -1,0 +1,173 @@
+"""What replays of a trace say, as Markdown and as figures: goodput, phases, a timeline, checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.measure import Result, Slo, percentile
+from benchmarks.stack_checks import Check
+from benchmarks.workload import Ask
+from protocol.timeline import Phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """One pass over the trace; results are in the order of the asks."""
+
+    speed: float
+    asks: tuple[Ask, ...]
+    results: tuple[Result, ...]
+
+    @property
+    def good(self) -> list[Result]:
+        """Those without an error."""
+        return [result for result in self.results if not result.error]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One configuration that was run. up_s: seconds of `baton up`."""
+
+    name: str
+    overrides: tuple[str, ...]
+    up_s: float = 0.0
+    replays: tuple[Replay, ...] = ()
+    checks: tuple[Check, ...] = ()
+    error: str = ""
+
+    @property
+    def sound(self) -> bool:
+        """Whether every check held."""
+        return all(check.ok for check in self.checks)
+
+
+def details(variants: Sequence[Variant], slos: Sequence[Slo]) -> str:
+    """The page below the table of runs."""
+    parts = [_goodput(variants, slos), _phases(variants)]
+    for variant in variants:
+        parts.append(_checks(variant))
+        parts += [_timeline(variant, replay) for replay in variant.replays[:1] if replay.good]
+    return "\n".join(parts)
+
+
+def _goodput(variants: Sequence[Variant], slos: Sequence[Slo]) -> str:
+    """Share of requests within each SLO, and the longest gap that most requests saw."""
+    names = [f"TTFT <= {s.ttft * 1e3:g} ms, TPOT <= {s.tpot * 1e3:g} ms" for s in slos]
+    rows = []
+    for variant, replay in _replays(variants):
+        met = [sum(map(slo.met_by, replay.results)) for slo in slos]
+        wall = max(r.ended for r in replay.results) - min(r.sent for r in replay.results)
+        longest = sorted(max(r.gaps, default=0.0) for r in replay.good)
+        second = sorted(r.gaps[0] for r in replay.good if r.gaps)
+        cells = [f"{n}/{len(replay.results)} ({n / wall:.2f}/s)" for n in met]
+        gaps = [_ms(values) for values in (longest, second)]
+        rows.append([f"{variant.name}, x{replay.speed:g}", *cells, *gaps])
+    head = ["run", *names, "longest gap of a request, ms", "token 1 to token 2, ms"]
+    return f"## Goodput and gaps (p50 / p90 / p99)\n\n{_table(head, rows)}"
+
+
+def _phases(variants: Sequence[Variant]) -> str:
+    rows = []
+    for variant, replay in _replays(variants):
+        found = phases(replay.good)
+        cells = (_ms(found[phase]) if phase in found else "" for phase in Phase)
+        rows.append([f"{variant.name}, x{replay.speed:g}", *cells])
+    return f"## Phases of all requests, ms (p50 / p90 / p99)\n\n{_table(['run', *Phase], rows)}"
+
+
+def phases(results: Sequence[Result]) -> dict[Phase, list[float]]:
+    """Seconds of each phase of each request, sorted."""
+    found: dict[Phase, list[float]] = {}
+    for result in results:
+        for span in (result.timeline or {}).get("spans", ()):
+            found.setdefault(Phase(span["phase"]), []).append(_seconds(span))
+    return {phase: sorted(found[phase]) for phase in Phase if phase in found}
+
+
+def _timeline(variant: Variant, replay: Replay) -> str:
+    """The request of median latency among those that passed through all phases."""
+    ordered = sorted(replay.good, key=lambda result: (_num_spans(result), result.e2e))
+    most = [r for r in ordered if _num_spans(r) == _num_spans(ordered[-1])]
+    result = most[len(most) // 2]
+    timeline = result.timeline or {}
+    arrival = timeline.get("arrival", 0.0)
+    rows = [
+        [
+            span["phase"],
+            f"{(span['start'] - arrival) * 1e3:.2f}",
+            f"{_seconds(span) * 1e3:.2f}",
+            span.get("place", "") or "router",
+            ", ".join(f"{name} {count}" for name, count in sorted(span.get("counts", {}).items())),
+        ]
+        for span in timeline.get("spans", ())
+    ]
+    title = (
+        f"## {variant.name}: one request, {result.prompt_tokens} + {result.output_tokens} tokens, "
+        f"TTFT {result.ttft * 1e3:.1f} ms, all {result.e2e * 1e3:.1f} ms at its client\n\n"
+    )
+    return title + _table(["phase", "at ms", "for ms", "where", "what"], rows)
+
+
+def _checks(variant: Variant) -> str:
+    rows = [[check.what, check.seen, "yes" if check.ok else "**no**"] for check in variant.checks]
+    settings = ", ".join(f"`{override}`" for override in variant.overrides) or "as configured"
+    failed = f"\n**Did not run: {variant.error}**\n" if variant.error else ""
+    title = f"## {variant.name}: {settings}; up in {variant.up_s:.1f} s\n{failed}\n"
+    return title + _table(["what must hold", "seen", "holds"], rows)
+
+
+def raw(variants: Sequence[Variant]) -> dict[str, Any]:
+    """The figures behind the page, for each request in milliseconds."""
+    return {
+        variant.name: {
+            "overrides": variant.overrides,
+            "up_s": variant.up_s,
+            "error": variant.error,
+            "checks": [asdict(check) for check in variant.checks],
+            "replays": [
+                {"speed": replay.speed, "requests": list(_requests(replay))}
+                for replay in variant.replays
+            ],
+        }
+        for variant in variants
+    }
+
+
+def _requests(replay: Replay) -> Iterator[dict[str, Any]]:
+    for ask, result in zip(replay.asks, replay.results, strict=True):
+        asked = {"at": round(ask.at, 3), "in": ask.prompt_tokens, "out": ask.output_tokens}
+        if result.error:
+            yield asked | {"error": result.error}
+            continue
+        times = {
+            "ttft": result.ttft,
+            "tpot": result.tpot or 0.0,
+            "e2e": result.e2e,
+            "max_gap": max(result.gaps, default=0.0),
+        }
+        yield asked | {name: round(1e3 * value, 2) for name, value in times.items()}
+
+
+def _replays(variants: Sequence[Variant]) -> Iterator[tuple[Variant, Replay]]:
+    for variant in variants:
+        for replay in variant.replays:
+            yield variant, replay
+
+
+def _num_spans(result: Result) -> int:
+    return len((result.timeline or {}).get("spans", ()))
+
+
+def _seconds(span: dict[str, Any]) -> float:
+    return float(span["end"] - span["start"])
+
+
+def _ms(ordered: Sequence[float]) -> str:
+    return " / ".join(f"{percentile(ordered, p) * 1e3:.1f}" for p in (50, 90, 99))
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)

@@ -1,0 +1,124 @@
+import pytest
+
+from benchmarks.measure import Result, Slo
+from benchmarks.stack import Plan, parser
+from benchmarks.stack_checks import Figures, checks_of
+from benchmarks.stack_page import Replay, Variant, details, phases, raw
+from benchmarks.workload import Ask
+from protocol.timeline import Phase
+
+METRICS = """
+baton_num_requests_running 0
+baton_worker_requests_waiting{{role="decode"}} {waiting}
+baton_handoffs_total{{role="prefill",outcome="committed"}} {committed}
+baton_handoffs_total{{role="decode",outcome="committed"}} {committed}
+baton_handoffs_total{{role="decode",outcome="released"}} 1
+baton_handoff_failures_total{{role="decode",cause="deadline_exceeded"}} {failed}
+baton_local_prefills_total{{reason="short_prompt"}} {short}
+baton_kv_blocks{{role="decode",state="free"}} 90
+baton_kv_blocks{{role="decode",state="held"}} {held}
+baton_kv_blocks{{role="prefill",state="cached"}} 10
+"""
+
+
+def figures(committed=0, short=0, failed=0, held=0, waiting=0):
+    return Figures(
+        METRICS.format(committed=committed, short=short, failed=failed, held=held, waiting=waiting)
+    )
+
+
+def result(start=0.0, **changes):
+    spans = [
+        {
+            "phase": "prefill",
+            "start": 100.0,
+            "end": 100.01,
+            "place": "p",
+            "counts": {"tokens": "9"},
+        },
+        {"phase": "transfer", "start": 100.01, "end": 100.012},
+    ]
+    fields = {
+        "sent": start,
+        "ended": start + 0.5,
+        "chunk_times": (start + 0.1, start + 0.13, start + 0.5),
+        "prompt_tokens": 9,
+        "output_tokens": 3,
+        "timeline": {"arrival": 99.99, "spans": spans},
+    }
+    return Result(**(fields | changes))
+
+
+def failing(checks):
+    return [check.what for check in checks if not check.ok]
+
+
+def test_a_sound_run_passes_every_check():
+    checks = list(checks_of([result()] * 4, figures(5, 1), figures(8, 2)))
+    assert failing(checks) == []
+    assert checks[1].seen == "committed 3; short_prompt 1"
+
+
+@pytest.mark.parametrize(
+    ("after", "what"),
+    [
+        ({"committed": 3}, "hand-offs by outcome"),
+        ({"committed": 4, "failed": 1}, "hand-offs that failed"),
+        ({"committed": 4, "held": 2}, "held by anybody"),
+        ({"committed": 4, "waiting": 1}, "held by anybody"),
+    ],
+)
+def test_what_is_not_sound_is_named(after, what):
+    (failed,) = failing(checks_of([result()] * 4, figures(), figures(**after)))
+    assert what in failed
+
+
+def test_a_request_that_failed_fails_the_run():
+    results = [result(), Result(sent=0.0, ended=1.0, error="2 output tokens instead of 3")]
+    checks = list(checks_of(results, figures(), figures(2)))
+    assert failing(checks) == ["requests that completed with exactly the tokens asked for"]
+    assert checks[0].seen == "1 of 2"
+
+
+def test_the_page():
+    asks = tuple(Ask(at=float(n), prompt_tokens=9, output_tokens=3) for n in range(3))
+    results = (result(), result(1.0), Result(sent=2.0, ended=2.5, error="lost"))
+    checks = tuple(checks_of(results, figures(), figures(3)))
+    replay = Replay(speed=1.0, asks=asks, results=results)
+    variants = [
+        Variant(
+            name="nccl", overrides=("transfer.backend=nccl",), replays=(replay,), checks=checks
+        ),
+        Variant(name="broken", overrides=(), error="no GPU"),
+    ]
+    page = details(variants, [Slo(ttft=0.2, tpot=0.3), Slo(ttft=0.05, tpot=1.0)])
+    assert "| nccl, x1 | 2/3 (0.80/s) | 0/3 (0.00/s) | 370.0 / 370.0 / 370.0 | 30.0 /" in page
+    assert "| prefill | 10.00 | 10.00 | p | tokens 9 |" in page
+    assert "| transfer | 20.00 | 2.00 | router |  |" in page
+    assert "**Did not run: no GPU**" in page
+    assert not variants[0].sound
+    rows = raw(variants)["nccl"]["replays"][0]["requests"]
+    assert rows[1] == {
+        "at": 1.0,
+        "in": 9,
+        "out": 3,
+        "ttft": 100.0,
+        "tpot": 200.0,
+        "e2e": 500.0,
+        "max_gap": 370.0,
+    }
+    assert rows[2]["error"] == "lost"
+
+
+def test_phases_are_pooled_in_the_order_of_a_life():
+    found = phases([result(), result()])
+    assert list(found) == [Phase.PREFILL, Phase.TRANSFER]
+    assert found[Phase.TRANSFER] == pytest.approx([0.002, 0.002])
+
+
+def test_variants_and_slos_on_the_command_line():
+    options = parser().parse_args(
+        ["c.yaml", "--trace", "t.csv", "--variant", "nccl a.b=1 c=2", "--slo", "200/20"]
+    )
+    assert options.plans == [Plan(name="nccl", overrides=("a.b=1", "c=2"))]
+    assert options.slos == [Slo(ttft=0.2, tpot=0.02)]
