@@ -6,6 +6,10 @@ Life of a sequence here (blocks held in parentheses):
     local:   WAITING (none) -> RUNNING (prompt in chunks, then decode) -> gone
     RUNNING -> WAITING when preempted: its KV is recomputed here, never asked for a second time
     ARRIVING -> ENDING (quarantined) when it is cancelled or fails: freed once no write is in flight
+
+A step may be planned while the one before it runs. A sequence that leaves RUNNING keeps its blocks
+until the last step it is part of has landed, and what those steps still sample for it is dropped
+when it is gone.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from worker_runtime import counters
 from worker_runtime.blocks import Blocks
 from worker_runtime.commands import Cancelled, RouterCommand, RouterGone, Submitted
 from worker_runtime.config import WorkerConfig
-from worker_runtime.rate import Rate
+from worker_runtime.flight import Flight, Row
 from worker_runtime.sequence import Sequence
 
 
@@ -43,6 +47,7 @@ class State(StrEnum):
     WAITING = "waiting"
     RUNNING = "running"
     ENDING = "ending"
+    GONE = "gone"
 
 
 @dataclass(slots=True)
@@ -52,15 +57,6 @@ class _Entry:
     sequence: Sequence
     state: State
     order: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One sequence of the batch in flight and how many of its tokens run."""
-
-    entry: _Entry
-    num_tokens: int
-    samples: bool
 
 
 class DecodeScheduler:
@@ -76,9 +72,9 @@ class DecodeScheduler:
         self._watermark = int(config.watermark * blocks.num_blocks)
         self._entries: dict[RequestKey, _Entry] = {}
         self._next_order = 0
-        self._rows: list[_Row] = []
-        self._rate = Rate()
-        self._step_started = 0.0
+        self._rows: list[Row[_Entry]] = []
+        self._flight: Flight[_Entry] = Flight()
+        self._short: _Entry | None = None
         self.num_preemptions = 0
         self.num_finished = 0
         self.num_failed = 0
@@ -141,58 +137,56 @@ class DecodeScheduler:
             self._blocks.quarantine(entry.sequence.block_ids)
             entry.state = State.ENDING
         else:
-            del self._entries[key]
+            self._forget(entry)
 
     def _blocks_safe(self, key: RequestKey) -> None:
         entry = self._entries.get(key)
         if entry is not None and entry.state is State.ENDING:
             self._blocks.unquarantine(entry.sequence.block_ids)
-            del self._entries[key]
+            entry.sequence.block_ids = []
+            self._forget(entry)
 
     # --- plan -----------------------------------------------------------------------------------
 
     def plan(self, now: float, out: Output) -> StepBatch | None:
-        """Expire, admit, and choose the tokens of the next step; None when nothing can run."""
+        """Expire, admit, and choose the tokens of the next step; None when nothing can run. The
+        step counts as launched; its result, or that of the one before, goes to `apply` next."""
         self._expire(now, out)
-        self._admit(now, out)
+        if self._short is None or self._short.state is not State.RUNNING:
+            self._admit(now, out)
+        self._short = None
         self._rows = []
         budget = self._config.max_num_batched_tokens
-        for entry in self._running():
+        for entry, num_runnable in self._runnable():
             if budget == 0 or len(self._rows) == self._config.max_num_seqs:
                 break
             if entry.state is State.RUNNING:  # an older one may have preempted it just now
-                budget -= self._take(entry, budget, now)
-        if not self._rows:
-            return None
-        self._step_started = now
-        return StepBatch(
-            sequences=tuple(
-                row.entry.sequence.step(row.num_tokens, samples=row.samples) for row in self._rows
-            )
-        )
+                budget -= self._take(entry, num_runnable, budget, now)
+        return self._flight.launch(self._rows, now)
 
-    def _running(self) -> list[_Entry]:
+    def _runnable(self) -> list[tuple[_Entry, int]]:
         """Decoding sequences first, so that a prompt's chunk never takes their place; then by
         age."""
-        running = [e for e in self._entries.values() if e.state is State.RUNNING]
-        return sorted(running, key=lambda e: (e.sequence.num_uncomputed > 1, e.order))
+        running = (e for e in self._entries.values() if e.state is State.RUNNING)
+        counted = [(e, count) for e in running if (count := e.sequence.num_runnable)]
+        return sorted(counted, key=lambda pair: (pair[1] > 1, pair[0].order))
 
-    def _take(self, entry: _Entry, budget: int, now: float) -> int:
+    def _take(self, entry: _Entry, num_runnable: int, budget: int, now: float) -> int:
         sequence = entry.sequence
-        num_tokens = min(sequence.num_uncomputed, budget)
-        if not self._make_room(entry, sequence.num_computed + num_tokens):
+        num_tokens = min(num_runnable, budget)
+        start = sequence.num_computed + sequence.num_in_flight
+        if not self._make_room(entry, start + num_tokens):
             return 0
-        samples = num_tokens == sequence.num_uncomputed
-        if sequence.num_steps == 0:
+        if sequence.index is None:
             sequence.mark_end(Phase.DECODE_QUEUE, now)
-        phase = Phase.DECODE if sequence.num_uncomputed == 1 else Phase.LOCAL_PREFILL
-        sequence.mark_start(phase, now)
-        self._rows.append(_Row(entry, num_tokens, samples))
+        sequence.mark_start(Phase.DECODE if num_runnable == 1 else Phase.LOCAL_PREFILL, now)
+        self._rows.append(Row(entry, num_tokens, num_tokens == num_runnable))
         return num_tokens
 
     def _make_room(self, entry: _Entry, num_positions: int) -> bool:
         """Give `entry` blocks for its next positions, preempting younger sequences if there are
-        none."""
+        none; a victim in flight gives its blocks when it has landed, so `entry` sits this step
+        out."""
         held = entry.sequence.block_ids
         missing = -(-num_positions // self._block_size) - len(held)
         while missing > 0:
@@ -204,6 +198,9 @@ class DecodeScheduler:
             self._preempt(victim)
             if victim is entry:
                 return False
+            if victim.sequence.num_in_flight:
+                self._short = entry
+                return False
         return True
 
     def _youngest_running(self) -> _Entry:
@@ -212,13 +209,19 @@ class DecodeScheduler:
 
     def _preempt(self, entry: _Entry) -> None:
         self.num_preemptions += 1
-        sequence = entry.sequence
-        sequence.num_preemptions += 1
-        self._blocks.free(sequence.block_ids)
-        sequence.block_ids = []
-        sequence.num_computed = 0
+        entry.sequence.num_preemptions += 1
         entry.state = State.WAITING
         self._rows = [row for row in self._rows if row.entry is not entry]
+        self._settle(entry)
+
+    def _settle(self, entry: _Entry) -> None:
+        """Take the blocks of a sequence that runs no more, unless a step in flight writes to
+        them."""
+        sequence = entry.sequence
+        if sequence.num_in_flight == 0:
+            self._blocks.free(sequence.block_ids)
+            sequence.block_ids = []
+            sequence.num_computed = 0
 
     def _admit(self, now: float, out: Output) -> None:
         """Give blocks to waiting sequences, oldest first; one that does not fit is passed over,
@@ -234,6 +237,8 @@ class DecodeScheduler:
 
     def _admit_one(self, entry: _Entry, now: float, out: Output) -> bool:
         sequence = entry.sequence
+        if sequence.num_in_flight:
+            return False  # preempted, and its last step has not landed
         needed = self._needed(sequence)
         spare = self._watermark if self._count(State.RUNNING, State.ARRIVING) else 0
         if needed + spare > self._blocks.num_free:
@@ -259,20 +264,17 @@ class DecodeScheduler:
     # --- apply ----------------------------------------------------------------------------------
 
     def apply(self, result: StepResult, now: float, out: Output) -> None:
-        """Take the tokens of the planned step in; finished sequences leave and free their
+        """Take the tokens of the oldest step in flight in; finished sequences leave and free their
         blocks."""
-        num_tokens = 0
-        for row, token in zip(self._rows, result.tokens, strict=True):
-            sequence = row.entry.sequence
-            sequence.num_computed += row.num_tokens
-            num_tokens += row.num_tokens
+        for row, token in zip(self._flight.land(now), result.tokens, strict=True):
+            entry = row.entry
             if row.num_tokens > 1 or not row.samples:
-                sequence.num_chunks += 1
-                sequence.mark_end(Phase.LOCAL_PREFILL, now)
-            if token is not None:
-                self._sampled(row.entry, token, now, out)
-        self._rate.add(num_tokens, now - self._step_started)
-        self._rows = []
+                entry.sequence.num_chunks += 1
+                entry.sequence.mark_end(Phase.LOCAL_PREFILL, now)
+            if token is not None and entry.state is not State.GONE:
+                self._sampled(entry, token, now, out)
+            if entry.state is not State.RUNNING:
+                self._settle(entry)
 
     def _sampled(self, entry: _Entry, token: int, now: float, out: Output) -> None:
         sequence = entry.sequence
@@ -292,8 +294,7 @@ class DecodeScheduler:
         )
         if finish is not None:
             self.num_finished += 1
-            self._blocks.free(sequence.block_ids)
-            del self._entries[sequence.key]
+            self._forget(entry)
 
     # --- ends -----------------------------------------------------------------------------------
 
@@ -328,9 +329,12 @@ class DecodeScheduler:
             self._blocks.quarantine(sequence.block_ids)
             entry.state = State.ENDING
             return
-        if sequence.block_ids:
-            self._blocks.free(sequence.block_ids)
-        del self._entries[sequence.key]
+        self._forget(entry)
+        self._settle(entry)
+
+    def _forget(self, entry: _Entry) -> None:
+        entry.state = State.GONE
+        del self._entries[entry.sequence.key]
 
     def fail_all(self, error: ErrorInfo, out: Output) -> None:
         """End every request: the engine is broken, another worker may serve them."""
@@ -352,7 +356,7 @@ class DecodeScheduler:
             waiting_tokens=sum(e.sequence.num_uncomputed for e in waiting),
             free_blocks=max(0, self._blocks.num_free - self._watermark - promised),
             total_blocks=self._blocks.num_blocks,
-            tokens_per_second=self._rate.per_second(),
+            tokens_per_second=self._flight.tokens_per_second(),
             held_blocks=self._blocks.num_held,
             cached_blocks=self._blocks.num_cached,
             quarantined_blocks=self._blocks.num_quarantined,

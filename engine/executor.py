@@ -31,8 +31,13 @@ class PendingStep(Protocol):
 
 
 class Executor(Protocol):
-    """One engine, all of its ranks. Steps run in the order of launch; one caller at a time."""
+    """One engine, all of its ranks. Steps run in the order of launch; one caller at a time.
 
+    depth: how many launched steps keep it busy without a gap: 1 when `launch` returns with the step
+    over, else 2.
+    """
+
+    depth: int
     layout: KVLayout
     fingerprint: KVFingerprint
     vocab_size: int
@@ -69,6 +74,8 @@ class FinishedStep:
 
 class RankExecutor:
     """Executor of rank 0 in this process: alone, or with the followers of a group. Synchronous."""
+
+    depth = 1
 
     def __init__(self, runner: RankRunner, group: RankGroup | None = None) -> None:
         self._runner = runner

@@ -6,6 +6,10 @@ Life of a sequence here (blocks held in parentheses):
     any of them -> ENDING (held) when cancelled or failed: freed once no read is in flight
 
 Nothing is held before decode has granted room, so a full decode pool never pins memory here.
+
+A step may be planned while the one before it runs: the next chunk of a prompt follows the one in
+flight. Blocks are pushed once the step that wrote them has landed, and blocks of a sequence that
+is gone are freed once no step in flight writes to them.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from worker_runtime import counters
 from worker_runtime.blocks import Blocks
 from worker_runtime.commands import Cancelled, RouterCommand, RouterGone, Submitted
 from worker_runtime.config import WorkerConfig
-from worker_runtime.rate import Rate
+from worker_runtime.flight import Flight, Row
 from worker_runtime.sequence import Sequence
 
 
@@ -44,6 +48,7 @@ class State(StrEnum):
     RUNNING = "running"
     SENDING = "sending"
     ENDING = "ending"
+    GONE = "gone"
 
 
 @dataclass(slots=True)
@@ -60,15 +65,6 @@ class _Entry:
     num_pieces: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One chunk of the batch in flight."""
-
-    entry: _Entry
-    num_tokens: int
-    samples: bool
-
-
 class PrefillScheduler:
     """Decides what a prefill worker does next. Not thread-safe: the step thread owns it."""
 
@@ -81,9 +77,7 @@ class PrefillScheduler:
         self._place = place
         self._entries: dict[RequestKey, _Entry] = {}
         self._next_order = 0
-        self._rows: list[_Row] = []
-        self._rate = Rate()
-        self._step_started = 0.0
+        self._flight: Flight[_Entry] = Flight()
         self.num_finished = 0
         self.num_failed = 0
         self.num_cancelled = 0
@@ -157,32 +151,27 @@ class PrefillScheduler:
     # --- plan -----------------------------------------------------------------------------------
 
     def plan(self, now: float, out: Output) -> StepBatch | None:
-        """Expire, and fill the token budget with chunks; None when nothing can run."""
+        """Expire, and fill the token budget with chunks; None when nothing can run. The step counts
+        as launched; its result, or that of the one before, goes to `apply` next."""
         self._expire(now, out)
-        self._rows = []
+        rows: list[Row[_Entry]] = []
         budget = self._config.max_num_batched_tokens
         for entry in sorted(self._runnable(), key=lambda e: self._rank(e, now)):
-            if budget == 0 or len(self._rows) == self._config.max_num_seqs:
+            if budget == 0 or len(rows) == self._config.max_num_seqs:
                 break
             if entry.state is State.GRANTED and not self._start(entry):
                 continue
-            budget -= self._take(entry, budget, now)
-        if not self._rows:
-            return None
-        self._step_started = now
-        return StepBatch(
-            sequences=tuple(
-                row.entry.sequence.step(row.num_tokens, samples=row.samples) for row in self._rows
-            )
-        )
+            rows.append(self._chunk(entry, budget, now))
+            budget -= rows[-1].num_tokens
+        return self._flight.launch(rows, now)
 
     def _rank(self, entry: _Entry, now: float) -> tuple[int, float, int]:
         """Shortest remaining work first, so that a short prompt never sits behind a whole long one;
         every second of waiting counts as a second of work already done, so that none starves."""
         waited = now - entry.granted_at
-        speed = self._rate.per_second() or float(self._config.max_num_batched_tokens)
+        speed = self._flight.tokens_per_second() or float(self._config.max_num_batched_tokens)
         overdue = waited > self._config.starvation_s
-        key = -waited if overdue else entry.sequence.num_uncomputed / speed - waited
+        key = -waited if overdue else entry.sequence.num_runnable / speed - waited
         priority = entry.sequence.submit.priority
         return (-priority if not overdue else -(2**31), key, entry.order)
 
@@ -195,29 +184,29 @@ class PrefillScheduler:
         entry.state = State.RUNNING
         return True
 
-    def _take(self, entry: _Entry, budget: int, now: float) -> int:
+    def _chunk(self, entry: _Entry, budget: int, now: float) -> Row[_Entry]:
         sequence = entry.sequence
-        num_tokens = min(sequence.num_uncomputed, budget)
-        if sequence.num_computed == 0:
+        num_tokens = min(sequence.num_runnable, budget)
+        if sequence.index is None:
             sequence.mark_end(Phase.PREFILL_QUEUE, now)
             sequence.mark_start(Phase.PREFILL, now)
-        self._rows.append(_Row(entry, num_tokens, num_tokens == sequence.num_uncomputed))
-        return num_tokens
+        return Row(entry, num_tokens, num_tokens == sequence.num_runnable)
 
     # --- apply ----------------------------------------------------------------------------------
 
     def apply(self, result: StepResult, now: float, out: Output) -> None:
-        """Take the planned step in: push complete blocks, and token 1 of prompts that are done."""
-        num_tokens = 0
-        for row, token in zip(self._rows, result.tokens, strict=True):
-            num_tokens += row.num_tokens
-            row.entry.sequence.num_computed += row.num_tokens
-            row.entry.sequence.num_chunks += 1
-            self._push(row.entry, out, last=token is not None)
+        """Take the oldest step in flight in: push complete blocks, and token 1 of prompts that are
+        done."""
+        for row, token in zip(self._flight.land(now), result.tokens, strict=True):
+            entry = row.entry
+            entry.sequence.num_chunks += 1
+            if entry.state is State.GONE:
+                self._settle(entry)
+            if entry.state is not State.RUNNING:
+                continue
+            self._push(entry, out, last=token is not None)
             if token is not None:
-                self._sampled(row.entry, token, now, out)
-        self._rate.add(num_tokens, now - self._step_started)
-        self._rows = []
+                self._sampled(entry, token, now, out)
 
     def _push(self, entry: _Entry, out: Output, *, last: bool) -> None:
         sequence = entry.sequence
@@ -262,9 +251,16 @@ class PrefillScheduler:
         out.handoffs.append(EndHandoff(key=entry.sequence.key, released=released, error=error))
 
     def _remove(self, entry: _Entry) -> None:
-        if entry.sequence.block_ids:
-            self._blocks.free(entry.sequence.block_ids)
+        entry.state = State.GONE
         del self._entries[entry.sequence.key]
+        self._settle(entry)
+
+    def _settle(self, entry: _Entry) -> None:
+        """Take the blocks of a sequence that is gone, unless a step in flight writes to them."""
+        sequence = entry.sequence
+        if sequence.num_in_flight == 0:
+            self._blocks.free(sequence.block_ids)
+            sequence.block_ids = []
 
     def _expire(self, now: float, out: Output) -> None:
         late = [
@@ -310,7 +306,7 @@ class PrefillScheduler:
             waiting_tokens=backlog,
             free_blocks=self._blocks.num_free,
             total_blocks=self._blocks.num_blocks,
-            tokens_per_second=self._rate.per_second(),
+            tokens_per_second=self._flight.tokens_per_second(),
             held_blocks=self._blocks.num_held,
             cached_blocks=self._blocks.num_cached,
             quarantined_blocks=self._blocks.num_quarantined,
@@ -335,7 +331,11 @@ class PrefillScheduler:
         return len(self._entries)
 
     def _runnable(self) -> list[_Entry]:
-        return [e for e in self._entries.values() if e.state in (State.GRANTED, State.RUNNING)]
+        """Prompts with chunks to launch: not those whose token 1 is being sampled."""
+        states = (State.GRANTED, State.RUNNING)
+        return [
+            e for e in self._entries.values() if e.state in states and not e.sequence.num_pending
+        ]
 
     def _count(self, *states: State) -> int:
         return sum(e.state in states for e in self._entries.values())

@@ -18,8 +18,9 @@ class Sequence:
     """Tokens, blocks and marks of one request. Owned and changed by exactly one scheduler.
 
     `tokens` are prompt + output so far; positions 0 .. num_computed - 1 have their KV in
-    `block_ids`. `num_known_output` output tokens came with the request (an earlier attempt made
-    them). `history` is there when the sampling has penalties.
+    `block_ids`. Steps that were launched and are not over run `num_in_flight` tokens after those
+    and will sample `num_pending` tokens; the newest of these as number `index` of its batch.
+    `history` is there when the sampling has penalties.
     """
 
     submit: Submit
@@ -28,6 +29,9 @@ class Sequence:
     history: TokenHistory | None = None
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_in_flight: int = 0
+    num_pending: int = 0
+    index: int | None = None
     num_preemptions: int = 0
     num_steps: int = 0
     num_chunks: int = 0
@@ -64,19 +68,47 @@ class Sequence:
         """Tokens whose KV is missing; 1 for a sequence that is decoding."""
         return len(self.tokens) - self.num_computed
 
-    def step(self, num_tokens: int, *, samples: bool) -> SequenceStep:
-        """What the engine is asked to do next: the first `num_tokens` uncomputed tokens."""
-        start = self.num_computed
+    @property
+    def plans_ahead(self) -> bool:
+        """Whether its next token can be chosen before the host knows the one in flight."""
+        return self.history is None
+
+    @property
+    def num_runnable(self) -> int:
+        """Tokens that a step launched now could run: 1 for a sequence that is decoding, also while
+        that token is being sampled; 0 when what is in flight must be seen first or is the end."""
+        ended = self.num_output + self.num_pending >= self.sampling.max_tokens
+        if self.num_pending and (ended or not self.plans_ahead):
+            return 0
+        return len(self.tokens) + self.num_pending - self.num_computed - self.num_in_flight
+
+    def launch(self, num_tokens: int, *, samples: bool, index: int) -> SequenceStep:
+        """What the engine is asked to do next: the first `num_tokens` runnable tokens, as number
+        `index` of a batch. Until `land` they are in flight."""
+        start = self.num_computed + self.num_in_flight
+        known = start < len(self.tokens)
         history = self.history if samples else None
-        return SequenceStep(
-            tokens=tuple(self.tokens[start : start + num_tokens]),
+        step = SequenceStep(
+            tokens=tuple(self.tokens[start : start + num_tokens]) if known else (0,),
             start=start,
             block_ids=tuple(self.block_ids),
             sampling=self.sampling if samples else None,
-            banned=self.sampling.banned(self.num_output) if samples else (),
+            banned=self.sampling.banned(self.num_output + self.num_pending) if samples else (),
             seen=history.seen() if history else (),
             counts=history.counts() if history else (),
+            previous=None if known else self.index,
         )
+        self.num_in_flight += num_tokens
+        self.num_pending += samples
+        self.index = index
+        return step
+
+    def land(self, num_tokens: int, *, samples: bool) -> None:
+        """The oldest step in flight is over; the token it sampled, if any, is appended by
+        `append`."""
+        self.num_in_flight -= num_tokens
+        self.num_computed += num_tokens
+        self.num_pending -= samples
 
     def append(self, token: int) -> FinishReason | None:
         """Add a sampled token; say whether, and why, it is the last."""

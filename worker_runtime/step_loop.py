@@ -1,12 +1,19 @@
-"""The step loop: take commands, plan, run, apply, publish. One thread, one executor."""
+"""The step loop: take commands, plan, launch, wait, apply, publish. One thread, one executor.
+
+An engine that runs steps on a device of its own gets the next step before the loop waits for the
+one that runs, so the device never waits for this thread. The plan of that step takes the tokens in
+flight into account (worker_runtime.flight).
+"""
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from engine.batch import StepBatch, StepResult
+from engine.executor import PendingStep
 from observability.logging import get_logger
 from worker_runtime.clock import Clock
 from worker_runtime.inbox import Inbox
@@ -24,11 +31,11 @@ class Driver(Protocol[CIn]):
         ...
 
     def plan(self, now: float) -> StepBatch | None:
-        """The next step, or None when nothing can run."""
+        """The next step, which is launched at once, or None when nothing can run."""
         ...
 
     def apply(self, result: StepResult, now: float) -> None:
-        """Take the step's tokens into the scheduler's state."""
+        """Take the tokens of the oldest launched step into the scheduler's state."""
         ...
 
     def publish(self) -> None:
@@ -45,10 +52,13 @@ class Driver(Protocol[CIn]):
 
 
 class StepExecutor(Protocol):
-    """The part of an executor that the loop uses."""
+    """The part of an executor that the loop uses. `depth`: how many steps are on their way at
+    once, 1 when `launch` returns with the step over."""
 
-    def run(self, batch: StepBatch) -> StepResult:
-        """Run one step."""
+    depth: int
+
+    def launch(self, batch: StepBatch) -> PendingStep:
+        """Start one step; steps run in the order of launch."""
         ...
 
 
@@ -63,6 +73,7 @@ class StepLoop(Generic[C]):
         self._inbox = inbox
         self._clock = clock
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._launched: deque[PendingStep] = deque()
         self._step_started: float | None = None
         self.steps = 0
         self.last_step_end = clock()
@@ -74,7 +85,7 @@ class StepLoop(Generic[C]):
         self._thread.start()
 
     def stop(self, timeout_s: float = 10.0) -> bool:
-        """End after the current step; False when it did not end in time."""
+        """End after the steps on their way; False when they did not end in time."""
         self._inbox.close()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
@@ -89,6 +100,8 @@ class StepLoop(Generic[C]):
         try:
             while not self._inbox.closed:
                 self._turn()
+            while self._launched:
+                self._land()
         except Exception as error:
             log.exception("step loop ended")
             self.broken = error
@@ -98,19 +111,34 @@ class StepLoop(Generic[C]):
                 self.on_broken(error)
 
     def _turn(self) -> None:
+        """Take what has come, launch one step, and wait for one once `depth` are on their way or
+        no more can be launched."""
         now = self._clock()
         for command in self._inbox.drain():
             self._driver.handle(command, now)
         batch = self._driver.plan(now)
         self._driver.publish()
-        if batch is None:
+        if batch is not None:
+            self._launch(batch, now)
+            if len(self._launched) == self._executor.depth:
+                self._land()
+        elif self._launched:
+            self._land()
+        else:
             deadline = self._driver.next_deadline()
             self._inbox.wait(None if deadline is None else max(0.0, deadline - self._clock()))
-            return
-        self._step_started = now
-        result = self._executor.run(batch)
-        self._step_started = None
+
+    def _launch(self, batch: StepBatch, now: float) -> None:
+        if self._step_started is None:
+            self._step_started = now
+        self._launched.append(self._executor.launch(batch))
+
+    def _land(self) -> None:
+        result = self._launched[0].wait()
+        self._launched.popleft()
+        now = self._clock()
+        self._step_started = now if self._launched else None
         self.steps += 1
-        self.last_step_end = self._clock()
-        self._driver.apply(result, self.last_step_end)
+        self.last_step_end = now
+        self._driver.apply(result, now)
         self._driver.publish()

@@ -16,6 +16,8 @@ class CudaExecutor:
     its sequences naming the ones they go on from (SequenceStep.previous).
     """
 
+    depth = 2
+
     def __init__(
         self, runner: CudaRunner, fingerprint: KVFingerprint, group: RankGroup | None = None
     ) -> None:

@@ -30,6 +30,10 @@ class StrictBlocks:
     def num_quarantined(self) -> int:
         return len(self._quarantined)
 
+    @property
+    def held(self) -> frozenset[int]:
+        return frozenset(self._held)
+
     def allocate(self, n: int) -> list[int] | None:
         if n > len(self._free):
             return None

@@ -70,7 +70,7 @@ def logits_of(runner: RankRunner, batch: StepBatch) -> torch.Tensor | None:
 
 
 class ThreadedRanks:
-    """All ranks of one engine in this process, one thread each. Also a StepExecutor."""
+    """All ranks of one engine in this process, one thread each."""
 
     def __init__(self, path: str, size: int, **changes: Any) -> None:
         self._threads = ThreadPoolExecutor(size)

@@ -8,7 +8,9 @@ not copied or computed at a wrong position changes the tokens, and the right ans
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from engine.batch import SequenceStep, StepBatch, StepResult
 
@@ -56,3 +58,42 @@ class PagedTokens:
         end = step.start + len(step.tokens)
         context = [self.slots[b][o] for b, o in (self._slot(step, i) for i in range(end))]
         return next_token(context, step.sampling.seed)
+
+
+class LateSteps:
+    """Steps of any `run`, as a device runs them: in order, after `launch` has returned, here as
+    late as can be: not before somebody waits. Tokens of the step before are fed on."""
+
+    def __init__(self, run: Callable[[StepBatch], StepResult], depth: int) -> None:
+        self.depth = depth
+        self.launched: deque[StepBatch] = deque()
+        self._run = run
+        self._last = StepResult(tokens=())
+
+    def launch(self, batch: StepBatch) -> LateSteps:
+        """Put a step into the queue; at most `depth` are."""
+        assert len(self.launched) < self.depth
+        if not self.launched:
+            assert all(step.previous is None for step in batch.sequences)
+        self.launched.append(batch)
+        return self
+
+    def wait(self) -> StepResult:
+        """Run the oldest step of the queue."""
+        batch = self.launched[0]
+        steps = tuple(self._fed(step) for step in batch.sequences)
+        self._last = self._run(StepBatch(sequences=steps))
+        self.launched.popleft()
+        return self._last
+
+    def blocks(self) -> set[int]:
+        """What the queue will read and write."""
+        return {b for batch in self.launched for step in batch.sequences for b in step.block_ids}
+
+    def _fed(self, step: SequenceStep) -> SequenceStep:
+        if step.previous is None:
+            return step
+        token = self._last.tokens[step.previous]
+        assert token is not None
+        assert len(step.tokens) == 1
+        return replace(step, tokens=(token,), previous=None)

@@ -2,137 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from decode_worker.commands import BlocksSafe, Committed, HandoffEnded, Output
-from decode_worker.scheduler import DecodeScheduler
+from decode_worker.commands import BlocksSafe, Committed, HandoffEnded
 from protocol.errors import ErrorCode, HandoffFailed
-from protocol.ids import RequestKey, Role, WorkerRef
-from protocol.messages import FailEvent, Submit, TokenEvent
+from protocol.ids import RequestKey
 from protocol.sampling import SamplingParams
 from protocol.states import FinishReason
 from protocol.timeline import Phase
-from tests.support.blocks import StrictBlocks
-from tests.support.paged import PagedTokens, expected_output, next_token
+from tests.support.decode_bench import Bench, make_submit
+from tests.support.paged import expected_output
 from worker_runtime import counters
-from worker_runtime.commands import Cancelled, RouterGone, Submitted
+from worker_runtime.commands import Cancelled, RouterGone
 from worker_runtime.config import WorkerConfig
-
-BLOCK = 4
-PEER = WorkerRef(worker_id="p0", epoch=7, role=Role.PREFILL, address="127.0.0.1:1")
-
-
-def make_submit(
-    name: str,
-    prompt: list[int],
-    *,
-    max_tokens: int = 5,
-    seed: int = 0,
-    remote: bool = False,
-    deadline: float = 1e9,
-    output: tuple[int, ...] = (),
-    attempt: int = 0,
-    router: str = "r",
-    priority: int = 0,
-) -> Submit:
-    sampling = SamplingParams(seed=seed, max_tokens=max_tokens, ignore_eos=True)
-    return Submit(
-        key=RequestKey(name, attempt),
-        router_id=router,
-        prompt_ids=tuple(prompt),
-        output_ids=output,
-        sampling=sampling,
-        deadline=deadline,
-        peer=PEER if remote else None,
-        priority=priority,
-    )
-
-
-@dataclass
-class Bench:
-    """A scheduler with its engine; `prefill` plays the other side of every hand-off."""
-
-    num_blocks: int = 64
-    config: WorkerConfig = field(
-        default_factory=lambda: WorkerConfig(
-            max_num_seqs=8, max_num_batched_tokens=8, watermark=0.0
-        )
-    )
-    now: float = 100.0
-
-    def __post_init__(self) -> None:
-        self.blocks = StrictBlocks(self.num_blocks)
-        self.engine = PagedTokens(self.num_blocks, BLOCK)
-        self.scheduler = DecodeScheduler(
-            config=self.config, blocks=self.blocks, block_size=BLOCK, place="d0"
-        )
-        self.tokens: dict[RequestKey, list[TokenEvent]] = {}
-        self.failures: list[FailEvent] = []
-        self.out = Output()
-
-    def tell(self, command: object) -> None:
-        self.scheduler.handle(command, self.now, self.out)  # type: ignore[arg-type]
-        self.collect()
-
-    def turn(self) -> bool:
-        self.now += 1.0
-        batch = self.scheduler.plan(self.now, self.out)
-        if batch is not None:
-            assert batch.num_tokens <= self.config.max_num_batched_tokens
-            assert len(batch.sequences) <= self.config.max_num_seqs
-            self.scheduler.apply(self.engine.run(batch), self.now, self.out)
-        self.collect()
-        self.blocks.check()
-        return batch is not None
-
-    def collect(self) -> None:
-        for step in self.out.events.values():
-            for event in step.tokens:
-                self.tokens.setdefault(event.key, []).append(event)
-            self.failures.extend(step.failures)
-        self.reserves = [*getattr(self, "reserves", []), *self.out.reserves]
-        self.ends = [*getattr(self, "ends", []), *self.out.ends]
-        self.out = Output()
-
-    def finish(self, limit: int = 2000) -> None:
-        for _ in range(limit):
-            if not self.turn() and not self.reserves:
-                return
-            self.serve_reserves()
-        raise AssertionError("no end in sight")
-
-    def serve_reserves(self) -> None:
-        """Play prefill for every grant: write the prompt's KV into its blocks, commit token 1."""
-        reserves, self.reserves = self.reserves, []
-        for reserve in reserves:
-            submit = self.submits[reserve.key]
-            context = [*submit.prompt_ids, *submit.output_ids]
-            for position, token in enumerate(context):
-                block = reserve.block_ids[position // BLOCK]
-                self.engine.slots[block][position % BLOCK] = token
-            first = next_token(context, submit.sampling.seed)
-            self.tell(Committed(key=reserve.key, first_token=first))
-
-    submits: dict[RequestKey, Submit] = field(default_factory=dict)
-
-    def submit(self, submit: Submit) -> RequestKey:
-        self.submits[submit.key] = submit
-        self.tell(Submitted(submit=submit))
-        return submit.key
-
-    def output(self, key: RequestKey) -> list[int]:
-        return [event.token for event in self.tokens.get(key, [])]
-
-    def idle(self) -> bool:
-        return (
-            self.blocks.num_free == self.num_blocks
-            and self.scheduler.num_unfinished == 0
-            and self.scheduler.load().running == self.scheduler.load().waiting == 0
-        )
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 7, 8, 9, 31])
@@ -370,7 +254,7 @@ def test_stop_tokens_end_the_sequence_and_min_tokens_bans_them() -> None:
     assert stop not in whole[:2]
     params = SamplingParams(max_tokens=6, stop_token_ids=(stop,), ignore_eos=True)
     bench = Bench()
-    key = bench.submit(_with(submit, params))
+    key = bench.submit(replace(submit, sampling=params))
     bench.finish()
     assert bench.output(key) == whole[:3]
     assert bench.tokens[key][-1].finish is FinishReason.STOP
@@ -378,7 +262,7 @@ def test_stop_tokens_end_the_sequence_and_min_tokens_bans_them() -> None:
     params = SamplingParams(
         max_tokens=6, min_tokens=4, stop_token_ids=(stop,), eos_token_ids=(999,)
     )
-    bench.submit(_with(submit, params))
+    bench.submit(replace(submit, sampling=params))
     bench.finish()
     bans = [step.banned for b in bench.engine.steps for step in b.sequences]
     assert bans == [(stop, 999)] * 4 + [()] * 2
@@ -415,60 +299,3 @@ def test_timeline_names_the_phases_of_a_remote_request() -> None:
     assert set(spans) == {Phase.CREDIT_WAIT, Phase.DECODE_QUEUE, Phase.DECODE}
     assert spans[Phase.DECODE].counts["steps"] == 3
     assert all(span.start <= span.end and span.place == "d0" for span in spans.values())
-
-
-def _with(submit: Submit, sampling: SamplingParams) -> Submit:
-    return Submit(
-        key=submit.key,
-        router_id=submit.router_id,
-        prompt_ids=submit.prompt_ids,
-        sampling=sampling,
-        deadline=submit.deadline,
-    )
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    requests=st.lists(
-        st.tuples(
-            st.lists(st.integers(0, 99), min_size=1, max_size=18),  # prompt
-            st.integers(1, 14),  # max_tokens
-            st.booleans(),  # remote
-            st.integers(0, 12),  # arrives at turn
-            st.one_of(st.none(), st.integers(0, 25)),  # cancelled at turn
-        ),
-        min_size=1,
-        max_size=10,
-    ),
-    num_blocks=st.integers(9, 24),
-)
-def test_any_mix_gives_every_request_its_own_tokens(
-    requests: list[tuple[list[int], int, bool, int, int | None]], num_blocks: int
-) -> None:
-    bench = Bench(num_blocks=num_blocks)
-    keys: dict[int, RequestKey] = {}
-    cancelled: set[int] = set()
-    for turn in range(1500):
-        for i, (prompt, max_tokens, remote, arrives, _) in enumerate(requests):
-            if arrives == turn:
-                submit = make_submit(f"q{i}", prompt, max_tokens=max_tokens, seed=i, remote=remote)
-                keys[i] = bench.submit(submit)
-        for i, (*_rest, cancel) in enumerate(requests):
-            if cancel == turn and i in keys:
-                cancelled.add(i)
-                bench.reserves = [r for r in bench.reserves if r.key != keys[i]]
-                bench.tell(Cancelled(keys=(keys[i],)))
-                bench.tell(BlocksSafe(key=keys[i]))
-        busy = bench.turn()
-        if turn % 3 == 0:
-            bench.serve_reserves()
-        if turn > 25 and not busy and not bench.reserves:
-            break
-    assert bench.idle()
-    for i, (prompt, max_tokens, remote, *_rest) in enumerate(requests):
-        wanted = expected_output(prompt, i, max_tokens)[1 if remote else 0 :]
-        got = bench.output(keys[i])
-        # A remote request of one token ends on prefill in real life; here decode adds one more.
-        if remote and max_tokens == 1:
-            continue
-        assert got == (wanted[: len(got)] if i in cancelled else wanted)

@@ -25,7 +25,7 @@ from protocol.sampling import SamplingParams
 from protocol.states import FinishReason
 from protocol.timeline import Phase
 from tests.support.blocks import StrictBlocks
-from tests.support.paged import PagedTokens, next_token
+from tests.support.paged import LateSteps, PagedTokens, next_token
 from worker_runtime import counters
 from worker_runtime.commands import Cancelled, RouterGone, Submitted
 from worker_runtime.config import WorkerConfig
@@ -67,10 +67,12 @@ class Bench:
         default_factory=lambda: WorkerConfig(max_num_seqs=4, max_num_batched_tokens=8)
     )
     now: float = 100.0
+    depth: int = 1
 
     def __post_init__(self) -> None:
         self.blocks = StrictBlocks(self.num_blocks)
         self.engine = PagedTokens(self.num_blocks, BLOCK)
+        self.executor = LateSteps(self.engine.run, self.depth)
         self.scheduler = PrefillScheduler(
             config=self.config, blocks=self.blocks, block_size=BLOCK, place="p0"
         )
@@ -111,10 +113,23 @@ class Bench:
         batch = self.scheduler.plan(self.now, self.out)
         if batch is not None:
             assert batch.num_tokens <= self.config.max_num_batched_tokens
-            self.scheduler.apply(self.engine.run(batch), self.now, self.out)
+            self.executor.launch(batch)
         self.collect()
+        self.check()
+        busy = bool(self.executor.launched)
+        if busy and (batch is None or len(self.executor.launched) == self.depth):
+            self.scheduler.apply(self.executor.wait(), self.now, self.out)
+        self.collect()
+        self.check()
+        return busy
+
+    def check(self) -> None:
+        """Held are the blocks of sequences that are here and those of steps in flight, no others;
+        none of the latter is anywhere else."""
         self.blocks.check()
-        return batch is not None
+        here = (e for e in self.scheduler._entries.values())
+        owned = {block for entry in here for block in entry.sequence.block_ids}
+        assert self.blocks.held == owned | self.executor.blocks()
 
     def submit(self, submit: Submit, *, cached: int = 0, grant: bool = True) -> RequestKey:
         self.tell(Submitted(submit=submit))
@@ -348,11 +363,12 @@ def test_router_gone_cancels_its_requests_only() -> None:
         max_size=8,
     ),
     num_blocks=st.integers(8, 20),
+    depth=st.sampled_from([1, 2]),
 )
 def test_any_mix_pushes_every_prompt_exactly(
-    requests: list[tuple[list[int], int, int, int | None]], num_blocks: int
+    requests: list[tuple[list[int], int, int, int | None]], num_blocks: int, depth: int
 ) -> None:
-    bench = Bench(num_blocks=num_blocks)
+    bench = Bench(num_blocks=num_blocks, depth=depth)
     submits = [make_submit(f"q{i}", prompt, seed=i) for i, (prompt, *_) in enumerate(requests)]
     cancelled: set[int] = set()
     for turn in range(200):
@@ -376,3 +392,37 @@ def test_any_mix_pushes_every_prompt_exactly(
         if i not in cancelled:
             assert bench.pushed_tokens(submits[i].key, len(prompt)) == prompt
             assert first[submits[i].key] == next_token(prompt, i)
+
+
+def test_next_chunk_follows_the_one_in_flight_and_blocks_leave_after_their_step() -> None:
+    bench = Bench(depth=2)
+    key = bench.submit(make_submit("a", list(range(20))))
+    progress = []
+    while bench.turn():
+        progress.append(sum(len(p.block_ids) for p in bench.pushes))
+    assert progress == [0, 2, 4, 5]
+    assert bench.pushed_tokens(key, 20) == list(range(20))
+    assert [s.start for b in bench.engine.steps for s in b.sequences] == [0, 8, 16]
+
+
+def test_request_that_ends_at_token_one_is_not_decoded_ahead() -> None:
+    bench = Bench(depth=2)
+    bench.submit(make_submit("a", [1, 2, 3]))
+    while bench.turn():
+        pass
+    assert len(bench.engine.steps) == 1
+
+
+def test_blocks_of_a_handoff_that_ends_in_flight_outlive_the_step() -> None:
+    bench = Bench(depth=2)
+    key = bench.submit(make_submit("a", list(range(20))))
+    bench.turn()
+    bench.turn()
+    bench.tell(Cancelled(keys=(key,)))
+    bench.tell(HandoffEnded(key=key, error=None))
+    assert bench.scheduler.num_unfinished == 0
+    assert bench.blocks.num_held == 5
+    assert bench.turn()
+    assert bench.blocks.num_held == 0
+    assert [p.first_block for p in bench.pushes] == [0]
+    assert not bench.turn()

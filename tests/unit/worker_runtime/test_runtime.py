@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from engine.batch import SequenceStep, StepBatch, StepResult
 from protocol.errors import (
     ContextTooLong,
     Internal,
@@ -42,7 +41,6 @@ from worker_runtime.outlet import EventOutlet, RouterEvents
 from worker_runtime.rate import Rate
 from worker_runtime.sequence import Sequence
 from worker_runtime.shell import Identity, Shell, Snapshot
-from worker_runtime.step_loop import StepLoop
 from worker_runtime.tasks import Tasks
 
 KEY = RequestKey("q")
@@ -131,13 +129,35 @@ def test_rate_is_over_busy_time_only() -> None:
 def test_sequence_bans_stop_tokens_before_min_tokens() -> None:
     submit = make_submit(min_tokens=2, stop_token_ids=(7,), eos_token_ids=(2,))
     sequence = Sequence.of(submit, 0.0)
-    assert sequence.step(1, samples=True).banned == (7, 2)
-    assert sequence.append(7) is None
-    assert sequence.step(1, samples=True).banned == (7, 2)
-    assert sequence.step(1, samples=False).banned == ()
-    sequence.append(1)
-    assert sequence.step(1, samples=True).banned == ()
+    assert sequence.launch(2, samples=False, index=0).banned == ()
+    sequence.land(2, samples=False)
+    for token in (7, 1):
+        assert sequence.launch(1, samples=True, index=0).banned == (7, 2)
+        sequence.land(1, samples=True)
+        assert sequence.append(token) is None
+    assert sequence.launch(1, samples=True, index=0).banned == ()
+    sequence.land(1, samples=True)
     assert sequence.append(7) == "stop"
+
+
+def test_sequence_goes_on_from_the_token_in_flight() -> None:
+    sequence = Sequence.of(make_submit((1, 2, 3), min_tokens=1, max_tokens=2), 0.0)
+    assert sequence.launch(3, samples=True, index=4).previous is None
+    assert sequence.num_runnable == 1
+    step = sequence.launch(1, samples=True, index=0)
+    assert (step.tokens, step.start, step.previous) == ((0,), 3, 4)
+    assert sequence.num_runnable == 0
+    sequence.land(3, samples=True)
+    assert (sequence.num_computed, sequence.num_in_flight, sequence.num_pending) == (3, 1, 1)
+
+
+def test_sequence_with_penalties_waits_for_the_token_in_flight() -> None:
+    sequence = Sequence.of(make_submit((1, 2, 3), presence_penalty=1.0), 0.0)
+    sequence.launch(3, samples=True, index=0)
+    assert sequence.num_runnable == 0
+    sequence.land(3, samples=True)
+    sequence.append(9)
+    assert sequence.launch(1, samples=True, index=0).tokens == (9,)
 
 
 class TestOutlet:
@@ -224,81 +244,6 @@ class TestOutlet:
         outlet.publish({"r": RouterEvents(tokens=[event])})
         outlet.close()
         assert [batch.tokens async for batch in stream] == [(event,)]
-
-
-class CountingDriver:
-    """Runs one step for every command and notes what it saw."""
-
-    def __init__(self) -> None:
-        self.todo: list[int] = []
-        self.results: list[StepResult] = []
-        self.failed: Exception | None = None
-        self.done = threading.Event()
-
-    def handle(self, command: int, now: float) -> None:
-        self.todo.append(command)
-
-    def plan(self, now: float) -> StepBatch | None:
-        if not self.todo:
-            return None
-        token = self.todo.pop(0)
-        step = SequenceStep(tokens=(token,), start=0, block_ids=(0,), sampling=SamplingParams())
-        return StepBatch(sequences=(step,))
-
-    def apply(self, result: StepResult, now: float) -> None:
-        self.results.append(result)
-
-    def publish(self) -> None:
-        if len(self.results) == 3 or self.failed is not None:
-            self.done.set()
-
-    def next_deadline(self) -> float | None:
-        return None
-
-    def fail_all(self, error: Exception) -> None:
-        self.failed = error
-
-
-class EchoExecutor:
-    """Samples the token it was given; breaks on 13."""
-
-    def run(self, batch: StepBatch) -> StepResult:
-        token = batch.sequences[0].tokens[0]
-        if token == 13:
-            raise RuntimeError("device lost")
-        return StepResult(tokens=(token,))
-
-
-class TestStepLoop:
-    def make(self) -> tuple[CountingDriver, Inbox[int], StepLoop[int]]:
-        driver, inbox = CountingDriver(), Inbox[int]()
-        loop = StepLoop(
-            name="t", driver=driver, executor=EchoExecutor(), inbox=inbox, clock=time.time
-        )
-        return driver, inbox, loop
-
-    def test_runs_what_is_planned_and_stops(self) -> None:
-        driver, inbox, loop = self.make()
-        loop.start()
-        for token in (4, 5, 6):
-            inbox.put(token)
-        assert driver.done.wait(5)
-        assert [r.tokens for r in driver.results] == [(4,), (5,), (6,)]
-        assert loop.stop()
-        assert loop.steps == 3
-        assert loop.stalled_for() == 0.0
-
-    def test_broken_engine_fails_everything_and_is_remembered(self) -> None:
-        driver, inbox, loop = self.make()
-        told: list[Exception] = []
-        loop.on_broken = told.append
-        loop.start()
-        inbox.put(13)
-        assert driver.done.wait(5)
-        assert loop.stop()
-        assert str(loop.broken) == "device lost"
-        assert driver.failed is loop.broken
-        assert told == [loop.broken]
 
 
 class FakeProgress:

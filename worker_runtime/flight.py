@@ -1,0 +1,66 @@
+"""The steps of one scheduler that were launched and have not landed: their tokens are not known."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from engine.batch import StepBatch
+from worker_runtime.rate import Rate
+from worker_runtime.sequence import Sequence
+
+
+class HasSequence(Protocol):
+    """What a scheduler keeps of a request."""
+
+    sequence: Sequence
+
+
+E = TypeVar("E", bound=HasSequence)
+
+
+@dataclass(frozen=True, slots=True)
+class Row(Generic[E]):
+    """One sequence's part in a step: how many of its tokens run, and whether it samples one."""
+
+    entry: E
+    num_tokens: int
+    samples: bool
+
+
+class Flight(Generic[E]):
+    """Launched steps, oldest first. At most one may be in flight when the next one is launched."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[list[Row[E]], float]] = deque()
+        self._landed_at = -math.inf
+        self._rate = Rate()
+
+    def launch(self, rows: list[Row[E]], now: float) -> StepBatch | None:
+        """The step that runs `rows`, which from now on are in flight; None without rows."""
+        if not rows:
+            return None
+        self._steps.append((rows, now))
+        return StepBatch(
+            sequences=tuple(
+                row.entry.sequence.launch(row.num_tokens, samples=row.samples, index=index)
+                for index, row in enumerate(rows)
+            )
+        )
+
+    def land(self, now: float) -> list[Row[E]]:
+        """The oldest step is over: its rows, in the order of the batch."""
+        rows, launched_at = self._steps.popleft()
+        for row in rows:
+            row.entry.sequence.land(row.num_tokens, samples=row.samples)
+        # Steps run one after the other, so one that was launched early began when the last ended.
+        seconds = now - max(launched_at, self._landed_at)
+        self._rate.add(sum(row.num_tokens for row in rows), seconds)
+        self._landed_at = now
+        return rows
+
+    def tokens_per_second(self) -> float:
+        """Smoothed over busy time; 0 before the first step."""
+        return self._rate.per_second()
