@@ -136,7 +136,7 @@ def _check_files(config: ClusterConfig) -> None:
     settings = config.router.settings
     try:
         Tls(settings.tls)
-        Access(settings.api_keys_file)
+        Access(settings.api_keys_file, tiers=frozenset(settings.service_tiers))
     except ValueError as error:
         name, _, fault = str(error).partition(" ")
         raise _refuse(f"router.settings.{name}", fault) from None

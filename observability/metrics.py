@@ -106,6 +106,13 @@ REQUEST_FAILURES = _counter(
 RESUMES = _counter(
     "request_resumes_total", "Attempts submitted again after a worker was lost.", "cause"
 )
+REFUSALS = _counter(
+    "request_refusals_total",
+    "Requests refused instead of waiting: a queue is full, or what was promised cannot be had.",
+    "reason",
+)
+QUEUED_REQUESTS = _gauge("router_queue_requests", "Accepted requests waiting for their turn.")
+QUEUED_TOKENS = _gauge("router_queue_tokens", "Prompt tokens of the requests waiting for a turn.")
 PROMPT_TOKENS = _counter("prompt_tokens_total", "Prompt tokens of accepted requests.", vllm=True)
 GENERATION_TOKENS = _counter("generation_tokens_total", "Output tokens sent.", vllm=True)
 TIME_TO_FIRST_TOKEN = _histogram(
@@ -125,7 +132,7 @@ E2E_LATENCY = _histogram(
 )
 QUEUE_TIME = _histogram(
     "request_queue_time_seconds",
-    "Waiting of a request before its prefill: credits and prefill queue.",
+    "Waiting of a request before its prefill: its turn, credits and prefill queue.",
     _REQUEST_TIME,
     vllm=True,
 )
@@ -208,6 +215,7 @@ HANDOFF_RELINKS = _counter("handoff_relinks_total", "Links made again after they
 
 REQUEST_METRICS: tuple[Metric, ...] = (
     *(REQUESTS_RUNNING, REQUESTS_WAITING, REQUESTS, REQUEST_SUCCESS, REQUEST_FAILURES, RESUMES),
+    *(REFUSALS, QUEUED_REQUESTS, QUEUED_TOKENS),
     *(PROMPT_TOKENS, GENERATION_TOKENS, TIME_TO_FIRST_TOKEN, INTER_TOKEN_LATENCY),
     *(TIME_PER_OUTPUT_TOKEN, E2E_LATENCY, QUEUE_TIME, PREFILL_TIME, DECODE_TIME),
     *(REQUEST_PROMPT_TOKENS, REQUEST_GENERATION_TOKENS, PHASE_TIME),

@@ -10,6 +10,7 @@ class Phase(StrEnum):
     """The phases a request can spend time in, in the order of its life."""
 
     TOKENIZE = "tokenize"
+    QUEUE = "queue"  # in the router: not its turn yet
     ROUTE = "route"
     CREDIT_WAIT = "credit_wait"  # decode had no room yet
     PREFILL_QUEUE = "prefill_queue"  # granted, waiting for a prefill step

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from router.tiers import ServiceTier
 from router.tls import TlsConfig
 
 
@@ -17,6 +18,11 @@ class RouterConfig:
     max_model_len: context in tokens; the model's own when None. Workers may lower it further.
     max_requests: sequences in flight (n and batches count each); beyond it 429 /
         RESOURCE_EXHAUSTED.
+    max_queued_requests, max_queued_tokens: requests, and their prompt tokens, that wait in the
+        router for a turn; beyond it 429 / RESOURCE_EXHAUSTED.
+    dispatch_window_s: seconds of prefill work that workers are given ahead; what is beyond waits in
+        the router, where callers get their fair shares.
+    service_tiers: classes of requests by name: what each is promised and its weight.
     max_body_bytes, max_message_bytes: largest HTTP body and gRPC message. Parsing a body holds up
         every stream for about 10 ms a MiB, so not much more than prompts can use.
     default_timeout_s, max_timeout_s: deadline of a request that names none, and the longest
@@ -49,6 +55,10 @@ class RouterConfig:
     model_aliases: tuple[str, ...] = ()
     max_model_len: int | None = None
     max_requests: int = 1024
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 4 << 20
+    dispatch_window_s: float = 2.0
+    service_tiers: dict[str, ServiceTier] = field(default_factory=dict)
     max_body_bytes: int = 8 << 20
     max_message_bytes: int = 8 << 20
     default_timeout_s: float = 600.0
@@ -96,7 +106,8 @@ class RouterConfig:
 
 
 _POSITIVE = (
-    *("max_requests", "max_body_bytes", "max_message_bytes", "default_timeout_s"),
+    *("max_requests", "max_queued_requests", "max_queued_tokens", "dispatch_window_s"),
+    *("max_body_bytes", "max_message_bytes", "default_timeout_s"),
     *("max_timeout_s", "max_attempts", "resume_wait_s", "silence_s", "submit_timeout_s"),
     "prefix_tokens_per_sequence",
     *("connect_timeout_s", "timeline_wait_s", "retry_after_s", "keep_alive_s"),

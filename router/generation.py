@@ -17,6 +17,7 @@ from router.prefix import PromptBlocks
 from router.relay import Flight, PlacedSpan, Relay, SequenceJob
 from router.text.stream import TextStream
 from router.timeline import Timeline, make_timeline
+from router.waiting import Turn
 
 
 @dataclass(slots=True)
@@ -56,10 +57,10 @@ class _Choice:
 class Generation:
     """Runs the outputs of one request, as a context: leaving it, however, ends them all.
 
-    Iterating yields lists of deltas in the order they were made, as soon as there are any; it ends
-    when every choice has finished and raises the first failure. How fast the reader is does not
-    matter to
-    the outputs: stop strings and deadlines take effect without it.
+    Entering waits for its turn, and raises when it cannot have one. Iterating yields lists of
+    deltas in the order they were made, as soon as there are any; it ends when every choice has
+    finished and raises the first failure. How fast the reader is does not matter to the outputs:
+    stop strings and deadlines take effect without it.
     """
 
     def __init__(
@@ -70,14 +71,15 @@ class Generation:
         jobs: Sequence[SequenceJob],
         text_stream: Callable[[], TextStream],
         prompt_tokens: int,
-        arrival: float,
+        turn: Turn,
         spans: Sequence[PlacedSpan] = (),
     ) -> None:
         self.request_id = request_id
-        self.arrival = arrival
+        self.arrival = turn.arrival
         self.first_token = 0.0
         self.prompts = [job.prompt_ids for job in jobs]
         self._relay = relay
+        self._turn = turn
         self._metrics: MetricSet = relay.metrics
         self._prompt_tokens = prompt_tokens
         self._choices = [_Choice(job, text_stream()) for job in jobs]
@@ -94,6 +96,12 @@ class Generation:
 
     async def __aenter__(self) -> Self:
         self._metrics.add(metrics.REQUESTS_WAITING, 1)
+        try:
+            await self._turn.wait()
+        except BaseException:
+            self._metrics.add(metrics.REQUESTS_WAITING, -1)
+            raise
+        self._spans += self._turn.spans(self._relay.router_id)
         self._metrics.count(metrics.PROMPT_TOKENS, self._prompt_tokens)
         for flight in self._flights:
             task = asyncio.create_task(flight.run())
@@ -112,7 +120,9 @@ class Generation:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         gauge = metrics.REQUESTS_RUNNING if self.first_token else metrics.REQUESTS_WAITING
         self._metrics.add(gauge, -1)
-        self._metrics.count(metrics.GENERATION_TOKENS, self.usage.completion_tokens)
+        made = self.usage.completion_tokens
+        self._turn.end(made)
+        self._metrics.count(metrics.GENERATION_TOKENS, made)
 
     async def __aiter__(self) -> AsyncIterator[list[Delta]]:
         while True:
@@ -182,6 +192,7 @@ class Generation:
                 self._metrics.observe(metrics.INTER_TOKEN_LATENCY, max(0.0, now - self._last_token))
         else:
             self.first_token = now
+            self._turn.started()
             self._metrics.observe(metrics.TIME_TO_FIRST_TOKEN, max(0.0, now - self.arrival))
             self._metrics.add(metrics.REQUESTS_WAITING, -1)
             self._metrics.add(metrics.REQUESTS_RUNNING, 1)

@@ -82,6 +82,7 @@ class Member:
         secret: bytes,
         config: RouterConfig,
         on_change: Callable[[Member], None],
+        on_report: Callable[[], None],
     ) -> None:
         self.ref = ref
         self.load = WorkerLoad()
@@ -95,6 +96,7 @@ class Member:
         self._secret = secret
         self._config = config
         self._on_change = on_change
+        self._on_report = on_report
         self._client: ControlClient | None = None
         self._sinks: dict[RequestKey, EventSink] = {}
         self._submits: dict[RequestKey, asyncio.Task[Ack]] = {}
@@ -134,6 +136,11 @@ class Member:
         if self.status is None or not self.prefix.speaks:
             return []
         return prompt.hints(self.status.fingerprint)
+
+    @property
+    def room_tokens(self) -> int:
+        """Tokens that its KV pool has room for now."""
+        return 0 if self.status is None else self.load.free_blocks * self.status.layout.block_size
 
     @property
     def max_model_len(self) -> int:
@@ -330,6 +337,7 @@ class Member:
         for failure in batch.failures:
             if failure.key in sinks:
                 sinks[failure.key].on_fail(failure, self.ref)
+        self._on_report()
 
     def _lost(self, reason: str) -> None:
         was_connected, self.connected = self.connected, False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from protocol.ids import Role, WorkerRef
 from router.config import RouterConfig
@@ -19,6 +19,8 @@ class Members:
         self._config = config
         self._members: dict[tuple[str, int], Member] = {}
         self._changed = asyncio.Event()
+        #: Called after each report of a worker and each change of the set.
+        self.on_news: Callable[[], None] = _nothing
 
     def set(self, refs: Sequence[WorkerRef]) -> None:
         """Follow exactly these workers: new ones are connected to, others leave once their requests
@@ -74,7 +76,11 @@ class Members:
             secret=self._secret,
             config=self._config,
             on_change=self._on_change,
+            on_report=self._on_report,
         )
+
+    def _on_report(self) -> None:
+        self.on_news()
 
     def _on_change(self, member: Member) -> None:
         key = (member.ref.worker_id, member.ref.epoch)
@@ -82,3 +88,8 @@ class Members:
             del self._members[key]
         event, self._changed = self._changed, asyncio.Event()
         event.set()
+        self.on_news()
+
+
+def _nothing() -> None:
+    """Nobody listens."""

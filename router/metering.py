@@ -11,25 +11,29 @@ from protocol.states import FinishReason
 from protocol.timeline import Phase
 from router.generation import Generation
 
-_QUEUES = (Phase.CREDIT_WAIT, Phase.PREFILL_QUEUE)
+_QUEUES = (Phase.QUEUE, Phase.CREDIT_WAIT, Phase.PREFILL_QUEUE)
 _PREFILLS = (Phase.PREFILL, Phase.LOCAL_PREFILL)
 
 
-def succeeded(metric_set: MetricSet, generation: Generation, *, end: float) -> None:
-    """Record a request that ended well, at `end` seconds since the Unix epoch."""
+def succeeded(metric_set: MetricSet, generation: Generation, *, end: float) -> float | None:
+    """Record a request that ended well, at `end` seconds since the Unix epoch.
+
+    Returns its seconds for each token after the first, if it says.
+    """
     reason = generation.finishes[0] or FinishReason.STOP
     metric_set.count(metrics.REQUEST_SUCCESS, finished_reason=reason.value)
     usage = generation.usage
     metric_set.observe(metrics.REQUEST_PROMPT_TOKENS, usage.prompt_tokens)
     metric_set.observe(metrics.REQUEST_GENERATION_TOKENS, usage.completion_tokens)
+    tpot_s: float | None = None
     total_s = max(0.0, end - generation.arrival)
     metric_set.observe(metrics.E2E_LATENCY, total_s)
     if usage.completion_tokens > 1 and len(generation.finishes) == 1:
         after_first_s = max(0.0, end - generation.first_token)
-        metric_set.observe(
-            metrics.TIME_PER_OUTPUT_TOKEN, after_first_s / (usage.completion_tokens - 1)
-        )
+        tpot_s = after_first_s / (usage.completion_tokens - 1)
+        metric_set.observe(metrics.TIME_PER_OUTPUT_TOKEN, tpot_s)
     _measure_phases(metric_set, generation)
+    return tpot_s
 
 
 def _measure_phases(metric_set: MetricSet, generation: Generation) -> None:

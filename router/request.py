@@ -85,6 +85,8 @@ class GenerateRequest:
     include_usage: bool = False
     user: str | None = None
     cache_salt: str = ""
+    priority: int = 0
+    service_tier: str | None = None
     timeout_s: float | None = None
     timeline: bool = False
     return_token_ids: bool = False
@@ -101,6 +103,7 @@ _COMMON = frozenset(
         *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
         *("min_tokens", "stop", "stop_token_ids", "ignore_eos", "stream", "stream_options"),
         *("user", "timeout", "timeline", "return_token_ids", "cache_salt"),
+        *("priority", "service_tier"),
     }
 )
 _SERVED = {
@@ -140,6 +143,8 @@ def parse_request(kind: RequestKind, fields: Fields) -> GenerateRequest:
         include_usage=_include_usage(fields, stream=stream),
         user=read.text(fields, "user"),
         cache_salt=_cache_salt(fields),
+        priority=_or(read.integer(fields, "priority"), 0),
+        service_tier=read.text(fields, "service_tier"),
         timeout_s=_timeout(fields),
         timeline=read.boolean(fields, "timeline") or False,
         return_token_ids=read.boolean(fields, "return_token_ids") or False,

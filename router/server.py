@@ -68,7 +68,7 @@ class Router:
         self._admin = admin
         self._clock = clock
         self._rng = rng or random.Random()
-        self._access = Access(config.api_keys_file)
+        self._access = Access(config.api_keys_file, tiers=frozenset(config.service_tiers))
         self._tls = Tls(config.tls)
         self._model = ServedModel(config)
         self._exported: set[str] = set()

@@ -29,7 +29,9 @@ from router.relay import PlacedSpan, Relay
 from router.request import GenerateRequest, parse_messages
 from router.text.stops import StopMatcher
 from router.text.stream import TextStream
+from router.tiers import ServiceTier, tier_name
 from router.unserved import check_fields
+from router.waiting import Errand, WaitingRoom
 
 log = get_logger(__name__)
 
@@ -70,6 +72,9 @@ class InferenceService:
         self._config = config
         self._model = model
         self._relay = relay
+        self._waiting = WaitingRoom(
+            members=relay.members, config=config, metric_set=metric_set, clock=clock
+        )
 
     @property
     def ready(self) -> bool:
@@ -123,10 +128,12 @@ class InferenceService:
         if self._config.prefix_cache_per_key:
             request = replace(request, cache_salt=f"{caller.name}\0{request.cache_salt}")
         with self.admission.enter(request.num_sequences, caller):
-            generation = await self._prepare(request, arrival, deadline)
-            async with generation:
+            errand = self._errand(request, caller, arrival, deadline)
+            async with await self._prepare(request, errand) as generation:
                 yield generation
-            metering.succeeded(self.metrics, generation, end=self.clock())
+            tpot_s = metering.succeeded(self.metrics, generation, end=self.clock())
+            if tpot_s is not None:
+                self._waiting.finished(tpot_s)
 
     async def tokenize(self, fields: Mapping[str, Any], caller: Caller = ANYONE) -> Tokens:
         """Ids of `prompt`, or of `messages` through the chat template; a few contexts at most."""
@@ -196,9 +203,22 @@ class InferenceService:
             capacity=capacity,
         )
 
-    async def _prepare(
-        self, request: GenerateRequest, arrival: float, deadline: float
-    ) -> Generation:
+    def _errand(
+        self, request: GenerateRequest, caller: Caller, arrival: float, deadline: float
+    ) -> Errand:
+        tiers = self._config.service_tiers
+        name = tier_name(request.service_tier, caller, tiers)
+        return Errand(
+            caller=caller,
+            tier_name=name,
+            tier=tiers.get(name, ServiceTier()),
+            tokens=0,
+            priority=request.priority,
+            arrival=arrival,
+            deadline=deadline,
+        )
+
+    async def _prepare(self, request: GenerateRequest, errand: Errand) -> Generation:
         limits = self._limits()
         sampling = base_sampling(
             request, limits, eos_ids=self._model.eos_ids, seed=secrets.randbelow(MAX_SEED)
@@ -210,7 +230,7 @@ class InferenceService:
         prompts = await self._model.encode_request(request, limit=limits.total)
         request_id = new_request_id()
         jobs = make_jobs(
-            request, prompts, sampling, limits, request_id=request_id, deadline=deadline
+            request, prompts, sampling, limits, request_id=request_id, deadline=errand.deadline
         )
         await self._relay.hash_blocks(jobs)
         if not self._relay.members.ready(Role.DECODE):
@@ -222,6 +242,7 @@ class InferenceService:
             place=self._relay.router_id,
             counts={"tokens": sum(map(len, prompts))},
         )
+        tokens = sum(len(job.prompt_ids) for job in jobs)
         return Generation(
             self._relay,
             request_id=request_id,
@@ -230,6 +251,6 @@ class InferenceService:
                 self._model.detokenizer(), StopMatcher(request.stop), min_tokens=request.min_tokens
             ),
             prompt_tokens=sum(map(len, prompts)),
-            arrival=arrival,
+            turn=self._waiting.turn(replace(errand, tokens=tokens)),
             spans=[PlacedSpan(span=span, choice=0, attempt=0)],
         )

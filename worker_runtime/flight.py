@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from engine.batch import StepBatch
-from worker_runtime.rate import Rate
+from observability.rate import Rate
 from worker_runtime.sequence import Sequence
 
 

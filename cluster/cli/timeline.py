@@ -10,6 +10,7 @@ from protocol.wire import inference_pb2 as wire
 _NAMES = {
     Phase.TOKENIZE: "tokenise",
     Phase.ROUTE: "route",
+    Phase.QUEUE: "wait for a turn",
     Phase.CREDIT_WAIT: "wait for decode credits",
     Phase.PREFILL_QUEUE: "prefill queue",
     Phase.PREFILL: "prefill",

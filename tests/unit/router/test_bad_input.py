@@ -98,7 +98,7 @@ CASES: list[tuple[dict[str, Any], ErrorCode, str]] = [
     ({"prompt": "hi", "echo": True}, NOT_SERVED, "echo"),
     ({"prompt": "hi", "suffix": "x"}, NOT_SERVED, "suffix"),
     ({"prompt": "hi", "best_of": 4}, NOT_SERVED, "best_of"),
-    ({"prompt": "hi", "priority": 1}, NOT_SERVED, "priority"),
+    ({"prompt": "hi", "service_tier": "no-such"}, BAD, "service_tier"),
 ]
 
 #: What only JSON can express.

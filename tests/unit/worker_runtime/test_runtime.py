@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from observability.rate import Rate
 from protocol.errors import (
     ContextTooLong,
     Internal,
@@ -38,7 +39,6 @@ from worker_runtime.config import WorkerConfig
 from worker_runtime.inbox import Inbox
 from worker_runtime.limits import Limits
 from worker_runtime.outlet import EventOutlet, RouterEvents
-from worker_runtime.rate import Rate
 from worker_runtime.sequence import Sequence
 from worker_runtime.shell import Identity, Shell, Snapshot
 from worker_runtime.tasks import Tasks

@@ -1,0 +1,55 @@
+"""How much work is ahead of a new request, from the workers' own reports. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protocol.messages import WorkerLoad
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pressure:
+    """Both pools as one request sees them.
+
+    backlog_tokens: prompt tokens that prefill workers have accepted and not computed. rate: prompt
+    tokens per second of the whole prefill pool, 0 before it is measured. room_tokens: what the KV
+    pools of decode have room for.
+    """
+
+    backlog_tokens: int
+    rate: float
+    room_tokens: int
+
+    def backlog_s(self, outstanding_tokens: int) -> float:
+        """Seconds until prefill would reach a new prompt. `outstanding_tokens` are those that this
+        router alone has sent; the reports may not show them yet."""
+        tokens = max(self.backlog_tokens, outstanding_tokens)
+        return tokens / self.rate if self.rate else 0.0
+
+
+def pressure(prefills: Sequence[WorkerLoad], *, room_tokens: int) -> Pressure:
+    """The pressure on these prefill workers, and on decode workers with so much room."""
+    rates = [load.tokens_per_second for load in prefills if load.tokens_per_second > 0]
+    return Pressure(
+        backlog_tokens=sum(load.waiting_tokens for load in prefills),
+        rate=len(prefills) * sum(rates) / len(rates) if rates else 0.0,
+        room_tokens=room_tokens,
+    )
+
+
+class Peak:
+    """The highest of the latest values. A worker that gets short prompts, one at a time, reports a
+    low rate; what it can do under load is what it did when it was last busy."""
+
+    def __init__(self, half_life_s: float = 60.0) -> None:
+        self._half_life_s = half_life_s
+        self._value = 0.0
+        self._at = 0.0
+
+    def take(self, value: float, now: float) -> float:
+        """Take a value in; the highest, older ones having faded."""
+        self._value *= 0.5 ** (max(0.0, now - self._at) / self._half_life_s)
+        self._value = max(self._value, value)
+        self._at = now
+        return self._value

@@ -1,0 +1,306 @@
+"""Where accepted requests wait for the workers: in fair order, within bounds, and only if it helps.
+
+Workers are given a little more than they can start at once; the rest waits here, where it can be
+ordered, bounded and refused. A request goes on when prefill's backlog is short and decode has room,
+or when this router has nothing else on its way to a first token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from observability import metrics
+from observability.export import MetricSet
+from observability.rate import Rate
+from protocol.errors import DeadlineExceeded, Overloaded, Unavailable
+from protocol.ids import Role
+from protocol.timeline import Phase, Span
+from router.config import RouterConfig
+from router.fair_queue import Entry, FairQueue
+from router.keys import Caller
+from router.members import Members
+from router.pressure import Peak, Pressure, pressure
+from router.relay import PlacedSpan
+from router.tiers import ServiceTier
+
+#: Output tokens count this often as much as prompt tokens (the paper behind FairQueue has 2).
+_OUTPUT_WEIGHT = 2.0
+#: How long the pace of finished requests says something about the next.
+_PACE_AGE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errand:
+    """What a request asks of the workers: `tokens` of prompts, by when, for whom.
+
+    arrival and deadline are seconds since the Unix epoch.
+    """
+
+    caller: Caller
+    tier_name: str
+    tier: ServiceTier
+    tokens: int
+    priority: int
+    arrival: float
+    deadline: float
+
+    @property
+    def flow(self) -> str:
+        """Whose share it takes."""
+        return f"{self.caller.name}/{self.tier_name}"
+
+    @property
+    def weight(self) -> float:
+        """Its share against others."""
+        return self.caller.weight * self.tier.weight
+
+
+class WaitingRoom:
+    """The waiting requests of one router, on its event loop."""
+
+    def __init__(
+        self,
+        *,
+        members: Members,
+        config: RouterConfig,
+        metric_set: MetricSet,
+        clock: Callable[[], float],
+    ) -> None:
+        self.metrics = metric_set
+        self.clock = clock
+        self._members = members
+        self._config = config
+        self._queue: FairQueue[asyncio.Future[None]] = FairQueue()
+        self._waiting_of: Counter[str] = Counter()  # tokens by caller
+        self._outstanding = 0  # prompt tokens given to workers, no first token yet
+        self._peak = Peak()
+        self._drained = Rate()  # tokens per second that leave the queue while it is not empty
+        self._drained_at = 0.0
+        self._pace: tuple[float, float] = (0.0, 0.0)  # when, seconds a token
+        members.on_news = self.pump
+
+    def turn(self, errand: Errand) -> Turn:
+        """A turn to wait for. Nothing is counted before that."""
+        return Turn(self, errand)
+
+    def finished(self, tpot_s: float) -> None:
+        """A request has ended that took so long for each token after its first."""
+        self._pace = (self.clock(), tpot_s)
+
+    # --- used by Turn -----------------------------------------------------------------------------
+
+    def check(self, errand: Errand) -> bool:
+        """Whether the request may start at once; raises when it should not even wait."""
+        now = self._pressure()
+        self._check_time(errand, now)
+        if not self._queue and self._open(now, errand.tokens):
+            return True
+        self._check_bounds(errand, now)
+        return False
+
+    def start(self, tokens: int) -> None:
+        """A request goes to the workers."""
+        self._outstanding += tokens
+
+    def started(self, tokens: int) -> None:
+        """Its first token has come, or it is over."""
+        self._outstanding -= tokens
+        self.pump()
+
+    def push(self, errand: Errand, ready: asyncio.Future[None]) -> Entry[asyncio.Future[None]]:
+        """Put a request in line; `ready` is resolved, and its tokens started, when it may go."""
+        if not self._queue:
+            self._drained_at = self.clock()
+        self._waiting_of[errand.caller.name] += errand.tokens
+        entry = self._queue.push(
+            ready,
+            flow=errand.flow,
+            weight=errand.weight,
+            cost=errand.tokens,
+            priority=errand.priority,
+        )
+        self._show()
+        return entry
+
+    def left(self, errand: Errand, entry: Entry[asyncio.Future[None]]) -> None:
+        """It waits no longer, for whatever reason."""
+        self._queue.remove(entry)
+        self._waiting_of[errand.caller.name] -= errand.tokens
+        self._show()
+
+    def charge(self, errand: Errand, output_tokens: int) -> None:
+        """Count what a request has made towards its caller's share, if others wait: what is had of
+        an idle cluster costs nobody anything."""
+        if self._queue:
+            self._queue.charge(errand.flow, _OUTPUT_WEIGHT * output_tokens)
+
+    def pump(self) -> None:
+        """Let go whoever may. Called on every report of a worker, so it is quick when nobody
+        waits."""
+        while (entry := self._queue.first()) is not None:
+            if not self._open(self._pressure(), entry.cost):
+                return
+            self._queue.take()
+            self._pass_time(entry.cost)
+            if not entry.item.done():
+                self.start(entry.cost)
+                entry.item.set_result(None)
+
+    # --- deciding ---------------------------------------------------------------------------------
+
+    def _pressure(self) -> Pressure | None:
+        decodes = self._members.ready(Role.DECODE)
+        if not decodes:
+            return None
+        prefills = self._members.ready(Role.PREFILL)
+        room_tokens = sum(member.room_tokens for member in decodes)
+        now = pressure([member.load for member in prefills], room_tokens=room_tokens)
+        if not prefills:
+            return now
+        best = self._peak.take(now.rate / len(prefills), self.clock())
+        return replace(now, rate=best * len(prefills))
+
+    def _open(self, now: Pressure | None, tokens: int) -> bool:
+        """Whether a prompt of `tokens` may go to the workers."""
+        if now is None or not self._outstanding:
+            return True  # without workers it fails with the right error
+        if now.backlog_s(self._outstanding) > self._config.dispatch_window_s:
+            return False
+        return self._outstanding + tokens <= now.room_tokens
+
+    def _check_time(self, errand: Errand, now: Pressure | None) -> None:
+        """Raise Unavailable when the request cannot have what it was promised."""
+        moment = self.clock()
+        if moment >= errand.deadline:
+            raise DeadlineExceeded("the request's deadline passed", param="timeout")
+        if now is None:
+            return
+        wait_s = self._wait_s(errand, now)
+        left_s = errand.deadline - moment
+        promised_s = errand.tier.ttft_s
+        if promised_s is not None:
+            left_s = min(left_s, promised_s - (moment - errand.arrival))
+        if wait_s > left_s:
+            self._refuse("deadline" if promised_s is None else "ttft")
+            raise Unavailable(
+                f"cannot be served in time: about {wait_s:.1f} s of work wait before it, "
+                f"{max(0.0, left_s):.1f} s are left",
+                retry_after_s=self._retry_s(wait_s - left_s),
+            )
+        measured_at, tpot_s = self._pace
+        fresh = moment - measured_at < _PACE_AGE_S
+        if errand.tier.tpot_s is not None and fresh and tpot_s > errand.tier.tpot_s:
+            self._refuse("tpot")
+            raise Unavailable(
+                f"cannot be served in time: a token takes {tpot_s:.3f} s now, the service tier "
+                f"{errand.tier_name!r} promises {errand.tier.tpot_s:g} s",
+                retry_after_s=self._retry_s(measured_at + _PACE_AGE_S - moment),
+            )
+
+    def _check_bounds(self, errand: Errand, now: Pressure | None) -> None:
+        """Raise Overloaded when too much waits already."""
+        config, waiting = self._config, self._waiting_of[errand.caller.name]
+        most = errand.caller.max_queued_tokens
+        if most is not None and waiting + errand.tokens > most:
+            reason = "key_queue_full"
+            text = f"the API key {errand.caller.name!r} has {waiting} of {most} tokens waiting"
+        elif len(self._queue) >= config.max_queued_requests:
+            reason, text = "queue_full", f"{len(self._queue)} requests are waiting"
+        elif self._queue.tokens + errand.tokens > config.max_queued_tokens:
+            reason, text = "queue_full", f"{self._queue.tokens} prompt tokens are waiting"
+        else:
+            return
+        self._refuse(reason)
+        wait_s = 0.0 if now is None else self._wait_s(errand, now)
+        raise Overloaded(text, retry_after_s=self._retry_s(wait_s))
+
+    def _wait_s(self, errand: Errand, now: Pressure) -> float:
+        """Estimated seconds until prefill would begin with a request that came now."""
+        wait_s = now.backlog_s(self._outstanding)
+        if self._queue:
+            self._pass_time(0)
+            rate = self._drained.per_second() or now.rate
+            ahead = self._queue.ahead(errand.flow, weight=errand.weight)
+            wait_s += ahead / rate if rate else 0.0
+        return wait_s
+
+    def _pass_time(self, tokens: int) -> None:
+        moment = self.clock()
+        self._drained.add(tokens, max(0.0, moment - self._drained_at))
+        self._drained_at = moment
+
+    def _retry_s(self, estimate_s: float) -> float:
+        return max(self._config.retry_after_s, estimate_s)
+
+    def _refuse(self, reason: str) -> None:
+        self.metrics.count(metrics.REFUSALS, reason=reason)
+
+    def _show(self) -> None:
+        self.metrics.set(metrics.QUEUED_REQUESTS, len(self._queue))
+        self.metrics.set(metrics.QUEUED_TOKENS, self._queue.tokens)
+
+
+class Turn:
+    """One request's turn: `wait` for it, say when it has `started`, and `end` it."""
+
+    def __init__(self, room: WaitingRoom, errand: Errand) -> None:
+        self._room = room
+        self._errand = errand
+        self._outstanding = 0
+        self._waited: tuple[float, float] | None = None
+        self.arrival = errand.arrival
+
+    async def wait(self) -> None:
+        """Return when the request may go to the workers.
+
+        Raises Overloaded, Unavailable or DeadlineExceeded instead of waiting in vain, and leaves
+        nothing counted then.
+        """
+        room = self._room
+        if room.check(self._errand):
+            room.start(self._errand.tokens)
+        else:
+            start = room.clock()
+            await self._in_line()
+            self._waited = (start, room.clock())
+        self._outstanding = self._errand.tokens
+
+    def started(self) -> None:
+        """The first token has come. Idempotent."""
+        tokens, self._outstanding = self._outstanding, 0
+        if tokens:
+            self._room.started(tokens)
+
+    def end(self, output_tokens: int) -> None:
+        """It is over, with so many tokens made."""
+        self.started()
+        self._room.charge(self._errand, output_tokens)
+
+    def spans(self, place: str) -> list[PlacedSpan]:
+        """The wait, if there was one."""
+        if self._waited is None:
+            return []
+        start, end = self._waited
+        span = Span(phase=Phase.QUEUE, start=start, end=end, place=place)
+        return [PlacedSpan(span=span, choice=0, attempt=0)]
+
+    async def _in_line(self) -> None:
+        errand, room = self._errand, self._room
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = room.push(errand, ready)
+        try:
+            async with asyncio.timeout(errand.deadline - room.clock()):
+                await ready
+        except BaseException as error:
+            if ready.done() and not ready.cancelled():
+                room.started(errand.tokens)  # it was let go and will not go
+            if isinstance(error, TimeoutError):
+                raise DeadlineExceeded(
+                    "the request's deadline passed while it waited", param="timeout"
+                ) from None
+            raise
+        finally:
+            room.left(errand, entry)

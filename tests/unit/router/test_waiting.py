@@ -1,0 +1,342 @@
+"""The waiting room: when requests may go, when they are refused, and that nothing stays counted."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import yaml
+from grpc import aio
+
+from observability import metrics
+from observability.export import MetricSet
+from protocol.errors import DeadlineExceeded, InvalidRequest, Overloaded, PermissionDenied
+from protocol.errors import Unavailable as Late
+from protocol.ids import Role
+from protocol.messages import WorkerLoad
+from protocol.wire import inference_pb2 as pb
+from router.config import RouterConfig
+from router.keys import ANYONE, Caller, hashed, new_key
+from router.pressure import Peak, pressure
+from router.tiers import ServiceTier, tier_name
+from router.waiting import Errand, WaitingRoom
+from tests.support.router_doors import Doors, MakeDoors, status_of, until
+from tests.support.stub_workers import StubFleet
+
+
+@dataclass
+class Worker:
+    """Stands for Member."""
+
+    load: WorkerLoad
+    room_tokens: int = 0
+
+
+class Workers:
+    """Stands for Members: one prefill worker of 100 tokens a second, one decode worker."""
+
+    def __init__(self) -> None:
+        self.on_news = lambda: None
+        self.prefill = Worker(WorkerLoad(tokens_per_second=100.0))
+        self.decode = Worker(WorkerLoad(), room_tokens=1600)
+
+    def ready(self, role: Role) -> list[Worker]:
+        return [self.prefill if role is Role.PREFILL else self.decode]
+
+    def report(self, **load: Any) -> None:
+        self.prefill.load = replace(self.prefill.load, **load)
+        self.on_news()
+
+
+class Bench:
+    """A waiting room with a clock of its own."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.now = 1000.0
+        self.workers = Workers()
+        self.metrics = MetricSet(model_name="m")
+        config = RouterConfig(model_path="m", **({"dispatch_window_s": 1.0} | settings))
+        self.room = WaitingRoom(
+            members=self.workers,  # type: ignore[arg-type]
+            config=config,
+            metric_set=self.metrics,
+            clock=lambda: self.now,
+        )
+
+    def turn(self, tokens: int, caller: Caller = ANYONE, **fields: Any) -> Any:
+        tier = fields.pop("tier", ServiceTier())
+        errand = Errand(
+            caller=caller,
+            tier_name="default",
+            tier=tier,
+            tokens=tokens,
+            priority=fields.pop("priority", 0),
+            arrival=self.now,
+            deadline=self.now + fields.pop("left_s", 600.0),
+        )
+        return self.room.turn(errand)
+
+    @property
+    def waiting(self) -> tuple[float, float]:
+        return (
+            self.metrics.value(metrics.QUEUED_REQUESTS),
+            self.metrics.value(metrics.QUEUED_TOKENS),
+        )
+
+
+async def soon() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_workers_get_a_window_of_work_and_the_rest_waits() -> None:
+    bench = Bench()
+    turns = [bench.turn(60) for _ in range(4)]
+    await turns[0].wait()
+    await turns[1].wait()  # 60 tokens are out, 0.6 s: less than the window
+    tasks = [asyncio.create_task(turn.wait()) for turn in turns[2:]]
+    await soon()
+    assert bench.waiting == (2, 120)
+    turns[0].started()
+    await soon()
+    assert [task.done() for task in tasks] == [True, False]
+    turns[1].end(5)
+    await soon()
+    assert tasks[1].done()
+    assert bench.waiting == (0, 0)
+    assert turns[0].spans("r") == []
+    assert [placed.span.phase for placed in turns[2].spans("r")] == ["queue"]
+    for turn in turns:
+        turn.end(5)
+    assert bench.room._outstanding == 0
+
+
+async def test_what_other_routers_have_sent_counts_too_but_one_may_always_go() -> None:
+    bench = Bench()
+    bench.workers.report(waiting_tokens=500)
+    first, second = bench.turn(10), bench.turn(10)
+    await first.wait()
+    task = asyncio.create_task(second.wait())
+    await soon()
+    assert not task.done()
+    bench.workers.report(waiting_tokens=50)
+    await soon()
+    assert task.done()
+
+
+async def test_decode_without_room_holds_prompts_back() -> None:
+    bench = Bench()
+    bench.workers.decode.room_tokens = 32
+    first, second = bench.turn(20), bench.turn(20)
+    await first.wait()
+    task = asyncio.create_task(second.wait())
+    await soon()
+    assert not task.done()
+    first.started()
+    await soon()
+    assert task.done()
+
+
+async def test_cancelled_and_late_requests_leave_nothing_behind() -> None:
+    bench = Bench()
+    running = bench.turn(200)
+    await running.wait()
+    cancelled, let_go = bench.turn(30), bench.turn(40)
+    tasks = [asyncio.create_task(turn.wait()) for turn in (cancelled, let_go)]
+    await soon()
+    tasks[0].cancel()
+    await soon()
+    assert bench.waiting == (1, 40)
+    running.started()
+    tasks[1].cancel()  # between being let go and noticing it
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert bench.waiting == (0, 0)
+    assert bench.room._outstanding == 0
+    await running_out_of_time(bench)
+
+
+async def running_out_of_time(bench: Bench) -> None:
+    blocker = bench.turn(150)
+    await blocker.wait()
+    late = bench.turn(10, left_s=1.6)
+    task = asyncio.create_task(late.wait())
+    await soon()
+    bench.now += 1.6
+    again = bench.turn(10, left_s=10)
+    with pytest.raises(DeadlineExceeded):
+        await task
+    blocker.end(0)
+    await again.wait()
+    again.end(0)
+    assert bench.waiting == (0, 0)
+
+
+async def test_the_queue_is_bounded_and_says_when_to_come_back() -> None:
+    bench = Bench(max_queued_requests=2, max_queued_tokens=1000)
+    running = bench.turn(500)
+    await running.wait()
+    tasks = [asyncio.create_task(bench.turn(300).wait()) for _ in range(2)]
+    await soon()
+    with pytest.raises(Overloaded) as caught:
+        await bench.turn(10).wait()
+    # 500 tokens are on their way and 600 wait, at 100 a second.
+    assert caught.value.retry_after_s == pytest.approx(11.0)
+    tasks[0].cancel()
+    await soon()
+    with pytest.raises(Overloaded, match="300 prompt tokens are waiting"):
+        await bench.turn(800).wait()
+    assert bench.metrics.value(metrics.REFUSALS, reason="queue_full") == 2
+    tasks[1].cancel()
+    await soon()
+
+
+async def test_a_caller_has_a_bound_of_waiting_tokens() -> None:
+    bench = Bench()
+    running = bench.turn(500)
+    await running.wait()
+    small, other = Caller(name="small", max_queued_tokens=100), Caller(name="other")
+    tasks = [asyncio.create_task(bench.turn(90, small).wait())]
+    await soon()
+    with pytest.raises(Overloaded, match="'small' has 90 of 100"):
+        await bench.turn(20, small).wait()
+    tasks.append(asyncio.create_task(bench.turn(20, other).wait()))
+    await soon()
+    assert bench.waiting == (2, 110)
+    for task in tasks:
+        task.cancel()
+    await soon()
+
+
+async def test_what_cannot_be_had_in_time_is_refused_at_once() -> None:
+    bench = Bench()
+    running = bench.turn(500)
+    await running.wait()
+    with pytest.raises(Late, match=r"in time: about 5\.0 s of work") as caught:
+        await bench.turn(10, left_s=3.0).wait()
+    assert caught.value.retry_after_s == pytest.approx(2.0)
+    with pytest.raises(Late):
+        await bench.turn(10, tier=ServiceTier(ttft_s=0.5)).wait()
+    task = asyncio.create_task(bench.turn(10, left_s=8.0).wait())
+    await soon()
+    assert not task.done()
+    task.cancel()
+    running.end(0)
+    await bench.turn(10, tier=ServiceTier(ttft_s=0.5)).wait()
+    bench.room.finished(0.2)
+    with pytest.raises(Late, match=r"a token takes 0\.200 s now"):
+        await bench.turn(10, tier=ServiceTier(tpot_s=0.1)).wait()
+    bench.now += 11.0  # the measurement is old: try again
+    await bench.turn(10, tier=ServiceTier(tpot_s=0.1)).wait()
+    assert bench.metrics.value(metrics.REFUSALS, reason="deadline") == 1
+    assert bench.metrics.value(metrics.REFUSALS, reason="ttft") == 1
+    assert bench.metrics.value(metrics.REFUSALS, reason="tpot") == 1
+
+
+async def test_a_light_caller_is_promised_its_own_wait_not_the_heavy_ones() -> None:
+    bench = Bench()
+    heavy, light = Caller(name="heavy"), Caller(name="light")
+    running = bench.turn(100, heavy)
+    await running.wait()
+    turns = [bench.turn(100, heavy) for _ in range(50)]
+    tasks = [asyncio.create_task(turn.wait()) for turn in turns]
+    await soon()
+    with pytest.raises(Late):
+        await bench.turn(100, heavy, left_s=20.0).wait()
+    mine = asyncio.create_task(bench.turn(100, light, left_s=20.0).wait())
+    await soon()
+    running.end(0)
+    turns[0].end(0)
+    await soon()
+    assert [task.done() for task in [*tasks[:3], mine]] == [True, True, False, True]
+    for task in [*tasks, mine]:
+        task.cancel()
+    await asyncio.gather(*tasks, mine, return_exceptions=True)
+
+
+def test_a_low_rate_under_little_load_is_not_taken_for_the_limit() -> None:
+    peak = Peak(half_life_s=60.0)
+    assert peak.take(1000.0, 0.0) == 1000.0
+    assert peak.take(10.0, 60.0) == pytest.approx(500.0)
+    assert peak.take(2000.0, 61.0) == 2000.0
+    assert pressure([WorkerLoad()], room_tokens=0).backlog_s(1000) == 0.0
+
+
+def test_which_tier_a_request_is_in() -> None:
+    tiers = {"interactive": ServiceTier(ttft_s=1.0), "batch": ServiceTier(weight=0.1)}
+    assert tier_name(None, ANYONE, tiers) == "default"
+    assert tier_name("auto", Caller(name="b", service_tier="batch"), tiers) == "batch"
+    assert tier_name("batch", ANYONE, tiers) == "batch"
+    with pytest.raises(PermissionDenied):
+        tier_name("interactive", Caller(name="b", service_tier="batch"), tiers)
+    with pytest.raises(InvalidRequest, match="interactive, batch"):
+        tier_name("flex", ANYONE, tiers)
+
+
+# --- through the doors ----------------------------------------------------------------------------
+
+
+async def test_both_doors_refuse_early_and_say_when_to_come_back(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    await fleet.add(Role.PREFILL, prefill_delay_s=0.5)
+    await fleet.add(Role.DECODE)
+    tiers = {"interactive": ServiceTier(ttft_s=0.01)}
+    settings = {"dispatch_window_s": 0.001, "max_queued_requests": 1, "service_tiers": tiers}
+    async with make_doors(fleet, **settings) as doors:
+        body = {"prompt": [5] * 100, "max_tokens": 3}
+        running = [asyncio.create_task(doors.post("/v1/completions", body)) for _ in range(2)]
+        await until(lambda: doors.router.metrics.value(metrics.QUEUED_REQUESTS) == 1)
+        url = doors.url + "/v1/completions"
+        for extra, status, code in (
+            ({}, 429, "overloaded"),
+            ({"service_tier": "interactive"}, 503, "unavailable"),
+        ):
+            async with doors.http.post(url, json=body | extra) as response:
+                assert response.status == status
+                assert int(response.headers["retry-after"]) >= 1
+                assert (await response.json())["error"]["code"] == code
+            request = pb.GenerateRequest(max_tokens=3, **extra)
+            request.prompt_token_ids.ids.extend(body["prompt"])
+            with pytest.raises(aio.AioRpcError) as caught:
+                await doors.inference.Generate(request).read()
+            grpc_code, trailers = status_of(caught.value)
+            assert grpc_code is (
+                grpc.StatusCode.RESOURCE_EXHAUSTED if status == 429 else grpc.StatusCode.UNAVAILABLE
+            )
+            assert float(trailers["retry-after"]) >= 1
+        assert [status for status, _ in await asyncio.gather(*running)] == [200, 200]
+        assert doors.router.metrics.value(metrics.QUEUED_REQUESTS) == 0
+
+
+async def test_a_light_key_passes_a_heavy_one(
+    fleet: StubFleet, make_doors: MakeDoors, tmp_path: Path
+) -> None:
+    await fleet.add(Role.PREFILL, prefill_delay_s=0.03)
+    await fleet.add(Role.DECODE)
+    heavy, light = new_key(), new_key()
+    entries = [{"name": n, "hash": hashed(k)} for n, k in (("heavy", heavy), ("light", light))]
+    path = tmp_path / "keys.yaml"
+    path.write_text(yaml.safe_dump({"keys": entries}))
+    settings = {"dispatch_window_s": 0.001, "api_keys_file": str(path)}
+    async with make_doors(fleet, **settings) as doors:
+        done: list[str] = []
+
+        async def ask(doors: Doors, name: str, key: str) -> None:
+            body = {"prompt": [5] * 50, "max_tokens": 2}
+            headers = {"Authorization": f"Bearer {key}"}
+            async with doors.http.post(
+                doors.url + "/v1/completions", json=body, headers=headers
+            ) as response:
+                assert response.status == 200
+            done.append(name)
+
+        tasks = [asyncio.create_task(ask(doors, "heavy", heavy)) for _ in range(20)]
+        await until(lambda: doors.router.metrics.value(metrics.QUEUED_REQUESTS) > 15)
+        await ask(doors, "light", light)
+        before = done.index("light")
+        await asyncio.gather(*tasks)
+        assert before < 8
