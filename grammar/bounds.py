@@ -1,0 +1,141 @@
+"""What a grammar may be at most, judged by its source: compiling must not cost seconds or memory.
+
+The library bounds the work of one compilation and of one mask itself. What it does not bound well
+is a text that is forced to be long (`a{100}{100}{100}`): every mask costs time in proportion.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from protocol.errors import InvalidRequest
+from protocol.grammar import Grammar, GrammarKind
+
+MAX_SOURCE_CHARS = 1 << 18
+MAX_TEXT_CHARS = 1 << 12
+#: Characters of a regular expression with its repetitions written out.
+MAX_REGEX_CHARS = 10_000
+MAX_DEPTH = 64
+
+_REPEAT = re.compile(r"\{(\d*)(?:,(\d*))?\}")
+
+
+def check_source(grammar: Grammar) -> None:
+    """Raise InvalidRequest when a grammar is too large or not of its kind's form."""
+    if len(grammar.source) > MAX_SOURCE_CHARS:
+        raise InvalidRequest(
+            f"a grammar has at most {MAX_SOURCE_CHARS} characters, got {len(grammar.source)}"
+        )
+    match grammar.kind:
+        case GrammarKind.REGEX | GrammarKind.LARK:
+            _check_regex(grammar.source)
+        case GrammarKind.CHOICE:
+            _check_choice(_parsed(grammar.source))
+        case GrammarKind.JSON_SCHEMA:
+            for key, value in _walk(_parsed(grammar.source), 0):
+                _check_schema_text(key, value)
+
+
+def _parsed(source: str) -> Any:
+    try:
+        return json.loads(source)
+    except RecursionError:
+        raise InvalidRequest("nested too deeply") from None
+    except ValueError as error:
+        raise InvalidRequest(f"not valid JSON: {error}") from None
+
+
+def _check_choice(choices: Any) -> None:
+    if not isinstance(choices, list) or not choices:
+        raise InvalidRequest("must be a non-empty array of strings")
+    for choice in choices:
+        if not isinstance(choice, str) or not choice:
+            raise InvalidRequest("must be an array of non-empty strings")
+        _check_text(choice)
+
+
+def _walk(value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    """Every (key, value) of a schema, and every item of its arrays under the array's key."""
+    if depth > MAX_DEPTH:
+        raise InvalidRequest(f"nested deeper than {MAX_DEPTH} levels")
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield key, item
+            yield from _walk(item, depth + 1)
+    elif isinstance(value, list):
+        for item in value:
+            yield "", item
+            yield from _walk(item, depth + 1)
+
+
+def _check_schema_text(key: str, value: Any) -> None:
+    _check_text(key)
+    if isinstance(value, str):
+        _check_text(value)
+        if key == "pattern":
+            _check_regex(value)
+    elif key == "patternProperties" and isinstance(value, dict):
+        for pattern in value:
+            _check_regex(pattern)
+
+
+def _check_text(text: str) -> None:
+    if len(text) > MAX_TEXT_CHARS:
+        raise InvalidRequest(f"a string has at most {MAX_TEXT_CHARS} characters, got {len(text)}")
+
+
+def _check_regex(regex: str) -> None:
+    size = written_out(regex)
+    if size > MAX_REGEX_CHARS:
+        raise InvalidRequest(
+            f"a regular expression has at most {MAX_REGEX_CHARS} characters with its repetitions "
+            f"written out, this one has {size}"
+        )
+
+
+def written_out(regex: str) -> int:
+    """About how long a regular expression is once `{n}` and `{n,m}` are written out.
+
+    Good enough for a bound: whatever a repetition follows (a character, a class, a group, another
+    repetition) counts as often as it may be repeated.
+    """
+    groups: list[int] = []  # the length before each open group
+    total = last = at = 0
+    while at < len(regex):
+        char = regex[at]
+        repeat = _REPEAT.match(regex, at)
+        if repeat is not None:
+            times = max(1, int(repeat[2] or repeat[1] or 1))
+            total += last * (times - 1)
+            last *= times
+            at = repeat.end()
+            continue
+        step = 1
+        if char == "(":
+            groups.append(total)
+        elif char == ")" and groups:
+            last = total - groups.pop() + 1
+            total += 1
+        elif char not in "*+?|":
+            step = _item_end(regex, at) - at
+            last = step
+            total += step
+        at += step
+    return total
+
+
+def _item_end(regex: str, at: int) -> int:
+    """Where the character, escape or class that begins at `at` ends."""
+    if regex[at] == "\\":
+        return min(len(regex), at + 2)
+    if regex[at] != "[":
+        return at + 1
+    end = at + 1
+    end += regex[end : end + 1] == "^"
+    end += regex[end : end + 1] == "]"  # there it is an ordinary character
+    while end < len(regex) and regex[end] != "]":
+        end += 2 if regex[end] == "\\" else 1
+    return min(len(regex), end + 1)

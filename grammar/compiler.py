@@ -1,0 +1,101 @@
+"""Compiles grammars against one vocabulary, each once."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from threading import Lock
+
+from llguidance import (
+    LLExecutor,
+    LLMatcher,
+    LLParserLimits,
+    LLTokenizer,
+    grammar_from,
+    regex_to_lark,
+)
+
+from grammar.bounds import check_source
+from grammar.matcher import Matcher, compute_masks
+from protocol.errors import InvalidRequest
+from protocol.grammar import Grammar, GrammarKind
+
+#: Compiled grammars kept; one takes up to about 2 kB for each of MAX_LEXER_STATES.
+MAX_KEPT = 64
+MAX_LEXER_STATES = 20_000
+
+
+class Compiler:
+    """Thread-safe. What it made (or why it could not) is kept by content, so the cost of a grammar
+    is paid once; `threads` compute masks."""
+
+    def __init__(self, vocabulary: LLTokenizer, *, threads: int = 1) -> None:
+        self._vocabulary = vocabulary
+        self.executor = LLExecutor(num_threads=threads)
+        self._kept: OrderedDict[Grammar, LLMatcher | str] = OrderedDict()
+        self._lock = Lock()
+
+    def knows(self, grammar: Grammar) -> bool:
+        """Whether `start` will answer at once."""
+        with self._lock:
+            return grammar in self._kept
+
+    def start(
+        self, grammar: Grammar, *, ends: Sequence[int] = (), output: Sequence[int] = ()
+    ) -> Matcher:
+        """A matcher of an output that has the tokens `output` so far, with its mask.
+
+        Blocking, about a millisecond for a usual schema and without the GIL. Raises InvalidRequest
+        saying what is wrong with the grammar.
+        """
+        state = self._compiled(grammar).deep_copy()
+        matcher = Matcher(state, ends=ends, vocab_size=self._vocabulary.vocab_size)
+        if output:
+            matcher.take(output)
+        compute_masks([matcher], self.executor)
+        if matcher.error:
+            raise InvalidRequest(matcher.error)
+        return matcher
+
+    def _compiled(self, grammar: Grammar) -> LLMatcher:
+        with self._lock:
+            known = self._kept.get(grammar)
+            if known is not None:
+                self._kept.move_to_end(grammar)
+        if known is None:
+            known = self._compile(grammar)
+            with self._lock:
+                self._kept[grammar] = known
+                if len(self._kept) > MAX_KEPT:
+                    self._kept.popitem(last=False)
+        if isinstance(known, str):
+            raise InvalidRequest(known)
+        return known
+
+    def _compile(self, grammar: Grammar) -> LLMatcher | str:
+        """The matcher at its start, or why there is none."""
+        try:
+            check_source(grammar)
+            text = _to_llguidance(grammar)
+        except InvalidRequest as error:
+            return error.message
+        except ValueError as error:
+            return str(error)
+        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        state = LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
+        return state.get_error().strip() if state.is_error() else state
+
+
+def _to_llguidance(grammar: Grammar) -> str:
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            return LLMatcher.grammar_from_json_schema(grammar.source)
+        case GrammarKind.REGEX:
+            # \d is 0-9 here, as most regular expressions mean it, and not every script's digits.
+            return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.source, 'd')}/")
+        case GrammarKind.CHOICE:
+            choices = " | ".join(json.dumps(choice) for choice in json.loads(grammar.source))
+            return LLMatcher.grammar_from_lark(f"start: {choices}")
+        case GrammarKind.LARK:
+            return grammar_from("grammar", grammar.source)

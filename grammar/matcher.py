@@ -1,0 +1,66 @@
+"""Where one output is in its grammar, and what may come next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher
+
+
+class Matcher:
+    """A function of the grammar and the output tokens alone: taking the same tokens again, on any
+    worker, gives the same masks.
+
+    `ends` are the tokens that end an output; they are allowed where the grammar may end, and
+    nothing else is where it must. `mask` has a bit for each id (engine.kernels.masks); None until
+    `compute_masks` has seen the last token. `error` says why there can be no mask.
+    """
+
+    def __init__(self, state: LLMatcher, *, ends: Sequence[int], vocab_size: int) -> None:
+        self.state = state
+        self.mask: bytes | None = None
+        self.error = ""
+        self.vocab_size = vocab_size
+        self._ends = tuple(ends)
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """The output goes on with `tokens`."""
+        self.mask = None
+        if not self.state.consume_tokens(list(tokens)) and not self.error:
+            self.error = f"the output left its grammar: {self.state.get_error()}"
+
+    def finish_mask(self, row: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+        """Put the model's own ends into a freshly computed mask, and keep it."""
+        if self.state.is_error():
+            self.error = self.state.get_error().split("\n", 1)[0]
+            return
+        if self.state.is_accepting():
+            for token in self._ends:
+                row[token >> 3] |= 1 << (token & 7)
+        if not row.any():
+            self.error = "no token of the vocabulary continues the output"
+            return
+        self.mask = row.tobytes()
+
+
+def compute_masks(matchers: Iterable[Matcher], executor: LLExecutor) -> None:
+    """Give every matcher that has none its mask. Runs on the executor's threads, without the GIL;
+    tens of microseconds each."""
+    open_ones = [m for m in matchers if m.mask is None and not m.error]
+    if not open_ones:
+        return
+    words = -(-open_ones[0].vocab_size // 32)
+    masks = np.zeros((len(open_ones), words), dtype=np.int32)
+    rows = [(matcher.state, row) for row, matcher in enumerate(open_ones)]
+    executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, 4 * words, len(rows))
+    for matcher, row in zip(open_ones, masks.view(np.uint8), strict=True):
+        matcher.finish_mask(row)
+
+
+def leaves_any(mask: bytes, banned: Sequence[int]) -> bool:
+    """Whether a mask allows a token that is not banned."""
+    bits = int.from_bytes(mask, "little")
+    for token in banned:
+        bits &= ~(1 << token)
+    return bits != 0

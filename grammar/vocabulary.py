@@ -1,0 +1,63 @@
+"""The bytes of every token, as llguidance wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from llguidance import LLTokenizer
+from tokenizers import Tokenizer
+
+
+def load_vocabulary(folder: Path, vocab_size: int) -> LLTokenizer | None:
+    """The vocabulary of the model in `folder`, padded to `vocab_size`; None without tokenizer.json.
+
+    Takes about half a second for 128,000 tokens and holds the GIL: to be called before anything is
+    served. Which tokens end an output is not its business (Matcher).
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return None
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    special = _special_tokens(tokenizer)
+    return LLTokenizer(
+        tokenizer.to_str(), n_vocab=vocab_size, eos_token=min(special) if special else 0
+    )
+
+
+def byte_vocabulary(special: Mapping[int, str]) -> LLTokenizer:
+    """A vocabulary of the 256 bytes and a model's special tokens under their own ids.
+
+    Enough to tell whether a grammar compiles, without the memory of the real one.
+    """
+    return LLTokenizer(_Bytes(special))  # type: ignore[arg-type]
+
+
+class _Bytes:
+    """What LLTokenizer reads of a tokenizer that is not a file of Hugging Face's."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, special: Mapping[int, str]) -> None:
+        ordinary = [i for i in range(max(special, default=0) + 257) if i not in special][:256]
+        size = max([*ordinary, *special]) + 1
+        self.tokens = [b""] * size
+        self._id_of_byte = dict(enumerate(ordinary))
+        for byte, token in self._id_of_byte.items():
+            self.tokens[token] = bytes([byte])
+        for token, text in special.items():
+            self.tokens[token] = text.encode()
+        self.special_token_ids = sorted(special)
+        self.eos_token_id = min(special, default=0)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        raw = text.encode() if isinstance(text, str) else text
+        return [self._id_of_byte[byte] for byte in raw]
+
+
+def _special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
+    added = tokenizer.get_added_tokens_decoder()
+    return {i: token.content for i, token in added.items() if token.special}

@@ -1,0 +1,91 @@
+"""What a grammar may be at most, judged by its source."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from grammar.bounds import MAX_REGEX_CHARS, check_source, written_out
+from protocol.errors import InvalidRequest
+from protocol.grammar import Grammar, GrammarKind
+
+
+@pytest.mark.parametrize(
+    ("regex", "length"),
+    [
+        ("", 0),
+        ("abc", 3),
+        ("a{5}", 5),
+        ("a{2,7}b", 8),
+        ("[^]a-z]{10}", 70),
+        (r"\d{3}-\d{4}", 15),
+        ("(ab){3}", 9),
+        ("a{100}{100}{100}", 1_000_000),
+        ("((a{100}){100}){100}", 1_010_100),
+        ("(a|b)*", 3),
+        (r"\({9}", 18),
+        ("a{,5}", 5),
+        ("a{3,}", 3),
+        ("{}{", 1),
+        (")(", 1),
+        ("[", 1),
+        ("\\", 1),
+    ],
+)
+def test_repetitions_are_written_out(regex, length):
+    assert written_out(regex) == length
+
+
+def deep(levels):
+    schema = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+LONG = "x" * 5000
+REPEATED = f"a{{{MAX_REGEX_CHARS + 1}}}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        (GrammarKind.REGEX, "a{100}{100}{100}"),
+        (GrammarKind.REGEX, "a" * (MAX_REGEX_CHARS + 1)),
+        (GrammarKind.LARK, f"start: /{REPEATED}/"),
+        (GrammarKind.LARK, "#" * 300_000),
+        (GrammarKind.CHOICE, json.dumps([])),
+        (GrammarKind.CHOICE, json.dumps(["a", ""])),
+        (GrammarKind.CHOICE, json.dumps(["a", 1])),
+        (GrammarKind.CHOICE, json.dumps([LONG])),
+        (GrammarKind.CHOICE, "[" * 100_000),
+        (GrammarKind.JSON_SCHEMA, "{"),
+        (GrammarKind.JSON_SCHEMA, json.dumps(deep(100))),
+        (GrammarKind.JSON_SCHEMA, json.dumps({"properties": {"a": {"pattern": REPEATED}}})),
+        (GrammarKind.JSON_SCHEMA, json.dumps({"patternProperties": {REPEATED: {}}})),
+        (GrammarKind.JSON_SCHEMA, json.dumps({"enum": ["a", LONG]})),
+        (GrammarKind.JSON_SCHEMA, json.dumps({"properties": {LONG: {}}})),
+        (GrammarKind.JSON_SCHEMA, json.dumps({"enum": list(range(60_000))})),
+    ],
+)
+def test_too_much_is_refused(kind, source):
+    with pytest.raises(InvalidRequest):
+        check_source(Grammar(kind=kind, source=source))
+
+
+def test_usual_grammars_are_within_bounds():
+    schema = {
+        "type": "object",
+        "properties": {
+            "id": {"type": "string", "pattern": "^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"},
+            "state": {"enum": [f"state {i}" for i in range(2000)]},
+        },
+    }
+    for kind, source in [
+        (GrammarKind.JSON_SCHEMA, json.dumps(schema)),
+        (GrammarKind.REGEX, r"(\d{1,3}\.){3}\d{1,3}"),
+        (GrammarKind.CHOICE, '["yes", "no"]'),
+        (GrammarKind.LARK, 'start: "a"{1,9}'),
+    ]:
+        check_source(Grammar(kind=kind, source=source))
