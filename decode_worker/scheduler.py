@@ -36,6 +36,7 @@ from worker_runtime.blocks import Blocks
 from worker_runtime.commands import Cancelled, RouterCommand, RouterGone, Submitted
 from worker_runtime.config import WorkerConfig
 from worker_runtime.flight import Flight, Row
+from worker_runtime.grammars import constrain
 from worker_runtime.sequence import Sequence
 
 
@@ -85,8 +86,8 @@ class DecodeScheduler:
     def handle(self, command: Command | RouterCommand, now: float, out: Output) -> None:
         """Take one command in."""
         match command:
-            case Submitted(submit=submit):
-                self._submitted(Sequence.of(submit, now), now)
+            case Submitted(submit=submit, matcher=matcher):
+                self._submitted(Sequence.of(submit, now, matcher), now)
             case Cancelled(keys=keys):
                 for key in keys:
                     self._cancel(key, out)
@@ -152,6 +153,7 @@ class DecodeScheduler:
         """Expire, admit, and choose the tokens of the next step; None when nothing can run. The
         step counts as launched; its result, or that of the one before, goes to `apply` next."""
         self._expire(now, out)
+        self._constrain(out)
         if self._short is None or self._short.state is not State.RUNNING:
             self._admit(now, out)
         self._short = None
@@ -163,6 +165,13 @@ class DecodeScheduler:
             if entry.state is State.RUNNING:  # an older one may have preempted it just now
                 budget -= self._take(entry, num_runnable, budget, now)
         return self._flight.launch(self._rows, now)
+
+    def _constrain(self, out: Output) -> None:
+        """Masks for the sequences that have a new token; one whose grammar gives up fails."""
+        alive = (e for e in self._entries.values() if e.state is not State.ENDING)
+        for key, error in constrain(e.sequence for e in alive):
+            self._fail(self._entries[key], error, retriable=False, out=out)
+            self._drop(self._entries[key], out, released=False, error=error)
 
     def _runnable(self) -> list[tuple[_Entry, int]]:
         """Decoding sequences first, so that a prompt's chunk never takes their place; then by

@@ -32,14 +32,9 @@ class Compiler:
 
     def __init__(self, vocabulary: LLTokenizer, *, threads: int = 1) -> None:
         self._vocabulary = vocabulary
-        self.executor = LLExecutor(num_threads=threads)
+        self._executor = LLExecutor(num_threads=threads)
         self._kept: OrderedDict[Grammar, LLMatcher | str] = OrderedDict()
         self._lock = Lock()
-
-    def knows(self, grammar: Grammar) -> bool:
-        """Whether `start` will answer at once."""
-        with self._lock:
-            return grammar in self._kept
 
     def start(
         self, grammar: Grammar, *, ends: Sequence[int] = (), output: Sequence[int] = ()
@@ -50,10 +45,10 @@ class Compiler:
         saying what is wrong with the grammar.
         """
         state = self._compiled(grammar).deep_copy()
-        matcher = Matcher(state, ends=ends, vocab_size=self._vocabulary.vocab_size)
+        matcher = Matcher(state, self._executor, ends=ends, vocab_size=self._vocabulary.vocab_size)
         if output:
             matcher.take(output)
-        compute_masks([matcher], self.executor)
+        compute_masks([matcher])
         if matcher.error:
             raise InvalidRequest(matcher.error)
         return matcher

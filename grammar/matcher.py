@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher
+
+if TYPE_CHECKING:  # a worker of a model without a tokenizer runs without the library
+    from llguidance import LLExecutor, LLMatcher
 
 
 class Matcher:
@@ -17,8 +20,11 @@ class Matcher:
     `compute_masks` has seen the last token. `error` says why there can be no mask.
     """
 
-    def __init__(self, state: LLMatcher, *, ends: Sequence[int], vocab_size: int) -> None:
+    def __init__(
+        self, state: LLMatcher, executor: LLExecutor, *, ends: Sequence[int], vocab_size: int
+    ) -> None:
         self.state = state
+        self.executor = executor
         self.mask: bytes | None = None
         self.error = ""
         self.vocab_size = vocab_size
@@ -29,6 +35,13 @@ class Matcher:
         self.mask = None
         if not self.state.consume_tokens(list(tokens)) and not self.error:
             self.error = f"the output left its grammar: {self.state.get_error()}"
+
+    def leaves_any(self, banned: Sequence[int]) -> bool:
+        """Whether the mask allows a token that is not banned."""
+        bits = int.from_bytes(self.mask or b"", "little")
+        for token in banned:
+            bits &= ~(1 << token)
+        return bits != 0
 
     def finish_mask(self, row: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
         """Put the model's own ends into a freshly computed mask, and keep it."""
@@ -44,23 +57,18 @@ class Matcher:
         self.mask = row.tobytes()
 
 
-def compute_masks(matchers: Iterable[Matcher], executor: LLExecutor) -> None:
-    """Give every matcher that has none its mask. Runs on the executor's threads, without the GIL;
-    tens of microseconds each."""
+def compute_masks(matchers: Iterable[Matcher]) -> None:
+    """Give every matcher of one compiler that has no mask its mask. Runs on the compiler's threads,
+    without the GIL; tens of microseconds each."""
     open_ones = [m for m in matchers if m.mask is None and not m.error]
     if not open_ones:
         return
     words = -(-open_ones[0].vocab_size // 32)
     masks = np.zeros((len(open_ones), words), dtype=np.int32)
-    rows = [(matcher.state, row) for row, matcher in enumerate(open_ones)]
-    executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, 4 * words, len(rows))
+    if len(open_ones) == 1:  # a single one is done before another thread would have woken
+        open_ones[0].state.unsafe_compute_mask_ptr(masks.ctypes.data, 4 * words)
+    else:
+        rows = [(matcher.state, row) for row, matcher in enumerate(open_ones)]
+        open_ones[0].executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, 4 * words, len(rows))
     for matcher, row in zip(open_ones, masks.view(np.uint8), strict=True):
         matcher.finish_mask(row)
-
-
-def leaves_any(mask: bytes, banned: Sequence[int]) -> bool:
-    """Whether a mask allows a token that is not banned."""
-    bits = int.from_bytes(mask, "little")
-    for token in banned:
-        bits &= ~(1 << token)
-    return bits != 0

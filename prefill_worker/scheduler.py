@@ -87,8 +87,8 @@ class PrefillScheduler:
     def handle(self, command: Command | RouterCommand, now: float, out: Output) -> None:
         """Take one command in."""
         match command:
-            case Submitted(submit=submit):
-                self._submitted(Sequence.of(submit, now), now)
+            case Submitted(submit=submit, matcher=matcher):
+                self._submitted(Sequence.of(submit, now, matcher), now)
             case Granted():
                 self._granted(command, now)
             case Cancelled(keys=keys):

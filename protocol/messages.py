@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from protocol.errors import ErrorInfo
+from protocol.grammar import Grammar
 from protocol.ids import RequestKey, WorkerRef
 from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.prefix import CacheChange
@@ -29,6 +30,7 @@ class Submit:
     `peer` is the other worker of the pair, `router_id` names the event stream to answer on.
     `cache_salt`: only requests of the same salt share cached KV. `bypass_prefix_cache`: every
     prompt token has to run (its logits are wanted); what it computes is cached all the same.
+    `grammar` is what the output must look like.
     """
 
     key: RequestKey
@@ -43,6 +45,7 @@ class Submit:
     priority: int = 0
     cache_salt: str = ""
     bypass_prefix_cache: bool = False
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ class WorkerConfig:
     watermark: share of blocks kept free for growth of running sequences when a new one is admitted.
     starvation_s: a request that waited this long is served before all younger ones.
     heartbeat_s: longest silence on an event stream. stall_s: a step longer than this is a dead
-    engine.
+    engine. grammar_threads: threads that compute the masks of structured outputs.
     """
 
     host: str = "127.0.0.1"
@@ -26,9 +26,10 @@ class WorkerConfig:
     starvation_s: float = 5.0
     heartbeat_s: float = 0.5
     stall_s: float = 60.0
+    grammar_threads: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting"):
+        for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -41,3 +42,6 @@ class WorkerConfig:
         for name in ("starvation_s", "heartbeat_s", "stall_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+
+_COUNTS = ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "grammar_threads")

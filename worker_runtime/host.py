@@ -6,11 +6,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from engine.config import EngineConfig
 from engine.kv.allocator import BlockAllocator
 from engine.ranks import RankGroup
+from grammar.matcher import Matcher
 from kv_transfer.config import TransferConfig
 from protocol.ids import Role, WorkerRef, new_epoch
 from protocol.messages import Cancel, Submit, WorkerStatus
@@ -20,6 +22,7 @@ from worker_runtime.clock import Clock, wall_clock
 from worker_runtime.commands import Cancelled, RouterCommand, RouterGone, Submitted
 from worker_runtime.config import WorkerConfig
 from worker_runtime.driver import Deliver, Scheduler, SchedulerDriver
+from worker_runtime.grammars import Grammars
 from worker_runtime.inbox import Inbox
 from worker_runtime.limits import Limits
 from worker_runtime.ranks import Ranks, build_ranks
@@ -69,6 +72,7 @@ class WorkerHost(Generic[C, Out]):
         self.ranks: Ranks
         self.blocks: BlockAllocator
         self.shell: Shell
+        self._grammars: Grammars
         self._loop: StepLoop[C | RouterCommand]
 
     async def load(self, role: Role) -> WorkerRef:
@@ -76,6 +80,14 @@ class WorkerHost(Generic[C, Out]):
         settings = self.settings
         self.ranks = await in_own_thread(
             lambda: build_ranks(settings.engine, settings.transfer, self._group)
+        )
+        vocab_size = self.ranks.executor.vocab_size
+        self._grammars = await in_own_thread(
+            lambda: Grammars.load(
+                Path(settings.engine.model_path),
+                vocab_size,
+                threads=settings.worker.grammar_threads,
+            )
         )
         layout = self.ranks.executor.layout
         self.blocks = BlockAllocator(layout.num_blocks, layout.block_size)
@@ -128,9 +140,9 @@ class WorkerHost(Generic[C, Out]):
     ) -> Shell:
         executor = self.ranks.executor
 
-        def accept_and_queue(submit: Submit) -> None:
+        def accept_and_queue(submit: Submit, matcher: Matcher | None) -> None:
             accept(submit)
-            self.inbox.put(Submitted(submit=submit))
+            self.inbox.put(Submitted(submit=submit, matcher=matcher))
 
         def cancel(message: Cancel) -> None:
             self.inbox.put(Cancelled(keys=message.keys))
@@ -153,6 +165,7 @@ class WorkerHost(Generic[C, Out]):
             progress=self._loop,
             clock=self.clock,
             accept=accept_and_queue,
+            grammars=self._grammars,
             cancel=cancel,
             router_gone=lambda router_id: self.inbox.put(RouterGone(router_id=router_id)),
             handoff_counters=handoff_counters,
@@ -171,6 +184,7 @@ class WorkerHost(Generic[C, Out]):
         await close_handoff()
         await self._server.stop()
         await self.clients.close()
+        self._grammars.close()
         await asyncio.to_thread(self.ranks.close)
 
     def check_health(self) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from engine.batch import SequenceStep
 from engine.history import TokenHistory
+from grammar.matcher import Matcher
 from protocol.ids import RequestKey
 from protocol.messages import Submit
 from protocol.sampling import SamplingParams
@@ -20,13 +21,14 @@ class Sequence:
     `tokens` are prompt + output so far; positions 0 .. num_computed - 1 have their KV in
     `block_ids`. Steps that were launched and are not over run `num_in_flight` tokens after those
     and will sample `num_pending` tokens; the newest of these as number `index` of its batch.
-    `history` is there when the sampling has penalties.
+    `history` is there when the sampling has penalties, `matcher` when there is a grammar.
     """
 
     submit: Submit
     arrival: float
     tokens: list[int]
     history: TokenHistory | None = None
+    matcher: Matcher | None = None
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_in_flight: int = 0
@@ -38,7 +40,7 @@ class Sequence:
     marks: dict[Phase, list[float]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, submit: Submit, now: float) -> Sequence:
+    def of(cls, submit: Submit, now: float, matcher: Matcher | None = None) -> Sequence:
         """The sequence of a request that has just arrived."""
         prompt, output, sampling = submit.prompt_ids, submit.output_ids, submit.sampling
         return cls(
@@ -46,6 +48,7 @@ class Sequence:
             arrival=now,
             tokens=[*prompt, *output],
             history=TokenHistory(prompt, output, sampling) if sampling.penalised else None,
+            matcher=matcher,
         )
 
     @property
@@ -71,7 +74,7 @@ class Sequence:
     @property
     def plans_ahead(self) -> bool:
         """Whether its next token can be chosen before the host knows the one in flight."""
-        return self.history is None
+        return self.history is None and self.matcher is None
 
     @property
     def num_runnable(self) -> int:
@@ -93,7 +96,8 @@ class Sequence:
             start=start,
             block_ids=tuple(self.block_ids),
             sampling=self.sampling if samples else None,
-            banned=self.sampling.banned(self.num_output + self.num_pending) if samples else (),
+            banned=self._banned() if samples else (),
+            allowed=self.matcher.mask if samples and self.matcher else None,
             seen=history.seen() if history else (),
             counts=history.counts() if history else (),
             previous=None if known else self.index,
@@ -110,6 +114,13 @@ class Sequence:
         self.num_computed += num_tokens
         self.num_pending -= samples
 
+    def _banned(self) -> tuple[int, ...]:
+        """Ends before min_tokens, unless the grammar leaves nothing else."""
+        banned = self.sampling.banned(self.num_output + self.num_pending)
+        if banned and self.matcher is not None and not self.matcher.leaves_any(banned):
+            return ()
+        return banned
+
     def append(self, token: int) -> FinishReason | None:
         """Add a sampled token; say whether, and why, it is the last."""
         self.tokens.append(token)
@@ -119,6 +130,8 @@ class Sequence:
             return FinishReason.STOP
         if self.num_output >= self.sampling.max_tokens:
             return FinishReason.LENGTH
+        if self.matcher is not None:
+            self.matcher.take([token])
         return None
 
     def mark_start(self, phase: Phase, now: float) -> None:

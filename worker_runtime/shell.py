@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from grammar.matcher import Matcher
 from observability.logging import get_logger
-from protocol.errors import Internal, Overloaded, StaleMessage, Unavailable
-from protocol.ids import WorkerRef
+from protocol.errors import Cancelled, Internal, Overloaded, StaleMessage, Unavailable
+from protocol.ids import RequestKey, WorkerRef
 from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.messages import (
     Ack,
@@ -27,6 +28,7 @@ from rpc import methods
 from rpc.service import Handler, Method
 from worker_runtime.clock import Clock
 from worker_runtime.config import WorkerConfig
+from worker_runtime.grammars import Grammars
 from worker_runtime.limits import Limits
 from worker_runtime.outlet import EventOutlet, RouterEvents
 
@@ -69,8 +71,8 @@ class Identity:
 class Shell:
     """Serves the worker methods and keeps the worker's state. Subscribed routers alone may submit.
 
-    `accept` takes a checked request, `cancel` keys, `router_gone` a router id; all run on the
-    event loop.
+    `accept` takes a checked request with the matcher of its grammar, `cancel` keys, `router_gone` a
+    router id; all run on the event loop.
     """
 
     def __init__(  # noqa: PLR0913 - one caller, every argument named
@@ -81,7 +83,8 @@ class Shell:
         config: WorkerConfig,
         progress: Progress,
         clock: Clock,
-        accept: Callable[[Submit], None],
+        accept: Callable[[Submit, Matcher | None], None],
+        grammars: Grammars,
         cancel: Callable[[Cancel], None],
         router_gone: Callable[[str], None],
         handoff_counters: Callable[[], Mapping[str, int]] = dict,
@@ -93,6 +96,8 @@ class Shell:
         self._progress = progress
         self._clock = clock
         self._accept = accept
+        self._grammars = grammars
+        self._compiling: set[RequestKey] = set()
         self._cancel = cancel
         self._handoff_counters = handoff_counters
         self._started = clock()
@@ -174,6 +179,27 @@ class Shell:
     # --- methods --------------------------------------------------------------------------------
 
     async def _on_submit(self, submit: Submit) -> Ack:
+        self._check_open(submit)
+        self._identity.limits.check(submit, whole_output=self._identity.whole_output)
+        matcher = None if submit.grammar is None else await self._compile(submit)
+        self._accept(submit, matcher)
+        self._submitted_since_snapshot += 1
+        self._idle.clear()
+        return Ack()
+
+    async def _compile(self, submit: Submit) -> Matcher:
+        """The matcher of a request's grammar; what was true before may have changed meanwhile."""
+        self._compiling.add(submit.key)
+        try:
+            matcher = await self._grammars.matcher(submit)
+            if submit.key not in self._compiling:
+                raise Cancelled("cancelled while its grammar was compiled")
+        finally:
+            self._compiling.discard(submit.key)
+        self._check_open(submit)
+        return matcher
+
+    def _check_open(self, submit: Submit) -> None:
         if self.state is not WorkerState.READY:
             raise Unavailable(f"worker {self.ref.worker_id} is {self.state}", retry_after_s=1.0)
         if not self.outlet.knows(submit.router_id):
@@ -183,13 +209,9 @@ class Shell:
         waiting = self._snapshot.load.waiting + self._submitted_since_snapshot
         if waiting >= self._config.max_waiting:
             raise Overloaded(f"{waiting} requests are waiting already", retry_after_s=1.0)
-        self._identity.limits.check(submit, whole_output=self._identity.whole_output)
-        self._accept(submit)
-        self._submitted_since_snapshot += 1
-        self._idle.clear()
-        return Ack()
 
     async def _on_cancel(self, cancel: Cancel) -> Ack:
+        self._compiling.difference_update(cancel.keys)
         self._cancel(cancel)
         return Ack()
 

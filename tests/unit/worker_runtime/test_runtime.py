@@ -36,6 +36,7 @@ from protocol.states import WorkerState
 from rpc import methods
 from rpc.service import ControlClient, ControlServer
 from worker_runtime.config import WorkerConfig
+from worker_runtime.grammars import Grammars
 from worker_runtime.inbox import Inbox
 from worker_runtime.limits import Limits
 from worker_runtime.outlet import EventOutlet, RouterEvents
@@ -300,7 +301,8 @@ class TestShell:
             config=WorkerConfig(max_waiting=2, heartbeat_s=0.05, stall_s=1.0),
             progress=progress,
             clock=time.time,
-            accept=accepted.append,
+            accept=lambda submit, _matcher: accepted.append(submit),
+            grammars=Grammars(None),
             cancel=cancelled.append,
             router_gone=lambda _router: None,
         )
