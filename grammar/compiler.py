@@ -6,6 +6,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from threading import Lock
+from typing import TYPE_CHECKING
 
 from llguidance import (
     LLExecutor,
@@ -21,9 +22,15 @@ from grammar.matcher import Matcher, compute_masks
 from protocol.errors import InvalidRequest
 from protocol.grammar import Grammar, GrammarKind
 
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
 #: Compiled grammars kept; one takes up to about 2 kB for each of MAX_LEXER_STATES.
 MAX_KEPT = 64
 MAX_LEXER_STATES = 20_000
+#: Between two parts of JSON: nothing, a space, or a line break with an indent. Small models, left
+#: free, go on with line breaks until max_tokens.
+JSON_STYLE: JsonCompileOptions = {"whitespace_pattern": r" |\n {0,16}"}
 
 
 class Compiler:
@@ -85,7 +92,7 @@ class Compiler:
 def _to_llguidance(grammar: Grammar) -> str:
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            return LLMatcher.grammar_from_json_schema(grammar.source)
+            return LLMatcher.grammar_from_json_schema(grammar.source, defaults=JSON_STYLE)
         case GrammarKind.REGEX:
             # \d is 0-9 here, as most regular expressions mean it, and not every script's digits.
             return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.source, 'd')}/")

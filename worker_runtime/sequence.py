@@ -121,12 +121,16 @@ class Sequence:
             return ()
         return banned
 
+    def _grammar_ends(self, token: int) -> bool:
+        """An end is only allowed before min_tokens where the grammar leaves nothing else."""
+        return self.matcher is not None and token in self.sampling.eos_token_ids
+
     def append(self, token: int) -> FinishReason | None:
         """Add a sampled token; say whether, and why, it is the last."""
         self.tokens.append(token)
         if self.history is not None:
             self.history.add(token)
-        if self.sampling.ends_with(token, self.num_output):
+        if self.sampling.ends_with(token, self.num_output) or self._grammar_ends(token):
             return FinishReason.STOP
         if self.num_output >= self.sampling.max_tokens:
             return FinishReason.LENGTH

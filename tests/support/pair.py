@@ -16,6 +16,7 @@ from engine.ranks import RankGroup
 from kv_transfer.config import TransferConfig
 from prefill_worker.worker import PrefillWorker
 from protocol.errors import BatonError
+from protocol.grammar import Grammar
 from protocol.ids import RequestKey, WorkerRef, new_request_id
 from protocol.messages import Cancel, EventBatch, FailEvent, Submit, Subscribe, TokenEvent
 from protocol.sampling import SamplingParams
@@ -107,6 +108,7 @@ class FakeRouter:
         timeout_s: float = 120.0,
         output: Sequence[int] = (),
         attempt: int = 0,
+        grammar: Grammar | None = None,
     ) -> RequestKey:
         key = RequestKey(new_request_id(), attempt)
         self.answers[key] = Answer()
@@ -116,6 +118,7 @@ class FakeRouter:
             router_id=self.router_id,
             prompt_ids=tuple(prompt),
             output_ids=tuple(output),
+            grammar=grammar,
             sampling=sampling,
             deadline=deadline,
         )
@@ -167,10 +170,18 @@ class Pair:
     decode_refs: list[WorkerRef]
 
     async def generate(
-        self, prompt: Sequence[int], sampling: SamplingParams, *, local: bool = False
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        local: bool = False,
+        output: Sequence[int] = (),
+        grammar: Grammar | None = None,
     ) -> Answer:
         prefill = None if local else self.prefill_refs[0]
-        key = await self.router.submit(prompt, sampling, self.decode_refs[0], prefill)
+        key = await self.router.submit(
+            prompt, sampling, self.decode_refs[0], prefill, output=output, grammar=grammar
+        )
         return await self.router.answer(key)
 
     async def idle(self, timeout_s: float = 10.0) -> None:
