@@ -17,7 +17,8 @@ from benchmarks.http_stream import Connection
 from benchmarks.measure import Result, read_answer
 from benchmarks.workload import Ask, Style
 
-_GRPC = "grpc://"
+#: Begins the address of a gRPC door.
+GRPC = "grpc://"
 
 #: Reads an answer that has come.
 Reader = Callable[[], Result]
@@ -46,7 +47,7 @@ class Target:
 
     def connect(self) -> Client:
         """A connection of one client."""
-        return GrpcClient(self) if self.url.startswith(_GRPC) else HttpClient(self)
+        return GrpcClient(self) if self.url.startswith(GRPC) else HttpClient(self)
 
     def expected_tokens(self, ask: Ask) -> int | None:
         """How many output tokens an answer must have, where that is known."""
@@ -84,7 +85,7 @@ class GrpcClient:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._connection = GrpcConnection(target.url.removeprefix(_GRPC), target.api_key)
+        self._connection = GrpcConnection(target.url.removeprefix(GRPC), target.api_key)
 
     async def ask(self, ask: Ask, number: int) -> Reader:
         """Send request `number` and wait for its end; failures are in the result."""

@@ -1,4 +1,4 @@
-"""Measure a running server over HTTP: `python -m benchmarks.serve --help`.
+"""Measure a running server: `python -m benchmarks.serve --help`.
 
 Closed loop: python -m benchmarks.serve --concurrency 1,4,16 --prompt-tokens 128 --output-tokens 64
 Arrivals:    python -m benchmarks.serve --trace azure2023_conv.csv --speed 0.5 --limit 200
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.http_stream import Connection
-from benchmarks.load import Target, closed_loop, timed_arrivals
+from benchmarks.load import GRPC, Target, closed_loop, timed_arrivals
 from benchmarks.measure import Slo, Summary, summarise
 from benchmarks.workload import Ask, Style, fit_trace, read_trace, spread_ticks
 
@@ -35,8 +35,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_server(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--url", default="http://127.0.0.1:8000")
-    group.add_argument("--model", default="", help="default: the first that /v1/models lists")
+    group.add_argument("--url", default="http://127.0.0.1:8000", help="or grpc://host:port")
+    group.add_argument("--model", default="", help="default: the first that is served")
     group.add_argument("--api", choices=("completions", "chat"), default="completions")
     group.add_argument("--api-key", default="")
     group.add_argument("--timeout", type=float, default=600.0, help="seconds for one request")
@@ -79,8 +79,8 @@ def _numbers(text: str) -> list[int]:
 
 async def run(options: argparse.Namespace) -> list[report.Run]:
     """Every run that the options ask for, announced as it ends."""
-    model = options.model or await first_model(options.url, options.api_key)
-    options.model = model
+    if not options.model and not options.url.startswith(GRPC):
+        options.model = await first_model(options.url, options.api_key)
     slo = None
     if options.slo_ttft is not None and options.slo_tpot is not None:
         slo = Slo(ttft=options.slo_ttft, tpot=options.slo_tpot)

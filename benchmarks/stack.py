@@ -72,7 +72,8 @@ def parser() -> argparse.ArgumentParser:
         help="one more run of everything (repeatable; default: the configuration as it is)",
     )
     made.add_argument("--trace", type=Path, required=True)
-    made.add_argument("--limit", type=int, default=300, help="the first so many requests")
+    made.add_argument("--first", type=int, default=0, help="begin with this request of the trace")
+    made.add_argument("--limit", type=int, default=300, help="so many requests from there")
     made.add_argument("--speeds", default="1", help="replays, each so many times as fast: 1,4")
     made.add_argument("--prompt-tokens", type=int, default=1 << 20, help="clips those of the trace")
     made.add_argument("--output-tokens", type=int, default=1 << 20, help="clips those of the trace")
@@ -149,7 +150,7 @@ async def _replay_all(
 
 def _asks(options: argparse.Namespace, speed: float) -> list[Ask]:
     return fit_trace(
-        read_trace(options.trace),
+        read_trace(options.trace)[options.first :],
         limit=options.limit,
         speed=speed,
         max_prompt=options.prompt_tokens,
@@ -215,8 +216,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command=f"python -m benchmarks.stack {shlex.join(arguments)}",
             server="baton, whole stack under Ray Serve, clients over gRPC",
             model=next((o.partition("=")[2] for o in options.overrides if "model.name=" in o), ""),
-            workload=f"first {options.limit} requests of {options.trace.name} at their own arrival "
-            "times (xN: N times as fast), prompts of random token ids, ignore_eos",
+            workload=f"requests {options.first} to {options.first + options.limit - 1} of "
+            f"{options.trace.name} at their own arrival times (xN: N times as fast), prompts of "
+            "random token ids, ignore_eos",
             note=options.note,
             config=options.config,
             runs=tuple(runs_of(variants, slos[0])),

@@ -161,10 +161,10 @@ def _spread(asks: Sequence[Ask], following: dict[float, float]) -> Iterator[Ask]
 def fit_trace(
     asks: Sequence[Ask], *, limit: int, speed: float, max_prompt: int, max_output: int
 ) -> list[Ask]:
-    """The first `limit` requests, `speed` times as fast, lengths clipped."""
+    """The first `limit` requests, `speed` times as fast, lengths clipped; times from 0."""
     return [
         Ask(
-            at=ask.at / speed,
+            at=(ask.at - asks[0].at) / speed,
             prompt_tokens=max(1, min(ask.prompt_tokens, max_prompt)),
             output_tokens=min(ask.output_tokens, max_output),
         )

@@ -15,6 +15,25 @@ DEFAULT_GRPC = "127.0.0.1:9000"
 DEFAULT_QUESTION = "What is the capital of France?"
 
 
+#: Options of the load generator that `baton bench` hands on, with what they mean.
+BENCH_OPTIONS = {
+    "concurrency": "clients of each run, e.g. 1,4,16",
+    "prompt-tokens": "tokens of a prompt; clips those of a trace",
+    "output-tokens": "tokens of an output; clips those of a trace",
+    "requests": "requests of a run",
+    "repeats": "runs of each number of clients",
+    "vocab-size": "prompts are random token ids below this",
+    "trace": "arrivals from a file instead of clients in a loop",
+    "speed": "replay the trace this much faster",
+    "limit": "requests of the trace",
+    "slo-ttft": "for goodput: seconds to the first token",
+    "slo-tpot": "for goodput: seconds a token after it",
+    "api-key": "key of the server",
+    "theme": "write a report of this name under benchmarks/results",
+    "note": "for the report",
+}
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The parser of every subcommand; `module` names the one that runs it."""
     parser = argparse.ArgumentParser(
@@ -28,6 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
     _drain(commands)
     _generate(commands)
     _chat(commands)
+    _bench(commands)
     _models(commands)
     _keys(commands)
     _demo(commands)
@@ -47,6 +67,10 @@ def _config(parser: Any, *, positional: bool) -> None:
         parser.add_argument("config", nargs="?", default=default, help=text)
     else:
         parser.add_argument("--config", default=default, help=text)
+    _overrides(parser)
+
+
+def _overrides(parser: Any) -> None:
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -135,6 +159,20 @@ def _chat(commands: Any) -> None:
     parser.add_argument("message", nargs="?", help="one question; without it, a conversation")
     parser.add_argument("--system", help="system message")
     _target(parser)
+
+
+def _bench(commands: Any) -> None:
+    parser = _plain(commands, "bench", "measure a running server, or a configuration")
+    parser.add_argument(
+        "server",
+        nargs="?",
+        metavar="CONFIG|URL",
+        help="a configuration to bring up for it, http://HOST:PORT of any OpenAI server, or "
+        "grpc://HOST:PORT (default: the running cluster)",
+    )
+    _overrides(parser)
+    for name, text in BENCH_OPTIONS.items():
+        parser.add_argument(f"--{name}", metavar="X", help=text)
 
 
 def _models(commands: Any) -> None:

@@ -22,8 +22,9 @@ def run(options: argparse.Namespace, console: Console) -> None:
 
 
 def take_down(state: RunningCluster, console: Console, *, now: bool) -> None:
-    """Drain unless `now`, then end Baton on this Ray, and Ray itself if it is ours."""
-    if not (now and state.owned):
+    """Drain unless `now`, then end Baton on this Ray, and Ray itself if it is ours. A cluster that
+    has no address yet serves nobody."""
+    if state.address and not (now and state.owned):
         try:
             _drain(state, console)
         except BatonError as error:

@@ -33,6 +33,8 @@ def prepare(state: RunningCluster) -> None:
 
 def connect(state: RunningCluster) -> None:
     """Connect this process to the cluster's Ray, once. Raises Unavailable without an answer."""
+    if not state.address:
+        raise Unavailable("the cluster is still starting, or its start was cut off: `baton down`")
     prepare(state)
     import ray
 

@@ -54,11 +54,13 @@ def read_config(options: argparse.Namespace, console: Console) -> ClusterConfig:
 
 
 def bring_up(config: ClusterConfig, source: str, console: Console) -> RunningCluster:
-    """Start the cluster and wait until it serves. On failure or Ctrl-C nothing of it is left."""
+    """Start the cluster and wait until it serves. On failure, Ctrl-C or SIGTERM nothing of it is
+    left."""
     existing = load_state()
     if existing is not None:
         raise InvalidRequest(f"a cluster is up already ({existing.config}): `baton down` first")
     sweep()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # to be asked to stop is Ctrl-C, too
     state = _reach_ray(config, source, console)
     try:
         state = _start(config, state, console)

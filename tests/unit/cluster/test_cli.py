@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks import serve
 from cluster.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, main
 from cluster.cli import models as models_command
-from cluster.cli.arguments import DEFAULT_QUESTION, make_parser
+from cluster.cli import up as up_command
+from cluster.cli.arguments import BENCH_OPTIONS, DEFAULT_QUESTION, make_parser
+from cluster.cli.bench import load_options
 from cluster.cli.console import Console
 from cluster.cli.generate import default_target, sampling
+from cluster.config import ClusterConfig, ModelSection
 from cluster.local_ray import RunningCluster, load_state, save_state
 from protocol.errors import Internal
 from router.keys import load_keys
@@ -32,6 +38,7 @@ def parse(*argv: str):
 def test_commands_are_a_known_list() -> None:
     commands = make_parser()._subparsers._group_actions[0].choices
     assert sorted(commands) == [
+        "bench",
         "chat",
         "demo",
         "down",
@@ -68,6 +75,34 @@ def test_demo_and_scale_and_drain() -> None:
     scale = parse("scale", "--prefill", "2", "--decode", "3")
     assert (scale.prefill, scale.decode, scale.router) == (2, 3, None)
     assert parse("drain", "decode-1").worker == "decode-1"
+
+
+def test_bench_hands_its_options_on_to_the_load_generator() -> None:
+    options = parse("bench", "http://h:1", "--concurrency", "1,4", "--slo-ttft", "0.2")
+    given = list(load_options(options))
+    assert given == ["--concurrency", "1,4", "--slo-ttft", "0.2"]
+    assert serve.parser().parse_args(given).concurrency == [1, 4]
+    known = {action.option_strings[-1] for action in serve.parser()._actions}
+    assert {f"--{name}" for name in BENCH_OPTIONS} <= known
+
+
+@pytest.mark.parametrize(
+    ("argv", "url"),
+    [(["bench"], "http://h:8"), (["bench", "grpc://x:2", "--limit", "3"], "grpc://x:2")],
+)
+def test_bench_measures_what_was_named(
+    argv: list[str], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], check: bool) -> subprocess.CompletedProcess[bytes]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    save_state(RunningCluster(address="h:1", token="", config="c", http="h:8"))
+    assert main(argv) == EXIT_FAILED
+    assert commands == [[sys.executable, "-m", "benchmarks.serve", "--url", url, *argv[2:]]]
 
 
 @pytest.mark.parametrize(
@@ -147,6 +182,29 @@ def test_interrupt_and_defect(
     monkeypatch.setattr(models_command, "run", raising(Internal("it broke")))
     assert main(["models", "list"]) == EXIT_FAILED
     assert "it broke" in capsys.readouterr().err
+
+
+def test_asked_to_stop_while_starting_is_an_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> RunningCluster:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("the signal was not taken")
+
+    monkeypatch.setattr(up_command, "_reach_ray", killed)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            up_command.bring_up(ClusterConfig(model=ModelSection(name="m")), "c.yaml", Console())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_start_that_was_cut_off_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    save_state(RunningCluster(address="", token="t", config="c"))
+    code, error = one_line_error(["status"], capsys)
+    assert code == EXIT_FAILED
+    assert "cut off: `baton down`" in error
 
 
 def test_models_list_and_path(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,46 @@
+"""`baton bench`: the load generator of this checkout against a server, or a cluster made for it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from cluster.cli import down, session, up
+from cluster.cli.arguments import BENCH_OPTIONS
+from cluster.cli.console import Console
+from protocol.errors import Unavailable
+
+_MODULE = "benchmarks.serve"
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Measure; 1 when a request failed."""
+    if importlib.util.find_spec("benchmarks") is None:
+        raise Unavailable(f"`baton bench` needs {_MODULE}, which only a source checkout has")
+    if options.server is None:
+        return _measure(f"http://{session.running().http}", options)
+    if "://" in options.server:
+        return _measure(options.server, options)
+    options.config = options.server
+    config = up.read_config(options, console)
+    state = up.bring_up(config, options.config, console)
+    try:
+        return _measure(f"http://{state.http}", options)
+    finally:
+        down.take_down(state, console, now=False)
+
+
+def _measure(url: str, options: argparse.Namespace) -> int:
+    command = [sys.executable, "-m", _MODULE, "--url", url, *load_options(options)]
+    return subprocess.run(command, check=False).returncode
+
+
+def load_options(options: argparse.Namespace) -> Iterator[str]:
+    """The load generator's own options, as they were given."""
+    for name in BENCH_OPTIONS:
+        value = getattr(options, name.replace("-", "_"))
+        if value is not None:
+            yield from (f"--{name}", value)
