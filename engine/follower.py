@@ -6,16 +6,13 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from datetime import timedelta
 from functools import partial
 from typing import Protocol
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from engine.batch import StepBatch
 from engine.channel import Channel, ChannelClosed, greet
 from engine.errors import RankLost
-from engine.rank_messages import Command, Order, RankInvite, Report, Sign, error_info
+from engine.rank_messages import Command, Order, RankInvite, Report, Sign, error_info, open_store
 from engine.tp import TensorParallel
 from protocol import codec
 
@@ -61,9 +58,7 @@ class Follower:
             raise RankLost(f"rank 0 sent {order.command} before the group was open", param="tp")
         runner.open(order.number)
         invite = self.invite
-        timeout = timedelta(seconds=invite.timeout_s)
-        store = TCPStore(invite.host, invite.store_port, invite.size, False, timeout)
-        self.tp.connect(store, invite.host, invite.timeout_s)
+        self.tp.connect(open_store(invite), invite.host, invite.timeout_s)
 
     def follow(self, runner: Runner, handlers: Mapping[str, Handler]) -> None:
         """Obey until rank 0 closes the group. Raises RankLost when rank 0 is gone.

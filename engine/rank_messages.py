@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 from enum import StrEnum
+
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from protocol.errors import BatonError, ErrorInfo, Internal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInvite:
-    """What a follower needs to join. `authkey` is a secret."""
+    """What a follower needs to join, on the same host as rank 0. `store`: the path of the file in
+    which process groups meet; `authkey` is a secret."""
 
     host: str
     port: int
-    store_port: int
+    store: str
     size: int
     timeout_s: float
     authkey: bytes = field(repr=False)
@@ -56,6 +60,14 @@ class Report:
     number: int = 0
     payload: bytes = b""
     error: ErrorInfo | None = None
+
+
+def open_store(invite: RankInvite) -> FileStore:
+    """Where the ranks meet to form process groups. A file, because torch's TCPStore looks up the
+    name of every caller, which takes seconds with a slow name server, and answers anybody."""
+    store = FileStore(invite.store)
+    store.set_timeout(timedelta(seconds=invite.timeout_s))
+    return store
 
 
 def error_info(error: BaseException) -> ErrorInfo:

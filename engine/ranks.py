@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import secrets
 import socket
+import tempfile
 import threading
 import time
 from concurrent.futures import Future
-from datetime import timedelta
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from engine.batch import StepBatch
 from engine.channel import Channel, ChannelClosed, welcome
 from engine.errors import RankLost
-from engine.rank_messages import Command, Order, RankInvite, Report, Sign
+from engine.rank_messages import Command, Order, RankInvite, Report, Sign, open_store
 from engine.tp import TensorParallel
 from observability.logging import get_logger
 from protocol import codec
@@ -47,18 +45,11 @@ class RankGroup:
         self.size = size
         self._silence_s = silence_s
         self._server = socket.create_server((host, 0), backlog=size)
-        self._store = TCPStore(
-            host,
-            0,
-            size,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        self._folder = tempfile.TemporaryDirectory(prefix="baton-ranks-")
         self.invite = RankInvite(
             host=host,
             port=self._server.getsockname()[1],
-            store_port=self._store.port,
+            store=f"{self._folder.name}/store",
             size=size,
             timeout_s=timeout_s,
             authkey=secrets.token_bytes(32),
@@ -99,7 +90,7 @@ class RankGroup:
                 self._lose(rank, f"did not load in {timeout_s} s")
                 break
         self._send_all(Order(command=Command.OPEN, number=num_blocks))
-        self.tp.connect(self._store, self.invite.host, self.invite.timeout_s)
+        self.tp.connect(open_store(self.invite), self.invite.host, self.invite.timeout_s)
 
     def step(self, batch: StepBatch) -> None:
         """Have every follower run `batch`; the caller then runs it on rank 0."""
@@ -139,6 +130,7 @@ class RankGroup:
         self._fail_calls(RankLost("the group is closed", param="tp"))
         self._server.close()
         self.tp.close()
+        self._folder.cleanup()
 
     def _admit(self, channel: Channel, missing: set[int]) -> None:
         try:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-from typing import Any
-
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from engine.config import EngineConfig
 from engine.cuda.executor import CudaExecutor
@@ -17,6 +13,7 @@ from engine.errors import ModelRefused
 from engine.follower import Follower
 from engine.loader import Checkpoint
 from engine.model.config import ModelConfig
+from engine.rank_messages import open_store
 from engine.ranks import RankGroup, RankInvite
 from engine.runner import _fingerprint
 from protocol.kv_layout import DTYPE_BYTES, KVFingerprint
@@ -115,9 +112,11 @@ def load_follower(
 
 
 def _join(invite: RankInvite, rank: int, runner: CudaRunner) -> DeviceGroup:
-    timeout = timedelta(seconds=invite.timeout_s)
-    store: Any = TCPStore(invite.host, invite.store_port, invite.size, False, timeout)
-    name = f"baton-{invite.host}-{invite.store_port}"
     return DeviceGroup(
-        store, rank, invite.size, runner.device, name=name, push=runner.options.push_all_reduce
+        open_store(invite),
+        rank,
+        invite.size,
+        runner.device,
+        name=f"baton-{invite.host}-{invite.port}",
+        push=runner.options.push_all_reduce,
     )
