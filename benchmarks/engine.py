@@ -15,7 +15,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -163,32 +163,37 @@ def profile_decode(bench: Bench, batch: int, context: int, steps: int = 12) -> N
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         bench.decode(batch, context, steps)
         torch.cuda.synchronize()
+    report_trace(bench.report, f"batch {batch}", trace.events())
+
+
+def report_trace(report: Report, name: str, events: Iterable[Any], num_kernels: int = 14) -> None:
+    """Idle shares of the middle of a trace of decode steps, and its most expensive kernels."""
     spans = sorted(
         (event.time_range.start, event.time_range.end, event.name)
-        for event in trace.events()
+        for event in events
         if str(event.device_type).endswith("CUDA")
     )
     spans = spans[len(spans) // 3 : -len(spans) // 6 or None]
     busy, reach, between = 0.0, spans[0][0], 0.0
     totals: dict[str, list[float]] = {}
-    for start, end, name in spans:
+    for start, end, kernel in spans:
         busy += max(0.0, end - max(start, reach))
-        if "embed" in name or "Memcpy" in name:
+        if "embed" in kernel or "Memcpy" in kernel:
             between += max(0.0, start - reach)
         reach = max(reach, end)
-        entry = totals.setdefault(name[:70], [0.0, 0])
+        entry = totals.setdefault(kernel[:70], [0.0, 0])
         entry[0] += end - start
         entry[1] += 1
     whole = reach - spans[0][0]
-    bench.report.add(
-        f"idle batch {batch}",
+    report.add(
+        f"idle {name}",
         between_steps=between / whole,
         between_kernels=1.0 - (busy + between) / whole,
         span_us=whole,
     )
-    table = sorted(totals.items(), key=lambda item: -item[1][0])[:14]
-    for name, (spent, count) in table:
-        bench.report.add(f"  {name}", share=spent / whole, mean_us=spent / count, calls=int(count))
+    table = sorted(totals.items(), key=lambda item: -item[1][0])[:num_kernels]
+    for kernel, (spent, count) in table:
+        report.add(f"  {kernel}", share=spent / whole, mean_us=spent / count, calls=int(count))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

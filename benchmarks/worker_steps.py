@@ -1,0 +1,282 @@
+"""The workers' step loops on one GPU against the bare engine in the same process.
+
+    python -m benchmarks.worker_steps --out benchmarks/results/engine/worker-steps-h200.json
+
+Scheduler, driver, step thread and event streams are a worker's own; only the hand-off and the
+network are missing: grants are answered at once, batches of events are encoded and thrown away. The
+bare engine gets steps that were built before. Weights are random, the KV pool holds random values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import decode_worker.commands as decode
+import prefill_worker.commands as prefill
+from benchmarks.engine import Bench, Ranks, build, commit, report_trace
+from benchmarks.gpu_limits import Report, measure_limits
+from benchmarks.shapes import MODELS
+from decode_worker.scheduler import DecodeScheduler
+from engine.batch import StepBatch, StepResult
+from engine.cuda.executor import CudaExecutor
+from engine.cuda.runner import CudaRunner
+from engine.executor import PendingStep
+from engine.kv.allocator import BlockAllocator
+from prefill_worker.scheduler import PrefillScheduler
+from protocol import codec
+from protocol.ids import RequestKey, Role, WorkerRef
+from protocol.messages import Submit
+from protocol.sampling import SamplingParams
+from worker_runtime.clock import wall_clock
+from worker_runtime.commands import Submitted
+from worker_runtime.config import WorkerConfig
+from worker_runtime.driver import SchedulerDriver
+from worker_runtime.inbox import Inbox
+from worker_runtime.outlet import EventOutlet
+from worker_runtime.shell import Snapshot
+from worker_runtime.step_loop import StepLoop
+
+PEER = WorkerRef(worker_id="peer", epoch=1, role=Role.PREFILL, address="127.0.0.1:1")
+ROUTER = "router"
+
+
+class TimedExecutor:
+    """Notes when each step had landed, and how many tokens it ran."""
+
+    def __init__(self, executor: CudaExecutor, depth: int) -> None:
+        self.depth = depth
+        self.landed: list[tuple[float, int]] = []
+        self._executor = executor
+
+    def launch(self, batch: StepBatch) -> PendingStep:
+        """The engine's step."""
+        return _Timed(self._executor.launch(batch), batch.num_tokens, self.landed)
+
+
+class _Timed:
+    def __init__(self, step: PendingStep, tokens: int, landed: list[tuple[float, int]]) -> None:
+        self._step, self._tokens, self._landed = step, tokens, landed
+
+    def wait(self) -> StepResult:
+        """The engine's tokens."""
+        result = self._step.wait()
+        self._landed.append((time.perf_counter(), self._tokens))
+        return result
+
+
+class Worker:
+    """Everything of a worker from inbox to encoded events, around one engine. Runs on an event
+    loop; `on_output` takes each turn's output there."""
+
+    def __init__(
+        self,
+        runner: CudaRunner,
+        make: Callable[..., Any],
+        new_output: Callable[[], Any],
+        on_output: Callable[[Any], None],
+        depth: int,
+    ) -> None:
+        layout = runner.layout
+        self.inbox: Inbox[Any] = Inbox()
+        self.executor = TimedExecutor(CudaExecutor(runner, None), depth)  # type: ignore[arg-type]
+        self.idle = asyncio.Event()
+        self._snapshot = Snapshot()
+        self._on_output = on_output
+        self._outlet = EventOutlet(
+            epoch=1, heartbeat_s=0.5, load=lambda: self._snapshot.load, on_gone=lambda _: None
+        )
+        self._loop: StepLoop[Any] = StepLoop(
+            name="steps",
+            driver=SchedulerDriver(
+                make(
+                    config=WorkerConfig(max_num_seqs=256, max_num_batched_tokens=8192),
+                    blocks=BlockAllocator(layout.num_blocks, layout.block_size),
+                    block_size=layout.block_size,
+                    place="worker",
+                ),
+                new_output=new_output,
+                is_submit=lambda command: isinstance(command, Submitted),
+                loop=asyncio.get_running_loop(),
+                deliver=self._deliver,
+            ),
+            executor=self.executor,
+            inbox=self.inbox,
+            clock=wall_clock,
+        )
+        self._reader = asyncio.create_task(self._read())
+
+    def start(self) -> None:
+        """Start the step thread."""
+        self._loop.start()
+
+    async def stop(self) -> None:
+        """End everything but the engine."""
+        await asyncio.to_thread(self._loop.stop)
+        self._outlet.close()
+        await self._reader
+        if self._loop.broken is not None:
+            raise self._loop.broken
+
+    async def _read(self) -> None:
+        async for batch in self._outlet.stream(ROUTER):
+            codec.encode(batch)
+
+    def _deliver(self, out: Any, snapshot: Snapshot, _accepted: int) -> None:
+        self._snapshot = snapshot
+        self._outlet.publish(out.events)
+        self._on_output(out)
+        if snapshot.num_unfinished == 0 or self._loop.broken is not None:
+            self.idle.set()
+
+
+def submit(index: int, prompt: int, sampling: SamplingParams) -> Submit:
+    """A request of `prompt` tokens whose other half is elsewhere."""
+    return Submit(
+        key=RequestKey(f"request-{index}"),
+        router_id=ROUTER,
+        prompt_ids=tuple((7 * i + index) % 4000 for i in range(prompt)),
+        sampling=sampling,
+        deadline=wall_clock() + 3600.0,
+        peer=PEER,
+    )
+
+
+async def decode_steps(
+    runner: CudaRunner, batch: int, context: int, steps: int, depth: int
+) -> list[float]:
+    """Seconds between the landings of whole decode steps of a decode worker."""
+    reserved: list[RequestKey] = []
+
+    def on_output(out: decode.Output) -> None:
+        reserved.extend(reserve.key for reserve in out.reserves)
+        if out.reserves and len(reserved) == batch:
+            for key in reserved:
+                worker.inbox.put(decode.Committed(key=key, first_token=17))
+
+    worker = Worker(runner, DecodeScheduler, decode.Output, on_output, depth)
+    for i in range(batch):
+        sampling = SamplingParams(seed=i, max_tokens=steps + 1, ignore_eos=True)
+        worker.inbox.put(Submitted(submit=submit(i, context, sampling)))
+    worker.start()
+    await worker.idle.wait()
+    await worker.stop()
+    marks = [when for when, tokens in worker.executor.landed if tokens == batch]
+    return [b - a for a, b in pairwise(marks[6:])]
+
+
+async def prefill_rate(runner: CudaRunner, count: int, length: int, depth: int) -> float:
+    """Prompt tokens a second of a prefill worker whose peer takes blocks at once."""
+
+    def on_output(out: prefill.Output) -> None:
+        for order in out.handoffs:
+            if isinstance(order, prefill.CommitHandoff):
+                worker.inbox.put(
+                    prefill.Delivered(key=order.key, num_bytes=0, num_pieces=0, start=0.0, end=0.0)
+                )
+
+    worker = Worker(runner, PrefillScheduler, prefill.Output, on_output, depth)
+    blocks = -(-length // runner.layout.block_size)
+    for i in range(count):
+        request = submit(i, length, SamplingParams(temperature=0.0, ignore_eos=True))
+        worker.inbox.put(Submitted(submit=request))
+        worker.inbox.put(prefill.Granted(key=request.key, num_blocks=blocks, num_cached_blocks=0))
+    worker.start()
+    await worker.idle.wait()
+    await worker.stop()
+    (first, _), *rest = worker.executor.landed
+    return sum(tokens for _, tokens in rest) / (rest[-1][0] - first)
+
+
+def measure(bench: Bench, args: argparse.Namespace) -> None:
+    """Each shape on the bare engine, then behind the loop: one step at a time, and one ahead."""
+    report = bench.report
+    for batch in map(int, args.batches.split(",")):
+        bare = bench.decode(batch, args.context, args.steps, SamplingParams(seed=3))
+        figures = {}
+        for depth in (1, 2):
+            gaps = sorted(
+                asyncio.run(decode_steps(bench.runner, batch, args.context, args.steps, depth))
+            )
+            figures[f"depth{depth}_ms"] = median(gaps) * 1e3
+            figures[f"depth{depth}_p99_ms"] = gaps[int(0.99 * (len(gaps) - 1))] * 1e3
+        report.add(
+            f"decode worker, batch {batch}, context {args.context}",
+            engine_ms=bare * 1e3,
+            **figures,
+            over_engine=figures["depth2_ms"] / (bare * 1e3) - 1.0,
+        )
+    for count, length in ((32, 2048), (512, 128)):
+        bench.prefill(count, length, 1)
+        rates = [asyncio.run(prefill_rate(bench.runner, count, length, depth)) for depth in (1, 2)]
+        report.add(
+            f"prefill worker, {count} x {length}",
+            depth1_tokens_per_s=rates[0],
+            depth2_tokens_per_s=rates[1],
+        )
+
+
+def profile_worker(bench: Bench, batch: int, args: argparse.Namespace) -> None:
+    """How long the device idles between the steps of a decode worker."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        asyncio.run(decode_steps(bench.runner, batch, args.context, 24, 2))
+        torch.cuda.synchronize()
+    report_trace(bench.report, f"decode worker, batch {batch}", trace.events(), num_kernels=0)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=sorted(MODELS), default="llama-3.1-8b")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--batches", default="1,64,256")
+    parser.add_argument("--context", type=int, default=608)
+    parser.add_argument("--steps", type=int, default=96)
+    parser.add_argument("--switch-ms", type=float, help="sys.setswitchinterval, Python's own is 5")
+    parser.add_argument("--commit", default=None, help="recorded instead of asking git")
+    parser.set_defaults(max_batch=256)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    argv = sys.argv[1:] if argv is None else argv
+    args = parse(argv)
+    if args.switch_ms is not None:
+        sys.setswitchinterval(args.switch_ms * 1e-3)
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    report = Report(
+        card=torch.cuda.get_device_name(device),
+        torch=f"{torch.__version__}, python {platform.python_version()}",
+        commit=args.commit or commit(),
+        command=" ".join(("python -m benchmarks.worker_steps", *argv)),
+    )
+    limits = report.limits = measure_limits(device)
+    torch.cuda.empty_cache()
+    runner = build(args, device, Ranks(rank=0, size=1, store=None), None, report)
+    bench = Bench(runner, limits, report)
+    measure(bench, args)
+    profile_worker(bench, 64, args)
+    if args.out:
+        args.out.write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
+    runner.close()
+
+
+if __name__ == "__main__":
+    main()
