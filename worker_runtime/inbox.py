@@ -46,4 +46,6 @@ class Inbox(Generic[C]):
         """Return when a command is there, the inbox is closed, or the time is over."""
         with self._ready:
             if not self._items and not self._closed:
-                self._ready.wait(None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX))
+                self._ready.wait(
+                    None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)
+                )
