@@ -1,7 +1,8 @@
 """Messages as msgpack (https://msgpack.org): a dataclass is the array of its fields, in order.
 
 Decoding is driven by the declared types and is strict: a wrong type, a missing or an extra field is
-an InvalidRequest naming the path. Nothing is ever unpickled. Decoders are built once per class.
+an InvalidRequest naming the path. Nothing is ever unpickled. Encoders and decoders are built once
+per class; every token of every stream passes both, so a path is put together only for an error.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import typing
 from collections.abc import Callable
 from enum import Enum
 from functools import cache
+from operator import attrgetter
 from typing import Any, TypeVar, Union
 
 import msgpack
@@ -19,25 +21,38 @@ import msgpack
 from protocol.errors import InvalidRequest
 
 T = TypeVar("T")
-_Decoder = Callable[[Any, str], Any]
+_Decoder = Callable[[Any], Any]
 _SCALARS: tuple[type, ...] = (int, str, bytes, bool)
+
+
+class _Wrong(Exception):
+    """A value of the wrong type; whoever decodes what holds it adds its name in front."""
+
+    def __init__(self, expected: str, value: object) -> None:
+        super().__init__(f"expected {expected}, got {type(value).__name__}")
+        self.names: list[str] = []
 
 
 def encode(message: object) -> bytes:
     """The bytes of one dataclass message."""
-    return typing.cast(bytes, msgpack.packb(_plain(message), use_bin_type=True))
+    return typing.cast(bytes, msgpack.packb(message, use_bin_type=True, default=_plain))
 
 
 def decode(cls: type[T], data: bytes) -> T:
     """The message of class `cls` in `data`. Raises InvalidRequest naming the wrong field."""
+    kind: Any = cls
+    decoder = _decoder(kind)
     try:
         raw = msgpack.unpackb(
             data, raw=False, use_list=False, strict_map_key=False, ext_hook=_no_extension
         )
     except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
         raise InvalidRequest(f"{cls.__name__}: not msgpack: {error}", param=cls.__name__) from error
-    kind: Any = cls
-    return typing.cast(T, _decoder(kind)(raw, cls.__name__))
+    try:
+        return typing.cast(T, decoder(raw))
+    except _Wrong as wrong:
+        path = ".".join([cls.__name__, *reversed(wrong.names)])
+        raise InvalidRequest(f"{path}: {wrong}", param=path) from None
 
 
 def _no_extension(code: int, _data: bytes) -> Any:
@@ -45,35 +60,28 @@ def _no_extension(code: int, _data: bytes) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, (bool, bytes, float)):
-        return value
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, (int, str)):
-        return value
-    if dataclasses.is_dataclass(value):
-        cls: Any = type(value)
-        return [_plain(getattr(value, name)) for name in _field_names(cls)]
-    if isinstance(value, (tuple, list)):
-        if _only_ints(value):  # a prompt can have 100,000 ids, and this runs on an event loop
-            return value
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    raise TypeError(f"{type(value).__name__} has no wire form")
+    """What msgpack asks about: anything but numbers, strings (string enums too) and containers."""
+    cls: Any = type(value)
+    return _plain_of(cls)(value)
 
 
-def _only_ints(values: Any) -> bool:
-    return set(map(type, values)) == {int}
+@cache
+def _plain_of(cls: Any) -> Callable[[Any], Any]:
+    if issubclass(cls, Enum):
+        return attrgetter("value")
+    if cls is int:
+        raise OverflowError("integers have at most 64 bits on the wire")
+    if not dataclasses.is_dataclass(cls):
+        raise TypeError(f"{cls.__name__} has no wire form")
+    names = _field_names(cls)
+    if len(names) > 1:
+        return attrgetter(*names)  # a tuple of all of them
+    return lambda value: [getattr(value, name) for name in names]
 
 
 @cache
 def _field_names(cls: Any) -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(cls))
-
-
-def _wrong(path: str, expected: str, value: object) -> InvalidRequest:
-    return InvalidRequest(f"{path}: expected {expected}, got {type(value).__name__}", param=path)
 
 
 @cache
@@ -96,27 +104,27 @@ def _decoder(kind: Any) -> _Decoder:
     raise TypeError(f"{kind} has no wire form")
 
 
-def _decode_float(value: Any, path: str) -> float:
+def _decode_float(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise _wrong(path, "float", value)
+        raise _Wrong("float", value)
     return float(value)
 
 
 def _scalar_decoder(kind: type) -> _Decoder:
-    def scalar(value: Any, path: str) -> Any:
+    def scalar(value: Any) -> Any:
         if type(value) is not kind:
-            raise _wrong(path, kind.__name__, value)
+            raise _Wrong(kind.__name__, value)
         return value
 
     return scalar
 
 
 def _enum_decoder(kind: type[Enum]) -> _Decoder:
-    def member(value: Any, path: str) -> Any:
+    def member(value: Any) -> Any:
         try:
             return kind(value)
         except ValueError:
-            raise _wrong(path, kind.__name__, value) from None
+            raise _Wrong(kind.__name__, value) from None
 
     return member
 
@@ -124,15 +132,39 @@ def _enum_decoder(kind: type[Enum]) -> _Decoder:
 def _dataclass_decoder(kind: type) -> _Decoder:
     hints = typing.get_type_hints(kind)
     names = _field_names(kind)
-    parts = [(name, _decoder(hints[name])) for name in names]
+    decoders = [_decoder(hints[name]) for name in names]
+    make = _maker(kind, names)
 
-    def build(value: Any, path: str) -> Any:
-        if not isinstance(value, tuple) or len(value) != len(parts):
-            raise _wrong(path, f"{kind.__name__} of {len(parts)} fields", value)
-        pairs = zip(parts, value, strict=True)
-        return kind(**{name: part(item, f"{path}.{name}") for (name, part), item in pairs})
+    def build(value: Any) -> Any:
+        if type(value) is not tuple or len(value) != len(names):
+            raise _Wrong(f"{kind.__name__} of {len(names)} fields", value)
+        values: list[Any] = []
+        try:
+            for part, item in zip(decoders, value, strict=True):
+                values.append(part(item))
+        except _Wrong as wrong:
+            wrong.names.append(names[len(values)])
+            raise
+        return make(values)
 
     return build
+
+
+def _maker(kind: type, names: tuple[str, ...]) -> Callable[[list[Any]], Any]:
+    """From the values of all fields to an instance. The slots are filled directly, which is half
+    the time of a frozen dataclass's own constructor, unless there is one that checks them."""
+    if "__slots__" not in vars(kind) or hasattr(kind, "__post_init__"):
+        return lambda values: kind(**dict(zip(names, values, strict=True)))
+    setters = [vars(kind)[name].__set__ for name in names]
+    new = object.__new__
+
+    def make(values: list[Any]) -> Any:
+        message = new(kind)
+        for put, value in zip(setters, values, strict=True):
+            put(message, value)
+        return message
+
+    return make
 
 
 def _optional_decoder(kind: Any) -> _Decoder:
@@ -140,38 +172,51 @@ def _optional_decoder(kind: Any) -> _Decoder:
     if len(inner) != 1 or len(typing.get_args(kind)) != 2:
         raise TypeError(f"{kind}: only `X | None` has a wire form")
     part = _decoder(inner[0])
-    return lambda value, path: None if value is None else part(value, path)
+    return lambda value: None if value is None else part(value)
 
 
 def _tuple_decoder(kind: Any) -> _Decoder:
     args = typing.get_args(kind)
     if len(args) == 2 and args[1] is Ellipsis:
-        part = _decoder(args[0])
-
-        def many(value: Any, path: str) -> Any:
-            if not isinstance(value, tuple):
-                raise _wrong(path, "array", value)
-            if args[0] is int and _only_ints(value):
-                return value
-            return tuple(part(item, path) for item in value)
-
-        return many
+        return _array_decoder(args[0])
     parts = [_decoder(arg) for arg in args]
 
-    def fixed(value: Any, path: str) -> Any:
-        if not isinstance(value, tuple) or len(value) != len(parts):
-            raise _wrong(path, f"array of {len(parts)}", value)
-        return tuple(part(item, path) for part, item in zip(parts, value, strict=True))
+    def fixed(value: Any) -> Any:
+        if type(value) is not tuple or len(value) != len(parts):
+            raise _Wrong(f"array of {len(parts)}", value)
+        return tuple(part(item) for part, item in zip(parts, value, strict=True))
 
     return fixed
+
+
+def _array_decoder(kind: Any) -> _Decoder:
+    part = _decoder(kind)
+
+    def many(value: Any) -> Any:
+        if type(value) is not tuple:
+            raise _Wrong("array", value)
+        # A prompt can have 100,000 ids, and this runs on an event loop.
+        if not value or (kind is int and set(map(type, value)) == {int}):
+            return value
+        return tuple([part(item) for item in value])
+
+    return many
 
 
 def _dict_decoder(kind: Any) -> _Decoder:
     key_part, value_part = (_decoder(arg) for arg in typing.get_args(kind))
 
-    def mapping(value: Any, path: str) -> Any:
-        if not isinstance(value, dict):
-            raise _wrong(path, "map", value)
-        return {key_part(k, path): value_part(v, f"{path}.{k}") for k, v in value.items()}
+    def mapping(value: Any) -> Any:
+        if type(value) is not dict:
+            raise _Wrong("map", value)
+        found = {}
+        for key, item in value.items():
+            name = key_part(key)
+            try:
+                found[name] = value_part(item)
+            except _Wrong as wrong:
+                wrong.names.append(str(key))
+                raise
+        return found
 
     return mapping
