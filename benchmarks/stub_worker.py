@@ -20,6 +20,7 @@ from typing import Any
 import uvloop
 from tokenizers import Tokenizer
 
+from cluster.heap import settle_heap
 from protocol.ids import RequestKey, Role, WorkerRef, new_epoch
 from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.messages import (
@@ -170,6 +171,7 @@ async def _serve(tokens: tuple[int, ...], gap_s: float) -> None:
     prefill.peer = decode
     refs = [await prefill.start(), await decode.start()]
     print(json.dumps([asdict(ref) for ref in refs]), flush=True)
+    settle_heap()
     loop = asyncio.get_running_loop()
     closed = loop.run_in_executor(None, sys.stdin.read)
     began = loop.time()

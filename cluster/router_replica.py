@@ -13,6 +13,7 @@ from ray.exceptions import RayError
 from cluster.admin import ClusterAdmin
 from cluster.config import ClusterConfig
 from cluster.directory import find_directory
+from cluster.heap import settle_heap
 from cluster.membership import Following, Kind, Member
 from cluster.models import find_model
 from observability.logging import configure_logging, get_logger
@@ -53,6 +54,7 @@ class RouterReplica:
             grpc_host=network.host,
             grpc_port=network.grpc_port,
         )
+        settle_heap()
         self._watch = asyncio.create_task(self._follow(), name="watch")
         self._heart = asyncio.create_task(self._beat(), name="heartbeat")
 

@@ -12,6 +12,7 @@ from ray.exceptions import RayError
 
 from cluster.config import AUTO, ClusterConfig
 from cluster.directory import find_directory
+from cluster.heap import settle_heap
 from cluster.membership import Kind, Member
 from cluster.models import find_model
 from cluster.ranks import on_own_gpu, start_followers
@@ -69,6 +70,7 @@ class WorkerReplica:
         name = f"{role}-{serve.get_replica_context().replica_id.unique_id}"
         self._worker = await _build(role, config, name, await self._directory.secret.remote())
         self._ref = await self._worker.start()
+        settle_heap()
         await self._report()
         self._heart = asyncio.create_task(self._beat(), name="heartbeat")
 
