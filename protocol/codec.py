@@ -13,7 +13,8 @@ import typing
 from collections.abc import Callable
 from enum import Enum
 from functools import cache
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, call
 from typing import Any, TypeVar, Union
 
 import msgpack
@@ -71,7 +72,8 @@ def _plain_of(cls: Any) -> Callable[[Any], Any]:
         return attrgetter("value")
     if cls is int:
         raise OverflowError("integers have at most 64 bits on the wire")
-    if not dataclasses.is_dataclass(cls):
+    kind: Any = cls
+    if not dataclasses.is_dataclass(kind):
         raise TypeError(f"{cls.__name__} has no wire form")
     names = _field_names(cls)
     if len(names) > 1:
@@ -81,14 +83,20 @@ def _plain_of(cls: Any) -> Callable[[Any], Any]:
 
 @cache
 def _field_names(cls: Any) -> tuple[str, ...]:
+    if _is_named_tuple(cls):
+        return tuple(cls._fields)
     return tuple(f.name for f in dataclasses.fields(cls))
+
+
+def _is_named_tuple(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
 
 
 @cache
 def _decoder(kind: Any) -> _Decoder:
     origin = typing.get_origin(kind)
-    if dataclasses.is_dataclass(kind):
-        return _dataclass_decoder(typing.cast(type, kind))
+    if dataclasses.is_dataclass(kind) or _is_named_tuple(kind):
+        return _record_decoder(typing.cast(type, kind))
     if origin in (Union, types.UnionType):
         return _optional_decoder(kind)
     if origin is tuple:
@@ -129,7 +137,7 @@ def _enum_decoder(kind: type[Enum]) -> _Decoder:
     return member
 
 
-def _dataclass_decoder(kind: type) -> _Decoder:
+def _record_decoder(kind: type) -> _Decoder:
     hints = typing.get_type_hints(kind)
     names = _field_names(kind)
     decoders = [_decoder(hints[name]) for name in names]
@@ -138,30 +146,38 @@ def _dataclass_decoder(kind: type) -> _Decoder:
     def build(value: Any) -> Any:
         if type(value) is not tuple or len(value) != len(names):
             raise _Wrong(f"{kind.__name__} of {len(names)} fields", value)
-        values: list[Any] = []
         try:
-            for part, item in zip(decoders, value, strict=True):
-                values.append(part(item))
+            values = list(map(call, decoders, value))
         except _Wrong as wrong:
-            wrong.names.append(names[len(values)])
+            wrong.names.append(names[_first_wrong(decoders, value)])
             raise
         return make(values)
 
     return build
 
 
-def _maker(kind: type, names: tuple[str, ...]) -> Callable[[list[Any]], Any]:
+def _first_wrong(decoders: list[_Decoder], values: tuple[Any, ...]) -> int:
+    for place, (part, item) in enumerate(zip(decoders, values, strict=True)):
+        try:
+            part(item)
+        except _Wrong:
+            return place
+    raise AssertionError("none is wrong")
+
+
+def _maker(kind: Any, names: tuple[str, ...]) -> Callable[[list[Any]], Any]:
     """From the values of all fields to an instance. The slots are filled directly, which is half
     the time of a frozen dataclass's own constructor, unless there is one that checks them."""
+    if _is_named_tuple(kind):
+        return typing.cast(Callable[[list[Any]], Any], kind._make)
     if "__slots__" not in vars(kind) or hasattr(kind, "__post_init__"):
         return lambda values: kind(**dict(zip(names, values, strict=True)))
     setters = [vars(kind)[name].__set__ for name in names]
     new = object.__new__
 
     def make(values: list[Any]) -> Any:
-        message = new(kind)
-        for put, value in zip(setters, values, strict=True):
-            put(message, value)
+        message: Any = new(kind)
+        list(map(call, setters, repeat(message), values))
         return message
 
     return make

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class Role(StrEnum):
@@ -14,12 +15,12 @@ class Role(StrEnum):
     DECODE = "decode"
 
 
-@dataclass(frozen=True, slots=True)
-class RequestKey:
+class RequestKey(NamedTuple):
     """One attempt at one request. Every message about a request carries it.
 
     `attempt` starts at 0 and grows by one each time the router submits the request again,
-    so that anything a lost attempt still sends is recognised as old.
+    so that anything a lost attempt still sends is recognised as old. A tuple, because it is made,
+    hashed and compared for every token.
     """
 
     request_id: str

@@ -89,7 +89,7 @@ class Generation:
         self._spans = list(spans)
         self._tasks: list[asyncio.Task[None]] = []
         self._ready: list[Delta] = []
-        self._wake = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
         self._running = len(jobs)
         self._error: BaseException | None = None
         self._last_token = 0.0
@@ -126,15 +126,16 @@ class Generation:
 
     async def __aiter__(self) -> AsyncIterator[list[Delta]]:
         while True:
-            await self._wake.wait()
-            self._wake.clear()
             if self._ready:
                 ready, self._ready = self._ready, []
                 yield ready
-            if self._error is not None:
+            elif self._error is not None:
                 raise self._error
-            if not self._running and not self._ready:
+            elif not self._running:
                 return
+            else:
+                self._reader = asyncio.get_running_loop().create_future()
+                await self._reader
 
     @property
     def usage(self) -> Usage:
@@ -182,7 +183,7 @@ class Generation:
         if text or stream.finish is not None:
             self._ready.append(Delta(choice.job.index, text, choice.held_ids, stream.finish))
             choice.held_ids = []
-            self._wake.set()
+            self._rouse()
         return stream.finish is not None
 
     def _measure(self) -> None:
@@ -207,7 +208,11 @@ class Generation:
                 self._error = error if known else _internal(error)
                 for other in self._tasks:
                     other.cancel()
-        self._wake.set()
+        self._rouse()
+
+    def _rouse(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 def _internal(error: BaseException) -> Internal:

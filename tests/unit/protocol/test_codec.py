@@ -38,6 +38,10 @@ def strategy(cls):
     return st.builds(cls, **{name: _of(kind) for name, kind in _hints(cls).items()})
 
 
+def is_record(kind):
+    return dataclasses.is_dataclass(kind) or hasattr(kind, "_fields")
+
+
 def _hints(cls):
     return typing.get_type_hints(cls)
 
@@ -52,7 +56,7 @@ def _of(kind):
         return st.from_type(kind)
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return st.sampled_from(kind)
-    if dataclasses.is_dataclass(kind):
+    if is_record(kind):
         return strategy(kind)
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return st.one_of(st.none(), *(_of(arg) for arg in args if arg is not type(None)))
@@ -77,7 +81,7 @@ def _smallest_of(kind):
         return kind()
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return next(iter(kind))
-    if dataclasses.is_dataclass(kind):
+    if is_record(kind):
         return smallest(kind)
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return None
