@@ -21,6 +21,7 @@ from protocol.errors import Unavailable
 from protocol.ids import Role, WorkerRef
 from protocol.messages import WorkerStatus
 from protocol.states import WorkerState
+from worker_runtime.threads import in_own_thread
 
 log = get_logger(__name__)
 
@@ -132,6 +133,7 @@ async def _build(role: Role, config: ClusterConfig, name: str, secret: bytes) ->
     and imports take as long as ours."""
     pool = config.pool(role)
     followers = start_followers(config, pool)
+    await in_own_thread(_import_worker)
     from decode_worker.worker import DecodeWorker
     from engine.ranks import RankGroup
     from prefill_worker.worker import PrefillWorker
@@ -152,3 +154,9 @@ async def _build(role: Role, config: ClusterConfig, name: str, secret: bytes) ->
     if role is Role.PREFILL:
         return PrefillWorker(settings, group=group)
     return DecodeWorker(settings, group=group)
+
+
+def _import_worker() -> None:
+    """Read the modules that a worker is made of, which takes seconds of computing."""
+    import decode_worker.worker
+    import prefill_worker.worker  # noqa: F401

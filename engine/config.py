@@ -20,7 +20,9 @@ class EngineConfig:
     tp_size: tensor-parallel ranks, one process each.
     decode_copy_bytes: memory that a CPU engine may spend on dense copies of the KV of running
         sequences, which make decode steps faster; 0 keeps none.
-    num_threads: threads of CPU kernels (a setting of the whole process); None leaves them alone.
+    num_threads: threads of CPU kernels (a setting of the whole process). With None, the workers of
+        a machine that have work share its cores, step by step; tensor-parallel ranks and
+        `engine.local` then take torch's own number.
     max_step_tokens: token budget of one step of `engine.local`; workers have their own schedulers.
     max_running: sequences that `engine.local` runs at once.
     """

@@ -21,6 +21,7 @@ from rpc.service import ClientPool, ControlServer, Handler, Method
 from worker_runtime.clock import Clock, wall_clock
 from worker_runtime.commands import Cancelled, RouterCommand, RouterGone, Submitted
 from worker_runtime.config import WorkerConfig
+from worker_runtime.cores import SharedCores
 from worker_runtime.driver import Deliver, Scheduler, SchedulerDriver
 from worker_runtime.grammars import Grammars
 from worker_runtime.inbox import Inbox
@@ -124,6 +125,7 @@ class WorkerHost(Generic[C, Out]):
             executor=self.ranks.executor,
             inbox=self.inbox,
             clock=self.clock,
+            cores=SharedCores() if _shares_cores(self.settings.engine) else None,
         )
         self.shell = self._make_shell(accept, whole_output, handoff_counters)
         self._server.add(self.shell.handlers())
@@ -195,3 +197,8 @@ class WorkerHost(Generic[C, Out]):
     def status(self) -> WorkerStatus:
         """This worker as it is now."""
         return self.shell.status()
+
+
+def _shares_cores(engine: EngineConfig) -> bool:
+    """Ranks of one engine wait for each other, so their threads must not vary; a GPU needs none."""
+    return engine.device == "cpu" and engine.tp_size == 1 and engine.num_threads is None

@@ -16,6 +16,7 @@ from engine.batch import StepBatch, StepResult
 from engine.executor import PendingStep
 from observability.logging import get_logger
 from worker_runtime.clock import Clock
+from worker_runtime.cores import SharedCores
 from worker_runtime.inbox import Inbox
 
 C = TypeVar("C")
@@ -66,9 +67,18 @@ class StepLoop(Generic[C]):
     """Runs a driver on a thread of its own until `stop`, or until the engine breaks."""
 
     def __init__(
-        self, *, name: str, driver: Driver[C], executor: StepExecutor, inbox: Inbox[C], clock: Clock
+        self,
+        *,
+        name: str,
+        driver: Driver[C],
+        executor: StepExecutor,
+        inbox: Inbox[C],
+        clock: Clock,
+        cores: SharedCores | None = None,
     ) -> None:
+        """With `cores`, steps share the machine's cores with those of its other workers."""
         self._driver = driver
+        self._cores = cores
         self._executor = executor
         self._inbox = inbox
         self._clock = clock
@@ -102,6 +112,8 @@ class StepLoop(Generic[C]):
                 self._turn()
             while self._launched:
                 self._land()
+            if self._cores is not None:
+                self._cores.close()
         except Exception as error:
             log.exception("step loop ended")
             self.broken = error
@@ -125,12 +137,16 @@ class StepLoop(Generic[C]):
         elif self._launched:
             self._land()
         else:
+            if self._cores is not None:
+                self._cores.release()
             deadline = self._driver.next_deadline()
             self._inbox.wait(None if deadline is None else max(0.0, deadline - self._clock()))
 
     def _launch(self, batch: StepBatch, now: float) -> None:
         if self._step_started is None:
             self._step_started = now
+        if self._cores is not None:
+            self._cores.take()
         self._launched.append(self._executor.launch(batch))
 
     def _land(self) -> None:

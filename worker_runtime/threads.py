@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
 
+#: Priority of loading, as of nice(1): 10 leaves it about a tenth of a core that somebody else wants.
+LOAD_NICENESS = 10
+
 
 async def in_own_thread(work: Callable[[], T]) -> T:
     """The result of `work`, run in a new thread.
 
-    Not a pool's thread: one that has run tensor operations keeps its OpenMP team until it ends, and
+    It runs below the other threads' priority: a worker that loads beside others must not hold up
+    their streams. Not a pool's thread: one that has run tensor operations keeps its OpenMP team until it ends, and
     a second team in the process slows down every step (see kv_transfer.single_thread).
     """
     loop = asyncio.get_running_loop()
@@ -28,6 +34,8 @@ async def in_own_thread(work: Callable[[], T]) -> T:
             done.set_result(result)  # type: ignore[arg-type]
 
     def run() -> None:
+        if sys.platform == "linux":  # elsewhere priorities belong to whole processes
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOAD_NICENESS)
         try:
             result, error = work(), None
         except BaseException as caught:  # noqa: BLE001 - it is raised where the result is awaited

@@ -1,0 +1,72 @@
+"""Sharing a machine's cores between the workers that have work."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from worker_runtime.cores import BusyWorkers, SharedCores
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_worker_alone_takes_every_core_and_two_halve_them(tmp_path: Path) -> None:
+    first, second = SharedCores(tmp_path, 8), SharedCores(tmp_path, 8)
+    assert (first.take(), torch.get_num_threads()) == (8, 8)
+    assert (second.take(), torch.get_num_threads()) == (4, 4)
+    assert first.take() == 4
+    second.release()
+    assert first.take() == 8
+    first.close()
+    second.close()
+
+
+def test_every_worker_has_a_thread_however_many_there_are(tmp_path: Path) -> None:
+    workers = [SharedCores(tmp_path, 2) for _ in range(5)]
+    assert [worker.take() for worker in workers] == [2, 1, 1, 1, 1]
+    for worker in workers:
+        worker.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_idle_and_closed_workers_do_not_count(tmp_path: Path) -> None:
+    me, idle, gone = (BusyWorkers(tmp_path) for _ in range(3))
+    gone.begin()
+    assert me.others() == 1
+    gone.close()
+    assert me.others() == 0
+    idle.begin()
+    idle.begin()
+    assert me.others() == 1
+    idle.end()
+    assert me.others() == 0
+    me.close()
+    idle.close()
+
+
+def test_a_killed_worker_leaves_nothing_that_counts(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from worker_runtime.cores import BusyWorkers\n"
+        "BusyWorkers(Path(sys.argv[1])).begin(); print('busy', flush=True); time.sleep(60)"
+    )
+    me = BusyWorkers(tmp_path)
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "busy\n"
+        assert me.others() == 1
+        process.kill()
+    assert me.others() == 0
+    assert BusyWorkers(tmp_path).others() == 0
+    assert len(list(tmp_path.iterdir())) == 2  # the dead one's file went when somebody new came
+    me.close()

@@ -1,0 +1,122 @@
+"""Divides a machine's cores among the workers on it that have work right now.
+
+On one host prefill and decode often take turns: while one waits, the other may use every core. But
+when both compute, more threads than cores are worse than fewer, because the threads of a parallel
+region wait for each other. So each step takes cores / (workers with work) threads.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+import uuid
+from pathlib import Path
+
+import torch
+
+
+def shared_folder() -> Path:
+    """Where this user's workers on this machine find each other."""
+    return Path(tempfile.gettempdir()) / f"baton-{os.getuid()}" / "cores"
+
+
+class BusyWorkers:
+    """Who has work: a locked file a worker in one folder. The lock ends with its process, however
+    that ends. Used from one thread."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._folder = folder
+        self._path = folder / f"{os.getpid()}-{uuid.uuid4().hex}"
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._others: dict[str, int] = {}
+        self._listed = -1
+        self._busy = False
+
+    def begin(self) -> None:
+        """This worker has work."""
+        if not self._busy:
+            fcntl.flock(self._file, fcntl.LOCK_EX)  # at most waits for another's look at it
+            self._busy = True
+
+    def end(self) -> None:
+        """This worker waits for work."""
+        if self._busy:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._busy = False
+
+    def others(self) -> int:
+        """How many other workers have work."""
+        self._list()
+        return sum(map(_is_locked, self._others.values()))
+
+    def close(self) -> None:
+        """Leave for good."""
+        self._path.unlink(missing_ok=True)
+        for file in (self._file, *self._others.values()):
+            os.close(file)
+        self._others = {}
+
+    def _list(self) -> None:
+        """Look who came and went, when the folder has changed."""
+        changed = self._folder.stat().st_mtime_ns
+        if changed == self._listed:
+            return
+        self._listed = changed
+        paths = {path.name: path for path in self._folder.iterdir() if path != self._path}
+        for name in self._others.keys() - paths.keys():
+            os.close(self._others.pop(name))
+        for name in paths.keys() - self._others.keys():
+            if not _is_alive(name):
+                paths[name].unlink(missing_ok=True)
+                continue
+            try:
+                self._others[name] = os.open(paths[name], os.O_RDWR | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue
+
+
+class SharedCores:
+    """Sets how many threads this worker's next step takes. All methods run on the step thread."""
+
+    def __init__(self, folder: Path | None = None, num_cores: int | None = None) -> None:
+        self._num_cores = num_cores or len(os.sched_getaffinity(0))
+        self._workers = BusyWorkers(folder or shared_folder())
+        self._num_threads = 0
+
+    def take(self) -> int:
+        """A step is about to run: the threads it has from now on."""
+        self._workers.begin()
+        num_threads = max(1, self._num_cores // (1 + self._workers.others()))
+        if num_threads != self._num_threads:
+            torch.set_num_threads(num_threads)
+            self._num_threads = num_threads
+        return num_threads
+
+    def release(self) -> None:
+        """Nothing can run now."""
+        self._workers.end()
+
+    def close(self) -> None:
+        """No step will run any more."""
+        self._workers.close()
+
+
+def _is_locked(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(file, fcntl.LOCK_UN)
+    return False
+
+
+def _is_alive(name: str) -> bool:
+    try:
+        os.kill(int(name.partition("-")[0]), 0)
+    except ProcessLookupError:
+        return False
+    except (ValueError, PermissionError):
+        return True
+    return True
