@@ -11,7 +11,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-#: Priority of loading, as of nice(1): 10 leaves it about a tenth of a core that somebody else wants.
+#: Priority of loading, as of nice(1): of a core that others want, it gets about a tenth.
 LOAD_NICENESS = 10
 
 
@@ -19,8 +19,9 @@ async def in_own_thread(work: Callable[[], T]) -> T:
     """The result of `work`, run in a new thread.
 
     It runs below the other threads' priority: a worker that loads beside others must not hold up
-    their streams. Not a pool's thread: one that has run tensor operations keeps its OpenMP team until it ends, and
-    a second team in the process slows down every step (see kv_transfer.single_thread).
+    their streams. Not a pool's thread: one that has run tensor operations keeps its OpenMP team
+    until it ends, and a second team in the process slows down every step (see
+    kv_transfer.single_thread).
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
