@@ -17,6 +17,7 @@ from protocol.sampling import SamplingParams
 from protocol.states import FinishReason, WorkerState
 from protocol.ticket import Ticket
 from protocol.timeline import Span
+from protocol.trace import TraceContext
 
 # --- router -> worker -----------------------------------------------------------------------------
 
@@ -31,6 +32,7 @@ class Submit:
     `cache_salt`: only requests of the same salt share cached KV. `bypass_prefix_cache`: every
     prompt token has to run (its logits are wanted); what it computes is cached all the same.
     `grammar` is what the output must look like.
+    `trace`: where the request stands in a distributed trace.
     """
 
     key: RequestKey
@@ -46,6 +48,7 @@ class Submit:
     cache_salt: str = ""
     bypass_prefix_cache: bool = False
     grammar: Grammar | None = None
+    trace: TraceContext | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

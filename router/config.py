@@ -47,6 +47,8 @@ class RouterConfig:
     drain_s: how long a drain waits for requests in flight.
     api_keys_file: YAML file of the keys that may call (docs/security.md), read again when it
         changes; empty: no key is needed.
+    otlp_endpoint: where OpenTelemetry spans of requests are sent, over OTLP/HTTP; empty: where the
+        OTEL_* variables say, or nowhere.
     vllm_metric_names: export the shared metrics as `vllm:*` too.
     """
 
@@ -81,6 +83,7 @@ class RouterConfig:
     drain_s: float = 30.0
     api_keys_file: str = ""
     tls: TlsConfig = field(default_factory=TlsConfig)
+    otlp_endpoint: str = ""
     vllm_metric_names: bool = False
 
     def __post_init__(self) -> None:

@@ -23,6 +23,7 @@ from protocol.messages import Submit
 from protocol.sampling import SamplingParams
 from protocol.ticket import Ticket
 from protocol.timeline import Phase, Span
+from protocol.trace import TraceContext
 from router.attempt import Attempt, Emit, Ended, Outcome
 from router.config import RouterConfig
 from router.member import Member
@@ -55,6 +56,7 @@ class SequenceJob:
     cache_salt: str = ""
     bypass_prefix_cache: bool = False
     wants_timeline: bool = False
+    trace: TraceContext | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,6 +294,7 @@ class Flight:
             local_prefill_reason=pair.choice.local_reason or "",
             cache_salt=self._job.cache_salt,
             bypass_prefix_cache=self._job.bypass_prefix_cache,
+            trace=self._job.trace,
         )
         if pair.prefill is None:
             return [base]

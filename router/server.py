@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from observability.export import MetricSet
@@ -25,7 +26,11 @@ from router.openai.app import make_app
 from router.openai.server import HttpServer
 from router.relay import Relay
 from router.service import InferenceService
+from router.spans import make_tracing
 from router.tls import Tls
+
+if TYPE_CHECKING:
+    from observability.tracing import Tracing
 
 log = get_logger(__name__)
 
@@ -57,6 +62,7 @@ class Router:
         metric_set: MetricSet | None = None,
         clock: Callable[[], float] = time.time,
         rng: random.Random | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.config = config
         self.router_id = f"router-{uuid4().hex[:12]}"
@@ -70,6 +76,7 @@ class Router:
         self._rng = rng or random.Random()
         self._access = Access(config.api_keys_file, tiers=frozenset(config.service_tiers))
         self._tls = Tls(config.tls)
+        self._tracing = tracing or make_tracing(config.otlp_endpoint, self.router_id)
         self._model = ServedModel(config)
         self._exported: set[str] = set()
         self._retiring = False
@@ -158,6 +165,8 @@ class Router:
         if self._members is not None:
             await self._members.close()
         self._model.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
 
     # --- the cluster ------------------------------------------------------------------------------
 
@@ -231,6 +240,7 @@ class Router:
             relay=relay,
             metric_set=self.metrics,
             clock=self._clock,
+            tracing=self._tracing,
         )
         app = make_app(
             self._service,

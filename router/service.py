@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from observability import metrics
 from observability.export import MetricSet
@@ -17,6 +17,7 @@ from protocol.errors import BatonError, ErrorCode, Internal, InvalidRequest, Una
 from protocol.ids import Role, new_request_id
 from protocol.sampling import MAX_SEED
 from protocol.timeline import Phase, Span
+from protocol.trace import TraceContext
 from router import fields as read
 from router import metering
 from router.admission import Admission
@@ -27,11 +28,15 @@ from router.model import ModelInfo, ServedModel
 from router.prepare import Limits, base_sampling, check_ids, make_jobs
 from router.relay import PlacedSpan, Relay
 from router.request import GenerateRequest, parse_messages
+from router.spans import traced
 from router.text.stops import StopMatcher
 from router.text.stream import TextStream
 from router.tiers import ServiceTier, tier_name
 from router.unserved import check_fields
 from router.waiting import Errand, WaitingRoom
+
+if TYPE_CHECKING:
+    from observability.tracing import Tracing
 
 log = get_logger(__name__)
 
@@ -65,7 +70,9 @@ class InferenceService:
         relay: Relay,
         metric_set: MetricSet,
         clock: Callable[[], float],
+        tracing: Tracing | None = None,
     ) -> None:
+        self._tracing = tracing
         self.metrics = metric_set
         self.clock = clock
         self.admission = Admission(limit=config.max_requests, retry_after_s=config.retry_after_s)
@@ -116,20 +123,31 @@ class InferenceService:
         *,
         arrival: float,
         caller: Caller = ANYONE,
+        trace: TraceContext | None = None,
         time_left_s: float | None = None,
     ) -> AsyncIterator[Generation]:
         """Run a request for the length of the block.
 
         `arrival` is when it came, in seconds since the Unix epoch; `time_left_s` is the deadline of
-        the call itself, if it has one. Raises typed errors before anything is submitted.
+        the call itself, if it has one; `trace` is where it stands in a trace. Raises typed errors
+        before anything is submitted.
         """
         self._model.check_name(request.model, caller)
         deadline = arrival + self._time_allowed(request, time_left_s)
         if self._config.prefix_cache_per_key:
             request = replace(request, cache_salt=f"{caller.name}\0{request.cache_salt}")
-        with self.admission.enter(request.num_sequences, caller):
+        traced_request = traced(
+            self._tracing,
+            request,
+            arrival=arrival,
+            incoming=trace,
+            model=self.model_name,
+            clock=self.clock,
+        )
+        with traced_request as span, self.admission.enter(request.num_sequences, caller):
             errand = self._errand(request, caller, arrival, deadline)
-            async with await self._prepare(request, errand) as generation:
+            span.generation = await self._prepare(request, errand, span.context)
+            async with span.generation as generation:
                 yield generation
             tpot_s = metering.succeeded(self.metrics, generation, end=self.clock())
             if tpot_s is not None:
@@ -218,7 +236,9 @@ class InferenceService:
             deadline=deadline,
         )
 
-    async def _prepare(self, request: GenerateRequest, errand: Errand) -> Generation:
+    async def _prepare(
+        self, request: GenerateRequest, errand: Errand, trace: TraceContext | None
+    ) -> Generation:
         limits = self._limits()
         sampling = base_sampling(
             request, limits, eos_ids=self._model.eos_ids, seed=secrets.randbelow(MAX_SEED)
@@ -232,6 +252,8 @@ class InferenceService:
         jobs = make_jobs(
             request, prompts, sampling, limits, request_id=request_id, deadline=errand.deadline
         )
+        if trace is not None:
+            jobs = [replace(job, trace=trace) for job in jobs]
         await self._relay.hash_blocks(jobs)
         if not self._relay.members.ready(Role.DECODE):
             raise Unavailable("no decode worker is ready", retry_after_s=self._config.retry_after_s)

@@ -183,6 +183,9 @@ class Shell:
         self._identity.limits.check(submit, whole_output=self._identity.whole_output)
         matcher = None if submit.grammar is None else await self._compile(submit)
         self._accept(submit, matcher)
+        if submit.trace is not None:
+            trace = {"request": submit.key.request_id, "traceparent": submit.trace.parent}
+            log.debug("request accepted", extra=trace)
         self._submitted_since_snapshot += 1
         self._idle.clear()
         return Ack()

@@ -13,6 +13,7 @@ from protocol.wire import inference_pb2 as pb
 from router.generation import Generation
 from router.grpc import convert
 from router.grpc.errors import abort
+from router.grpc.metadata import trace_of
 from router.keys import Caller
 from router.request import GenerateRequest, parse_request
 from router.service import Door, InferenceService
@@ -47,7 +48,11 @@ class InferenceServicer:
                 parsed = parse_request(kind, fields)
                 token_ids = not request.HasField("return_token_ids") or request.return_token_ids
                 async with self._service.generate(
-                    parsed, caller=caller, arrival=arrival, time_left_s=_time_left_s(context)
+                    parsed,
+                    caller=caller,
+                    arrival=arrival,
+                    trace=trace_of(context),
+                    time_left_s=_time_left_s(context),
                 ) as generation:
                     last = await self._relay(parsed, generation, context, token_ids=token_ids)
             # Off the books first: whoever has its answer can ask again at once.

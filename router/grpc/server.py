@@ -18,6 +18,7 @@ from router.access import Access
 from router.grpc.admin import AdminServicer
 from router.grpc.errors import abort
 from router.grpc.inference import InferenceServicer
+from router.grpc.metadata import metadata_value
 
 M = TypeVar("M", bound=Message)
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -121,7 +122,7 @@ class _Guard:
 
         async def call(request: Any, context: _Context) -> Any:
             try:
-                caller = self._access.caller(authorization(context))
+                caller = self._access.caller(metadata_value(context, "authorization"))
                 if self._admin:
                     caller.check_admin()
                     log.info("admin call", extra={"method": method.__name__, "key": caller.name})
@@ -146,19 +147,11 @@ class _GuardedReflection(reflection.aio.ReflectionServicer):  # type: ignore[mis
     ) -> AsyncIterator[Any]:
         """Answer as the base does."""
         try:
-            self._access.caller(authorization(context))
+            self._access.caller(metadata_value(context, "authorization"))
         except BatonError as error:
             await abort(context, error)
         async for reply in super().ServerReflectionInfo(request_iterator, context):
             yield reply
-
-
-def authorization(context: _Context) -> str | None:
-    """The call's `authorization` metadata."""
-    for key, value in context.invocation_metadata() or ():
-        if key == "authorization" and isinstance(value, str):
-            return value
-    return None
 
 
 def _inference_handlers(servicer: InferenceServicer, guard: _Guard) -> dict[str, _Handler]:

@@ -26,7 +26,7 @@ from router.openai.answers import JSON_TYPE, Answer, cancelled_when_gone
 from router.openai.body import read_object
 from router.openai.chunks import ChunkWriter, Collector
 from router.openai.errors import error_body, error_headers, error_status
-from router.openai.guard import Guard, caller_of
+from router.openai.guard import Guard, caller_of, trace_of
 from router.request import GenerateRequest, RequestKind, parse_request
 from router.service import Door, InferenceService
 
@@ -87,7 +87,10 @@ class _Paths:
                     async with (
                         cancelled_when_gone(receive),
                         self._service.generate(
-                            request, caller=caller_of(scope), arrival=arrival
+                            request,
+                            caller=caller_of(scope),
+                            arrival=arrival,
+                            trace=trace_of(scope),
                         ) as generation,
                     ):
                         ending = await self._relay(request, generation, answer)

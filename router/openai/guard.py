@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from protocol.errors import BatonError
+from protocol.trace import TraceContext, parse_trace
 from router.access import Access
 from router.keys import ANYONE, Caller
 from router.openai.answers import Answer
@@ -35,6 +36,11 @@ def caller_of(scope: Scope) -> Caller:
     """Who sent a request that passed the guard."""
     caller: Caller = scope.get(_CALLER, ANYONE)
     return caller
+
+
+def trace_of(scope: Scope) -> TraceContext | None:
+    """Where the client says a request stands in its trace."""
+    return parse_trace(header(scope, b"traceparent"), header(scope, b"tracestate"))
 
 
 def header(scope: Scope, name: bytes) -> str | None:

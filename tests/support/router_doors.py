@@ -11,6 +11,7 @@ import aiohttp
 import grpc
 from grpc import aio
 
+from observability.tracing import Tracing
 from protocol.ids import Role
 from protocol.wire import inference_pb2_grpc as pb_grpc
 from router.admin import AdminBackend
@@ -53,7 +54,12 @@ MakeDoors = Callable[..., contextlib.AbstractAsyncContextManager[Doors]]
 
 @contextlib.asynccontextmanager
 async def open_doors(
-    fleet: StubFleet, model_folder: Path, *, admin: AdminBackend | None = None, **settings: object
+    fleet: StubFleet,
+    model_folder: Path,
+    *,
+    admin: AdminBackend | None = None,
+    tracing: Tracing | None = None,
+    **settings: object,
 ) -> AsyncIterator[Doors]:
     """A router over a fleet's workers, ready, with clients for both doors."""
     defaults = {
@@ -63,7 +69,7 @@ async def open_doors(
         "connect_timeout_s": 2.0,
     }
     config = RouterConfig(**(defaults | settings))  # type: ignore[arg-type]
-    router = Router(config, secret=fleet.secret, admin=admin)
+    router = Router(config, secret=fleet.secret, admin=admin, tracing=tracing)
     await router.start(http_host="127.0.0.1", http_port=0, grpc_host="127.0.0.1", grpc_port=0)
     try:
         async with aiohttp.ClientSession() as session:

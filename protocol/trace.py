@@ -1,0 +1,46 @@
+"""Where a request stands in a distributed trace: W3C Trace Context
+(https://www.w3.org/TR/trace-context/), as values."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_PARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_MAX_STATE = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceContext:
+    """One span of a trace, to be the parent of others. Ids in lower-case hexadecimal; `state` is
+    what other systems add, passed on as it came."""
+
+    trace_id: str
+    span_id: str
+    sampled: bool = False
+    state: str = ""
+
+    @property
+    def parent(self) -> str:
+        """The `traceparent` header."""
+        return f"00-{self.trace_id}-{self.span_id}-{int(self.sampled):02x}"
+
+
+def parse_trace(parent: str | None, state: str | None) -> TraceContext | None:
+    """The context in the headers `traceparent` and `tracestate`; None without a valid parent, which
+    the standard says to treat as none at all."""
+    match = _PARENT.fullmatch((parent or "").strip())
+    if match is None:
+        return None
+    version, trace_id, span_id, flags, rest = match.groups()
+    wrong = version == "ff" or (version == "00" and rest)
+    if wrong or not int(trace_id, 16) or not int(span_id, 16):
+        return None
+    state = state or ""
+    fits = len(state) <= _MAX_STATE and state.isascii() and state.isprintable()
+    return TraceContext(
+        trace_id=trace_id,
+        span_id=span_id,
+        sampled=bool(int(flags, 16) & 1),
+        state=state if fits else "",
+    )

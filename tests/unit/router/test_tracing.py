@@ -1,0 +1,141 @@
+"""Trace context on both doors, and the spans of requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+
+from observability.tracing import Tracing
+from protocol.ids import Role
+from protocol.wire import inference_pb2 as pb
+from tests.support.router_doors import Doors, open_doors
+from tests.support.stub_workers import StubFleet
+
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+BODY = {"prompt": "hello there", "max_tokens": 3}
+
+
+def headers(sampled: bool = True) -> dict[str, str]:
+    return {"traceparent": f"00-{TRACE}-{SPAN}-0{int(sampled)}", "tracestate": "vendor=1"}
+
+
+@pytest.fixture
+def spans() -> InMemorySpanExporter:
+    return InMemorySpanExporter()
+
+
+@pytest.fixture
+async def traced(
+    fleet: StubFleet, model_folder: Path, spans: InMemorySpanExporter
+) -> AsyncIterator[Doors]:
+    await fleet.add(Role.PREFILL)
+    await fleet.add(Role.DECODE)
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    async with open_doors(fleet, model_folder, tracing=Tracing(provider)) as doors:
+        yield doors
+
+
+async def finished(spans: InMemorySpanExporter) -> tuple[ReadableSpan, list[ReadableSpan]]:
+    """The request's span and its phases, once they have been made."""
+    async with asyncio.timeout(3):
+        while not (done := spans.get_finished_spans()) or done[-1].kind.name != "SERVER":
+            await asyncio.sleep(0.005)
+    *phases, root = done
+    return root, phases
+
+
+async def post(doors: Doors, body: dict, sampled: bool = True) -> None:
+    url = doors.url + "/v1/completions"
+    async with doors.http.post(url, json=body, headers=headers(sampled)) as response:
+        await response.read()
+
+
+async def call(doors: Doors, body: dict, sampled: bool = True) -> None:
+    metadata = tuple(headers(sampled).items())
+    async for _ in doors.inference.Generate(pb.GenerateRequest(**body), metadata=metadata):
+        pass
+
+
+@pytest.mark.parametrize("ask", [post, call])
+async def test_spans_of_a_request(traced: Doors, spans: InMemorySpanExporter, ask) -> None:
+    await ask(traced, BODY | {"timeline": True})
+    root, phases = await finished(spans)
+    assert f"{root.context.trace_id:032x}" == TRACE
+    assert f"{root.parent.span_id:016x}" == SPAN
+    assert root.name == "completion tiny"
+    assert root.attributes["gen_ai.usage.output_tokens"] == 3
+    assert 0 < root.attributes["baton.time_to_first_token"] < 3
+    assert {s.name for s in phases} >= {"tokenize", "route", "prefill", "transfer", "decode"}
+    for phase in phases:
+        assert phase.parent.span_id == root.context.span_id
+        assert phase.context.trace_id == root.context.trace_id
+        assert root.start_time <= phase.start_time <= phase.end_time <= root.end_time
+    moved = next(phase for phase in phases if phase.name == "transfer")
+    assert moved.attributes["baton.bytes"] == 4096
+    assert moved.attributes["baton.attempt"] == 0
+    for worker in traced.fleet.workers:
+        trace = worker.submitted[0].trace
+        assert trace.trace_id == TRACE
+        assert trace.span_id == f"{root.context.span_id:016x}"
+        assert trace.state == "vendor=1"
+
+
+async def test_a_failed_request_says_how_and_quotes_nothing(
+    traced: Doors, spans: InMemorySpanExporter
+) -> None:
+    await post(traced, {"prompt": "the secret", "max_tokens": 10**6})
+    root, phases = await finished(spans)
+    assert root.status.status_code is StatusCode.ERROR
+    assert root.attributes["error.type"] == "context_length_exceeded"
+    assert phases == []
+    assert "secret" not in root.to_json()
+
+
+async def test_a_client_that_does_not_sample_is_heeded(
+    traced: Doors, spans: InMemorySpanExporter
+) -> None:
+    await post(traced, BODY, sampled=False)
+    assert spans.get_finished_spans() == ()
+    trace = traced.fleet.workers[0].submitted[0].trace
+    assert (trace.trace_id, trace.sampled) == (TRACE, False)
+
+
+async def test_without_tracing_the_context_is_passed_on_as_it_came(doors: Doors) -> None:
+    await post(doors, BODY)
+    await call(doors, BODY)
+    for worker in doors.fleet.workers:
+        for submit in worker.submitted:
+            assert submit.trace.parent == headers()["traceparent"]
+    await doors.post("/v1/completions", BODY)
+    assert doors.fleet.workers[0].submitted[-1].trace is None
+
+
+async def test_spans_reach_a_collector(fleet: StubFleet, model_folder: Path) -> None:
+    await fleet.add(Role.DECODE)
+    bodies: list[bytes] = []
+
+    async def take(request: web.Request) -> web.Response:
+        bodies.append(await request.read())
+        return web.Response()
+
+    application = web.Application()
+    application.router.add_post("/v1/traces", take)
+    async with TestServer(application) as collector:
+        endpoint = f"http://127.0.0.1:{collector.port}"
+        async with open_doors(fleet, model_folder, otlp_endpoint=endpoint) as doors:
+            await post(doors, BODY)
+    sent = ExportTraceServiceRequest.FromString(bodies[0]).resource_spans[0]
+    attributes = {a.key: a.value.string_value for a in sent.resource.attributes}
+    assert attributes["service.name"] == "baton-router"
+    assert "decode" in {span.name for span in sent.scope_spans[0].spans}
