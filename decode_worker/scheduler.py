@@ -14,9 +14,7 @@ when it is gone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import StrEnum
-
+from decode_worker.admission import Admission
 from decode_worker.commands import (
     BlocksSafe,
     Command,
@@ -24,58 +22,48 @@ from decode_worker.commands import (
     EndHandoff,
     HandoffEnded,
     Output,
-    Reserve,
 )
+from decode_worker.entry import ADMITTED, WAITING, Entry, State
 from engine.batch import StepBatch, StepResult
+from engine.kv.allocator import BlockAllocator
 from protocol.errors import DeadlineExceeded, ErrorInfo
 from protocol.ids import RequestKey
+from protocol.kv_layout import KVFingerprint
 from protocol.messages import FailEvent, TokenEvent, WorkerLoad
 from protocol.timeline import Phase, Span
 from worker_runtime import counters
-from worker_runtime.blocks import Blocks
 from worker_runtime.commands import Cancelled, RouterCommand, RouterGone, Submitted
 from worker_runtime.config import WorkerConfig
 from worker_runtime.flight import Flight, Row
 from worker_runtime.grammars import constrain
+from worker_runtime.prefix_cache import PrefixCache
 from worker_runtime.sequence import Sequence
-
-
-class State(StrEnum):
-    """Where a sequence is on this worker."""
-
-    WAITING_ROOM = "waiting_room"
-    ARRIVING = "arriving"
-    WAITING = "waiting"
-    RUNNING = "running"
-    ENDING = "ending"
-    GONE = "gone"
-
-
-@dataclass(slots=True)
-class _Entry:
-    """A sequence with its state; `order` is its seniority (first arrived is served first)."""
-
-    sequence: Sequence
-    state: State
-    order: int
 
 
 class DecodeScheduler:
     """Decides what a decode worker does next. Not thread-safe: the step thread owns it."""
 
     def __init__(
-        self, *, config: WorkerConfig, blocks: Blocks, block_size: int, place: str
+        self,
+        *,
+        config: WorkerConfig,
+        blocks: BlockAllocator,
+        fingerprint: KVFingerprint,
+        place: str,
     ) -> None:
         self._config = config
         self._blocks = blocks
-        self._block_size = block_size
+        self._block_size = blocks.block_size
+        self._cache = PrefixCache(
+            blocks, fingerprint=fingerprint, enabled=config.enable_prefix_caching
+        )
         self._place = place
-        self._watermark = int(config.watermark * blocks.num_blocks)
-        self._entries: dict[RequestKey, _Entry] = {}
+        self._admission = Admission(config, blocks, self._cache)
+        self._entries: dict[RequestKey, Entry] = {}
         self._next_order = 0
-        self._rows: list[Row[_Entry]] = []
-        self._flight: Flight[_Entry] = Flight()
-        self._short: _Entry | None = None
+        self._rows: list[Row[Entry]] = []
+        self._flight: Flight[Entry] = Flight()
+        self._short: Entry | None = None
         self.num_preemptions = 0
         self.num_finished = 0
         self.num_failed = 0
@@ -92,7 +80,7 @@ class DecodeScheduler:
                 for key in keys:
                     self._cancel(key, out)
             case RouterGone(router_id=router_id):
-                gone = [k for k, e in self._entries.items() if _router(e) == router_id]
+                gone = [k for k, e in self._entries.items() if e.router_id == router_id]
                 for key in gone:
                     self._cancel(key, out)
             case Committed(key=key, first_token=token):
@@ -108,7 +96,7 @@ class DecodeScheduler:
         remote = sequence.submit.peer is not None
         sequence.mark_start(Phase.CREDIT_WAIT, now)
         state = State.WAITING_ROOM if remote else State.WAITING
-        self._entries[sequence.key] = _Entry(sequence, state, self._next_order)
+        self._entries[sequence.key] = Entry(sequence, state, self._next_order)
         self._next_order += 1
 
     def _cancel(self, key: RequestKey, out: Output) -> None:
@@ -124,6 +112,7 @@ class DecodeScheduler:
             return
         sequence = entry.sequence
         sequence.num_computed = len(sequence.tokens)
+        self._cache.keep(sequence)
         sequence.append(first_token)
         sequence.mark_start(Phase.DECODE_QUEUE, now)
         entry.state = State.RUNNING
@@ -135,10 +124,19 @@ class DecodeScheduler:
         if error is not None:
             self._fail(entry, error, retriable=True, out=out)
         if entry.state is State.ARRIVING:
-            self._blocks.quarantine(entry.sequence.block_ids)
-            entry.state = State.ENDING
+            self._quarantine(entry)
         else:
             self._forget(entry)
+
+    def _quarantine(self, entry: Entry) -> None:
+        """Set aside what the hand-off may still write to; it never does to blocks that were
+        there."""
+        sequence = entry.sequence
+        num_shared = sequence.num_computed // self._block_size
+        self._blocks.free(sequence.block_ids[:num_shared])
+        sequence.block_ids = sequence.block_ids[num_shared:]
+        self._blocks.quarantine(sequence.block_ids)
+        entry.state = State.ENDING
 
     def _blocks_safe(self, key: RequestKey) -> None:
         entry = self._entries.get(key)
@@ -155,7 +153,7 @@ class DecodeScheduler:
         self._expire(now, out)
         self._constrain(out)
         if self._short is None or self._short.state is not State.RUNNING:
-            self._admit(now, out)
+            out.reserves += self._admission.admit(self._entries.values(), now)
         self._short = None
         self._rows = []
         budget = self._config.max_num_batched_tokens
@@ -173,15 +171,22 @@ class DecodeScheduler:
             self._fail(self._entries[key], error, retriable=False, out=out)
             self._drop(self._entries[key], out, released=False, error=error)
 
-    def _runnable(self) -> list[tuple[_Entry, int]]:
+    def _runnable(self) -> list[tuple[Entry, int]]:
         """Decoding sequences first, so that a prompt's chunk never takes their place; then by
         age."""
         running = (e for e in self._entries.values() if e.state is State.RUNNING)
         counted = [(e, count) for e in running if (count := e.sequence.num_runnable)]
         return sorted(counted, key=lambda pair: (pair[1] > 1, pair[0].order))
 
-    def _take(self, entry: _Entry, num_runnable: int, budget: int, now: float) -> int:
+    def _take(self, entry: Entry, num_runnable: int, budget: int, now: float) -> int:
         sequence = entry.sequence
+        names: list[bytes] = []
+        if num_runnable > 1:
+            if self._cache.catch_up(sequence):
+                num_runnable = sequence.num_runnable
+            names = self._cache.names_ahead(sequence, min(num_runnable, budget))
+            if not self._flight.claim(sequence, names):
+                return 0
         num_tokens = min(num_runnable, budget)
         start = sequence.num_computed + sequence.num_in_flight
         if not self._make_room(entry, start + num_tokens):
@@ -189,10 +194,10 @@ class DecodeScheduler:
         if sequence.index is None:
             sequence.mark_end(Phase.DECODE_QUEUE, now)
         sequence.mark_start(Phase.DECODE if num_runnable == 1 else Phase.LOCAL_PREFILL, now)
-        self._rows.append(Row(entry, num_tokens, num_tokens == num_runnable))
+        self._rows.append(Row(entry, num_tokens, num_tokens == num_runnable, names))
         return num_tokens
 
-    def _make_room(self, entry: _Entry, num_positions: int) -> bool:
+    def _make_room(self, entry: Entry, num_positions: int) -> bool:
         """Give `entry` blocks for its next positions, preempting younger sequences if there are
         none; a victim in flight gives its blocks when it has landed, so `entry` sits this step
         out."""
@@ -212,18 +217,18 @@ class DecodeScheduler:
                 return False
         return True
 
-    def _youngest_running(self) -> _Entry:
+    def _youngest_running(self) -> Entry:
         running = (e for e in self._entries.values() if e.state is State.RUNNING)
         return max(running, key=lambda e: e.order)
 
-    def _preempt(self, entry: _Entry) -> None:
+    def _preempt(self, entry: Entry) -> None:
         self.num_preemptions += 1
         entry.sequence.num_preemptions += 1
         entry.state = State.WAITING
         self._rows = [row for row in self._rows if row.entry is not entry]
         self._settle(entry)
 
-    def _settle(self, entry: _Entry) -> None:
+    def _settle(self, entry: Entry) -> None:
         """Take the blocks of a sequence that runs no more, unless a step in flight writes to
         them."""
         sequence = entry.sequence
@@ -231,44 +236,6 @@ class DecodeScheduler:
             self._blocks.free(sequence.block_ids)
             sequence.block_ids = []
             sequence.num_computed = 0
-
-    def _admit(self, now: float, out: Output) -> None:
-        """Give blocks to waiting sequences, oldest first; one that does not fit is passed over,
-        until it has waited `starvation_s`: then younger ones wait for it."""
-        slots = self._config.max_num_seqs - self._count(State.RUNNING, State.ARRIVING)
-        for entry in sorted(self._waiting(), key=lambda e: (-e.sequence.submit.priority, e.order)):
-            if slots <= 0:
-                return
-            if self._admit_one(entry, now, out):
-                slots -= 1
-            elif now - entry.sequence.arrival > self._config.starvation_s:
-                return
-
-    def _admit_one(self, entry: _Entry, now: float, out: Output) -> bool:
-        sequence = entry.sequence
-        if sequence.num_in_flight:
-            return False  # preempted, and its last step has not landed
-        needed = self._needed(sequence)
-        spare = self._watermark if self._count(State.RUNNING, State.ARRIVING) else 0
-        if needed + spare > self._blocks.num_free:
-            return False
-        blocks = self._blocks.allocate(needed)
-        if blocks is None:
-            return False
-        sequence.block_ids = blocks
-        sequence.mark_end(Phase.CREDIT_WAIT, now)
-        if entry.state is State.WAITING:
-            entry.state = State.RUNNING
-        else:
-            entry.state = State.ARRIVING
-            prompt_blocks = -(-len(sequence.tokens) // self._block_size)
-            granted = tuple(blocks[:prompt_blocks])
-            out.reserves.append(Reserve(key=sequence.key, block_ids=granted, num_cached_blocks=0))
-        return True
-
-    def _needed(self, sequence: Sequence) -> int:
-        """Blocks for everything known plus the next token."""
-        return -(-(len(sequence.tokens) + 1) // self._block_size)
 
     # --- apply ----------------------------------------------------------------------------------
 
@@ -280,19 +247,23 @@ class DecodeScheduler:
             if row.num_tokens > 1 or not row.samples:
                 entry.sequence.num_chunks += 1
                 entry.sequence.mark_end(Phase.LOCAL_PREFILL, now)
-            if token is not None and entry.state is not State.GONE:
-                self._sampled(entry, token, now, out)
+            if entry.state is not State.GONE:
+                self._cache.keep(entry.sequence)
+                if token is not None:
+                    self._sampled(entry, token, now, out)
             if entry.state is not State.RUNNING:
                 self._settle(entry)
 
-    def _sampled(self, entry: _Entry, token: int, now: float, out: Output) -> None:
+    def _sampled(self, entry: Entry, token: int, now: float, out: Output) -> None:
         sequence = entry.sequence
         sequence.num_steps += 1
+        if sequence.num_steps == 1 and sequence.submit.peer is None:
+            out.of(entry.router_id).prompts.append(sequence.prompt_event)
         finish = sequence.append(token)
         sequence.mark_start(Phase.DECODE, now)
         sequence.mark_end(Phase.DECODE, now)
         spans = self._spans(sequence) if finish is not None else ()
-        out.of(_router(entry)).tokens.append(
+        out.of(entry.router_id).tokens.append(
             TokenEvent(
                 key=sequence.key,
                 index=sequence.num_output - 1,
@@ -318,7 +289,7 @@ class DecodeScheduler:
             self._fail(entry, error, retriable=False, out=out)
             self._drop(entry, out, released=False, error=error)
 
-    def _fail(self, entry: _Entry, error: ErrorInfo, *, retriable: bool, out: Output) -> None:
+    def _fail(self, entry: Entry, error: ErrorInfo, *, retriable: bool, out: Output) -> None:
         self.num_failed += 1
         event = FailEvent(
             key=entry.sequence.key,
@@ -326,22 +297,21 @@ class DecodeScheduler:
             retriable=retriable,
             spans=self._spans(entry.sequence),
         )
-        out.of(_router(entry)).failures.append(event)
+        out.of(entry.router_id).failures.append(event)
 
-    def _drop(self, entry: _Entry, out: Output, *, released: bool, error: ErrorInfo | None) -> None:
+    def _drop(self, entry: Entry, out: Output, *, released: bool, error: ErrorInfo | None) -> None:
         """Forget a sequence that did not finish; blocks that may be written to go into
         quarantine."""
         sequence = entry.sequence
         if entry.state in (State.WAITING_ROOM, State.ARRIVING):
             out.ends.append(EndHandoff(key=sequence.key, released=released, error=error))
         if entry.state is State.ARRIVING:
-            self._blocks.quarantine(sequence.block_ids)
-            entry.state = State.ENDING
+            self._quarantine(entry)
             return
         self._forget(entry)
         self._settle(entry)
 
-    def _forget(self, entry: _Entry) -> None:
+    def _forget(self, entry: Entry) -> None:
         entry.state = State.GONE
         del self._entries[entry.sequence.key]
 
@@ -355,15 +325,13 @@ class DecodeScheduler:
     # --- views ----------------------------------------------------------------------------------
 
     def load(self) -> WorkerLoad:
-        """Figures for the routers. Credits are what a new request could get: free blocks less the
-        watermark and less what those already waiting will take."""
-        waiting = self._waiting()
-        promised = sum(self._needed(e.sequence) for e in waiting)
+        """Figures for the routers."""
+        waiting = [e for e in self._entries.values() if e.state in WAITING]
         return WorkerLoad(
-            running=self._count(State.RUNNING, State.ARRIVING),
+            running=sum(e.state in ADMITTED for e in self._entries.values()),
             waiting=len(waiting),
             waiting_tokens=sum(e.sequence.num_uncomputed for e in waiting),
-            free_blocks=max(0, self._blocks.num_free - self._watermark - promised),
+            free_blocks=self._admission.credits(waiting),
             total_blocks=self._blocks.num_blocks,
             tokens_per_second=self._flight.tokens_per_second(),
             held_blocks=self._blocks.num_held,
@@ -376,6 +344,10 @@ class DecodeScheduler:
         alive = (e for e in self._entries.values() if e.state is not State.ENDING)
         return min((e.sequence.submit.deadline for e in alive), default=None)
 
+    def cache_changes(self) -> dict[bytes, bool]:
+        """Digests that have come to or gone from the prefix cache since the last call."""
+        return self._blocks.take_changes()
+
     def counters(self) -> dict[str, int]:
         """How requests ended here, since the start."""
         return {
@@ -383,19 +355,13 @@ class DecodeScheduler:
             counters.FAILED: self.num_failed,
             counters.CANCELLED: self.num_cancelled,
             counters.PREEMPTIONS: self.num_preemptions,
+            **self._cache.counters(),
         }
 
     @property
     def num_unfinished(self) -> int:
         """Requests that have not ended here, those in quarantine included."""
         return len(self._entries)
-
-    def _waiting(self) -> list[_Entry]:
-        states = (State.WAITING, State.WAITING_ROOM)
-        return [e for e in self._entries.values() if e.state in states]
-
-    def _count(self, *states: State) -> int:
-        return sum(e.state in states for e in self._entries.values())
 
     def _spans(self, sequence: Sequence) -> tuple[Span, ...]:
         return sequence.spans(
@@ -409,10 +375,9 @@ class DecodeScheduler:
                     "tokens": len(sequence.submit.prompt_ids),
                     "chunks": sequence.num_chunks,
                 },
-                Phase.CREDIT_WAIT: {"blocks": self._needed(sequence)},
+                Phase.CREDIT_WAIT: {
+                    "blocks": self._admission.needed(sequence),
+                    "cached_tokens": sequence.num_cached_tokens,
+                },
             },
         )
-
-
-def _router(entry: _Entry) -> str:
-    return entry.sequence.submit.router_id

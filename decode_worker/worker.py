@@ -51,7 +51,7 @@ class DecodeWorker:
         scheduler = DecodeScheduler(
             config=settings.worker,
             blocks=host.blocks,
-            block_size=executor.layout.block_size,
+            fingerprint=executor.fingerprint,
             place=settings.worker_id,
         )
         await host.serve(

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from engine.batch import StepBatch, StepResult
+from engine.kv.allocator import BlockAllocator
 from prefill_worker.commands import (
     Command,
     CommitHandoff,
@@ -30,13 +31,14 @@ from prefill_worker.commands import (
 )
 from protocol.errors import DeadlineExceeded, ErrorInfo
 from protocol.ids import RequestKey
+from protocol.kv_layout import KVFingerprint
 from protocol.messages import FailEvent, SpanEvent, TokenEvent, WorkerLoad
 from protocol.timeline import Phase, Span
 from worker_runtime import counters
-from worker_runtime.blocks import Blocks
 from worker_runtime.commands import Cancelled, RouterCommand, RouterGone, Submitted
 from worker_runtime.config import WorkerConfig
 from worker_runtime.flight import Flight, Row
+from worker_runtime.prefix_cache import PrefixCache
 from worker_runtime.sequence import Sequence
 
 
@@ -54,11 +56,12 @@ class State(StrEnum):
 @dataclass(slots=True)
 class _Entry:
     """A sequence with its state; `order` is its seniority, `pushed` counts blocks handed to the
-    sender."""
+    sender, `num_found` tokens of one that has not started were in the cache when it came."""
 
     sequence: Sequence
     state: State
     order: int
+    num_found: int = 0
     pushed: int = 0
     granted_at: float = 0.0
     num_bytes: int = 0
@@ -69,11 +72,19 @@ class PrefillScheduler:
     """Decides what a prefill worker does next. Not thread-safe: the step thread owns it."""
 
     def __init__(
-        self, *, config: WorkerConfig, blocks: Blocks, block_size: int, place: str
+        self,
+        *,
+        config: WorkerConfig,
+        blocks: BlockAllocator,
+        fingerprint: KVFingerprint,
+        place: str,
     ) -> None:
         self._config = config
         self._blocks = blocks
-        self._block_size = block_size
+        self._block_size = blocks.block_size
+        self._cache = PrefixCache(
+            blocks, fingerprint=fingerprint, enabled=config.enable_prefix_caching
+        )
         self._place = place
         self._entries: dict[RequestKey, _Entry] = {}
         self._next_order = 0
@@ -107,7 +118,8 @@ class PrefillScheduler:
         if sequence.key in self._entries:
             return
         sequence.mark_start(Phase.CREDIT_WAIT, now)
-        self._entries[sequence.key] = _Entry(sequence, State.EXPECTING, self._next_order)
+        found = self._cache.found(sequence)
+        self._entries[sequence.key] = _Entry(sequence, State.EXPECTING, self._next_order, found)
         self._next_order += 1
 
     def _granted(self, command: Granted, now: float) -> None:
@@ -159,10 +171,12 @@ class PrefillScheduler:
         for entry in sorted(self._runnable(), key=lambda e: self._rank(e, now)):
             if budget == 0 or len(rows) == self._config.max_num_seqs:
                 break
-            if entry.state is State.GRANTED and not self._start(entry):
+            if entry.state is State.GRANTED and not self._start(entry, out):
                 continue
-            rows.append(self._chunk(entry, budget, now))
-            budget -= rows[-1].num_tokens
+            row = self._chunk(entry, budget, now, out)
+            if row is not None:
+                rows.append(row)
+                budget -= row.num_tokens
         return self._flight.launch(rows, now)
 
     def _rank(self, entry: _Entry, now: float) -> tuple[int, float, int]:
@@ -171,26 +185,35 @@ class PrefillScheduler:
         waited = now - entry.granted_at
         speed = self._flight.tokens_per_second() or float(self._config.max_num_batched_tokens)
         overdue = waited > self._config.starvation_s
-        key = -waited if overdue else entry.sequence.num_runnable / speed - waited
+        num_left = entry.sequence.num_runnable - entry.num_found
+        key = -waited if overdue else num_left / speed - waited
         priority = entry.sequence.submit.priority
         return (-priority if not overdue else -(2**31), key, entry.order)
 
-    def _start(self, entry: _Entry) -> bool:
-        """Take blocks for the whole prompt, or leave the sequence waiting."""
-        blocks = self._blocks.allocate(-(-len(entry.sequence.tokens) // self._block_size))
-        if blocks is None:
+    def _start(self, entry: _Entry, out: Output) -> bool:
+        """Take blocks for the whole prompt, or leave the sequence waiting. Those that are filled
+        are pushed at once."""
+        num_blocks = -(-len(entry.sequence.tokens) // self._block_size)
+        if not self._cache.take(entry.sequence, num_blocks):
             return False
-        entry.sequence.block_ids = blocks
         entry.state = State.RUNNING
+        entry.num_found = 0
+        self._push(entry, out, last=False)
         return True
 
-    def _chunk(self, entry: _Entry, budget: int, now: float) -> Row[_Entry]:
+    def _chunk(self, entry: _Entry, budget: int, now: float, out: Output) -> Row[_Entry] | None:
+        """The next part of a prompt; None while another sequence computes the same."""
         sequence = entry.sequence
+        if self._cache.catch_up(sequence):
+            self._push(entry, out, last=False)
         num_tokens = min(sequence.num_runnable, budget)
+        names = self._cache.names_ahead(sequence, num_tokens)
+        if not self._flight.claim(sequence, names):
+            return None
         if sequence.index is None:
             sequence.mark_end(Phase.PREFILL_QUEUE, now)
             sequence.mark_start(Phase.PREFILL, now)
-        return Row(entry, num_tokens, num_tokens == sequence.num_runnable)
+        return Row(entry, num_tokens, num_tokens == sequence.num_runnable, names)
 
     # --- apply ----------------------------------------------------------------------------------
 
@@ -202,6 +225,8 @@ class PrefillScheduler:
             entry.sequence.num_chunks += 1
             if entry.state is State.GONE:
                 self._settle(entry)
+            else:
+                self._cache.keep(entry.sequence)
             if entry.state is not State.RUNNING:
                 continue
             self._push(entry, out, last=token is not None)
@@ -227,6 +252,7 @@ class PrefillScheduler:
         sequence = entry.sequence
         finish = sequence.append(token)
         sequence.mark_end(Phase.PREFILL, now)
+        out.of(_router(entry)).prompts.append(sequence.prompt_event)
         out.of(_router(entry)).tokens.append(
             TokenEvent(
                 key=sequence.key,
@@ -298,13 +324,15 @@ class PrefillScheduler:
         seconds."""
         working = (State.EXPECTING, State.GRANTED, State.RUNNING)
         backlog = sum(
-            e.sequence.num_uncomputed for e in self._entries.values() if e.state in working
+            e.sequence.num_uncomputed - e.num_found
+            for e in self._entries.values()
+            if e.state in working
         )
         return WorkerLoad(
             running=self._count(State.RUNNING, State.SENDING),
             waiting=self._count(State.EXPECTING, State.GRANTED),
             waiting_tokens=backlog,
-            free_blocks=self._blocks.num_free,
+            free_blocks=self._blocks.num_available,
             total_blocks=self._blocks.num_blocks,
             tokens_per_second=self._flight.tokens_per_second(),
             held_blocks=self._blocks.num_held,
@@ -317,12 +345,17 @@ class PrefillScheduler:
         alive = (e for e in self._entries.values() if e.state is not State.ENDING)
         return min((e.sequence.submit.deadline for e in alive), default=None)
 
+    def cache_changes(self) -> dict[bytes, bool]:
+        """Digests that have come to or gone from the prefix cache since the last call."""
+        return self._blocks.take_changes()
+
     def counters(self) -> dict[str, int]:
         """How requests ended here, since the start."""
         return {
             counters.FINISHED: self.num_finished,
             counters.FAILED: self.num_failed,
             counters.CANCELLED: self.num_cancelled,
+            **self._cache.counters(),
         }
 
     @property
@@ -348,6 +381,7 @@ class PrefillScheduler:
                 Phase.PREFILL: {
                     "tokens": sequence.num_computed,
                     "chunks": sequence.num_chunks,
+                    "cached_tokens": sequence.num_cached_tokens,
                 },
                 Phase.TRANSFER: {"bytes": entry.num_bytes, "pieces": entry.num_pieces},
             },

@@ -59,7 +59,7 @@ class PrefillWorker:
         scheduler = PrefillScheduler(
             config=settings.worker,
             blocks=host.blocks,
-            block_size=executor.layout.block_size,
+            fingerprint=executor.fingerprint,
             place=settings.worker_id,
         )
         await host.serve(

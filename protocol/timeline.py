@@ -25,7 +25,7 @@ class Phase(StrEnum):
 class Span:
     """One phase: wall-clock start and end in seconds since the Unix epoch, the place, and counts.
 
-    Keys used in `counts`: bytes, blocks, tokens, steps, chunks, preemptions.
+    Keys used in `counts`: bytes, blocks, tokens, cached_tokens, steps, chunks, preemptions.
     """
 
     phase: Phase

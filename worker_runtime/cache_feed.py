@@ -16,7 +16,7 @@ class CacheFeed:
     the event loop; knows hints only, so two digests with the same hint count as one."""
 
     def __init__(self) -> None:
-        self._held: set[bytes] = set()
+        self._held: dict[bytes, None] = {}  # in the order they came
         self._untold: dict[str, dict[bytes, bool]] = {}
         self._new: set[str] = set()
 
@@ -24,7 +24,10 @@ class CacheFeed:
         """Digests have come (True) or gone (False)."""
         for digest, here in changes.items():
             hint = digest[:HINT_BYTES]
-            (self._held.add if here else self._held.discard)(hint)
+            if here:
+                self._held[hint] = None
+            else:
+                self._held.pop(hint, None)
             for untold in self._untold.values():
                 untold[hint] = here
 

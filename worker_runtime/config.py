@@ -13,6 +13,7 @@ class WorkerConfig:
     size of a long prompt). max_waiting: accepted requests that may wait; beyond it Submit is
     Overloaded.
     watermark: share of blocks kept free for growth of running sequences when a new one is admitted.
+    enable_prefix_caching: whether KV is kept and shared between requests with the same prefix.
     starvation_s: a request that waited this long is served before all younger ones.
     heartbeat_s: longest silence on an event stream. stall_s: a step longer than this is a dead
     engine. grammar_threads: threads that compute the masks of structured outputs.
@@ -23,6 +24,7 @@ class WorkerConfig:
     max_num_batched_tokens: int = 512
     max_waiting: int = 1024
     watermark: float = 0.01
+    enable_prefix_caching: bool = True
     starvation_s: float = 5.0
     heartbeat_s: float = 0.5
     stall_s: float = 60.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Generic, Protocol, TypeVar
 
 from engine.batch import StepBatch, StepResult
@@ -42,6 +42,10 @@ class Scheduler(Protocol[CIn, OutIn]):
 
     def next_deadline(self) -> float | None:
         """When to look again."""
+        ...
+
+    def cache_changes(self) -> Mapping[bytes, bool]:
+        """Digests that have come or gone since the last call."""
         ...
 
     def counters(self) -> dict[str, int]:
@@ -108,6 +112,7 @@ class SchedulerDriver(Generic[C, Out]):
             load=self._scheduler.load(),
             num_unfinished=self._scheduler.num_unfinished,
             counters=self._scheduler.counters(),
+            cache=self._scheduler.cache_changes(),
         )
         if not self._out and not self._accepted and snapshot == self._last:
             return

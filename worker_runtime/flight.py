@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -23,11 +23,15 @@ E = TypeVar("E", bound=HasSequence)
 
 @dataclass(frozen=True, slots=True)
 class Row(Generic[E]):
-    """One sequence's part in a step: how many of its tokens run, and whether it samples one."""
+    """One sequence's part in a step: how many of its tokens run, and whether it samples one.
+
+    `names` are those of the blocks it works at that others could share.
+    """
 
     entry: E
     num_tokens: int
     samples: bool
+    names: list[bytes]
 
 
 class Flight(Generic[E]):
@@ -35,14 +39,28 @@ class Flight(Generic[E]):
 
     def __init__(self) -> None:
         self._steps: deque[tuple[list[Row[E]], float]] = deque()
+        self._names: Counter[bytes] = Counter()
+        self._claimed: set[bytes] = set()
         self._landed_at = -math.inf
         self._rate = Rate()
 
+    def claim(self, sequence: Sequence, names: list[bytes]) -> bool:
+        """Take up the blocks of these names in the step being planned. False when another sequence
+        works at the first of them, in that step or in flight: its KV is worth waiting for."""
+        first = names[0] if names and not sequence.num_in_flight else None
+        if first in self._claimed or first in self._names:
+            return False
+        self._claimed.update(names)
+        return True
+
     def launch(self, rows: list[Row[E]], now: float) -> StepBatch | None:
         """The step that runs `rows`, which from now on are in flight; None without rows."""
+        self._claimed.clear()
         if not rows:
             return None
         self._steps.append((rows, now))
+        for row in rows:
+            self._names.update(row.names)
         return StepBatch(
             sequences=tuple(
                 row.entry.sequence.launch(row.num_tokens, samples=row.samples, index=index)
@@ -55,6 +73,10 @@ class Flight(Generic[E]):
         rows, launched_at = self._steps.popleft()
         for row in rows:
             row.entry.sequence.land(row.num_tokens, samples=row.samples)
+            for name in row.names:
+                self._names[name] -= 1
+                if not self._names[name]:
+                    del self._names[name]
         # Steps run one after the other, so one that was launched early began when the last ended.
         seconds = now - max(launched_at, self._landed_at)
         self._rate.add(sum(row.num_tokens for row in rows), seconds)

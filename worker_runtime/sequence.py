@@ -8,7 +8,7 @@ from engine.batch import SequenceStep
 from engine.history import TokenHistory
 from grammar.matcher import Matcher
 from protocol.ids import RequestKey
-from protocol.messages import Submit
+from protocol.messages import PromptEvent, Submit
 from protocol.sampling import SamplingParams
 from protocol.states import FinishReason
 from protocol.timeline import Phase, Span
@@ -22,6 +22,10 @@ class Sequence:
     `block_ids`. Steps that were launched and are not over run `num_in_flight` tokens after those
     and will sample `num_pending` tokens; the newest of these as number `index` of its batch.
     `history` is there when the sampling has penalties, `matcher` when there is a grammar.
+
+    `digests` name its full blocks as far as anybody has asked; the first `num_named` of its blocks
+    can be shared, the first `num_reusable` could come from others; `num_cached_tokens` were not
+    computed for it.
     """
 
     submit: Submit
@@ -34,6 +38,10 @@ class Sequence:
     num_in_flight: int = 0
     num_pending: int = 0
     index: int | None = None
+    digests: list[bytes] = field(default_factory=list)
+    num_named: int = 0
+    num_reusable: int = 0
+    num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_steps: int = 0
     num_chunks: int = 0
@@ -70,6 +78,17 @@ class Sequence:
     def num_uncomputed(self) -> int:
         """Tokens whose KV is missing; 1 for a sequence that is decoding."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def reuses_prefix(self) -> bool:
+        """Whether prompt tokens whose KV is there need not run: not if their logits are wanted."""
+        return not self.submit.bypass_prefix_cache and self.sampling.prompt_logprobs is None
+
+    @property
+    def prompt_event(self) -> PromptEvent:
+        """What routers are told of its prompt."""
+        cached = min(self.num_cached_tokens, len(self.submit.prompt_ids))
+        return PromptEvent(key=self.key, num_cached_tokens=cached)
 
     @property
     def plans_ahead(self) -> bool:

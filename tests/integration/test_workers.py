@@ -178,7 +178,11 @@ async def test_timeline_covers_both_workers(pair: Pair) -> None:
     answer = await pair.generate(prompt_of(70), GREEDY)
     await pair.idle()
     spans = {(span.place, span.phase): span for span in answer.spans}
-    assert spans["prefill-0", Phase.PREFILL].counts == {"tokens": 70, "chunks": 3}
+    assert spans["prefill-0", Phase.PREFILL].counts == {
+        "tokens": 70,
+        "chunks": 3,
+        "cached_tokens": 0,
+    }
     transfer = spans["prefill-0", Phase.TRANSFER]
     layers, kv_heads, head_dim = 2, 2, 16
     blocks = -(-70 // 16)

@@ -1,8 +1,39 @@
-"""A strict allocator: every misuse of a block raises at once."""
+"""Allocators for tests: every misuse of a block raises at once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from engine.batch import StepBatch
+from engine.kv.allocator import BlockAllocator
+from protocol.kv_layout import KVFingerprint
+
+FINGERPRINT = KVFingerprint(
+    model="paged",
+    weights="0",
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=1,
+    block_size=4,
+    dtype="float32",
+    rope="none",
+)
+
+
+class WatchedBlocks(BlockAllocator):
+    """The real one, with a view of what is held."""
+
+    @property
+    def held(self) -> frozenset[int]:
+        return frozenset(block for block in range(self.num_blocks) if self.is_held(block))
+
+    def check_writes(self, batch: StepBatch) -> None:
+        """A step writes only to blocks that one sequence has for itself."""
+        for step in batch.sequences:
+            end = self.blocks_for(step.start + len(step.tokens))
+            for block in step.block_ids[step.start // self.block_size : end]:
+                assert self.references(block) == 1
+                assert block not in self._names
 
 
 class StrictBlocks:
@@ -29,10 +60,6 @@ class StrictBlocks:
     @property
     def num_quarantined(self) -> int:
         return len(self._quarantined)
-
-    @property
-    def held(self) -> frozenset[int]:
-        return frozenset(self._held)
 
     def allocate(self, n: int) -> list[int] | None:
         if n > len(self._free):

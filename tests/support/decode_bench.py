@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from decode_worker.commands import BlocksSafe, Committed, Output
-from decode_worker.scheduler import DecodeScheduler, State
+from decode_worker.entry import State
+from decode_worker.scheduler import DecodeScheduler
 from engine.batch import StepBatch
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.messages import FailEvent, Submit, TokenEvent
 from protocol.sampling import SamplingParams
-from tests.support.blocks import StrictBlocks
+from tests.support.blocks import FINGERPRINT, WatchedBlocks
 from tests.support.paged import LateSteps, PagedTokens, next_token
 from worker_runtime.commands import Submitted
 from worker_runtime.config import WorkerConfig
@@ -59,13 +60,15 @@ class Bench:
     depth: int = 1
 
     def __post_init__(self) -> None:
-        self.blocks = StrictBlocks(self.num_blocks)
+        self.blocks = WatchedBlocks(self.num_blocks, BLOCK)
         self.engine = PagedTokens(self.num_blocks, BLOCK)
         self.executor = LateSteps(self.engine.run, self.depth)
         self.scheduler = DecodeScheduler(
-            config=self.config, blocks=self.blocks, block_size=BLOCK, place="d0"
+            config=self.config, blocks=self.blocks, fingerprint=FINGERPRINT, place="d0"
         )
         self.planned: list[StepBatch] = []
+        self.prompts: dict[RequestKey, int] = {}
+        self.num_sent = 0
         self.tokens: dict[RequestKey, list[TokenEvent]] = {}
         self.failures: list[FailEvent] = []
         self.out = Output()
@@ -78,6 +81,7 @@ class Bench:
         self.now += 1.0
         batch = self.scheduler.plan(self.now, self.out)
         if batch is not None:
+            self.blocks.check_writes(batch)
             assert batch.num_tokens <= self.config.max_num_batched_tokens
             assert len(batch.sequences) <= self.config.max_num_seqs
             self.executor.launch(batch)
@@ -104,6 +108,7 @@ class Bench:
             for event in step.tokens:
                 self.tokens.setdefault(event.key, []).append(event)
             self.failures.extend(step.failures)
+            self.prompts |= {event.key: event.num_cached_tokens for event in step.prompts}
         self.reserves = [*getattr(self, "reserves", []), *self.out.reserves]
         self.ends = [*getattr(self, "ends", []), *self.out.ends]
         self.out = Output()
@@ -116,14 +121,21 @@ class Bench:
         raise AssertionError("no end in sight")
 
     def serve_reserves(self) -> None:
-        """Play prefill for every grant: write the prompt's KV into its blocks, commit token 1."""
+        """Play prefill for every grant: write the prompt's KV into its blocks but for those that
+        hold it, commit token 1."""
         reserves, self.reserves = self.reserves, []
         for reserve in reserves:
             submit = self.submits[reserve.key]
             context = [*submit.prompt_ids, *submit.output_ids]
             for position, token in enumerate(context):
-                block = reserve.block_ids[position // BLOCK]
-                self.engine.slots[block][position % BLOCK] = token
+                index, offset = divmod(position, BLOCK)
+                slots = self.engine.slots[reserve.block_ids[index]]
+                if index < reserve.num_cached_blocks:
+                    assert slots[offset] == token
+                else:
+                    assert self.blocks.references(reserve.block_ids[index]) == 1
+                    slots[offset] = token
+                    self.num_sent += 1
             first = next_token(context, submit.sampling.seed)
             self.tell(Committed(key=reserve.key, first_token=first))
 
@@ -147,7 +159,7 @@ class Bench:
 
     def idle(self) -> bool:
         return (
-            self.blocks.num_free == self.num_blocks
+            self.blocks.num_available == self.num_blocks
             and self.scheduler.num_unfinished == 0
             and self.scheduler.load().running == self.scheduler.load().waiting == 0
         )

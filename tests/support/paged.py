@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from hypothesis import strategies as st
+
 from engine.batch import SequenceStep, StepBatch, StepResult
 
 
@@ -27,6 +29,17 @@ def expected_output(prompt: Sequence[int], seed: int, num_tokens: int) -> list[i
     for _ in range(num_tokens):
         context.append(next_token(context, seed))
     return context[len(prompt) :]
+
+
+def prompts() -> st.SearchStrategy[list[int]]:
+    """Prompts of up to 30 tokens, many of which begin alike, some of which are alike."""
+    stem = [7, 3, 8, 1, 9, 2, 6, 4, 5, 3, 8, 8, 1]
+    rest = st.lists(st.integers(0, 99), min_size=1, max_size=17)
+    return st.builds(
+        lambda shared, end: stem[:shared] + end,
+        st.sampled_from([0, 3, 4, 8, 11, 12, 13]),
+        st.one_of(rest, st.sampled_from([[5], [5, 6, 7, 8], [1] * 9])),
+    )
 
 
 class PagedTokens:

@@ -12,7 +12,7 @@ from protocol.errors import HandoffFailed
 from protocol.messages import Submit
 from protocol.sampling import SamplingParams
 from tests.support.decode_bench import Bench, make_submit
-from tests.support.paged import expected_output
+from tests.support.paged import expected_output, prompts
 from worker_runtime.commands import Cancelled, RouterGone
 from worker_runtime.sequence import Sequence
 
@@ -33,7 +33,7 @@ class Script:
 scripts = st.lists(
     st.builds(
         Script,
-        prompt=st.lists(st.integers(0, 99), min_size=1, max_size=18),
+        prompt=prompts(),
         max_tokens=st.integers(2, 14),
         stop_at=st.one_of(st.none(), st.integers(1, 9)),
         remote=st.booleans(),
@@ -67,7 +67,7 @@ def scripted(i: int, script: Script) -> tuple[Submit, list[int]]:
 @settings(max_examples=200, deadline=None)
 @given(
     scripts=scripts,
-    num_blocks=st.integers(9, 24),
+    num_blocks=st.integers(11, 24),
     depth=st.sampled_from([1, 2]),
     prefill_pace=st.integers(1, 4),
 )

@@ -170,7 +170,7 @@ def test_cancel_frees_everything_in_every_phase(phase: str) -> None:
     if phase == "arriving":
         assert bench.blocks.num_quarantined == 2
         bench.tell(HandoffEnded(key=key, error=None))
-        assert bench.blocks.num_free == 62
+        assert bench.blocks.num_available == 62
         bench.tell(BlocksSafe(key=key))
     assert bench.idle()
     assert [e.key for e in bench.ends] == ([] if phase == "running" else [key])

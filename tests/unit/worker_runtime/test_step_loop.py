@@ -155,7 +155,7 @@ async def served(
     scheduler = DecodeScheduler(
         config=WorkerConfig(max_num_seqs=6, max_num_batched_tokens=24, watermark=0.0),
         blocks=blocks,
-        block_size=blocks.block_size,
+        fingerprint=runner.fingerprint,
         place="d0",
     )
     outputs: dict[str, list[int]] = {}
@@ -192,7 +192,7 @@ async def served(
     await asyncio.wait_for(done.wait(), 30)
     assert await asyncio.to_thread(loop.stop)
     blocks.check()
-    assert blocks.num_free == num_blocks
+    assert blocks.num_available == num_blocks
     return [outputs[str(i)] for i in range(len(requests))], scheduler
 
 

@@ -1,0 +1,101 @@
+"""Who gets blocks: the waiting sequences of a decode worker, by priority and age. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from decode_worker.commands import Reserve
+from decode_worker.entry import ADMITTED, WAITING, Entry, State
+from engine.kv.allocator import BlockAllocator
+from protocol.timeline import Phase
+from worker_runtime.config import WorkerConfig
+from worker_runtime.prefix_cache import PrefixCache
+from worker_runtime.sequence import Sequence
+
+#: A sequence that finds no room even with what it could share looks for that again after so long:
+#: it costs more than counting blocks.
+_LOOK_AGAIN_S = 0.25
+
+
+class Admission:
+    """Gives blocks for everything known and the next token, those in the prefix cache first.
+
+    A watermark of blocks stays free for the growth of sequences that run already.
+    """
+
+    def __init__(self, config: WorkerConfig, blocks: BlockAllocator, cache: PrefixCache) -> None:
+        self._config = config
+        self._blocks = blocks
+        self._cache = cache
+        self._watermark = int(config.watermark * blocks.num_blocks)
+
+    def admit(self, entries: Collection[Entry], now: float) -> list[Reserve]:
+        """Let sequences run, or arrive: then their blocks are to be granted. Oldest first; one that
+        does not fit is passed over, until it has waited `starvation_s`: then younger ones wait for
+        it."""
+        waiting = [e for e in entries if e.state in WAITING]
+        if not waiting:
+            return []
+        num_admitted = sum(e.state in ADMITTED for e in entries)
+        arriving = self._arriving(entries)
+        reserves = []
+        for entry in sorted(waiting, key=lambda e: (-e.sequence.submit.priority, e.order)):
+            if num_admitted >= self._config.max_num_seqs:
+                break
+            if self._follows(entry, arriving, now):
+                continue
+            if self._take(entry, now, spare=self._watermark if num_admitted else 0):
+                num_admitted += 1
+                if entry.state is State.ARRIVING:
+                    reserves.append(self._reserve(entry.sequence))
+                    arriving |= self._arriving((entry,))
+            elif now - entry.sequence.arrival > self._config.starvation_s:
+                break
+        return reserves
+
+    def credits(self, waiting: Iterable[Entry]) -> int:
+        """Blocks that a new request could get: free and cached ones, less the watermark and less
+        what those already waiting will take."""
+        promised = sum(self.needed(entry.sequence) for entry in waiting)
+        return max(0, self._blocks.num_available - self._watermark - promised)
+
+    def needed(self, sequence: Sequence) -> int:
+        """Blocks for everything known plus the next token."""
+        return self._blocks.blocks_for(len(sequence.tokens) + 1)
+
+    def _take(self, entry: Entry, now: float, *, spare: int) -> bool:
+        sequence = entry.sequence
+        if sequence.num_in_flight:
+            return False  # preempted, and its last step has not landed
+        needed, local = self.needed(sequence), entry.state is State.WAITING
+        if needed + spare > self._blocks.num_available and now < entry.look_again:
+            return False
+        if not self._cache.take(sequence, needed, computes=local, spare=spare):
+            entry.look_again = now + _LOOK_AGAIN_S
+            return False
+        sequence.mark_end(Phase.CREDIT_WAIT, now)
+        entry.state = State.RUNNING if local else State.ARRIVING
+        return True
+
+    def _reserve(self, sequence: Sequence) -> Reserve:
+        num_granted = self._blocks.blocks_for(len(sequence.tokens))
+        return Reserve(
+            key=sequence.key,
+            block_ids=tuple(sequence.block_ids[:num_granted]),
+            num_cached_blocks=sequence.num_computed // self._blocks.block_size,
+        )
+
+    def _arriving(self, entries: Iterable[Entry]) -> set[bytes]:
+        """The prompts, by their last full block, that hand-offs are bringing here."""
+        arriving = (e.sequence for e in entries if e.state is State.ARRIVING)
+        names = map(self._cache.last_name, arriving)
+        return {name for name in names if name is not None and not self._blocks.find((name,))}
+
+    def _follows(self, entry: Entry, arriving: set[bytes], now: float) -> bool:
+        """Whether a hand-off should wait for another that brings the same prompt: then there is
+        little left to send. Not for long, because that one may fail."""
+        return (
+            entry.state is State.WAITING_ROOM
+            and now - entry.sequence.arrival <= self._config.starvation_s
+            and self._cache.last_name(entry.sequence) in arriving
+        )
