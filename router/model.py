@@ -10,7 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from protocol.errors import ContextTooLong, NotFound, PermissionDenied
+from grammar.compiler import Compiler
+from grammar.vocabulary import byte_vocabulary
+from protocol.errors import (
+    ContextTooLong,
+    InvalidRequest,
+    NotFound,
+    PermissionDenied,
+    Unsupported,
+)
+from protocol.grammar import Grammar
 from router.config import RouterConfig
 from router.keys import Caller
 from router.request import ChatMessage, GenerateRequest, RequestKind
@@ -49,6 +58,8 @@ class ServedModel:
         self.context = min(known)
         self.vocab_size = self._text.vocab_size
         self.eos_ids = self._text.eos_ids
+        self._compiler = Compiler(byte_vocabulary(self._text.special_tokens))
+        self._grammars = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._short = ThreadPoolExecutor(config.text_threads, thread_name_prefix="text")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="long-text")
 
@@ -117,8 +128,25 @@ class ServedModel:
             lambda: self._text.decode(ids, skip_special_tokens=False), len(ids)
         )
 
+    async def checked_grammar(self, request: GenerateRequest) -> Grammar | None:
+        """What the output of a request must look like. Raises InvalidRequest naming the field when
+        that cannot be had, so that no worker is asked for it."""
+        asked = request.structured
+        if asked is None:
+            return None
+        if not self.eos_ids:
+            raise Unsupported(f"{asked.param}: this model has no end token", param=asked.param)
+        try:
+            await asyncio.get_running_loop().run_in_executor(
+                self._grammars, lambda: self._compiler.start(asked.grammar)
+            )
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{asked.param}: {error.message}", param=asked.param) from None
+        return asked.grammar
+
     def close(self) -> None:
         """End the threads."""
+        self._grammars.shutdown(wait=False, cancel_futures=True)
         self._short.shutdown(wait=False, cancel_futures=True)
         self._long.shutdown(wait=False, cancel_futures=True)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from protocol.errors import ContextTooLong, InvalidRequest
+from protocol.grammar import Grammar
 from protocol.sampling import MAX_SEED, SamplingParams
 from router.prefix import PromptBlocks
 from router.relay import SequenceJob
@@ -74,6 +75,7 @@ def make_jobs(
     *,
     request_id: str,
     deadline: float,
+    grammar: Grammar | None = None,
 ) -> list[SequenceJob]:
     """One job for each choice: prompt number times n plus number of the completion."""
     param = prompt_param(request)
@@ -95,6 +97,7 @@ def make_jobs(
                     blocks=blocks,
                     cache_salt=request.cache_salt,
                     wants_timeline=request.timeline,
+                    grammar=grammar,
                 )
             )
     return jobs

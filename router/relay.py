@@ -18,6 +18,7 @@ from protocol.errors import (
     PayloadTooLarge,
     Unavailable,
 )
+from protocol.grammar import Grammar
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.messages import Submit
 from protocol.sampling import SamplingParams
@@ -57,6 +58,7 @@ class SequenceJob:
     bypass_prefix_cache: bool = False
     wants_timeline: bool = False
     trace: TraceContext | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,6 +297,7 @@ class Flight:
             cache_salt=self._job.cache_salt,
             bypass_prefix_cache=self._job.bypass_prefix_cache,
             trace=self._job.trace,
+            grammar=self._job.grammar,
         )
         if pair.prefill is None:
             return [base]

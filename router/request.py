@@ -14,7 +14,9 @@ from typing import TypeVar
 
 from protocol.errors import InvalidRequest, Unsupported
 from router import fields as read
+from router import structured
 from router.fields import Fields
+from router.structured import StructuredOutput, parse_structured
 from router.unserved import check_fields
 
 T = TypeVar("T")
@@ -90,6 +92,7 @@ class GenerateRequest:
     timeout_s: float | None = None
     timeline: bool = False
     return_token_ids: bool = False
+    structured: StructuredOutput | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -105,6 +108,7 @@ _COMMON = frozenset(
         *("user", "timeout", "timeline", "return_token_ids", "cache_salt"),
         *("priority", "service_tier"),
     }
+    | structured.FIELDS
 )
 _SERVED = {
     RequestKind.CHAT: _COMMON | {"messages", "max_completion_tokens"},
@@ -148,6 +152,7 @@ def parse_request(kind: RequestKind, fields: Fields) -> GenerateRequest:
         timeout_s=_timeout(fields),
         timeline=read.boolean(fields, "timeline") or False,
         return_token_ids=read.boolean(fields, "return_token_ids") or False,
+        structured=parse_structured(fields),
     )
 
 

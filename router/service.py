@@ -246,11 +246,18 @@ class InferenceService:
         for prompt in request.prompts:
             if isinstance(prompt, tuple):
                 check_ids(prompt, limits, param="prompt")
+        grammar = await self._model.checked_grammar(request)
         start = self.clock()
         prompts = await self._model.encode_request(request, limit=limits.total)
         request_id = new_request_id()
         jobs = make_jobs(
-            request, prompts, sampling, limits, request_id=request_id, deadline=errand.deadline
+            request,
+            prompts,
+            sampling,
+            limits,
+            request_id=request_id,
+            deadline=errand.deadline,
+            grammar=grammar,
         )
         if trace is not None:
             jobs = [replace(job, trace=trace) for job in jobs]

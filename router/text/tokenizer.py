@@ -29,6 +29,7 @@ class ModelText:
     """Text to ids and back for one model. Thread-safe once made; encoding releases the GIL.
 
     vocab_size: ids the model can be given. max_position: its context in tokens, None if not stated.
+    special_tokens: the text of the tokens that are no text.
     eos_ids: every id that ends an output: the tokenizer's, config.json's and
     generation_config.json's together, because each of them alone is wrong for some model.
     """
@@ -43,7 +44,9 @@ class ModelText:
         context = text_model.get("max_position_embeddings")
         self.max_position = None if context is None else int(context)
         self.eos_ids = self._end_tokens(settings, text_model, generation)
-        added = self._tokenizer.get_added_tokens_decoder().values()
+        decoder = self._tokenizer.get_added_tokens_decoder()
+        self.special_tokens = {i: token.content for i, token in decoder.items() if token.special}
+        added = decoder.values()
         self._control = ControlTokens(
             special=[token.content for token in added if token.special],
             plain=[token.content for token in added if not token.special],

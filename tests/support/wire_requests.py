@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from google.protobuf.json_format import ParseDict
+
 from protocol.wire import inference_pb2 as pb
 
 
@@ -22,6 +24,9 @@ def to_message(fields: dict[str, Any]) -> pb.GenerateRequest:
             request.stream_options.include_usage = value["include_usage"]
         elif isinstance(value, list):
             getattr(request, name).extend(value)
+        elif name in ("response_format", "structured_outputs"):
+            ParseDict(value, getattr(request, name))
+            getattr(request, name).SetInParent()
         elif isinstance(value, dict):
             getattr(request, name).update(value)
         else:

@@ -28,6 +28,14 @@ GONE = ErrorCode.NOT_FOUND
 
 HI = [{"role": "user", "content": "hi"}]
 
+SCHEMA = "response_format.json_schema.schema"
+
+
+def _schema(described: dict[str, Any]) -> dict[str, Any]:
+    form = {"type": "json_schema", "json_schema": described}
+    return {"prompt": "hi", "response_format": form}
+
+
 #: Fields of a body, the code, the field at fault. The tiny model has 512 ids and a context of 512.
 CASES: list[tuple[dict[str, Any], ErrorCode, str]] = [
     ({"prompt": ""}, BAD, "prompt"),
@@ -99,6 +107,31 @@ CASES: list[tuple[dict[str, Any], ErrorCode, str]] = [
     ({"prompt": "hi", "suffix": "x"}, NOT_SERVED, "suffix"),
     ({"prompt": "hi", "best_of": 4}, NOT_SERVED, "best_of"),
     ({"prompt": "hi", "service_tier": "no-such"}, BAD, "service_tier"),
+    ({"prompt": "hi", "response_format": {"type": "xml"}}, NOT_SERVED, "response_format.type"),
+    (
+        {"prompt": "hi", "response_format": {"type": "json_schema"}},
+        BAD,
+        "response_format.json_schema",
+    ),
+    (_schema({"schema": "{}"}), BAD, "response_format.json_schema.name"),
+    (_schema({"name": "x", "schema": '{"type": "nonsense"}'}), BAD, SCHEMA),
+    (_schema({"name": "x", "schema": '{"properties": {"a": "string"}}'}), BAD, SCHEMA),
+    (_schema({"name": "x", "schema": "[" * 3000}), BAD, SCHEMA),
+    (_schema({"name": "x", "schema": '{"not": {}}'}), BAD, SCHEMA),
+    (_schema({"name": "x", "schema": json.dumps({"enum": ["a" * 9000]})}), BAD, SCHEMA),
+    ({"prompt": "hi", "structured_outputs": {}}, BAD, "structured_outputs"),
+    (
+        {"prompt": "hi", "structured_outputs": {"regex": "a", "choice": ["b"]}},
+        BAD,
+        "structured_outputs",
+    ),
+    ({"prompt": "hi", "structured_outputs": {"regex": "("}}, BAD, "structured_outputs.regex"),
+    ({"prompt": "hi", "guided_regex": "a{100}{100}{100}"}, BAD, "guided_regex"),
+    ({"prompt": "hi", "guided_json": "{"}, BAD, "guided_json"),
+    ({"prompt": "hi", "guided_choice": ["a", ""]}, BAD, "guided_choice"),
+    ({"prompt": "hi", "guided_grammar": "start: nobody"}, BAD, "guided_grammar"),
+    ({"prompt": "hi", "guided_regex": "a", "guided_choice": ["a"]}, BAD, "guided_choice"),
+    ({"prompt": "hi", "guided_regex": "a", "ignore_eos": True}, BAD, "ignore_eos"),
 ]
 
 #: What only JSON can express.
@@ -128,11 +161,22 @@ HTTP_ONLY: list[tuple[str, object, ErrorCode, str | None]] = [
     ("/v1/chat/completions", {}, BAD, "messages"),
     ("/v1/chat/completions", {"messages": "hi"}, BAD, "messages"),
     ("/v1/chat/completions", {"messages": HI, "tools": [{}]}, NOT_SERVED, "tools"),
+    ("/v1/completions", {"prompt": "a", "guided_json": 5}, BAD, "guided_json"),
+    ("/v1/completions", {"prompt": "a", "guided_choice": "yes"}, BAD, "guided_choice"),
+    ("/v1/completions", {"prompt": "a", "guided_regex": ["a"]}, BAD, "guided_regex"),
+    ("/v1/completions", {"prompt": "a", "response_format": "json"}, BAD, "response_format"),
+    ("/v1/completions", {"prompt": "a", "response_format": {}}, BAD, "response_format.type"),
     (
-        "/v1/chat/completions",
-        {"messages": HI, "response_format": {"type": "json_object"}},
+        "/v1/completions",
+        {"prompt": "a", "structured_outputs": {"structural_tag": "x"}},
         NOT_SERVED,
-        "response_format",
+        "structured_outputs.structural_tag",
+    ),
+    (
+        "/v1/completions",
+        {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"name": 5}}},
+        BAD,
+        "name",
     ),
     ("/tokenize", {}, BAD, "prompt"),
     ("/tokenize", {"prompt": 5}, BAD, "prompt"),
