@@ -189,9 +189,13 @@ class ClusterConfig:
         return self.prefill if role is Role.PREFILL else self.decode
 
     def engine_config(self, role: Role, model_path: Path) -> EngineConfig:
-        """A pool's engine, with what the model section decides filled in."""
+        """A pool's engine, with what the model section decides filled in, and room for the largest
+        step that the pool's workers may plan."""
+        pool = self.pool(role)
         return dataclasses.replace(
-            self.pool(role).engine,
+            pool.engine,
+            max_step_tokens=pool.worker.max_num_batched_tokens,
+            max_running=pool.worker.max_num_seqs,
             model_path=str(model_path),
             dtype=self.model.dtype,
             block_size=self.model.block_size,
@@ -218,12 +222,15 @@ class ClusterConfig:
         )
 
 
-#: Fields filled in from elsewhere: (class, field) -> the path where they are set.
+#: Fields filled in from elsewhere: (class, field) -> the path where they are set; one that begins
+#: with a dot is of the same pool.
 DERIVED: dict[tuple[type, str], str] = {
     (EngineConfig, "model_path"): "model.name",
     (EngineConfig, "dtype"): "model.dtype",
     (EngineConfig, "block_size"): "model.block_size",
     (EngineConfig, "max_model_len"): "model.max_model_len",
+    (EngineConfig, "max_step_tokens"): ".worker.max_num_batched_tokens",
+    (EngineConfig, "max_running"): ".worker.max_num_seqs",
     (RouterConfig, "model_path"): "model.name",
     (RouterConfig, "served_model_name"): "model.served_name",
     (RouterConfig, "model_aliases"): "model.aliases",

@@ -122,7 +122,11 @@ def _build_section(cls: type, value: object, path: str, context: _Context) -> An
 def _check_name(cls: type, name: str, path: str, context: _Context) -> None:
     where = _join(path, name)
     if (cls, name) in context.derived:
-        raise _refuse(where, f"is set by {context.derived[cls, name]}: set that instead")
+        source = context.derived[cls, name]
+        if source.startswith("."):
+            section = path.rpartition(".")[0]
+            source = f"{section}{source}"
+        raise _refuse(where, f"is set by {source}: set that instead")
     if name not in cls.__dataclass_fields__:  # type: ignore[attr-defined]
         raise _refuse(where, f"no such field{context.suggest(where)}")
 

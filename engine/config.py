@@ -23,8 +23,9 @@ class EngineConfig:
     num_threads: threads of CPU kernels (a setting of the whole process). With None, the workers of
         a machine that have work share its cores, step by step; tensor-parallel ranks and
         `engine.local` then take torch's own number.
-    max_step_tokens: token budget of one step of `engine.local`; workers have their own schedulers.
-    max_running: sequences that `engine.local` runs at once.
+    max_step_tokens: prompt tokens of the largest step: a CUDA engine makes room for it, and
+        `engine.local` plans up to it (workers have their own schedulers).
+    max_running: sequences of the largest step, likewise.
     """
 
     model_path: str

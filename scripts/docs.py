@@ -96,8 +96,10 @@ def _listed(cls: type, line: str) -> str:
     if not colon or any(" " in name for name in names):
         return line
     shown = ", ".join(f"`{name}`" for name in names)
-    set_elsewhere = DERIVED.get((cls, names[0]))
-    return f"- {shown}: " + (f"set by `{set_elsewhere}`" if set_elsewhere else meaning)
+    source = DERIVED.get((cls, names[0]))
+    if source is not None:
+        meaning = f"set by the pool's `{source[1:]}`" if source[0] == "." else f"set by `{source}`"
+    return f"- {shown}: {meaning}"
 
 
 def _type(kind: Any) -> str:

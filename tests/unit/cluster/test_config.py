@@ -128,6 +128,11 @@ def test_unknown_environment_variable_warns_with_a_suggestion(base: Path) -> Non
         # fields that belong elsewhere
         ("decode.engine.dtype=float32", "decode.engine.dtype", "model.dtype"),
         ("prefill.engine.block_size=8", "prefill.engine.block_size", "model.block_size"),
+        (
+            "prefill.engine.max_running=8",
+            "prefill.engine.max_running",
+            "is set by prefill.worker.max_num_seqs:",
+        ),
         ("prefill.engine.model_path=/x", "prefill.engine.model_path", "model.name"),
         ("router.settings.model_path=/x", "router.settings.model_path", "model.name"),
         ("decode.worker.host=x", "decode.worker.host", "network.worker_host"),
@@ -290,8 +295,16 @@ def test_sections_that_share_a_value_get_the_same(base: Path) -> None:
     assert config.transfer_config("1.2.3.4").host == "1.2.3.4"
 
 
+def test_engines_have_room_for_the_largest_step_of_their_workers(base: Path) -> None:
+    config = load(
+        base, "decode.worker.max_num_seqs=300", "decode.worker.max_num_batched_tokens=900"
+    )
+    engine = config.engine_config(Role.DECODE, Path("/m/tiny"))
+    assert (engine.max_running, engine.max_step_tokens) == (300, 900)
+
+
 def test_every_derived_field_exists() -> None:
     paths = leaf_paths(ClusterConfig, DERIVED)
     for (cls, name), source in DERIVED.items():
         assert name in {f.name for f in dataclasses.fields(cls)}
-        assert source in paths
+        assert source in paths or f"prefill{source}" in paths
