@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
 import httpx
@@ -37,6 +38,13 @@ class Doors:
 
     async def over_http(self, prompt: Sequence[int], max_tokens: int, **fields: float) -> list[int]:
         """The same over HTTP, not streamed."""
+        answer = await self.completion(prompt, max_tokens, **fields)
+        return list(answer["choices"][0]["token_ids"])
+
+    async def completion(
+        self, prompt: Sequence[int], max_tokens: int, **fields: float | str
+    ) -> dict[str, Any]:
+        """The whole answer of the same request over HTTP."""
         body = {
             "model": self._model,
             "prompt": list(prompt),
@@ -47,7 +55,8 @@ class Doors:
         }
         answer = await self.http.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
-        return list(answer.json()["choices"][0]["token_ids"])
+        whole: dict[str, Any] = answer.json()
+        return whole
 
     async def close(self) -> None:
         """Close both connections."""

@@ -40,6 +40,7 @@ class Answer:
     finish: FinishReason | None = None
     failures: list[FailEvent] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
+    cached: int | None = None  # prompt tokens that were not computed
     arrivals: list[float] = field(default_factory=list)
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -81,6 +82,9 @@ class FakeRouter:
             if answer is not None:
                 answer.failures.append(failure)
                 answer.done.set()
+        for prompt in batch.prompts:
+            if prompt.key in self.answers:
+                self.answers[prompt.key].cached = prompt.num_cached_tokens
         for part in batch.spans:
             if part.key in self.answers:
                 self.answers[part.key].spans.extend(part.spans)

@@ -1,0 +1,210 @@
+"""The prefix cache through real workers and hand-offs: the same ids, less computed, less sent."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.local import LocalEngine
+from protocol.sampling import SamplingParams
+from protocol.timeline import Phase
+from tests.support.doors import Doors
+from tests.support.pair import Answer, Pair, running_pair
+from tests.support.smollm2 import ABSENT, TeacherForced, model_folder
+from tests.support.stack import running_stack
+from tests.support.tiny import Oracle, save_tiny_llama
+from worker_runtime import counters
+from worker_runtime.config import WorkerConfig
+
+BLOCK = 16
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=42, max_tokens=24, ignore_eos=True)
+CONFIG = WorkerConfig(max_num_seqs=8, max_num_batched_tokens=32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def oracle(model: str) -> Oracle:
+    return Oracle(model)
+
+
+@pytest.fixture
+async def pair(model: str) -> AsyncIterator[Pair]:
+    async with running_pair(model, prefill_config=CONFIG, decode_config=CONFIG) as pair:
+        yield pair
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return [random.Random(seed * 1000 + count).randrange(128) for _ in range(count)]
+
+
+def sent_bytes(answer: Answer) -> int:
+    (span,) = [s for s in answer.spans if s.phase is Phase.TRANSFER]
+    return span.counts["bytes"]
+
+
+async def settled(pair: Pair, answer: Answer) -> Answer:
+    """The answer with prefill's part of the timeline, which may come after the last token."""
+    await pair.idle()
+    async with asyncio.timeout(10):
+        while not any(s.phase is Phase.TRANSFER for s in answer.spans):
+            await asyncio.sleep(0.01)
+    return answer
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+async def test_a_conversation_has_the_ids_it_has_without_a_cache(
+    pair: Pair, model: str, params: SamplingParams
+) -> None:
+    local = LocalEngine(EngineConfig(model_path=model, dtype="float32", num_blocks=64))
+    prompt: list[int] = []
+    block_bytes = BLOCK * 2 * 2 * 2 * 16 * 4  # layers, k/v, heads, head_dim, float32
+    in_prefill = in_decode = 0  # full blocks there
+    for turn in range(3):
+        prompt = [*prompt, *tokens(45, seed=turn)]
+        answer = await settled(pair, await pair.generate(prompt, params))
+        assert answer.ids() == local.generate([(prompt, params)])[0]
+        assert answer.cached == BLOCK * in_prefill
+        assert sent_bytes(answer) == block_bytes * (-(-len(prompt) // BLOCK) - in_decode)
+        in_prefill = len(prompt) // BLOCK
+        prompt = [*prompt, *answer.ids()]
+        in_decode = (len(prompt) - 1) // BLOCK  # the last token never ran
+    hits = [worker.status().counters for worker in (*pair.prefills, *pair.decodes)]
+    assert [h[counters.PREFIX_CACHE_QUERIES] for h in hits] == [45 + 114 + 183] * 2
+    assert [h[counters.PREFIX_CACHE_HITS] for h in hits] == [32 + 112, 64 + 128]
+
+
+async def test_decode_prefills_only_what_it_lacks(pair: Pair, oracle: Oracle) -> None:
+    first = await pair.generate(tokens(40), GREEDY)
+    turn = [*tokens(40), *first.ids(), *tokens(9)]
+    second = await pair.generate(turn, GREEDY, local=True)
+    assert second.ids() == oracle.greedy(turn, 24)
+    assert second.cached == 48  # of 40 + 23 tokens that ran
+    again = await pair.generate(turn, GREEDY, local=True)
+    assert again.ids() == second.ids()
+    assert again.cached == 64
+    await pair.idle()
+
+
+async def test_the_same_prompt_many_times_at_once_is_computed_and_sent_once(
+    pair: Pair, oracle: Oracle
+) -> None:
+    prompt = tokens(100)
+    kinds = [GREEDY, *(replace(SEEDED, seed=i) for i in range(5))]
+    answers = await asyncio.gather(*(pair.generate(prompt, params) for params in kinds))
+    assert answers[0].ids() == oracle.greedy(prompt, 24)
+    assert sorted(answer.cached or 0 for answer in answers) == [0, *[96] * 5]
+    await asyncio.gather(*(settled(pair, answer) for answer in answers))
+    block = min(sent_bytes(answer) for answer in answers)
+    assert sorted(sent_bytes(answer) for answer in answers) == [*[block] * 5, 7 * block]
+
+
+async def test_eviction_under_pressure_changes_no_id(model: str, oracle: Oracle) -> None:
+    async with running_pair(
+        model,
+        prefill_blocks=16,
+        decode_blocks=20,
+        prefill_config=CONFIG,
+        decode_config=CONFIG,
+    ) as pair:
+        stems = [tokens(40, seed=i) for i in range(4)]
+        rng = random.Random(3)
+        prompts = [[*rng.choice(stems), *tokens(rng.randrange(1, 30), seed=i)] for i in range(24)]
+        answers = await asyncio.gather(
+            *(pair.generate(p, GREEDY, local=i % 3 == 0) for i, p in enumerate(prompts))
+        )
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.ids() == oracle.greedy(prompt, 24)
+        await pair.idle()
+        for worker in (*pair.prefills, *pair.decodes):
+            status = worker.status()
+            assert status.counters[counters.PREFIX_CACHE_HITS] > 0
+            assert status.load.free_blocks == status.load.total_blocks - (
+                0 if worker in pair.prefills else int(0.01 * status.load.total_blocks)
+            )
+
+
+async def test_cancelled_in_any_phase_requests_leave_a_sound_cache(
+    pair: Pair, oracle: Oracle
+) -> None:
+    rng = random.Random(7)
+    long = replace(GREEDY, max_tokens=200)
+    stem = tokens(60)
+
+    def prompt(i: int) -> list[int]:
+        return [*stem[: rng.choice([20, 48, 60])], *tokens(rng.choice([1, 30]), seed=i % 3)]
+
+    for i in range(30):
+        prefill = None if rng.random() < 0.3 else pair.prefill_refs[0]
+        key = await pair.router.submit(prompt(i), long, pair.decode_refs[0], prefill)
+        await asyncio.sleep(rng.random() * 0.05)
+        await pair.router.cancel(key, *pair.decode_refs, *pair.prefill_refs)
+    await pair.idle()
+    for i in range(6):
+        asked = prompt(i)
+        assert (await pair.generate(asked, GREEDY, local=i % 2 == 0)).ids() == oracle.greedy(
+            asked, 24
+        )
+    await pair.idle()
+
+
+async def test_pools_without_a_cache(model: str, oracle: Oracle) -> None:
+    off = replace(CONFIG, enable_prefix_caching=False)
+    async with running_pair(model, prefill_config=off, decode_config=CONFIG) as pair:
+        for _ in range(2):
+            answer = await settled(pair, await pair.generate(tokens(50), GREEDY))
+            assert answer.ids() == oracle.greedy(tokens(50), 24)
+            assert answer.cached == 0
+        assert sent_bytes(answer) > 0
+        assert pair.prefills[0].status().load.cached_blocks == 0
+        assert pair.decodes[0].status().load.cached_blocks > 0
+
+
+@pytest.mark.slow
+async def test_second_turn_of_a_chat_with_the_real_model() -> None:
+    """Over both doors, with n = 2: ids of transformers, usage to the token, one transfer."""
+    folder = model_folder()
+    if folder is None:
+        pytest.skip(ABSENT)
+    config = WorkerConfig(max_num_seqs=8, max_num_batched_tokens=64)
+    rng = random.Random(1)
+    prompt = [rng.randrange(1000, 20_000) for _ in range(150)]
+    async with running_stack(str(folder), prefill_config=config, decode_config=config) as stack:
+        doors = Doors(stack.http, stack.grpc, "tiny")
+        first = await doors.over_http(prompt, 20, temperature=0.0)
+        turn = [*prompt, *first, *prompt[:30]]
+        usages: list[int] = []
+        outputs: list[Sequence[int]] = []
+        for salt in ("", "cold"):
+            salted = {"cache_salt": salt} if salt else {}
+            answer = await doors.completion(turn, 20, temperature=0.0, n=2, **salted)
+            outputs += [choice["token_ids"] for choice in answer["choices"]]
+            usages.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+            await stack.pair.idle()
+        outputs.append(await doors.over_grpc(turn, 20, temperature=0.0))
+        await doors.close()
+        moved = stack.pair.decodes[0].status().counters
+    assert usages == [144, 0]
+    assert all(output == outputs[0] for output in outputs)
+    assert TeacherForced(folder).first_difference(turn, outputs[0]) is None
+    # 10 blocks; 13 less the 10 that decode has of 150 + 19 tokens, and 1 for the other choice;
+    # 13 and 1 without a cache; 1 for the request over gRPC: each is 30 layers of k and v.
+    assert moved["handoff_bytes_total"] == (10 + 3 + 1 + 13 + 1 + 1) * BLOCK * 30 * 2 * 3 * 64 * 4
