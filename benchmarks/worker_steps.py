@@ -38,6 +38,7 @@ from engine.kv.allocator import BlockAllocator
 from prefill_worker.scheduler import PrefillScheduler
 from protocol import codec
 from protocol.ids import RequestKey, Role, WorkerRef
+from protocol.kv_layout import KVFingerprint
 from protocol.messages import Submit
 from protocol.sampling import SamplingParams
 from worker_runtime.clock import wall_clock
@@ -51,6 +52,16 @@ from worker_runtime.step_loop import StepLoop
 
 PEER = WorkerRef(worker_id="peer", epoch=1, role=Role.PREFILL, address="127.0.0.1:1")
 ROUTER = "router"
+FINGERPRINT = KVFingerprint(
+    model="random",
+    weights="random",
+    num_layers=0,
+    num_kv_heads=0,
+    head_dim=0,
+    block_size=0,
+    dtype="bfloat16",
+    rope="",
+)
 
 
 class TimedExecutor:
@@ -104,7 +115,7 @@ class Worker:
                 make(
                     config=WorkerConfig(max_num_seqs=256, max_num_batched_tokens=8192),
                     blocks=BlockAllocator(layout.num_blocks, layout.block_size),
-                    block_size=layout.block_size,
+                    fingerprint=FINGERPRINT,
                     place="worker",
                 ),
                 new_output=new_output,

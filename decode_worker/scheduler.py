@@ -339,6 +339,10 @@ class DecodeScheduler:
             quarantined_blocks=self._blocks.num_quarantined,
         )
 
+    def hold(self, now: float) -> float:
+        """For how long the next plan can wait while a step runs."""
+        return self._flight.hold(now)
+
     def next_deadline(self) -> float | None:
         """The earliest deadline among all requests."""
         alive = (e for e in self._entries.values() if e.state is not State.ENDING)

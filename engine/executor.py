@@ -157,8 +157,9 @@ class FollowerExecutor:
         self.pool = runner.pool
 
     def follow(self, handlers: Mapping[str, Handler]) -> None:
-        """Obey rank 0 until it closes the group. Raises RankLost when it is gone."""
+        """Obey rank 0 until it closes the group, and leave it. Raises RankLost when it is gone."""
         self._follower.follow(self._runner, handlers)
+        self._runner.close()
 
 
 def build_follower(invite: RankInvite, rank: int, config: EngineConfig) -> FollowerExecutor:

@@ -8,10 +8,12 @@ TensorParallel group of their own, formed once every rank has loaded.
 from __future__ import annotations
 
 import secrets
+import shutil
 import socket
 import tempfile
 import threading
 import time
+import weakref
 from concurrent.futures import Future
 
 from engine.batch import StepBatch
@@ -45,11 +47,13 @@ class RankGroup:
         self.size = size
         self._silence_s = silence_s
         self._server = socket.create_server((host, 0), backlog=size)
-        self._folder = tempfile.TemporaryDirectory(prefix="baton-ranks-")
+        # NCCL reads its store as long as it lives: the folder goes with this object or process.
+        folder = tempfile.mkdtemp(prefix="baton-ranks-")
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self.invite = RankInvite(
             host=host,
             port=self._server.getsockname()[1],
-            store=f"{self._folder.name}/store",
+            store=f"{folder}/store",
             size=size,
             timeout_s=timeout_s,
             authkey=secrets.token_bytes(32),
@@ -130,7 +134,6 @@ class RankGroup:
         self._fail_calls(RankLost("the group is closed", param="tp"))
         self._server.close()
         self.tp.close()
-        self._folder.cleanup()
 
     def _admit(self, channel: Channel, missing: set[int]) -> None:
         try:

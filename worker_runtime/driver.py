@@ -32,6 +32,10 @@ class Scheduler(Protocol[CIn, OutIn]):
         """Take a step's tokens in."""
         ...
 
+    def hold(self, now: float) -> float:
+        """For how long the next plan can wait while a step runs."""
+        ...
+
     def fail_all(self, error: ErrorInfo, out: OutIn) -> None:
         """End every request with `error`."""
         ...
@@ -96,6 +100,10 @@ class SchedulerDriver(Generic[C, Out]):
     def apply(self, result: StepResult, now: float) -> None:
         """Take the step's tokens in."""
         self._scheduler.apply(result, now, self._out)
+
+    def hold(self, now: float) -> float:
+        """For how long the next plan can wait while a step runs."""
+        return self._scheduler.hold(now)
 
     def next_deadline(self) -> float | None:
         """When to look again."""

@@ -11,6 +11,13 @@ from engine.batch import StepBatch
 from observability.rate import Rate
 from worker_runtime.sequence import Sequence
 
+#: A step is planned this long before the one in flight can end: time to plan and launch it.
+_PLAN_S = 0.005
+#: Part of a step's shortest time that is let pass at most; the rest absorbs what clocks get wrong.
+_HELD_SHARE = 0.75
+#: Steps shorter than this say nothing about how fast a device can be: host jitter is in them.
+_TELLING_S = 0.02
+
 
 class HasSequence(Protocol):
     """What a scheduler keeps of a request."""
@@ -43,6 +50,7 @@ class Flight(Generic[E]):
         self._claimed: set[bytes] = set()
         self._landed_at = -math.inf
         self._rate = Rate()
+        self._fastest = math.inf  # seconds a token, of the fastest step so far
 
     def claim(self, sequence: Sequence, names: list[bytes]) -> bool:
         """Take up the blocks of these names in the step being planned. False when another sequence
@@ -79,9 +87,22 @@ class Flight(Generic[E]):
                     del self._names[name]
         # Steps run one after the other, so one that was launched early began when the last ended.
         seconds = now - max(launched_at, self._landed_at)
-        self._rate.add(sum(row.num_tokens for row in rows), seconds)
+        tokens = sum(row.num_tokens for row in rows)
+        self._rate.add(tokens, seconds)
+        if seconds >= _TELLING_S:
+            self._fastest = min(self._fastest, seconds / tokens)
         self._landed_at = now
         return rows
+
+    def hold(self, now: float) -> float:
+        """For how long the next step need not be planned: until shortly before the one in flight
+        could be over. What arrives meanwhile is in that step instead of the one after it."""
+        if not self._steps or self._fastest is math.inf:
+            return 0.0
+        rows, launched_at = self._steps[-1]
+        shortest = self._fastest * sum(row.num_tokens for row in rows)
+        began = max(launched_at, self._landed_at)
+        return began + _HELD_SHARE * shortest - _PLAN_S - now
 
     def tokens_per_second(self) -> float:
         """Smoothed over busy time; 0 before the first step."""

@@ -43,6 +43,10 @@ class Driver(Protocol[CIn]):
         """Hand everything decided since the last call to the event loop."""
         ...
 
+    def hold(self, now: float) -> float:
+        """Seconds for which no step need be planned while another is on its way, if positive."""
+        ...
+
     def next_deadline(self) -> float | None:
         """When something must be looked at even if no command arrives."""
         ...
@@ -123,11 +127,15 @@ class StepLoop(Generic[C]):
                 self.on_broken(error)
 
     def _turn(self) -> None:
-        """Take what has come, launch one step, and wait for one once `depth` are on their way or
-        no more can be launched."""
+        """Take what has come, launch a step when it is time, and wait for one once `depth` are on
+        their way or no more can be launched."""
         now = self._clock()
         for command in self._inbox.drain():
             self._driver.handle(command, now)
+        if self._launched and (held := self._driver.hold(now)) > 0.0:
+            self._driver.publish()
+            self._inbox.wait(held)
+            return
         batch = self._driver.plan(now)
         self._driver.publish()
         if batch is not None:

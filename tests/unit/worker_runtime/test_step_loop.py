@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
-from decode_worker.commands import Output
-from decode_worker.scheduler import DecodeScheduler
 from engine.batch import SequenceStep, StepBatch, StepResult
 from engine.executor import FinishedStep
-from engine.kv.allocator import BlockAllocator
 from engine.local import LocalEngine
 from protocol.ids import RequestKey
 from protocol.messages import Submit
 from protocol.sampling import SamplingParams
 from tests.support.engine import GREEDY, config, prompt, whole_runner
 from tests.support.paged import LateSteps
+from tests.support.steps import served
 from tests.support.tiny import save_tiny_llama
-from worker_runtime.commands import Submitted
-from worker_runtime.config import WorkerConfig
-from worker_runtime.driver import SchedulerDriver
+from worker_runtime.flight import Flight, Row
 from worker_runtime.inbox import Inbox
-from worker_runtime.shell import Snapshot
+from worker_runtime.sequence import Sequence
 from worker_runtime.step_loop import StepLoop
 
 
@@ -61,6 +55,9 @@ class CountingDriver:
     def publish(self) -> None:
         if len(self.applied) == self._num_steps or self.failed is not None:
             self.done.set()
+
+    def hold(self, now: float) -> float:
+        return 0.0
 
     def next_deadline(self) -> float | None:
         return None
@@ -141,59 +138,59 @@ def test_stop_takes_in_what_is_on_its_way() -> None:
     assert loop.stalled_for() == 0.0
 
 
+def test_what_arrives_while_the_next_step_is_held_is_in_it() -> None:
+    class HoldingDriver(CountingDriver):
+        def hold(self, now: float) -> float:
+            if self.events == ["plan 4"] and not self.todo:
+                inbox.put(5)
+                return 1e9
+            return 0.0
+
+    driver, inbox = HoldingDriver(2), Inbox[int]()
+    executor = LateSteps(echo, depth=2)
+    loop = StepLoop(name="t", driver=driver, executor=executor, inbox=inbox, clock=time.time)
+    inbox.put(4)
+    loop.start()
+    assert driver.done.wait(5)
+    assert loop.stop()
+    assert driver.events == ["plan 4", "plan 5", "apply 4", "apply 5"]
+
+
+def test_next_step_is_held_until_shortly_before_the_one_in_flight_can_end() -> None:
+    @dataclass
+    class Entry:
+        sequence: Sequence
+
+    def launch(num_tokens: int, now: float) -> None:
+        submit = Submit(
+            key=RequestKey("a"),
+            router_id="r",
+            prompt_ids=(1,) * num_tokens,
+            sampling=GREEDY,
+            deadline=1e12,
+        )
+        entry = Entry(Sequence.of(submit, 0.0))
+        assert flight.launch([Row(entry, num_tokens, False, [])], now) is not None
+
+    flight: Flight[Entry] = Flight()
+    assert flight.hold(0.0) == 0.0
+    launch(1000, 10.0)
+    assert flight.hold(10.0) == 0.0  # nobody knows yet how fast this device is
+    flight.land(10.1)
+    assert flight.hold(10.2) == 0.0
+    launch(2000, 20.0)
+    assert flight.hold(20.0) == pytest.approx(0.75 * 0.2 - 0.005)
+    launch(500, 20.15)
+    flight.land(20.3)  # slower than the fastest
+    assert flight.hold(20.3) == pytest.approx(0.75 * 0.05 - 0.005)
+    flight.land(20.301)  # too short to say anything
+    launch(10, 21.0)
+    assert flight.hold(21.0) < 0.0
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
-
-
-async def served(
-    path: str, requests: Sequence[tuple[list[int], SamplingParams]], *, depth: int, num_blocks: int
-) -> tuple[list[list[int]], DecodeScheduler]:
-    """The output of each request through scheduler, driver and loop on a real engine."""
-    runner = whole_runner(path, num_blocks=num_blocks)
-    blocks = BlockAllocator(num_blocks, runner.layout.block_size)
-    scheduler = DecodeScheduler(
-        config=WorkerConfig(max_num_seqs=6, max_num_batched_tokens=24, watermark=0.0),
-        blocks=blocks,
-        fingerprint=runner.fingerprint,
-        place="d0",
-    )
-    outputs: dict[str, list[int]] = {}
-    done = asyncio.Event()
-
-    def deliver(out: Output, snapshot: Snapshot, _accepted: int) -> None:
-        for event in (e for events in out.events.values() for e in events.tokens):
-            tokens = outputs.setdefault(event.key.request_id, [])
-            assert event.index == len(tokens)
-            tokens.append(event.token)
-        if snapshot.num_unfinished == 0 and len(outputs) == len(requests):
-            done.set()
-
-    inbox: Inbox[object] = Inbox()
-    for i, (ids, sampling) in enumerate(requests):
-        submit = Submit(
-            key=RequestKey(str(i)),
-            router_id="r",
-            prompt_ids=tuple(ids),
-            sampling=sampling,
-            deadline=1e12,
-        )
-        inbox.put(Submitted(submit=submit))
-    driver = SchedulerDriver(
-        scheduler,
-        new_output=Output,
-        is_submit=lambda command: isinstance(command, Submitted),
-        loop=asyncio.get_running_loop(),
-        deliver=deliver,
-    )
-    executor = LateSteps(lambda batch: runner.run(runner.prepare(batch)), depth)
-    loop = StepLoop(name="steps", driver=driver, executor=executor, inbox=inbox, clock=time.time)  # type: ignore[misc]
-    loop.start()
-    await asyncio.wait_for(done.wait(), 30)
-    assert await asyncio.to_thread(loop.stop)
-    blocks.check()
-    assert blocks.num_available == num_blocks
-    return [outputs[str(i)] for i in range(len(requests))], scheduler
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -205,6 +202,8 @@ async def test_ids_equal_the_local_engine(tiny: str, depth: int, num_blocks: int
     stopped = replace(seeded, stop_token_ids=(wanted[2][4],))
     requests[2] = (requests[2][0], stopped)
     wanted[2] = wanted[2][: wanted[2].index(wanted[2][4]) + 1]
-    got, scheduler = await served(tiny, requests, depth=depth, num_blocks=num_blocks)
+    runner = whole_runner(tiny, num_blocks=num_blocks)
+    executor = LateSteps(lambda batch: runner.run(runner.prepare(batch)), depth)
+    got, num_preemptions = await served(executor, runner.layout, runner.fingerprint, requests)
     assert got == wanted
-    assert (scheduler.num_preemptions > 0) == (num_blocks == 6)
+    assert (num_preemptions > 0) == (num_blocks == 6)

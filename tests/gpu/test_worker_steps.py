@@ -1,0 +1,57 @@
+"""A worker's step loop one step ahead, on one GPU and on ranks in processes of their own, against
+the local engine on a CPU."""
+
+import asyncio
+import multiprocessing
+
+import pytest
+import torch
+
+from engine.executor import build_executor, build_follower
+from engine.local import LocalEngine
+from engine.ranks import RankGroup
+from protocol.sampling import SamplingParams
+from tests.support.engine import GREEDY, config, prompt
+from tests.support.steps import served
+from tests.support.tiny import save_tiny_llama
+
+
+def follow(invite, rank, settings):
+    """The whole life of a follower."""
+    build_follower(invite, rank, settings).follow({})
+
+
+@pytest.mark.parametrize("num_blocks", [6, 64])
+@pytest.mark.parametrize("size", [1, 2])
+def test_ids_equal_the_local_engine(tmp_path, size, num_blocks):
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} CUDA devices")
+    model = save_tiny_llama(tmp_path)
+    seeded = SamplingParams(temperature=1.0, max_tokens=14, seed=5, ignore_eos=True)
+    requests = [(prompt(n), GREEDY if n % 2 else seeded) for n in (1, 7, 8, 12, 15, 20)]
+    wanted = LocalEngine(config(model)).generate(requests)
+    settings = config(model, device="cuda", tp_size=size, num_blocks=num_blocks)
+    group = RankGroup(size) if size > 1 else None
+    processes = [
+        multiprocessing.get_context("spawn").Process(
+            target=follow, args=(group.invite, rank, settings), daemon=True
+        )
+        for rank in range(1, size)
+    ]
+    for process in processes:
+        process.start()
+    executor = build_executor(settings, group)
+    try:
+        executor.warmup()
+        got, num_preemptions = asyncio.run(
+            served(executor, executor.layout, executor.fingerprint, requests)
+        )
+    finally:
+        if group is not None:
+            group.close()
+        executor.close()
+        for process in processes:
+            process.join(20)
+    assert got == wanted
+    assert (num_preemptions > 0) == (num_blocks == 6)
+    assert all(process.exitcode == 0 for process in processes)

@@ -1,0 +1,74 @@
+"""Requests through scheduler, driver and step loop of a decode worker, on any engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from decode_worker.commands import Output
+from decode_worker.scheduler import DecodeScheduler
+from engine.kv.allocator import BlockAllocator
+from protocol.ids import RequestKey
+from protocol.kv_layout import KVFingerprint, KVLayout
+from protocol.messages import Submit
+from protocol.sampling import SamplingParams
+from worker_runtime.commands import Submitted
+from worker_runtime.config import WorkerConfig
+from worker_runtime.driver import SchedulerDriver
+from worker_runtime.inbox import Inbox
+from worker_runtime.shell import Snapshot
+from worker_runtime.step_loop import StepExecutor, StepLoop
+
+
+async def served(
+    executor: StepExecutor,
+    layout: KVLayout,
+    fingerprint: KVFingerprint,
+    requests: Sequence[tuple[list[int], SamplingParams]],
+) -> tuple[list[list[int]], int]:
+    """The output of each request, and how many preemptions there were; no block is left behind."""
+    blocks = BlockAllocator(layout.num_blocks, layout.block_size)
+    scheduler = DecodeScheduler(
+        config=WorkerConfig(max_num_seqs=6, max_num_batched_tokens=24, watermark=0.0),
+        blocks=blocks,
+        fingerprint=fingerprint,
+        place="d0",
+    )
+    outputs: dict[str, list[int]] = {}
+    done = asyncio.Event()
+
+    def deliver(out: Output, snapshot: Snapshot, _accepted: int) -> None:
+        for event in (e for events in out.events.values() for e in events.tokens):
+            tokens = outputs.setdefault(event.key.request_id, [])
+            assert event.index == len(tokens)
+            tokens.append(event.token)
+        if snapshot.num_unfinished == 0 and len(outputs) == len(requests):
+            done.set()
+
+    inbox: Inbox[Any] = Inbox()
+    for i, (ids, sampling) in enumerate(requests):
+        submit = Submit(
+            key=RequestKey(str(i)),
+            router_id="r",
+            prompt_ids=tuple(ids),
+            sampling=sampling,
+            deadline=time.time() + 600.0,
+        )
+        inbox.put(Submitted(submit=submit))
+    driver: SchedulerDriver[Any, Output] = SchedulerDriver(
+        scheduler,
+        new_output=Output,
+        is_submit=lambda command: isinstance(command, Submitted),
+        loop=asyncio.get_running_loop(),
+        deliver=deliver,
+    )
+    loop = StepLoop(name="steps", driver=driver, executor=executor, inbox=inbox, clock=time.time)
+    loop.start()
+    await asyncio.wait_for(done.wait(), 30)
+    assert await asyncio.to_thread(loop.stop)
+    assert loop.broken is None
+    blocks.check()
+    assert blocks.num_available == layout.num_blocks
+    return [outputs[str(i)] for i in range(len(requests))], scheduler.num_preemptions
