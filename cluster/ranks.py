@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.config import ClusterConfig, PoolSection
 from engine.config import EngineConfig
-from engine.rank_messages import RankInvite
 from kv_transfer.config import TransferConfig
+
+if TYPE_CHECKING:
+    from engine.rank_messages import RankInvite  # imports torch: not for those who only deploy
 
 #: Ray shows a process its own GPU only. Ranks that reduce through each other's memory are told
 #: apart by their GPU's index, so all ranks of a worker must see the same GPUs.

@@ -255,12 +255,16 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "NAME  N\n"
 
 
-def test_help_is_quick_to_import() -> None:
-    """The parser must not pull in ray, torch or grpc: that would cost seconds."""
-    code = (
-        "import sys; from cluster.cli.arguments import make_parser; make_parser();"
-        "print(sorted({'ray', 'torch', 'grpc', 'yaml', 'transformers'} & set(sys.modules)))"
-    )
+@pytest.mark.parametrize(
+    ("statement", "heavy"),
+    [
+        ("from cluster.cli.arguments import make_parser; make_parser()", "ray torch grpc yaml"),
+        ("import cluster.deployments, cluster.cli.waiting", "torch triton transformers"),
+    ],
+    ids=["help", "up"],
+)
+def test_commands_import_nothing_that_costs_seconds(statement: str, heavy: str) -> None:
+    code = f"{statement}; import sys; print(sorted(set({heavy.split()}) & set(sys.modules)))"
     root = Path(__file__).resolve().parents[3]
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root
