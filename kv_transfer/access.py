@@ -33,12 +33,24 @@ class Access:
     def entered(self, *, last: bool = True) -> Iterator[bool]:
         """Yields whether the pool may be touched inside the block. Only after a block that is not
         the `last` may it be entered again."""
-        allowed = self._step(AccessState.ALLOWED, AccessState.ACTIVE)
+        allowed = self.enter()
         try:
             yield allowed
         finally:
             if allowed:
-                self._leave(last=last)
+                self.leave(last=last)
+
+    def enter(self) -> bool:
+        """Whether the pool may be touched from here on, until `leave`."""
+        return self._step(AccessState.ALLOWED, AccessState.ACTIVE)
+
+    def leave(self, *, last: bool = True) -> None:
+        """The pool is touched no more, only for now unless this was the `last` time."""
+        with self._lock:
+            over = last or self._revoked
+            self._state = AccessState.OVER if over else AccessState.ALLOWED
+        if over:
+            self.over.set_result(None)
 
     def revoke(self) -> Future[None]:
         """Forbid the access from now on; returns `over`, which waits for a block that was
@@ -51,13 +63,6 @@ class Access:
         if not begun:
             self.over.set_result(None)
         return self.over
-
-    def _leave(self, *, last: bool) -> None:
-        with self._lock:
-            over = last or self._revoked
-            self._state = AccessState.OVER if over else AccessState.ALLOWED
-        if over:
-            self.over.set_result(None)
 
     def _step(self, current: AccessState, target: AccessState) -> bool:
         with self._lock:

@@ -10,11 +10,19 @@ from functools import partial
 import torch
 
 from kv_transfer.access import Access
-from kv_transfer.backends.base import Backend, BlockLink, BlockMove, Link, LinkBroken, LinkId
+from kv_transfer.backends.base import (
+    Backend,
+    BlockLink,
+    BlockMove,
+    Link,
+    LinkBroken,
+    LinkId,
+    WriteLink,
+)
 from kv_transfer.backends.choice import build_backends
 from kv_transfer.checksum import combine, message_checksum, place_checksum
-from kv_transfer.config import ON_DEVICE, ONE_SIDED, TransferConfig
-from kv_transfer.links import LinkThread, Operation, Work, fail
+from kv_transfer.config import ON_DEVICE, TransferConfig
+from kv_transfer.links import LinkThread, Operation, Waiters, fail
 from kv_transfer.orders import (
     CloseOrder,
     Listening,
@@ -25,15 +33,16 @@ from kv_transfer.orders import (
     PartResult,
     RevokeOrder,
 )
+from kv_transfer.outcomes import done, joined, when_over
 from kv_transfer.store import BlockStore
 from protocol import codec
-from protocol.errors import BatonError, Internal, InvalidRequest
+from protocol.errors import BatonError, InvalidRequest
 
-# sender epoch, receiver epoch, source rank, destination rank, backend, number among its like
-_Ends = tuple[int, int, int, int, str, int]
-#: Threads for the links of one pair that writes by itself: with two, one piece is on the wire while
-#: the next is prepared. Its pieces need no order; elsewhere both ends must keep the same.
-_WRITERS = 2
+# sender epoch, receiver epoch, source rank, destination rank, backend
+_Ends = tuple[int, int, int, int, str]
+#: Writes to other ranks' pools that may be under way without waiting for each other: one that waits
+#: for a step of the engine must not hold up the KV of a hand-off that is further.
+_LANES = 4
 _Handoff = tuple[int, int]  # receiver epoch, generation
 
 
@@ -50,11 +59,14 @@ class DataPlane:
     ) -> None:
         self._store = store
         self._config = config
+        page = store.block_size * store.head_dim
+        self._block_bytes = 2 * page * store.dtype.itemsize  # of one layer and head
         backends = build_backends(store, config) if backend is None else [backend]
         self._backends = {each.name: each for each in backends}
         self._lock = threading.Lock()
         self._links: dict[_Ends, LinkThread] = {}
         self._accesses: dict[_Handoff, set[Access]] = {}
+        self._waiters = Waiters()
 
     @property
     def ways(self) -> set[str]:
@@ -71,8 +83,8 @@ class DataPlane:
         try:
             outcome = self.submit(codec.decode(Order, order))
         except BatonError as error:
-            outcome = _done(Outcome(error=error.info()))
-        outcome.add_done_callback(lambda done: answer.set_result(_encoded(done)))
+            outcome = done(Outcome(error=error.info()))
+        outcome.add_done_callback(lambda ended: answer.set_result(_encoded(ended)))
         return answer
 
     def submit(self, order: Order) -> Future[Outcome]:
@@ -80,7 +92,7 @@ class DataPlane:
         try:
             return self._dispatch(order)
         except BatonError as error:
-            return _done(Outcome(error=error.info()))
+            return done(Outcome(error=error.info()))
 
     def close(self) -> None:
         """Break every link and stop listening; what is in flight fails."""
@@ -90,6 +102,7 @@ class DataPlane:
             link.close("data plane closed")
         for link in links:
             link.join(1.0)
+        self._waiters.close()
         for backend in self._backends.values():
             backend.close()
 
@@ -103,7 +116,7 @@ class DataPlane:
         if order.close is not None:
             return self._close_links(order.close)
         if order.listen is not None:
-            return _done(self._listen())
+            return done(self._listen())
         raise InvalidRequest("empty transfer order", param="order")
 
     def _listen(self) -> Outcome:
@@ -129,11 +142,10 @@ class DataPlane:
             operation = self._operation(order, part, link, backend.name, sending=sending)
             operations.append(operation)
             try:
-                writer = order.sequence % _WRITERS if backend.name in ONE_SIDED else 0
-                self._thread(link, (backend.name, writer), open_link).submit(operation)
+                self._thread(link, backend.name, open_link).submit(operation)
             except LinkBroken as error:
                 fail(operation, error)
-        return _joined(operations)
+        return joined(operations)
 
     def _backend_of(self, order: MoveOrder) -> Backend:
         name = order.backend or next(iter(self._backends))
@@ -158,10 +170,10 @@ class DataPlane:
         return link, lambda: backend.accept(link, limit)
 
     def _thread(
-        self, link: LinkId, which: tuple[str, int], open_link: Callable[[], Link | BlockLink]
+        self, link: LinkId, backend: str, open_link: Callable[[], Link | BlockLink]
     ) -> LinkThread:
         pair = (link.sender_epoch, link.receiver_epoch, link.source_rank, link.dest_rank)
-        ends = (*pair, *which)
+        ends = (*pair, backend)
         with self._lock:
             current = self._links.get(ends)
             if current is not None and current.link.link == link.link:
@@ -169,7 +181,11 @@ class DataPlane:
             if current is not None and current.link.link > link.link:
                 raise LinkBroken(f"link {link} was replaced by {current.link}")
             thread = LinkThread(
-                link, open_link=open_link, device=self._store.device, predecessor=current
+                link,
+                open_link=open_link,
+                device=self._store.device,
+                predecessor=current,
+                waiters=self._waiters,
             )
             self._links[ends] = thread
             return thread
@@ -178,26 +194,69 @@ class DataPlane:
         self, order: MoveOrder, part: Part, link: LinkId, backend: str, *, sending: bool
     ) -> Operation:
         access = Access()
-        store = self._store
-        shape = (
-            order.num_layers,
-            len(order.blocks),
-            2,
-            part.num_heads,
-            store.block_size,
-            store.head_dim,
-        )
-        num_bytes = _num_bytes(shape, store.dtype)
-        work: Work
         if backend in ON_DEVICE:  # stages by itself
-            work = partial(self._move_blocks, order, part, link, access, num_bytes, sending)
-            num_bytes = 0
+            operation = self._block_operation(order, part, link, access, sending)
         else:
+            store = self._store
+            shape = (
+                order.num_layers,
+                len(order.blocks),
+                2,
+                part.num_heads,
+                store.block_size,
+                store.head_dim,
+            )
             run = self._send if sending else self._receive
-            work = partial(run, order, part, link, access, shape)
-        operation = Operation(access=access, num_bytes=num_bytes, work=work)
+            operation = Operation(
+                access=access,
+                num_bytes=_num_bytes(shape, store.dtype),
+                work=partial(run, order, part, link, access, shape),
+            )
         self._track((order.receiver_epoch, order.generation), operation)
         return operation
+
+    def _block_operation(
+        self, order: MoveOrder, part: Part, name: LinkId, access: Access, sending: bool
+    ) -> Operation:
+        """Have the link move blocks between GPU pools."""
+        move = BlockMove(
+            blocks=order.blocks,
+            first_layer=order.first_layer,
+            num_layers=order.num_layers,
+            first_head=part.first_head,
+            num_heads=part.num_heads,
+            access=access,
+            checksum=self._config.checksum_kind(order.backend),
+            discard=order.discard,
+            peer_blocks=order.peer_blocks,
+            peer_first_head=part.peer_first_head,
+            after=order.after,
+        )
+        lane = order.generation % _LANES
+
+        def result(content: int) -> PartResult:
+            place = place_checksum(
+                generation=order.generation,
+                sequence=order.sequence,
+                source=name.source_rank,
+                dest=name.dest_rank,
+            )
+            size = self._block_bytes * order.num_layers * len(order.blocks) * part.num_heads
+            checksum = combine([place, content])
+            return PartResult(peer_rank=part.peer_rank, num_bytes=size, checksum=checksum)
+
+        def work(link: Link | BlockLink, _: torch.Tensor) -> PartResult:
+            assert isinstance(link, BlockLink)
+            run = link.send_blocks if sending else link.recv_blocks
+            return result(run(move, self._config.op_timeout_s))
+
+        def begin(link: WriteLink) -> Callable[[], PartResult]:
+            write = link.begin(move, lane)
+            return lambda: result(write())
+
+        return Operation(
+            access=access, num_bytes=0, work=work, begin=begin if sending else None, lane=lane
+        )
 
     def _send(
         self,
@@ -243,42 +302,6 @@ class DataPlane:
                 self._store.scatter(order.blocks, layers, heads, data)
         return PartResult(peer_rank=part.peer_rank, num_bytes=staging.numel(), checksum=checksum)
 
-    def _move_blocks(
-        self,
-        order: MoveOrder,
-        part: Part,
-        name: LinkId,
-        access: Access,
-        num_bytes: int,
-        sending: bool,
-        link: Link | BlockLink,
-        _: torch.Tensor,
-    ) -> PartResult:
-        """Have the link move blocks between GPU pools."""
-        assert isinstance(link, BlockLink)
-        move = BlockMove(
-            blocks=order.blocks,
-            first_layer=order.first_layer,
-            num_layers=order.num_layers,
-            first_head=part.first_head,
-            num_heads=part.num_heads,
-            access=access,
-            checksum=self._config.checksum_kind(order.backend),
-            discard=order.discard,
-            peer_blocks=order.peer_blocks,
-            peer_first_head=part.peer_first_head,
-        )
-        run = link.send_blocks if sending else link.recv_blocks
-        content = run(move, self._config.op_timeout_s)
-        place = place_checksum(
-            generation=order.generation,
-            sequence=order.sequence,
-            source=name.source_rank,
-            dest=name.dest_rank,
-        )
-        checksum = combine([place, content])
-        return PartResult(peer_rank=part.peer_rank, num_bytes=num_bytes, checksum=checksum)
-
     def _checksum(self, staging: torch.Tensor, order: MoveOrder, name: LinkId) -> int:
         return message_checksum(
             staging,
@@ -307,7 +330,7 @@ class DataPlane:
     def _revoke(self, order: RevokeOrder) -> Future[Outcome]:
         with self._lock:
             accesses = list(self._accesses.get((order.receiver_epoch, order.generation), ()))
-        return _when_over(accesses)
+        return when_over(accesses)
 
     def _close_links(self, order: CloseOrder) -> Future[Outcome]:
         pair = (order.sender_epoch, order.receiver_epoch)
@@ -322,7 +345,7 @@ class DataPlane:
                     del self._links[ends]
         for thread in found.values():
             thread.close("closed by its worker")
-        return _done(Outcome())
+        return done(Outcome())
 
 
 def _ranges(order: MoveOrder, part: Part) -> tuple[range, range]:
@@ -337,63 +360,5 @@ def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     return count
 
 
-def _done(outcome: Outcome) -> Future[Outcome]:
-    future = _running()
-    future.set_result(outcome)
-    return future
-
-
-def _running() -> Future[Outcome]:
-    """A future that cannot be cancelled: whoever stops waiting does not stop the order."""
-    future: Future[Outcome] = Future()
-    future.set_running_or_notify_cancel()
-    return future
-
-
-def _encoded(done: Future[Outcome]) -> bytes:
-    return codec.encode(done.result())
-
-
-class _Countdown:
-    """Calls `finish` when `count` futures are done."""
-
-    def __init__(self, count: int, finish: Callable[[], None]) -> None:
-        self._lock = threading.Lock()
-        self._count = count
-        self._finish = finish
-        if count == 0:
-            finish()
-
-    def __call__(self, _: Future[PartResult] | Future[None]) -> None:
-        with self._lock:
-            self._count -= 1
-            last = self._count == 0
-        if last:
-            self._finish()
-
-
-def _joined(operations: list[Operation]) -> Future[Outcome]:
-    """The outcome of several messages: all results, or the first error once every one has ended."""
-    joined = _running()
-
-    def finish() -> None:
-        errors = [e for e in (op.result.exception() for op in operations) if e is not None]
-        if not errors:
-            joined.set_result(Outcome(parts=tuple(op.result.result() for op in operations)))
-            return
-        first = errors[0]
-        error = first if isinstance(first, BatonError) else Internal(str(first))
-        joined.set_result(Outcome(error=error.info()))
-
-    countdown = _Countdown(len(operations), finish)
-    for operation in operations:
-        operation.result.add_done_callback(countdown)
-    return joined
-
-
-def _when_over(accesses: list[Access]) -> Future[Outcome]:
-    over = _running()
-    countdown = _Countdown(len(accesses), lambda: over.set_result(Outcome()))
-    for access in accesses:
-        access.revoke().add_done_callback(countdown)
-    return over
+def _encoded(ended: Future[Outcome]) -> bytes:
+    return codec.encode(ended.result())

@@ -1,35 +1,79 @@
 """One link with the thread that works on it: operations in order, the first failure ends them
-all."""
+all. Writes of a one-sided link need no order and no thread to begin them."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 
 import torch
 
 from kv_transfer.access import Access
-from kv_transfer.backends.base import BlockLink, Link, LinkBroken, LinkId
+from kv_transfer.backends.base import BlockLink, Link, LinkBroken, LinkId, WriteLink
 from kv_transfer.orders import PartResult
 from kv_transfer.single_thread import use_one_thread
 from protocol.errors import BatonError, Internal
 
 #: Works on an open link with a staging buffer of at least the requested size.
 Work = Callable[[Link | BlockLink, torch.Tensor], PartResult]
+#: Begins a write on an open link; what it returns blocks until the write is over.
+Begin = Callable[[WriteLink], Callable[[], PartResult]]
 
 
 class Operation:
-    """One message waiting for its turn."""
+    """One message waiting for its turn; with `begin`, a write of one `lane`."""
 
-    __slots__ = ("access", "num_bytes", "result", "work")
+    __slots__ = ("access", "begin", "lane", "num_bytes", "result", "work")
 
-    def __init__(self, *, access: Access, num_bytes: int, work: Work) -> None:
+    def __init__(
+        self,
+        *,
+        access: Access,
+        num_bytes: int,
+        work: Work,
+        begin: Begin | None = None,
+        lane: int = 0,
+    ) -> None:
         self.access = access
         self.num_bytes = num_bytes
         self.work = work
+        self.begin = begin
+        self.lane = lane
         self.result: Future[PartResult] = Future()
+
+
+class Waiters:
+    """A thread for each lane of writes, which waits for them. Started on first use."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queues: dict[int, SimpleQueue[Callable[[], None] | None]] = {}
+
+    def put(self, lane: int, wait: Callable[[], None]) -> None:
+        """Call `wait` in the lane's thread, after those put before."""
+        with self._lock:
+            queue = self._queues.get(lane)
+            if queue is None:
+                queue = self._queues[lane] = SimpleQueue()
+                name = f"kv-writes-{lane}"
+                threading.Thread(target=_wait_all, args=(queue,), name=name, daemon=True).start()
+        queue.put(wait)
+
+    def close(self) -> None:
+        """End the threads once nothing is left to wait for."""
+        with self._lock:
+            queues, self._queues = list(self._queues.values()), {}
+        for queue in queues:
+            queue.put(None)
+
+
+def _wait_all(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+    use_one_thread()
+    while (wait := queue.get()) is not None:
+        wait()
 
 
 class LinkThread:
@@ -37,7 +81,7 @@ class LinkThread:
 
     `submit` and `close` may be called from any thread and do not block. `predecessor` is the
     incarnation this one replaces and closes: nothing starts here while that one still touches the
-    pool.
+    pool. Once a link for writes is open, `submit` begins them itself and `waiters` end them.
     """
 
     def __init__(
@@ -47,14 +91,17 @@ class LinkThread:
         open_link: Callable[[], Link | BlockLink],
         device: torch.device,
         predecessor: LinkThread | None,
+        waiters: Waiters | None = None,
     ) -> None:
         self.link = link
         self._open_link = open_link
         self._device = device
         self._predecessor = predecessor
+        self._waiters = waiters
         self._queue: SimpleQueue[Operation | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._open: Link | BlockLink | None = None
+        self._writable: WriteLink | None = None
         self._failure: BatonError | None = None
         self._pending: set[Operation] = set()
         self.revoked: list[Access] = []
@@ -65,18 +112,21 @@ class LinkThread:
     def submit(self, operation: Operation) -> None:
         """Queue an operation; its future fails with LinkBroken when the link does."""
         with self._lock:
-            if self._failure is None:
-                self._pending.add(operation)
-                self._queue.put(operation)
-                return
             failure = self._failure
-        fail(operation, failure)
+            link = None if operation.begin is None else self._writable
+            if failure is None:
+                self._pending.add(operation)
+                if link is None:
+                    self._queue.put(operation)
+        if failure is not None:
+            fail(operation, failure)
+        elif link is not None:
+            self._guarded(partial(self._begin, operation, link))
 
     def close(self, reason: str = "closed") -> None:
         """Break the link: queued operations fail now, a running one soon; none starts to touch the
         pool after this returns."""
         self._break(LinkBroken(f"link {self.link}: {reason}"))
-        self._queue.put(None)
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the thread's end."""
@@ -88,27 +138,46 @@ class LinkThread:
         try:
             self.wait_for_predecessor()
             while (operation := self._queue.get()) is not None:
-                if not self._work(operation):
+                if not self._guarded(partial(self._work, operation)):
                     return
         finally:
             self._staging = torch.empty(0, dtype=torch.uint8)
 
-    def _work(self, operation: Operation) -> bool:
+    def _guarded(self, run: Callable[[], None]) -> bool:
+        """Run a part of an operation; whatever it raises breaks the link."""
         try:
-            link = self._opened()
-            result = operation.work(link, self._buffer(operation.num_bytes))
+            run()
         except BatonError as error:
             self._break(error)
             return False
         except Exception as error:  # noqa: BLE001 - a thread's edge: whoever waits must learn of it
             self._break(Internal(f"link {self.link}: {type(error).__name__}: {error}"))
             return False
+        return True
+
+    def _work(self, operation: Operation) -> None:
+        link = self._opened()
+        if operation.begin is not None and isinstance(link, WriteLink):
+            self._begin(operation, link)
+            return
+        self._complete(operation, operation.work(link, self._buffer(operation.num_bytes)))
+
+    def _begin(self, operation: Operation, link: WriteLink) -> None:
+        assert operation.begin is not None
+        assert self._waiters is not None
+        over = operation.begin(link)
+
+        def wait() -> None:
+            self._guarded(lambda: self._complete(operation, over()))
+
+        self._waiters.put(operation.lane, wait)
+
+    def _complete(self, operation: Operation, result: PartResult) -> None:
         with self._lock:
             known = operation in self._pending
             self._pending.discard(operation)
         if known:
             operation.result.set_result(result)
-        return known
 
     def wait_for_predecessor(self) -> None:
         """Close earlier incarnations and wait until none touches the pool: at most one copy of one
@@ -127,6 +196,7 @@ class LinkThread:
             link = self._open_link()
             with self._lock:
                 self._open = link
+                self._writable = link if isinstance(link, WriteLink) else None
             try:
                 self._raise_if_broken()
             except BatonError:
@@ -151,6 +221,7 @@ class LinkThread:
                 return
             self._failure = error
             pending, self._pending = self._pending, set()
+            self._queue.put(None)
             self.revoked = [operation.access for operation in pending]
             link = self._open
         for access in self.revoked:

@@ -32,7 +32,8 @@ class Part:
 class MoveOrder:
     """Send or receive one rank's messages of one piece. `rank` is the rank that runs the order,
     `blocks` are its worker's block ids, `peer_blocks` (senders only) the receiver's. `backend` may
-    be left out where a rank has only one."""
+    be left out where a rank has only one. A sender's blocks are complete once the rank's engine has
+    run step `after`; 0 when they are."""
 
     rank: int
     sender_epoch: int
@@ -47,6 +48,7 @@ class MoveOrder:
     discard: bool = False  # a send whose content no longer matters but which the receiver awaits
     backend: str = ""
     peer_blocks: tuple[int, ...] = ()
+    after: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

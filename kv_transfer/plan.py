@@ -9,6 +9,7 @@ from protocol.errors import HandoffFailed
 from protocol.kv_layout import DTYPE_BYTES, KVFingerprint, KVLayout
 
 HeadRange = tuple[int, int]
+_GROUP_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +104,19 @@ def _furthest(source: tuple[HeadRange, ...], head: int, limit: int, dest_rank: i
         raise HandoffFailed(f"no source rank holds head {head}", param="rank_heads")
     best = [rank for rank, end in reach.items() if end == max(reach.values())]
     return best[dest_rank % len(best)]
+
+
+def layer_groups(num_layers: int, layer_bytes: int) -> list[int]:
+    """How many layers move together while a step still computes later ones: each time half of what
+    is left, so that little is left to move when the last layer is done; groups of 16 MiB or more,
+    where a copy comes near the link's rate."""
+    least = max(1, -(-_GROUP_BYTES // layer_bytes))
+    groups = []
+    left = num_layers
+    while left >= 2 * least:
+        groups.append(left - left // 2)
+        left //= 2
+    return [*groups, left]
 
 
 def block_bytes(layout: KVLayout, *, num_layers: int, num_heads: int) -> int:

@@ -35,7 +35,22 @@ class BlockStore(Protocol):
         ...
 
 
+class Marks(Protocol):
+    """Where a rank's engine is: lets a copy be queued behind a step that still runs. Steps are
+    numbered from 1, alike on all ranks. Safe from any thread."""
+
+    def follow(self, step: int, layer: int) -> None:
+        """Have the current stream wait for the KV that `step` writes, up to and with `layer`."""
+        ...
+
+    def is_over(self, step: int) -> bool:
+        """Whether all KV of `step` is written."""
+        ...
+
+
 class PagedStore(BlockStore, Protocol):
-    """A store whose pages lie in one contiguous tensor, as a GPU's must."""
+    """A store whose pages lie in one contiguous tensor, as a GPU's must. `marks` is None where
+    every order comes after its step."""
 
     data: torch.Tensor
+    marks: Marks | None

@@ -7,7 +7,7 @@ layer, each a single stream over its weights; larger ones use cuBLAS for the pro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -103,11 +103,13 @@ class CudaModel:
         kv: Sequence[Tensor],
         scratch: DecodeScratch,
         cut: DecodeShape,
+        written: Callable[[int], None] = lambda layer: None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """A step with prompt chunks: (logits, hidden states).
 
         Logits of decode rows, then of the chunks' sampled rows; hidden states of their score rows,
-        for `logits`. Each is None when there are none. All KV of the step is written in any case.
+        for `logits`. Each is None when there are none. All KV of the step is written in any case;
+        `written` is called for each layer once that layer's is on the stream.
         """
         sampled = decodes + chunks.sample_rows.shape[0]
         h = self._embed(chunks.tokens, chunks.feed, previous)
@@ -119,12 +121,15 @@ class CudaModel:
         for index, (layer, layer_kv) in enumerate(zip(self._weights.layers, kv, strict=True)):
             self._qkv(h, layer, wide[: h.shape[0]])
             self._rope(wide[decodes:], chunks, layer_kv)
+            if decodes == 0:
+                written(index)
             if index == last and sampled + chunks.score_rows.shape[0] == 0:
                 return None, None
             attended = self._attention(wide[decodes:], layer_kv, chunks)
             if decodes:
                 first = self._attend_decode(wide[:decodes], rows, layer_kv, scratch, cut)
                 attended = torch.cat((first, attended))
+                written(index)
             if index == last:
                 kept = self._kept_rows(decodes, chunks)
                 attended, h = attended[kept], h[kept]

@@ -313,7 +313,14 @@ class CudaRunner:
         self, decodes: int, chunks: ChunkRows, cut: DecodeShape
     ) -> tuple[Tensor | None, Tensor | None]:
         return self.model.step(
-            self._rows, decodes, self._sampler.tokens, chunks, self.pool.layers, self._scratch, cut
+            self._rows,
+            decodes,
+            self._sampler.tokens,
+            chunks,
+            self.pool.layers,
+            self._scratch,
+            cut,
+            *(() if self.pool.marks is None else (self.pool.marks.mark,)),
         )
 
     def _decode(self, batch: int, long_context: bool) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.kernels.memory import empty_on_huge_pages
 from engine.kernels.mirror import BlockVersions
+from engine.kv.marks import StepMarks
 from protocol.kv_layout import KVLayout
 
 
@@ -45,6 +46,8 @@ class KVPool:
             self.data = torch.zeros(shape, dtype=dtype, device=device)
         self.layers: tuple[Tensor, ...] = self.data.unbind()
         self.versions = BlockVersions(layout.num_blocks)
+        #: Where steps on a GPU are; None when a step is over once it was launched.
+        self.marks = StepMarks(layout.num_layers) if device.type == "cuda" else None
 
     def gather(
         self, blocks: Sequence[int], layers: range, heads: range, out: Tensor | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -87,7 +88,8 @@ class BlockMove:
     of them.
 
     `peer_blocks` and `peer_first_head` say where a sender's blocks go (one-sided links only);
-    `discard` keeps the two ends in step with a message whose content no longer matters.
+    `discard` keeps the two ends in step with a message whose content no longer matters. The source
+    blocks are complete once step `after` of the rank's engine has written its KV (0: they are).
     """
 
     blocks: tuple[int, ...]
@@ -100,6 +102,7 @@ class BlockMove:
     discard: bool = False
     peer_blocks: tuple[int, ...] = ()
     peer_first_head: int = 0
+    after: int = 0
 
 
 @runtime_checkable
@@ -120,4 +123,18 @@ class BlockLink(Protocol):
 
     def close(self) -> None:
         """Break the link from any thread. Idempotent."""
+        ...
+
+
+#: Blocks until a write is over; the checksum of what was written. Raises LinkBroken.
+Write = Callable[[], int]
+
+
+@runtime_checkable
+class WriteLink(BlockLink, Protocol):
+    """A sender's link of which any thread may begin writes, several at a time."""
+
+    def begin(self, move: BlockMove, lane: int) -> Write:
+        """Launch the write of the blocks; nothing is waited for. Writes of one `lane` end in the
+        order in which they began. The access is left only by the Write, which must be called."""
         ...

@@ -1,5 +1,6 @@
 """Writes into the pool of another GPU of this host: decode exports it once, prefill maps it and
-copies blocks over NVLink with one kernel for each piece.
+copies blocks over NVLink with one kernel for each piece; while the step that fills them still runs,
+with one for each group of its layers, queued behind that group.
 
 The receiver posts nothing and runs nothing. What proves completion is that the sender commits only
 after its kernels have ended; what makes an abort safe is that an ended hand-off's blocks stay
@@ -17,12 +18,13 @@ from dataclasses import asdict
 
 import torch
 
-from kv_transfer.backends.base import BlockMove, LinkBroken, LinkId
+from kv_transfer.backends.base import BlockMove, LinkBroken, LinkId, Write
 from kv_transfer.backends.host import host_id
 from kv_transfer.checksum import content_checksum
 from kv_transfer.config import ChecksumKind
 from kv_transfer.cuda.copying import PageTable, PoolShape, Rows, copy_rows, dense_rows, pool_rows
 from kv_transfer.cuda.driver import DriverError, close_memory, export_memory, open_memory
+from kv_transfer.plan import layer_groups
 from kv_transfer.store import PagedStore
 from observability.logging import get_logger
 
@@ -53,6 +55,23 @@ class Mapping:
         close_memory(self._base)
 
 
+class _Flight:
+    """What one write holds while it is under way."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.pages = PageTable(device)
+        # Far away: slept for. The copy itself is short, and waking up takes a tenth of it.
+        self.gate = torch.cuda.Event(blocking=True)
+        self.done = torch.cuda.Event()
+        self.gated = False
+
+    def wait(self) -> None:
+        """Until the write is over."""
+        if self.gated:
+            self.gate.synchronize()
+        self.done.synchronize()
+
+
 class CudaIpcLink:
     """One direction into a mapped pool (sender), or nothing at all (receiver)."""
 
@@ -63,22 +82,38 @@ class CudaIpcLink:
         self._lock = threading.Lock()
         self._closed = False
         self._target = None if endpoint is None else backend.enter(endpoint)
-        self._done = torch.cuda.Event()
-        self._pages = PageTable(backend.device)
 
     def send_blocks(self, move: BlockMove, timeout_s: float) -> int:
         """Write the blocks into the peer's pool; returns when they are there. A kernel that runs
         cannot be interrupted, and ends by itself: `timeout_s` is not needed."""
-        target = self._target
-        if target is None:
-            raise LinkBroken(f"link {self._name} is the receiver's")
-        with self._lock:  # close waits for the write: then nothing is mapped any more
-            if self._closed:
-                raise LinkBroken(f"link {self._name} is closed")
-            with move.access.entered() as allowed:
-                if not allowed or move.discard:
-                    return 0
-                return self._backend.write(move, target, self._pages, self._done)
+        return self.begin(move, 0)()
+
+    def begin(self, move: BlockMove, lane: int) -> Write:
+        """Launch the write; the pool stays mapped until it is over."""
+        with self._lock:
+            if self._closed or self._target is None or self._endpoint is None:
+                raise LinkBroken(f"link {self._name} is closed, or the receiver's")
+            target = self._backend.enter(self._endpoint)
+        if not move.access.enter():
+            self._backend.leave(self._endpoint)
+            return lambda: 0
+        try:
+            flight = None if move.discard else self._backend.launch(move, target, lane)
+        except BaseException:
+            self._leave(move)
+            raise
+        return lambda: self._end(move, flight, lane)
+
+    def _end(self, move: BlockMove, flight: _Flight | None, lane: int) -> int:
+        try:
+            return 0 if flight is None else self._backend.land(move, flight, lane)
+        finally:
+            self._leave(move)
+
+    def _leave(self, move: BlockMove) -> None:
+        move.access.leave()
+        assert self._endpoint is not None
+        self._backend.leave(self._endpoint)
 
     def recv_blocks(self, move: BlockMove, timeout_s: float) -> int:
         """The checksum of what the peer has written, if one is asked for."""
@@ -88,11 +123,31 @@ class CudaIpcLink:
             return self._backend.sum_of(move)
 
     def close(self) -> None:
-        """Unmap, after at most the one write that is running."""
+        """Begin nothing more; unmap once what was begun is over."""
         with self._lock:
             closed, self._closed = self._closed, True
         if not closed and self._endpoint is not None:
             self._backend.leave(self._endpoint)
+
+
+class _Lane:
+    """A stream for writes, which end in the order in which they began."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.stream = torch.cuda.Stream()
+        self._idle: list[_Flight] = []
+
+    def take(self) -> _Flight:
+        """Something to hold a write's state, given back with `give`."""
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return _Flight(self._device)
+
+    def give(self, flight: _Flight) -> None:
+        """The write is over."""
+        self._idle.append(flight)
 
 
 class CudaIpcBackend:
@@ -111,6 +166,7 @@ class CudaIpcBackend:
         self._mappings: dict[str, Mapping] = {}
         with torch.cuda.device(self._device):
             self._stream = torch.cuda.Stream()
+            self._lanes: dict[int, _Lane] = {}
 
     def listen(self) -> str:
         """Export the pool."""
@@ -162,26 +218,57 @@ class CudaIpcBackend:
         except DriverError as error:  # the mapping leaks until this process ends
             log.warning("a peer's pool could not be unmapped", extra={"reason": str(error)})
 
-    def write(
-        self, move: BlockMove, target: Mapping, table: PageTable, done: torch.cuda.Event
-    ) -> int:
-        """Copy blocks into a mapped pool and wait for the copy."""
+    def launch(self, move: BlockMove, target: Mapping, lane: int) -> _Flight:
+        """Queue the copy of blocks into a mapped pool, layer group by layer group behind the step
+        that fills them."""
         page = self._shape.page
         if target.shape.page != page or len(move.peer_blocks) != len(move.blocks):
             raise LinkBroken("the peer's pool has another shape")
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            pages, peer_pages = table.load(move.blocks, move.peer_blocks)
+        with torch.cuda.device(self._device):
+            on = self._lane(lane)
+            flight = on.take()
+            with torch.cuda.stream(on.stream):
+                try:
+                    self._launch(move, target, flight)
+                except BaseException:
+                    on.stream.synchronize()  # what was queued already must not outlive the access
+                    raise
+                flight.done.record(on.stream)
+        return flight
+
+    def _launch(self, move: BlockMove, target: Mapping, flight: _Flight) -> None:
+        pages, peer_pages = flight.pages.load(move.blocks, move.peer_blocks)
+        marks = self._store.marks if move.after else None
+        flight.gated = marks is not None and not marks.is_over(move.after)
+        layer_bytes = len(move.blocks) * 2 * move.num_heads * self._shape.page
+        groups = layer_groups(move.num_layers, layer_bytes) if flight.gated else [move.num_layers]
+        first = move.first_layer
+        for count in groups:
+            if marks is not None and flight.gated:
+                marks.follow(move.after, first + count - 1)
+                flight.gate.record()
             to = pool_rows(
                 target.address,
                 target.shape,
-                first_layer=move.first_layer,
+                first_layer=first,
                 first_head=move.peer_first_head,
                 pages=peer_pages,
             )
-            self._copy(move, self._rows(move, pages), to)
-            done.record(self._stream)
-        done.synchronize()
+            self._copy(move, self._rows(move, first, pages), to, count)
+            first += count
+
+    def land(self, move: BlockMove, flight: _Flight, lane: int) -> int:
+        """Wait for a copy; the checksum of what was written."""
+        flight.wait()
+        self._lane(lane).give(flight)
         return 0 if move.checksum is ChecksumKind.NONE else self.sum_of(move)
+
+    def _lane(self, number: int) -> _Lane:
+        with self._lock:
+            lane = self._lanes.get(number)
+            if lane is None:
+                lane = self._lanes[number] = _Lane(self._device)
+            return lane
 
     def sum_of(self, move: BlockMove) -> int:
         """The checksum of blocks of the own pool."""
@@ -195,7 +282,7 @@ class CudaIpcBackend:
                 page=self._shape.page,
             )
             (pages,) = PageTable(self._device).load(move.blocks)
-            self._copy(move, self._rows(move, pages), to)
+            self._copy(move, self._rows(move, move.first_layer, pages), to, move.num_layers)
             return content_checksum(data.view(-1), move.checksum)
 
     @contextmanager
@@ -206,20 +293,20 @@ class CudaIpcBackend:
             torch.cuda.current_stream().synchronize()
             yield
 
-    def _rows(self, move: BlockMove, pages: torch.Tensor) -> Rows:
+    def _rows(self, move: BlockMove, first_layer: int, pages: torch.Tensor) -> Rows:
         return pool_rows(
             self._store.data.data_ptr(),
             self._shape,
-            first_layer=move.first_layer,
+            first_layer=first_layer,
             first_head=move.first_head,
             pages=pages,
         )
 
-    def _copy(self, move: BlockMove, source: Rows, target: Rows) -> None:
+    def _copy(self, move: BlockMove, source: Rows, target: Rows, num_layers: int) -> None:
         copy_rows(
             source,
             target,
-            num_layers=move.num_layers,
+            num_layers=num_layers,
             num_blocks=len(move.blocks),
             run=move.num_heads * self._shape.page,
             ctas=self._ctas,

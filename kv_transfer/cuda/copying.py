@@ -12,8 +12,8 @@ from kv_transfer.cuda import jit
 
 _WORD = 8
 _ALIGN = 16
-_TILE_WORDS = 2048
-_WARPS = 8
+_TILE_WORDS = 8192
+_WARPS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class PageTable:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._grow(1024)
+        self._grow(2048)
 
     def load(self, *blocks: Sequence[int]) -> list[torch.Tensor]:
         """The ids of each list, ordered on the current stream."""
@@ -78,8 +78,7 @@ class PageTable:
         first = 0
         for ids in blocks:
             end = first + len(ids)
-            values = torch.frombuffer(array("i", ids), dtype=torch.int32)
-            self._pinned[first:end].copy_(values)
+            self._view[first:end] = array("i", ids)
             views.append(self._ids[first:end])
             first = end
         self._ids[:total].copy_(self._pinned[:total], non_blocking=True)
@@ -87,6 +86,7 @@ class PageTable:
 
     def _grow(self, size: int) -> None:
         self._pinned = torch.empty(size, dtype=torch.int32, pin_memory=True)
+        self._view = self._pinned.numpy()
         self._ids = torch.empty(size, dtype=torch.int32, device=self._device)
 
 

@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# One kernel for a pair of pools, whatever a message holds: compiling another takes a second.
+@triton.jit(do_not_specialize=["blocks", "tiles", "chunks"])
 def copy_rows(
     source,
     target,

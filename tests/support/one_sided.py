@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kv_transfer.backends.base import BlockMove, LinkBroken, LinkId
+from kv_transfer.backends.base import BlockMove, LinkBroken, LinkId, Write
 from kv_transfer.backends.host import host_id
 from kv_transfer.checksum import content_checksum
 
@@ -56,9 +56,12 @@ class OneSidedLink:
         self._target = target
         self._closed = False
 
-    def send_blocks(self, move: BlockMove, timeout_s: float) -> int:
+    def begin(self, move: BlockMove, lane: int) -> Write:
         if self._closed:
             raise LinkBroken("closed")
+        return lambda: self.send_blocks(move, 0.0)
+
+    def send_blocks(self, move: BlockMove, timeout_s: float) -> int:
         layers = range(move.first_layer, move.first_layer + move.num_layers)
         heads = range(move.first_head, move.first_head + move.num_heads)
         there = range(move.peer_first_head, move.peer_first_head + move.num_heads)
