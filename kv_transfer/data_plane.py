@@ -31,12 +31,13 @@ from kv_transfer.orders import (
     Outcome,
     Part,
     PartResult,
+    ReadyOrder,
     RevokeOrder,
 )
 from kv_transfer.outcomes import done, joined, when_over
 from kv_transfer.store import BlockStore
 from protocol import codec
-from protocol.errors import BatonError, InvalidRequest
+from protocol.errors import BatonError, Internal, InvalidRequest
 
 # sender epoch, receiver epoch, source rank, destination rank, backend
 _Ends = tuple[int, int, int, int, str]
@@ -115,6 +116,8 @@ class DataPlane:
             return self._revoke(order.revoke)
         if order.close is not None:
             return self._close_links(order.close)
+        if order.ready is not None:
+            return self._ready(order.ready)
         if order.listen is not None:
             return done(self._listen())
         raise InvalidRequest("empty transfer order", param="order")
@@ -131,6 +134,24 @@ class DataPlane:
         if not found and error is not None:
             raise error
         return Outcome(listening=tuple(found))
+
+    def _ready(self, order: ReadyOrder) -> Future[Outcome]:
+        marks = self._store.marks
+        if marks is None:
+            return done(Outcome())
+        answer: Future[Outcome] = Future()
+        answer.set_running_or_notify_cancel()
+
+        def wait() -> None:
+            try:
+                marks.wait(order.after, order.layer)
+            except Exception as error:  # noqa: BLE001 - a thread's edge: whoever waits must learn of it
+                answer.set_result(Outcome(error=Internal(f"step {order.after}: {error}").info()))
+            else:
+                answer.set_result(Outcome())
+
+        self._waiters.put(-1 - order.layer, wait)  # a lane for each layer: their order is given
+        return answer
 
     # --- moving ---------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import Protocol
 from kv_transfer.backends.base import LinkBroken
 from kv_transfer.calls import Client, Clients, call_repeatedly
 from kv_transfer.config import TransferConfig
-from kv_transfer.orders import CloseOrder, Order, Outcome
+from kv_transfer.orders import CloseOrder, Order, Outcome, ReadyOrder
 from kv_transfer.ranks import RankChannel, first_error, run_orders
 from kv_transfer.stats import TransferStats
 from kv_transfer.tasks import Tasks
@@ -32,6 +32,11 @@ class PieceJob(Protocol):
     @property
     def one_sided(self) -> bool:
         """Whether the ranks write it into decode's pool, which posts nothing for it."""
+        ...
+
+    @property
+    def ready(self) -> ReadyOrder | None:
+        """What to wait for before it is announced."""
         ...
 
     def announcement(self, link: int) -> Piece:
@@ -76,13 +81,12 @@ class Lane:
         refusal, or HandoffFailed when the last attempt failed too. Never leaves a send in
         flight."""
         error: BatonError = HandoffFailed("no attempt was made")
-        start = self._write if job.one_sided else self._announce
+        if job.ready is not None:
+            failed = first_error(await self._lanes.run({0: Order(ready=job.ready)}))
+            if failed is not None:
+                raise failed
         for _ in range(self._config.piece_attempts):
-            async with self._slots:
-                link, moving = await start(job)
-                if moving is not None:
-                    # Not cancelled: the hand-off has to know until when its blocks are read.
-                    await asyncio.wait({moving}, timeout=self._limit_s())
+            link, moving = await self._try(job)
             if moving is None:
                 failure: BatonError | None = LinkBroken("link replaced")
             elif not moving.done():
@@ -94,6 +98,20 @@ class Lane:
             self._renew(link)
             error = failure or error
         raise error
+
+    async def _try(self, job: PieceJob) -> tuple[int, asyncio.Task[list[Outcome]] | None]:
+        """The link used and the send, which has ended if it did in time; None when the link is to
+        be replaced."""
+        if job.one_sided:
+            link, moving = self._write(job)
+            await asyncio.wait({moving}, timeout=self._limit_s())
+            return link, moving
+        async with self._slots:
+            link, announced = await self._announce(job)
+            if announced is not None:
+                # Not cancelled: the hand-off has to know until when its blocks are read.
+                await asyncio.wait({announced}, timeout=self._limit_s())
+            return link, announced
 
     def _limit_s(self) -> float:
         """Longer than any order may take: building the link, and all pieces that may be queued."""
@@ -120,7 +138,7 @@ class Lane:
                 return link, None
             raise answer.error
 
-    async def _write(self, job: PieceJob) -> tuple[int, asyncio.Task[list[Outcome]]]:
+    def _write(self, job: PieceJob) -> tuple[int, asyncio.Task[list[Outcome]]]:
         """The grant allows it, nothing is posted for it, and the commit will name it."""
         if not job.alive:
             raise StaleMessage("the hand-off is over", param="key")

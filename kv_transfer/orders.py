@@ -74,6 +74,14 @@ class CloseOrder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReadyOrder:
+    """Answer once step `after` of this rank's engine has written its KV up to and with `layer`."""
+
+    after: int
+    layer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ListenOrder:
     """Start listening for links, if not yet done; answer the endpoints."""
 
@@ -95,6 +103,7 @@ class Order:
     revoke: RevokeOrder | None = None
     close: CloseOrder | None = None
     listen: ListenOrder | None = None
+    ready: ReadyOrder | None = None
 
     def encode(self) -> bytes:
         """The bytes for RankChannel.execute."""

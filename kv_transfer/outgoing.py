@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kv_transfer.config import ONE_SIDED
 from kv_transfer.lanes import Lane
 from kv_transfer.leases import OVER, Area, Outbound
-from kv_transfer.orders import MoveOrder, Order, Part
+from kv_transfer.orders import MoveOrder, Order, Part, ReadyOrder
 from kv_transfer.plan import HeadSlice
 from protocol.errors import BatonError
 from protocol.ids import WorkerRef
@@ -52,7 +52,8 @@ class Finished:
 
 
 class PieceOut:
-    """One piece of one hand-off (lanes.PieceJob). `blocks` are the source's block ids."""
+    """One piece of one hand-off (lanes.PieceJob). `blocks` are the source's block ids, complete
+    after step `after` of its engine."""
 
     def __init__(
         self,
@@ -63,6 +64,7 @@ class PieceOut:
         sequence: int,
         area: Area,
         blocks: tuple[int, ...],
+        after: int = 0,
     ) -> None:
         self._handoff = handoff
         self._me = me
@@ -70,6 +72,16 @@ class PieceOut:
         self._sequence = sequence
         self._area = area
         self._blocks = blocks
+        self._after = after
+
+    @property
+    def ready(self) -> ReadyOrder | None:
+        """What has to happen before it can be announced: both sides are busy with it from then on.
+        None when nothing has."""
+        if self._after == 0 or self.one_sided:
+            return None
+        area = self._area
+        return ReadyOrder(after=self._after, layer=area.first_layer + area.num_layers - 1)
 
     @property
     def alive(self) -> bool:
@@ -147,4 +159,5 @@ class PieceOut:
             discard=discard,
             backend=self._handoff.backend,
             peer_blocks=grant.block_ids[area.first_block : end] if self.one_sided else (),
+            after=self._after,
         )

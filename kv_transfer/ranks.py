@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import cache
 from typing import Protocol, runtime_checkable
 
 from kv_transfer.checksum import combine
@@ -51,10 +52,16 @@ class LocalRanks:
         return self._planes[rank].submit(order)
 
 
+@cache
+def _has_near(kind: type) -> bool:
+    """Whether channels of this class are NearRanks; asked anew, that takes longer than a call."""
+    return issubclass(kind, NearRanks)
+
+
 async def run_order(ranks: RankChannel, rank: int, order: Order) -> Outcome:
     """The outcome of one order, errors inside it: never raises, except when cancelled."""
     try:
-        near = ranks.submit(rank, order) if isinstance(ranks, NearRanks) else None
+        near = ranks.submit(rank, order) if _has_near(type(ranks)) else None  # type: ignore[attr-defined]
         if near is not None:
             return await asyncio.wrap_future(near)
         return codec.decode(Outcome, await ranks.execute(rank, order.encode()))

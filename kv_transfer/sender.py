@@ -15,9 +15,11 @@ from kv_transfer.listeners import SenderListener, TransferReport
 from kv_transfer.orders import Order, RevokeOrder
 from kv_transfer.outgoing import Finished, Outgoing, PieceOut
 from kv_transfer.plan import (
+    block_bytes,
     blocks_per_piece,
     check_fingerprint,
     check_layout,
+    layer_groups,
     reshard,
 )
 from kv_transfer.ranks import RankChannel, first_error, run_orders, totals
@@ -123,9 +125,11 @@ class Sender:
         *,
         first_layer: int = 0,
         num_layers: int | None = None,
+        after: int = 0,
     ) -> None:
         """Send `block_ids`, finished source blocks, as blocks first_block, first_block + 1, ... of
-        the grant. Returns at once; the data leaves in the order of the pushes.
+        the grant. Returns at once; the data leaves in the order of the pushes. With `after`, the
+        blocks are finished by that step of the engine, which runs: each layer leaves behind it.
 
         The blocks must stay as they are until `committed` or `ended`. Those that decode has already
         are skipped. `first_layer` and `num_layers` restrict the push to a group of layers. A push
@@ -138,22 +142,31 @@ class Sender:
         if handoff is None:
             return
         layers = self.layout.num_layers - first_layer if num_layers is None else num_layers
-        area = Area(
-            first_block=first_block,
-            num_blocks=num_blocks,
-            first_layer=first_layer,
-            num_layers=layers,
-        )
+        groups = [layers]
+        if after and handoff.backend not in ONE_SIDED:  # one that writes does so by itself
+            size = block_bytes(self.layout, num_layers=1, num_heads=self.layout.num_kv_heads)
+            groups = layer_groups(layers, size * num_blocks)
+        for count in groups:
+            area = Area(
+                first_block=first_block,
+                num_blocks=num_blocks,
+                first_layer=first_layer,
+                num_layers=count,
+            )
+            self._push(handoff, area, block_ids, after)
+            first_layer += count
+
+    def _push(self, handoff: Outgoing, area: Area, block_ids: tuple[int, ...], after: int) -> None:
         for sequence, part in handoff.lease.push(area, max_blocks=handoff.max_blocks):
-            start = part.first_block - first_block
-            blocks = block_ids[start : start + part.num_blocks]
+            start = part.first_block - area.first_block
             piece = PieceOut(
                 handoff,
                 me=self.ref,
                 layout=self.layout,
                 sequence=sequence,
                 area=part,
-                blocks=blocks,
+                blocks=block_ids[start : start + part.num_blocks],
+                after=after,
             )
             handoff.pieces[sequence] = piece
             handoff.tasks.add(self._tasks.start(self._deliver(handoff, sequence)))

@@ -8,11 +8,29 @@ from typing import Protocol
 import torch
 
 
+class Marks(Protocol):
+    """Where a rank's engine is: lets a copy be queued behind a step that still runs. Steps are
+    numbered from 1, alike on all ranks. Safe from any thread."""
+
+    def follow(self, step: int, layer: int) -> None:
+        """Have the current stream wait for the KV that `step` writes, up to and with `layer`."""
+        ...
+
+    def wait(self, step: int, layer: int) -> None:
+        """Block until that is written."""
+        ...
+
+    def is_over(self, step: int) -> bool:
+        """Whether all KV of `step` is written."""
+        ...
+
+
 class BlockStore(Protocol):
     """One rank's paged KV, `[layer][block, k/v, kv_head, token, head_dim]`.
 
     Heads are counted within the rank. Both calls are safe from any thread as long as the caller
-    owns the blocks; on a GPU they are ordered on the current stream.
+    owns the blocks; on a GPU they are ordered on the current stream. `marks` is None where a step
+    is over once it was launched.
     """
 
     num_layers: int
@@ -21,6 +39,11 @@ class BlockStore(Protocol):
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def marks(self) -> Marks | None:
+        """How far steps in flight are."""
+        ...
 
     def gather(
         self, blocks: Sequence[int], layers: range, heads: range, out: torch.Tensor | None = None
@@ -35,22 +58,7 @@ class BlockStore(Protocol):
         ...
 
 
-class Marks(Protocol):
-    """Where a rank's engine is: lets a copy be queued behind a step that still runs. Steps are
-    numbered from 1, alike on all ranks. Safe from any thread."""
-
-    def follow(self, step: int, layer: int) -> None:
-        """Have the current stream wait for the KV that `step` writes, up to and with `layer`."""
-        ...
-
-    def is_over(self, step: int) -> bool:
-        """Whether all KV of `step` is written."""
-        ...
-
-
 class PagedStore(BlockStore, Protocol):
-    """A store whose pages lie in one contiguous tensor, as a GPU's must. `marks` is None where
-    every order comes after its step."""
+    """A store whose pages lie in one contiguous tensor, as a GPU's must."""
 
     data: torch.Tensor
-    marks: Marks | None

@@ -13,12 +13,14 @@ _DEPTH = 8  # steps remembered, more than are ever on their way
 class StepMarks:
     """An event behind each layer's writes of each of the last steps that wrote prompt KV.
 
-    `begin` and `mark` belong to the thread that launches steps; `follow` and `is_over` are safe
-    from any. Steps are numbered from 1 in the order of launch, alike on all ranks.
+    `begin` and `mark` belong to the thread that launches steps, the others are safe from any. Steps
+    are numbered from 1 in the order of launch, alike on all ranks.
     """
 
     def __init__(self, num_layers: int) -> None:
-        self._rows = [[torch.cuda.Event() for _ in range(num_layers)] for _ in range(_DEPTH)]
+        self._rows = [
+            [torch.cuda.Event(blocking=True) for _ in range(num_layers)] for _ in range(_DEPTH)
+        ]
         self._last = 0
 
     @property
@@ -39,6 +41,12 @@ class StepMarks:
         event = self._event(step, layer)
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
+
+    def wait(self, step: int, layer: int) -> None:
+        """Block until the KV that `step` writes is there, up to and with `layer`."""
+        event = self._event(step, layer)
+        if event is not None:
+            event.synchronize()
 
     def is_over(self, step: int) -> bool:
         """Whether all KV of `step` is written."""

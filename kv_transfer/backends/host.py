@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
+@cache
 def host_id() -> str:
     """What two processes share exactly when they run under one kernel; empty when unknown."""
     try:

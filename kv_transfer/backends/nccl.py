@@ -178,6 +178,8 @@ class NcclLink:
         gather: bool,
     ) -> None:
         """One kernel between pool and buffer."""
+        if move.after and self._store.marks is not None:
+            self._store.marks.follow(move.after, chunk.first_layer + chunk.num_layers - 1)
         pool = pool_rows(
             self._store.data.data_ptr(),
             self._shape,

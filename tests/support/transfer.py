@@ -18,6 +18,7 @@ from kv_transfer.listeners import TransferReport
 from kv_transfer.ranks import LocalRanks, RankChannel
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
+from kv_transfer.store import Marks
 from protocol import codec
 from protocol.errors import ErrorInfo, Unavailable
 from protocol.ids import RequestKey, Role, WorkerRef
@@ -79,6 +80,7 @@ class ToyPool:
         self.head_dim = layout.head_dim
         self.dtype = DTYPES[layout.dtype]
         self.device = torch.device("cpu")
+        self.marks: Marks | None = None
         shape = (layout.num_blocks, 2, self.num_heads, self.block_size, self.head_dim)
         self.layers = [torch.zeros(shape, dtype=self.dtype) for _ in range(layout.num_layers)]
         self.before_scatter: Callable[[], None] = lambda: None
