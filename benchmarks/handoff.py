@@ -8,6 +8,7 @@ through CUDA IPC. Then, for each backend, layout and prompt length:
 
 - alone: one hand-off at a time, all of its KV finished at once; `commit_ms` is from the end of
   prefill (the push) to decode owning the sequence, and `alone` the rate over that time.
+- ahead: a prompt's products run on prefill's GPU in chunks, layers leave behind them.
 - stream: several hand-offs in flight, as under load; `stream` is the sustained rate, and
   `*_cpu_ms` the processor time of either side for one hand-off.
 
@@ -61,6 +62,22 @@ class Case:
     stream_ratio: float
     prefill_cpu_ms: float
     decode_cpu_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ahead:
+    """Prompts that are computed while their KV moves, one at a time. Times in ms: `prefill` without
+    and with the hand-off beside it; `commit` from the end of the computation on the device to
+    decode owning the sequence; `exposed` is its share of the time from the first chunk to there."""
+
+    backend: str
+    tokens: int
+    chunk: int
+    prefill_alone_ms: float
+    prefill_ms: float
+    commit_ms: float
+    commit_ms_worst: float
+    exposed: float
 
 
 class Bench:
@@ -195,6 +212,31 @@ class Bench:
             decode_cpu_ms=each * (after[1] - before[1]),
         )
 
+    def ahead(self, backend: str, tokens: int, chunk: int) -> Ahead:
+        """Layers move behind the step that computes them."""
+        blocks = tokens // _BLOCK
+        runs: list[tuple[float, float]] = []
+        for index in range(2 + self.args.repeats):
+            handoffs = self.handoffs(blocks, 1)
+            self.prefill.do("expect", handoffs)
+            self.decode.do("reserve", handoffs)
+            (times,) = self.prefill.do("prompts", handoffs, chunk // _BLOCK)
+            (commit,) = self.decode.do("commits", [handoffs[0].key])
+            if index > 1:
+                runs.append((times.end - times.start, commit - times.end))
+        alone = [self.prefill.do("compute", tokens, chunk) for _ in range(1 + self.args.repeats)]
+        prefill, late = median(run[0] for run in runs), median(run[1] for run in runs)
+        return Ahead(
+            backend=backend,
+            tokens=tokens,
+            chunk=chunk,
+            prefill_alone_ms=1e3 * median(alone[1:]),
+            prefill_ms=1e3 * prefill,
+            commit_ms=1e3 * late,
+            commit_ms_worst=1e3 * max(run[1] for run in runs),
+            exposed=late / (prefill + late),
+        )
+
     def disturbance(self, backend: str) -> dict[str, Any]:
         """Steps of 16 GB of weights on decode's GPU, without and with KV streaming in."""
         self.build(backend, LAYERS["8b"], (1, 1), 8192)
@@ -290,6 +332,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--no-reshard", dest="reshard", action="store_false")
     parser.add_argument("--no-steps", dest="steps", action="store_false")
+    parser.add_argument("--no-ahead", dest="ahead", action="store_false")
+    parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--staging-mib", type=int, default=128)
     parser.add_argument("--piece-mib", type=int, default=512)
     parser.add_argument("--nccl-ctas", type=int, default=32)
@@ -303,6 +347,7 @@ def main() -> None:
     args = _parse()
     bench = Bench(args)
     cases: list[Case] = []
+    ahead: list[Ahead] = []
     steps: list[dict[str, Any]] = []
     try:
         bench.measure_raw()
@@ -313,6 +358,10 @@ def main() -> None:
             for tokens in lengths:
                 cases.append(bench.case(backend, layout, tp, tokens))
                 _print(cases[-1])
+            if args.ahead and (layout, tp) == ("8b", (1, 1)):
+                for tokens in (n for n in lengths if n % args.chunk == 0 or n < args.chunk):
+                    ahead.append(bench.ahead(backend, tokens, args.chunk))
+                    print(ahead[-1], flush=True)
         for backend in args.backends if args.steps else ():
             steps.append(bench.disturbance(backend))
             print(steps[-1], flush=True)
@@ -326,6 +375,7 @@ def main() -> None:
             "machine": _machine(),
             "raw_GB_per_s": raw,
             "cases": [asdict(case) for case in cases],
+            "ahead_of_prefill": [asdict(each) for each in ahead],
             "decode_steps": steps,
         }
         args.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -12,13 +12,14 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
 from benchmarks.raw_links import DEVICE as _DEVICE
-from benchmarks.raw_links import Decoding, raw_copies, raw_messages
+from benchmarks.raw_links import Decoding, Prompting, raw_copies, raw_messages
 from engine.kv.pool import KVPool
 from kv_transfer.config import TransferConfig
 from kv_transfer.cuda.driver import export_memory
@@ -51,6 +52,14 @@ class Handoff:
     decode: WorkerRef
     source: tuple[int, ...]
     dest: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompted:
+    """When a prompt's computation began and ended on the device (monotonic seconds)."""
+
+    start: float
+    end: float
 
 
 @dataclass(slots=True)
@@ -94,6 +103,7 @@ class Side:
         self._pools: list[KVPool] = []
         self._end: Any = None
         self._decoding: Decoding | None = None
+        self._prompting: Prompting | None = None
 
     async def build(self, layout: KVLayout, config: TransferConfig) -> WorkerRef:
         """A worker of this layout, all ranks on the one GPU; the one before is closed."""
@@ -142,6 +152,7 @@ class Side:
             await asyncio.to_thread(plane.close)
         await self._server.stop()
         self._server, self._end, self._planes, self._pools = None, None, [], []
+        self._prompting = None
         torch.cuda.empty_cache()
 
     async def fill(self, blocks: Sequence[int], seed: int) -> None:
@@ -189,6 +200,54 @@ class Side:
             return start, end
 
         return list(await asyncio.gather(*(one(handoff) for handoff in handoffs)))
+
+    async def prompts(self, handoffs: Sequence[Handoff], chunk: int) -> list[Prompted]:
+        """Prefill: one request after the other, its prompt in chunks of so many blocks. Each chunk
+        is pushed as soon as it is launched, as a worker does."""
+        if self._prompting is None:
+            marks = [pool.marks for pool in self._pools if pool.marks is not None]
+            self._prompting = Prompting(self._layout.num_layers, marks)
+        results = []
+        for handoff in handoffs:
+            await asyncio.wait_for(self._events.grants[handoff.key], _PATIENCE_S)
+            times = await asyncio.to_thread(
+                self._prompt, self._prompting, handoff, chunk, asyncio.get_running_loop()
+            )
+            await asyncio.wait_for(self._events.times[handoff.key], _PATIENCE_S)
+            results.append(times)
+        return results
+
+    async def compute(self, tokens: int, chunk: int) -> float:
+        """Prefill: seconds of a prompt's computation with nothing beside it."""
+        assert self._prompting is not None
+        _, origin = self._prompting.now()
+        for _ in range(0, tokens, chunk):
+            _, done = self._prompting.launch(min(chunk, tokens))
+        done.synchronize()
+        return float(origin.elapsed_time(done)) / 1e3
+
+    def _prompt(
+        self,
+        prompting: Prompting,
+        handoff: Handoff,
+        chunk: int,
+        loop: asyncio.AbstractEventLoop,
+    ) -> Prompted:
+        """What a step thread does for one prompt: one step ahead of the one that it waits for."""
+        began, origin = prompting.now()
+        waiting: list[torch.cuda.Event] = []
+        for first in range(0, len(handoff.source), chunk):
+            blocks = handoff.source[first : first + chunk]
+            step, done = prompting.launch(len(blocks) * self._layout.block_size)
+            loop.call_soon_threadsafe(
+                partial(self._end.push, handoff.key, blocks, first, len(blocks), after=step)
+            )
+            waiting.append(done)
+            if len(waiting) > 1:
+                waiting.pop(0).synchronize()
+        waiting[0].synchronize()
+        loop.call_soon_threadsafe(self._end.commit, handoff.key, 1)
+        return Prompted(start=began, end=began + origin.elapsed_time(waiting[0]) / 1e3)
 
     async def commits(self, keys: Sequence[RequestKey]) -> list[float]:
         """Decode: when it came to own each."""

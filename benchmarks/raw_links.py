@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from engine.kv.marks import StepMarks
 from kv_transfer.cuda.driver import close_memory, open_memory
 from kv_transfer.cuda.nccl import Communicator
 
@@ -100,6 +101,39 @@ class Decoding:
                 now = time.monotonic()
                 self._times.append(now - last)
                 last = now
+
+
+class Prompting:
+    """Runs the products of an 8B model's prompt chunks, and marks each layer as its engine does:
+    about 2 x 218 million operations a token and layer."""
+
+    def __init__(self, num_layers: int, marks: Sequence[StepMarks]) -> None:
+        self._num_layers = num_layers
+        self._marks = marks
+        make = partial(torch.randn, device=DEVICE, dtype=torch.bfloat16)
+        self._up, self._down = make(4096, 26624), make(26624, 4096)
+        self._stream = torch.cuda.Stream()
+
+    def launch(self, tokens: int) -> tuple[int, torch.cuda.Event]:
+        """Queue a chunk; its number and an event behind it."""
+        done = torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(self._stream):
+            for marks in self._marks:
+                marks.begin()
+            x = torch.empty(tokens, 4096, device=DEVICE, dtype=torch.bfloat16).normal_()
+            for layer in range(self._num_layers):
+                for marks in self._marks:  # a layer's KV is there before most of its products
+                    marks.mark(layer)
+                x = (x @ self._up) @ self._down
+            done.record(self._stream)
+        return self._marks[0].last, done
+
+    def now(self) -> tuple[float, torch.cuda.Event]:
+        """One instant on both clocks (monotonic seconds); the device must be idle."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        event.synchronize()
+        return time.monotonic(), event
 
 
 def _timed(run: Callable[[], None], repeats: int) -> float:

@@ -68,6 +68,8 @@ class OneSidedLink:
         with move.access.entered() as allowed:
             if not allowed or move.discard:
                 return 0
+            if move.after:
+                self._pool.marks.wait(move.after, layers[-1])
             data = self._pool.gather(move.blocks, layers, heads)
             self._target.scatter(move.peer_blocks, layers, there, data)
             return _sum(data, move)
