@@ -43,10 +43,10 @@ class TransferConfig:
     whether the hand-off is alive; and again, as long as it is.
     piece_attempts: how often a piece is tried, each time on a fresh link, before the hand-off
     fails.
-    pipeline_depth: pieces on their way to one decode worker at a time (bounds its staging memory).
+    pipeline_depth: announced pieces on their way to one decode worker at a time.
     max_piece_bytes: upper size of a piece over all ranks; larger pushes are split.
     device_piece_bytes: the same between GPUs, where one control call moves more.
-    staging_bytes: one message of an nccl link; two of them are held for each.
+    staging_bytes: one message of an nccl link; three of them are held for each.
     nccl_ctas: thread blocks of an nccl link, which the GPU's other kernels have to share with it.
     copy_ctas: thread blocks of a cuda_ipc write.
     max_peers: peers whose links are kept open; the least recently used idle one is closed.
@@ -62,12 +62,12 @@ class TransferConfig:
     rpc_attempts: int = 3
     repair_s: float = 5.0
     piece_attempts: int = 3
-    pipeline_depth: int = 2
+    pipeline_depth: int = 4
     max_piece_bytes: int = 64 << 20
     device_piece_bytes: int = 512 << 20
     staging_bytes: int = 128 << 20
     nccl_ctas: int = 32
-    copy_ctas: int = 132
+    copy_ctas: int = 66
     max_peers: int = 64
     remembered: int = 4096
     checksum: ChecksumKind = ChecksumKind.AUTO

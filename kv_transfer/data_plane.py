@@ -14,10 +14,11 @@ from kv_transfer.backends.base import (
     Backend,
     BlockLink,
     BlockMove,
+    FlowLink,
     Link,
     LinkBroken,
     LinkId,
-    WriteLink,
+    Wait,
 )
 from kv_transfer.backends.choice import build_backends
 from kv_transfer.checksum import combine, message_checksum, place_checksum
@@ -252,8 +253,8 @@ class DataPlane:
             peer_blocks=order.peer_blocks,
             peer_first_head=part.peer_first_head,
             after=order.after,
+            lane=order.generation % _LANES,
         )
-        lane = order.generation % _LANES
 
         def result(content: int) -> PartResult:
             place = place_checksum(
@@ -271,13 +272,12 @@ class DataPlane:
             run = link.send_blocks if sending else link.recv_blocks
             return result(run(move, self._config.op_timeout_s))
 
-        def begin(link: WriteLink) -> Callable[[], PartResult]:
-            write = link.begin(move, lane)
-            return lambda: result(write())
+        def begin(link: FlowLink, later: Callable[[Wait], None]) -> Callable[[], PartResult]:
+            limit = self._config.op_timeout_s
+            end = link.begin(move, limit, sending=sending, later=later)
+            return lambda: result(end())
 
-        return Operation(
-            access=access, num_bytes=0, work=work, begin=begin if sending else None, lane=lane
-        )
+        return Operation(access=access, num_bytes=0, work=work, begin=begin, lane=move.lane)
 
     def _send(
         self,

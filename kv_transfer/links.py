@@ -1,10 +1,10 @@
 """One link with the thread that works on it: operations in order, the first failure ends them
-all. Writes of a one-sided link need no order and no thread to begin them."""
+all. Where the link can, one is begun while those before it are waited for."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
@@ -12,19 +12,20 @@ from queue import SimpleQueue
 import torch
 
 from kv_transfer.access import Access
-from kv_transfer.backends.base import BlockLink, Link, LinkBroken, LinkId, WriteLink
+from kv_transfer.backends.base import BlockLink, FlowLink, Link, LinkBroken, LinkId, Wait
 from kv_transfer.orders import PartResult
 from kv_transfer.single_thread import use_one_thread
 from protocol.errors import BatonError, Internal
 
 #: Works on an open link with a staging buffer of at least the requested size.
 Work = Callable[[Link | BlockLink, torch.Tensor], PartResult]
-#: Begins a write on an open link; what it returns blocks until the write is over.
-Begin = Callable[[WriteLink], Callable[[], PartResult]]
+#: Begins an operation on an open link: waits on the way go to the function, the end is returned.
+Begin = Callable[[FlowLink, Callable[[Wait], None]], Callable[[], PartResult]]
 
 
 class Operation:
-    """One message waiting for its turn; with `begin`, a write of one `lane`."""
+    """One message waiting for its turn. With `begin` it need not be over before the next one is
+    begun; those of one `lane` end in order."""
 
     __slots__ = ("access", "begin", "lane", "num_bytes", "result", "work")
 
@@ -45,32 +46,42 @@ class Operation:
         self.result: Future[PartResult] = Future()
 
 
+_Queue = SimpleQueue[Callable[[], object] | None]
+
+
 class Waiters:
-    """A thread for each lane of writes, which waits for them. Started on first use."""
+    """A thread for each lane, which waits for what was begun there. Started on first use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._queues: dict[int, SimpleQueue[Callable[[], None] | None]] = {}
+        self._queues: dict[Hashable, _Queue] = {}
 
-    def put(self, lane: int, wait: Callable[[], None]) -> None:
+    def put(self, lane: Hashable, wait: Callable[[], object]) -> None:
         """Call `wait` in the lane's thread, after those put before."""
         with self._lock:
             queue = self._queues.get(lane)
             if queue is None:
                 queue = self._queues[lane] = SimpleQueue()
-                name = f"kv-writes-{lane}"
+                name = f"kv-wait-{lane}"
                 threading.Thread(target=_wait_all, args=(queue,), name=name, daemon=True).start()
         queue.put(wait)
 
-    def close(self) -> None:
-        """End the threads once nothing is left to wait for."""
+    def end(self, lane: Hashable) -> None:
+        """End a lane's thread, if there is one, once nothing is left to wait for."""
         with self._lock:
-            queues, self._queues = list(self._queues.values()), {}
-        for queue in queues:
+            queue = self._queues.pop(lane, None)
+        if queue is not None:
             queue.put(None)
 
+    def close(self) -> None:
+        """End all threads."""
+        with self._lock:
+            lanes = list(self._queues)
+        for lane in lanes:
+            self.end(lane)
 
-def _wait_all(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+
+def _wait_all(queue: _Queue) -> None:
     use_one_thread()
     while (wait := queue.get()) is not None:
         wait()
@@ -81,7 +92,8 @@ class LinkThread:
 
     `submit` and `close` may be called from any thread and do not block. `predecessor` is the
     incarnation this one replaces and closes: nothing starts here while that one still touches the
-    pool. Once a link for writes is open, `submit` begins them itself and `waiters` end them.
+    pool. What the link can begin without waiting for it is ended by `waiters`; where it needs no
+    order, `submit` begins it itself once the link is open.
     """
 
     def __init__(
@@ -101,7 +113,7 @@ class LinkThread:
         self._queue: SimpleQueue[Operation | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._open: Link | BlockLink | None = None
-        self._writable: WriteLink | None = None
+        self._free: FlowLink | None = None  # once open, and without an order
         self._failure: BatonError | None = None
         self._pending: set[Operation] = set()
         self.revoked: list[Access] = []
@@ -113,7 +125,7 @@ class LinkThread:
         """Queue an operation; its future fails with LinkBroken when the link does."""
         with self._lock:
             failure = self._failure
-            link = None if operation.begin is None else self._writable
+            link = None if operation.begin is None else self._free
             if failure is None:
                 self._pending.add(operation)
                 if link is None:
@@ -142,8 +154,10 @@ class LinkThread:
                     return
         finally:
             self._staging = torch.empty(0, dtype=torch.uint8)
+            if self._waiters is not None:
+                self._waiters.end(str(self.link))
 
-    def _guarded(self, run: Callable[[], None]) -> bool:
+    def _guarded(self, run: Wait) -> bool:
         """Run a part of an operation; whatever it raises breaks the link."""
         try:
             run()
@@ -157,20 +171,22 @@ class LinkThread:
 
     def _work(self, operation: Operation) -> None:
         link = self._opened()
-        if operation.begin is not None and isinstance(link, WriteLink):
+        if operation.begin is not None and isinstance(link, FlowLink):
             self._begin(operation, link)
             return
         self._complete(operation, operation.work(link, self._buffer(operation.num_bytes)))
 
-    def _begin(self, operation: Operation, link: WriteLink) -> None:
+    def _begin(self, operation: Operation, link: FlowLink) -> None:
         assert operation.begin is not None
-        assert self._waiters is not None
-        over = operation.begin(link)
+        waiters = self._waiters
+        assert waiters is not None
+        lane: Hashable = str(self.link) if link.ordered else operation.lane
 
-        def wait() -> None:
-            self._guarded(lambda: self._complete(operation, over()))
+        def later(wait: Wait) -> None:
+            waiters.put(lane, partial(self._guarded, wait))
 
-        self._waiters.put(operation.lane, wait)
+        over = operation.begin(link, later)
+        later(lambda: self._complete(operation, over()))
 
     def _complete(self, operation: Operation, result: PartResult) -> None:
         with self._lock:
@@ -196,7 +212,8 @@ class LinkThread:
             link = self._open_link()
             with self._lock:
                 self._open = link
-                self._writable = link if isinstance(link, WriteLink) else None
+                if isinstance(link, FlowLink) and not link.ordered:
+                    self._free = link
             try:
                 self._raise_if_broken()
             except BatonError:

@@ -90,6 +90,7 @@ class BlockMove:
     `peer_blocks` and `peer_first_head` say where a sender's blocks go (one-sided links only);
     `discard` keeps the two ends in step with a message whose content no longer matters. The source
     blocks are complete once step `after` of the rank's engine has written its KV (0: they are).
+    Moves of other lanes need not wait for this one.
     """
 
     blocks: tuple[int, ...]
@@ -103,6 +104,7 @@ class BlockMove:
     peer_blocks: tuple[int, ...] = ()
     peer_first_head: int = 0
     after: int = 0
+    lane: int = 0
 
 
 @runtime_checkable
@@ -126,15 +128,30 @@ class BlockLink(Protocol):
         ...
 
 
-#: Blocks until a write is over; the checksum of what was written. Raises LinkBroken.
-Write = Callable[[], int]
+#: Waits for a part of a move, or for its end: then the checksum of the content. Raises LinkBroken.
+Wait = Callable[[], None]
+End = Callable[[], int]
 
 
 @runtime_checkable
-class WriteLink(BlockLink, Protocol):
-    """A sender's link of which any thread may begin writes, several at a time."""
+class FlowLink(BlockLink, Protocol):
+    """A link with several moves under way: one is begun while those before are waited for.
 
-    def begin(self, move: BlockMove, lane: int) -> Write:
-        """Launch the write of the blocks; nothing is waited for. Writes of one `lane` end in the
-        order in which they began. The access is left only by the Write, which must be called."""
+    `ordered`: `begin` must be called by one thread, in the order that both ends keep; otherwise any
+    thread may. Waits are called in the order in which they came, in a thread that may block.
+    """
+
+    ordered: bool
+
+    def begin(
+        self,
+        move: BlockMove,
+        timeout_s: float,
+        *,
+        sending: bool,
+        later: Callable[[Wait], None],
+    ) -> End:
+        """Launch a move; what has to be waited for on the way is given to `later`, and the result
+        is called after that. The access is left by one of them at the latest. No wait takes
+        longer than `timeout_s`."""
         ...

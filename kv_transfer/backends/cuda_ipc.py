@@ -12,13 +12,13 @@ from __future__ import annotations
 import base64
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 
 import torch
 
-from kv_transfer.backends.base import BlockMove, LinkBroken, LinkId, Write
+from kv_transfer.backends.base import BlockMove, End, LinkBroken, LinkId, Wait
 from kv_transfer.backends.host import host_id
 from kv_transfer.checksum import content_checksum
 from kv_transfer.config import ChecksumKind
@@ -75,6 +75,8 @@ class _Flight:
 class CudaIpcLink:
     """One direction into a mapped pool (sender), or nothing at all (receiver)."""
 
+    ordered = False
+
     def __init__(self, link: LinkId, backend: CudaIpcBackend, endpoint: str | None) -> None:
         self._name = str(link)
         self._backend = backend
@@ -86,10 +88,20 @@ class CudaIpcLink:
     def send_blocks(self, move: BlockMove, timeout_s: float) -> int:
         """Write the blocks into the peer's pool; returns when they are there. A kernel that runs
         cannot be interrupted, and ends by itself: `timeout_s` is not needed."""
-        return self.begin(move, 0)()
+        return self._write(move)()
 
-    def begin(self, move: BlockMove, lane: int) -> Write:
-        """Launch the write; the pool stays mapped until it is over."""
+    def begin(
+        self,
+        move: BlockMove,
+        timeout_s: float,
+        *,
+        sending: bool,
+        later: Callable[[Wait], None],
+    ) -> End:
+        """Launch a write; the pool stays mapped until it is over."""
+        return self._write(move) if sending else lambda: self.recv_blocks(move, 0.0)
+
+    def _write(self, move: BlockMove) -> End:
         with self._lock:
             if self._closed or self._target is None or self._endpoint is None:
                 raise LinkBroken(f"link {self._name} is closed, or the receiver's")
@@ -98,15 +110,15 @@ class CudaIpcLink:
             self._backend.leave(self._endpoint)
             return lambda: 0
         try:
-            flight = None if move.discard else self._backend.launch(move, target, lane)
+            flight = None if move.discard else self._backend.launch(move, target)
         except BaseException:
             self._leave(move)
             raise
-        return lambda: self._end(move, flight, lane)
+        return lambda: self._end(move, flight)
 
-    def _end(self, move: BlockMove, flight: _Flight | None, lane: int) -> int:
+    def _end(self, move: BlockMove, flight: _Flight | None) -> int:
         try:
-            return 0 if flight is None else self._backend.land(move, flight, lane)
+            return 0 if flight is None else self._backend.land(move, flight)
         finally:
             self._leave(move)
 
@@ -218,14 +230,14 @@ class CudaIpcBackend:
         except DriverError as error:  # the mapping leaks until this process ends
             log.warning("a peer's pool could not be unmapped", extra={"reason": str(error)})
 
-    def launch(self, move: BlockMove, target: Mapping, lane: int) -> _Flight:
+    def launch(self, move: BlockMove, target: Mapping) -> _Flight:
         """Queue the copy of blocks into a mapped pool, layer group by layer group behind the step
         that fills them."""
         page = self._shape.page
         if target.shape.page != page or len(move.peer_blocks) != len(move.blocks):
             raise LinkBroken("the peer's pool has another shape")
         with torch.cuda.device(self._device):
-            on = self._lane(lane)
+            on = self._lane(move.lane)
             flight = on.take()
             with torch.cuda.stream(on.stream):
                 try:
@@ -257,10 +269,10 @@ class CudaIpcBackend:
             self._copy(move, self._rows(move, first, pages), to, count)
             first += count
 
-    def land(self, move: BlockMove, flight: _Flight, lane: int) -> int:
+    def land(self, move: BlockMove, flight: _Flight) -> int:
         """Wait for a copy; the checksum of what was written."""
         flight.wait()
-        self._lane(lane).give(flight)
+        self._lane(move.lane).give(flight)
         return 0 if move.checksum is ChecksumKind.NONE else self.sum_of(move)
 
     def _lane(self, number: int) -> _Lane:
