@@ -125,8 +125,9 @@ class Prompting:
                 for marks in self._marks:  # a layer's KV is there before most of its products
                     marks.mark(layer)
                 x = (x @ self._up) @ self._down
+            steps = [marks.end() for marks in self._marks]
             done.record(self._stream)
-        return self._marks[0].last, done
+        return steps[0], done
 
     def now(self) -> tuple[float, torch.cuda.Event]:
         """One instant on both clocks (monotonic seconds); the device must be idle."""

@@ -237,6 +237,9 @@ class DecodeScheduler:
             sequence.block_ids = []
             sequence.num_computed = 0
 
+    def launched(self, step: int, out: Output) -> None:
+        """Nothing of a step leaves this worker before it has landed."""
+
     # --- apply ----------------------------------------------------------------------------------
 
     def apply(self, result: StepResult, now: float, out: Output) -> None:

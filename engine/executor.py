@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 class PendingStep(Protocol):
-    """A step that was launched."""
+    """A step that was launched. `number` is the one under which the pool's marks know it, 0 when it
+    is over."""
+
+    number: int
 
     def wait(self) -> StepResult:
         """Block until its tokens are on the host."""
@@ -63,6 +66,8 @@ class Executor(Protocol):
 
 class FinishedStep:
     """A step that ran while it was launched."""
+
+    number = 0
 
     def __init__(self, result: StepResult) -> None:
         self._result = result

@@ -42,11 +42,13 @@ Command = Granted | Delivered | HandoffEnded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
-    """These blocks are complete: send them as blocks first_block .. of the grant."""
+    """These blocks are complete once the engine's step `after` is over (0: they are): send them as
+    blocks first_block .. of the grant."""
 
     key: RequestKey
     block_ids: tuple[int, ...]
     first_block: int
+    after: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ Life of a sequence here (blocks held in parentheses):
 Nothing is held before decode has granted room, so a full decode pool never pins memory here.
 
 A step may be planned while the one before it runs: the next chunk of a prompt follows the one in
-flight. Blocks are pushed once the step that wrote them has landed, and blocks of a sequence that
-is gone are freed once no step in flight writes to them.
+flight. Blocks are pushed as soon as the step that completes them is launched, and leave behind it;
+those of a sequence that is gone are freed once no step in flight writes to them.
 """
 
 from __future__ import annotations
@@ -215,11 +215,15 @@ class PrefillScheduler:
             sequence.mark_start(Phase.PREFILL, now)
         return Row(entry, num_tokens, num_tokens == sequence.num_runnable, names)
 
+    def launched(self, step: int, out: Output) -> None:
+        """The planned step runs: push the blocks that it completes."""
+        for row in self._flight.newest:
+            self._push(row, step, out)
+
     # --- apply ----------------------------------------------------------------------------------
 
     def apply(self, result: StepResult, now: float, out: Output) -> None:
-        """Take the oldest step in flight in: push complete blocks, and token 1 of prompts that are
-        done."""
+        """Take the oldest step in flight in: token 1 of prompts that are done."""
         for row, token in zip(self._flight.land(now), result.tokens, strict=True):
             entry = row.entry
             entry.sequence.num_chunks += 1
@@ -227,23 +231,22 @@ class PrefillScheduler:
                 self._settle(entry)
             else:
                 self._cache.keep(entry.sequence)
-            if entry.state is not State.RUNNING:
-                continue
-            self._push(entry, out, last=token is not None)
-            if token is not None:
+            if entry.state is State.RUNNING and token is not None:
                 self._sampled(entry, token, now, out)
 
-    def _push(self, entry: _Entry, out: Output, *, last: bool) -> None:
-        sequence = entry.sequence
-        ready = sequence.num_computed // self._block_size
-        if last:
-            ready = -(-sequence.num_computed // self._block_size)
+    def _push(self, row: Row[_Entry], step: int, out: Output) -> None:
+        entry, sequence = row.entry, row.entry.sequence
+        computed = sequence.num_computed + sequence.num_in_flight
+        ready = computed // self._block_size
+        if row.samples:
+            ready = -(-computed // self._block_size)
         if ready > entry.pushed:
             out.handoffs.append(
                 Push(
                     key=sequence.key,
                     block_ids=tuple(sequence.block_ids[entry.pushed : ready]),
                     first_block=entry.pushed,
+                    after=step,
                 )
             )
             entry.pushed = ready

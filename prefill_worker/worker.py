@@ -103,8 +103,8 @@ class PrefillWorker:
         self._host.shell.deliver(out.events, snapshot, accepted)
         for handoff in out.handoffs:
             match handoff:
-                case Push(key=key, block_ids=block_ids, first_block=first):
-                    self._sender.push(key, block_ids, first, len(block_ids))
+                case Push(key=key, block_ids=block_ids, first_block=first, after=step):
+                    self._sender.push(key, block_ids, first, len(block_ids), after=step)
                 case CommitHandoff(key=key, first_token=token):
                     self._sender.commit(key, token)
                 case EndHandoff(key=key, released=released, error=error):

@@ -28,6 +28,10 @@ class Scheduler(Protocol[CIn, OutIn]):
         """The next step, or None."""
         ...
 
+    def launched(self, step: int, out: OutIn) -> None:
+        """The planned step runs under this number; 0 when it is over."""
+        ...
+
     def apply(self, result: StepResult, now: float, out: OutIn) -> None:
         """Take a step's tokens in."""
         ...
@@ -96,6 +100,12 @@ class SchedulerDriver(Generic[C, Out]):
     def plan(self, now: float) -> StepBatch | None:
         """The next step."""
         return self._scheduler.plan(now, self._out)
+
+    def launched(self, step: int) -> None:
+        """Hand over at once what can go on beside the step."""
+        self._scheduler.launched(step, self._out)
+        if self._out:
+            self.publish()
 
     def apply(self, result: StepResult, now: float) -> None:
         """Take the step's tokens in."""

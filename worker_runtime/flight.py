@@ -76,6 +76,11 @@ class Flight(Generic[E]):
             )
         )
 
+    @property
+    def newest(self) -> list[Row[E]]:
+        """The rows of the step launched last, which must not have landed."""
+        return self._steps[-1][0]
+
     def land(self, now: float) -> list[Row[E]]:
         """The oldest step is over: its rows, in the order of the batch."""
         rows, launched_at = self._steps.popleft()

@@ -35,6 +35,10 @@ class Driver(Protocol[CIn]):
         """The next step, which is launched at once, or None when nothing can run."""
         ...
 
+    def launched(self, step: int) -> None:
+        """The planned step was launched, under this number (engine.executor.PendingStep)."""
+        ...
+
     def apply(self, result: StepResult, now: float) -> None:
         """Take the tokens of the oldest launched step into the scheduler's state."""
         ...
@@ -155,7 +159,9 @@ class StepLoop(Generic[C]):
             self._step_started = now
         if self._cores is not None:
             self._cores.take()
-        self._launched.append(self._executor.launch(batch))
+        pending = self._executor.launch(batch)
+        self._launched.append(pending)
+        self._driver.launched(pending.number)
 
     def _land(self) -> None:
         result = self._launched[0].wait()

@@ -46,6 +46,7 @@ class PendingTokens:
     logprobs: Tensor | None
     scores: Tensor | None
     watch: Callable[[], None] | None
+    number: int
 
     def wait(self) -> StepResult:
         """Block until the step is over; its KV is written then, too.
@@ -236,8 +237,12 @@ class CudaRunner:
         """Put a step on the stream. Its sampled tokens stay on the device for the next step."""
         rows = len(plan.sampled)
         logprobs = None
+        marks = self.pool.marks
         with torch.inference_mode(), self._lane.active():
+            if marks is not None:
+                marks.begin()
             logits, hidden = self._forward(plan)
+            number = 0 if marks is None else marks.end()
             buffer, _, index = self._out.take()
             if logits is not None:
                 tokens, logprobs = self._sampler(logits, plan, self._rows, self.model.comm)
@@ -253,6 +258,7 @@ class CudaRunner:
                 None if logprobs is None else to_host(logprobs),
                 None if hidden is None else self._score(hidden, plan),
                 self.watch,
+                number,
             )
             self._out.sent(index)
         self._previous = plan.results

@@ -80,6 +80,7 @@ class LateSteps:
     def __init__(self, run: Callable[[StepBatch], StepResult], depth: int) -> None:
         self.depth = depth
         self.launched: deque[StepBatch] = deque()
+        self.number = 0
         self._run = run
         self._last = StepResult(tokens=())
 
@@ -89,6 +90,7 @@ class LateSteps:
         if not self.launched:
             assert all(step.previous is None for step in batch.sequences)
         self.launched.append(batch)
+        self.number += 1
         return self
 
     def wait(self) -> StepResult:
@@ -98,6 +100,11 @@ class LateSteps:
         self._last = self._run(StepBatch(sequences=steps))
         self.launched.popleft()
         return self._last
+
+    @property
+    def num_over(self) -> int:
+        """Steps that have run."""
+        return self.number - len(self.launched)
 
     def blocks(self) -> set[int]:
         """What the queue will read and write."""

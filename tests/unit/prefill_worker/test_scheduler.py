@@ -60,7 +60,8 @@ def make_submit(
 
 @dataclass
 class Bench:
-    """A scheduler with its engine; pushed blocks are copied out at once, as a sender would."""
+    """A scheduler with its engine; pushed blocks are copied out once their step is over, as a
+    sender would."""
 
     num_blocks: int = 64
     config: WorkerConfig = field(
@@ -84,6 +85,7 @@ class Bench:
         self.commits: list[CommitHandoff] = []
         self.ends: list[EndHandoff] = []
         self.pushes: list[Push] = []
+        self.waiting: list[Push] = []
         self.out = Output()
 
     def tell(self, command: object) -> None:
@@ -98,17 +100,22 @@ class Bench:
             self.prompts |= {event.key: event.num_cached_tokens for event in step.prompts}
         for handoff in self.out.handoffs:
             match handoff:
-                case Push(key=key, block_ids=ids, first_block=first):
+                case Push():
                     self.pushes.append(handoff)
-                    store = self.arrived.setdefault(key, {})
-                    for offset, block in enumerate(ids):
-                        assert first + offset not in store, "a block was pushed twice"
-                        store[first + offset] = list(self.engine.slots[block])
+                    self.waiting.append(handoff)
                 case CommitHandoff():
                     self.commits.append(handoff)
                 case EndHandoff():
                     self.ends.append(handoff)
         self.out = Output()
+        while self.waiting and self.waiting[0].after <= self.executor.num_over:
+            self.copy(self.waiting.pop(0))
+
+    def copy(self, push: Push) -> None:
+        store = self.arrived.setdefault(push.key, {})
+        for index, block in enumerate(push.block_ids, push.first_block):
+            assert index not in store, "a block was pushed twice"
+            store[index] = list(self.engine.slots[block])
 
     def turn(self) -> bool:
         self.now += 1.0
@@ -116,12 +123,14 @@ class Bench:
         if batch is not None:
             self.blocks.check_writes(batch)
             assert batch.num_tokens <= self.config.max_num_batched_tokens
-            self.executor.launch(batch)
+            self.scheduler.launched(self.executor.launch(batch).number, self.out)
         self.collect()
         self.check()
         busy = bool(self.executor.launched)
         if busy and (batch is None or len(self.executor.launched) == self.depth):
-            self.scheduler.apply(self.executor.wait(), self.now, self.out)
+            result = self.executor.wait()
+            self.collect()
+            self.scheduler.apply(result, self.now, self.out)
         self.collect()
         self.check()
         return busy
@@ -400,10 +409,12 @@ def test_any_mix_pushes_every_prompt_exactly(
 def test_next_chunk_follows_the_one_in_flight_and_blocks_leave_after_their_step() -> None:
     bench = Bench(depth=2)
     key = bench.submit(make_submit("a", list(range(20))))
-    progress = []
+    pushed, left = [], []
     while bench.turn():
-        progress.append(sum(len(p.block_ids) for p in bench.pushes))
-    assert progress == [0, 2, 4, 5]
+        pushed.append(sum(len(p.block_ids) for p in bench.pushes))
+        left.append(sum(map(len, bench.arrived.values())))
+    assert pushed == [2, 4, 5, 5]
+    assert left == [0, 2, 4, 5]
     assert bench.pushed_tokens(key, 20) == list(range(20))
     assert [s.start for b in bench.engine.steps for s in b.sequences] == [0, 8, 16]
 
@@ -427,5 +438,5 @@ def test_blocks_of_a_handoff_that_ends_in_flight_outlive_the_step() -> None:
     assert bench.blocks.num_held == 5
     assert bench.turn()
     assert bench.blocks.num_held == 0
-    assert [p.first_block for p in bench.pushes] == [0]
+    assert [p.first_block for p in bench.pushes] == [0, 2]
     assert not bench.turn()

@@ -31,6 +31,7 @@ class CountingDriver:
         self.todo: list[int] = []
         self.events: list[str] = []
         self.failed: Exception | None = None
+        self.numbers: list[int] = []
         self.done = threading.Event()
         self._num_steps = num_steps
 
@@ -48,6 +49,9 @@ class CountingDriver:
         self.events.append(f"plan {token}")
         step = SequenceStep(tokens=(token,), start=0, block_ids=(0,), sampling=SamplingParams())
         return StepBatch(sequences=(step,))
+
+    def launched(self, step: int) -> None:
+        self.numbers.append(step)
 
     def apply(self, result: StepResult, now: float) -> None:
         self.events.append(f"apply {result.tokens[0]}")
