@@ -163,6 +163,28 @@ class Side:
                 pool.data[layer, ids] = bits[:, :, first:last]
         torch.cuda.synchronize()
 
+    async def fill_late(self, handoff: Handoff, seed: int) -> None:
+        """Prefill: as `fill`, by a step that takes its time over each layer and is pushed before it
+        has begun."""
+        ids = torch.tensor(handoff.source, device=_DEVICE)
+        layers = _random_layers(self._layout, len(handoff.source), seed)
+        marks = [pool.marks for pool in self._pools if pool.marks is not None]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for each in marks:
+                each.begin()
+            for layer, bits in enumerate(layers):
+                torch.cuda._sleep(5_000_000)  # noqa: SLF001
+                for pool, (first, last) in zip(self._pools, self._layout.rank_heads, strict=True):
+                    pool.data[layer, ids] = bits[:, :, first:last]
+                for each in marks:
+                    each.mark(layer)
+            steps = [each.end() for each in marks]
+        blocks = handoff.source
+        self._end.push(handoff.key, blocks, 0, len(blocks), after=steps[0])
+        self._end.commit(handoff.key, 1)
+        await asyncio.wait_for(self._events.times[handoff.key], _PATIENCE_S)
+
     async def wrong_layers(self, blocks: Sequence[int], seed: int) -> int:
         """Layers, over all ranks, that do not hold exactly what `fill` put into the other side."""
         ids = torch.tensor(blocks, device=_DEVICE)

@@ -134,6 +134,20 @@ def test_content_is_summed_on_both_sides(pair, backend, kind):
     pair.check(4)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("source", "dest"), [(1, 1), (2, 1), (1, 2)])
+def test_layers_leave_behind_the_step_that_writes_them(pair, backend, source, dest):
+    config = replace(SMALL, backend=BackendName(backend), device_piece_bytes=64 << 20)
+    shape = {"num_layers": 12, "num_kv_heads": 8, "head_dim": 128, "num_blocks": 320}
+    pair.build(make_layout(source, **shape), make_layout(dest, **shape), config)
+    for seed in (1, 2):
+        blocks = tuple(range(3, 303)) if seed == 1 else tuple(range(300, 0, -1))
+        handoff = pair.handoff(blocks, blocks[::-1])
+        pair.open(handoff)
+        pair.prefill.do("fill_late", handoff, seed)
+        assert pair.decode.do("wrong_layers", blocks[::-1], seed) == 0
+
+
 def test_on_one_host_auto_writes_into_the_pool(pair):
     pair.build(make_layout(1), make_layout(1), SMALL)
     pair.check(5)
