@@ -82,7 +82,7 @@ class _Ends:
         self.times[key].set_result(time.monotonic())
 
     def ended(self, key: RequestKey, error: ErrorInfo | None) -> None:
-        code = "released" if error is None else error.code.value
+        code = "released" if error is None else f"{error.code.value}: {error.message}"
         for future in (self.times[key], self.grants[key]):
             if not future.done():
                 future.set_exception(RuntimeError(code))
@@ -279,7 +279,10 @@ class Side:
         """How each ended: "committed", "released" or an error's code."""
         done = (asyncio.wait_for(self._events.times[key], _PATIENCE_S) for key in keys)
         results = await asyncio.gather(*done, return_exceptions=True)
-        return [str(r) if isinstance(r, BaseException) else "committed" for r in results]
+        return [
+            str(r).partition(":")[0] if isinstance(r, BaseException) else "committed"
+            for r in results
+        ]
 
     async def end(self, key: RequestKey) -> None:
         """Leave a hand-off that is not needed any more."""

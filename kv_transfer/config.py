@@ -46,7 +46,7 @@ class TransferConfig:
     pipeline_depth: announced pieces on their way to one decode worker at a time.
     max_piece_bytes: upper size of a piece over all ranks; larger pushes are split.
     device_piece_bytes: the same between GPUs, where one control call moves more.
-    staging_bytes: one message of an nccl link; three of them are held for each.
+    staging_bytes: one message of an nccl link; two of them are held for each.
     nccl_ctas: thread blocks of an nccl link, which the GPU's other kernels have to share with it.
     copy_ctas: thread blocks of a cuda_ipc write.
     max_peers: peers whose links are kept open; the least recently used idle one is closed.

@@ -14,11 +14,10 @@ from kv_transfer.backends.base import (
     Backend,
     BlockLink,
     BlockMove,
-    FlowLink,
     Link,
     LinkBroken,
     LinkId,
-    Wait,
+    WriteLink,
 )
 from kv_transfer.backends.choice import build_backends
 from kv_transfer.checksum import combine, message_checksum, place_checksum
@@ -272,12 +271,17 @@ class DataPlane:
             run = link.send_blocks if sending else link.recv_blocks
             return result(run(move, self._config.op_timeout_s))
 
-        def begin(link: FlowLink, later: Callable[[Wait], None]) -> Callable[[], PartResult]:
-            limit = self._config.op_timeout_s
-            end = link.begin(move, limit, sending=sending, later=later)
+        def begin(link: WriteLink) -> Callable[[], PartResult]:
+            end = link.begin(move)
             return lambda: result(end())
 
-        return Operation(access=access, num_bytes=0, work=work, begin=begin, lane=move.lane)
+        return Operation(
+            access=access,
+            num_bytes=0,
+            work=work,
+            begin=begin if sending else None,
+            lane=move.lane,
+        )
 
     def _send(
         self,

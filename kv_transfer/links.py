@@ -1,10 +1,10 @@
 """One link with the thread that works on it: operations in order, the first failure ends them
-all. Where the link can, one is begun while those before it are waited for."""
+all. Writes of a one-sided link need no order and no thread to begin them."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
@@ -12,20 +12,19 @@ from queue import SimpleQueue
 import torch
 
 from kv_transfer.access import Access
-from kv_transfer.backends.base import BlockLink, FlowLink, Link, LinkBroken, LinkId, Wait
+from kv_transfer.backends.base import BlockLink, Link, LinkBroken, LinkId, WriteLink
 from kv_transfer.orders import PartResult
 from kv_transfer.single_thread import use_one_thread
 from protocol.errors import BatonError, Internal
 
 #: Works on an open link with a staging buffer of at least the requested size.
 Work = Callable[[Link | BlockLink, torch.Tensor], PartResult]
-#: Begins an operation on an open link: waits on the way go to the function, the end is returned.
-Begin = Callable[[FlowLink, Callable[[Wait], None]], Callable[[], PartResult]]
+#: Begins a write on an open link; what it returns blocks until the write is over.
+Begin = Callable[[WriteLink], Callable[[], PartResult]]
 
 
 class Operation:
-    """One message waiting for its turn. With `begin` it need not be over before the next one is
-    begun; those of one `lane` end in order."""
+    """One message waiting for its turn; with `begin`, a write of one `lane`."""
 
     __slots__ = ("access", "begin", "lane", "num_bytes", "result", "work")
 
@@ -50,13 +49,13 @@ _Queue = SimpleQueue[Callable[[], object] | None]
 
 
 class Waiters:
-    """A thread for each lane, which waits for what was begun there. Started on first use."""
+    """A thread for each lane, which waits for what runs there. Started on first use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._queues: dict[Hashable, _Queue] = {}
+        self._queues: dict[int, _Queue] = {}
 
-    def put(self, lane: Hashable, wait: Callable[[], object]) -> None:
+    def put(self, lane: int, wait: Callable[[], object]) -> None:
         """Call `wait` in the lane's thread, after those put before."""
         with self._lock:
             queue = self._queues.get(lane)
@@ -66,19 +65,12 @@ class Waiters:
                 threading.Thread(target=_wait_all, args=(queue,), name=name, daemon=True).start()
         queue.put(wait)
 
-    def end(self, lane: Hashable) -> None:
-        """End a lane's thread, if there is one, once nothing is left to wait for."""
-        with self._lock:
-            queue = self._queues.pop(lane, None)
-        if queue is not None:
-            queue.put(None)
-
     def close(self) -> None:
-        """End all threads."""
+        """End the threads once nothing is left to wait for."""
         with self._lock:
-            lanes = list(self._queues)
-        for lane in lanes:
-            self.end(lane)
+            queues, self._queues = list(self._queues.values()), {}
+        for queue in queues:
+            queue.put(None)
 
 
 def _wait_all(queue: _Queue) -> None:
@@ -92,8 +84,7 @@ class LinkThread:
 
     `submit` and `close` may be called from any thread and do not block. `predecessor` is the
     incarnation this one replaces and closes: nothing starts here while that one still touches the
-    pool. What the link can begin without waiting for it is ended by `waiters`; where it needs no
-    order, `submit` begins it itself once the link is open.
+    pool. Once a link for writes is open, `submit` begins them itself and `waiters` end them.
     """
 
     def __init__(
@@ -113,7 +104,7 @@ class LinkThread:
         self._queue: SimpleQueue[Operation | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._open: Link | BlockLink | None = None
-        self._free: FlowLink | None = None  # once open, and without an order
+        self._writable: WriteLink | None = None  # once open
         self._failure: BatonError | None = None
         self._pending: set[Operation] = set()
         self.revoked: list[Access] = []
@@ -125,7 +116,7 @@ class LinkThread:
         """Queue an operation; its future fails with LinkBroken when the link does."""
         with self._lock:
             failure = self._failure
-            link = None if operation.begin is None else self._free
+            link = None if operation.begin is None else self._writable
             if failure is None:
                 self._pending.add(operation)
                 if link is None:
@@ -154,10 +145,8 @@ class LinkThread:
                     return
         finally:
             self._staging = torch.empty(0, dtype=torch.uint8)
-            if self._waiters is not None:
-                self._waiters.end(str(self.link))
 
-    def _guarded(self, run: Wait) -> bool:
+    def _guarded(self, run: Callable[[], None]) -> bool:
         """Run a part of an operation; whatever it raises breaks the link."""
         try:
             run()
@@ -171,22 +160,17 @@ class LinkThread:
 
     def _work(self, operation: Operation) -> None:
         link = self._opened()
-        if operation.begin is not None and isinstance(link, FlowLink):
+        if operation.begin is not None and isinstance(link, WriteLink):
             self._begin(operation, link)
             return
         self._complete(operation, operation.work(link, self._buffer(operation.num_bytes)))
 
-    def _begin(self, operation: Operation, link: FlowLink) -> None:
+    def _begin(self, operation: Operation, link: WriteLink) -> None:
         assert operation.begin is not None
-        waiters = self._waiters
-        assert waiters is not None
-        lane: Hashable = str(self.link) if link.ordered else operation.lane
-
-        def later(wait: Wait) -> None:
-            waiters.put(lane, partial(self._guarded, wait))
-
-        over = operation.begin(link, later)
-        later(lambda: self._complete(operation, over()))
+        assert self._waiters is not None
+        over = operation.begin(link)
+        end = partial(self._guarded, lambda: self._complete(operation, over()))
+        self._waiters.put(operation.lane, end)
 
     def _complete(self, operation: Operation, result: PartResult) -> None:
         with self._lock:
@@ -212,8 +196,7 @@ class LinkThread:
             link = self._open_link()
             with self._lock:
                 self._open = link
-                if isinstance(link, FlowLink) and not link.ordered:
-                    self._free = link
+                self._writable = link if isinstance(link, WriteLink) else None
             try:
                 self._raise_if_broken()
             except BatonError:

@@ -128,30 +128,15 @@ class BlockLink(Protocol):
         ...
 
 
-#: Waits for a part of a move, or for its end: then the checksum of the content. Raises LinkBroken.
-Wait = Callable[[], None]
+#: Blocks until a write is over; the checksum of its content. Raises LinkBroken.
 End = Callable[[], int]
 
 
 @runtime_checkable
-class FlowLink(BlockLink, Protocol):
-    """A link with several moves under way: one is begun while those before are waited for.
+class WriteLink(BlockLink, Protocol):
+    """A sender's one-sided link: any thread may begin writes, and several are under way."""
 
-    `ordered`: `begin` must be called by one thread, in the order that both ends keep; otherwise any
-    thread may. Waits are called in the order in which they came, in a thread that may block.
-    """
-
-    ordered: bool
-
-    def begin(
-        self,
-        move: BlockMove,
-        timeout_s: float,
-        *,
-        sending: bool,
-        later: Callable[[Wait], None],
-    ) -> End:
-        """Launch a move; what has to be waited for on the way is given to `later`, and the result
-        is called after that. The access is left by one of them at the latest. No wait takes
-        longer than `timeout_s`."""
+    def begin(self, move: BlockMove) -> End:
+        """Launch a write, which nothing waits for. Those of one lane end in the order in which they
+        began. The access is left by the End, which has to be called."""
         ...

@@ -12,13 +12,13 @@ from __future__ import annotations
 import base64
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 
 import torch
 
-from kv_transfer.backends.base import BlockMove, End, LinkBroken, LinkId, Wait
+from kv_transfer.backends.base import BlockMove, End, LinkBroken, LinkId
 from kv_transfer.backends.host import host_id
 from kv_transfer.checksum import content_checksum
 from kv_transfer.config import ChecksumKind
@@ -75,8 +75,6 @@ class _Flight:
 class CudaIpcLink:
     """One direction into a mapped pool (sender), or nothing at all (receiver)."""
 
-    ordered = False
-
     def __init__(self, link: LinkId, backend: CudaIpcBackend, endpoint: str | None) -> None:
         self._name = str(link)
         self._backend = backend
@@ -88,20 +86,10 @@ class CudaIpcLink:
     def send_blocks(self, move: BlockMove, timeout_s: float) -> int:
         """Write the blocks into the peer's pool; returns when they are there. A kernel that runs
         cannot be interrupted, and ends by itself: `timeout_s` is not needed."""
-        return self._write(move)()
+        return self.begin(move)()
 
-    def begin(
-        self,
-        move: BlockMove,
-        timeout_s: float,
-        *,
-        sending: bool,
-        later: Callable[[Wait], None],
-    ) -> End:
+    def begin(self, move: BlockMove) -> End:
         """Launch a write; the pool stays mapped until it is over."""
-        return self._write(move) if sending else lambda: self.recv_blocks(move, 0.0)
-
-    def _write(self, move: BlockMove) -> End:
         with self._lock:
             if self._closed or self._target is None or self._endpoint is None:
                 raise LinkBroken(f"link {self._name} is closed, or the receiver's")

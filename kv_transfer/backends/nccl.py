@@ -1,10 +1,10 @@
 """Links between GPUs of any hosts: a two-party NCCL communicator for each pair of ranks.
 
-Small messages waste NVLink: blocks are gathered into large staging buffers by one kernel, sent, and
-scattered by one kernel. A few buffers take turns, across moves too: while one is on the wire the
-next is filled, and the host waits for GPU work only where blocks are touched, so that a hand-off
-can be revoked between two buffers. Both sides post only once the sender's data is ready (the piece
-protocol), and every wait ends at a deadline, which aborts the communicator.
+Small messages waste NVLink, so blocks are gathered into large staging buffers by one kernel, sent,
+and scattered by one kernel. A few buffers take turns: while one is on the wire the next is filled,
+and the host waits for GPU work only where blocks are touched, so that a hand-off can be revoked
+between two buffers. Both sides post only once the sender's data is ready (the piece protocol), and
+every wait ends at a deadline, which aborts the communicator.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
-from kv_transfer.backends.base import BlockMove, End, LinkBroken, LinkId, Wait
+from kv_transfer.backends.base import BlockMove, LinkBroken, LinkId
 from kv_transfer.backends.cuda_ipc import shape_of
 from kv_transfer.backends.rendezvous import Meeting, SocketStore, call
 from kv_transfer.backends.watch import Watch
@@ -30,7 +28,7 @@ from kv_transfer.cuda.nccl import Communicator, unique_id
 from kv_transfer.store import PagedStore
 
 _SENDER, _RECEIVER = 0, 1
-_BUFFERS = 3
+_BUFFERS = 2
 _WARM_BYTES = 1 << 20
 
 
@@ -44,12 +42,11 @@ class _Chunk:
 
 
 class _Slot:
-    """A staging buffer, the event after which the wire is done with it, and whether anybody is."""
+    """A staging buffer, and the event after which the wire is done with it."""
 
     def __init__(self, device: torch.device) -> None:
         self.data = torch.empty(0, dtype=torch.uint8, device=device)
         self.wired = torch.cuda.Event()
-        self.free = threading.Semaphore(1)
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """At least so many bytes, for use after `wired`."""
@@ -59,13 +56,7 @@ class _Slot:
 
 
 class NcclLink:
-    """One end of a pair. Copies run on one stream, NCCL on another of high priority.
-
-    One thread begins moves: it posts their messages, a sender's behind the copies that fill them.
-    Another waits for them, and a receiver's empties the buffers.
-    """
-
-    ordered = True
+    """One end of a pair. Copies run on one stream, NCCL on another of high priority."""
 
     def __init__(
         self, link: LinkId, group: Communicator, backend: NcclBackend, chunk_bytes: int
@@ -82,45 +73,16 @@ class NcclLink:
             self._stream = torch.cuda.Stream()
             self._wire = torch.cuda.Stream(priority=-1)
             self._copied = torch.cuda.Event()
-            self._pages = PageTable(self._device)  # of the one thread that copies
+            self._pages = PageTable(self._device)
             self._slots = [_Slot(self._device) for _ in range(_BUFFERS)]
-        self._next = 0
 
     def send_blocks(self, move: BlockMove, timeout_s: float) -> int:
         """Gather and send, buffer by buffer; returns when the last has left."""
-        return self._run(move, timeout_s, sending=True)
+        return self._move(move, timeout_s, sending=True)
 
     def recv_blocks(self, move: BlockMove, timeout_s: float) -> int:
         """Receive and scatter, buffer by buffer."""
-        return self._run(move, timeout_s, sending=False)
-
-    def begin(
-        self,
-        move: BlockMove,
-        timeout_s: float,
-        *,
-        sending: bool,
-        later: Callable[[Wait], None],
-    ) -> End:
-        """Post a move's messages, each as soon as a buffer is free."""
-        sums: list[int] = []
-        chunks = self._chunks(move)
-        with self._guarded():
-            for chunk in chunks:
-                slot = self._take_slot()
-                last = chunk is chunks[-1]
-                limit = time.monotonic() + timeout_s
-                take = None
-                with self._working(limit):
-                    data = slot.take(chunk.num_bytes)
-                    if sending:
-                        self._fill(move, chunk, slot, data, limit, last=last)
-                        sums.append(content_checksum(data, move.checksum))
-                    else:
-                        self._post(slot, data, limit, sending=False)
-                        take = partial(self._empty, move, chunk, data, sums, last)
-                later(partial(self._finish, slot, timeout_s, take))
-        return lambda: sum(sums)
+        return self._move(move, timeout_s, sending=False)
 
     def warm(self, *, sending: bool, limit: float) -> None:
         """Move a first message: NCCL connects its channels on it."""
@@ -130,78 +92,60 @@ class NcclLink:
             self._await(slot.wired)
 
     def close(self) -> None:
-        """Abort: whatever waits on either stream of this link, or for a buffer, ends."""
+        """Abort: whatever waits on either stream of this link ends."""
         if not self._broken.is_set():
             self._broken.set()
             self._group.abort()
-            for slot in self._slots:
-                slot.free.release()
 
-    def _run(self, move: BlockMove, timeout_s: float, *, sending: bool) -> int:
-        with ThreadPoolExecutor(1) as other:
-            waits: list[Future[None]] = []
-            end = self.begin(
-                move,
-                timeout_s,
-                sending=sending,
-                later=lambda wait: waits.append(other.submit(wait)),
-            )
-            for each in waits:
-                each.result()
-        return end()
-
-    def _take_slot(self) -> _Slot:
-        """The next buffer, once its last message was dealt with."""
-        slot = self._slots[self._next]
-        self._next = (self._next + 1) % _BUFFERS
-        slot.free.acquire()  # whoever deals with it does so in time, or closes the link
-        self._check()
-        return slot
-
-    def _fill(
-        self,
-        move: BlockMove,
-        chunk: _Chunk,
-        slot: _Slot,
-        data: torch.Tensor,
-        limit: float,
-        *,
-        last: bool,
-    ) -> None:
-        """Gather blocks into a buffer and send it."""
-        with self._touching(move, last=last) as allowed:
-            if allowed and not move.discard:
-                self._copy(move, chunk, data, gather=True)
-            self._post(slot, data, limit, sending=True)
-
-    def _finish(self, slot: _Slot, timeout_s: float, take: Callable[[], None] | None) -> None:
-        """Wait for a buffer's message, and `take` what it brought."""
-        with self._guarded(), self._working(time.monotonic() + timeout_s):
-            self._await(slot.wired)
-            if take is not None:
-                take()
-        slot.free.release()
-
-    def _empty(
-        self, move: BlockMove, chunk: _Chunk, data: torch.Tensor, sums: list[int], last: bool
-    ) -> None:
-        """Scatter a buffer into blocks."""
-        sums.append(content_checksum(data, move.checksum))
-        with self._touching(move, last=last) as allowed:
-            if allowed:
-                self._copy(move, chunk, data, gather=False)
-
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Any failure breaks the link."""
+    def _move(self, move: BlockMove, timeout_s: float, *, sending: bool) -> int:
+        limit = time.monotonic() + timeout_s
+        chunks = self._chunks(move)
         try:
-            yield
+            with self._working(limit):
+                (pages,) = self._pages.load(move.blocks)
+                run = self._send_all if sending else self._recv_all
+                return run(move, pages, chunks, limit)
         except RuntimeError as error:
             self.close()
             raise LinkBroken(f"link {self._name}: {error}") from error
         finally:
             if self._broken.is_set():
                 self._group.abort()  # wait for whoever aborts: no kernel uses the buffers then
+
+    def _send_all(
+        self, move: BlockMove, pages: torch.Tensor, chunks: list[_Chunk], limit: float
+    ) -> int:
+        checksum = 0
+        for index, chunk in enumerate(chunks):
+            slot = self._slots[index % _BUFFERS]
+            self._await(slot.wired)
+            data = slot.take(chunk.num_bytes)
+            with self._touching(move, last=chunk is chunks[-1]) as allowed:
+                if allowed and not move.discard:
+                    self._copy(move, pages, chunk, data, gather=True)
+                self._post(slot, data, limit, sending=True)
+            checksum += content_checksum(data, move.checksum)
+        for slot in self._slots:
+            self._await(slot.wired)
+        return checksum
+
+    def _recv_all(
+        self, move: BlockMove, pages: torch.Tensor, chunks: list[_Chunk], limit: float
+    ) -> int:
+        checksum = 0
+        for slot, chunk in zip(self._slots, chunks, strict=False):
+            self._post(slot, slot.take(chunk.num_bytes), limit, sending=False)
+        for index, chunk in enumerate(chunks):
+            slot = self._slots[index % _BUFFERS]
+            self._await(slot.wired)
+            data = slot.take(chunk.num_bytes)
+            checksum += content_checksum(data, move.checksum)
+            with self._touching(move, last=chunk is chunks[-1]) as allowed:
+                if allowed:
+                    self._copy(move, pages, chunk, data, gather=False)
+                for later in chunks[index + _BUFFERS : index + _BUFFERS + 1]:
+                    self._post(slot, slot.take(later.num_bytes), limit, sending=False)
+        return checksum
 
     @contextmanager
     def _touching(self, move: BlockMove, *, last: bool) -> Iterator[bool]:
@@ -213,33 +157,29 @@ class NcclLink:
                 self._copied.synchronize()
 
     def _post(self, slot: _Slot, data: torch.Tensor, limit: float, *, sending: bool) -> None:
-        """Queue a message, a sender's behind the copy that fills its buffer: they overlap."""
-        if sending:
-            self._wire.wait_event(self._copied)
+        """Queue a message behind the last copy; its host work overlaps that copy."""
+        self._wire.wait_event(self._copied)
         post = self._group.send if sending else self._group.recv
         post(data.data_ptr(), data.numel(), self._wire.cuda_stream, limit)
         slot.wired.record(self._wire)
 
     def _await(self, event: torch.cuda.Event) -> None:
         event.synchronize()  # an abort ends it
-        self._check()
-
-    def _check(self) -> None:
         if self._broken.is_set():
             raise LinkBroken(f"link {self._name} was closed or timed out")
 
     def _copy(
         self,
         move: BlockMove,
+        pages: torch.Tensor,
         chunk: _Chunk,
         data: torch.Tensor,
         *,
         gather: bool,
     ) -> None:
         """One kernel between pool and buffer."""
-        if move.after and self._store.marks is not None:
+        if gather and move.after and self._store.marks is not None:
             self._store.marks.follow(move.after, chunk.first_layer + chunk.num_layers - 1)
-        (pages,) = self._pages.load(move.blocks)
         pool = pool_rows(
             self._store.data.data_ptr(),
             self._shape,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from kv_transfer.backends.base import BlockMove, End, LinkBroken, LinkId, Wait
+from kv_transfer.backends.base import BlockMove, End, LinkBroken, LinkId
 from kv_transfer.backends.host import host_id
 from kv_transfer.checksum import content_checksum
 
@@ -52,25 +51,15 @@ class OneSidedBackend:
 
 
 class OneSidedLink:
-    ordered = False
-
     def __init__(self, backend: OneSidedBackend, target: Any) -> None:
         self._pool = backend.pool
         self._target = target
         self._closed = False
 
-    def begin(
-        self,
-        move: BlockMove,
-        timeout_s: float,
-        *,
-        sending: bool,
-        later: Callable[[Wait], None],
-    ) -> End:
+    def begin(self, move: BlockMove) -> End:
         if self._closed:
             raise LinkBroken("closed")
-        run = self.send_blocks if sending else self.recv_blocks
-        return lambda: run(move, 0.0)
+        return lambda: self.send_blocks(move, 0.0)
 
     def send_blocks(self, move: BlockMove, timeout_s: float) -> int:
         layers = range(move.first_layer, move.first_layer + move.num_layers)
