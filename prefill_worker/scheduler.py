@@ -198,14 +198,14 @@ class PrefillScheduler:
             return False
         entry.state = State.RUNNING
         entry.num_found = 0
-        self._push(entry, out, last=False)
+        self._push(entry, entry.sequence.num_computed, out)
         return True
 
     def _chunk(self, entry: _Entry, budget: int, now: float, out: Output) -> Row[_Entry] | None:
         """The next part of a prompt; None while another sequence computes the same."""
         sequence = entry.sequence
         if self._cache.catch_up(sequence):
-            self._push(entry, out, last=False)
+            self._push(entry, sequence.num_computed, out)
         num_tokens = min(sequence.num_runnable, budget)
         names = self._cache.names_ahead(sequence, num_tokens)
         if not self._flight.claim(sequence, names):
@@ -218,7 +218,9 @@ class PrefillScheduler:
     def launched(self, step: int, out: Output) -> None:
         """The planned step runs: push the blocks that it completes."""
         for row in self._flight.newest:
-            self._push(row, step, out)
+            sequence = row.entry.sequence
+            there = sequence.num_computed + sequence.num_in_flight
+            self._push(row.entry, there, out, last=row.samples, after=step)
 
     # --- apply ----------------------------------------------------------------------------------
 
@@ -234,19 +236,20 @@ class PrefillScheduler:
             if entry.state is State.RUNNING and token is not None:
                 self._sampled(entry, token, now, out)
 
-    def _push(self, row: Row[_Entry], step: int, out: Output) -> None:
-        entry, sequence = row.entry, row.entry.sequence
-        computed = sequence.num_computed + sequence.num_in_flight
-        ready = computed // self._block_size
-        if row.samples:
-            ready = -(-computed // self._block_size)
+    def _push(
+        self, entry: _Entry, num_tokens: int, out: Output, *, last: bool = False, after: int = 0
+    ) -> None:
+        """Send the blocks that are complete with `num_tokens` of the sequence, and with the `last`
+        of them the block that stays half full."""
+        sequence = entry.sequence
+        ready = -(-num_tokens // self._block_size) if last else num_tokens // self._block_size
         if ready > entry.pushed:
             out.handoffs.append(
                 Push(
                     key=sequence.key,
                     block_ids=tuple(sequence.block_ids[entry.pushed : ready]),
                     first_block=entry.pushed,
-                    after=step,
+                    after=after,
                 )
             )
             entry.pushed = ready
