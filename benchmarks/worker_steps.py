@@ -80,6 +80,7 @@ class TimedExecutor:
 class _Timed:
     def __init__(self, step: PendingStep, tokens: int, landed: list[tuple[float, int]]) -> None:
         self._step, self._tokens, self._landed = step, tokens, landed
+        self.number = step.number
 
     def wait(self) -> StepResult:
         """The engine's tokens."""
