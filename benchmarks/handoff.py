@@ -32,7 +32,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.handoff_worker import SECRET, Handoff, Process
+from benchmarks.handoff_process import Process
+from benchmarks.handoff_worker import SECRET, Handoff
 from kv_transfer.config import BackendName, TransferConfig
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import KVLayout

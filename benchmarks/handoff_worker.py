@@ -1,25 +1,17 @@
-"""One side of the hand-off benchmark in a process of its own, told what to do over a pipe.
-
-Its GPU is the only one that it sees, as under a cluster's scheduler.
-"""
+"""One side of the hand-off benchmark: a worker's sender or receiver without a model."""
 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from benchmarks.raw_links import DEVICE as _DEVICE
-from benchmarks.raw_links import Decoding, Prompting, raw_copies, raw_messages
+from benchmarks.raw_links import DEVICE, Decoding, Prompting, raw_copies, raw_messages
 from engine.kv.pool import KVPool
 from kv_transfer.config import TransferConfig
 from kv_transfer.cuda.driver import export_memory
@@ -38,8 +30,7 @@ from rpc import methods
 from rpc.service import ClientPool, ControlServer
 
 SECRET = b"the benchmark's secret"
-_PATIENCE_S = 120.0
-_SWITCH_S = 0.05e-3  # a link's thread must not wait long for the event loop's
+PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +100,7 @@ class Side:
         """A worker of this layout, all ranks on the one GPU; the one before is closed."""
         await self.drop()
         self._layout = layout
-        self._pools = [KVPool(layout, r, torch.bfloat16, _DEVICE) for r in range(layout.tp_size)]
+        self._pools = [KVPool(layout, r, torch.bfloat16, DEVICE) for r in range(layout.tp_size)]
         self._planes = [DataPlane(pool, config) for pool in self._pools]
         self._server = ControlServer(secret=SECRET)
         address = self._server.bind()
@@ -157,7 +148,7 @@ class Side:
 
     async def fill(self, blocks: Sequence[int], seed: int) -> None:
         """Random bits, the same on both sides for the same seed."""
-        ids = torch.tensor(blocks, device=_DEVICE)
+        ids = torch.tensor(blocks, device=DEVICE)
         for layer, bits in enumerate(_random_layers(self._layout, len(blocks), seed)):
             for pool, (first, last) in zip(self._pools, self._layout.rank_heads, strict=True):
                 pool.data[layer, ids] = bits[:, :, first:last]
@@ -166,7 +157,7 @@ class Side:
     async def fill_late(self, handoff: Handoff, seed: int) -> None:
         """Prefill: as `fill`, by a step that takes its time over each layer and is pushed before it
         has begun."""
-        ids = torch.tensor(handoff.source, device=_DEVICE)
+        ids = torch.tensor(handoff.source, device=DEVICE)
         layers = _random_layers(self._layout, len(handoff.source), seed)
         marks = [pool.marks for pool in self._pools if pool.marks is not None]
         torch.cuda.synchronize()
@@ -183,11 +174,11 @@ class Side:
         blocks = handoff.source
         self._end.push(handoff.key, blocks, 0, len(blocks), after=steps[0])
         self._end.commit(handoff.key, 1)
-        await asyncio.wait_for(self._events.times[handoff.key], _PATIENCE_S)
+        await asyncio.wait_for(self._events.times[handoff.key], PATIENCE_S)
 
     async def wrong_layers(self, blocks: Sequence[int], seed: int) -> int:
         """Layers, over all ranks, that do not hold exactly what `fill` put into the other side."""
-        ids = torch.tensor(blocks, device=_DEVICE)
+        ids = torch.tensor(blocks, device=DEVICE)
         wrong = 0
         for layer, bits in enumerate(_random_layers(self._layout, len(blocks), seed)):
             for pool, (first, last) in zip(self._pools, self._layout.rank_heads, strict=True):
@@ -213,12 +204,12 @@ class Side:
         turns = asyncio.Semaphore(window)
 
         async def one(handoff: Handoff) -> tuple[float, float]:
-            await asyncio.wait_for(self._events.grants[handoff.key], _PATIENCE_S)
+            await asyncio.wait_for(self._events.grants[handoff.key], PATIENCE_S)
             async with turns:
                 start = time.monotonic()
                 self._end.push(handoff.key, handoff.source, 0, len(handoff.source))
                 self._end.commit(handoff.key, 1)
-                end = await asyncio.wait_for(self._events.times[handoff.key], _PATIENCE_S)
+                end = await asyncio.wait_for(self._events.times[handoff.key], PATIENCE_S)
             return start, end
 
         return list(await asyncio.gather(*(one(handoff) for handoff in handoffs)))
@@ -231,11 +222,11 @@ class Side:
             self._prompting = Prompting(self._layout.num_layers, marks)
         results = []
         for handoff in handoffs:
-            await asyncio.wait_for(self._events.grants[handoff.key], _PATIENCE_S)
+            await asyncio.wait_for(self._events.grants[handoff.key], PATIENCE_S)
             times = await asyncio.to_thread(
                 self._prompt, self._prompting, handoff, chunk, asyncio.get_running_loop()
             )
-            await asyncio.wait_for(self._events.times[handoff.key], _PATIENCE_S)
+            await asyncio.wait_for(self._events.times[handoff.key], PATIENCE_S)
             results.append(times)
         return results
 
@@ -273,11 +264,11 @@ class Side:
 
     async def commits(self, keys: Sequence[RequestKey]) -> list[float]:
         """Decode: when it came to own each."""
-        return [await asyncio.wait_for(self._events.times[key], _PATIENCE_S) for key in keys]
+        return [await asyncio.wait_for(self._events.times[key], PATIENCE_S) for key in keys]
 
     async def outcomes(self, keys: Sequence[RequestKey]) -> list[str]:
         """How each ended: "committed", "released" or an error's code."""
-        done = (asyncio.wait_for(self._events.times[key], _PATIENCE_S) for key in keys)
+        done = (asyncio.wait_for(self._events.times[key], PATIENCE_S) for key in keys)
         results = await asyncio.gather(*done, return_exceptions=True)
         return [
             str(r).partition(":")[0] if isinstance(r, BaseException) else "committed"
@@ -321,7 +312,7 @@ class Side:
 
     async def export(self, num_bytes: int) -> tuple[bytes, int]:
         """A buffer for raw copies."""
-        self._buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=_DEVICE)
+        self._buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=DEVICE)
         torch.cuda.synchronize()
         return export_memory(self._buffer.data_ptr())
 
@@ -351,11 +342,11 @@ class Side:
 
 
 def _random_layers(layout: KVLayout, num_blocks: int, seed: int) -> list[torch.Tensor]:
-    generator = torch.Generator(_DEVICE).manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     shape = (num_blocks, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
     return [
         torch.randint(
-            -32768, 32767, shape, dtype=torch.int16, device=_DEVICE, generator=generator
+            -32768, 32767, shape, dtype=torch.int16, device=DEVICE, generator=generator
         ).view(torch.bfloat16)
         for _ in range(layout.num_layers)
     ]
@@ -372,74 +363,3 @@ def _fingerprint(layout: KVLayout) -> KVFingerprint:
         dtype=layout.dtype,
         rope="none",
     )
-
-
-# --- processes ------------------------------------------------------------------------------------
-
-
-def _child(role: Role, pipe: Connection) -> None:
-    torch.cuda.set_device(_DEVICE)
-    sys.setswitchinterval(_SWITCH_S)
-    asyncio.run(_serve(Side(role), pipe))
-
-
-async def _serve(side: Side, pipe: Connection) -> None:
-    while True:
-        try:
-            name, args = await asyncio.to_thread(pipe.recv)
-        except (EOFError, OSError):
-            await side.drop()
-            return
-        try:
-            pipe.send((await getattr(side, name)(*args), None))
-        except Exception as error:  # noqa: BLE001 - the parent has to know
-            pipe.send((None, f"{type(error).__name__}: {error}"))
-
-
-class Process:
-    """The parent's handle of one side."""
-
-    def __init__(self, role: Role, gpu: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, other = context.Pipe()
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
-        self._child = context.Process(target=_child, args=(role, other), daemon=True)
-        self._child.start()
-        del os.environ["CUDA_VISIBLE_DEVICES"]
-        other.close()
-        self.role = role
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._child.pid or 0
-
-    def start(self, name: str, *args: Any) -> None:
-        """Begin a command."""
-        self._pipe.send((name, args))
-
-    def result(self) -> Any:
-        """Wait for the command that was begun. Raises RuntimeError with what went wrong there."""
-        if not self._pipe.poll(_PATIENCE_S + 30):
-            raise RuntimeError(f"{self.role} does not answer")
-        result, error = self._pipe.recv()
-        if error is not None:
-            raise RuntimeError(f"{self.role}: {error}")
-        return result
-
-    def do(self, name: str, *args: Any) -> Any:
-        """Run a command."""
-        self.start(name, *args)
-        return self.result()
-
-    def kill(self) -> None:
-        """End it at once."""
-        self._child.kill()
-        self._child.join(10)
-        self._pipe.close()
-
-    def close(self) -> None:
-        """End the process."""
-        self._pipe.close()
-        self._child.join(10)
-        self._child.kill()

@@ -12,7 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.handoff_worker import SECRET, Handoff, Process
+from benchmarks.handoff_process import Process
+from benchmarks.handoff_worker import SECRET, Handoff
 from kv_transfer.config import BackendName, ChecksumKind, TransferConfig
 from protocol.ids import RequestKey, Role
 from protocol.kv_layout import KVLayout

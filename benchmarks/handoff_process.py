@@ -1,0 +1,89 @@
+"""One side of the hand-off benchmark in a process of its own, told what to do over a pipe.
+
+Its GPU is the only one that it sees, as under a cluster's scheduler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import sys
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from benchmarks.handoff_worker import PATIENCE_S, Side
+from benchmarks.raw_links import DEVICE
+from protocol.ids import Role
+
+_SWITCH_S = 0.05e-3  # a waiting thread must not wait long for the event loop's
+
+
+def _child(role: Role, pipe: Connection) -> None:
+    torch.cuda.set_device(DEVICE)
+    sys.setswitchinterval(_SWITCH_S)
+    asyncio.run(_serve(Side(role), pipe))
+
+
+async def _serve(side: Side, pipe: Connection) -> None:
+    while True:
+        try:
+            name, args = await asyncio.to_thread(pipe.recv)
+        except (EOFError, OSError):
+            await side.drop()
+            return
+        try:
+            pipe.send((await getattr(side, name)(*args), None))
+        except Exception as error:  # noqa: BLE001 - the parent has to know
+            pipe.send((None, f"{type(error).__name__}: {error}"))
+
+
+class Process:
+    """The parent's handle of one side."""
+
+    def __init__(self, role: Role, gpu: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        os.environ["CUDA_VISIBLEDEVICES"] = str(gpu)
+        self._child = context.Process(target=_child, args=(role, other), daemon=True)
+        self._child.start()
+        del os.environ["CUDA_VISIBLEDEVICES"]
+        other.close()
+        self.role = role
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._child.pid or 0
+
+    def start(self, name: str, *args: Any) -> None:
+        """Begin a command."""
+        self._pipe.send((name, args))
+
+    def result(self) -> Any:
+        """Wait for the command that was begun. Raises RuntimeError with what went wrong there."""
+        if not self._pipe.poll(PATIENCE_S + 30):
+            raise RuntimeError(f"{self.role} does not answer")
+        result, error = self._pipe.recv()
+        if error is not None:
+            raise RuntimeError(f"{self.role}: {error}")
+        return result
+
+    def do(self, name: str, *args: Any) -> Any:
+        """Run a command."""
+        self.start(name, *args)
+        return self.result()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._child.kill()
+        self._child.join(10)
+        self._pipe.close()
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        self._child.join(10)
+        self._child.kill()
