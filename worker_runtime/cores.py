@@ -1,8 +1,10 @@
 """Divides a machine's cores among the workers on it that have work right now.
 
 On one host prefill and decode often take turns: while one waits, the other may use every core. But
-when both compute, more threads than cores are worse than fewer, because the threads of a parallel
-region wait for each other. So each step takes cores / (workers with work) threads.
+when both compute, more threads than cores are much worse than fewer, because the threads of a
+parallel region wait for each other: beside one busy process, a decode step on two cores took 27 ms
+with one thread and 82 ms with two. So each step takes cores / (workers with work) threads, and
+fewer while anybody else computes.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import fcntl
 import os
 import tempfile
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -78,17 +81,32 @@ class BusyWorkers:
 
 
 class SharedCores:
-    """Sets how many threads this worker's next step takes. All methods run on the step thread."""
+    """Sets how many threads this worker's next step takes. Once the step thread runs, all methods
+    are its own."""
 
-    def __init__(self, folder: Path | None = None, num_cores: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path | None = None,
+        num_cores: int | None = None,
+        runnable: Callable[[], int] | None = None,
+    ) -> None:
+        """`runnable`: threads of the whole machine that run or wait for a core."""
         self._num_cores = num_cores or len(os.sched_getaffinity(0))
         self._workers = BusyWorkers(folder or shared_folder())
+        self._runnable = runnable or _runnable_threads
         self._num_threads = 0
+
+    def claim(self) -> None:
+        """There is work now: other workers leave a share to this one."""
+        self._workers.begin()
 
     def take(self) -> int:
         """A step is about to run: the threads it has from now on."""
-        self._workers.begin()
-        num_threads = max(1, self._num_cores // (1 + self._workers.others()))
+        self.claim()
+        fair = self._num_cores // (1 + self._workers.others())
+        # Ours of the last step spin for a while, and are among those that run.
+        foreign = self._runnable() - max(1, self._num_threads)
+        num_threads = max(1, min(fair, self._num_cores - max(0, foreign)))
         if num_threads != self._num_threads:
             torch.set_num_threads(num_threads)
             self._num_threads = num_threads
@@ -101,6 +119,15 @@ class SharedCores:
     def close(self) -> None:
         """No step will run any more."""
         self._workers.close()
+
+
+def _runnable_threads() -> int:
+    """As the kernel counts them at this moment; 0 where it does not tell."""
+    try:
+        text = Path("/proc/loadavg").read_text(encoding="ascii")
+    except OSError:
+        return 0
+    return int(text.split()[3].partition("/")[0])
 
 
 def _is_locked(file: int) -> bool:

@@ -68,6 +68,7 @@ class WorkerHost(Generic[C, Out]):
         self.tasks = Tasks()
         self.clients = ClientPool(secret=settings.secret)
         self._group = group
+        self._cores: SharedCores | None = None
         self._server = ControlServer(secret=settings.secret)
         self.ref: WorkerRef
         self.ranks: Ranks
@@ -79,6 +80,9 @@ class WorkerHost(Generic[C, Out]):
     async def load(self, role: Role) -> WorkerRef:
         """Load the model on every rank, run a real step, and take a control port."""
         settings = self.settings
+        if _shares_cores(settings.engine):
+            self._cores = SharedCores()
+            self._cores.claim()
         self.ranks = await in_own_thread(
             lambda: build_ranks(settings.engine, settings.transfer, self._group)
         )
@@ -125,7 +129,7 @@ class WorkerHost(Generic[C, Out]):
             executor=self.ranks.executor,
             inbox=self.inbox,
             clock=self.clock,
-            cores=SharedCores() if _shares_cores(self.settings.engine) else None,
+            cores=self._cores,
         )
         self.shell = self._make_shell(accept, whole_output, handoff_counters)
         self._server.add(self.shell.handlers())

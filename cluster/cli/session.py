@@ -70,8 +70,10 @@ def disconnect() -> None:
 
 @contextlib.contextmanager
 def connected() -> Iterator[Any]:
-    """The directory of the running cluster."""
+    """The directory of the running cluster. From here on this process runs below the priority of
+    those that serve: it may share their machine, and imports Ray, which takes seconds."""
     state = running()
+    os.nice(10)
     connect(state)
     from cluster.directory import find_directory
 

@@ -21,7 +21,7 @@ def threads() -> Iterator[None]:
 
 
 def test_a_worker_alone_takes_every_core_and_two_halve_them(tmp_path: Path) -> None:
-    first, second = SharedCores(tmp_path, 8), SharedCores(tmp_path, 8)
+    first, second = (SharedCores(tmp_path, 8, lambda: 0) for _ in range(2))
     assert (first.take(), torch.get_num_threads()) == (8, 8)
     assert (second.take(), torch.get_num_threads()) == (4, 4)
     assert first.take() == 4
@@ -32,11 +32,29 @@ def test_a_worker_alone_takes_every_core_and_two_halve_them(tmp_path: Path) -> N
 
 
 def test_every_worker_has_a_thread_however_many_there_are(tmp_path: Path) -> None:
-    workers = [SharedCores(tmp_path, 2) for _ in range(5)]
+    workers = [SharedCores(tmp_path, 2, lambda: 0) for _ in range(5)]
     assert [worker.take() for worker in workers] == [2, 1, 1, 1, 1]
+    assert torch.get_num_threads() == 1
     for worker in workers:
         worker.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_threads_of_others_are_left_a_core_each(tmp_path: Path) -> None:
+    runnable = 1  # this one
+    cores = SharedCores(tmp_path, 4, lambda: runnable)
+    assert cores.take() == 4
+    runnable = 4  # our own four still spin
+    assert cores.take() == 4
+    runnable = 6
+    assert cores.take() == 2
+    runnable = 4  # our two, and two of others
+    assert cores.take() == 2
+    runnable = 40
+    assert (cores.take(), torch.get_num_threads()) == (1, 1)
+    runnable = 1
+    assert cores.take() == 4
+    cores.close()
 
 
 def test_idle_and_closed_workers_do_not_count(tmp_path: Path) -> None:
