@@ -22,9 +22,9 @@ _WORKER = "baton.worker.v1.Worker"
 _HANDOFF = "baton.handoff.v1.Handoff"
 
 # router -> any worker
-SUBMIT = Method(_WORKER, "Submit", Submit, Ack)
-CANCEL = Method(_WORKER, "Cancel", Cancel, Ack)
-EVENTS = Method(_WORKER, "Events", Subscribe, EventBatch, streams=True)
+SUBMIT = Method(_WORKER, "Submit", Submit, Ack, quick=True)
+CANCEL = Method(_WORKER, "Cancel", Cancel, Ack, quick=True)
+EVENTS = Method(_WORKER, "Events", Subscribe, EventBatch, streams=True, quick=True)
 STATUS = Method(_WORKER, "Status", StatusQuery, WorkerStatus)
 DRAIN = Method(_WORKER, "Drain", DrainCommand, Ack)
 

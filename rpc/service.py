@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -27,7 +28,7 @@ from protocol.errors import (
     Unauthenticated,
     Unavailable,
 )
-from rpc.quick import Answer, QuickClient, QuickServer
+from rpc.quick import Answer, Items, QuickClient, QuickServer
 
 Req = TypeVar("Req")
 Rep = TypeVar("Rep")
@@ -44,13 +45,15 @@ _OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.so_reuseport", 0),
 ]
+#: To connect for a quick stream.
+_MEETING_S = 5.0
 log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Method(Generic[Req, Rep]):
     """One control method: `/service/name`, its message classes, whether it streams replies, and
-    whether it goes the quick way (rpc.quick) because its latency counts."""
+    whether it goes the quick way (rpc.quick) because its latency counts; streams always do."""
 
     service: str
     name: str
@@ -121,7 +124,8 @@ class ControlServer:
         await self._start_quick()
         services: dict[str, dict[str, grpc.RpcMethodHandler[Any, Any]]] = {}
         for method, handler in self._handlers.items():
-            services.setdefault(method.service, {})[method.name] = self._bind(method, handler)
+            if not (method.quick or method.streams):
+                services.setdefault(method.service, {})[method.name] = self._bind(method, handler)
         for service, methods in services.items():
             generic = grpc.method_handlers_generic_handler(service, methods)
             self._server.add_generic_rpc_handlers((generic,))
@@ -138,14 +142,14 @@ class ControlServer:
             self._server = None
 
     async def _start_quick(self) -> None:
-        answers = {
-            method.path: _quick_answer(method, handler)
-            for method, handler in self._handlers.items()
-            if method.quick
-        }
-        if not answers:
+        quick = {m: handler for m, handler in self._handlers.items() if m.quick or m.streams}
+        if not quick:
             return
-        self._quick = QuickServer(answers, secret=self._secret)
+        self._quick = QuickServer(
+            {m.path: _quick_answer(m, handler) for m, handler in quick.items() if not m.streams},
+            {m.path: _quick_items(m, handler) for m, handler in quick.items() if m.streams},
+            secret=self._secret,
+        )
         port = await self._quick.start(self.address.rpartition(":")[0].strip("[]"))
 
         async def tell(_: QuickQuery) -> QuickPort:
@@ -171,20 +175,6 @@ class ControlServer:
                 raise
             return codec.encode(reply)
 
-        async def stream(
-            request: bytes, context: aio.ServicerContext[Any, Any]
-        ) -> AsyncIterator[bytes]:
-            try:
-                self._check_secret(context)
-                replies = handler(codec.decode(method.request, request))
-                async for reply in replies:  # type: ignore[union-attr]
-                    yield codec.encode(reply)
-            except Exception as error:
-                await _abort(context, method, error)
-                raise
-
-        if method.streams:
-            return grpc.unary_stream_rpc_method_handler(stream)
         return grpc.unary_unary_rpc_method_handler(unary)
 
 
@@ -219,6 +209,19 @@ def _quick_answer(method: Method[Any, Any], handler: Handler) -> Answer:
     return answer
 
 
+def _quick_items(method: Method[Any, Any], handler: Handler) -> Items:
+    async def items(request: bytes) -> AsyncIterator[bytes]:
+        try:
+            replies = handler(codec.decode(method.request, request))
+            async with aclosing(replies):  # type: ignore[type-var]
+                async for reply in replies:  # type: ignore[union-attr]
+                    yield codec.encode(reply)
+        except Exception as error:
+            raise _as_typed(method, error) from error
+
+    return items
+
+
 class ControlClient:
     """Calls control methods of one peer. Every call has a deadline; errors arrive typed."""
 
@@ -234,15 +237,15 @@ class ControlClient:
         """One reply. Raises the peer's typed error, Unavailable when it cannot be reached, or
         DeadlineExceeded after `timeout_s` seconds."""
         if method.quick:
-            quick = self._quick
-            if quick is None or quick.broken:
-                quick = await self._meet(timeout_s)
+            quick = await self._meet(timeout_s)
             reply = await quick.call(method.path, codec.encode(request), timeout_s)
             return codec.decode(method.reply, reply)
         return await self._call(method, request, timeout_s)
 
     async def _meet(self, timeout_s: float) -> QuickClient:
-        """Connect for quick calls, where the server says."""
+        """The connection for quick calls; made, where the server says, if there is none."""
+        if self._quick is not None and not self._quick.broken:
+            return self._quick
         async with self._meeting:
             if self._quick is not None and not self._quick.broken:
                 return self._quick
@@ -250,7 +253,9 @@ class ControlClient:
             host = self.address.rpartition(":")[0].strip("[]")
             try:
                 async with asyncio.timeout(timeout_s):
-                    self._quick = await QuickClient.connect(host, where.port, secret=self._secret)
+                    self._quick = await QuickClient.connect(
+                        host, where.port, name=self.address, secret=self._secret
+                    )
             except (OSError, TimeoutError) as error:
                 raise Unavailable(f"{self.address}: cannot connect for quick calls") from error
             return self._quick
@@ -265,15 +270,11 @@ class ControlClient:
 
     async def stream(self, method: Method[Req, Rep], request: Req) -> AsyncIterator[Rep]:
         """Replies until the peer ends the stream; closing the iterator cancels it."""
-        rpc: aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(method.path)
-        call = rpc(codec.encode(request), metadata=self._metadata)
-        try:
-            async for data in call:
-                yield codec.decode(method.reply, data)
-        except aio.AioRpcError as error:
-            raise self._typed(error, method) from error
-        finally:
-            call.cancel()
+        quick = await self._meet(_MEETING_S)
+        items = quick.stream(method.path, codec.encode(request))
+        async with aclosing(items):  # type: ignore[type-var]
+            async for item in items:
+                yield codec.decode(method.reply, item)
 
     async def close(self) -> None:
         """Close the channel; calls in flight are cancelled."""

@@ -13,12 +13,20 @@ from protocol.errors import (
     Unavailable,
 )
 from protocol.ids import RequestKey
-from protocol.messages import Ack, HandoffEnd
-from rpc.methods import END
+from protocol.messages import (
+    Ack,
+    EventBatch,
+    HandoffEnd,
+    Subscribe,
+    TokenEvent,
+    WorkerLoad,
+)
+from rpc.methods import END, EVENTS
 from rpc.quick import QuickClient
 from rpc.service import ControlClient, ControlServer
 
 SECRET = b"secret"
+TOKENS = tuple(TokenEvent(key=RequestKey("r"), index=i, token=i) for i in range(1000))
 
 
 def message(number=1, text="r"):
@@ -32,6 +40,17 @@ async def serving(handler, *, secret=SECRET):
     client = ControlClient(address, secret=secret)
     try:
         yield client, server
+    finally:
+        await client.close()
+        await server.stop(0)
+
+
+@asynccontextmanager
+async def streaming(events):
+    server = ControlServer({EVENTS: events}, secret=SECRET)
+    client = ControlClient(await server.start(), secret=SECRET)
+    try:
+        yield client
     finally:
         await client.close()
         await server.stop(0)
@@ -114,7 +133,7 @@ async def test_the_secret_is_needed_on_both_ways():
         with pytest.raises(Unauthenticated):
             await client.call(END, message(), timeout_s=5)
         port = server._quick._server.sockets[0].getsockname()[1]
-        quick = await QuickClient.connect("127.0.0.1", port, secret=b"wrong")
+        quick = await QuickClient.connect("127.0.0.1", port, name="peer", secret=b"wrong")
         with pytest.raises(Unavailable):
             await quick.call(END.path, b"", 5)
 
@@ -131,3 +150,63 @@ async def test_strangers_are_hung_up_on(garbage):
         assert await asyncio.wait_for(reader.read(), 5) == b""
         writer.close()
         assert await client.call(END, message(), timeout_s=5) == Ack()
+
+
+async def test_a_reader_that_is_slow_holds_the_stream_up_and_loses_nothing():
+    made = 0
+
+    async def events(_request):
+        nonlocal made
+        for made in range(400):
+            yield EventBatch(epoch=made, sequence=made, load=WorkerLoad(), tokens=TOKENS)
+
+    async with streaming(events) as client:
+        stream = client.stream(EVENTS, Subscribe(router_id="r"))
+        first = await anext(stream)
+        client._quick._transport.pause_reading()
+        await asyncio.sleep(0.2)
+        held = made
+        assert held < 399
+        client._quick._transport.resume_reading()
+        rest = [item.epoch async for item in stream]
+    assert [first.epoch, *rest] == list(range(400))
+
+
+async def test_a_broken_connection_ends_streams_after_what_came_and_stops_their_makers():
+    stopped = asyncio.Event()
+
+    async def events(_request):
+        try:
+            yield EventBatch(epoch=1, sequence=1, load=WorkerLoad())
+            await asyncio.Event().wait()
+        finally:
+            stopped.set()
+
+    async with streaming(events) as client:
+        stream = client.stream(EVENTS, Subscribe(router_id="r"))
+        assert (await anext(stream)).epoch == 1
+        client._quick._transport.abort()
+        with pytest.raises(Unavailable, match="connection broke"):
+            await asyncio.wait_for(anext(stream), 5)
+        await asyncio.wait_for(stopped.wait(), 5)
+        again = client.stream(EVENTS, Subscribe(router_id="r"))  # over a new connection
+        assert (await asyncio.wait_for(anext(again), 5)).epoch == 1
+        await again.aclose()
+
+
+async def test_a_server_that_stops_sends_what_it_has():
+    ready = asyncio.Event()
+
+    async def events(_request):
+        for number in range(50):
+            yield EventBatch(epoch=number, sequence=number, load=WorkerLoad(), tokens=TOKENS)
+        ready.set()
+
+    server = ControlServer({EVENTS: events}, secret=SECRET)
+    client = ControlClient(await server.start(), secret=SECRET)
+    stream = client.stream(EVENTS, Subscribe(router_id="r"))
+    await anext(stream)
+    await asyncio.wait_for(ready.wait(), 5)
+    await server.stop(0)
+    assert [item.epoch async for item in stream] == list(range(1, 50))
+    await client.close()

@@ -20,10 +20,11 @@ from protocol.errors import (
 )
 from protocol.ids import RequestKey
 from protocol.messages import Ack, Cancel, EventBatch, Subscribe, WorkerLoad
-from rpc.methods import CANCEL, EVENTS
-from rpc.service import SECRET_KEY, ClientPool, ControlClient, ControlServer
+from rpc.methods import EVENTS, SUBMIT
+from rpc.service import SECRET_KEY, ClientPool, ControlClient, ControlServer, Method
 
 SECRET = b"secret"
+CANCEL = Method("baton.test.v1.Test", "Cancel", Cancel, Ack)  # not the quick way: see test_quick
 KEYS = Cancel(keys=(RequestKey("r", 1),))
 
 
@@ -250,8 +251,11 @@ async def test_a_reply_of_the_wrong_class_is_refused():
 
 
 async def test_an_unknown_method_is_unavailable_not_a_hang():
-    async with serving({CANCEL: acknowledge}) as (client, _):
+    other = Method(CANCEL.service, "Other", Cancel, Ack)
+    async with serving({CANCEL: acknowledge, SUBMIT: acknowledge}) as (client, _):
         with pytest.raises(Unavailable, match="UNIMPLEMENTED"):
+            await client.call(other, KEYS, timeout_s=5)
+        with pytest.raises(Unavailable, match="no stream"):
             await anext(client.stream(EVENTS, Subscribe(router_id="r")))
 
 
