@@ -67,6 +67,7 @@ class StubWorker:
     fail_retriable: bool = True
     silent: bool = False
     cached_tokens: int | None = None  # said of every prompt
+    gate: asyncio.Event | None = None  # if set, tokens after the first wait for this
     accepting: asyncio.Event | None = None  # if set, Submit is answered only once this is
     state: WorkerState = WorkerState.READY
     epoch: int = field(default_factory=new_epoch)
@@ -206,6 +207,8 @@ class StubWorker:
             if self._fails(submit, index) or self._emit(submit, index):
                 return
             index += 1
+            if self.gate is not None:
+                await self.gate.wait()
 
     def _fails(self, submit: Submit, index: int) -> bool:
         if self.fail_after is None or index < self.fail_after:

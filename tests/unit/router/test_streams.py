@@ -1,0 +1,188 @@
+"""Streams on both doors: their text, piece by piece, is the text of the same request not streamed;
+many at once lose nothing, and the one beyond the bound is told so."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import grpc
+import pytest
+from grpc import aio
+
+from protocol.ids import Role
+from protocol.wire import inference_pb2 as pb
+from router.text.tokenizer import ModelText
+from tests.support.router_doors import Doors, MakeDoors, letters, status_of, until
+from tests.support.stub_workers import StubFleet
+
+HARD_TEXTS = {
+    "emoji": "ok 🙂🙃 👍🏽 🇩🇪!",
+    "a family joined by ZWJ": "see 👩‍👩‍👧‍👦, and 👨‍👩‍👧",
+    "CJK": "你好世界。今天天气很好、こんにちは 안녕하세요",
+    "combining marks": "e\u0301te\u0301 a\u0308\u0323 नमस्ते ते",
+    "quotes and controls": 'a "quoted"\\ back\\slash\n\ttab \u0001\u007f\u2028 </script>',
+}
+#: text as made, stop strings, text as it must be shown
+STOPS = {
+    "across tokens": ("ABCDEFGHIJ tail", ["DEFGHIJ"], "ABC"),
+    "at the very end": ("all of it.END", ["END"], "all of it."),
+    "at the very start": ("ENDall of it", ["END"], ""),
+    "almost, then not": ("say DEFGHIK done", ["DEFGHIJ"], "say DEFGHIK done"),
+    "the first to be complete": ("one two three", ["two three", "two"], "one "),
+    "inside a character's bytes": ("x🙂y🙂z", ["y🙂"], "x🙂"),
+    "a line break": ("hello\nUser: hi", ["\nUser:"], "hello"),
+    "held back at the end": ("the end DEFG", ["DEFGHIJ"], "the end DEFG"),
+}
+
+
+def split(text: ModelText, sample: str, how: str) -> list[int]:
+    """A text as ids: as the tokenizer would, byte by byte, or with special tokens in between."""
+    if how == "tokens":
+        return list(text.encode(sample, add_special_tokens=False))
+    ids = letters(sample)
+    return ids if how == "bytes" else [i for each in ids for i in (each, 0)]
+
+
+def say(doors: Doors, ids: list[int]) -> None:
+    for worker in doors.fleet.workers:
+        worker.script = lambda _: ids
+
+
+async def over_http(doors: Doors, kind: str, *, stream: bool, **fields: object) -> tuple[str, str]:
+    """Text and finish reason."""
+    path = "/v1/chat/completions" if kind == "chat" else "/v1/completions"
+    asked = {"messages": [{"role": "user", "content": "hello you"}]}
+    body = (asked if kind == "chat" else {"prompt": "hello you"}) | fields
+    if not stream:
+        status, answer = await doors.post(path, body)
+        assert status == 200, answer
+        choice = answer["choices"][0]
+        text = choice["message"]["content"] if kind == "chat" else choice["text"]
+        return text, choice["finish_reason"]
+    async with doors.http.post(doors.url + path, json=body | {"stream": True}) as response:
+        assert response.headers["cache-control"] == "no-cache"
+        assert response.headers["x-accel-buffering"] == "no"
+        assert response.headers["content-type"].startswith("text/event-stream")
+        *events, done, end = (await response.text()).split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    texts = [c["delta"].get("content", "") if kind == "chat" else c["text"] for c in choices]
+    assert [c["finish_reason"] for c in choices[:-1]] == [None] * (len(choices) - 1)
+    return "".join(texts), choices[-1]["finish_reason"]
+
+
+async def over_grpc(doors: Doors, *, stream: bool, **fields: object) -> tuple[str, str]:
+    """Text and finish reason."""
+    request = pb.GenerateRequest(prompt="hello you", stream=stream, **fields)
+    choices = [c async for m in doors.inference.Generate(request, timeout=20) for c in m.choices]
+    reasons = [c.finish_reason for c in choices if c.HasField("finish_reason")]
+    assert len(reasons) == 1
+    return "".join(choice.text for choice in choices), reasons[0]
+
+
+async def every_way(doors: Doors, **fields: object) -> list[tuple[str, str]]:
+    """The same request over both doors, chat and completion, streamed and whole."""
+    return await asyncio.gather(
+        *(
+            over_http(doors, kind, stream=stream, **fields)
+            for kind in ("chat", "completion")
+            for stream in (True, False)
+        ),
+        *(over_grpc(doors, stream=stream, **fields) for stream in (True, False)),
+    )
+
+
+@pytest.mark.parametrize("how", ["tokens", "bytes", "special between"])
+@pytest.mark.parametrize("sample", HARD_TEXTS.values(), ids=HARD_TEXTS)
+async def test_hard_texts_are_the_same_every_way(
+    doors: Doors, text: ModelText, sample: str, how: str
+) -> None:
+    ids = split(text, sample, how)
+    say(doors, ids)
+    assert await every_way(doors, max_tokens=len(ids)) == [(sample, "length")] * 6
+
+
+@pytest.mark.parametrize("how", ["tokens", "bytes"])
+@pytest.mark.parametrize(("sample", "stop", "shown"), STOPS.values(), ids=STOPS)
+async def test_stop_strings_cut_the_same_every_way(
+    doors: Doors, text: ModelText, sample: str, stop: list[str], shown: str, how: str
+) -> None:
+    ids = split(text, sample, how)
+    say(doors, ids)
+    reason = "length" if shown == sample else "stop"
+    assert await every_way(doors, max_tokens=len(ids), stop=stop) == [(shown, reason)] * 6
+
+
+async def test_a_character_cut_by_max_tokens_ends_in_a_replacement_every_way(doors: Doors) -> None:
+    ids = letters("ok 🙂")
+    say(doors, ids)
+    assert await every_way(doors, max_tokens=len(ids) - 1) == [("ok \ufffd", "length")] * 6
+
+
+async def test_a_large_answer_arrives_whole(fleet: StubFleet, make_doors: MakeDoors) -> None:
+    word = letters("0123456789abcdef")
+    await fleet.add(Role.DECODE, script=lambda s: word * 120, num_blocks=256)
+    async with make_doors(fleet, max_model_len=4096) as doors:
+        doors.router._model.context = 4096
+        whole = await over_http(doors, "completion", stream=False, max_tokens=1920)
+        streamed = await over_grpc(doors, stream=True, max_tokens=1920)
+    assert whole == streamed == ("0123456789abcdef" * 120, "length")
+
+
+async def test_the_first_token_is_sent_before_the_second_is_made(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    worker = await fleet.add(Role.DECODE, gate=asyncio.Event(), script=lambda s: letters("ab"))
+    async with make_doors(fleet) as doors:
+        body = {"prompt": "hi", "max_tokens": 2, "stream": True}
+        async with doors.http.post(doors.url + "/v1/completions", json=body) as response:
+            first = await asyncio.wait_for(response.content.readuntil(b"\n\n"), 5)
+            assert json.loads(first[6:])["choices"][0]["text"] == "a"
+            worker.gate.set()
+            assert (await response.read()).endswith(b"data: [DONE]\n\n")
+        worker.gate.clear()
+        call = doors.inference.Generate(pb.GenerateRequest(prompt="hi", max_tokens=2), timeout=20)
+        assert (await asyncio.wait_for(call.read(), 5)).choices[0].text == "a"
+        worker.gate.set()
+        assert (await call.read()).choices[0].text == "b"
+
+
+STREAMS = 200
+
+
+@pytest.mark.parametrize("door", ["http", "grpc"])
+async def test_as_many_streams_as_allowed_and_one_more(
+    fleet: StubFleet, make_doors: MakeDoors, door: str
+) -> None:
+    worker = await fleet.add(Role.DECODE, gate=asyncio.Event(), script=lambda s: letters("hello"))
+
+    async def one(doors: Doors) -> tuple[str, str]:
+        if door == "http":
+            return await over_http(doors, "completion", stream=True, max_tokens=5)
+        return await over_grpc(doors, stream=True, max_tokens=5)
+
+    async with make_doors(fleet, max_requests=STREAMS) as doors:
+        doors.http.connector._limit = 0
+        streams = [asyncio.create_task(one(doors)) for _ in range(STREAMS)]
+        await until(lambda: len(worker.submitted) == STREAMS, 15)
+        assert doors.router.num_requests == STREAMS
+        await refused(doors)
+        worker.gate.set()
+        assert await asyncio.gather(*streams) == [("hello", "length")] * STREAMS
+        await until(lambda: doors.router.num_requests == 0)
+        assert await one(doors) == ("hello", "length")
+
+
+async def refused(doors: Doors) -> None:
+    """One more request, on both doors."""
+    body = {"prompt": "one more", "max_tokens": 5, "stream": True}
+    async with doors.http.post(doors.url + "/v1/completions", json=body) as response:
+        assert response.status == 429
+        assert int(response.headers["retry-after"]) >= 1
+        assert (await response.json())["error"]["code"] == "overloaded"
+    with pytest.raises(aio.AioRpcError) as caught:
+        await over_grpc(doors, stream=True, max_tokens=5)
+    code, trailers = status_of(caught.value)
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert float(trailers["retry-after"]) > 0
