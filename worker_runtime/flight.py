@@ -68,7 +68,8 @@ class Flight(Generic[E]):
             return None
         self._steps.append((rows, now))
         for row in rows:
-            self._names.update(row.names)
+            if row.names:  # most have none, and updating with nothing is slow
+                self._names.update(row.names)
         return StepBatch(
             sequences=tuple(
                 row.entry.sequence.launch(row.num_tokens, samples=row.samples, index=index)
