@@ -66,10 +66,15 @@ class Stub:
             if first:
                 await asyncio.sleep(self.gap)
             numbers = range(first, min(first + self.glue, count))
-            self.chunk(writer, [self.token(path, number) for number in numbers])
+            events = [self.token(path, number) for number in numbers]
+            if body.get("return_token_ids"):
+                for event, number in zip(events, numbers, strict=True):
+                    event["choices"][0]["token_ids"] = [number]
+            self.chunk(writer, events)
             if self.fail == "event" and first:
                 self.chunk(writer, [{"error": {"message": "worker lost"}}])
         usage = {"completion_tokens": count, "prompt_tokens": len(body.get("prompt", ())) or 7}
+        usage["prompt_tokens_details"] = {"cached_tokens": usage["prompt_tokens"] // 4}
         self.chunk(writer, [{"choices": [], "usage": usage}])
         if self.fail != "no end":
             self.chunk(writer, [None])

@@ -1,0 +1,180 @@
+"""Measure conversations: `python -m benchmarks.conversations --help`.
+
+Clients that hold conversations at the same time, each turn the whole history plus new tokens, all
+beginning with the same system prompt. Says for each turn how long the first token took and how many
+prompt tokens were cached. Any server with OpenAI's completions API that takes token ids and gives
+them back (`return_token_ids`) will do; one without a prefix cache shows what it is worth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import mean
+
+from benchmarks import report
+from benchmarks.http_stream import Answer, Connection
+from benchmarks.measure import Result, read_answer, summarise
+from benchmarks.serve import first_model
+
+_FIRST_PLAIN_TOKEN = 256
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.conversations", description="Measure conversations."
+    )
+    made.add_argument("--url", default="http://127.0.0.1:8000")
+    made.add_argument("--model", default="", help="default: the first that is served")
+    made.add_argument("--clients", type=int, default=4)
+    made.add_argument("--conversations", type=int, default=2, help="of each client, in a run")
+    made.add_argument("--turns", type=int, default=4)
+    made.add_argument("--system-tokens", type=int, default=128)
+    made.add_argument("--user-tokens", type=int, default=64)
+    made.add_argument("--output-tokens", type=int, default=32)
+    made.add_argument("--repeats", type=int, default=2)
+    made.add_argument("--vocab-size", type=int, default=49152)
+    made.add_argument("--theme", default="", help="write a report under benchmarks/results")
+    made.add_argument("--hardware", default="", help="name of the machine; default: processor")
+    made.add_argument("--server", default="", help="what was measured: version, flags")
+    made.add_argument("--config", default="", help="the config file the server was started with")
+    made.add_argument("--note", default="")
+    return made
+
+
+@dataclass
+class Turns:
+    """What was measured, by number of the turn."""
+
+    results: dict[int, list[Result]] = field(default_factory=dict)
+    cached: dict[int, list[int]] = field(default_factory=dict)
+    prompts: dict[int, list[int]] = field(default_factory=dict)
+
+    def add(self, turn: int, result: Result, usage: dict[str, object]) -> None:
+        """One answer."""
+        details = usage.get("prompt_tokens_details") or {}
+        self.results.setdefault(turn, []).append(result)
+        self.prompts.setdefault(turn, []).append(result.prompt_tokens)
+        if isinstance(details, dict):
+            self.cached.setdefault(turn, []).append(int(details.get("cached_tokens") or 0))
+
+
+async def run(options: argparse.Namespace) -> list[Turns]:
+    """All repeats, each with conversations of its own under a system prompt of its own."""
+    if not options.model:
+        options.model = await first_model(options.url)
+    repeats = []
+    for repeat in range(-1, options.repeats):  # the first only warms up
+        turns = Turns()
+        system = _ids(options, f"system/{repeat}", options.system_tokens)
+        clients = (_client(options, repeat, i, system, turns) for i in range(options.clients))
+        await asyncio.gather(*clients)
+        if repeat >= 0:
+            repeats.append(turns)
+    return repeats
+
+
+async def _client(
+    options: argparse.Namespace, repeat: int, number: int, system: list[int], turns: Turns
+) -> None:
+    connection = Connection(options.url)
+    for conversation in range(1 if repeat < 0 else options.conversations):
+        history = list(system)
+        for turn in range(options.turns):
+            name = f"{repeat}/{number}/{conversation}/{turn}"
+            history += _ids(options, name, options.user_tokens)
+            answer = await connection.post(
+                "/v1/completions", _body(options, history), timeout_s=600
+            )
+            result = read_answer(answer, expected_tokens=options.output_tokens)
+            output, usage = _read(answer)
+            turns.add(turn, result, usage)
+            history += output
+    connection.close()
+
+
+def _ids(options: argparse.Namespace, name: str, count: int) -> list[int]:
+    ids = range(_FIRST_PLAIN_TOKEN, options.vocab_size)
+    return random.Random(name).choices(ids, k=count)
+
+
+def _body(options: argparse.Namespace, prompt: list[int]) -> dict[str, object]:
+    return {
+        "model": options.model,
+        "prompt": prompt,
+        "max_tokens": options.output_tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+    }
+
+
+def _read(answer: Answer) -> tuple[list[int], dict[str, object]]:
+    """The output ids and the usage of a streamed answer."""
+    ids: list[int] = []
+    usage: dict[str, object] = {}
+    for _, data in answer.events():
+        if data != "[DONE]":
+            event = json.loads(data)
+            usage = event.get("usage") or usage
+            for choice in event.get("choices", ()):
+                ids += choice.get("token_ids") or ()
+    return ids, usage
+
+
+def runs_of(options: argparse.Namespace, repeats: Sequence[Turns]) -> list[report.Run]:
+    """A line for each turn, with the share of its prompt tokens that was cached."""
+    made = []
+    for turn in range(options.turns):
+        cached = sum(sum(turns.cached.get(turn, ())) for turns in repeats)
+        prompt = sum(sum(turns.prompts[turn]) for turns in repeats)
+        length = mean(n for turns in repeats for n in turns.prompts[turn])
+        made.append(
+            report.Run(
+                label=f"turn {turn + 1}: {cached / max(1, prompt):.0%} cached",
+                prompt_tokens=round(length),
+                output_tokens=options.output_tokens,
+                concurrency=options.clients,
+                repeats=tuple(summarise(turns.results[turn]) for turns in repeats),
+            )
+        )
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write; 1 when a request failed."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parser().parse_args(arguments)
+    runs = runs_of(options, asyncio.run(run(options)))
+    for one in runs:
+        sys.stdout.write(report.overview(one.label, one.repeats) + "\n")
+    if options.theme:
+        made = report.Report(
+            theme=options.theme,
+            hardware=options.hardware or report.processor(),
+            command=f"python -m benchmarks.conversations {shlex.join(arguments)}",
+            server=options.server,
+            model=options.model,
+            workload=f"{options.clients} clients, each {options.conversations} conversations of "
+            f"{options.turns} turns in a repeat, streamed completions of token ids, greedy; "
+            f"{options.system_tokens} tokens that all begin with, {options.user_tokens} new ones a "
+            f"turn; {options.repeats} repeats after a warm-up",
+            note=options.note,
+            config=options.config,
+            runs=tuple(runs),
+        )
+        sys.stdout.write(f"written: {report.write(made)}\n")
+    return int(any(summary.failures for one in runs for summary in one.repeats))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
