@@ -234,7 +234,7 @@ def build(
         config,
         ModelConfig.from_dict(MODELS[args.model]),
         RandomSource(getattr(torch, args.dtype), device),
-        CudaOptions(max_batch=args.max_batch),
+        CudaOptions(max_batch=args.max_batch, split_products=args.split),
         rank=ranks.rank,
     )
     torch.cuda.synchronize()
@@ -274,6 +274,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-batch", type=int, default=256)
     parser.add_argument("--commit", default=None, help="recorded instead of asking git")
     parser.add_argument("--tp", type=int, default=1, help="ranks, one GPU each")
+    parser.add_argument("--split", action="store_true", help="the engine's own wider products")
     parser.add_argument("--push", action="store_true", help="the engine's own small all-reduce")
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)

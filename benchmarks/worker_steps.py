@@ -261,7 +261,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=96)
     parser.add_argument("--switch-ms", type=float, help="sys.setswitchinterval, Python's own is 5")
     parser.add_argument("--commit", default=None, help="recorded instead of asking git")
-    parser.set_defaults(max_batch=256)
+    parser.set_defaults(max_batch=256, split=False)
     return parser.parse_args(argv)
 
 

@@ -20,6 +20,7 @@ from engine.cuda.weights import LayerWeights, ModelWeights
 from engine.kernels import triton_elementwise as elementwise
 from engine.kernels.triton_attention import DecodeScratch, DecodeShape, decode_attention
 from engine.kernels.triton_linear import linear
+from engine.kernels.triton_split_linear import SplitScratch, measured_shape, split_linear
 from engine.model.config import ModelConfig
 from engine.model.sharding import RankShare
 
@@ -68,8 +69,12 @@ class CudaModel:
         attention: ChunkAttention,
         *,
         pdl: bool,
+        split: SplitScratch | None = None,
     ) -> None:
+        """With `split`, products of some dozens of rows whose shapes were measured run on the
+        engine's own kernel."""
         self._weights = weights
+        self._split = split
         self._shape = shape
         self.comm = comm
         self._attention = attention
@@ -170,12 +175,49 @@ class CudaModel:
                 prefetch=self.comm.size > 1,
             )
             return
+        self._product(self._normed(h, gain), weight, bias, out)
+
+    def _normed(self, h: Tensor, gain: Tensor) -> Tensor:
         x = torch.empty_like(h)
         elementwise.rms_norm(h, gain, self._shape.eps, out=x, pdl=self._pdl)
+        return x
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        if self._split_product(x, weight, out, bias=bias):
+            return
         if bias is None:
             torch.mm(x, weight.t(), out=out)
         else:
             torch.addmm(bias, x, weight.t(), out=out)
+
+    def _split_product(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        *,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        gated: bool = False,
+    ) -> bool:
+        """out = f(x weight^T + bias) + residual, if that is one of the measured products."""
+        if self._split is None:
+            return False
+        shape = measured_shape(x.shape[0], out.shape[1], x.shape[1], gated)
+        if shape is None:
+            return False
+        split_linear(
+            x,
+            weight,
+            self._split,
+            shape,
+            out=out,
+            bias=bias,
+            residual=residual,
+            gated=gated,
+            pdl=self._pdl,
+        )
+        return True
 
     def _attend_decode(
         self, qkv: Tensor, rows: DecodeRows, kv: Tensor, scratch: DecodeScratch, cut: DecodeShape
@@ -225,10 +267,17 @@ class CudaModel:
                 prefetch=self.comm.size > 1,
             )
         else:
-            gate_up = h.new_empty(h.shape[0], 2 * self._shape.intermediate)
-            self._normed_product(h, layer.mlp_norm, layer.gate_up, layer.gate_up_bias, gate_up)
-            elementwise.silu_mul(gate_up, out=act, pdl=self._pdl)
+            self._gated_product(h, layer, act)
         self._add_product(act, layer.down, layer.down_bias, h)
+
+    def _gated_product(self, h: Tensor, layer: LayerWeights, act: Tensor) -> None:
+        x = self._normed(h, layer.mlp_norm)
+        bias = layer.gate_up_bias
+        if bias is None and self._split_product(x, layer.gate_up, act, gated=True):
+            return
+        gate_up = h.new_empty(h.shape[0], 2 * self._shape.intermediate)
+        self._product(x, layer.gate_up, bias, gate_up)
+        elementwise.silu_mul(gate_up, out=act, pdl=self._pdl)
 
     def _add_product(
         self,
@@ -255,7 +304,7 @@ class CudaModel:
                 pdl=self._pdl,
                 prefetch=after_attention,
             )
-        else:
+        elif not self._split_product(x, weight, target, bias=bias, residual=residual):
             if residual is None:
                 torch.mm(x, weight.t(), out=target)
             else:

@@ -15,6 +15,8 @@ class CudaOptions:
     max_chunk_tokens: prompt tokens of one step.
     memory_share: part of the free memory (after weights) that KV blocks and working memory may use.
     graphs: decode under CUDA graphs; off only to look for faults.
+    split_products: run products of 17 to 64 rows whose shapes were measured on the engine's own
+        kernel instead of cuBLAS.
     push_all_reduce: reduce the smallest tensors with the engine's own kernel instead of torch's.
     """
 
@@ -22,6 +24,7 @@ class CudaOptions:
     max_chunk_tokens: int = 8192
     memory_share: float = 0.98
     graphs: bool = True
+    split_products: bool = False
     push_all_reduce: bool = False
 
     def __post_init__(self) -> None:

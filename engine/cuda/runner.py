@@ -24,6 +24,7 @@ from engine.cuda.weights import WeightLoader
 from engine.errors import RankLost
 from engine.kernels.logprobs import LogprobRows
 from engine.kernels.triton_attention import DecodeScratch, DecodeShape, decode_shape
+from engine.kernels.triton_split_linear import SplitScratch
 from engine.kv.pool import KVPool
 from engine.model.config import ModelConfig
 from engine.model.llama import WeightSource
@@ -107,6 +108,7 @@ class CudaRunner:
         with torch.inference_mode():
             loader = WeightLoader(model_config, share, source, self.device)
             self.weights = loader.load(self.max_model_len)
+        self._splits = options.split_products and self._dtype is not torch.float32
         shape = self._shape
         self._attention = ChunkAttention(shape.num_heads, shape.kv_heads, shape.head_dim)
         self._dense = cudnn_serves(self._dtype, shape.head_dim, self.device)
@@ -116,6 +118,7 @@ class CudaRunner:
             Solo(rank, config.tp_size),
             self._attention,
             pdl=self._lane.overlaps_launches,
+            split=SplitScratch.for_measured(self.device) if self._splits else None,
         )
         self._previous: list[int | None] = []
         #: Raises when another rank is gone; asked while a step is waited for.

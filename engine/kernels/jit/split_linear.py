@@ -1,0 +1,105 @@
+# mypy: ignore-errors
+"""A linear layer over some dozens of rows, bound by the bytes of its weights: programs share a tile
+of outputs by splitting K, and whoever comes last adds their parts up, always in the same order."""
+
+import triton
+import triton.language as tl
+
+from engine.kernels.jit.elementwise import pdl_wait
+from engine.kernels.jit.linear import prefetch_weights
+
+
+@triton.jit
+def weight_tile(w, rows, cols, K):
+    """[BLOCK_N, BLOCK_K] of the weights, read once."""
+    pointers = w + rows[:, None].to(tl.int64) * K + cols[None, :]
+    return tl.load(pointers, eviction_policy="evict_first")
+
+
+@triton.jit
+def write_rows(acc, acc_up, bias, residual, out, rows, m, M, N, GATED, RESIDUAL, BIAS):
+    """out[m, rows] = f(acc + bias) + residual, from sums [BLOCK_N, BLOCK_M]."""
+    if BIAS:
+        acc += tl.load(bias + rows).to(tl.float32)[:, None]
+    if GATED:
+        gate = acc.to(out.dtype.element_ty).to(tl.float32)
+        act = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
+        acc = act * acc_up.to(out.dtype.element_ty).to(tl.float32)
+    where = m[None, :].to(tl.int64) * N + rows[:, None]
+    ok = (m < M)[None, :] & (rows < N)[:, None]
+    if RESIDUAL:
+        acc += tl.load(residual + where, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out + where, acc.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def split_linear(
+    x,
+    w,
+    bias,
+    residual,
+    out,
+    parts,
+    arrived,
+    M,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SHARE: tl.constexpr,
+    STAGES: tl.constexpr,
+    GATED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+    PREFETCH: tl.constexpr,
+):
+    """out[M, N] = f(x[M, K] @ w[N, K]^T + bias) + residual for M <= BLOCK_M; BLOCK_N divides N,
+    BLOCK_K divides K. GATED: w is [2 N, K], gate rows first, f(gate, up) = silu(gate) * up.
+
+    The grid is (tiles of outputs, programs that SHARE one). parts: float32, a tile of sums for each
+    program (two when GATED); arrived: int32, zero for each tile before and after.
+    """
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    splits = tl.num_programs(1)
+    rows = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    per_split = tl.cdiv(K // BLOCK_K, splits) * BLOCK_K
+    first = split * per_split
+    last = tl.minimum(first + per_split, K)
+    if PREFETCH:
+        prefetch_weights(w + first, rows, rows < N, K - first, BLOCK_K, PREFETCH)
+    pdl_wait(PDL)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    acc_up = acc
+    for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK_K)
+        value = tl.load(
+            x + m[None, :].to(tl.int64) * K + cols[:, None], mask=(m < M)[None, :], other=0.0
+        )
+        acc = tl.dot(weight_tile(w, rows, cols, K), value, acc)
+        if GATED:
+            acc_up = tl.dot(weight_tile(w, rows + N, cols, K), value, acc_up)
+    if not SHARE:
+        write_rows(acc, acc_up, bias, residual, out, rows, m, M, N, GATED, RESIDUAL, BIAS)
+    else:
+        size: tl.constexpr = BLOCK_N * BLOCK_M
+        both: tl.constexpr = 2 if GATED else 1
+        spot = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
+        mine = parts + ((tile * splits + split) * both).to(tl.int64) * size
+        tl.store(mine + spot, acc, cache_modifier=".cg")
+        if GATED:
+            tl.store(mine + size + spot, acc_up, cache_modifier=".cg")
+        tl.debug_barrier()  # every thread's part is written before the arrival is counted
+        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == splits - 1:
+            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            acc_up = acc
+            for other in range(splits):
+                part = parts + ((tile * splits + other) * both).to(tl.int64) * size
+                acc += tl.load(part + spot, cache_modifier=".cg")
+                if GATED:
+                    acc_up += tl.load(part + size + spot, cache_modifier=".cg")
+            tl.store(arrived + tile, 0)
+            write_rows(acc, acc_up, bias, residual, out, rows, m, M, N, GATED, RESIDUAL, BIAS)
