@@ -60,8 +60,9 @@ class Admission:
         return max(0, self._blocks.num_available - self._watermark - promised)
 
     def needed(self, sequence: Sequence) -> int:
-        """Blocks for everything known plus the next token."""
-        return self._blocks.blocks_for(len(sequence.tokens) + 1)
+        """Blocks for everything known plus the next token, if there is to be one."""
+        num_next = min(1, sequence.sampling.max_tokens)
+        return self._blocks.blocks_for(len(sequence.tokens) + num_next)
 
     def _take(self, entry: Entry, now: float, *, spare: int) -> bool:
         sequence = entry.sequence

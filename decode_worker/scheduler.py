@@ -14,6 +14,8 @@ when it is gone.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from decode_worker.admission import Admission
 from decode_worker.commands import (
     BlocksSafe,
@@ -29,6 +31,7 @@ from engine.kv.allocator import BlockAllocator
 from protocol.errors import DeadlineExceeded, ErrorInfo
 from protocol.ids import RequestKey
 from protocol.kv_layout import KVFingerprint
+from protocol.logprobs import TokenLogprobs
 from protocol.messages import FailEvent, TokenEvent, WorkerLoad
 from protocol.timeline import Phase, Span
 from worker_runtime import counters
@@ -113,6 +116,7 @@ class DecodeScheduler:
         sequence = entry.sequence
         sequence.num_computed = len(sequence.tokens)
         self._cache.keep(sequence)
+        sequence.scoring = False  # prefill has told of the prompt
         sequence.append(first_token)
         sequence.mark_start(Phase.DECODE_QUEUE, now)
         entry.state = State.RUNNING
@@ -187,14 +191,14 @@ class DecodeScheduler:
             names = self._cache.names_ahead(sequence, min(num_runnable, budget))
             if not self._flight.claim(sequence, names):
                 return 0
-        num_tokens = min(num_runnable, budget)
+        num_tokens, samples = sequence.part(num_runnable, budget)
         start = sequence.num_computed + sequence.num_in_flight
         if not self._make_room(entry, start + num_tokens):
             return 0
         if sequence.index is None:
             sequence.mark_end(Phase.DECODE_QUEUE, now)
         sequence.mark_start(Phase.DECODE if num_runnable == 1 else Phase.LOCAL_PREFILL, now)
-        self._rows.append(Row(entry, num_tokens, num_tokens == num_runnable, names))
+        self._rows.append(Row(entry, num_tokens, samples, names))
         return num_tokens
 
     def _make_room(self, entry: Entry, num_positions: int) -> bool:
@@ -245,19 +249,37 @@ class DecodeScheduler:
     def apply(self, result: StepResult, now: float, out: Output) -> None:
         """Take the tokens of the oldest step in flight in; finished sequences leave and free their
         blocks."""
-        for row, token in zip(self._flight.land(now), result.tokens, strict=True):
+        rows = self._flight.land(now)
+        for index, (row, token) in enumerate(zip(rows, result.tokens, strict=True)):
             entry = row.entry
             if row.num_tokens > 1 or not row.samples:
                 entry.sequence.num_chunks += 1
                 entry.sequence.mark_end(Phase.LOCAL_PREFILL, now)
             if entry.state is not State.GONE:
                 self._cache.keep(entry.sequence)
+                if entry.sequence.scoring:
+                    self._scored(row, result.target_logprobs.get(index, ()), out)
                 if token is not None:
-                    self._sampled(entry, token, now, out)
+                    self._sampled(entry, token, result.logprobs.get(index), now, out)
             if entry.state is not State.RUNNING:
                 self._settle(entry)
 
-    def _sampled(self, entry: Entry, token: int, now: float, out: Output) -> None:
+    def _scored(self, row: Row[Entry], logprobs: tuple[TokenLogprobs, ...], out: Output) -> None:
+        event = row.entry.sequence.score(logprobs, row.num_tokens)
+        if event.finish is not None:
+            event = replace(event, spans=self._spans(row.entry.sequence))
+            self.num_finished += 1
+            self._forget(row.entry)
+        out.of(row.entry.router_id).scores.append(event)
+
+    def _sampled(
+        self,
+        entry: Entry,
+        token: int,
+        logprobs: TokenLogprobs | None,
+        now: float,
+        out: Output,
+    ) -> None:
         sequence = entry.sequence
         sequence.num_steps += 1
         if sequence.num_steps == 1 and sequence.submit.peer is None:
@@ -273,6 +295,7 @@ class DecodeScheduler:
                 token=token,
                 finish=finish,
                 spans=spans,
+                logprobs=logprobs,
             )
         )
         if finish is not None:

@@ -14,7 +14,7 @@ those of a sequence that is gone are freed once no step in flight writes to them
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from engine.batch import StepBatch, StepResult
@@ -32,6 +32,7 @@ from prefill_worker.commands import (
 from protocol.errors import DeadlineExceeded, ErrorInfo
 from protocol.ids import RequestKey
 from protocol.kv_layout import KVFingerprint
+from protocol.logprobs import TokenLogprobs
 from protocol.messages import FailEvent, SpanEvent, TokenEvent, WorkerLoad
 from protocol.timeline import Phase, Span
 from worker_runtime import counters
@@ -206,35 +207,41 @@ class PrefillScheduler:
         sequence = entry.sequence
         if self._cache.catch_up(sequence):
             self._push(entry, sequence.num_computed, out)
-        num_tokens = min(sequence.num_runnable, budget)
+        num_tokens, samples = sequence.part(sequence.num_runnable, budget)
         names = self._cache.names_ahead(sequence, num_tokens)
         if not self._flight.claim(sequence, names):
             return None
         if sequence.index is None:
             sequence.mark_end(Phase.PREFILL_QUEUE, now)
             sequence.mark_start(Phase.PREFILL, now)
-        return Row(entry, num_tokens, num_tokens == sequence.num_runnable, names)
+        return Row(entry, num_tokens, samples, names)
 
     def launched(self, step: int, out: Output) -> None:
         """The planned step runs: push the blocks that it completes."""
         for row in self._flight.newest:
             sequence = row.entry.sequence
             there = sequence.num_computed + sequence.num_in_flight
-            self._push(row.entry, there, out, last=row.samples, after=step)
+            if sequence.sampling.max_tokens:
+                self._push(row.entry, there, out, last=row.samples, after=step)
 
     # --- apply ----------------------------------------------------------------------------------
 
     def apply(self, result: StepResult, now: float, out: Output) -> None:
         """Take the oldest step in flight in: token 1 of prompts that are done."""
-        for row, token in zip(self._flight.land(now), result.tokens, strict=True):
+        rows = self._flight.land(now)
+        for index, (row, token) in enumerate(zip(rows, result.tokens, strict=True)):
             entry = row.entry
             entry.sequence.num_chunks += 1
             if entry.state is State.GONE:
                 self._settle(entry)
             else:
                 self._cache.keep(entry.sequence)
-            if entry.state is State.RUNNING and token is not None:
-                self._sampled(entry, token, now, out)
+            if entry.state is not State.RUNNING:
+                continue
+            if entry.sequence.scoring:
+                self._scored(row, result.target_logprobs.get(index, ()), out)
+            if token is not None:
+                self._sampled(entry, token, result.logprobs.get(index), now, out)
 
     def _push(
         self, entry: _Entry, num_tokens: int, out: Output, *, last: bool = False, after: int = 0
@@ -254,7 +261,22 @@ class PrefillScheduler:
             )
             entry.pushed = ready
 
-    def _sampled(self, entry: _Entry, token: int, now: float, out: Output) -> None:
+    def _scored(self, row: Row[_Entry], logprobs: tuple[TokenLogprobs, ...], out: Output) -> None:
+        event = row.entry.sequence.score(logprobs, row.num_tokens)
+        if event.finish is not None:
+            event = replace(event, spans=self._spans(row.entry))
+            self.num_finished += 1
+            self._end(row.entry, out, released=True, error=None)
+        out.of(_router(row.entry)).scores.append(event)
+
+    def _sampled(
+        self,
+        entry: _Entry,
+        token: int,
+        logprobs: TokenLogprobs | None,
+        now: float,
+        out: Output,
+    ) -> None:
         sequence = entry.sequence
         finish = sequence.append(token)
         sequence.mark_end(Phase.PREFILL, now)
@@ -266,6 +288,7 @@ class PrefillScheduler:
                 token=token,
                 finish=finish,
                 spans=self._spans(entry) if finish is not None else (),
+                logprobs=logprobs,
             )
         )
         if finish is None:

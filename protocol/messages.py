@@ -12,6 +12,7 @@ from protocol.errors import ErrorInfo
 from protocol.grammar import Grammar
 from protocol.ids import RequestKey, WorkerRef
 from protocol.kv_layout import KVFingerprint, KVLayout
+from protocol.logprobs import TokenLogprobs
 from protocol.prefix import CacheChange
 from protocol.sampling import SamplingParams
 from protocol.states import FinishReason, WorkerState
@@ -88,11 +89,29 @@ class TokenEvent:
     """One output token. `index` counts output tokens of the request from 0, over all attempts.
 
     With `finish` set it is the last; `spans` then hold the worker's part of the timeline.
+    `logprobs` are there when the sampling asks for them.
     """
 
     key: RequestKey
     index: int
     token: int
+    finish: FinishReason | None = None
+    spans: tuple[Span, ...] = ()
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreEvent:
+    """Log-probabilities of prompt tokens `start`, start + 1, ...: those of one step.
+
+    The first token of a prompt has none. All of a prompt's come, in order, before its first
+    output token; a preempted prompt's may come again. With `finish` set the request ends here,
+    without output.
+    """
+
+    key: RequestKey
+    start: int
+    logprobs: tuple[TokenLogprobs, ...]
     finish: FinishReason | None = None
     spans: tuple[Span, ...] = ()
 
@@ -152,6 +171,7 @@ class EventBatch:
     sequence: int
     load: WorkerLoad
     tokens: tuple[TokenEvent, ...] = ()
+    scores: tuple[ScoreEvent, ...] = ()
     failures: tuple[FailEvent, ...] = ()
     spans: tuple[SpanEvent, ...] = ()
     prompts: tuple[PromptEvent, ...] = ()

@@ -6,16 +6,25 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 from protocol.errors import BatonError, HandoffFailed, Unavailable
 from protocol.ids import RequestKey, Role, WorkerRef
-from protocol.messages import FailEvent, PromptEvent, SpanEvent, TokenEvent
-from protocol.states import FinishReason
+from protocol.messages import FailEvent, PromptEvent, ScoreEvent, SpanEvent, TokenEvent
 from protocol.timeline import Phase, Span
 from router.merge import TokenMerger
 
-#: Takes each token in order; returns True when the output is to be cut there (a stop string).
-Emit = Callable[[int, FinishReason | None], bool]
+
+class Output(Protocol):
+    """Where an output goes, over all attempts at it."""
+
+    def take(self, event: TokenEvent) -> bool:
+        """One token, in order; True when the output is to be cut there (a stop string)."""
+        ...
+
+    def score(self, event: ScoreEvent) -> None:
+        """Log-probabilities of the prompt; may repeat what came before."""
+        ...
 
 
 class Outcome(StrEnum):
@@ -51,7 +60,7 @@ class Attempt:
         key: RequestKey,
         *,
         merger: TokenMerger,
-        emit: Emit,
+        output: Output,
         prefill: WorkerRef | None,
         clock: Callable[[], float],
     ) -> None:
@@ -62,7 +71,7 @@ class Attempt:
         self.decode_started: float | None = None  # when its first token came
         self.num_cached_tokens: int | None = None  # of the prompt, once that is known
         self._merger = merger
-        self._emit = emit
+        self._output = output
         self._clock = clock
         self._prefill = prefill
         if prefill is None:
@@ -75,9 +84,9 @@ class Attempt:
             return
         if role is Role.DECODE:
             self.decode_started = self.decode_started or self._clock()
-        for token, finish in self._merger.add(event.index, event.token, event.finish):
-            cut = self._emit(token, finish)
-            if finish is not None:
+        for token in self._merger.add(event):
+            cut = self._output.take(token)
+            if token.finish is not None:
                 self.end(Ended(outcome=Outcome.FINISHED, role=role))
                 return
             if cut:
@@ -88,6 +97,15 @@ class Attempt:
     def on_prompt(self, event: PromptEvent) -> None:
         """What became of the prompt."""
         self.num_cached_tokens = event.num_cached_tokens
+
+    def on_scores(self, event: ScoreEvent, role: Role) -> None:
+        """Log-probabilities of the prompt, and the end of a request that wants nothing else."""
+        self._add_spans(event.spans, role)
+        if self.ended.done():
+            return
+        self._output.score(event)
+        if event.finish is not None:
+            self.end(Ended(outcome=Outcome.FINISHED, role=role))
 
     def on_fail(self, event: FailEvent, ref: WorkerRef) -> None:
         """A worker gave up."""

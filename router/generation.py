@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -13,21 +12,11 @@ from observability import metrics
 from observability.export import MetricSet
 from protocol.errors import BatonError, Internal
 from protocol.states import FinishReason
+from router.choice import Choice, Delta, RequestText
 from router.prefix import PromptBlocks
 from router.relay import Flight, PlacedSpan, Relay, SequenceJob
-from router.text.stream import TextStream
 from router.timeline import Timeline, make_timeline
 from router.waiting import Turn
-
-
-@dataclass(slots=True)
-class Delta:
-    """What one message adds to one choice. Mutable only for speed; nobody changes it."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish: FinishReason | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,15 +34,6 @@ class Usage:
         return self.prompt_tokens + self.completion_tokens
 
 
-class _Choice:
-    """One output: its text, and the tokens whose text is not out yet."""
-
-    def __init__(self, job: SequenceJob, stream: TextStream) -> None:
-        self.job = job
-        self.stream = stream
-        self.held_ids: list[int] = []
-
-
 class Generation:
     """Runs the outputs of one request, as a context: leaving it, however, ends them all.
 
@@ -69,7 +49,7 @@ class Generation:
         *,
         request_id: str,
         jobs: Sequence[SequenceJob],
-        text_stream: Callable[[], TextStream],
+        text: RequestText,
         prompt_tokens: int,
         turn: Turn,
         spans: Sequence[PlacedSpan] = (),
@@ -77,15 +57,23 @@ class Generation:
         self.request_id = request_id
         self.arrival = turn.arrival
         self.first_token = 0.0
+        self.pieces = text.pieces
         self.prompts = [job.prompt_ids for job in jobs]
         self._relay = relay
         self._turn = turn
         self._metrics: MetricSet = relay.metrics
         self._prompt_tokens = prompt_tokens
-        self._choices = [_Choice(job, text_stream()) for job in jobs]
-        self._flights = [
-            Flight(relay, choice.job, partial(self._on_token, choice)) for choice in self._choices
+        self._choices = [
+            Choice(
+                job,
+                text.stream(),
+                shown=text.shown.get(job.prompt_ids),
+                measure=self._measure,
+                emit=self._emit,
+            )
+            for job in jobs
         ]
+        self._flights = [Flight(relay, choice.job, choice) for choice in self._choices]
         self._spans = list(spans)
         self._tasks: list[asyncio.Task[None]] = []
         self._ready: list[Delta] = []
@@ -174,17 +162,9 @@ class Generation:
             spans=self.spans,
         )
 
-    def _on_token(self, choice: _Choice, token: int, finish: FinishReason | None) -> bool:
-        """Take one token in order; whether the output is cut here."""
-        self._measure()
-        stream = choice.stream
-        text = stream.push(token, finish)
-        choice.held_ids.append(token)
-        if text or stream.finish is not None:
-            self._ready.append(Delta(choice.job.index, text, choice.held_ids, stream.finish))
-            choice.held_ids = []
-            self._rouse()
-        return stream.finish is not None
+    def _emit(self, delta: Delta) -> None:
+        self._ready.append(delta)
+        self._rouse()
 
     def _measure(self) -> None:
         now = self._relay.clock()

@@ -17,6 +17,7 @@ from protocol.messages import (
     EventBatch,
     FailEvent,
     PromptEvent,
+    ScoreEvent,
     SpanEvent,
     StatusQuery,
     Submit,
@@ -50,6 +51,10 @@ class EventSink(Protocol):
 
     def on_prompt(self, event: PromptEvent) -> None:
         """What became of the prompt."""
+        ...
+
+    def on_scores(self, event: ScoreEvent, role: Role) -> None:
+        """Log-probabilities of the prompt."""
         ...
 
     def on_fail(self, event: FailEvent, ref: WorkerRef) -> None:
@@ -323,9 +328,7 @@ class Member:
     def _hand_out(self, batch: EventBatch) -> None:
         """Each event to whoever waits for it, if anybody still does."""
         role, sinks = self.ref.role, self._sinks
-        for prompt in batch.prompts:
-            if prompt.key in sinks:
-                sinks[prompt.key].on_prompt(prompt)
+        self._hand_out_prompts(batch)
         for token in batch.tokens:
             sink = sinks.get(token.key)
             if sink is not None:
@@ -338,6 +341,16 @@ class Member:
             if failure.key in sinks:
                 sinks[failure.key].on_fail(failure, self.ref)
         self._on_report()
+
+    def _hand_out_prompts(self, batch: EventBatch) -> None:
+        sinks = self._sinks
+        for prompt in batch.prompts:
+            if prompt.key in sinks:
+                sinks[prompt.key].on_prompt(prompt)
+        for scores in batch.scores:
+            if scores.key in sinks:
+                self.reservations.settle(scores.key)
+                sinks[scores.key].on_scores(scores, self.ref.role)
 
     def _lost(self, reason: str) -> None:
         was_connected, self.connected = self.connected, False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocol.states import FinishReason
+from protocol.messages import TokenEvent
 
 
 class TokenMerger:
@@ -13,23 +13,21 @@ class TokenMerger:
 
     def __init__(self) -> None:
         self.output_ids: list[int] = []
-        self._early: dict[int, tuple[int, FinishReason | None]] = {}
+        self._early: dict[int, TokenEvent] = {}
 
-    def add(
-        self, index: int, token: int, finish: FinishReason | None
-    ) -> list[tuple[int, FinishReason | None]]:
+    def add(self, event: TokenEvent) -> list[TokenEvent]:
         """Take one token; the tokens that are now in order."""
-        if index != len(self.output_ids):
-            if index > len(self.output_ids):
-                self._early[index] = (token, finish)
+        if event.index != len(self.output_ids):
+            if event.index > len(self.output_ids):
+                self._early[event.index] = event
             return []
-        self.output_ids.append(token)
-        ready = [(token, finish)]
+        self.output_ids.append(event.token)
+        ready = [event]
         while self._early:
             following = self._early.pop(len(self.output_ids), None)
             if following is None:
                 break
-            self.output_ids.append(following[0])
+            self.output_ids.append(following.token)
             ready.append(following)
         return ready
 

@@ -24,7 +24,7 @@ from router.config import RouterConfig
 from router.keys import Caller
 from router.request import ChatMessage, GenerateRequest, RequestKind
 from router.text.detokenizer import Detokenizer
-from router.text.tokenizer import ModelText
+from router.text.tokenizer import ModelText, PromptText
 
 R = TypeVar("R")
 
@@ -60,6 +60,7 @@ class ServedModel:
         self.eos_ids = self._text.eos_ids
         self._compiler = Compiler(byte_vocabulary(self._text.special_tokens))
         self._grammars = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self.pieces = self._text.pieces
         self._short = ThreadPoolExecutor(config.text_threads, thread_name_prefix="text")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="long-text")
 
@@ -77,9 +78,21 @@ class ServedModel:
         """What clients are told."""
         return ModelInfo(id=self.name, created=self._created, max_model_len=self.context)
 
-    def detokenizer(self) -> Detokenizer:
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         """A fresh incremental decoder."""
-        return self._text.detokenizer()
+        return self._text.detokenizer(skip_special_tokens=skip_special_tokens)
+
+    async def show_prompts(
+        self, request: GenerateRequest, ids: Sequence[tuple[int, ...]]
+    ) -> dict[tuple[int, ...], PromptText]:
+        """The prompts of a completion, by their ids, as they can be shown again."""
+
+        def show_all() -> dict[tuple[int, ...], PromptText]:
+            skip = request.skip_special_tokens
+            pairs = zip(request.prompts, ids, strict=True)
+            return {t: self._text.show(p, t, skip_special_tokens=skip) for p, t in pairs}
+
+        return await self._in_thread(show_all, sum(map(len, request.prompts)))
 
     async def encode_request(
         self, request: GenerateRequest, *, limit: int

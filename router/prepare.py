@@ -12,6 +12,9 @@ from router.prefix import PromptBlocks
 from router.relay import SequenceJob
 from router.request import DEFAULT_COMPLETION_TOKENS, GenerateRequest, RequestKind
 
+#: Log-probabilities of prompt tokens in one answer.
+MAX_PROMPT_SCORES = 1 << 18
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -45,7 +48,9 @@ def base_sampling(
         repetition_penalty=request.repetition_penalty,
         logit_bias=request.logit_bias,
         seed=seed if request.seed is None else request.seed,
-        max_tokens=request.max_tokens or limits.context,
+        logprobs=request.logprobs,
+        prompt_logprobs=request.prompt_scores,
+        max_tokens=limits.context if request.max_tokens is None else request.max_tokens,
         min_tokens=request.min_tokens,
         ignore_eos=request.ignore_eos,
         stop_token_ids=request.stop_token_ids,
@@ -79,6 +84,7 @@ def make_jobs(
 ) -> list[SequenceJob]:
     """One job for each choice: prompt number times n plus number of the completion."""
     param = prompt_param(request)
+    _check_scores(request, sum(map(len, prompts)))
     jobs = []
     for i, ids in enumerate(prompts):
         check_ids(ids, limits, param=param)
@@ -96,6 +102,7 @@ def make_jobs(
                     deadline=deadline,
                     blocks=blocks,
                     cache_salt=request.cache_salt,
+                    bypass_prefix_cache=fitted.prompt_logprobs is not None,
                     wants_timeline=request.timeline,
                     grammar=grammar,
                 )
@@ -103,12 +110,24 @@ def make_jobs(
     return jobs
 
 
+def _check_scores(request: GenerateRequest, num_prompt_tokens: int) -> None:
+    """The answer holds them all at once, so there is a bound on them."""
+    if request.prompt_scores is None:
+        return
+    count = request.n * num_prompt_tokens * (request.prompt_scores + 1)
+    if count > MAX_PROMPT_SCORES:
+        raise InvalidRequest(
+            f"{count} log-probabilities of prompts are asked for, at most {MAX_PROMPT_SCORES}",
+            param="echo" if request.prompt_logprobs is None else "prompt_logprobs",
+        )
+
+
 def output_tokens(
     request: GenerateRequest, num_prompt_tokens: int, limits: Limits, *, param: str
 ) -> int:
     """`max_tokens` of one sequence: as asked, or what the kind of request defaults to."""
     rest = limits.total - num_prompt_tokens
-    if rest < 1:
+    if rest < 1 and not (rest == 0 and request.max_tokens == 0):
         raise too_long(f"the prompt has {num_prompt_tokens} tokens", limits, param=param)
     if request.max_tokens is None:
         chat = request.kind is RequestKind.CHAT

@@ -25,7 +25,7 @@ from protocol.sampling import SamplingParams
 from protocol.ticket import Ticket
 from protocol.timeline import Phase, Span
 from protocol.trace import TraceContext
-from router.attempt import Attempt, Emit, Ended, Outcome
+from router.attempt import Attempt, Ended, Outcome, Output
 from router.config import RouterConfig
 from router.member import Member
 from router.members import Members
@@ -160,12 +160,12 @@ class Flight:
     nothing stays counted and no worker goes on with it.
     """
 
-    def __init__(self, relay: Relay, job: SequenceJob, emit: Emit) -> None:
+    def __init__(self, relay: Relay, job: SequenceJob, output: Output) -> None:
         self.spans: list[PlacedSpan] = []
         self.num_cached_tokens: int | None = None
         self._relay = relay
         self._job = job
-        self._emit = emit
+        self._output = output
         self._merger = TokenMerger()
         self._next_attempt = 0
         self._failures = 0
@@ -259,7 +259,7 @@ class Flight:
         attempt = Attempt(
             key,
             merger=self._merger,
-            emit=self._emit,
+            output=self._output,
             prefill=prefill_ref,
             clock=self._relay.clock,
         )
@@ -286,11 +286,14 @@ class Flight:
 
     def _submits(self, key: RequestKey, pair: _Pair, blocks: int) -> list[Submit]:
         """The messages for decode and, if there is one, prefill: the same but for the peer."""
+        sampling = self._job.sampling
+        if self._merger.output_ids:  # the prompt was scored before its first output token
+            sampling = replace(sampling, prompt_logprobs=None)
         base = Submit(
             key=key,
             router_id=self._relay.router_id,
             prompt_ids=self._job.prompt_ids,
-            sampling=self._job.sampling,
+            sampling=sampling,
             deadline=self._job.deadline,
             output_ids=tuple(self._merger.output_ids),
             local_prefill_reason=pair.choice.local_reason or "",

@@ -16,6 +16,7 @@ from protocol.errors import InvalidRequest, Unsupported
 from router import fields as read
 from router import structured
 from router.fields import Fields
+from router.logprob_fields import parse_logprobs, parse_prompt_logprobs
 from router.structured import StructuredOutput, parse_structured
 from router.unserved import check_fields
 
@@ -60,7 +61,8 @@ class ChatMessage:
 class GenerateRequest:
     """A request as the client meant it: types checked, defaults of the API filled in.
 
-    `max_tokens` None means unset; `max_tokens_param` is the name the client used for it.
+    `max_tokens` None means unset; `max_tokens_param` is the name the client used for it. `logprobs`
+    and `prompt_logprobs` count the likeliest tokens shown beside each token; None shows nothing.
     """
 
     kind: RequestKind
@@ -83,6 +85,11 @@ class GenerateRequest:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
     stream: bool = False
     include_usage: bool = False
     user: str | None = None
@@ -95,6 +102,15 @@ class GenerateRequest:
     structured: StructuredOutput | None = None
 
     @property
+    def prompt_scores(self) -> int | None:
+        """How many of the likeliest tokens workers report beside each token of the prompt; None
+        when nobody looks at the prompt's log-probabilities."""
+        shown = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        if self.max_tokens == 0:
+            shown.append(0)
+        return max((count for count in shown if count is not None), default=None)
+
+    @property
     def num_sequences(self) -> int:
         """Sequences that workers will run for it."""
         return self.n * max(1, len(self.prompts))
@@ -105,6 +121,8 @@ _COMMON = frozenset(
         *("model", "temperature", "top_p", "top_k", "min_p", "seed", "n", "max_tokens"),
         *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
         *("min_tokens", "stop", "stop_token_ids", "ignore_eos", "stream", "stream_options"),
+        *("logprobs", "top_logprobs", "prompt_logprobs"),
+        *("skip_special_tokens", "include_stop_str_in_output"),
         *("user", "timeout", "timeline", "return_token_ids", "cache_salt"),
         *("priority", "service_tier"),
     }
@@ -112,7 +130,7 @@ _COMMON = frozenset(
 )
 _SERVED = {
     RequestKind.CHAT: _COMMON | {"messages", "max_completion_tokens"},
-    RequestKind.COMPLETION: _COMMON | {"prompt"},
+    RequestKind.COMPLETION: _COMMON | {"prompt", "echo"},
 }
 
 
@@ -143,6 +161,11 @@ def parse_request(kind: RequestKind, fields: Fields) -> GenerateRequest:
         stop=_stops(fields.get("stop")),
         stop_token_ids=_stop_token_ids(fields),
         ignore_eos=read.boolean(fields, "ignore_eos") or False,
+        logprobs=parse_logprobs(fields, chat=chat),
+        prompt_logprobs=parse_prompt_logprobs(fields),
+        echo=read.boolean(fields, "echo") or False,
+        skip_special_tokens=_or(read.boolean(fields, "skip_special_tokens"), True),
+        include_stop_str_in_output=read.boolean(fields, "include_stop_str_in_output") or False,
         stream=stream,
         include_usage=_include_usage(fields, stream=stream),
         user=read.text(fields, "user"),
@@ -252,8 +275,10 @@ def _max_tokens(fields: Fields) -> tuple[int | None, str]:
             "max_tokens and max_completion_tokens differ; give one", param="max_completion_tokens"
         )
     value, name = (old, "max_tokens") if new is None else (new, "max_completion_tokens")
-    if value is not None and value < 1:
-        raise InvalidRequest(f"{name} must be at least 1, got {value}", param=name)
+    # Nothing but the prompt itself is asked for: to see it, or how likely it is.
+    least = 0 if fields.get("echo") or fields.get("prompt_logprobs") is not None else 1
+    if value is not None and value < least:
+        raise InvalidRequest(f"{name} must be at least {least}, got {value}", param=name)
     return value, name
 
 

@@ -21,6 +21,7 @@ from protocol.trace import TraceContext
 from router import fields as read
 from router import metering
 from router.admission import Admission
+from router.choice import RequestText
 from router.config import RouterConfig
 from router.generation import Generation
 from router.keys import ANYONE, Caller
@@ -249,6 +250,7 @@ class InferenceService:
         grammar = await self._model.checked_grammar(request)
         start = self.clock()
         prompts = await self._model.encode_request(request, limit=limits.total)
+        shown = await self._model.show_prompts(request, prompts) if request.echo else {}
         request_id = new_request_id()
         jobs = make_jobs(
             request,
@@ -276,10 +278,18 @@ class InferenceService:
             self._relay,
             request_id=request_id,
             jobs=jobs,
-            text_stream=lambda: TextStream(
-                self._model.detokenizer(), StopMatcher(request.stop), min_tokens=request.min_tokens
+            text=RequestText(
+                stream=lambda: self._text_stream(request), pieces=self._model.pieces, shown=shown
             ),
             prompt_tokens=sum(map(len, prompts)),
             turn=self._waiting.turn(replace(errand, tokens=tokens)),
             spans=[PlacedSpan(span=span, choice=0, attempt=0)],
+        )
+
+    def _text_stream(self, request: GenerateRequest) -> TextStream:
+        return TextStream(
+            self._model.detokenizer(skip_special_tokens=request.skip_special_tokens),
+            StopMatcher(request.stop, include=request.include_stop_str_in_output),
+            min_tokens=request.min_tokens,
+            include_stop=request.include_stop_str_in_output,
         )

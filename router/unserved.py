@@ -14,10 +14,6 @@ from router.fields import Fields
 #: Field -> its neutral values. null is neutral everywhere.
 UNSERVED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (),
-    "echo": (False,),
     "suffix": ("",),
     "best_of": (1,),
     "use_beam_search": (False,),
@@ -32,9 +28,7 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
     "store": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "chat_template": (),

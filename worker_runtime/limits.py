@@ -37,16 +37,17 @@ class Limits:
                 f"prompt has a token id outside the vocabulary of {self.vocab_size}", param="prompt"
             )
         submit.sampling.validate(self.vocab_size)
-        if len(submit.output_ids) >= submit.sampling.max_tokens:
+        max_tokens = submit.sampling.max_tokens
+        if len(submit.output_ids) >= max_tokens > 0:
             raise InvalidRequest("all max_tokens were made already", param="max_tokens")
-        total = len(ids) + submit.sampling.max_tokens
+        total = len(ids) + max_tokens
         if total > self.max_model_len:
             raise ContextTooLong(
-                f"prompt ({len(ids)}) + max_tokens ({submit.sampling.max_tokens}) exceed the "
+                f"prompt ({len(ids)}) + max_tokens ({max_tokens}) exceed the "
                 f"context of {self.max_model_len} tokens",
                 param="max_tokens",
             )
-        needed = total if whole_output else len(ids) + len(submit.output_ids) + 1
+        needed = total if whole_output else len(ids) + len(submit.output_ids) + min(1, max_tokens)
         capacity = self.num_blocks * self.block_size
         if needed > capacity:
             raise ContextTooLong(

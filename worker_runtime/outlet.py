@@ -10,6 +10,7 @@ from protocol.messages import (
     EventBatch,
     FailEvent,
     PromptEvent,
+    ScoreEvent,
     SpanEvent,
     TokenEvent,
     WorkerLoad,
@@ -23,6 +24,7 @@ class RouterEvents:
     """Events of one step for one router."""
 
     tokens: list[TokenEvent] = field(default_factory=list)
+    scores: list[ScoreEvent] = field(default_factory=list)
     failures: list[FailEvent] = field(default_factory=list)
     spans: list[SpanEvent] = field(default_factory=list)
     prompts: list[PromptEvent] = field(default_factory=list)
@@ -102,6 +104,7 @@ class EventOutlet:
             sequence=self._sequence,
             load=self._load(),
             tokens=tuple(step.tokens),
+            scores=tuple(step.scores),
             failures=tuple(step.failures),
             spans=tuple(step.spans),
             prompts=tuple(step.prompts),

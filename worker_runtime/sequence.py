@@ -8,10 +8,14 @@ from engine.batch import SequenceStep
 from engine.history import TokenHistory
 from grammar.matcher import Matcher
 from protocol.ids import RequestKey
-from protocol.messages import PromptEvent, Submit
+from protocol.logprobs import TokenLogprobs
+from protocol.messages import PromptEvent, ScoreEvent, Submit
 from protocol.sampling import SamplingParams
 from protocol.states import FinishReason
 from protocol.timeline import Phase, Span
+
+#: Prompt tokens of one sequence that one step scores: bounds the message that tells of them.
+MOST_SCORED = 512
 
 
 @dataclass(slots=True, kw_only=True)
@@ -22,6 +26,7 @@ class Sequence:
     `block_ids`. Steps that were launched and are not over run `num_in_flight` tokens after those
     and will sample `num_pending` tokens; the newest of these as number `index` of its batch.
     `history` is there when the sampling has penalties, `matcher` when there is a grammar.
+    `scoring` lasts until the log-probabilities of the prompt are out, where they are wanted.
 
     `digests` name its full blocks as far as anybody has asked; the first `num_named` of its blocks
     can be shared, the first `num_reusable` could come from others; `num_cached_tokens` were not
@@ -33,6 +38,7 @@ class Sequence:
     tokens: list[int]
     history: TokenHistory | None = None
     matcher: Matcher | None = None
+    scoring: bool = False
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_in_flight: int = 0
@@ -57,6 +63,7 @@ class Sequence:
             tokens=[*prompt, *output],
             history=TokenHistory(prompt, output, sampling) if sampling.penalised else None,
             matcher=matcher,
+            scoring=sampling.prompt_logprobs is not None,
         )
 
     @property
@@ -104,6 +111,14 @@ class Sequence:
             return 0
         return len(self.tokens) + self.num_pending - self.num_computed - self.num_in_flight
 
+    def part(self, num_runnable: int, budget: int) -> tuple[int, bool]:
+        """How many of its runnable tokens a step with room for `budget` runs, and whether it
+        samples the one after them."""
+        num_tokens = (
+            min(num_runnable, budget, MOST_SCORED) if self.scoring else min(num_runnable, budget)
+        )
+        return num_tokens, num_tokens == num_runnable and self.sampling.max_tokens > 0
+
     def launch(self, num_tokens: int, *, samples: bool, index: int) -> SequenceStep:
         """What the engine is asked to do next: the first `num_tokens` runnable tokens, as number
         `index` of a batch. Until `land` they are in flight."""
@@ -119,6 +134,8 @@ class Sequence:
             allowed=self.matcher.mask if samples and self.matcher else None,
             seen=history.seen() if history else (),
             counts=history.counts() if history else (),
+            targets=self._targets(start, num_tokens) if self.scoring else (),
+            num_top=self.sampling.prompt_logprobs or 0,
             previous=None if known else self.index,
         )
         self.num_in_flight += num_tokens
@@ -143,6 +160,18 @@ class Sequence:
     def _grammar_ends(self, token: int) -> bool:
         """An end is only allowed before min_tokens where the grammar leaves nothing else."""
         return self.matcher is not None and token in self.sampling.eos_token_ids
+
+    def _targets(self, start: int, num_tokens: int) -> tuple[int, ...]:
+        return self.submit.prompt_ids[start + 1 : start + num_tokens + 1]
+
+    def score(self, logprobs: tuple[TokenLogprobs, ...], num_tokens: int) -> ScoreEvent:
+        """What to tell of a step that has landed, while `scoring`: it ran `num_tokens`. The request
+        ends with its prompt when no output is wanted."""
+        start = self.num_computed - num_tokens + 1
+        self.scoring = start + len(logprobs) < len(self.submit.prompt_ids)
+        ended = self.sampling.max_tokens == 0 and not self.scoring
+        finish = FinishReason.LENGTH if ended else None
+        return ScoreEvent(key=self.key, start=start, logprobs=logprobs, finish=finish)
 
     def append(self, token: int) -> FinishReason | None:
         """Add a sampled token; say whether, and why, it is the last."""

@@ -11,8 +11,10 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from protocol.errors import InvalidRequest
 from protocol.wire import inference_pb2 as pb
 from router.admin import ClusterView, PoolView, RouterView, WorkerView
-from router.generation import Delta, Usage
-from router.request import RequestKind
+from router.choice import Delta, Score
+from router.generation import Usage
+from router.request import GenerateRequest, RequestKind
+from router.text.pieces import PieceTable
 from router.timeline import Timeline
 
 _INPUTS = ("prompt", "prompt_token_ids", "prompts", "chat")
@@ -108,13 +110,43 @@ def _message(message: pb.Message, path: str) -> dict[str, Any]:
 
 
 def choice_message(delta: Delta, *, token_ids: bool) -> pb.Choice:
-    """One delta."""
+    """One delta, less its log-probabilities."""
     return pb.Choice(
         index=delta.index,
         text=delta.text,
         token_ids=delta.token_ids if token_ids else (),
         finish_reason=None if delta.finish is None else delta.finish.value,
     )
+
+
+def add_logprobs(
+    choice: pb.Choice, delta: Delta, request: GenerateRequest, pieces: PieceTable
+) -> None:
+    """Add the log-probabilities of a delta that the request asks for."""
+    prompt = delta.prompt_scores or ()
+    if request.logprobs is not None:
+        shown = (*(prompt if request.echo else ()), *(delta.scores or ()))
+        choice.logprobs.extend(_logprob(score, request.logprobs, pieces) for score in shown)
+    if request.prompt_logprobs is not None:
+        count = request.prompt_logprobs
+        choice.prompt_logprobs.extend(_logprob(score, count, pieces) for score in prompt)
+
+
+def _logprob(score: Score, count: int, pieces: PieceTable) -> pb.TokenLogprob:
+    piece, logprobs = pieces[score.token], score.logprobs
+    message = pb.TokenLogprob(
+        token_id=score.token, token=piece.text, bytes=piece.data, text_offset=score.offset
+    )
+    if logprobs is None:
+        return message
+    message.logprob, message.rank = logprobs.logprob, logprobs.rank
+    pairs = zip(logprobs.top_ids[:count], logprobs.top_logprobs, strict=False)
+    for rank, (token, logprob) in enumerate(pairs, start=1):
+        piece = pieces[token]
+        message.top.add(
+            token_id=token, token=piece.text, bytes=piece.data, logprob=logprob, rank=rank
+        )
+    return message
 
 
 def usage_message(usage: Usage) -> pb.Usage:

@@ -112,6 +112,8 @@ class InferenceServicer:
         async for deltas in generation:
             for delta in deltas:
                 choice = convert.choice_message(delta, token_ids=token_ids)
+                if delta.scores is not None or delta.prompt_scores is not None:
+                    convert.add_logprobs(choice, delta, request, generation.pieces)
                 if request.return_token_ids and delta.index not in opened:
                     opened.add(delta.index)
                     choice.prompt_token_ids.extend(generation.prompts[delta.index])

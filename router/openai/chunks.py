@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from protocol.states import FinishReason
-from router.generation import Delta, Generation, Usage
+from router.choice import Delta
+from router.generation import Generation, Usage
+from router.openai.logprobs import logprobs_json, prompt_logprobs_json
 from router.request import GenerateRequest, RequestKind
 
 DONE = b"data: [DONE]\n\n"
@@ -20,7 +22,9 @@ class ChunkWriter:
 
     def __init__(self, request: GenerateRequest, generation: Generation, *, model: str) -> None:
         chat = request.kind is RequestKind.CHAT
+        self._request = request
         self._generation = generation
+        self._pieces = generation.pieces
         self._head = _head(request, generation, model=model, stream=True)
         self._token_ids = request.return_token_ids
         self._usage_null = ',"usage":null' if request.include_usage else ""
@@ -40,7 +44,10 @@ class ChunkWriter:
                 out.append(self._event(delta.index, self._first, "null", ""))
             self._started.add(delta.index)
             text = f"{self._before_text}{_encode(delta.text)}{self._after_text}"
-            out.append(self._event(delta.index, text, _finish(delta.finish), extra))
+            if delta.scores is None and delta.prompt_scores is None:
+                out.append(self._event(delta.index, text, _finish(delta.finish), extra))
+            else:
+                out.append(self._scored_event(delta, text, extra))
         return "".join(out).encode()
 
     def last(self) -> bytes:
@@ -54,11 +61,27 @@ class ChunkWriter:
             return DONE
         return f'data: {self._head}"choices":[],{",".join(fields)}}}\n\n'.encode() + DONE
 
-    def _event(self, index: int, content: str, finish: str, extra: str) -> str:
+    def _event(
+        self,
+        index: int,
+        content: str,
+        finish: str,
+        extra: str,
+        logprobs: str = "null",
+        end: str = "",
+    ) -> str:
         return (
-            f'data: {self._head}"choices":[{{"index":{index}{content},"logprobs":null,'
-            f'"finish_reason":{finish}{extra}}}]{self._usage_null}}}\n\n'
+            f'data: {self._head}"choices":[{{"index":{index}{content},"logprobs":{logprobs},'
+            f'"finish_reason":{finish}{extra}}}]{self._usage_null}{end}}}\n\n'
         )
+
+    def _scored_event(self, delta: Delta, text: str, extra: str) -> str:
+        logprobs = _encode(logprobs_json(self._request, self._pieces, [delta]))
+        prompt, end = prompt_logprobs_json(self._request, self._pieces, delta), ""
+        if prompt is not None:
+            field = f',"prompt_logprobs":{_encode(prompt)}'
+            extra, end = (extra, field) if self._first is not None else (extra + field, "")
+        return self._event(delta.index, text, _finish(delta.finish), extra, logprobs, end)
 
     def _extra(self, delta: Delta) -> str:
         extra = f',"token_ids":{_encode(delta.token_ids)}'
@@ -76,37 +99,46 @@ class Collector:
         self._generation = generation
         self._model = model
         count = len(generation.prompts)
-        self._texts: list[list[str]] = [[] for _ in range(count)]
-        self._ids: list[list[int]] = [[] for _ in range(count)]
+        self._deltas: list[list[Delta]] = [[] for _ in range(count)]
 
     def add(self, deltas: Sequence[Delta]) -> None:
         """Take deltas in order."""
         for delta in deltas:
-            self._texts[delta.index].append(delta.text)
-            self._ids[delta.index] += delta.token_ids
+            self._deltas[delta.index].append(delta)
 
     def body(self) -> bytes:
         """The response, once every choice has finished."""
         head = _head(self._request, self._generation, model=self._model, stream=False)
-        choices = [self._choice(index) for index in range(len(self._texts))]
+        choices = [self._choice(*item) for item in enumerate(self._deltas)]
         rest: dict[str, Any] = {"choices": choices, "usage": usage_json(self._generation.usage)}
+        if self._request.kind is RequestKind.CHAT and self._request.prompt_logprobs is not None:
+            rest["prompt_logprobs"] = self._prompt_logprobs(self._deltas[0])
         if self._request.timeline:
             rest["timeline"] = self._generation.timeline().to_json()
         return (head + _encode(rest)[1:]).encode()
 
-    def _choice(self, index: int) -> dict[str, Any]:
-        text = "".join(self._texts[index])
+    def _choice(self, index: int, deltas: Sequence[Delta]) -> dict[str, Any]:
+        text = "".join(delta.text for delta in deltas)
         finish = self._generation.finishes[index]
         choice: dict[str, Any] = {"index": index}
         if self._request.kind is RequestKind.CHAT:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
             choice["text"] = text
-        choice |= {"logprobs": None, "finish_reason": None if finish is None else finish.value}
+        logprobs = logprobs_json(self._request, self._generation.pieces, deltas)
+        choice |= {"logprobs": logprobs, "finish_reason": None if finish is None else finish.value}
         if self._request.return_token_ids:
-            choice["token_ids"] = self._ids[index]
+            choice["token_ids"] = [token for delta in deltas for token in delta.token_ids]
             choice["prompt_token_ids"] = self._generation.prompts[index]
+        if (
+            self._request.kind is RequestKind.COMPLETION
+            and self._request.prompt_logprobs is not None
+        ):
+            choice["prompt_logprobs"] = self._prompt_logprobs(deltas)
         return choice
+
+    def _prompt_logprobs(self, deltas: Sequence[Delta]) -> list[dict[str, Any] | None] | None:
+        return prompt_logprobs_json(self._request, self._generation.pieces, deltas[0])
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 class StopMatcher:
     """Feed it text; it says what may be shown and whether a stop string was found."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        """`include`: the output is cut right behind the stop string instead of before it."""
+        self._include = include
         self._automata = [_Automaton(stop) for stop in stops]
         self._held = ""
         self.matched = False
@@ -35,7 +37,7 @@ class StopMatcher:
             if longest:
                 self.matched = True
                 self._held = ""
-                return held[: offset + i + 1 - longest]
+                return held[: offset + i + 1 - (0 if self._include else longest)]
         keep = max(automaton.state for automaton in self._automata)
         cut = len(held) - keep
         self._held = held[cut:]

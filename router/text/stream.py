@@ -10,21 +10,33 @@ from router.text.stops import StopMatcher
 class TextStream:
     """Turns the output tokens of one sequence into text, in order.
 
-    A stop or end token is not part of the text. Stop strings count from the first token after
-    `min_tokens`; a match must lie wholly behind it. `tokens` counts every output token.
+    A stop or end token is not part of the text, unless `include_stop`. Stop strings count from the
+    first token after `min_tokens`; a match must lie wholly behind it. `tokens` counts every output
+    token, `characters` those of their text, cut or not, up to the last complete one.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stops: StopMatcher, *, min_tokens: int) -> None:
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stops: StopMatcher,
+        *,
+        min_tokens: int,
+        include_stop: bool = False,
+    ) -> None:
         self._detokenizer = detokenizer
         self._stops = stops
         self._min_tokens = min_tokens
+        self._include_stop = include_stop
         self.tokens = 0
+        self.characters = 0
         self.finish: FinishReason | None = None
 
     def push(self, token: int, finish: FinishReason | None) -> str:
         """The text that this token makes certain. Sets `finish` when the output ends with it."""
         self.tokens += 1
-        text = "" if finish is FinishReason.STOP else self._detokenizer.push(token)
+        hidden = finish is FinishReason.STOP and not self._include_stop
+        text = "" if hidden else self._detokenizer.push(token)
+        self.characters += len(text)
         if finish is not None:
             text += self._detokenizer.flush()
         if self.tokens > self._min_tokens:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,17 @@ from protocol.errors import InvalidRequest
 from router.request import ChatMessage
 from router.text.control import ControlTokens
 from router.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_table
+from router.text.pieces import PieceTable
 from router.text.template import ChatTemplate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptText:
+    """The text of a prompt; offsets[i] is where that of token i begins, in characters."""
+
+    text: str
+    offsets: tuple[int, ...]
+
 
 #: A text of more characters than this per token allowed is looked at from its start first.
 _CHARS_PER_TOKEN = 8
@@ -55,6 +67,9 @@ class ModelText:
         self._neutralise = neutralise_control_tokens
         self._template = _load_template(folder, settings)
         self._byte_table = self._make_byte_table()
+        self._whole_table = self._with_special(self._byte_table)
+        #: Every id by itself, as text and bytes.
+        self.pieces = PieceTable(self._tokenizer, self._byte_table)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """The ids of a text; by default with what the tokenizer adds (often a BOS)."""
@@ -84,11 +99,26 @@ class ModelText:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def detokenizer(self) -> Detokenizer:
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         """A fresh incremental decoder for one output."""
-        if self._byte_table is not None:
-            return ByteDetokenizer(self._byte_table)
-        return WindowDetokenizer(self.decode)
+        table = self._byte_table if skip_special_tokens else self._whole_table
+        if table is not None:
+            return ByteDetokenizer(table)
+        return WindowDetokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens))
+
+    def show(
+        self, prompt: str | Sequence[int], ids: Sequence[int], *, skip_special_tokens: bool
+    ) -> PromptText:
+        """A prompt as it can be shown again: as it came, or decoded if it came as ids."""
+        if isinstance(prompt, str):
+            places = self._tokenizer.encode(prompt).offsets
+            return PromptText(text=prompt, offsets=tuple(start for start, _ in places))
+        detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
+        text, offsets = "", []
+        for token in ids:
+            offsets.append(len(text))
+            text += detokenizer.push(token)
+        return PromptText(text=text + detokenizer.flush(), offsets=tuple(offsets))
 
     def longer_than(self, text: str, limit: int) -> bool:
         """Whether a long text has surely more than `limit` tokens, by tokenising only its start.
@@ -122,6 +152,13 @@ class ModelText:
         for token, i in vocab.items():
             tokens[i] = None if i in special else token
         return byte_table(tokens)
+
+    def _with_special(self, table: list[bytes] | None) -> list[bytes] | None:
+        if table is None:
+            return None
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        special = {i: token.content.encode() for i, token in added if token.special}
+        return [special.get(i, data) for i, data in enumerate(table)]
 
 
 def _load_tokenizer(path: Path) -> Tokenizer:

@@ -18,7 +18,16 @@ from prefill_worker.worker import PrefillWorker
 from protocol.errors import BatonError
 from protocol.grammar import Grammar
 from protocol.ids import RequestKey, WorkerRef, new_request_id
-from protocol.messages import Cancel, EventBatch, FailEvent, Submit, Subscribe, TokenEvent
+from protocol.logprobs import TokenLogprobs
+from protocol.messages import (
+    Cancel,
+    EventBatch,
+    FailEvent,
+    ScoreEvent,
+    Submit,
+    Subscribe,
+    TokenEvent,
+)
 from protocol.sampling import SamplingParams
 from protocol.states import FinishReason
 from protocol.ticket import Ticket
@@ -37,6 +46,8 @@ class Answer:
     """Everything the workers said about one request."""
 
     tokens: dict[int, int] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs | None] = field(default_factory=dict)
+    scores: dict[int, TokenLogprobs] = field(default_factory=dict)
     finish: FinishReason | None = None
     failures: list[FailEvent] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
@@ -75,6 +86,8 @@ class FakeRouter:
             return
 
     def _take(self, batch: EventBatch) -> None:
+        for scores in batch.scores:
+            self._scores(scores)
         for event in batch.tokens:
             self._token(event)
         for failure in batch.failures:
@@ -89,12 +102,24 @@ class FakeRouter:
             if part.key in self.answers:
                 self.answers[part.key].spans.extend(part.spans)
 
+    def _scores(self, event: ScoreEvent) -> None:
+        answer = self.answers.get(event.key)
+        if answer is None:
+            return
+        assert not answer.tokens, "the prompt's come before the first token"
+        answer.scores |= enumerate(event.logprobs, start=event.start)
+        if event.finish is not None:
+            answer.finish = event.finish
+            answer.spans.extend(event.spans)
+            answer.done.set()
+
     def _token(self, event: TokenEvent) -> None:
         answer = self.answers.get(event.key)
         if answer is None:
             return
         assert event.index not in answer.tokens, "a token came twice"
         answer.tokens[event.index] = event.token
+        answer.logprobs[event.index] = event.logprobs
         answer.arrivals.append(time.monotonic())
         if event.finish is not None:
             answer.finish = event.finish

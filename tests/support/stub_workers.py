@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from protocol.errors import BatonError, Unavailable
 from protocol.ids import RequestKey, Role, WorkerRef, new_epoch
 from protocol.kv_layout import KVFingerprint, KVLayout
+from protocol.logprobs import TokenLogprobs
 from protocol.messages import (
     Ack,
     Cancel,
     EventBatch,
     FailEvent,
     PromptEvent,
+    ScoreEvent,
     SpanEvent,
     StatusQuery,
     Submit,
@@ -44,6 +46,17 @@ FINGERPRINT = KVFingerprint(
 )
 
 
+def stub_logprobs(token: int, count: int) -> TokenLogprobs:
+    """The token is second likeliest, after the next id; then come the ids before it."""
+    ids = [token + 1, *range(token, max(token - count, -1), -1)][:count]
+    return TokenLogprobs(
+        logprob=-0.75,
+        rank=2,
+        top_ids=tuple(ids),
+        top_logprobs=tuple(-0.5 - 0.25 * i for i in range(len(ids))),
+    )
+
+
 def counting(submit: Submit) -> list[int]:
     """20, 21, 22, ... : a script that says how far it has come."""
     return [20 + i % 200 for i in range(submit.sampling.max_tokens)]
@@ -66,6 +79,7 @@ class StubWorker:
     fail_error: BatonError = field(default_factory=lambda: Unavailable("stub failed"))
     fail_retriable: bool = True
     silent: bool = False
+    scores_before_death: bool = False  # once in the fleet: break with half a prompt scored
     cached_tokens: int | None = None  # said of every prompt
     gate: asyncio.Event | None = None  # if set, tokens after the first wait for this
     accepting: asyncio.Event | None = None  # if set, Submit is answered only once this is
@@ -182,7 +196,7 @@ class StubWorker:
         index = len(submit.output_ids)
         start = self.fleet.now()
         await asyncio.sleep(self.prefill_delay_s)
-        if self._fails(submit, index):
+        if self._scores(submit) or self._fails(submit, index):
             return
         finished = self._emit(submit, index)
         span = Span(phase=Phase.PREFILL, start=start, end=self.fleet.now(), place=self.name)
@@ -202,6 +216,8 @@ class StubWorker:
         if submit.peer is not None:
             await self.fleet.commit(submit.key).wait()
             index += 1
+        elif self._scores(submit):
+            return
         while True:
             await asyncio.sleep(self.delay_s)
             if self._fails(submit, index) or self._emit(submit, index):
@@ -209,6 +225,31 @@ class StubWorker:
             index += 1
             if self.gate is not None:
                 await self.gate.wait()
+
+    def _scores(self, submit: Submit) -> bool:
+        """Tell of the prompt in two parts that overlap; whether that is all there is to do."""
+        count, ids = submit.sampling.prompt_logprobs, submit.prompt_ids
+        if count is None:
+            return False
+        entries = tuple(stub_logprobs(token, count) for token in ids[1:])
+        half = len(entries) // 2
+        ends = submit.sampling.max_tokens == 0
+        finish = FinishReason.LENGTH if ends else None
+        if self.scores_before_death:
+            self._publish(
+                submit, scores=(ScoreEvent(key=submit.key, start=1, logprobs=entries[:half]),)
+            )
+            for worker in self.fleet.workers:
+                worker.scores_before_death = False
+            self.break_streams()
+            return True
+        for start, part, end in (
+            (0, entries[:half], None),
+            (half // 2, entries[half // 2 :], finish),
+        ):
+            event = ScoreEvent(key=submit.key, start=start + 1, logprobs=part, finish=end)
+            self._publish(submit, scores=(event,))
+        return ends
 
     def _fails(self, submit: Submit, index: int) -> bool:
         if self.fail_after is None or index < self.fail_after:
@@ -220,7 +261,7 @@ class StubWorker:
         return True
 
     def _emit(self, submit: Submit, index: int) -> bool:
-        token = self.script(submit)[index]
+        token, count = self.script(submit)[index], submit.sampling.logprobs
         finish = None
         if submit.sampling.ends_with(token, index + 1):
             finish = FinishReason.STOP
@@ -233,6 +274,7 @@ class StubWorker:
             token=token,
             finish=finish,
             spans=(span,) if finish and self.role is Role.DECODE else (),
+            logprobs=None if count is None else stub_logprobs(token, count),
         )
         prompts: tuple[PromptEvent, ...] = ()
         if self.cached_tokens is not None and index == len(submit.output_ids):

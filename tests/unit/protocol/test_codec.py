@@ -179,13 +179,13 @@ def key_bytes(request_id="r", attempt=0):
 def test_paths_reach_into_nested_values():
     bad = msgpack.packb([[key_bytes(), key_bytes(attempt="one")]])
     assert refused(Cancel, bad).param == "Cancel.keys.attempt"
-    event = [key_bytes(), 0, 5, None, [["decode", 0.0, 1.0, "", {"bytes": 1.5}, ""]]]
+    event = [key_bytes(), 0, 5, None, [["decode", 0.0, 1.0, "", {"bytes": 1.5}, ""]], None]
     assert refused(TokenEvent, msgpack.packb(event)).param == "TokenEvent.spans.counts.bytes"
 
 
 @pytest.mark.parametrize("value", [True, False])
 def test_booleans_are_not_numbers(value):
-    event = [key_bytes(attempt=value), 0, 5, None, []]
+    event = [key_bytes(attempt=value), 0, 5, None, [], None]
     assert refused(TokenEvent, msgpack.packb(event)).param == "TokenEvent.key.attempt"
     span = ["decode", value, 1.0, "", {}, ""]
     assert refused(Span, msgpack.packb(span)).param == "Span.start"
@@ -195,7 +195,7 @@ def test_whole_numbers_are_good_floats_but_not_the_reverse():
     span = codec.decode(Span, msgpack.packb(["decode", 3, 4, "", {}, ""]))
     assert span.start == 3.0
     assert type(span.start) is float
-    event = [key_bytes(), 1.0, 5, None, []]
+    event = [key_bytes(), 1.0, 5, None, [], None]
     assert refused(TokenEvent, msgpack.packb(event)).param == "TokenEvent.index"
 
 

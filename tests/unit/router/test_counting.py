@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from protocol.errors import Overloaded, Unavailable
 from protocol.ids import RequestKey
+from protocol.messages import TokenEvent
 from protocol.states import FinishReason
 from router.admission import Admission
 from router.merge import TokenMerger
@@ -55,6 +56,10 @@ def test_no_order_of_steps_leaks_or_goes_negative(steps: list[tuple[str, Request
     assert counts(r) == (0, 0, 0, 0)
 
 
+def token_event(index: int, token: int, finish: FinishReason | None = None) -> TokenEvent:
+    return TokenEvent(key=RequestKey("r", 0), index=index, token=token, finish=finish)
+
+
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), length=st.integers(1, 20))
 def test_tokens_come_out_in_order_once_whatever_the_race(data: st.DataObject, length: int) -> None:
@@ -64,18 +69,18 @@ def test_tokens_come_out_in_order_once_whatever_the_race(data: st.DataObject, le
     out = []
     for index in order:
         finish = FinishReason.LENGTH if index == length - 1 else None
-        out += merger.add(index, 100 + index, finish)
-    assert [token for token, _ in out] == [100 + i for i in range(length)]
-    assert [finish for _, finish in out] == [None] * (length - 1) + [FinishReason.LENGTH]
+        out += merger.add(token_event(index, 100 + index, finish))
+    assert [event.token for event in out] == [100 + i for i in range(length)]
+    assert [event.finish for event in out] == [None] * (length - 1) + [FinishReason.LENGTH]
     assert merger.output_ids == [100 + i for i in range(length)]
 
 
 def test_a_new_attempt_forgets_what_was_early() -> None:
     merger = TokenMerger()
-    merger.add(0, 10, None)
-    merger.add(2, 99, None)
+    merger.add(token_event(0, 10))
+    merger.add(token_event(2, 99))
     merger.restart()
-    assert merger.add(1, 11, None) == [(11, None)]
+    assert merger.add(token_event(1, 11)) == [token_event(1, 11)]
     assert merger.output_ids == [10, 11]
 
 

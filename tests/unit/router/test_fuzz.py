@@ -11,21 +11,32 @@ from google.protobuf.descriptor import FieldDescriptor
 from grpc import aio
 
 from protocol.wire import inference_pb2 as pb
-from router.request import RequestKind
+from router.request import _SERVED, RequestKind
 from router.unserved import HARMLESS, UNSERVED
 from tests.support.router_doors import Doors, until
 
 ODD: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 7, 16, 17, 511, 512, 2**31, 2**63, -(2**63), 10**30),
     *(0.0, -0.0, 0.5, 1.0, 1.5, -2.5, 1e-7, 1e308, "", "a", "hello", "\u0000", "é🙂", "x" * 3000),
-    *([], {}, [[]], [0], [1, 2], [-1], ["a"], ["a", 1], [None], {"type": "text"}, {"a": []}),
+    *(
+        [],
+        {},
+        [[]],
+        [0],
+        [1, 2],
+        [-1],
+        ["a"],
+        ["a", 1],
+        [None],
+        {"type": "text"},
+        {"a": []},
+        {"30": -5},
+    ),
     *([{"role": "user", "content": "hi"}], [{"role": "user"}], [{"role": 1, "content": 2}]),
 ]
 FIELDS = [
-    *("model", "prompt", "messages", "temperature", "top_p", "top_k", "min_p", "seed", "n"),
-    *("max_tokens", "max_completion_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
-    *("stream", "stream_options", "user", "timeout", "timeline", "return_token_ids", "nonsense"),
-    *("priority", "service_tier"),
+    *sorted(_SERVED[RequestKind.CHAT] | _SERVED[RequestKind.COMPLETION]),
+    "nonsense",
     *sorted(UNSERVED),
     *sorted(HARMLESS),
 ]

@@ -188,7 +188,35 @@ def test_neutral_values_of_every_unserved_field_pass() -> None:
 
 
 def test_a_value_that_only_looks_neutral_is_refused() -> None:
-    assert refusal(completion, logprobs=0) == (ErrorCode.UNSUPPORTED, "logprobs")
+    assert refusal(completion, best_of=True) == (ErrorCode.UNSUPPORTED, "best_of")
+
+
+def test_logprobs() -> None:
+    assert (chat().logprobs, chat(logprobs=True).logprobs) == (None, 0)
+    assert chat(logprobs=True, top_logprobs=20).logprobs == 20
+    assert (completion(logprobs=0).logprobs, completion(logprobs=5).logprobs) == (0, 5)
+    assert completion(logprobs=True, top_logprobs=5).logprobs == 5
+    assert chat(logprobs=False, top_logprobs=0).logprobs is None
+    for call, wrong in (
+        (chat, {"logprobs": 5}),
+        (completion, {"logprobs": 21}),
+        (completion, {"logprobs": -1}),
+        (completion, {"logprobs": "5"}),
+        (completion, {"logprobs": 1.5}),
+    ):
+        assert refusal(call, **wrong) == (ErrorCode.INVALID_REQUEST, "logprobs")
+    for wrong in ({"top_logprobs": 1}, {"logprobs": True, "top_logprobs": 21}):
+        assert refusal(chat, **wrong) == (ErrorCode.INVALID_REQUEST, "top_logprobs")
+    assert refusal(completion, logprobs=2, top_logprobs=2)[1] == "top_logprobs"
+
+
+def test_what_workers_tell_of_the_prompt() -> None:
+    assert completion(logprobs=3).prompt_scores is None
+    assert completion(logprobs=3, echo=True).prompt_scores == 3
+    assert completion(logprobs=3, echo=True, prompt_logprobs=7).prompt_scores == 7
+    assert completion(echo=True).prompt_scores is None
+    assert completion(echo=True, max_tokens=0).prompt_scores == 0
+    assert refusal(completion, max_tokens=0)[1] == "max_tokens"
 
 
 def test_penalties_and_biases() -> None:

@@ -1,0 +1,122 @@
+"""One output of a request on its way to the client: events of workers in, deltas out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from protocol.logprobs import TokenLogprobs
+from protocol.messages import ScoreEvent, TokenEvent
+from protocol.states import FinishReason
+from router.relay import SequenceJob
+from router.text.pieces import PieceTable
+from router.text.stream import TextStream
+from router.text.tokenizer import PromptText
+
+
+@dataclass(slots=True)
+class Score:
+    """A token and how likely it was; the first token of a prompt has no log-probabilities.
+
+    `offset` is where its text begins in the text of its choice, in characters.
+    """
+
+    token: int
+    logprobs: TokenLogprobs | None
+    offset: int
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one message adds to one choice. Mutable only for speed; nobody changes it.
+
+    `scores` are those of `token_ids`, None when they were not asked for. `prompt_scores` come with
+    the first delta, of every token of the prompt.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish: FinishReason | None
+    scores: list[Score] | None = None
+    prompt_scores: list[Score] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestText:
+    """The text side of a request: a text stream for each choice, the texts of single tokens, and
+    the prompts, by their ids, that are to be shown before the output."""
+
+    stream: Callable[[], TextStream]
+    pieces: PieceTable
+    shown: Mapping[tuple[int, ...], PromptText]
+
+
+class Choice:
+    """Holds tokens, and what belongs to them, back until their text is certain.
+
+    `measure` is told of each token before it is looked at, `emit` takes the deltas. With `shown`,
+    the text of the prompt comes before that of the output.
+    """
+
+    def __init__(
+        self,
+        job: SequenceJob,
+        stream: TextStream,
+        *,
+        shown: PromptText | None,
+        measure: Callable[[], None],
+        emit: Callable[[Delta], None],
+    ) -> None:
+        self.job = job
+        self.stream = stream
+        self._shown = shown
+        self._start = "" if shown is None else shown.text
+        self._offset = len(self._start)
+        self._measure = measure
+        self._emit = emit
+        self._held_ids: list[int] = []
+        self._scores: list[Score] | None = [] if job.sampling.logprobs is not None else None
+        scored = job.sampling.prompt_logprobs is not None
+        self._prompt_logprobs: list[TokenLogprobs] | None = [] if scored else None
+
+    def take(self, event: TokenEvent) -> bool:
+        """One token, in order; whether the output is cut here."""
+        self._measure()
+        stream = self.stream
+        if self._scores is not None:
+            offset = self._offset + stream.characters
+            self._scores.append(Score(event.token, event.logprobs, offset))
+        text = stream.push(event.token, event.finish)
+        self._held_ids.append(event.token)
+        if text or stream.finish is not None:
+            self._send(text)
+        return stream.finish is not None
+
+    def score(self, event: ScoreEvent) -> None:
+        """Log-probabilities of the prompt; what came before, in this attempt or another, is left
+        out."""
+        if self._prompt_logprobs is not None:
+            known = len(self._prompt_logprobs) + 1 - event.start
+            self._prompt_logprobs += event.logprobs[known:]
+        if event.finish is not None:
+            self.stream.finish = event.finish
+            self._send("")
+
+    def _send(self, text: str) -> None:
+        scores, ids = self._scores, self._held_ids
+        delta = Delta(self.job.index, text, ids, self.stream.finish, scores)
+        self._held_ids = []
+        if scores is not None:
+            self._scores = []
+        if self._start:
+            delta.text, self._start = self._start + text, ""
+        if self._prompt_logprobs is not None:
+            delta.prompt_scores = self._prompt_scores(self._prompt_logprobs)
+            self._prompt_logprobs = None
+        self._emit(delta)
+
+    def _prompt_scores(self, logprobs: list[TokenLogprobs]) -> list[Score]:
+        ids = self.job.prompt_ids
+        offsets = (0,) * len(ids) if self._shown is None else self._shown.offsets
+        return [Score(*entry) for entry in zip(ids, [None, *logprobs], offsets, strict=True)]
