@@ -14,8 +14,7 @@ those of a sequence that is gone are freed once no step in flight writes to them
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 
 from engine.batch import StepBatch, StepResult
 from engine.kv.allocator import BlockAllocator
@@ -29,6 +28,7 @@ from prefill_worker.commands import (
     Output,
     Push,
 )
+from prefill_worker.entry import Entry, State
 from protocol.errors import DeadlineExceeded, ErrorInfo
 from protocol.ids import RequestKey
 from protocol.kv_layout import KVFingerprint
@@ -41,32 +41,6 @@ from worker_runtime.config import WorkerConfig
 from worker_runtime.flight import Flight, Row
 from worker_runtime.prefix_cache import PrefixCache
 from worker_runtime.sequence import Sequence
-
-
-class State(StrEnum):
-    """Where a sequence is on this worker."""
-
-    EXPECTING = "expecting"
-    GRANTED = "granted"
-    RUNNING = "running"
-    SENDING = "sending"
-    ENDING = "ending"
-    GONE = "gone"
-
-
-@dataclass(slots=True)
-class _Entry:
-    """A sequence with its state; `order` is its seniority, `pushed` counts blocks handed to the
-    sender, `num_found` tokens of one that has not started were in the cache when it came."""
-
-    sequence: Sequence
-    state: State
-    order: int
-    num_found: int = 0
-    pushed: int = 0
-    granted_at: float = 0.0
-    num_bytes: int = 0
-    num_pieces: int = 0
 
 
 class PrefillScheduler:
@@ -87,9 +61,9 @@ class PrefillScheduler:
             blocks, fingerprint=fingerprint, enabled=config.enable_prefix_caching
         )
         self._place = place
-        self._entries: dict[RequestKey, _Entry] = {}
+        self._entries: dict[RequestKey, Entry] = {}
         self._next_order = 0
-        self._flight: Flight[_Entry] = Flight()
+        self._flight: Flight[Entry] = Flight()
         self.num_finished = 0
         self.num_failed = 0
         self.num_cancelled = 0
@@ -107,7 +81,7 @@ class PrefillScheduler:
                 for key in keys:
                     self._cancel(key, out)
             case RouterGone(router_id=router_id):
-                gone = [k for k, e in self._entries.items() if _router(e) == router_id]
+                gone = [k for k, e in self._entries.items() if e.router_id == router_id]
                 for key in gone:
                     self._cancel(key, out)
             case Delivered():
@@ -120,7 +94,7 @@ class PrefillScheduler:
             return
         sequence.mark_start(Phase.CREDIT_WAIT, now)
         found = self._cache.found(sequence)
-        self._entries[sequence.key] = _Entry(sequence, State.EXPECTING, self._next_order, found)
+        self._entries[sequence.key] = Entry(sequence, State.EXPECTING, self._next_order, found)
         self._next_order += 1
 
     def _granted(self, command: Granted, now: float) -> None:
@@ -148,7 +122,7 @@ class PrefillScheduler:
             self.num_finished += 1
             entry.sequence.marks[Phase.TRANSFER] = [command.start, command.end]
             entry.num_bytes, entry.num_pieces = command.num_bytes, command.num_pieces
-            out.of(_router(entry)).spans.append(
+            out.of(entry.router_id).spans.append(
                 SpanEvent(key=command.key, spans=self._spans(entry))
             )
         self._remove(entry)
@@ -167,7 +141,7 @@ class PrefillScheduler:
         """Expire, and fill the token budget with chunks; None when nothing can run. The step counts
         as launched; its result, or that of the one before, goes to `apply` next."""
         self._expire(now, out)
-        rows: list[Row[_Entry]] = []
+        rows: list[Row[Entry]] = []
         budget = self._config.max_num_batched_tokens
         for entry in sorted(self._runnable(), key=lambda e: self._rank(e, now)):
             if budget == 0 or len(rows) == self._config.max_num_seqs:
@@ -180,7 +154,7 @@ class PrefillScheduler:
                 budget -= row.num_tokens
         return self._flight.launch(rows, now)
 
-    def _rank(self, entry: _Entry, now: float) -> tuple[int, float, int]:
+    def _rank(self, entry: Entry, now: float) -> tuple[int, float, int]:
         """Shortest remaining work first, so that a short prompt never sits behind a whole long one;
         every second of waiting counts as a second of work already done, so that none starves."""
         waited = now - entry.granted_at
@@ -191,7 +165,7 @@ class PrefillScheduler:
         priority = entry.sequence.submit.priority
         return (-priority if not overdue else -(2**31), key, entry.order)
 
-    def _start(self, entry: _Entry, out: Output) -> bool:
+    def _start(self, entry: Entry, out: Output) -> bool:
         """Take blocks for the whole prompt, or leave the sequence waiting. Those that are filled
         are pushed at once."""
         num_blocks = -(-len(entry.sequence.tokens) // self._block_size)
@@ -202,7 +176,7 @@ class PrefillScheduler:
         self._push(entry, entry.sequence.num_computed, out)
         return True
 
-    def _chunk(self, entry: _Entry, budget: int, now: float, out: Output) -> Row[_Entry] | None:
+    def _chunk(self, entry: Entry, budget: int, now: float, out: Output) -> Row[Entry] | None:
         """The next part of a prompt; None while another sequence computes the same."""
         sequence = entry.sequence
         if self._cache.catch_up(sequence):
@@ -244,7 +218,7 @@ class PrefillScheduler:
                 self._sampled(entry, token, result.logprobs.get(index), now, out)
 
     def _push(
-        self, entry: _Entry, num_tokens: int, out: Output, *, last: bool = False, after: int = 0
+        self, entry: Entry, num_tokens: int, out: Output, *, last: bool = False, after: int = 0
     ) -> None:
         """Send the blocks that are complete with `num_tokens` of the sequence, and with the `last`
         of them the block that stays half full."""
@@ -261,17 +235,17 @@ class PrefillScheduler:
             )
             entry.pushed = ready
 
-    def _scored(self, row: Row[_Entry], logprobs: tuple[TokenLogprobs, ...], out: Output) -> None:
+    def _scored(self, row: Row[Entry], logprobs: tuple[TokenLogprobs, ...], out: Output) -> None:
         event = row.entry.sequence.score(logprobs, row.num_tokens)
         if event.finish is not None:
             event = replace(event, spans=self._spans(row.entry))
             self.num_finished += 1
             self._end(row.entry, out, released=True, error=None)
-        out.of(_router(row.entry)).scores.append(event)
+        out.of(row.entry.router_id).scores.append(event)
 
     def _sampled(
         self,
-        entry: _Entry,
+        entry: Entry,
         token: int,
         logprobs: TokenLogprobs | None,
         now: float,
@@ -280,8 +254,8 @@ class PrefillScheduler:
         sequence = entry.sequence
         finish = sequence.append(token)
         sequence.mark_end(Phase.PREFILL, now)
-        out.of(_router(entry)).prompts.append(sequence.prompt_event)
-        out.of(_router(entry)).tokens.append(
+        out.of(entry.router_id).prompts.append(sequence.prompt_event)
+        out.of(entry.router_id).tokens.append(
             TokenEvent(
                 key=sequence.key,
                 index=sequence.num_output - 1,
@@ -300,17 +274,17 @@ class PrefillScheduler:
 
     # --- ends -----------------------------------------------------------------------------------
 
-    def _end(self, entry: _Entry, out: Output, *, released: bool, error: ErrorInfo | None) -> None:
+    def _end(self, entry: Entry, out: Output, *, released: bool, error: ErrorInfo | None) -> None:
         """Leave the hand-off; blocks stay held until the sender says that no read is in flight."""
         entry.state = State.ENDING
         out.handoffs.append(EndHandoff(key=entry.sequence.key, released=released, error=error))
 
-    def _remove(self, entry: _Entry) -> None:
+    def _remove(self, entry: Entry) -> None:
         entry.state = State.GONE
         del self._entries[entry.sequence.key]
         self._settle(entry)
 
-    def _settle(self, entry: _Entry) -> None:
+    def _settle(self, entry: Entry) -> None:
         """Take the blocks of a sequence that is gone, unless a step in flight writes to them."""
         sequence = entry.sequence
         if sequence.num_in_flight == 0:
@@ -328,9 +302,9 @@ class PrefillScheduler:
             self._fail(entry, error, retriable=False, out=out)
             self._end(entry, out, released=False, error=error)
 
-    def _fail(self, entry: _Entry, error: ErrorInfo, *, retriable: bool, out: Output) -> None:
+    def _fail(self, entry: Entry, error: ErrorInfo, *, retriable: bool, out: Output) -> None:
         self.num_failed += 1
-        out.of(_router(entry)).failures.append(
+        out.of(entry.router_id).failures.append(
             FailEvent(
                 key=entry.sequence.key,
                 error=error,
@@ -396,7 +370,7 @@ class PrefillScheduler:
         """Requests that have not ended here."""
         return len(self._entries)
 
-    def _runnable(self) -> list[_Entry]:
+    def _runnable(self) -> list[Entry]:
         """Prompts with chunks to launch: not those whose token 1 is being sampled."""
         states = (State.GRANTED, State.RUNNING)
         return [
@@ -406,7 +380,7 @@ class PrefillScheduler:
     def _count(self, *states: State) -> int:
         return sum(e.state in states for e in self._entries.values())
 
-    def _spans(self, entry: _Entry) -> tuple[Span, ...]:
+    def _spans(self, entry: Entry) -> tuple[Span, ...]:
         sequence = entry.sequence
         return sequence.spans(
             self._place,
@@ -419,7 +393,3 @@ class PrefillScheduler:
                 Phase.TRANSFER: {"bytes": entry.num_bytes, "pieces": entry.num_pieces},
             },
         )
-
-
-def _router(entry: _Entry) -> str:
-    return entry.sequence.submit.router_id
