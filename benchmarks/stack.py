@@ -92,12 +92,15 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def run(plan: Plan, options: argparse.Namespace) -> Variant:
+def run(plan: Plan, config: ClusterConfig, options: argparse.Namespace) -> Variant:
     """Up, replay, check, down. A variant that cannot be run is reported with its error."""
     overrides = [*options.overrides, *plan.overrides]
-    config = load_config(options.config, overrides=overrides).config
     began = time.perf_counter()
-    up = _baton("up", options.config, *(f"--set={override}" for override in overrides))
+    try:
+        up = _baton("up", options.config, *(f"--set={override}" for override in overrides))
+    except KeyboardInterrupt:
+        _baton("down", "--now")
+        raise
     up_s = time.perf_counter() - began
     if up.returncode:
         return Variant(name=plan.name, overrides=plan.overrides, error=_last_line(up.stderr))
@@ -206,9 +209,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     slos = options.slos or [Slo(ttft=0.2, tpot=0.02), Slo(ttft=0.5, tpot=0.05)]
     plans = options.plans or [Plan(name="as configured", overrides=())]
+    configs = [
+        load_config(options.config, overrides=[*options.overrides, *plan.overrides]).config
+        for plan in plans
+    ]
     variants: list[Variant] = []
     try:
-        variants.extend(run(plan, options) for plan in plans)
+        variants.extend(
+            run(plan, config, options) for plan, config in zip(plans, configs, strict=True)
+        )
     except KeyboardInterrupt:
         _say(f"interrupted after {len(variants)} of {len(plans)} variants")
     page = details(variants, slos)
