@@ -19,7 +19,12 @@ MAX_TEXT_CHARS = 1 << 12
 #: Characters of a regular expression with its repetitions written out.
 MAX_REGEX_CHARS = 10_000
 MAX_DEPTH = 64
+#: Between two parts of JSON: nothing, a space, or a line break with an indent. Small models, left
+#: free, go on with line breaks until max_tokens.
+JSON_WHITESPACE = r" |\n {0,16}"
 
+#: A string or a regular expression in Lark; a bare slash is one of a comment or of JSON.
+_LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/')
 _REPEAT = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 
 
@@ -30,8 +35,10 @@ def check_source(grammar: Grammar) -> None:
             f"a grammar has at most {MAX_SOURCE_CHARS} characters, got {len(grammar.source)}"
         )
     match grammar.kind:
-        case GrammarKind.REGEX | GrammarKind.LARK:
+        case GrammarKind.REGEX:
             _check_regex(grammar.source)
+        case GrammarKind.LARK:
+            _check_lark(grammar.source)
         case GrammarKind.CHOICE:
             _check_choice(_parsed(grammar.source))
         case GrammarKind.JSON_SCHEMA:
@@ -46,6 +53,16 @@ def _parsed(source: str) -> Any:
         raise InvalidRequest("nested too deeply") from None
     except ValueError as error:
         raise InvalidRequest(f"not valid JSON: {error}") from None
+
+
+def _check_lark(source: str) -> None:
+    """Rules may be many, but neither long literals nor repetitions that add up to much."""
+    for literal in _LITERAL.findall(source):
+        if literal[0] == "/":
+            _check_regex(literal)
+        else:
+            _check_text(literal)
+    _check_added(written_out(source) - len(source))
 
 
 def _check_choice(choices: Any) -> None:
@@ -93,6 +110,14 @@ def _check_regex(regex: str) -> None:
         raise InvalidRequest(
             f"a regular expression has at most {MAX_REGEX_CHARS} characters with its repetitions "
             f"written out, this one has {size}"
+        )
+
+
+def _check_added(size: int) -> None:
+    if size > MAX_REGEX_CHARS:
+        raise InvalidRequest(
+            f"repetitions may add at most {MAX_REGEX_CHARS} characters when they are written out, "
+            f"these add {size}"
         )
 
 

@@ -17,7 +17,7 @@ from llguidance import (
     regex_to_lark,
 )
 
-from grammar.bounds import check_source
+from grammar.bounds import JSON_WHITESPACE, check_source
 from grammar.matcher import Matcher, compute_masks
 from protocol.errors import InvalidRequest
 from protocol.grammar import Grammar, GrammarKind
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 #: Compiled grammars kept; one takes up to about 2 kB for each of MAX_LEXER_STATES.
 MAX_KEPT = 64
 MAX_LEXER_STATES = 20_000
-#: Between two parts of JSON: nothing, a space, or a line break with an indent. Small models, left
-#: free, go on with line breaks until max_tokens.
-JSON_STYLE: JsonCompileOptions = {"whitespace_pattern": r" |\n {0,16}"}
+_JSON_STYLE: JsonCompileOptions = {"whitespace_pattern": JSON_WHITESPACE}
 
 
 class Compiler:
@@ -92,7 +90,7 @@ class Compiler:
 def _to_llguidance(grammar: Grammar) -> str:
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            return LLMatcher.grammar_from_json_schema(grammar.source, defaults=JSON_STYLE)
+            return LLMatcher.grammar_from_json_schema(grammar.source, defaults=_JSON_STYLE)
         case GrammarKind.REGEX:
             # \d is 0-9 here, as most regular expressions mean it, and not every script's digits.
             return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.source, 'd')}/")

@@ -28,10 +28,11 @@ class TransferState(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended well."""
+    """Why a sequence ended well. Workers know nothing of TOOL_CALLS: it is a STOP after calls."""
 
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
 
 
 WORKER_TRANSITIONS: dict[WorkerState, frozenset[WorkerState]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from protocol.logprobs import TokenLogprobs
@@ -12,6 +12,7 @@ from router.relay import SequenceJob
 from router.text.pieces import PieceTable
 from router.text.stream import TextStream
 from router.text.tokenizer import PromptText
+from router.tools.parser import CallDelta
 
 
 @dataclass(slots=True)
@@ -31,7 +32,7 @@ class Delta:
     """What one message adds to one choice. Mutable only for speed; nobody changes it.
 
     `scores` are those of `token_ids`, None when they were not asked for. `prompt_scores` come with
-    the first delta, of every token of the prompt.
+    the first delta, of every token of the prompt. `calls` is what it adds to tool calls.
     """
 
     index: int
@@ -40,6 +41,7 @@ class Delta:
     finish: FinishReason | None
     scores: list[Score] | None = None
     prompt_scores: list[Score] | None = None
+    calls: Sequence[CallDelta] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +91,7 @@ class Choice:
             self._scores.append(Score(event.token, event.logprobs, offset))
         text = stream.push(event.token, event.finish)
         self._held_ids.append(event.token)
-        if text or stream.finish is not None:
+        if text or stream.calls or stream.finish is not None:
             self._send(text)
         return stream.finish is not None
 
@@ -106,6 +108,7 @@ class Choice:
     def _send(self, text: str) -> None:
         scores, ids = self._scores, self._held_ids
         delta = Delta(self.job.index, text, ids, self.stream.finish, scores)
+        delta.calls = self.stream.calls
         self._held_ids = []
         if scores is not None:
             self._scores = []

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from router.tiers import ServiceTier
 from router.tls import TlsConfig
+from router.tools.formats import ToolFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,9 @@ class RouterConfig:
     retry_after_s: what refused clients are told.
     keep_alive_s: idle HTTP connections live this long; above what load balancers use (60 to 75 s).
     neutralise_control_tokens: whether a role marker inside chat content is read as plain text.
+    chat_template: a file to use instead of the model's own chat template.
+    tool_format: how the model writes tool calls (hermes, llama or mistral); told from the template
+        when empty.
     reuse_port: whether several routers of one host may share a port (SO_REUSEPORT).
     drain_s: how long a drain waits for requests in flight.
     api_keys_file: YAML file of the keys that may call (docs/security.md), read again when it
@@ -78,6 +82,8 @@ class RouterConfig:
     keep_alive_s: int = 90
     text_threads: int = 2
     neutralise_control_tokens: bool = True
+    chat_template: str = ""
+    tool_format: str = ""
     reuse_port: bool = True
     admin_enabled: bool = True
     drain_s: float = 30.0
@@ -96,6 +102,9 @@ class RouterConfig:
             raise ValueError(f"local_prefill_tokens must be >= 0, got {self.local_prefill_tokens}")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len must be at least 2, got {self.max_model_len}")
+        if self.tool_format not in ("", *ToolFormat):
+            known = ", ".join(ToolFormat)
+            raise ValueError(f"tool_format must be one of {known}, got {self.tool_format!r}")
         if self.default_timeout_s > self.max_timeout_s:
             raise ValueError(
                 f"default_timeout_s ({self.default_timeout_s}) must not exceed "

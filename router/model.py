@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from grammar.compiler import Compiler
-from grammar.vocabulary import byte_vocabulary
-from protocol.errors import (
-    ContextTooLong,
-    InvalidRequest,
-    NotFound,
-    PermissionDenied,
-    Unsupported,
-)
-from protocol.grammar import Grammar
+from protocol.errors import ContextTooLong, NotFound, PermissionDenied
 from router.config import RouterConfig
+from router.forms import OutputForms
 from router.keys import Caller
-from router.request import ChatMessage, GenerateRequest, RequestKind
+from router.messages import ChatMessage
+from router.request import GenerateRequest, RequestKind
 from router.text.detokenizer import Detokenizer
 from router.text.tokenizer import ModelText, PromptText
 
@@ -50,7 +43,10 @@ class ServedModel:
         self.names = frozenset({self.name, *config.model_aliases})
         self._created = int(time.time())
         self._text = ModelText(
-            Path(config.model_path), neutralise_control_tokens=config.neutralise_control_tokens
+            Path(config.model_path),
+            neutralise_control_tokens=config.neutralise_control_tokens,
+            chat_template=config.chat_template,
+            tool_format=config.tool_format,
         )
         known = [n for n in (config.max_model_len, self._text.max_position) if n is not None]
         if not known:
@@ -58,9 +54,8 @@ class ServedModel:
         self.context = min(known)
         self.vocab_size = self._text.vocab_size
         self.eos_ids = self._text.eos_ids
-        self._compiler = Compiler(byte_vocabulary(self._text.special_tokens))
-        self._grammars = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self.pieces = self._text.pieces
+        self.forms = OutputForms(self._text)
         self._short = ThreadPoolExecutor(config.text_threads, thread_name_prefix="text")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="long-text")
 
@@ -102,7 +97,8 @@ class ServedModel:
         Raises ContextTooLong for text of far more than `limit` tokens without tokenising all of it.
         """
         if request.kind is RequestKind.CHAT:
-            return [await self.encode_chat(request.messages, limit=limit)]
+            tools = () if request.tools is None else request.tools.definitions
+            return [await self.encode_chat(request.messages, tools, limit=limit)]
         texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
         if not texts:
             return [prompt for prompt in request.prompts if isinstance(prompt, tuple)]
@@ -125,13 +121,18 @@ class ServedModel:
         return await self._in_thread(encode, len(text))
 
     async def encode_chat(
-        self, messages: Sequence[ChatMessage], *, add_special_tokens: bool = False, limit: int
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_special_tokens: bool = False,
+        limit: int,
     ) -> tuple[int, ...]:
         """The ids of a chat through the model's template. Raises ContextTooLong as above."""
 
         def encode() -> tuple[int, ...]:
             self._check_lengths([message.content for message in messages], limit, "messages")
-            return self._text.encode_chat(messages, add_special_tokens=add_special_tokens)
+            return self._text.encode_chat(messages, tools, add_special_tokens=add_special_tokens)
 
         return await self._in_thread(encode, sum(len(message.content) for message in messages))
 
@@ -141,25 +142,9 @@ class ServedModel:
             lambda: self._text.decode(ids, skip_special_tokens=False), len(ids)
         )
 
-    async def checked_grammar(self, request: GenerateRequest) -> Grammar | None:
-        """What the output of a request must look like. Raises InvalidRequest naming the field when
-        that cannot be had, so that no worker is asked for it."""
-        asked = request.structured
-        if asked is None:
-            return None
-        if not self.eos_ids:
-            raise Unsupported(f"{asked.param}: this model has no end token", param=asked.param)
-        try:
-            await asyncio.get_running_loop().run_in_executor(
-                self._grammars, lambda: self._compiler.start(asked.grammar)
-            )
-        except InvalidRequest as error:
-            raise InvalidRequest(f"{asked.param}: {error.message}", param=asked.param) from None
-        return asked.grammar
-
     def close(self) -> None:
         """End the threads."""
-        self._grammars.shutdown(wait=False, cancel_futures=True)
+        self.forms.close()
         self._short.shutdown(wait=False, cancel_futures=True)
         self._long.shutdown(wait=False, cancel_futures=True)
 

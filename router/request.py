@@ -17,7 +17,10 @@ from router import fields as read
 from router import structured
 from router.fields import Fields
 from router.logprob_fields import parse_logprobs, parse_prompt_logprobs
+from router.messages import ChatMessage, parse_messages
 from router.structured import StructuredOutput, parse_structured
+from router.tools import request as tool_fields
+from router.tools.request import ToolUse, parse_tools
 from router.unserved import check_fields
 
 T = TypeVar("T")
@@ -38,23 +41,6 @@ class RequestKind(StrEnum):
 
     CHAT = "chat"
     COMPLETION = "completion"
-
-
-class ChatRole(StrEnum):
-    """Who wrote a message."""
-
-    SYSTEM = "system"
-    USER = "user"
-    ASSISTANT = "assistant"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatMessage:
-    """One message; parts of type text are joined by line breaks."""
-
-    role: ChatRole
-    content: str
-    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +86,7 @@ class GenerateRequest:
     timeline: bool = False
     return_token_ids: bool = False
     structured: StructuredOutput | None = None
+    tools: ToolUse | None = None
 
     @property
     def prompt_scores(self) -> int | None:
@@ -129,7 +116,7 @@ _COMMON = frozenset(
     | structured.FIELDS
 )
 _SERVED = {
-    RequestKind.CHAT: _COMMON | {"messages", "max_completion_tokens"},
+    RequestKind.CHAT: _COMMON | tool_fields.FIELDS | {"messages", "max_completion_tokens"},
     RequestKind.COMPLETION: _COMMON | {"prompt", "echo"},
 }
 
@@ -176,6 +163,7 @@ def parse_request(kind: RequestKind, fields: Fields) -> GenerateRequest:
         timeline=read.boolean(fields, "timeline") or False,
         return_token_ids=read.boolean(fields, "return_token_ids") or False,
         structured=parse_structured(fields),
+        tools=parse_tools(fields) if chat else None,
     )
 
 
@@ -200,16 +188,6 @@ def parse_prompts(value: object) -> tuple[Prompt, ...]:
     return tuple(_prompt(item) for item in value)
 
 
-def parse_messages(value: object) -> tuple[ChatMessage, ...]:
-    """The messages of a chat; at least one."""
-    if value is None:
-        raise InvalidRequest("messages is required", param="messages")
-    messages = read.as_array(value, "messages")
-    if not messages:
-        raise InvalidRequest("messages must not be empty", param="messages")
-    return tuple(_message(item, f"messages[{i}]") for i, item in enumerate(messages))
-
-
 def _prompt(value: object) -> Prompt:
     if isinstance(value, str):
         return read.as_text(value, "prompt")
@@ -218,53 +196,6 @@ def _prompt(value: object) -> Prompt:
             raise InvalidRequest("prompt must not be an empty array", param="prompt")
         return read.token_ids(value, "prompt")
     raise read.wrong_type("prompt", "an array of strings or of arrays of integers", value)
-
-
-def _message(value: object, path: str) -> ChatMessage:
-    message = read.as_object(value, path)
-    for name, item in message.items():
-        if name in ("role", "content", "name") or item is None or item == []:
-            continue
-        raise Unsupported(f"{path}.{name} is not supported", param=f"{path}.{name}")
-    author = message.get("name")
-    return ChatMessage(
-        role=_role(message.get("role"), f"{path}.role"),
-        content=_content(message.get("content"), f"{path}.content"),
-        name=None if author is None else read.as_text(author, f"{path}.name"),
-    )
-
-
-def _role(value: object, path: str) -> ChatRole:
-    if value is None:
-        raise InvalidRequest(f"{path} is required", param=path)
-    role = read.as_text(value, path)
-    if role == "developer":  # the newer name of the same thing; templates know the older one
-        return ChatRole.SYSTEM
-    if role in ("tool", "function"):
-        raise Unsupported(f"{path}: {role} messages are not supported yet", param=path)
-    try:
-        return ChatRole(role)
-    except ValueError:
-        known = ", ".join(ChatRole)
-        raise InvalidRequest(f"{path} must be one of {known}, got {role!r}", param=path) from None
-
-
-def _content(value: object, path: str) -> str:
-    if value is None:
-        raise InvalidRequest(f"{path} is required", param=path)
-    if isinstance(value, str):
-        return read.as_text(value, path)
-    if not isinstance(value, list):
-        raise read.wrong_type(path, "a string or an array of parts", value)
-    return "\n".join(_part(part, f"{path}[{i}]") for i, part in enumerate(value))
-
-
-def _part(value: object, path: str) -> str:
-    part = read.as_object(value, path)
-    kind = part.get("type")
-    if kind != "text":
-        raise Unsupported(f"{path}: parts of type {kind!r} are not supported", param=f"{path}.type")
-    return read.as_text(part.get("text"), f"{path}.text")
 
 
 def _max_tokens(fields: Fields) -> tuple[int | None, str]:

@@ -25,10 +25,11 @@ from router.choice import RequestText
 from router.config import RouterConfig
 from router.generation import Generation
 from router.keys import ANYONE, Caller
+from router.messages import parse_messages
 from router.model import ModelInfo, ServedModel
 from router.prepare import Limits, base_sampling, check_ids, make_jobs
 from router.relay import PlacedSpan, Relay
-from router.request import GenerateRequest, parse_messages
+from router.request import GenerateRequest
 from router.spans import traced
 from router.text.stops import StopMatcher
 from router.text.stream import TextStream
@@ -247,7 +248,7 @@ class InferenceService:
         for prompt in request.prompts:
             if isinstance(prompt, tuple):
                 check_ids(prompt, limits, param="prompt")
-        grammar = await self._model.checked_grammar(request)
+        grammar = await self._model.forms.grammar(request)
         start = self.clock()
         prompts = await self._model.encode_request(request, limit=limits.total)
         shown = await self._model.show_prompts(request, prompts) if request.echo else {}
@@ -287,9 +288,13 @@ class InferenceService:
         )
 
     def _text_stream(self, request: GenerateRequest) -> TextStream:
+        parser = self._model.forms.call_parser(request)
+        # Some models mark calls by special tokens.
+        skip = request.skip_special_tokens and parser is None
         return TextStream(
-            self._model.detokenizer(skip_special_tokens=request.skip_special_tokens),
+            self._model.detokenizer(skip_special_tokens=skip),
             StopMatcher(request.stop, include=request.include_stop_str_in_output),
             min_tokens=request.min_tokens,
             include_stop=request.include_stop_str_in_output,
+            parser=parser,
         )

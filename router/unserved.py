@@ -17,8 +17,6 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "best_of": (1,),
     "use_beam_search": (False,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -46,7 +44,6 @@ HARMLESS = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "parallel_tool_calls",
     }
 )
 

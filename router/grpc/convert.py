@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,11 @@ _INPUTS = ("prompt", "prompt_token_ids", "prompts", "chat")
 def generate_fields(request: pb.GenerateRequest) -> tuple[RequestKind, dict[str, Any]]:
     """The fields that are set, named as the HTTP door names them, and the kind of request."""
     check_known(request)
-    fields = _set_fields(request, skip=_INPUTS)
+    fields = _set_fields(request, skip=(*_INPUTS, "tools", "tool_choice"))
+    if request.tools:
+        fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
+    if request.HasField("tool_choice"):
+        fields["tool_choice"] = _tool_choice(request.tool_choice)
     fields.setdefault("stream", True)
     kind = request.WhichOneof("input")
     if kind == "chat":
@@ -97,6 +102,10 @@ def _message(message: pb.Message, path: str) -> dict[str, Any]:
     fields: dict[str, Any] = {"role": message.role or None}
     if message.HasField("name"):
         fields["name"] = message.name
+    if message.HasField("tool_call_id"):
+        fields["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        fields["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     if message.HasField("content"):
         if message.parts:
             raise InvalidRequest(f"{path}: give content or parts", param=f"{path}.parts")
@@ -109,6 +118,31 @@ def _message(message: pb.Message, path: str) -> dict[str, Any]:
     return fields
 
 
+def _tool_call(call: pb.ToolCall) -> dict[str, Any]:
+    check_known(call)
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _tool(tool: pb.Tool, path: str) -> dict[str, Any]:
+    check_known(tool)
+    function = _set_fields(tool)
+    if tool.HasField("parameters"):
+        param = f"{path}.function.parameters"
+        try:
+            function["parameters"] = json.loads(tool.parameters)
+        except (ValueError, RecursionError):
+            raise InvalidRequest(f"{param} is not valid JSON", param=param) from None
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: pb.ToolChoice) -> str | dict[str, Any] | None:
+    check_known(choice)
+    if choice.WhichOneof("kind") == "function":
+        return {"type": "function", "function": {"name": choice.function}}
+    return choice.mode or None
+
+
 def choice_message(delta: Delta, *, token_ids: bool) -> pb.Choice:
     """One delta, less its log-probabilities."""
     return pb.Choice(
@@ -116,6 +150,10 @@ def choice_message(delta: Delta, *, token_ids: bool) -> pb.Choice:
         text=delta.text,
         token_ids=delta.token_ids if token_ids else (),
         finish_reason=None if delta.finish is None else delta.finish.value,
+        tool_calls=[
+            pb.ToolCallDelta(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
+            for call in delta.calls
+        ],
     )
 
 

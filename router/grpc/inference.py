@@ -160,6 +160,13 @@ class _Whole:
         for part in parts:
             joined.MergeFrom(part)  # appends the ids; text, a single value, is set below
         joined.text = "".join(part.text for part in parts)
+        deltas = list(joined.tool_calls)
+        del joined.tool_calls[:]
+        for delta in deltas:
+            if delta.HasField("id"):
+                joined.tool_calls.append(delta)
+            else:
+                joined.tool_calls[delta.index].arguments += delta.arguments
         return joined
 
 

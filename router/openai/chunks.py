@@ -9,6 +9,7 @@ from typing import Any
 from protocol.states import FinishReason
 from router.choice import Delta
 from router.generation import Generation, Usage
+from router.openai.calls import calls_json, delta_json
 from router.openai.logprobs import logprobs_json, prompt_logprobs_json
 from router.request import GenerateRequest, RequestKind
 
@@ -31,7 +32,9 @@ class ChunkWriter:
         self._started: set[int] = set()
         self._before_text = ',"delta":{"content":' if chat else ',"text":'
         self._after_text = "}" if chat else ""
-        self._first = ',"delta":{"role":"assistant","content":""}' if chat else None
+        self._tools = request.tools is not None
+        content = "null" if self._tools else '""'  # a text may never come
+        self._first = f',"delta":{{"role":"assistant","content":{content}}}' if chat else None
         self._include_usage = request.include_usage
         self._timeline = request.timeline
 
@@ -43,7 +46,10 @@ class ChunkWriter:
             if self._first is not None and delta.index not in self._started:
                 out.append(self._event(delta.index, self._first, "null", ""))
             self._started.add(delta.index)
-            text = f"{self._before_text}{_encode(delta.text)}{self._after_text}"
+            if self._tools:
+                text = f',"delta":{_encode(delta_json(delta))}'
+            else:
+                text = f"{self._before_text}{_encode(delta.text)}{self._after_text}"
             if delta.scores is None and delta.prompt_scores is None:
                 out.append(self._event(delta.index, text, _finish(delta.finish), extra))
             else:
@@ -122,7 +128,7 @@ class Collector:
         finish = self._generation.finishes[index]
         choice: dict[str, Any] = {"index": index}
         if self._request.kind is RequestKind.CHAT:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            choice["message"] = _message(text, calls_json(deltas))
         else:
             choice["text"] = text
         logprobs = logprobs_json(self._request, self._generation.pieces, deltas)
@@ -139,6 +145,13 @@ class Collector:
 
     def _prompt_logprobs(self, deltas: Sequence[Delta]) -> list[dict[str, Any] | None] | None:
         return prompt_logprobs_json(self._request, self._generation.pieces, deltas[0])
+
+
+def _message(text: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if calls:
+        message |= {"content": text or None, "tool_calls": calls}
+    return message
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:

@@ -7,7 +7,7 @@ ordinary tokens of the same text. Prompts without such spellings are tokenised i
 untouched.
 
 Special tokens are neutralised in everybody's content. Added tokens not flagged special (`<think>`)
-are neutralised in the user's only: in the assistant's own turns they may be meant.
+are neutralised in what users and tools say: in the assistant's own turns they may be meant.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 import secrets
 from collections.abc import Callable, Sequence
 
-from router.request import ChatRole
+from router.messages import ChatRole
 
 _Encode = Callable[[str], tuple[int, ...]]
 
@@ -53,7 +53,8 @@ class Marks:
 
     def hide(self, content: str, role: ChatRole) -> str:
         """`content` with a mark for each control token it spells."""
-        pattern = self._all if role is ChatRole.USER else self._special
+        trusted = role in (ChatRole.SYSTEM, ChatRole.ASSISTANT)
+        pattern = self._special if trusted else self._all
         if pattern is None or pattern.search(content) is None:
             return content
         self._nonce = self._nonce or secrets.token_hex(8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from protocol.states import FinishReason
 from router.text.detokenizer import Detokenizer
 from router.text.stops import StopMatcher
+from router.tools.parser import CallDelta, CallParser
 
 
 class TextStream:
@@ -12,7 +13,8 @@ class TextStream:
 
     A stop or end token is not part of the text, unless `include_stop`. Stop strings count from the
     first token after `min_tokens`; a match must lie wholly behind it. `tokens` counts every output
-    token, `characters` those of their text, cut or not, up to the last complete one.
+    token, `characters` those of their text, cut or not, up to the last complete one. With a
+    `parser`, tool calls are taken out of the text; `calls` is what the last token adds to them.
     """
 
     def __init__(
@@ -22,14 +24,17 @@ class TextStream:
         *,
         min_tokens: int,
         include_stop: bool = False,
+        parser: CallParser | None = None,
     ) -> None:
         self._detokenizer = detokenizer
         self._stops = stops
         self._min_tokens = min_tokens
         self._include_stop = include_stop
+        self._parser = parser
         self.tokens = 0
         self.characters = 0
         self.finish: FinishReason | None = None
+        self.calls: list[CallDelta] = []
 
     def push(self, token: int, finish: FinishReason | None) -> str:
         """The text that this token makes certain. Sets `finish` when the output ends with it."""
@@ -46,4 +51,10 @@ class TextStream:
         elif finish is not None:
             self.finish = finish
             text += self._stops.flush()
+        return text if self._parser is None else self._without_calls(text, self._parser)
+
+    def _without_calls(self, text: str, parser: CallParser) -> str:
+        text, self.calls = parser.push(text, last=self.finish is not None)
+        if self.finish is FinishReason.STOP and parser.num_calls:
+            self.finish = FinishReason.TOOL_CALLS
         return text

@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -28,7 +28,10 @@ _RENDER_ERRORS = (
 
 
 class ChatTemplate:
-    """A compiled template. Raises ValueError when the template itself does not parse."""
+    """A compiled template. Raises ValueError when the template itself does not parse.
+
+    knows_tools, knows_calls: whether it writes the tools, and the calls of earlier turns.
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -38,18 +41,24 @@ class ChatTemplate:
         environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
         try:
             self._template = environment.from_string(source)
+            names = meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise ValueError(f"chat template: {error}") from error
+        self.source = source
+        self.knows_tools = "tools" in names
+        self.knows_calls = "tool_calls" in source
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
         """The prompt for `messages`, ready for the assistant's turn. Raises InvalidRequest with the
         template's own message when it refuses them."""
         try:
             return self._template.render(
                 messages=list(messages),
                 add_generation_prompt=True,
-                tools=None,
+                tools=list(tools) or None,
                 documents=None,
                 **self._special_tokens,
             )

@@ -7,7 +7,7 @@ chat_template.jinja as transformers writes them; nothing of transformers or torc
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,12 +15,11 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from protocol.errors import InvalidRequest
-from router.request import ChatMessage
+from router.messages import ChatMessage
+from router.text.chat import load_templates, token_text
 from router.text.control import ControlTokens
 from router.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_table
 from router.text.pieces import PieceTable
-from router.text.template import ChatTemplate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +40,20 @@ class ModelText:
     """Text to ids and back for one model. Thread-safe once made; encoding releases the GIL.
 
     vocab_size: ids the model can be given. max_position: its context in tokens, None if not stated.
-    special_tokens: the text of the tokens that are no text.
+    special_tokens: the text of the tokens that are no text. chat: its chat templates; the file
+    `chat_template` instead of its own if that is set.
     eos_ids: every id that ends an output: the tokenizer's, config.json's and
     generation_config.json's together, because each of them alone is wrong for some model.
     """
 
-    def __init__(self, folder: Path, *, neutralise_control_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        neutralise_control_tokens: bool = True,
+        chat_template: str = "",
+        tool_format: str = "",
+    ) -> None:
         self._tokenizer = _load_tokenizer(folder / "tokenizer.json")
         model = _read_json(folder / "config.json", required=True)
         settings = _read_json(folder / "tokenizer_config.json")
@@ -65,7 +72,7 @@ class ModelText:
             encode=lambda text: self.encode(text, add_special_tokens=False),
         )
         self._neutralise = neutralise_control_tokens
-        self._template = _load_template(folder, settings)
+        self.chat = load_templates(folder, settings, chosen=chat_template, tool_format=tool_format)
         self._byte_table = self._make_byte_table()
         self._whole_table = self._with_special(self._byte_table)
         #: Every id by itself, as text and bytes.
@@ -76,21 +83,20 @@ class ModelText:
         return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def encode_chat(
-        self, messages: Sequence[ChatMessage], *, add_special_tokens: bool = False
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_special_tokens: bool = False,
     ) -> tuple[int, ...]:
         """The ids of a chat. The template writes the special tokens, so none are added on top.
 
         Raises InvalidRequest when the model has no template or the template refuses the messages.
         """
-        if self._template is None:
-            raise InvalidRequest("this model has no chat template", param="messages")
-        if not self._neutralise:
-            prompt = self._template.render([_plain(message) for message in messages])
-            return self.encode(prompt, add_special_tokens=add_special_tokens)
-        marks = self._control.marks()
-        plain = [_plain(m) | {"content": marks.hide(m.content, m.role)} for m in messages]
-        prompt = self._template.render(plain)
-        if not marks.used:
+        marks = self._control.marks() if self._neutralise else None
+        hide = (lambda text, _role: text) if marks is None else marks.hide
+        prompt = self.chat.render(messages, tools, hide)
+        if marks is None or not marks.used:
             return self.encode(prompt, add_special_tokens=add_special_tokens)
         return marks.encode(prompt)
 
@@ -134,7 +140,7 @@ class ModelText:
         self, settings: dict[str, Any], model: dict[str, Any], generation: dict[str, Any]
     ) -> tuple[int, ...]:
         ids = set(_ids(model.get("eos_token_id"))) | set(_ids(generation.get("eos_token_id")))
-        token = _token_text(settings.get("eos_token"))
+        token = token_text(settings.get("eos_token"))
         if token is not None:
             ids |= set(_ids(self._tokenizer.token_to_id(token)))
         return tuple(sorted(i for i in ids if 0 <= i < self.vocab_size))
@@ -170,24 +176,6 @@ def _load_tokenizer(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def _load_template(folder: Path, settings: dict[str, Any]) -> ChatTemplate | None:
-    path = folder / "chat_template.jinja"
-    source = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
-    if isinstance(source, list):  # named variants; "default" is the one for plain chat
-        named = {item["name"]: item["template"] for item in source}
-        source = named.get("default")
-    if not source:
-        return None
-    names = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
-    texts = {name: _token_text(settings.get(name)) for name in names}
-    return ChatTemplate(source, {name: text for name, text in texts.items() if text is not None})
-
-
-def _plain(message: ChatMessage) -> dict[str, Any]:
-    plain: dict[str, Any] = {"role": message.role.value, "content": message.content}
-    return plain if message.name is None else plain | {"name": message.name}
-
-
 def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
     if not path.is_file():
         if required:
@@ -200,13 +188,6 @@ def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
 def _ids(value: object) -> Iterator[int]:
     values = value if isinstance(value, list) else [value]
     yield from (i for i in values if isinstance(i, int))
-
-
-def _token_text(value: object) -> str | None:
-    """A special token is written as a string, or as an object with its content."""
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
 
 
 def _is_byte_level(decoder: dict[str, Any] | None) -> bool:

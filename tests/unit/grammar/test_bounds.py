@@ -45,7 +45,7 @@ def deep(levels):
 
 
 LONG = "x" * 5000
-REPEATED = f"a{{{MAX_REGEX_CHARS + 1}}}"
+REPEATED = f"a{{{2 * MAX_REGEX_CHARS}}}"
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,9 @@ REPEATED = f"a{{{MAX_REGEX_CHARS + 1}}}"
         (GrammarKind.REGEX, "a" * (MAX_REGEX_CHARS + 1)),
         (GrammarKind.LARK, f"start: /{REPEATED}/"),
         (GrammarKind.LARK, "#" * 300_000),
+        (GrammarKind.LARK, f'start: "{LONG}"'),
+        (GrammarKind.LARK, "start: a{100}{100}{100}\na: /b/"),
+        (GrammarKind.LARK, 'start: %json {"type": "string", "pattern": "' + REPEATED + '"}'),
         (GrammarKind.CHOICE, json.dumps([])),
         (GrammarKind.CHOICE, json.dumps(["a", ""])),
         (GrammarKind.CHOICE, json.dumps(["a", 1])),
@@ -87,5 +90,6 @@ def test_usual_grammars_are_within_bounds():
         (GrammarKind.REGEX, r"(\d{1,3}\.){3}\d{1,3}"),
         (GrammarKind.CHOICE, '["yes", "no"]'),
         (GrammarKind.LARK, 'start: "a"{1,9}'),
+        (GrammarKind.LARK, "".join(f'rule_{i}: "word" | /[a-z]+{i}/\n' for i in range(2000))),
     ]:
         check_source(Grammar(kind=kind, source=source))

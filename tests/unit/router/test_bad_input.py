@@ -27,6 +27,7 @@ NOT_SERVED = ErrorCode.UNSUPPORTED
 GONE = ErrorCode.NOT_FOUND
 
 HI = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "now"}}
 
 SCHEMA = "response_format.json_schema.schema"
 
@@ -83,7 +84,8 @@ CASES: list[tuple[dict[str, Any], ErrorCode, str]] = [
     ({"messages": [{"content": "x"}]}, BAD, "messages[0].role"),
     ({"messages": [*HI, {"role": "foo", "content": "x"}]}, BAD, "messages[1].role"),
     ({"messages": [{"role": "user"}]}, BAD, "messages[0].content"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, NOT_SERVED, "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, BAD, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "function", "content": "x"}]}, NOT_SERVED, "messages[0].role"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         NOT_SERVED,
@@ -165,7 +167,10 @@ HTTP_ONLY: list[tuple[str, object, ErrorCode, str | None]] = [
     ("/v1/chat/completions", {"messages": HI, "logprobs": 1}, BAD, "logprobs"),
     ("/v1/chat/completions", {}, BAD, "messages"),
     ("/v1/chat/completions", {"messages": "hi"}, BAD, "messages"),
-    ("/v1/chat/completions", {"messages": HI, "tools": [{}]}, NOT_SERVED, "tools"),
+    ("/v1/chat/completions", {"messages": HI, "tools": [{}]}, NOT_SERVED, "tools[0].type"),
+    ("/v1/chat/completions", {"messages": HI, "tools": [TOOL]}, NOT_SERVED, "tools"),
+    ("/v1/chat/completions", {"messages": HI, "tool_choice": "required"}, BAD, "tool_choice"),
+    ("/v1/completions", {"prompt": "a", "tools": [TOOL]}, BAD, "tools"),
     ("/v1/completions", {"prompt": "a", "guided_json": 5}, BAD, "guided_json"),
     ("/v1/completions", {"prompt": "a", "guided_choice": "yes"}, BAD, "guided_choice"),
     ("/v1/completions", {"prompt": "a", "guided_regex": ["a"]}, BAD, "guided_regex"),

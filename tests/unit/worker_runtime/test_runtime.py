@@ -6,11 +6,14 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
+from grammar.matcher import Matcher
 from observability.rate import Rate
 from protocol.errors import (
+    Cancelled,
     ContextTooLong,
     Internal,
     InvalidRequest,
@@ -18,6 +21,7 @@ from protocol.errors import (
     StaleMessage,
     Unavailable,
 )
+from protocol.grammar import Grammar, GrammarKind
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.messages import (
@@ -263,6 +267,20 @@ class FakeProgress:
         return self.stalled
 
 
+class SlowGrammars(Grammars):
+    """Compiles once `done` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.asked = asyncio.Semaphore(0)
+        self.done = asyncio.Event()
+
+    async def matcher(self, submit: Submit) -> Matcher:
+        self.asked.release()
+        await self.done.wait()
+        return None  # type: ignore[return-value]
+
+
 class TestShell:
     @pytest.fixture
     def progress(self) -> FakeProgress:
@@ -308,7 +326,7 @@ class TestShell:
             progress=progress,
             clock=time.time,
             accept=lambda submit, _matcher: accepted.append(submit),
-            grammars=Grammars(None),
+            grammars=SlowGrammars(),
             cancel=cancelled.append,
             router_gone=lambda _router: None,
         )
@@ -371,6 +389,33 @@ class TestShell:
             await client.call(methods.SUBMIT, make_submit((500,)), timeout_s=5)
         assert caught.value.param == "prompt"
         assert accepted == []
+        await stream.aclose()  # type: ignore[attr-defined]
+
+    async def test_a_request_whose_grammar_is_compiled_can_still_be_cancelled(
+        self, shell: Shell, client: ControlClient, accepted: list[Submit]
+    ) -> None:
+        shell.become(WorkerState.READY)
+        stream = await self.subscribe(client)
+        grammar = Grammar(kind=GrammarKind.REGEX, source="a")
+        submit = replace(make_submit(), grammar=grammar)
+        grammars = shell._grammars
+        assert isinstance(grammars, SlowGrammars)
+        for cancel, drain in ((False, False), (True, False), (False, True)):
+            grammars.done.clear()
+            waiting = asyncio.create_task(client.call(methods.SUBMIT, submit, timeout_s=5))
+            await asyncio.wait_for(grammars.asked.acquire(), 5)
+            assert len(accepted) == (cancel or drain)  # only the first is ever accepted
+            if cancel:
+                await client.call(methods.CANCEL, Cancel(keys=(KEY,)), timeout_s=5)
+            if drain:
+                await client.call(methods.DRAIN, DrainCommand(), timeout_s=5)
+            grammars.done.set()
+            if not cancel and not drain:
+                await waiting
+                continue
+            with pytest.raises(Cancelled if cancel else Unavailable):
+                await waiting
+        assert accepted == [submit]
         await stream.aclose()  # type: ignore[attr-defined]
 
     async def test_cancel_passes_the_keys(

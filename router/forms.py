@@ -1,0 +1,102 @@
+"""The form that a request's output must have, decided and tried before any worker is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+from grammar.compiler import Compiler
+from grammar.vocabulary import byte_vocabulary
+from protocol.errors import InvalidRequest, Unsupported
+from protocol.grammar import Grammar, GrammarKind
+from router.request import GenerateRequest
+from router.structured import StructuredOutput
+from router.text.tokenizer import ModelText
+from router.tools.formats import ToolFormat, call_grammar
+from router.tools.parser import CallParser
+from router.tools.request import ToolChoice, ToolUse
+
+
+class OutputForms:
+    """Grammars of one model's requests. They are tried in one thread, with a vocabulary of bytes:
+    milliseconds, and never on the event loop."""
+
+    def __init__(self, text: ModelText) -> None:
+        self._chat = text.chat
+        self._has_end = bool(text.eos_ids)
+        self._special_ids = {token: i for i, token in text.special_tokens.items()}
+        self._compiler = Compiler(byte_vocabulary(text.special_tokens))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+
+    def tool_format(self, request: GenerateRequest) -> ToolFormat | None:
+        """How calls in the output are written; None without tools. Raises Unsupported when the
+        model cannot be given any."""
+        return None if request.tools is None else self._chat.require_tools()
+
+    async def grammar(self, request: GenerateRequest) -> Grammar | None:
+        """What the output must look like; None when anything goes. Raises InvalidRequest naming the
+        field that asks for what cannot be had."""
+        form = self.tool_format(request)
+        forced = request.tools is not None and request.tools.choice is not ToolChoice.AUTO
+        if request.structured is None and not forced:
+            return None
+        if not self._has_end:
+            param = "tool_choice" if request.structured is None else request.structured.param
+            raise Unsupported(f"{param}: this model has no end token", param=param)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, self._tried, request, form
+        )
+
+    def call_parser(self, request: GenerateRequest) -> CallParser | None:
+        """A fresh reader of the calls in one output; None without tools."""
+        tools, form = request.tools, self.tool_format(request)
+        if tools is None or form is None:
+            return None
+        names = {tool.name for tool in tools.callable_tools}
+        several = tools.parallel and tools.choice is not ToolChoice.NAMED
+        return CallParser(form, names, several=several)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _tried(self, request: GenerateRequest, form: ToolFormat | None) -> Grammar | None:
+        asked, tools = request.structured, request.tools
+        if asked is not None:
+            self._try(asked.grammar, asked.param)
+        if tools is None or form is None:
+            return None if asked is None else asked.grammar
+        for i, tool in enumerate(tools.tools):
+            if tool in tools.callable_tools:
+                schema = Grammar(kind=GrammarKind.JSON_SCHEMA, source=tool.schema)
+                self._try(schema, f"tools[{i}].function.parameters")
+        grammar = Grammar(
+            kind=GrammarKind.LARK,
+            source=call_grammar(
+                form,
+                tools.callable_tools,
+                several=tools.parallel and tools.choice is not ToolChoice.NAMED,
+                answer=_answer(asked, tools),
+                special_id=self._special_ids.get,
+            ),
+        )
+        self._try(grammar, "tools")
+        return grammar
+
+    def _try(self, grammar: Grammar, param: str) -> None:
+        try:
+            self._compiler.start(grammar)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{param}: {error.message}", param=param) from None
+
+
+def _answer(asked: StructuredOutput | None, tools: ToolUse) -> str | None:
+    """The schema of an answer that the model may give instead of calls."""
+    if asked is None or tools.choice is not ToolChoice.AUTO:
+        return None
+    if asked.grammar.kind is not GrammarKind.JSON_SCHEMA:
+        raise InvalidRequest(
+            f"{asked.param} cannot be combined with tools; set tool_choice to none or required",
+            param=asked.param,
+        )
+    return asked.grammar.source

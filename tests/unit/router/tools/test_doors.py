@@ -1,0 +1,261 @@
+"""Tool calls on both doors, with the official client, over workers that say what they are told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI, BadRequestError, pydantic_function_tool
+from pydantic import BaseModel
+
+from protocol.grammar import GrammarKind
+from protocol.ids import Role
+from protocol.wire import inference_pb2 as pb
+from tests.support.router_doors import Doors, MakeDoors, letters, open_doors
+from tests.support.stub_workers import StubFleet
+from tests.support.tiny_text import CHATML, byte_level, write_model_text
+
+HERMES = Path(__file__).parents[4] / "deploy" / "templates" / "chatml_tools.jinja"
+HI = [{"role": "user", "content": "hi"}]
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+NAMED = {"type": "function", "function": {"name": "clock"}}
+TWO_CALLS = (
+    'I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Bodø 🙂"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+)
+
+
+def say(doors: Doors, text: str, end: int = 2) -> None:
+    for worker in doors.fleet.workers:
+        worker.script = lambda _submit: [*letters(text), end]
+
+
+@pytest.fixture
+async def tooled(fleet: StubFleet, tmp_path: Path) -> AsyncIterator[Doors]:
+    """Doors of a model with a template for tools."""
+
+    await fleet.add(Role.PREFILL)
+    await fleet.add(Role.DECODE)
+    folder = write_model_text(tmp_path / "tiny", context=4000)
+    async with open_doors(fleet, folder, chat_template=str(HERMES)) as doors:
+        yield doors
+
+
+@pytest.fixture
+async def client(tooled: Doors) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=tooled.url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+async def test_calls_of_a_whole_answer(tooled: Doors, client: AsyncOpenAI) -> None:
+    say(tooled, TWO_CALLS)
+    answer = await client.chat.completions.create(
+        model="tiny", messages=HI, tools=[WEATHER, CLOCK], n=2
+    )
+    for choice in answer.choices:
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "I look."
+        first, second = choice.message.tool_calls
+        assert (first.function.name, second.function.name) == ("weather", "clock")
+        assert json.loads(first.function.arguments) == {"city": "Bodø 🙂"}
+        assert second.function.arguments == "{}"
+        assert first.id != second.id
+    prompt = tooled.fleet.workers[0].submitted[0]
+    assert prompt.grammar is None  # the model may do as it likes
+
+
+async def test_calls_of_a_stream(tooled: Doors, client: AsyncOpenAI) -> None:
+    say(tooled, TWO_CALLS)
+    stream = await client.chat.completions.create(
+        model="tiny", messages=HI, tools=[WEATHER, CLOCK], stream=True
+    )
+    ids: dict[int, list[str]] = {}
+    arguments: dict[int, list[str]] = {}
+    text, finish = "", None
+    async for chunk in stream:
+        (choice,) = chunk.choices
+        text += choice.delta.content or ""
+        finish = choice.finish_reason or finish
+        for call in choice.delta.tool_calls or []:
+            assert isinstance(call.index, int)
+            if call.id:
+                ids.setdefault(call.index, []).append(call.id)
+                assert call.function.name == ("weather", "clock")[call.index]
+            arguments.setdefault(call.index, []).append(call.function.arguments)
+    assert (text, finish) == ("I look.", "tool_calls")
+    assert [len(found) for found in ids.values()] == [1, 1]
+    assert len(arguments[0]) > 10  # piece by piece
+    assert json.loads("".join(arguments[0])) == {"city": "Bodø 🙂"}
+    assert json.loads("".join(arguments[1])) == {}
+
+
+class Weather(BaseModel):
+    """The weather of a city."""
+
+    city: str
+
+
+async def test_the_official_clients_helpers(tooled: Doors, client: AsyncOpenAI) -> None:
+    say(tooled, '<tool_call>\n{"name": "Weather", "arguments": {"city": "Oslo"}}\n</tool_call>')
+    fields: dict[str, Any] = {
+        "model": "tiny",
+        "messages": HI,
+        "tools": [pydantic_function_tool(Weather)],
+    }
+    parsed = await client.chat.completions.parse(**fields)
+    call = parsed.choices[0].message.tool_calls[0]
+    assert call.function.parsed_arguments == Weather(city="Oslo")
+    assert parsed.choices[0].message.content is None
+    async with client.chat.completions.stream(**fields) as stream:
+        done = [e async for e in stream if e.type == "tool_calls.function.arguments.done"]
+        final = await stream.get_final_completion()
+    assert [event.name for event in done] == ["Weather"]
+    choice = final.choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    assert choice.message.tool_calls[0].function.parsed_arguments == Weather(city="Oslo")
+
+
+async def test_a_conversation_goes_on_with_results(tooled: Doors, client: AsyncOpenAI) -> None:
+    say(tooled, TWO_CALLS)
+    first = await client.chat.completions.create(model="tiny", messages=HI, tools=[WEATHER, CLOCK])
+    message = first.choices[0].message
+    results = [
+        {"role": "tool", "tool_call_id": call.id, "content": f"result {i}"}
+        for i, call in enumerate(message.tool_calls)
+    ]
+    say(tooled, "All is well.")
+    second = await client.chat.completions.create(
+        model="tiny", messages=[*HI, message, *results], tools=[WEATHER, CLOCK]
+    )
+    assert second.choices[0].message.content == "All is well."
+    assert second.choices[0].message.tool_calls is None
+    assert second.choices[0].finish_reason == "stop"
+
+
+async def test_a_forced_call_comes_with_a_grammar(tooled: Doors) -> None:
+    say(tooled, '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>')
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    for fields, names, several, answer in [
+        ({"tool_choice": "required"}, ["weather", "clock"], True, False),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, ["weather", "clock"], False, 0),
+        ({"tool_choice": NAMED}, ["clock"], False, False),
+        ({"response_format": schema}, ["weather", "clock"], True, True),
+        ({"tool_choice": "required", "response_format": schema}, ["weather", "clock"], True, False),
+    ]:
+        body = {"messages": HI, "tools": [WEATHER, CLOCK], **fields}
+        status, answered = await tooled.post("/v1/chat/completions", body)
+        assert status == 200, answered
+        assert answered["choices"][0]["finish_reason"] == "tool_calls"
+        grammar = tooled.fleet.workers[1].submitted[-1].grammar
+        assert grammar is not None
+        assert grammar.kind is GrammarKind.LARK
+        for name in ("weather", "clock"):
+            assert (json.dumps(f'"name": "{name}"')[1:-1] in grammar.source) == (name in names)
+        assert (")*" in grammar.source) == several
+        assert ("answer:" in grammar.source) == bool(answer)
+
+
+async def test_without_tools_or_with_none_of_them_text_is_text(tooled: Doors) -> None:
+    say(tooled, TWO_CALLS)
+    for fields in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
+        body = {"messages": HI, **fields}
+        _, answer = await tooled.post("/v1/chat/completions", body)
+        choice = answer["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (TWO_CALLS, "stop")
+        assert "tool_calls" not in choice["message"]
+    prompts = {submit.prompt_ids for submit in tooled.fleet.workers[1].submitted}
+    assert len(prompts) == 1  # the model is not told of tools that it must not use
+
+
+async def test_a_call_that_is_cut_short_says_so(tooled: Doors) -> None:
+    say(tooled, TWO_CALLS)
+    body = {"messages": HI, "tools": [WEATHER], "max_tokens": 70}
+    _, answer = await tooled.post("/v1/chat/completions", body)
+    choice = answer["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"].startswith('{"city"')
+
+
+def grpc_request(**fields: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        chat=pb.Chat(messages=[pb.Message(role="user", content="hi")]),
+        tools=[pb.Tool(name="weather", parameters=json.dumps(CITY)), pb.Tool(name="clock")],
+        **fields,
+    )
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_grpc_door_says_the_same(tooled: Doors, stream: bool) -> None:
+    say(tooled, TWO_CALLS)
+    calls: dict[int, list[str]] = {}
+    text, finish = "", ""
+    async for message in tooled.inference.Generate(grpc_request(stream=stream), timeout=10):
+        for choice in message.choices:
+            text += choice.text
+            finish = choice.finish_reason or finish
+            for delta in choice.tool_calls:
+                if delta.HasField("id"):
+                    calls[delta.index] = [delta.name, ""]
+                calls[delta.index][1] += delta.arguments
+    assert (text, finish) == ("I look.", "tool_calls")
+    assert json.loads(calls[0][1]) == {"city": "Bodø 🙂"}
+    assert [call[0] for call in calls.values()] == ["weather", "clock"]
+    http = {"messages": HI, "tools": [WEATHER, CLOCK]}
+    await tooled.post("/v1/chat/completions", http)
+    one, other = tooled.fleet.workers[1].submitted
+    assert one.prompt_ids == other.prompt_ids
+
+
+async def test_special_tokens_mark_the_calls_of_some_models(
+    fleet: StubFleet, tmp_path: Path
+) -> None:
+
+    await fleet.add(Role.PREFILL)
+    await fleet.add(Role.DECODE)
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["[TOOL_CALLS]"])
+    mark = tokenizer.token_to_id("[TOOL_CALLS]")
+    template = CHATML + "{% if tools %}{{ tools | tojson }}[TOOL_CALLS]{% endif %}"
+    folder = write_model_text(tmp_path / "tiny", tokenizer=tokenizer, template=template)
+    async with open_doors(fleet, folder) as doors:
+        written = '[{"name": "clock", "arguments": {}}]'
+        for worker in fleet.workers:
+            worker.script = lambda _submit: [mark, *letters(written), 2]
+        body = {"messages": HI, "tools": [CLOCK], "tool_choice": "required"}
+        status, answer = await doors.post("/v1/chat/completions", body)
+        assert status == 200, answer
+        (call,) = answer["choices"][0]["message"]["tool_calls"]
+        assert (call["function"], len(call["id"])) == ({"name": "clock", "arguments": "{}"}, 9)
+        assert f"<[{mark}]>" in fleet.workers[1].submitted[0].grammar.source
+
+
+async def test_what_cannot_be_served_is_refused_by_name(
+    tooled: Doors, client: AsyncOpenAI, make_doors: MakeDoors
+) -> None:
+    unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    picky = {"type": "function", "function": {"name": "picky", "parameters": unique}}
+    for fields, param in [
+        ({"tools": [CLOCK, picky], "tool_choice": "required"}, "tools[1].function.parameters"),
+        (
+            {"tools": [CLOCK], "tool_choice": NAMED, "extra_body": {"ignore_eos": True}},
+            "ignore_eos",
+        ),
+        ({"tools": [CLOCK], "extra_body": {"guided_regex": "a"}}, "guided_regex"),
+    ]:
+        with pytest.raises(BadRequestError) as caught:
+            await client.chat.completions.create(model="tiny", messages=HI, **fields)
+        assert caught.value.param == param
+    say(tooled, "fine")
+    await client.chat.completions.create(model="tiny", messages=HI, tools=[CLOCK, picky])
+    assert len(tooled.fleet.workers[1].submitted) == 1
+    async with make_doors(tooled.fleet) as toolless:
+        status, answer = await toolless.post(
+            "/v1/chat/completions", {"messages": HI, "tools": [CLOCK]}
+        )
+        assert (status, answer["error"]["param"]) == (400, "tools")
+        assert "template" in answer["error"]["message"]
