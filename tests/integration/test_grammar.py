@@ -186,6 +186,20 @@ async def test_what_cannot_be_served_is_refused_at_once_and_leaves_nothing(pair:
 
 
 @pytest.mark.slow
+async def test_ids_do_not_depend_on_the_degrees_of_tensor_parallelism(
+    pair: Pair, tiny: str
+) -> None:
+    asked = [(prompt_of(i), replace(SAMPLED, seed=i), g) for i, g in enumerate((JSON, CHOICE))]
+    expected = [(await pair.generate(p, s, grammar=g)).ids() for p, s, g in asked]
+    async with running_pair(
+        tiny, prefill_tp=2, decode_tp=2, prefill_config=CONFIG, decode_config=CONFIG
+    ) as ranks:
+        answers = await asyncio.gather(*(ranks.generate(p, s, grammar=g) for p, s, g in asked))
+        assert [answer.ids() for answer in answers] == expected
+        await ranks.idle()
+
+
+@pytest.mark.slow
 async def test_the_real_model_always_answers_in_the_form_asked_for(
     folder: Path, tokenizer: Tokenizer
 ) -> None:
