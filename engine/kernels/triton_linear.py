@@ -1,4 +1,4 @@
-"""Typed wrapper of the few-rows linear kernel, and its measured launch shapes."""
+"""Typed wrapper of the one-row linear kernel, and its measured launch shapes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from engine.kernels.jit.linear import skinny_linear
+from engine.kernels.jit.linear import row_linear
 from engine.kernels.triton_elementwise import launch_options
 
 #: Columns of each row of the weights that `prefetch` asks for beyond the first tile.
@@ -24,10 +24,8 @@ class LinearShape:
     warps: int
 
 
-def default_shape(rows: int, n: int, k: int, gated: bool) -> LinearShape:
+def default_shape(n: int, k: int, gated: bool) -> LinearShape:
     """The launch shape measured best on an H100 (5 shapes of an 8B model, 13 candidates each)."""
-    if rows > 1:
-        return LinearShape(block_n=16, block_k=256, stages=3, warps=4)
     if gated:
         return LinearShape(block_n=2, block_k=1024, stages=1, warps=4)
     if n < 1 << 14 and k % 2048 == 0 and (n <= 4096 or k == 2048 or k >= 8192):
@@ -51,18 +49,17 @@ def linear(
     prefetch: bool = False,
     shape: LinearShape | None = None,
 ) -> None:
-    """out `[m, n]` = f(norm(x) weight^T + bias) + residual for few rows m.
+    """out `[1, n]` = f(norm(x) weight^T + bias) + residual for one row.
 
     weight: `[n, k]`, or `[2 n, k]` when gated (gate rows first; f = silu(gate) * up; no bias then).
     `gain` turns the RMS norm of x on. `residual` may be `out` itself. `prefetch` has the first
     weights fetched into the cache while the kernel before still runs: for use after one that leaves
     memory idle.
     """
-    rows, k = x.shape
-    n = out.shape[1]
-    shape = shape or default_shape(rows, n, k, gated)
+    k, n = x.shape[1], out.shape[1]
+    shape = shape or default_shape(n, k, gated)
     block_k = min(shape.block_k, triton.next_power_of_2(k))
-    skinny_linear[(triton.cdiv(n, shape.block_n),)](
+    row_linear[(triton.cdiv(n, shape.block_n),)](
         x,
         weight,
         x if bias is None else bias,
@@ -70,10 +67,8 @@ def linear(
         x if gain is None else gain,
         out,
         eps,
-        rows,
         n,
         k,
-        BLOCK_M=1 if rows == 1 else max(16, triton.next_power_of_2(rows)),
         BLOCK_N=shape.block_n,
         BLOCK_K=block_k,
         STAGES=shape.stages,
@@ -84,8 +79,7 @@ def linear(
         EVEN_N=n % shape.block_n == 0,
         EVEN_K=k % block_k == 0,
         PDL=pdl,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        PREFETCH=max(1, _PREFETCH_COLUMNS // block_k) if prefetch and pdl and rows == 1 else 0,
+        PREFETCH=max(1, _PREFETCH_COLUMNS // block_k) if prefetch and pdl else 0,
         num_warps=shape.warps,
         **launch_options(pdl),
     )

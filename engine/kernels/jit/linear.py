@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""A linear layer over few rows: one stream over the weights; norm, SwiGLU and residual fused."""
+"""A linear layer over one row: one stream over the weights; norm, SwiGLU and residual fused."""
 
 import triton
 import triton.language as tl
@@ -33,37 +33,6 @@ def row_step(
 
 
 @triton.jit
-def rows_step(
-    tile,
-    tile_up,
-    x,
-    gain,
-    m,
-    m_ok,
-    at,
-    K,
-    acc,
-    acc_up,
-    total,
-    NORM: tl.constexpr,
-    GATED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """One tile of several rows' product, on the matrix units: acc[n, m] += tile[n, k] x[m, k]."""
-    ok = m_ok[None, :] & (at < K)[:, None]
-    value = tl.load(x + m[None, :].to(tl.int64) * K + at[:, None], mask=ok, other=0.0)
-    if NORM:
-        wide = value.to(tl.float32)
-        total += tl.sum(wide * wide, axis=0)
-        scale = tl.load(gain + at, mask=at < K, other=0.0).to(tl.float32)
-        value = (wide * scale[:, None]).to(value.dtype)
-    acc = tl.dot(tile, value, acc, input_precision=PRECISION)
-    if GATED:
-        acc_up = tl.dot(tile_up, value, acc_up, input_precision=PRECISION)
-    return acc, acc_up, total
-
-
-@triton.jit
 def prefetch_weights(w, rows, row_ok, K, BLOCK_K: tl.constexpr, TILES: tl.constexpr):
     """Ask the L2 cache for the next TILES tiles, a line of 64 two-byte weights at a time."""
     if TILES:
@@ -81,7 +50,7 @@ def prefetch_weights(w, rows, row_ok, K, BLOCK_K: tl.constexpr, TILES: tl.conste
 
 
 @triton.jit
-def skinny_linear(
+def row_linear(
     x,
     w,
     bias,
@@ -89,10 +58,8 @@ def skinny_linear(
     gain,
     out,
     eps,
-    M,
     N,
     K,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
@@ -103,10 +70,9 @@ def skinny_linear(
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     PDL: tl.constexpr,
-    PRECISION: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):
-    """out[M, N] = f(norm(x)[M, K] @ w[N, K]^T + bias) + residual, for M <= BLOCK_M.
+    """out[1, N] = f(norm(x)[1, K] @ w[N, K]^T + bias) + residual.
 
     NORM folds the RMS norm in: a tile of x is multiplied by `gain`, the sum of squares is gathered
     on the way, and the row's scale is applied to the product. GATED: w is [2 N, K], gate rows
@@ -117,8 +83,6 @@ def skinny_linear(
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_ok = rows < N
     cols = tl.arange(0, BLOCK_K)
-    m = tl.arange(0, BLOCK_M)
-    m_ok = m < M
     tile = load_weights(w, rows, row_ok, cols, K, EVEN_N, EVEN_K)
     tile_up = tile
     if GATED:
@@ -127,39 +91,23 @@ def skinny_linear(
     if GATED:
         prefetch_weights(w, rows + N, row_ok, K, BLOCK_K, PREFETCH)
     pdl_wait(PDL)
-    if BLOCK_M == 1:
-        squares = tl.zeros([BLOCK_K], tl.float32)
-        part = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-        part_up = part
+    squares = tl.zeros([BLOCK_K], tl.float32)
+    part = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    part_up = part
+    part, part_up, squares = row_step(
+        tile, tile_up, x, gain, cols, K, part, part_up, squares, NORM, GATED
+    )
+    for start in tl.range(BLOCK_K, K, BLOCK_K, num_stages=STAGES):
+        at = start + cols
+        tile = load_weights(w, rows, row_ok, at, K, EVEN_N, EVEN_K)
+        if GATED:
+            tile_up = load_weights(w, rows + N, row_ok, at, K, EVEN_N, EVEN_K)
         part, part_up, squares = row_step(
-            tile, tile_up, x, gain, cols, K, part, part_up, squares, NORM, GATED
+            tile, tile_up, x, gain, at, K, part, part_up, squares, NORM, GATED
         )
-        for start in tl.range(BLOCK_K, K, BLOCK_K, num_stages=STAGES):
-            at = start + cols
-            tile = load_weights(w, rows, row_ok, at, K, EVEN_N, EVEN_K)
-            if GATED:
-                tile_up = load_weights(w, rows + N, row_ok, at, K, EVEN_N, EVEN_K)
-            part, part_up, squares = row_step(
-                tile, tile_up, x, gain, at, K, part, part_up, squares, NORM, GATED
-            )
-        acc = tl.sum(part, axis=1)[:, None]
-        acc_up = tl.sum(part_up, axis=1)[:, None]
-        total = tl.zeros([BLOCK_M], tl.float32) + tl.sum(squares, axis=0)
-    else:
-        total = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        acc_up = acc
-        acc, acc_up, total = rows_step(
-            tile, tile_up, x, gain, m, m_ok, cols, K, acc, acc_up, total, NORM, GATED, PRECISION
-        )
-        for start in tl.range(BLOCK_K, K, BLOCK_K, num_stages=STAGES):
-            at = start + cols
-            tile = load_weights(w, rows, row_ok, at, K, EVEN_N, EVEN_K)
-            if GATED:
-                tile_up = load_weights(w, rows + N, row_ok, at, K, EVEN_N, EVEN_K)
-            acc, acc_up, total = rows_step(
-                tile, tile_up, x, gain, m, m_ok, at, K, acc, acc_up, total, NORM, GATED, PRECISION
-            )
+    acc = tl.sum(part, axis=1)[:, None]
+    acc_up = tl.sum(part_up, axis=1)[:, None]
+    total = tl.zeros([1], tl.float32) + tl.sum(squares, axis=0)
     if NORM:
         inverse = tl.rsqrt(total / K + eps)[None, :]
         acc *= inverse
@@ -168,8 +116,8 @@ def skinny_linear(
         acc += tl.load(bias + rows, mask=row_ok, other=0.0).to(tl.float32)[:, None]
     if GATED:
         acc = acc / (1.0 + tl.exp(-acc)) * acc_up
-    where = m[None, :].to(tl.int64) * N + rows[:, None]
-    ok = row_ok[:, None] & m_ok[None, :]
+    where = rows[:, None]
+    ok = row_ok[:, None]
     if RESIDUAL:
         acc += tl.load(residual + where, mask=ok, other=0.0).to(tl.float32)
     tl.store(out + where, acc.to(out.dtype.element_ty), mask=ok)

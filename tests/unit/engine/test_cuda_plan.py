@@ -179,7 +179,7 @@ def test_every_launch_shape_is_a_power_of_two():
         (14336, 4096, True),
         (7, 96, False),
     ):
-        shape = default_shape(1, n, k, gated)
+        shape = default_shape(n, k, gated)
         for value in (shape.block_n, shape.block_k, shape.warps):
             assert value & (value - 1) == 0
 
