@@ -281,15 +281,16 @@ class Side:
 
     async def lose(self, epoch: int) -> None:
         """The other side is known dead."""
-        await self._end.peer_lost(epoch)
+        dead = {} if self._role is Role.PREFILL else {"dead": True}
+        await self._end.peer_lost(epoch, **dead)
 
     async def backends(self) -> list[str]:
         """By which ways anything was moved."""
         return sorted({way for plane in self._planes for way in plane.ways})
 
-    async def cpu_seconds(self) -> float:
-        """What the process has used so far."""
-        return time.process_time()
+    async def loop_seconds(self) -> float:
+        """Processor time that the event loop's thread has used so far."""
+        return time.thread_time()
 
     async def safe(self, keys: Sequence[RequestKey]) -> list[RequestKey]:
         """Decode: those whose blocks came back."""

@@ -171,5 +171,23 @@ class Following:
         return self._refs
 
 
+class Departures:
+    """What a worker makes of the views it gets: which incarnations have left since the last one.
+
+    A restarted directory starts empty: whoever is not in its first view has not left by that.
+    """
+
+    def __init__(self) -> None:
+        self._incarnation: int | None = None
+        self._epochs: frozenset[int] = frozenset()
+
+    def take(self, view: View) -> frozenset[int]:
+        """The epochs of the workers that have left."""
+        before = self._epochs if view.incarnation == self._incarnation else frozenset()
+        self._incarnation = view.incarnation
+        self._epochs = frozenset(m.epoch for m in view.members if m.kind is not Kind.ROUTER)
+        return before - self._epochs
+
+
 def _may_follow(current: WorkerState, target: WorkerState) -> bool:
     return target is current or target in WORKER_TRANSITIONS[current]

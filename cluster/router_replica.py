@@ -16,6 +16,7 @@ from cluster.directory import find_directory
 from cluster.heap import settle_heap
 from cluster.membership import Following, Kind, Member
 from cluster.models import find_model
+from cluster.watching import views
 from observability.logging import configure_logging, get_logger
 from protocol.errors import Unavailable
 from protocol.ids import new_epoch
@@ -24,7 +25,6 @@ from router.server import Router
 
 log = get_logger(__name__)
 
-_WATCH_S = 5.0
 _STARTING_S = 0.2
 
 
@@ -75,15 +75,8 @@ class RouterReplica:
         await self._tell(self._directory.leave.remote(self._router.router_id, self._epoch))
 
     async def _follow(self) -> None:
-        incarnation = version = -1
-        while True:
-            view = await self._tell(
-                self._directory.watch.remote(incarnation, version, _WATCH_S), timeout_s=2 * _WATCH_S
-            )
-            if view is None:
-                await asyncio.sleep(self._config.lifecycle.heartbeat_s)
-                continue
-            incarnation, version = view.incarnation, view.version
+        pause_s = self._config.lifecycle.heartbeat_s
+        async for view in views(self._directory, pause_s=pause_s):
             self._router.set_workers(self._following.take(view, time.monotonic()))
 
     async def _beat(self) -> None:
@@ -98,12 +91,11 @@ class RouterReplica:
     async def _report(self) -> None:
         await self._tell(self._directory.report.remote(self._member()))
 
-    async def _tell(self, call: Any, timeout_s: float | None = None) -> Any:
+    async def _tell(self, call: Any) -> None:
         try:
-            return await asyncio.wait_for(call, timeout_s or self._config.lifecycle.expiry_s)
+            await asyncio.wait_for(call, self._config.lifecycle.expiry_s)
         except (RayError, TimeoutError) as error:
             log.warning("the directory does not answer", extra={"error": str(error)})
-            return None
 
     def _member(self) -> Member:
         addresses = self._router.addresses

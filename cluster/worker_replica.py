@@ -13,9 +13,10 @@ from ray.exceptions import RayError
 from cluster.config import AUTO, ClusterConfig
 from cluster.directory import find_directory
 from cluster.heap import settle_heap
-from cluster.membership import Kind, Member
+from cluster.membership import Departures, Kind, Member
 from cluster.models import find_model
 from cluster.ranks import on_own_gpu, start_followers
+from cluster.watching import views
 from observability.logging import configure_logging, get_logger
 from protocol.errors import Unavailable
 from protocol.ids import Role, WorkerRef
@@ -43,6 +44,10 @@ class Worker(Protocol):
 
     def check_health(self) -> None:
         """Raise when the engine is broken or hangs."""
+        ...
+
+    def peers_left(self, epochs: frozenset[int]) -> None:
+        """Workers that the cluster has given up."""
         ...
 
     def status(self) -> WorkerStatus:
@@ -74,18 +79,21 @@ class WorkerReplica:
         settle_heap()
         await self._report()
         self._heart = asyncio.create_task(self._beat(), name="heartbeat")
+        self._watch = asyncio.create_task(self._follow(), name="watch")
 
     async def check_health(self) -> None:
         """Raise when the worker is broken, hangs, or was drained on demand and is done."""
         self._worker.check_health()
         if self._finished:
             raise Unavailable("drained on demand: to be replaced")
-        if self._heart.done():
-            raise Unavailable("the heartbeat ended")
+        for task in (self._heart, self._watch):
+            if task.done():
+                raise Unavailable(f"the worker's {task.get_name()} ended")
 
     async def __del__(self) -> None:
         """Leave: tell the directory, finish what runs, end."""
         self._heart.cancel()
+        self._watch.cancel()
         draining = asyncio.ensure_future(self._worker.drain(self._config.lifecycle.drain_s))
         await asyncio.sleep(0)  # let it refuse new work before routers hear of it
         await self._tell(self._directory.report.remote(self._member(WorkerState.DRAINING)))
@@ -101,6 +109,13 @@ class WorkerReplica:
             await self._report()
             if draining is None and self._worker.status().state is WorkerState.DRAINING:
                 draining = asyncio.create_task(self._finish())
+
+    async def _follow(self) -> None:
+        """Tell the worker whose hand-offs can be given up."""
+        departures = Departures()
+        pause_s = self._config.lifecycle.heartbeat_s
+        async for view in views(self._directory, pause_s=pause_s):
+            self._worker.peers_left(departures.take(view))
 
     async def _finish(self) -> None:
         """Drained on demand: wait for the last request, then let Serve replace this replica."""

@@ -81,6 +81,11 @@ class DecodeWorker:
         """Raise Internal when the engine is broken or hangs."""
         self._host.check_health()
 
+    def peers_left(self, epochs: frozenset[int]) -> None:
+        """These workers have left the cluster, or are silent: end hand-offs from them now."""
+        for epoch in epochs:
+            self._host.tasks.start(self._receiver.peer_lost(epoch, dead=False))
+
     def status(self) -> WorkerStatus:
         """This worker as it is now."""
         return self._host.status()

@@ -20,6 +20,9 @@ from protocol.ids import WorkerRef
 from protocol.messages import Piece
 from rpc import methods
 
+#: The link used, what the ranks have answered, and what went wrong before they could.
+_Attempt = tuple[int, list[Outcome], BatonError | None]
+
 
 class PieceJob(Protocol):
     """One piece to deliver, on whatever link is good now."""
@@ -85,33 +88,35 @@ class Lane:
             failed = first_error(await self._lanes.run({0: Order(ready=job.ready)}))
             if failed is not None:
                 raise failed
+        attempt = self._write if job.one_sided else self._announce_and_send
         for _ in range(self._config.piece_attempts):
-            link, moving = await self._try(job)
-            if moving is None:
-                failure: BatonError | None = LinkBroken("link replaced")
-            elif not moving.done():
-                failure = HandoffFailed("the ranks did not send in time")
-            else:
-                failure = first_error(moving.result())
-                if failure is None:
-                    return moving.result()
+            link, outcomes, failure = await attempt(job)
+            if failure is None:
+                failure = first_error(outcomes)
+            if failure is None:
+                return outcomes
             self._renew(link)
-            error = failure or error
+            error = failure
         raise error
 
-    async def _try(self, job: PieceJob) -> tuple[int, asyncio.Task[list[Outcome]] | None]:
-        """The link used and the send, which has ended if it did in time; None when the link is to
-        be replaced."""
-        if job.one_sided:
-            link, moving = self._write(job)
-            await asyncio.wait({moving}, timeout=self._limit_s())
-            return link, moving
+    async def _write(self, job: PieceJob) -> _Attempt:
+        """The grant allows it, nothing is posted for it, and the commit will name it. It ends by
+        itself."""
+        if not job.alive:
+            raise StaleMessage("the hand-off is over", param="key")
+        link = self._link
+        return link, await self._move(job, job.orders(link, discard=False)), None
+
+    async def _announce_and_send(self, job: PieceJob) -> _Attempt:
         async with self._slots:
-            link, announced = await self._announce(job)
-            if announced is not None:
-                # Not cancelled: the hand-off has to know until when its blocks are read.
-                await asyncio.wait({announced}, timeout=self._limit_s())
-            return link, announced
+            link, moving = await self._announce(job)
+            if moving is None:
+                return link, [], LinkBroken("link replaced")
+            # Not cancelled: the hand-off has to know until when its blocks are read.
+            await asyncio.wait({moving}, timeout=self._limit_s())
+        if not moving.done():
+            return link, [], HandoffFailed("the ranks did not send in time")
+        return link, moving.result(), None
 
     def _limit_s(self) -> float:
         """Longer than any order may take: building the link, and all pieces that may be queued."""
@@ -138,17 +143,11 @@ class Lane:
                 return link, None
             raise answer.error
 
-    def _write(self, job: PieceJob) -> tuple[int, asyncio.Task[list[Outcome]]]:
-        """The grant allows it, nothing is posted for it, and the commit will name it."""
-        if not job.alive:
-            raise StaleMessage("the hand-off is over", param="key")
-        orders = job.orders(self._link, discard=False)
-        return self._link, self._lanes.tasks.start(self._move(job, orders))
-
     async def _move(self, job: PieceJob, orders: dict[int, Order]) -> list[Outcome]:
-        outcomes = await self._lanes.run(orders)
-        job.moved()
-        return outcomes
+        try:
+            return await self._lanes.run(orders)
+        finally:
+            job.moved()
 
     def _renew(self, link: int) -> None:
         """Leave a link that may be broken or out of step; what is blocked on it fails at once."""

@@ -161,11 +161,12 @@ class Receiver:
             else:
                 self._tasks.start(self._repair(handoff))
 
-    async def peer_lost(self, epoch: int) -> None:
-        """The prefill worker of this epoch is known dead: end what it was to send, drop its
-        links."""
-        self._writers.lost(epoch)
-        self._end_all(epoch, "is lost", writes=False)
+    async def peer_lost(self, epoch: int, *, dead: bool) -> None:
+        """The prefill worker of this epoch is gone: end what it was to send, drop its links. One
+        that is only silent may be frozen, and write when it thaws: its blocks stay quarantined."""
+        if dead:
+            self._writers.lost(epoch)
+        self._end_all(epoch, "is lost", writes=not dead)
         await self._peers.forget(epoch)
 
     async def close(self) -> None:

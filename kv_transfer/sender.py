@@ -198,8 +198,7 @@ class Sender:
                 self._end_key(key, HandoffFailed(f"hand-off of {key} passed its deadline"))
 
     async def peer_lost(self, epoch: int) -> None:
-        """The decode worker of this epoch is known dead: end what was meant for it, drop its
-        links."""
+        """The decode worker of this epoch is gone: end what was meant for it, drop its links."""
         self._end_all(epoch, "is lost")
         await self._lanes.forget(epoch)
 
@@ -314,7 +313,9 @@ class Sender:
         lost: list[int] = []
         for _ in range(self._config.piece_attempts):
             again = [self._tasks.start(self._deliver(handoff, sequence)) for sequence in lost]
-            await asyncio.gather(*handoff.tasks, *again)
+            out = [task for task in (*handoff.tasks, *again) if not task.done()]
+            if out:
+                await asyncio.wait(out)
             if lease.state in OVER:
                 return
             request = lease.commit_request(handoff.written)

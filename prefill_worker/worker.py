@@ -88,6 +88,11 @@ class PrefillWorker:
         """Raise Internal when the engine is broken or hangs."""
         self._host.check_health()
 
+    def peers_left(self, epochs: frozenset[int]) -> None:
+        """These workers have left the cluster, or are silent: end hand-offs to them now."""
+        for epoch in epochs:
+            self._host.tasks.start(self._sender.peer_lost(epoch))
+
     def status(self) -> WorkerStatus:
         """This worker as it is now."""
         return self._host.status()

@@ -4,6 +4,7 @@ differs: a scheduler and one side of the hand-off."""
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,8 @@ from worker_runtime.threads import in_own_thread
 
 C = TypeVar("C")
 Out = TypeVar("Out")
+#: Threads that wait for a GPU must not wait the usual 5 ms for the interpreter's lock after it.
+_SWITCH_S = 50e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +98,8 @@ class WorkerHost(Generic[C, Out]):
             )
         )
         layout = self.ranks.executor.layout
+        if self.ranks.executor.pool.marks is not None:
+            sys.setswitchinterval(_SWITCH_S)
         self.blocks = BlockAllocator(layout.num_blocks, layout.block_size)
         self.ref = WorkerRef(
             worker_id=settings.worker_id,

@@ -18,6 +18,7 @@ from dataclasses import asdict
 
 import torch
 
+from kv_transfer.access import Access
 from kv_transfer.backends.base import BlockMove, End, LinkBroken, LinkId
 from kv_transfer.backends.host import host_id
 from kv_transfer.checksum import content_checksum
@@ -167,6 +168,7 @@ class CudaIpcBackend:
         with torch.cuda.device(self._device):
             self._stream = torch.cuda.Stream()
             self._lanes: dict[int, _Lane] = {}
+        self._compile()
 
     def listen(self) -> str:
         """Export the pool."""
@@ -292,6 +294,23 @@ class CudaIpcBackend:
         with torch.cuda.device(self._device):
             torch.cuda.current_stream().synchronize()
             yield
+
+    def _compile(self) -> None:
+        """Run the copy once, a block onto itself: the first hand-off must not wait for a compiler.
+        Ranks of another number of heads have a kernel of their own, compiled as a link opens."""
+        move = BlockMove(
+            blocks=(0,),
+            first_layer=0,
+            num_layers=1,
+            first_head=0,
+            num_heads=self._shape.num_heads,
+            access=Access(),
+        )
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            (pages,) = PageTable(self._device).load(move.blocks)
+            rows = self._rows(move, 0, pages)
+            self._copy(move, rows, rows, 1)
+            self._stream.synchronize()
 
     def _rows(self, move: BlockMove, first_layer: int, pages: torch.Tensor) -> Rows:
         return pool_rows(

@@ -419,7 +419,7 @@ class World:
             self.fabric.snap(wire)
         self.loop.settle()
         if self.one_sided:  # nothing but news of its end frees what a silent sender may write
-            self.loop.run(self.receiver.peer_lost(self.prefill_ref.epoch))
+            self.loop.run(self.receiver.peer_lost(self.prefill_ref.epoch, dead=True))
         for _ in range(50):
             for letter in list(self.network.letters):
                 self.network.lose(letter)

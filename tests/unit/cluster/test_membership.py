@@ -7,7 +7,7 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.membership import Following, Kind, Member, Membership, View
+from cluster.membership import Departures, Following, Kind, Member, Membership, View
 from protocol.ids import Role
 from protocol.states import WorkerState
 
@@ -174,3 +174,31 @@ def test_restarted_directory_twice_within_the_grace() -> None:
     assert ids(following.take(view(3), 12.0)) == ["a"]
     assert ids(following.take(view(3), 17.9)) == ["a"]
     assert ids(following.take(view(3), 18.0)) == []
+
+
+def test_departures_are_workers_that_a_later_view_lacks() -> None:
+    t, departures = table(), Departures()
+    t.report(member("d1", epoch=1), 0.0)
+    t.report(member("p1", epoch=2, kind=Kind.PREFILL), 0.0)
+    t.report(member("r1", epoch=3, kind=Kind.ROUTER), 0.0)
+    assert departures.take(t.view()) == set()
+    t.report(member("d1", epoch=1, state=DRAINING), 1.0)
+    t.leave("r1", 3)
+    assert departures.take(t.view()) == set()
+    t.report(member("d1", epoch=9), 4.0)  # replaced
+    assert departures.take(t.view()) == {1}
+    t.expire(6.0)  # silent
+    assert departures.take(t.view()) == {2}
+    assert departures.take(t.view()) == set()
+
+
+def test_nobody_departs_because_the_directory_was_restarted() -> None:
+    t, departures = table(), Departures()
+    t.report(member("d1", epoch=1), 0.0)
+    departures.take(t.view())
+    again = Membership(incarnation=8, expiry_s=5.0)
+    assert departures.take(again.view()) == set()
+    again.report(member("d1", epoch=1), 1.0)
+    departures.take(again.view())
+    again.leave("d1", 1)
+    assert departures.take(again.view()) == {1}

@@ -277,7 +277,7 @@ async def test_an_offer_that_is_never_granted_ends_with_its_ticket(memory):
 async def test_a_lost_peer_ends_its_handoffs_at_once(memory):
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
         await ready(pair)
-        await pair.receiver.peer_lost(pair.prefill.ref.epoch)
+        await pair.receiver.peer_lost(pair.prefill.ref.epoch, dead=True)
         await pair.sender.peer_lost(pair.decode.ref.epoch)
         assert "lost" in pair.decode.events.ended_with(KEY).message
         assert "lost" in pair.prefill.events.ended_with(KEY).message

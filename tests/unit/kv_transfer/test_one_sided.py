@@ -235,6 +235,27 @@ async def test_a_frozen_senders_blocks_stay_quarantined_until_it_answers(backend
         assert pair.receiver.num_blocks(Holding.QUARANTINED) == 0
 
 
+async def test_a_silent_sender_is_given_up_at_once_and_its_blocks_later(backends):
+    """The membership has taken it off: it may be dead, or frozen and thaw."""
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends, config=HASTY) as pair:
+        await ready(pair)
+
+        async def silent(address, method, request):
+            if address == pair.prefill.ref.address:
+                await asyncio.sleep(0.05)
+                raise DeadlineExceeded("frozen")
+
+        pair.clients.intercept = silent
+        await pair.receiver.peer_lost(pair.prefill.ref.epoch, dead=False)
+        assert pair.decode.events.ended_with(KEY).code is ErrorCode.HANDOFF_FAILED
+        await asyncio.sleep(2 * HASTY.op_timeout_s)
+        assert pair.decode.events.safe == []
+        assert pair.receiver.num_blocks(Holding.QUARANTINED) == 5
+        pair.clients.intercept = None
+        await pair.decode.events.wait(lambda e: e.safe)
+        assert pair.decode.events.safe == [(KEY, DEST)]
+
+
 @pytest.mark.parametrize("news", ["nobody listens", "another incarnation", "known dead"])
 async def test_a_dead_senders_blocks_come_back(backends, news):
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends, config=HASTY) as pair:
@@ -253,7 +274,7 @@ async def test_a_dead_senders_blocks_come_back(backends, news):
         if news == "known dead":
             await asyncio.sleep(HASTY.op_timeout_s)
             assert pair.decode.events.safe == []
-            await pair.receiver.peer_lost(pair.prefill.ref.epoch)
+            await pair.receiver.peer_lost(pair.prefill.ref.epoch, dead=True)
         await pair.decode.events.wait(lambda e: e.safe, 5)
         if news == "nobody listens":
             assert asyncio.get_running_loop().time() - began >= HASTY.op_timeout_s
