@@ -334,7 +334,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--no-reshard", dest="reshard", action="store_false")
     parser.add_argument("--no-steps", dest="steps", action="store_false")
     parser.add_argument("--no-ahead", dest="ahead", action="store_false")
-    parser.add_argument("--window", type=int, default=4)
+    parser.add_argument("--window", type=int, default=8)
     parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--staging-mib", type=int, default=128)
     parser.add_argument("--piece-mib", type=int, default=512)
