@@ -16,6 +16,9 @@ from worker_runtime.sequence import Sequence
 #: it costs more than counting blocks.
 _LOOK_AGAIN_S = 0.25
 
+#: A prompt, by the name of its last full block, and the incarnation it comes from.
+_Origin = tuple[bytes, int]
+
 
 class Admission:
     """Gives blocks for everything known and the next token, those in the prefix cache first.
@@ -86,17 +89,22 @@ class Admission:
             num_cached_blocks=sequence.num_computed // self._blocks.block_size,
         )
 
-    def _arriving(self, entries: Iterable[Entry]) -> set[bytes]:
-        """The prompts, by their last full block, that hand-offs are bringing here."""
-        arriving = (e.sequence for e in entries if e.state is State.ARRIVING)
-        names = map(self._cache.last_name, arriving)
-        return {name for name in names if name is not None and not self._blocks.find((name,))}
+    def _arriving(self, entries: Iterable[Entry]) -> set[_Origin]:
+        """What hand-offs are bringing here and is not here yet."""
+        origins = {self._origin(e.sequence) for e in entries if e.state is State.ARRIVING}
+        return {origin for origin in origins if origin[0] and not self._blocks.find(origin[:1])}
 
-    def _follows(self, entry: Entry, arriving: set[bytes], now: float) -> bool:
-        """Whether a hand-off should wait for another that brings the same prompt: then there is
-        little left to send. Not for long, because that one may fail."""
+    def _follows(self, entry: Entry, arriving: set[_Origin], now: float) -> bool:
+        """Whether a hand-off should wait for another that brings the same prompt from the same
+        worker, which computes it once: then there is little left to send. Not for long, because
+        that one may fail."""
         return (
-            entry.state is State.WAITING_ROOM
+            bool(arriving)
+            and entry.state is State.WAITING_ROOM
             and now - entry.sequence.arrival <= self._config.starvation_s
-            and self._cache.last_name(entry.sequence) in arriving
+            and self._origin(entry.sequence) in arriving
         )
+
+    def _origin(self, sequence: Sequence) -> _Origin:
+        peer = sequence.submit.peer
+        return self._cache.last_name(sequence) or b"", 0 if peer is None else peer.epoch

@@ -3,7 +3,8 @@
 Decode first, because room there is what runs out: a worker with room for the prompt, of those the
 one with the fewest sequences, where prompt tokens that it has in its prefix cache make up for
 sequences. Then whether to disaggregate at all: a short part that is not cached is computed on
-decode. Then prefill: where the prompt would be done first, by backlog and by what is cached there.
+decode. Then prefill: where the prompt is done soonest and with the least work, by backlog and by
+what is cached there.
 """
 
 from __future__ import annotations
@@ -214,14 +215,16 @@ def local_reason(
 
 
 def choose_prefill(need: Need, views: Sequence[WorkerView], rng: random.Random) -> WorkerView:
-    """Where the prompt would be done first; ties at random. `views` must not be empty."""
+    """Where the prompt would be done first, and with the least work: seconds until token 1 plus
+    seconds of computing for it, so that an idle worker has to be twice as quick to be worth
+    computing what another has, or is about to have. Ties at random; `views` must not be empty."""
     rate = _mean_rate(views)
 
-    def done_s(view: WorkerView) -> float:
+    def cost_s(view: WorkerView) -> float:
         uncached = need.prompt_tokens - view.expected_tokens
-        return backlog_s(view, rate) + uncached / _rate(view, rate)
+        return backlog_s(view, rate) + 2 * uncached / _rate(view, rate)
 
-    best = _least(views, lambda view: (done_s(view),), rng)
+    best = _least(views, lambda view: (cost_s(view),), rng)
     assert best is not None
     return best
 

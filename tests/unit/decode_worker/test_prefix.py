@@ -101,6 +101,19 @@ def test_handoffs_of_the_same_prompt_wait_for_the_first() -> None:
     assert bench.idle()
 
 
+def test_handoffs_from_different_workers_do_not_wait() -> None:
+    bench = Bench()
+    first = make_submit("a", PROMPT, remote=True)
+    assert first.peer is not None
+    elsewhere = replace(first.peer, worker_id="p1", epoch=8)
+    for submit in (first, replace(make_submit("b", PROMPT, remote=True), peer=elsewhere)):
+        bench.submit(submit)
+    bench.turn()
+    assert [reserve.num_cached_blocks for reserve in bench.reserves] == [0, 0]
+    bench.finish()
+    assert bench.idle()
+
+
 @pytest.mark.parametrize("how", ["fails", "is cancelled", "takes long"])
 def test_those_that_wait_for_a_handoff_do_not_share_its_fate(how: str) -> None:
     bench = Bench(config=replace(CONFIG, starvation_s=5.0))

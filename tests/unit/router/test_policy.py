@@ -101,7 +101,7 @@ def test_prefill_by_seconds_not_by_tokens() -> None:
     slow = prefill("slow", waiting_tokens=500, tokens_per_second=100.0)
     fast = prefill("fast", waiting_tokens=2000, tokens_per_second=1000.0)
     assert choose_prefill(NEED, [slow, fast], random.Random(0)).ref.worker_id == "fast"
-    busy = replace(fast, unseen_tokens=4000)
+    busy = replace(fast, unseen_tokens=6000)
     assert choose_prefill(NEED, [slow, busy], random.Random(0)).ref.worker_id == "slow"
 
 
@@ -174,7 +174,7 @@ def test_a_short_part_that_is_not_cached_is_computed_on_decode(cached: int, loca
 
 
 def test_prefill_where_the_prompt_is_done_first() -> None:
-    """Backlog and what is left of the prompt, in seconds on that worker."""
+    """Backlog and twice what is left of the prompt, in seconds on that worker."""
     need = Need(prompt_tokens=1000, total_tokens=1001)
     holder = prefill("holder", cached_tokens=800, tokens_per_second=1000.0)
     idle = prefill("idle", tokens_per_second=1000.0)
@@ -183,10 +183,13 @@ def test_prefill_where_the_prompt_is_done_first() -> None:
         busy = replace(holder, load=load(waiting_tokens=waiting, tokens_per_second=1000.0))
         return choose_prefill(need, [busy, idle], random.Random(0)).ref.worker_id
 
-    assert chosen(700) == "holder"
-    assert chosen(900) == "idle"
+    assert chosen(1500) == "holder"
+    assert chosen(1700) == "idle"
     coming = prefill("coming", expected_tokens=960, tokens_per_second=1000.0)
     assert choose_prefill(need, [holder, coming], random.Random(0)).ref.worker_id == "coming"
+    # what is on its way is part of the backlog, and still better than computing it twice
+    leader = replace(coming, unseen_tokens=1000)
+    assert choose_prefill(need, [leader, idle], random.Random(0)).ref.worker_id == "coming"
 
 
 class Sessions:
