@@ -71,6 +71,7 @@ class DecodeScheduler:
         self.num_finished = 0
         self.num_failed = 0
         self.num_cancelled = 0
+        self.num_released = 0
 
     # --- commands -------------------------------------------------------------------------------
 
@@ -127,6 +128,8 @@ class DecodeScheduler:
             return
         if error is not None:
             self._fail(entry, error, retriable=True, out=out)
+        else:
+            self.num_released += 1
         if entry.state is State.ARRIVING:
             self._quarantine(entry)
         else:
@@ -384,6 +387,7 @@ class DecodeScheduler:
             counters.FINISHED: self.num_finished,
             counters.FAILED: self.num_failed,
             counters.CANCELLED: self.num_cancelled,
+            counters.RELEASED: self.num_released,
             counters.PREEMPTIONS: self.num_preemptions,
             **self._cache.counters(),
         }

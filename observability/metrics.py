@@ -198,7 +198,9 @@ WORKER_STEP_AGE = _gauge(
 
 STEPS = _counter("worker_steps_total", "Steps run.")
 WORKER_REQUESTS = _counter(
-    "worker_requests_total", "Attempts that ended here: finished, failed or cancelled.", "outcome"
+    "worker_requests_total",
+    "Attempts that ended here: finished, failed, cancelled, or released by the other worker.",
+    "outcome",
 )
 PREEMPTIONS = _counter("num_preemptions_total", "Sequences put back to free blocks.", vllm=True)
 PREFIX_CACHE_QUERIES = _counter(

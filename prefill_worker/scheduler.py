@@ -67,6 +67,7 @@ class PrefillScheduler:
         self.num_finished = 0
         self.num_failed = 0
         self.num_cancelled = 0
+        self.num_released = 0
 
     # --- commands -------------------------------------------------------------------------------
 
@@ -131,8 +132,11 @@ class PrefillScheduler:
         entry = self._entries.get(key)
         if entry is None:
             return
-        if entry.state is not State.ENDING and error is not None:
-            self._fail(entry, error, retriable=True, out=out)
+        if entry.state is not State.ENDING:
+            if error is not None:
+                self._fail(entry, error, retriable=True, out=out)
+            else:
+                self.num_released += 1
         self._remove(entry)
 
     # --- plan -----------------------------------------------------------------------------------
@@ -362,6 +366,7 @@ class PrefillScheduler:
             counters.FINISHED: self.num_finished,
             counters.FAILED: self.num_failed,
             counters.CANCELLED: self.num_cancelled,
+            counters.RELEASED: self.num_released,
             **self._cache.counters(),
         }
 
