@@ -1,8 +1,12 @@
 """No metric is named and never counted, and none that does not exist is watched."""
 
 import ast
+import json
 import re
 from pathlib import Path
+
+import pytest
+import yaml
 
 from observability import metrics
 from observability.metrics import ALL_METRICS, Metric
@@ -33,3 +37,34 @@ def test_pages_and_dashboards_name_metrics_that_exist():
         words = re.findall(r"\bbaton_[a-z0-9_]+", page.read_text())
         found |= {re.sub(r"_(bucket|sum|count)$", "", word) for word in words}
     assert found <= known
+
+
+MONITORING = ROOT / "deploy" / "monitoring"
+EVERYWHERE = {"model_name", "le"}
+EXPORTED = {
+    f"baton_{m.name}": EVERYWHERE
+    | set(m.labels)
+    | (set(metrics.WORKER_LABELS) if m in metrics.WORKER_COUNTERS else set())
+    for m in ALL_METRICS
+}
+
+
+def expressions():
+    board = json.loads((MONITORING / "grafana-dashboard.json").read_text())
+    yield from (t["expr"] for panel in board["panels"] for t in panel.get("targets", ()))
+    rules = yaml.safe_load((MONITORING / "alerts.yaml").read_text())
+    yield from (rule["expr"] for group in rules["groups"] for rule in group["rules"])
+
+
+@pytest.mark.parametrize("expression", expressions())
+def test_panels_and_alerts_use_labels_that_are_exported(expression):
+    used = re.findall(r"\b(baton_[a-z0-9_]+)(?:\{([^}]*)\})?", expression)
+    assert used
+    known = set()
+    for name, selectors in used:
+        labels = EXPORTED[re.sub(r"_(bucket|sum|count)$", "", name)]
+        assert set(re.findall(r"(\w+)\s*[=!]~?\s*\"", selectors)) <= labels
+        known |= labels
+    for group in re.findall(r"\bby \(([^)]*)\)", expression):
+        assert {label.strip() for label in group.split(",")} <= known
+    assert expression.count("(") == expression.count(")")
