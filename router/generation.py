@@ -10,6 +10,7 @@ from typing import Self
 
 from observability import metrics
 from observability.export import MetricSet
+from observability.metrics import Metric
 from protocol.errors import BatonError, Internal
 from protocol.states import FinishReason
 from router.choice import Choice, Delta, RequestText
@@ -81,13 +82,14 @@ class Generation:
         self._running = len(jobs)
         self._error: BaseException | None = None
         self._last_token = 0.0
+        self._gauge: Metric | None = None
 
     async def __aenter__(self) -> Self:
-        self._metrics.add(metrics.REQUESTS_WAITING, 1)
+        self._count_as(metrics.REQUESTS_WAITING)
         try:
             await self._turn.wait()
         except BaseException:
-            self._metrics.add(metrics.REQUESTS_WAITING, -1)
+            self._count_as(None)
             raise
         self._spans += self._turn.spans(self._relay.router_id)
         self._metrics.count(metrics.PROMPT_TOKENS, self._prompt_tokens)
@@ -105,12 +107,13 @@ class Generation:
     ) -> None:
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        gauge = metrics.REQUESTS_RUNNING if self.first_token else metrics.REQUESTS_WAITING
-        self._metrics.add(gauge, -1)
-        made = self.usage.completion_tokens
-        self._turn.end(made)
-        self._metrics.count(metrics.GENERATION_TOKENS, made)
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        finally:  # the client may leave just now
+            made = self.usage.completion_tokens
+            self._count_as(None)
+            self._turn.end(made)
+            self._metrics.count(metrics.GENERATION_TOKENS, made)
 
     async def __aiter__(self) -> AsyncIterator[list[Delta]]:
         while True:
@@ -175,9 +178,17 @@ class Generation:
             self.first_token = now
             self._turn.started()
             self._metrics.observe(metrics.TIME_TO_FIRST_TOKEN, max(0.0, now - self.arrival))
-            self._metrics.add(metrics.REQUESTS_WAITING, -1)
-            self._metrics.add(metrics.REQUESTS_RUNNING, 1)
+            if self._gauge is not None:
+                self._count_as(metrics.REQUESTS_RUNNING)
         self._last_token = now
+
+    def _count_as(self, gauge: Metric | None) -> None:
+        """Be counted by this gauge and by no other."""
+        if self._gauge is not None:
+            self._metrics.add(self._gauge, -1)
+        self._gauge = gauge
+        if gauge is not None:
+            self._metrics.add(gauge, 1)
 
     def _landed(self, task: asyncio.Task[None]) -> None:
         self._running -= 1

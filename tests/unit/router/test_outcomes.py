@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import grpc
 import pytest
 from grpc import aio
@@ -10,6 +12,7 @@ from observability import metrics
 from protocol.errors import ErrorCode
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
+from router.request import RequestKind, parse_request
 from tests.support.router_doors import Doors, MakeDoors, until
 from tests.support.stub_workers import StubFleet
 
@@ -39,3 +42,23 @@ async def test_a_deadline_of_a_call_is_counted_as_one_and_a_cancel_as_one(
         call.cancel()
         await until(lambda: sum(failures(doors, "grpc").values()) == 4)
         assert failures(doors, "grpc") == {"deadline_exceeded": 3, "cancelled": 1}
+
+
+async def test_a_client_that_leaves_while_its_request_ends_is_not_counted_for_ever(
+    doors: Doors,
+) -> None:
+    service = doors.router._service
+    request = parse_request(RequestKind.COMPLETION, {"prompt": "hello", "max_tokens": 3})
+
+    async def ask() -> None:
+        async with service.generate(request, arrival=service.clock()) as generation:
+            async for _ in generation:
+                pass
+            asyncio.current_task().cancel()  # takes effect at the next wait, which is the end
+
+    task = asyncio.create_task(ask())
+    await asyncio.wait([task])
+    assert task.cancelled()
+    for gauge in (metrics.REQUESTS_RUNNING, metrics.REQUESTS_WAITING):
+        assert (gauge.name, doors.router.metrics.value(gauge)) == (gauge.name, 0)
+    assert doors.router.num_requests == 0
