@@ -107,15 +107,17 @@ def checks_of(results: Sequence[Result], before: Figures, after: Figures) -> Ite
 
 
 def _handoffs(requests: int, before: Figures, after: Figures) -> Check:
-    """Every request was handed off, or prefilled on decode for a reason that was counted."""
+    """Every request was handed off with its KV, or prefilled on decode for a counted reason."""
+    name = "baton_handoff_bytes_total"
+    moved = after.total(name, role="prefill") - before.total(name, role="prefill")
     handed = after.by("outcome", "baton_handoffs_total", role="decode")
     handed.subtract(before.by("outcome", "baton_handoffs_total", role="decode"))
     local = after.by("reason", "baton_local_prefills_total")
     local.subtract(before.by("reason", "baton_local_prefills_total"))
     return Check(
-        what="hand-offs by outcome; prompts computed on decode by reason",
-        seen=f"{_listed(+handed) or 'none'}; {_listed(+local) or 'none'}",
-        ok=handed.total() + local.total() == requests,
+        what="hand-offs by outcome, KV moved; prompts computed on decode by reason",
+        seen=f"{_listed(+handed) or 'none'}, {moved / 1e9:.1f} GB; {_listed(+local) or 'none'}",
+        ok=handed.total() + local.total() == requests and (moved > 0) == (handed.total() > 0),
     )
 
 

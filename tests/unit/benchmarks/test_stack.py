@@ -13,6 +13,7 @@ baton_worker_requests_waiting{{role="decode"}} {waiting}
 baton_handoffs_total{{role="prefill",outcome="committed"}} {committed}
 baton_handoffs_total{{role="decode",outcome="committed"}} {committed}
 baton_handoffs_total{{role="decode",outcome="released"}} 1
+baton_handoff_bytes_total{{role="prefill"}} {moved}
 baton_handoff_failures_total{{role="decode",cause="deadline_exceeded"}} {failed}
 baton_local_prefills_total{{reason="short_prompt"}} {short}
 baton_kv_blocks{{role="decode",state="free"}} 90
@@ -21,10 +22,9 @@ baton_kv_blocks{{role="prefill",state="cached"}} 10
 """
 
 
-def figures(committed=0, short=0, failed=0, held=0, waiting=0):
-    return Figures(
-        METRICS.format(committed=committed, short=short, failed=failed, held=held, waiting=waiting)
-    )
+def figures(committed=0, **changes):
+    values = {"short": 0, "failed": 0, "held": 0, "waiting": 0, "moved": committed * 10**9}
+    return Figures(METRICS.format(committed=committed, **(values | changes)))
 
 
 def result(start=0.0, **changes):
@@ -54,15 +54,16 @@ def failing(checks):
 
 
 def test_a_sound_run_passes_every_check():
-    checks = list(checks_of([result()] * 4, figures(5, 1), figures(8, 2)))
+    checks = list(checks_of([result()] * 4, figures(5, short=1), figures(8, short=2)))
     assert failing(checks) == []
-    assert checks[1].seen == "committed 3; short_prompt 1"
+    assert checks[1].seen == "committed 3, 3.0 GB; short_prompt 1"
 
 
 @pytest.mark.parametrize(
     ("after", "what"),
     [
         ({"committed": 3}, "hand-offs by outcome"),
+        ({"committed": 4, "moved": 0}, "KV moved"),
         ({"committed": 4, "failed": 1}, "hand-offs that failed"),
         ({"committed": 4, "held": 2}, "held by anybody"),
         ({"committed": 4, "waiting": 1}, "held by anybody"),
