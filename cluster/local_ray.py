@@ -107,6 +107,11 @@ def ray_environment(token: str) -> dict[str, str]:
         # The machine may be shared: our memory is our own business.
         "RAY_memory_monitor_refresh_ms": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        # What Ray does while nothing happens takes cores from the engines beside it: its own
+        # metrics (Baton has its own), and looking for changes ten times a second.
+        "RAY_enable_metrics_collection": "0",
+        "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "0",
+        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
     }
 
 
