@@ -131,7 +131,7 @@ class Sequence:
             block_ids=tuple(self.block_ids),
             sampling=self.sampling if samples else None,
             banned=self._banned() if samples else (),
-            allowed=self.matcher.mask if samples and self.matcher else None,
+            allowed=self._allowed() if samples else None,
             seen=history.seen() if history else (),
             counts=history.counts() if history else (),
             targets=self._targets(start, num_tokens) if self.scoring else (),
@@ -149,6 +149,13 @@ class Sequence:
         self.num_in_flight -= num_tokens
         self.num_computed += num_tokens
         self.num_pending -= samples
+
+    def _allowed(self) -> bytes | None:
+        """The ids that the grammar leaves; `constrain` has come before."""
+        if self.matcher is None:
+            return None
+        assert self.matcher.mask is not None
+        return self.matcher.mask
 
     def _banned(self) -> tuple[int, ...]:
         """Ends before min_tokens, unless the grammar leaves nothing else."""
