@@ -44,6 +44,7 @@ LAYERS = {"8b": 32, "70b": 80}
 _HEADS, _HEAD_DIM, _BLOCK = 8, 128, 16
 _RAW_SIZES = tuple(size * MIB for size in (16, 64, 256, 1024))
 _SEED_CHECK_BLOCKS = 128
+_LONGEST_AHEAD = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,7 +362,7 @@ def main() -> None:
                 cases.append(bench.case(backend, layout, tp, tokens))
                 _print(cases[-1])
             if args.ahead and (layout, tp) == ("8b", (1, 1)):
-                for tokens in (n for n in lengths if n % args.chunk == 0 or n < args.chunk):
+                for tokens in (n for n in lengths if n <= _LONGEST_AHEAD):
                     ahead.append(bench.ahead(backend, tokens, args.chunk))
                     print(ahead[-1], flush=True)
         for backend in args.backends if args.steps else ():
