@@ -18,12 +18,19 @@ from dataclasses import asdict
 
 import torch
 
-from kv_transfer.access import Access
 from kv_transfer.backends.base import BlockMove, End, LinkBroken, LinkId
 from kv_transfer.backends.host import host_id
 from kv_transfer.checksum import content_checksum
 from kv_transfer.config import ChecksumKind
-from kv_transfer.cuda.copying import PageTable, PoolShape, Rows, copy_rows, dense_rows, pool_rows
+from kv_transfer.cuda.copying import (
+    PageTable,
+    PoolShape,
+    Rows,
+    compile_copies,
+    copy_rows,
+    dense_rows,
+    pool_rows,
+)
 from kv_transfer.cuda.driver import DriverError, close_memory, export_memory, open_memory
 from kv_transfer.plan import layer_groups
 from kv_transfer.store import PagedStore
@@ -168,7 +175,7 @@ class CudaIpcBackend:
         with torch.cuda.device(self._device):
             self._stream = torch.cuda.Stream()
             self._lanes: dict[int, _Lane] = {}
-        self._compile()
+            compile_copies(self._shape, store.data.data_ptr(), self._device, staged=False)
 
     def listen(self) -> str:
         """Export the pool."""
@@ -294,23 +301,6 @@ class CudaIpcBackend:
         with torch.cuda.device(self._device):
             torch.cuda.current_stream().synchronize()
             yield
-
-    def _compile(self) -> None:
-        """Run the copy once, a block onto itself: the first hand-off must not wait for a compiler.
-        Ranks of another number of heads have a kernel of their own, compiled as a link opens."""
-        move = BlockMove(
-            blocks=(0,),
-            first_layer=0,
-            num_layers=1,
-            first_head=0,
-            num_heads=self._shape.num_heads,
-            access=Access(),
-        )
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            (pages,) = PageTable(self._device).load(move.blocks)
-            rows = self._rows(move, 0, pages)
-            self._copy(move, rows, rows, 1)
-            self._stream.synchronize()
 
     def _rows(self, move: BlockMove, first_layer: int, pages: torch.Tensor) -> Rows:
         return pool_rows(

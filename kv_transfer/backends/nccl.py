@@ -23,7 +23,14 @@ from kv_transfer.backends.cuda_ipc import shape_of
 from kv_transfer.backends.rendezvous import Meeting, SocketStore, call
 from kv_transfer.backends.watch import Watch
 from kv_transfer.checksum import content_checksum
-from kv_transfer.cuda.copying import PageTable, Rows, copy_rows, dense_rows, pool_rows
+from kv_transfer.cuda.copying import (
+    PageTable,
+    Rows,
+    compile_copies,
+    copy_rows,
+    dense_rows,
+    pool_rows,
+)
 from kv_transfer.cuda.nccl import Communicator, unique_id
 from kv_transfer.store import PagedStore
 
@@ -238,6 +245,9 @@ class NcclBackend:
         self._ctas = ctas
         self._lock = threading.Lock()
         self._meeting: Meeting | None = None
+        with torch.cuda.device(store.device):
+            base = store.data.data_ptr()
+            compile_copies(shape_of(store), base, store.device, staged=True)
 
     def listen(self) -> str:
         """Listen on a free port of `host`, once."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -98,9 +99,10 @@ def copy_rows(
     num_blocks: int,
     run: int,
     ctas: int,
+    only_compile: bool = False,
 ) -> None:
     """Copy `num_layers` x `num_blocks` x 2 runs of `run` bytes on the current stream of the current
-    device, with at most `ctas` thread blocks.
+    device, with at most `ctas` thread blocks; or only compile the kernel for that.
 
     Both sides must be reachable from it and aligned to 16 bytes; `run` is what is contiguous: the
     heads of one half of a block.
@@ -114,7 +116,9 @@ def copy_rows(
     tile = min(_TILE_WORDS, _power_of_2(words))
     tiles = -(-words // tile)
     chunks = num_layers * num_blocks * halves * tiles
-    jit.copy_rows[(min(chunks, ctas),)](
+    grid = (min(chunks, ctas),)
+    kernel = partial(jit.copy_rows.warmup, grid=grid) if only_compile else jit.copy_rows[grid]
+    kernel(
         source.address,
         target.address,
         source.pages,
@@ -131,6 +135,28 @@ def copy_rows(
         WORDS=tile,
         num_warps=_WARPS,
     )
+
+
+def compile_copies(shape: PoolShape, base: int, device: torch.device, *, staged: bool) -> None:
+    """Compile what copies between pools of this kind, or between one and staging buffers, may need:
+    a kernel for each number of heads that a peer of 1, 2, 4 ... ranks takes. A compiler in the
+    middle of a message would take longer than the message may."""
+    pages = torch.zeros(1, dtype=torch.int32, device=device)
+    pool = pool_rows(base, shape, first_layer=0, first_head=0, pages=pages)
+    heads = shape.num_heads
+    while heads:
+        dense = dense_rows(base, num_blocks=1, num_heads=heads, page=shape.page)
+        for source, target in [(pool, dense), (dense, pool)] if staged else [(pool, pool)]:
+            copy_rows(
+                source,
+                target,
+                num_layers=1,
+                num_blocks=1,
+                run=heads * shape.page,
+                ctas=1,
+                only_compile=True,
+            )
+        heads //= 2
 
 
 def _power_of_2(number: int) -> int:
