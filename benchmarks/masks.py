@@ -51,7 +51,6 @@ GRAMMARS = {
         kind=GrammarKind.REGEX, source=r"(\d{1,3}\.){3}\d{1,3}(, (\d{1,3}\.){3}\d{1,3})*"
     ),
 }
-END = 0
 
 
 def pick(matcher: Matcher, draw: random.Random) -> int:
@@ -61,15 +60,15 @@ def pick(matcher: Matcher, draw: random.Random) -> int:
     return int(draw.choice(np.flatnonzero(bits)))
 
 
-def steps_ms(compiler: Compiler, grammar: Grammar, sequences: int) -> list[float]:
+def steps_ms(compiler: Compiler, grammar: Grammar, sequences: int, end: int) -> list[float]:
     """The times of STEPS steps of so many sequences."""
     draws = [random.Random(seed) for seed in range(sequences)]
-    matchers = [compiler.start(grammar, ends=(END,)) for _ in draws]
+    matchers = [compiler.start(grammar, ends=(end,)) for _ in draws]
     times = []
     for _ in range(STEPS):
         tokens = [pick(m, draw) for m, draw in zip(matchers, draws, strict=True)]
-        for at in [at for at, token in enumerate(tokens) if token == END]:
-            matchers[at] = compiler.start(grammar, ends=(END,))
+        for at in [at for at, token in enumerate(tokens) if token == end]:
+            matchers[at] = compiler.start(grammar, ends=(end,))
             tokens[at] = pick(matchers[at], draws[at])
         start = time.perf_counter()
         for matcher, token in zip(matchers, tokens, strict=True):
@@ -94,7 +93,7 @@ def measure(folder: Path, vocab_size: int, threads: int, counts: list[int]) -> d
         first = 1e3 * (time.perf_counter() - start)
         rows = {}
         for count in counts:
-            times = steps_ms(compiler, grammar, count)
+            times = steps_ms(compiler, grammar, count, vocabulary.eos_token)
             rows[count] = {f"p{p}_ms": round(percentile(times, p), 3) for p in (50, 99)}
         figures["grammars"][name] = {"first_ms": round(first, 3), "step": rows}
     return figures

@@ -50,7 +50,7 @@ class Compiler:
         saying what is wrong with the grammar.
         """
         state = self._compiled(grammar).deep_copy()
-        matcher = Matcher(state, self._executor, ends=ends, vocab_size=self._vocabulary.vocab_size)
+        matcher = Matcher(state, self._executor, self._vocabulary, ends=ends)
         if output:
             matcher.take(output)
         compute_masks([matcher])

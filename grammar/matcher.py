@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:  # a worker of a model without a tokenizer runs without the library
-    from llguidance import LLExecutor, LLMatcher
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 
 class Matcher:
@@ -21,13 +21,19 @@ class Matcher:
     """
 
     def __init__(
-        self, state: LLMatcher, executor: LLExecutor, *, ends: Sequence[int], vocab_size: int
+        self,
+        state: LLMatcher,
+        executor: LLExecutor,
+        vocabulary: LLTokenizer,
+        *,
+        ends: Sequence[int],
     ) -> None:
         self.state = state
         self.executor = executor
         self.mask: bytes | None = None
         self.error = ""
-        self.vocab_size = vocab_size
+        self.vocab_size = vocabulary.vocab_size
+        self._own_end = vocabulary.eos_token
         self._ends = tuple(ends)
 
     def take(self, tokens: Sequence[int]) -> None:
@@ -44,10 +50,12 @@ class Matcher:
         return bits != 0
 
     def finish_mask(self, row: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
-        """Put the model's own ends into a freshly computed mask, and keep it."""
+        """Keep a freshly computed mask, with the model's ends instead of the library's own."""
         if self.state.is_error():
             self.error = self.state.get_error().split("\n", 1)[0]
             return
+        for token in (self._own_end, *self._ends):
+            row[token >> 3] &= 0xFF ^ (1 << (token & 7))
         if self.state.is_accepting():
             for token in self._ends:
                 row[token >> 3] |= 1 << (token & 7)

@@ -167,6 +167,19 @@ def test_the_end_of_a_grammar_allows_the_models_ends_and_nothing_else(compiler):
     assert not matcher.leaves_any([0, 2])
 
 
+@pytest.mark.parametrize("ends", [(2,), (7,), (3, 9)])
+def test_only_the_models_own_ends_are_allowed(compiler, ends):
+    """Whatever token the library has been told ends a text, and whatever that token is."""
+    matcher = compiler.start(regex("a*"), ends=ends)
+    a = compiler._vocabulary.tokenize_str("a")
+    for _ in range(3):
+        assert {i for i in range(12) if i in ids_of(matcher.mask)} == set(ends)
+        matcher.take(a)
+        compute_masks([matcher])
+    finished = compiler.start(regex("a"), ends=ends, output=a)
+    assert ids_of(finished.mask) == sorted(ends)
+
+
 def test_tokens_outside_the_grammar_are_an_error_of_that_output_alone(compiler):
     good, bad = (compiler.start(regex("aa*"), ends=ENDS) for _ in range(2))
     a, b = (compiler._vocabulary.tokenize_str(text) for text in "ab")

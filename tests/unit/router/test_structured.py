@@ -11,8 +11,10 @@ from openai import AsyncOpenAI, BadRequestError
 from pydantic import BaseModel
 
 from protocol.grammar import Grammar, GrammarKind
+from protocol.ids import Role
 from router.structured import parse_structured
-from tests.support.router_doors import Doors, letters
+from tests.support.router_doors import Doors, MakeDoors, letters, until
+from tests.support.stub_workers import StubFleet
 from tests.support.wire_requests import to_message
 
 HI = [{"role": "user", "content": "hi"}]
@@ -135,3 +137,20 @@ async def test_a_refused_grammar_reaches_no_worker_and_holds_up_nobody(doors: Do
         await asyncio.sleep(0.005)
     assert [task.result() for task in running] == [200] * 6 + [400] * 4
     assert sum(len(worker.submitted) for worker in doors.fleet.workers) == 6
+
+
+async def test_a_lost_output_is_taken_up_under_the_same_grammar(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    bad = await fleet.add(Role.DECODE, fail_after=3)
+    async with make_doors(fleet) as doors:
+        body = {"prompt": "hello", "max_tokens": 6, "guided_regex": "[a-z]+"}
+        running = asyncio.create_task(doors.post("/v1/completions", body))
+        await until(lambda: bad.submitted)
+        good = await fleet.add(Role.DECODE)
+        doors.router.set_workers(fleet.refs)
+        assert (await running)[0] == 200
+    first, second = bad.submitted[0], good.submitted[0]
+    assert (len(second.output_ids), second.key.attempt) == (3, 1)
+    assert second.grammar == first.grammar
+    assert second.grammar is not None
