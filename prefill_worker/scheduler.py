@@ -376,11 +376,10 @@ class PrefillScheduler:
         return len(self._entries)
 
     def _runnable(self) -> list[Entry]:
-        """Prompts with chunks to launch: not those whose token 1 is being sampled."""
-        states = (State.GRANTED, State.RUNNING)
-        return [
-            e for e in self._entries.values() if e.state in states and not e.sequence.num_pending
-        ]
+        """Prompts with chunks to launch: not those whose token 1 is being sampled, or whose end is
+        in flight because they are only scored."""
+        running = (e for e in self._entries.values() if e.state in (State.GRANTED, State.RUNNING))
+        return [e for e in running if not e.sequence.num_pending and e.sequence.num_runnable]
 
     def _count(self, *states: State) -> int:
         return sum(e.state in states for e in self._entries.values())

@@ -43,6 +43,11 @@ class Delta:
     prompt_scores: list[Score] | None = None
     calls: Sequence[CallDelta] = ()
 
+    @property
+    def num_scores(self) -> int:
+        """Tokens with log-probabilities in it."""
+        return len(self.scores or ()) + len(self.prompt_scores or ())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestText:

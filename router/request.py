@@ -98,6 +98,11 @@ class GenerateRequest:
         return max((count for count in shown if count is not None), default=None)
 
     @property
+    def scored(self) -> bool:
+        """Whether the answer has log-probabilities of any kind."""
+        return self.logprobs is not None or self.prompt_logprobs is not None
+
+    @property
     def num_sequences(self) -> int:
         """Sequences that workers will run for it."""
         return self.n * max(1, len(self.prompts))

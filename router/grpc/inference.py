@@ -15,6 +15,7 @@ from router.grpc import convert
 from router.grpc.errors import abort
 from router.grpc.metadata import trace_of
 from router.keys import Caller
+from router.large import off_loop
 from router.request import GenerateRequest, parse_request
 from router.service import Door, InferenceService
 
@@ -113,7 +114,8 @@ class InferenceServicer:
             for delta in deltas:
                 choice = convert.choice_message(delta, token_ids=token_ids)
                 if delta.scores is not None or delta.prompt_scores is not None:
-                    convert.add_logprobs(choice, delta, request, generation.pieces)
+                    add = partial(convert.add_logprobs, choice, delta, request, generation.pieces)
+                    await off_loop(add, size=delta.num_scores)
                 if request.return_token_ids and delta.index not in opened:
                     opened.add(delta.index)
                     choice.prompt_token_ids.extend(generation.prompts[delta.index])

@@ -21,6 +21,7 @@ from protocol.errors import BatonError, Internal, InvalidRequest, NotFound, Unav
 from router.access import Access
 from router.generation import Generation
 from router.keys import Caller
+from router.large import off_loop
 from router.model import ModelInfo
 from router.openai.answers import JSON_TYPE, Answer, cancelled_when_gone
 from router.openai.body import read_object
@@ -113,12 +114,14 @@ class _Paths:
                 # The status line waits for the first token: earlier failures keep their own.
                 if not answer.started:
                     await answer.begin_stream(headers)
-                await answer.part(writer.events(deltas))
+                size = sum(delta.num_scores for delta in deltas) if request.scored else 0
+                await answer.part(await off_loop(partial(writer.events, deltas), size=size))
             return partial(answer.part, writer.last(), last=True)
         collector = Collector(request, generation, model=model)
         async for deltas in generation:
             collector.add(deltas)
-        return partial(answer.whole, 200, collector.body(), [JSON_TYPE, *headers])
+        body = await off_loop(collector.body, size=collector.num_scores)
+        return partial(answer.whole, 200, body, [JSON_TYPE, *headers])
 
     # --- the rest ---------------------------------------------------------------------------------
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from protocol.states import FinishReason
 from router.choice import Delta
 from router.generation import Generation, Usage
+from router.large import encode as _encode
+from router.large import encode_in_pieces
 from router.openai.calls import calls_json, delta_json
 from router.openai.logprobs import logprobs_json, prompt_logprobs_json
 from router.request import GenerateRequest, RequestKind
 
 DONE = b"data: [DONE]\n\n"
-
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class ChunkWriter:
@@ -82,10 +81,10 @@ class ChunkWriter:
         )
 
     def _scored_event(self, delta: Delta, text: str, extra: str) -> str:
-        logprobs = _encode(logprobs_json(self._request, self._pieces, [delta]))
+        logprobs = encode_in_pieces(logprobs_json(self._request, self._pieces, [delta]))
         prompt, end = prompt_logprobs_json(self._request, self._pieces, delta), ""
         if prompt is not None:
-            field = f',"prompt_logprobs":{_encode(prompt)}'
+            field = f',"prompt_logprobs":{encode_in_pieces(prompt)}'
             extra, end = (extra, field) if self._first is not None else (extra + field, "")
         return self._event(delta.index, text, _finish(delta.finish), extra, logprobs, end)
 
@@ -106,11 +105,13 @@ class Collector:
         self._model = model
         count = len(generation.prompts)
         self._deltas: list[list[Delta]] = [[] for _ in range(count)]
+        self.num_scores = 0
 
     def add(self, deltas: Sequence[Delta]) -> None:
         """Take deltas in order."""
         for delta in deltas:
             self._deltas[delta.index].append(delta)
+            self.num_scores += delta.num_scores
 
     def body(self) -> bytes:
         """The response, once every choice has finished."""
@@ -121,7 +122,7 @@ class Collector:
             rest["prompt_logprobs"] = self._prompt_logprobs(self._deltas[0])
         if self._request.timeline:
             rest["timeline"] = self._generation.timeline().to_json()
-        return (head + _encode(rest)[1:]).encode()
+        return (head + encode_in_pieces(rest)[1:]).encode()
 
     def _choice(self, index: int, deltas: Sequence[Delta]) -> dict[str, Any]:
         text = "".join(delta.text for delta in deltas)

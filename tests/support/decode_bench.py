@@ -9,7 +9,7 @@ from decode_worker.entry import State
 from decode_worker.scheduler import DecodeScheduler
 from engine.batch import StepBatch
 from protocol.ids import RequestKey, Role, WorkerRef
-from protocol.messages import FailEvent, Submit, TokenEvent
+from protocol.messages import FailEvent, ScoreEvent, Submit, TokenEvent
 from protocol.sampling import SamplingParams
 from tests.support.blocks import FINGERPRINT, WatchedBlocks
 from tests.support.paged import LateSteps, PagedTokens, next_token
@@ -71,6 +71,7 @@ class Bench:
         self.num_sent = 0
         self.tokens: dict[RequestKey, list[TokenEvent]] = {}
         self.failures: list[FailEvent] = []
+        self.scores: list[ScoreEvent] = []
         self.out = Output()
 
     def tell(self, command: object) -> None:
@@ -108,6 +109,7 @@ class Bench:
             for event in step.tokens:
                 self.tokens.setdefault(event.key, []).append(event)
             self.failures.extend(step.failures)
+            self.scores += step.scores
             self.prompts |= {event.key: event.num_cached_tokens for event in step.prompts}
         self.reserves = [*getattr(self, "reserves", []), *self.out.reserves]
         self.ends = [*getattr(self, "ends", []), *self.out.ends]

@@ -15,6 +15,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from engine.batch import SequenceStep, StepBatch, StepResult
+from protocol.logprobs import TokenLogprobs
 
 
 def next_token(context: Sequence[int], seed: int, vocab: int = 1000) -> int:
@@ -60,7 +61,14 @@ class PagedTokens:
                 assert slot not in written, "two sequences write one slot in one step"
                 written.add(slot)
                 self.slots[slot[0]][slot[1]] = token
-        return StepResult(tokens=tuple(self._sample(step) for step in batch.sequences))
+        return StepResult(
+            tokens=tuple(self._sample(step) for step in batch.sequences),
+            target_logprobs={
+                index: tuple(TokenLogprobs(logprob=-float(t), rank=1) for t in step.targets)
+                for index, step in enumerate(batch.sequences)
+                if step.targets
+            },
+        )
 
     def _slot(self, step: SequenceStep, position: int) -> tuple[int, int]:
         return step.block_ids[position // self.block_size], position % self.block_size

@@ -9,6 +9,7 @@ import pytest
 from decode_worker.commands import BlocksSafe, Committed, HandoffEnded
 from protocol.errors import ErrorCode, HandoffFailed
 from protocol.ids import RequestKey
+from protocol.messages import Submit
 from protocol.sampling import SamplingParams
 from protocol.states import FinishReason
 from protocol.timeline import Phase
@@ -299,3 +300,42 @@ def test_timeline_names_the_phases_of_a_remote_request() -> None:
     assert set(spans) == {Phase.CREDIT_WAIT, Phase.DECODE_QUEUE, Phase.DECODE}
     assert spans[Phase.DECODE].counts["steps"] == 3
     assert all(span.start <= span.end and span.place == "d0" for span in spans.values())
+
+
+def scoring(name: str, prompt: list[int], *, max_tokens: int, remote: bool = False) -> Submit:
+    submit = make_submit(name, prompt, max_tokens=max_tokens, remote=remote)
+    return replace(submit, sampling=replace(submit.sampling, prompt_logprobs=0))
+
+
+@pytest.mark.parametrize("max_tokens", [0, 5])
+@pytest.mark.parametrize("length", [1, 8, 27])
+def test_a_prompt_that_is_prefilled_here_is_scored(length: int, max_tokens: int) -> None:
+    bench = Bench(depth=2)
+    prompt = list(range(50, 50 + length))
+    key = bench.submit(scoring("a", prompt, max_tokens=max_tokens))
+    bench.finish()
+    found = [(e.start + i, -s.logprob) for e in bench.scores for i, s in enumerate(e.logprobs)]
+    assert found == list(enumerate(prompt))[1:]
+    assert bench.scores[-1].finish is (None if max_tokens else FinishReason.LENGTH)
+    assert len(bench.tokens.get(key, ())) == max_tokens
+    assert bench.idle()
+
+
+def test_a_prompt_that_fills_the_pool_is_scored() -> None:
+    bench = Bench(num_blocks=3)
+    bench.submit(scoring("a", [1] * 12, max_tokens=0))
+    bench.finish()
+    assert bench.scores[-1].finish is FinishReason.LENGTH
+    assert bench.idle()
+
+
+def test_prompts_scored_elsewhere_or_before_a_preemption_are_not_scored_again() -> None:
+    bench = Bench(num_blocks=8)
+    keys = [bench.submit(scoring(f"q{i}", [i] * 5, max_tokens=20, remote=i < 2)) for i in range(5)]
+    bench.finish()
+    assert bench.scheduler.num_preemptions > 0
+    for i, key in enumerate(keys):
+        starts = [e.start + n for e in bench.scores if e.key == key for n in range(len(e.logprobs))]
+        assert starts == ([] if i < 2 else [1, 2, 3, 4])
+        assert bench.output(key) == expected_output([i] * 5, 0, 20)[i < 2 :]
+    assert bench.idle()

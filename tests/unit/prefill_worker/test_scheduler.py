@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +20,7 @@ from prefill_worker.commands import (
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.errors import ErrorCode, HandoffFailed
 from protocol.ids import RequestKey, Role, WorkerRef
-from protocol.messages import FailEvent, SpanEvent, Submit, TokenEvent
+from protocol.messages import FailEvent, ScoreEvent, SpanEvent, Submit, TokenEvent
 from protocol.sampling import SamplingParams
 from protocol.states import FinishReason
 from protocol.timeline import Phase
@@ -79,6 +79,7 @@ class Bench:
         )
         self.tokens: list[TokenEvent] = []
         self.failures: list[FailEvent] = []
+        self.scores: list[ScoreEvent] = []
         self.spans: list[SpanEvent] = []
         self.prompts: dict[RequestKey, int] = {}
         self.arrived: dict[RequestKey, dict[int, list[int]]] = {}
@@ -96,6 +97,7 @@ class Bench:
         for step in self.out.events.values():
             self.tokens += step.tokens
             self.failures += step.failures
+            self.scores += step.scores
             self.spans += step.spans
             self.prompts |= {event.key: event.num_cached_tokens for event in step.prompts}
         for handoff in self.out.handoffs:
@@ -440,3 +442,33 @@ def test_blocks_of_a_handoff_that_ends_in_flight_outlive_the_step() -> None:
     assert bench.blocks.num_held == 0
     assert [p.first_block for p in bench.pushes] == [0, 2]
     assert not bench.turn()
+
+
+@pytest.mark.parametrize("max_tokens", [0, 5])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("length", [1, 4, 8, 9, 27])
+def test_a_prompt_is_scored_once_and_before_token_one(
+    length: int, depth: int, max_tokens: int
+) -> None:
+    bench = Bench(depth=depth)
+    prompt = list(range(50, 50 + length))
+    submit = make_submit("a", prompt, max_tokens=max_tokens)
+    submit = replace(submit, sampling=replace(submit.sampling, prompt_logprobs=0))
+    bench.tell(Submitted(submit=submit))
+    bench.grant(submit)
+    while bench.turn():
+        assert not bench.tokens or len(prompt) == 1 + sum(len(e.logprobs) for e in bench.scores)
+    found = [(e.start + i, entry) for e in bench.scores for i, entry in enumerate(e.logprobs)]
+    assert [(at, -entry.logprob) for at, entry in found] == list(enumerate(prompt))[1:]
+    assert [e.finish for e in bench.scores[:-1]] == [None] * (len(bench.scores) - 1)
+    if max_tokens:
+        assert bench.scores[-1].finish is None
+        assert len(bench.tokens) == len(bench.commits) == 1
+        return
+    assert bench.scores[-1].finish is FinishReason.LENGTH
+    assert bench.scores[-1].spans
+    assert bench.tokens == bench.pushes == bench.commits == [], "decode has nothing to do"
+    assert [end.released for end in bench.ends] == [True]
+    bench.tell(HandoffEnded(key=submit.key, error=None))
+    assert bench.scheduler.num_unfinished == 0
+    assert bench.blocks.num_held == 0

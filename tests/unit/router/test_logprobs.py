@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from openai import AsyncOpenAI
 
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
-from tests.support.router_doors import Doors, MakeDoors, letters, until
+from router.large import encode, encode_in_pieces
+from tests.support.router_doors import Doors, MakeDoors, letters, open_doors, until
 from tests.support.stub_workers import StubFleet
+from tests.support.tiny_text import write_model_text
 from tests.support.wire_requests import to_message
 
 TEXT = "Hi 🙂 there, friend"
@@ -233,3 +238,30 @@ async def test_special_tokens_and_stop_strings_can_be_kept(doors: Doors) -> None
         "/v1/completions", {"prompt": [1, *letters("9")], "max_tokens": 0, "echo": True}
     )
     assert (status, answer["choices"][0]["text"]) == (200, "9")
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+)
+
+
+@given(JSON_VALUES, st.sampled_from([1, 300]))
+def test_a_large_answer_is_the_same_in_pieces(value: object, times: int) -> None:
+    answer = {"choices": [{"logprobs": [value] * times, "x": value}]}
+    assert encode_in_pieces(answer) == encode(answer)
+
+
+async def test_a_large_answer_is_whole_and_a_larger_one_refused(
+    fleet: StubFleet, tmp_path: Path
+) -> None:
+    await fleet.add(Role.DECODE, num_blocks=4096, max_model_len=32768)
+    async with open_doors(fleet, write_model_text(tmp_path, context=32768)) as doors:
+        ids = [30 + i % 200 for i in range(12_000)]
+        body = {"prompt": ids, "max_tokens": 0, "echo": True, "logprobs": 20}
+        status, answer = await doors.post("/v1/completions", body)
+        assert status == 200, answer
+        assert len(answer["choices"][0]["logprobs"]["top_logprobs"]) == 12_000
+        assert len(answer["choices"][0]["logprobs"]["top_logprobs"][-1]) == 20
+        status, answer = await doors.post("/v1/completions", body | {"n": 2})
+        assert (status, answer["error"]["param"]) == (400, "echo")
