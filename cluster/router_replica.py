@@ -33,6 +33,8 @@ class RouterReplica:
 
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
         configure_logging()
+        # One text at a time, in threads of ours: the tokenizer's own would only take cores.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._config = config
         self._directory = find_directory()
         self._state = WorkerState.STARTING

@@ -112,7 +112,7 @@ def as_object(value: object, param: str) -> dict[str, Any]:
 
 def token_ids(values: list[Any], param: str) -> tuple[int, ...]:
     """An array of integers, as a tuple. Whether they are in the vocabulary is checked later."""
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise wrong_type(param, "an array of integers", value)
+    if not set(map(type, values)) <= {int}:
+        wrong = next(value for value in values if type(value) is not int)
+        raise wrong_type(param, "an array of integers", wrong)
     return tuple(values)

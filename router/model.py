@@ -36,7 +36,7 @@ class ModelInfo:
 
 
 class ServedModel:
-    """One model under its names. Tokenising runs in threads; the tokenizer lets go of the GIL."""
+    """One model under its names. Tokenising runs in threads, without the interpreter's lock."""
 
     def __init__(self, config: RouterConfig) -> None:
         self.name = config.model_name

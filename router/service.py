@@ -27,7 +27,7 @@ from router.generation import Generation
 from router.keys import ANYONE, Caller
 from router.messages import parse_messages
 from router.model import ModelInfo, ServedModel
-from router.prepare import Limits, base_sampling, check_ids, make_jobs
+from router.prepare import Limits, base_sampling, check_ids, make_jobs, too_long
 from router.relay import PlacedSpan, Relay
 from router.request import GenerateRequest
 from router.spans import traced
@@ -247,6 +247,8 @@ class InferenceService:
         )
         for prompt in request.prompts:
             if isinstance(prompt, tuple):
+                if len(prompt) > limits.total:  # before anything looks at each of them
+                    raise too_long(f"the prompt has {len(prompt)} tokens", limits, param="prompt")
                 check_ids(prompt, limits, param="prompt")
         grammar = await self._model.forms.grammar(request)
         start = self.clock()

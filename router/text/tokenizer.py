@@ -80,7 +80,9 @@ class ModelText:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """The ids of a text; by default with what the tokenizer adds (often a BOS)."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        # Only the batch calls let go of the interpreter while they run; this one skips offsets too.
+        batch = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return tuple(batch[0].ids)
 
     def encode_chat(
         self,
@@ -117,7 +119,7 @@ class ModelText:
     ) -> PromptText:
         """A prompt as it can be shown again: as it came, or decoded if it came as ids."""
         if isinstance(prompt, str):
-            places = self._tokenizer.encode(prompt).offsets
+            places = self._tokenizer.encode_batch([prompt])[0].offsets
             return PromptText(text=prompt, offsets=tuple(start for start, _ in places))
         detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
         text, offsets = "", []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import AsyncIterator
 
 import grpc
@@ -101,6 +102,16 @@ async def test_the_limits_can_be_raised(fleet: StubFleet, make_doors: MakeDoors)
         status, answer = await send(doors, 50 * MB)
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
         assert (await call(doors, 50 * MB))[0] is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_tokenising_lets_other_threads_run(text: ModelText) -> None:
+    work = threading.Thread(target=text.encode, args=(text_of(400_000),))
+    rounds = 0
+    work.start()
+    while work.is_alive():
+        time.sleep(0.0005)  # returns with the interpreter's lock, which encoding must not hold
+        rounds += 1
+    assert rounds > 10
 
 
 async def test_health_and_streams_go_on_while_a_prompt_is_tokenised(
