@@ -34,11 +34,15 @@ class Penalties:
     @staticmethod
     def build(steps: Sequence[SequenceStep], *, pinned: bool = False) -> Penalties | None:
         """Of one sampled sequence a row; None without any. `pinned`: for a copy to a GPU."""
-        rows = [(row, step, step.sampling) for row, step in enumerate(steps) if step.sampling]
+        rows = [
+            (row, step, params)
+            for row, step in enumerate(steps)
+            if (params := step.sampling) and (step.seen or params.logit_bias)
+        ]
+        if not rows:
+            return None
         biases = [(row, *pair) for row, _, params in rows for pair in params.logit_bias]
         seen = [(row, step, params) for row, step, params in rows if step.seen]
-        if not biases and not seen:
-            return None
         bias = torch.tensor(biases, dtype=torch.float64).reshape(len(biases), 3).t()
         owners = torch.tensor([row for row, _, _ in seen], dtype=torch.int64)
         factors = torch.tensor(
