@@ -281,6 +281,27 @@ async def test_loss_of_prefill_fails_its_requests_as_retriable(model: str) -> No
         pair.prefills.clear()
 
 
+@pytest.mark.parametrize("told", ["prefill", "decode"])
+async def test_peers_that_left_the_cluster_lose_their_handoffs_at_once(
+    pair: Pair, oracle: Oracle, told: str
+) -> None:
+    """The other side may live on: it does no harm, and later hand-offs go through."""
+    long = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
+    key = await pair.router.submit(prompt_of(400), long, pair.decode_refs[0], pair.prefill_refs[0])
+    await asyncio.sleep(0.02)
+    if told == "prefill":
+        pair.prefills[0].peers_left(frozenset({pair.decode_refs[0].epoch}))
+    else:
+        pair.decodes[0].peers_left(frozenset({pair.prefill_refs[0].epoch}))
+    answer = await pair.router.answer(key, timeout_s=5)
+    assert answer.failures[0].retriable
+    assert answer.failures[0].error.code is ErrorCode.HANDOFF_FAILED
+    await pair.router.cancel(key, *pair.decode_refs, *pair.prefill_refs)
+    await pair.idle()
+    prompt = prompt_of(30)
+    assert (await pair.generate(prompt, GREEDY)).ids() == oracle.greedy(prompt, 12)
+
+
 def test_model_folder_must_exist(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"config\.json"):
         LocalEngine(EngineConfig(model_path=str(tmp_path / "absent")))
