@@ -19,8 +19,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from http import HTTPStatus
 from pathlib import Path
 
 import uvloop
@@ -67,13 +68,15 @@ class Figures:
     gap_seen_ms: dict[str, float]
     tokens: int
     failures: tuple[str, ...]
+    num_refused: int = 0
+    refused_ms: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """Running processes: the router's id and doors, and the stub workers' own words."""
+    """Running processes: those that tokens pass through, the doors, the stub workers' own words."""
 
-    router_pid: int
+    pids: tuple[int, ...]
     http: str
     grpc: str
     workers: str
@@ -93,9 +96,11 @@ def stack(options: argparse.Namespace, gap_s: float) -> Iterator[Stack]:
     common = ["--model-path", str(options.model_path)]
     with _process("stub_worker", *common, "--gap-ms", str(gap_s * 1000)) as (_, workers):
         extra = ["--profile", options.profile] if options.profile else []
-        extra += ["--max-requests", str(max(1024, options.streams))]
-        with _process("stub_router", *common, "--workers", workers, *extra) as (pid, doors):
-            yield Stack(router_pid=pid, workers=workers, **json.loads(doors))
+        extra += ["--max-requests", str(options.many)]
+        router = "stub_serve" if options.serve else "stub_router"
+        with _process(router, *common, "--workers", workers, *extra) as (pid, doors):
+            facts = {"pids": (pid,)} | json.loads(doors)
+            yield Stack(workers=workers, **facts)
 
 
 @contextmanager
@@ -114,16 +119,24 @@ def _process(module: str, *arguments: str) -> Iterator[tuple[int, str]]:
         process.stdin.close()
 
 
-async def measure(stack: Stack, way: str, load: Load, options: argparse.Namespace) -> Figures:
-    """Run a load one way."""
+async def measure(
+    stack: Stack,
+    way: str,
+    load: Load,
+    options: argparse.Namespace,
+    started: asyncio.Event | None = None,
+) -> Figures:
+    """Run a load one way; `started` is set once the clients are warm and begin."""
     client = stack.client(way, options)
     await client.open()
     try:
         await asyncio.gather(*(client.ask(4) for _ in range(load.streams)))  # connections, caches
-        cpu, own, began = _cpu_s(stack.router_pid), time.process_time(), time.perf_counter()
+        cpu, own, began = _cpu_s(stack.pids), time.process_time(), time.perf_counter()
+        if started is not None:
+            started.set()
         answers = await _clients(client, load)
         wall = time.perf_counter() - began
-        cpu, own = _cpu_s(stack.router_pid) - cpu, time.process_time() - own
+        cpu, own = _cpu_s(stack.pids) - cpu, time.process_time() - own
     finally:
         await client.close()
     streams = [client.read(answer, load.tokens) for answer in answers]
@@ -170,10 +183,10 @@ def _milliseconds(seconds: Sequence[float]) -> dict[str, float]:
     return {f"p{p}": percentile(ordered, p) * 1000 for p in (50, 90, 99)}
 
 
-def _cpu_s(pid: int) -> float:
-    """Processor seconds of a process so far, user and system."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICK
+def _cpu_s(pids: Sequence[int]) -> float:
+    """Processor seconds of processes so far, user and system."""
+    stats = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids)
+    return sum(int(fields[11]) + int(fields[12]) for fields in stats) / _TICK
 
 
 # --- the runs -------------------------------------------------------------------------------------
@@ -209,8 +222,36 @@ def rate_runs(options: argparse.Namespace) -> list[Figures]:
     return found
 
 
+def many_runs(options: argparse.Namespace) -> list[Figures]:
+    """As many streams at once as the router may have, and requests beyond that meanwhile."""
+    load = Load(streams=options.many, tokens=10, requests=1, gap_s=1.0)
+    found = []
+    for way in options.ways:
+        with stack(options, load.gap_s) as running:
+            found.append(uvloop.run(_many(running, way, load, options)))
+        print(_line(found[-1]), flush=True)
+    return found
+
+
+async def _many(running: Stack, way: str, load: Load, options: argparse.Namespace) -> Figures:
+    started = asyncio.Event()
+    run = asyncio.create_task(measure(running, way, load, options, started))
+    await started.wait()
+    await asyncio.sleep(4.0)  # all of them have begun, none has ended
+    refused, door = [], HttpDoor(f"http://{running.http}")
+    for _ in range(20):
+        answer = await door.ask(4)
+        if answer.status == HTTPStatus.TOO_MANY_REQUESTS:
+            refused.append(answer.ended - answer.sent)
+        await asyncio.sleep(0.1)
+    await door.close()
+    return replace(await run, refused_ms=_milliseconds(refused), num_refused=len(refused))
+
+
 def _line(figures: Figures) -> str:
     failed = f", failed {len(figures.failures)}: {figures.failures[0]}" if figures.failures else ""
+    if figures.num_refused:
+        failed += f"; {figures.num_refused} of 20 beyond: 429 in {_times(figures.refused_ms)} ms"
     return (
         f"{figures.way:6} {figures.streams} streams, a token each {figures.gap_ms:.2f} ms:"
         f" offered {figures.offered:.0f}, delivered {figures.rate:.0f} tok/s;"
@@ -251,7 +292,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seconds", type=float, default=4.0, help="of a run at one rate")
     made.add_argument("--ways", type=lambda text: text.split(","), default=["sse", "grpc"])
     made.add_argument("--grpc-channels", type=int, default=4, help="connections of the load")
-    made.add_argument("--only", choices=("pace", "rates"), default="")
+    made.add_argument("--only", choices=("pace", "rates", "many"), default="")
+    made.add_argument("--many", type=int, default=2000, help="streams at once, of a token a second")
+    made.add_argument("--serve", action="store_true", help="the router behind Ray Serve's proxies")
     made.add_argument("--profile", default="", help="file for a profile of the router")
     made.add_argument("--theme", default="", help="write results/front_door/<theme>.json")
     return made
@@ -266,10 +309,12 @@ def main() -> None:
     options = parser().parse_args()
     options.model_path = find_model(options.model)
     figures: list[Figures] = []
-    if options.only != "rates":
+    if options.only in ("", "pace"):
         figures += pace_runs(options)
-    if options.only != "pace":
+    if options.only in ("", "rates"):
         figures += rate_runs(options)
+    if options.only in ("", "many") and not options.serve:
+        figures += many_runs(options)
     if options.theme:
         print(write(options, figures))
 

@@ -12,6 +12,7 @@ GREEDY_TEMPERATURE = 1e-4
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1024
+MAX_STOP_TOKEN_IDS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +102,9 @@ class SamplingParams:
                 _require_between(count, name, 0, MAX_LOGPROBS)
         self._validate_lengths()
         _require(
-            len(self.stop_token_ids) <= 64,
+            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
             "stop_token_ids",
-            f"at most 64 ids, got {len(self.stop_token_ids)}",
+            f"at most {MAX_STOP_TOKEN_IDS} ids, got {len(self.stop_token_ids)}",
         )
         for token in self.stop_token_ids:
             _require_known(token, "stop_token_ids", vocab_size)

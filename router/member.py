@@ -40,6 +40,8 @@ log = get_logger(__name__)
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 1.0
 _CANCEL_TRIES = 3
+#: Tokens of a batch that are handed out before the event loop does anything else.
+_TOKENS_AT_ONCE = 64
 
 
 class EventSink(Protocol):
@@ -310,9 +312,9 @@ class Member:
         ):
             async for batch in batches:
                 silence.heard()
-                self._take(batch)
+                await self._take(batch)
 
-    def _take(self, batch: EventBatch) -> None:
+    async def _take(self, batch: EventBatch) -> None:
         if batch.epoch != self.ref.epoch:
             raise StaleMessage(f"epoch is {batch.epoch}, expected {self.ref.epoch}")
         self.load = batch.load
@@ -323,17 +325,17 @@ class Member:
             self._on_change(self)
         if batch.cache is not None:
             self.prefix.take(batch.cache)
-        self._hand_out(batch)
+        await self._hand_out(batch)
 
-    def _hand_out(self, batch: EventBatch) -> None:
-        """Each event to whoever waits for it, if anybody still does."""
-        role, sinks = self.ref.role, self._sinks
+    async def _hand_out(self, batch: EventBatch) -> None:
+        """Each event to whoever waits for it, if anybody still does. Of a large batch, those who
+        have their token write it before the next ones get theirs, and new requests come between."""
         self._hand_out_prompts(batch)
-        for token in batch.tokens:
-            sink = sinks.get(token.key)
-            if sink is not None:
-                self.reservations.settle(token.key)
-                sink.on_token(token, role)
+        for start in range(0, len(batch.tokens), _TOKENS_AT_ONCE):
+            if start:
+                await asyncio.sleep(0)
+            self._hand_out_tokens(batch.tokens[start : start + _TOKENS_AT_ONCE])
+        sinks = self._sinks
         for spans in batch.spans:
             if spans.key in sinks:
                 sinks[spans.key].on_spans(spans)
@@ -341,6 +343,14 @@ class Member:
             if failure.key in sinks:
                 sinks[failure.key].on_fail(failure, self.ref)
         self._on_report()
+
+    def _hand_out_tokens(self, tokens: tuple[TokenEvent, ...]) -> None:
+        role, sinks = self.ref.role, self._sinks
+        for token in tokens:
+            sink = sinks.get(token.key)
+            if sink is not None:
+                self.reservations.settle(token.key)
+                sink.on_token(token, role)
 
     def _hand_out_prompts(self, batch: EventBatch) -> None:
         sinks = self._sinks

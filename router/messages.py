@@ -66,7 +66,8 @@ def _message(value: object, path: str) -> ChatMessage:
     for name, item in message.items():
         if name not in known and item is not None and item != []:
             raise Unsupported(f"{path}.{name} is not supported", param=f"{path}.{name}")
-    calls = message.get("tool_calls") or []
+    calls = message.get("tool_calls")
+    calls = [] if calls is None else read.as_array(calls, f"{path}.tool_calls")
     author, call_id = message.get("name"), message.get("tool_call_id")
     if role is ChatRole.TOOL and call_id is None:
         raise InvalidRequest(f"{path}.tool_call_id is required", param=f"{path}.tool_call_id")
@@ -75,8 +76,7 @@ def _message(value: object, path: str) -> ChatMessage:
         content=_content(message.get("content"), f"{path}.content", optional=bool(calls)),
         name=None if author is None else read.as_text(author, f"{path}.name"),
         tool_calls=tuple(
-            _tool_call(call, f"{path}.tool_calls[{i}]")
-            for i, call in enumerate(read.as_array(calls, f"{path}.tool_calls"))
+            _tool_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(calls)
         ),
         tool_call_id=None if call_id is None else read.as_text(call_id, f"{path}.tool_call_id"),
     )

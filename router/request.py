@@ -78,6 +78,7 @@ class GenerateRequest:
     include_stop_str_in_output: bool = False
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
     user: str | None = None
     cache_salt: str = ""
     priority: int = 0
@@ -126,12 +127,18 @@ _SERVED = {
 }
 
 
+def served_fields(kind: RequestKind) -> frozenset[str]:
+    """The names of the fields that have a meaning in a request of this kind."""
+    return _SERVED[kind]
+
+
 def parse_request(kind: RequestKind, fields: Fields) -> GenerateRequest:
     """The request in `fields`. Raises InvalidRequest naming the first wrong field."""
     check_fields(fields, _SERVED[kind])
     chat = kind is RequestKind.CHAT
     max_tokens, max_tokens_param = _max_tokens(fields)
     stream = read.boolean(fields, "stream") or False
+    include_usage, continuous_usage = _stream_options(fields, stream=stream)
     return GenerateRequest(
         kind=kind,
         model=read.text(fields, "model"),
@@ -159,7 +166,8 @@ def parse_request(kind: RequestKind, fields: Fields) -> GenerateRequest:
         skip_special_tokens=_or(read.boolean(fields, "skip_special_tokens"), True),
         include_stop_str_in_output=read.boolean(fields, "include_stop_str_in_output") or False,
         stream=stream,
-        include_usage=_include_usage(fields, stream=stream),
+        include_usage=include_usage,
+        continuous_usage=continuous_usage,
         user=read.text(fields, "user"),
         cache_salt=_cache_salt(fields),
         priority=_or(read.integer(fields, "priority"), 0),
@@ -260,24 +268,36 @@ def _stop_token_ids(fields: Fields) -> tuple[int, ...]:
     return read.token_ids(read.as_array(value, "stop_token_ids"), "stop_token_ids")
 
 
-def _include_usage(fields: Fields, *, stream: bool) -> bool:
+def _stream_options(fields: Fields, *, stream: bool) -> tuple[bool, bool]:
+    """Whether usage is wanted at the end, and in every chunk."""
     value = fields.get("stream_options")
     if value is None:
-        return False
+        return False, False
     options = read.as_object(value, "stream_options")
     if not stream:
         raise InvalidRequest("stream_options needs stream: true", param="stream_options")
     for name, item in options.items():
+        if name in ("include_usage", "continuous_usage_stats") or item is None:
+            continue
         # Padding against traffic analysis; false is what happens.
-        neutral = name in ("include_obfuscation", "continuous_usage_stats") and not item
-        if name != "include_usage" and item is not None and not neutral:
+        if name != "include_obfuscation" or item:
             raise Unsupported(
                 f"stream_options.{name} is not supported", param=f"stream_options.{name}"
             )
-    usage = options.get("include_usage")
-    if usage is not None and not isinstance(usage, bool):
-        raise read.wrong_type("stream_options.include_usage", "a boolean", usage)
-    return usage or False
+    usage, always = (_option(options, name) for name in ("include_usage", "continuous_usage_stats"))
+    if always and not usage:
+        raise InvalidRequest(
+            "stream_options.continuous_usage_stats needs include_usage: true",
+            param="stream_options.continuous_usage_stats",
+        )
+    return usage, always
+
+
+def _option(options: Fields, name: str) -> bool:
+    value = options.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise read.wrong_type(f"stream_options.{name}", "a boolean", value)
+    return value or False
 
 
 def _cache_salt(fields: Fields) -> str:

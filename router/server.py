@@ -247,6 +247,7 @@ class Router:
             access=self._access,
             metrics_text=self.metrics_text,
             max_body_bytes=config.max_body_bytes,
+            model=self._model,
         )
         self._http = HttpServer(
             app,

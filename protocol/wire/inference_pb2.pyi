@@ -67,10 +67,12 @@ class PromptBatch(_message.Message):
     def __init__(self, prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ...) -> None: ...
 
 class StreamOptions(_message.Message):
-    __slots__ = ("include_usage",)
+    __slots__ = ("include_usage", "continuous_usage_stats")
     INCLUDE_USAGE_FIELD_NUMBER: _ClassVar[int]
+    CONTINUOUS_USAGE_STATS_FIELD_NUMBER: _ClassVar[int]
     include_usage: bool
-    def __init__(self, include_usage: _Optional[bool] = ...) -> None: ...
+    continuous_usage_stats: bool
+    def __init__(self, include_usage: _Optional[bool] = ..., continuous_usage_stats: _Optional[bool] = ...) -> None: ...
 
 class ResponseFormat(_message.Message):
     __slots__ = ("type", "json_schema")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -110,6 +111,7 @@ class InferenceServicer:
         whole = _Whole(len(generation.prompts))
         message = self._first(generation)
         opened: set[int] = set()
+        num_tokens = 0
         async for deltas in generation:
             for delta in deltas:
                 choice = convert.choice_message(delta, token_ids=token_ids)
@@ -123,6 +125,10 @@ class InferenceServicer:
                     whole.add(choice)
                     continue
                 message.choices.append(choice)
+                num_tokens += len(delta.token_ids)
+                if request.continuous_usage:
+                    so_far = replace(generation.usage, completion_tokens=num_tokens)
+                    message.usage.CopyFrom(convert.usage_message(so_far))
                 await context.write(message)
                 message = pb.GenerateResponse()
         message.choices.extend(whole.choices())

@@ -26,6 +26,9 @@ _Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 _Method = Callable[..., Awaitable[Any]]
 log = get_logger(__name__)
 
+#: Calls that have arrived and whose handler has not begun.
+_MAX_PENDING = 1 << 20
+
 INFERENCE = "baton.v1.Inference"
 ADMIN = "baton.v1.Admin"
 
@@ -54,6 +57,9 @@ class GrpcServer:
             # Clients that keep connections alive with pings are welcome.
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            # Beyond these, gRPC itself cancels calls at random; refusing is for our own bounds.
+            ("grpc.server.max_pending_requests", _MAX_PENDING),
+            ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
         ]
         self._health = health.aio.HealthServicer()
         self._services = [INFERENCE] if admin is None else [INFERENCE, ADMIN]

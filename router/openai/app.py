@@ -22,10 +22,11 @@ from router.access import Access
 from router.generation import Generation
 from router.keys import Caller
 from router.large import off_loop
-from router.model import ModelInfo
+from router.model import ModelInfo, ServedModel
 from router.openai.answers import JSON_TYPE, Answer, cancelled_when_gone
 from router.openai.body import read_object
 from router.openai.chunks import ChunkWriter, Collector
+from router.openai.document import openapi_document
 from router.openai.errors import error_body, error_headers, error_status
 from router.openai.guard import Guard, caller_of, trace_of
 from router.request import GenerateRequest, RequestKind, parse_request
@@ -41,9 +42,21 @@ def make_app(
     access: Access,
     metrics_text: Callable[[], Awaitable[bytes]],
     max_body_bytes: int,
+    model: ServedModel,
 ) -> ASGIApp:
-    """The ASGI application. `metrics_text` renders /metrics."""
+    """The ASGI application. `metrics_text` renders /metrics; `model` is what /openapi.json is
+    about."""
     door = _Paths(service, metrics_text, max_body_bytes)
+    document = openapi_document(
+        version=_version(),
+        names=sorted(model.names),
+        context=model.context,
+        vocab_size=model.vocab_size,
+    )
+
+    async def serve_document(_: Request) -> Response:
+        return _json(document)
+
     routes = [
         Route("/v1/chat/completions", door.generate(RequestKind.CHAT), methods=["POST"]),
         Route("/v1/completions", door.generate(RequestKind.COMPLETION), methods=["POST"]),
@@ -55,6 +68,7 @@ def make_app(
         Route("/ready", door.ready, methods=["GET"]),
         Route("/metrics", door.metrics, methods=["GET"]),
         Route("/version", door.version, methods=["GET"]),
+        Route("/openapi.json", serve_document, methods=["GET"]),
     ]
     handlers: dict[Any, Any] = {HTTPException: _http_exception, Exception: _exception}
     return Guard(Starlette(routes=routes, exception_handlers=handlers), access)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from protocol.states import FinishReason
@@ -35,12 +36,15 @@ class ChunkWriter:
         content = "null" if self._tools else '""'  # a text may never come
         self._first = f',"delta":{{"role":"assistant","content":{content}}}' if chat else None
         self._include_usage = request.include_usage
+        self._continuous_usage = request.continuous_usage
+        self._num_tokens = 0
         self._timeline = request.timeline
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
         """One event for each delta; a chat choice opens with its role."""
         out: list[str] = []
         for delta in deltas:
+            self._num_tokens += len(delta.token_ids)
             extra = self._extra(delta) if self._token_ids else ""
             if self._first is not None and delta.index not in self._started:
                 out.append(self._event(delta.index, self._first, "null", ""))
@@ -75,9 +79,13 @@ class ChunkWriter:
         logprobs: str = "null",
         end: str = "",
     ) -> str:
+        usage = self._usage_null
+        if self._continuous_usage:
+            so_far = replace(self._generation.usage, completion_tokens=self._num_tokens)
+            usage = f',"usage":{_encode(usage_json(so_far))}'
         return (
             f'data: {self._head}"choices":[{{"index":{index}{content},"logprobs":{logprobs},'
-            f'"finish_reason":{finish}{extra}}}]{self._usage_null}{end}}}\n\n'
+            f'"finish_reason":{finish}{extra}}}]{usage}{end}}}\n\n'
         )
 
     def _scored_event(self, delta: Delta, text: str, extra: str) -> str:

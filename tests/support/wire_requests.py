@@ -21,7 +21,7 @@ def to_message(fields: dict[str, Any]) -> pb.GenerateRequest:
         elif name == "stop" and isinstance(value, str):
             request.stop.append(value)
         elif name == "stream_options":
-            request.stream_options.include_usage = value["include_usage"]
+            ParseDict(value, request.stream_options)
         elif isinstance(value, list):
             getattr(request, name).extend(value)
         elif name in ("response_format", "structured_outputs"):

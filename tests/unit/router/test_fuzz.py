@@ -7,7 +7,9 @@ import random
 from collections import Counter
 from typing import Any
 
+import pytest
 from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
 from grpc import aio
 
 from protocol.wire import inference_pb2 as pb
@@ -83,16 +85,39 @@ async def test_random_json(doors: Doors) -> None:
     await until(lambda: doors.router.num_requests == 0)
 
 
-def random_message(rng: random.Random) -> pb.GenerateRequest:
-    """A good request with up to three scalar fields made odd."""
-    request = pb.GenerateRequest(prompt="hello", max_tokens=3)
-    scalars = [f for f in pb.GenerateRequest.DESCRIPTOR.fields if f.message_type is None]
-    for field in rng.sample(scalars, rng.randint(0, 3)):
-        value = rng.choice(ODD_SCALARS[field.type])
+def make_odd(message: Message, field: FieldDescriptor, rng: random.Random, value: Any) -> None:
+    """Set one field of any kind to `value` (a scalar), or to something random inside."""
+    if field.message_type is None:
         if field.is_repeated:
-            getattr(request, field.name).append(value)
+            getattr(message, field.name).extend([value] * rng.randint(1, 3))
         else:
-            setattr(request, field.name, value)
+            setattr(message, field.name, value)
+    elif field.message_type.GetOptions().map_entry:
+        keys = ODD_SCALARS[field.message_type.fields_by_name["key"].type]
+        getattr(message, field.name)[rng.choice(keys)] = value
+    else:
+        inside = getattr(message, field.name)
+        inner = inside.add() if field.is_repeated else inside
+        inner.SetInParent()
+        fields = inner.DESCRIPTOR.fields
+        for chosen in rng.sample(list(fields), rng.randint(0, len(fields))):
+            make_odd(inner, chosen, rng, rng.choice(values_of(chosen)))
+
+
+def values_of(field: FieldDescriptor) -> list[Any]:
+    """Odd scalars for a field, or as many Nones as there should be random insides."""
+    if field.message_type is None:
+        return ODD_SCALARS[field.type]
+    if field.message_type.GetOptions().map_entry:
+        return ODD_SCALARS[field.message_type.fields_by_name["value"].type]
+    return [None] * 8
+
+
+def random_message(rng: random.Random) -> pb.GenerateRequest:
+    """A good request with up to three fields made odd."""
+    request = pb.GenerateRequest(prompt="hello", max_tokens=3)
+    for field in rng.sample(list(pb.GenerateRequest.DESCRIPTOR.fields), rng.randint(0, 3)):
+        make_odd(request, field, rng, rng.choice(values_of(field)))
     return request
 
 
@@ -117,3 +142,38 @@ async def test_random_messages(doors: Doors) -> None:
         codes[code] += 1
     assert min(codes["OK"], codes["INVALID_ARGUMENT"]) > 30
     await until(lambda: doors.router.num_requests == 0)
+
+
+GOOD: list[Message] = [
+    pb.GenerateRequest(prompt="hello", max_tokens=3),
+    pb.TokenizeRequest(prompt="hello"),
+    pb.DetokenizeRequest(tokens=[5]),
+    pb.ListModelsRequest(),
+]
+
+
+@pytest.mark.parametrize("good", GOOD, ids=lambda good: good.DESCRIPTOR.name)
+async def test_every_field_of_every_request_made_odd(doors: Doors, good: Message) -> None:
+    rng = random.Random(13)
+    name = good.DESCRIPTOR.name.removesuffix("Request")
+    for field in good.DESCRIPTOR.fields:
+        for value in values_of(field):
+            request = type(good)()
+            request.CopyFrom(good)
+            make_odd(request, field, rng, value)
+            code = await (outcome if name == "Generate" else unary_outcome)(doors, request)
+            expected = {"OK", "INVALID_ARGUMENT", "NOT_FOUND"}
+            if field.name == "timeout":
+                expected.add("DEADLINE_EXCEEDED")
+            assert code in expected, f"{code}: {request}"
+    await until(lambda: doors.router.num_requests == 0)
+
+
+async def unary_outcome(doors: Doors, request: Message) -> str:
+    """The name of the status that a call of the method of this request ends in."""
+    method = getattr(doors.inference, request.DESCRIPTOR.name.removesuffix("Request"))
+    try:
+        await method(request, timeout=20)
+    except aio.AioRpcError as error:
+        return error.code().name
+    return "OK"

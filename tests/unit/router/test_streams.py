@@ -148,6 +148,24 @@ async def test_the_first_token_is_sent_before_the_second_is_made(
         assert (await call.read()).choices[0].text == "b"
 
 
+async def test_usage_in_every_chunk(doors: Doors) -> None:
+    say(doors, letters("abc"))
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": "hi", "max_tokens": 3, "stream": True, "stream_options": options}
+    async with doors.http.post(doors.url + "/v1/completions", json=body) as response:
+        *events, _, _ = (await response.text()).split("\n\n")
+    usages = [json.loads(event[6:])["usage"]["completion_tokens"] for event in events]
+    assert usages == [1, 2, 3, 3]
+    request = pb.GenerateRequest(
+        prompt="hi", max_tokens=3, stream_options=pb.StreamOptions(**options)
+    )
+    messages = [m async for m in doors.inference.Generate(request, timeout=20)]
+    assert [m.usage.completion_tokens for m in messages] == [1, 2, 3, 3]
+    alone = body | {"stream_options": {"continuous_usage_stats": True}}
+    status, answer = await doors.post("/v1/completions", alone)
+    assert (status, answer["error"]["param"]) == (400, "stream_options.continuous_usage_stats")
+
+
 STREAMS = 200
 
 
@@ -186,3 +204,21 @@ async def refused(doors: Doors) -> None:
     code, trailers = status_of(caught.value)
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert float(trailers["retry-after"]) > 0
+
+
+async def test_a_burst_of_calls_is_bounded_by_us_alone(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    """gRPC's own bound on calls that wait for a handler would cancel some at random."""
+    await fleet.add(Role.DECODE, script=lambda s: letters("hello"))
+
+    async def one(doors: Doors) -> grpc.StatusCode:
+        try:
+            await over_grpc(doors, stream=False, max_tokens=1)
+        except aio.AioRpcError as error:
+            return error.code()
+        return grpc.StatusCode.OK
+
+    async with make_doors(fleet, max_requests=1800) as doors:
+        codes = await asyncio.gather(*(one(doors) for _ in range(1800)))
+    assert set(codes) == {grpc.StatusCode.OK}

@@ -1,0 +1,105 @@
+"""The OpenAPI document is true: requests made from it, good and bad, get answers it describes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from http import HTTPStatus
+from pathlib import Path
+
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from protocol.ids import Role
+from router.openai.document import FIELDS, openapi_document
+from router.request import RequestKind, served_fields
+from tests.support.router_doors import open_doors
+from tests.support.stub_workers import StubFleet
+
+CHECKS = (
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+)
+OPERATIONS = [
+    (path, method)
+    for path, item in openapi_document(version="0", names=["tiny"], context=512, vocab_size=512)[
+        "paths"
+    ].items()
+    for method in item
+    if path != "/metrics"  # asks every worker each time
+]
+
+
+@pytest.fixture(scope="module")
+def url(model_folder: Path) -> Iterator[str]:
+    """A router over stub workers on a loop of its own, as schemathesis calls from outside one."""
+    found: list[str] = []
+    ready, loop = threading.Event(), asyncio.new_event_loop()
+    stop = asyncio.Event()
+
+    async def serve() -> None:
+        fleet = StubFleet()
+        for role in Role:
+            await fleet.add(role)
+        async with open_doors(fleet, model_folder, default_timeout_s=5.0) as doors:
+            found.append(doors.url)
+            ready.set()
+            await stop.wait()
+        await fleet.stop()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    assert ready.wait(20)
+    yield found[0]
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(20)
+    loop.close()
+
+
+@pytest.mark.parametrize("kind", RequestKind)
+def test_every_field_that_is_served_is_described(kind: RequestKind) -> None:
+    assert served_fields(kind) <= FIELDS.keys()
+
+
+@pytest.mark.parametrize("mode", ["positive", "negative"])
+@pytest.mark.parametrize(("path", "method"), OPERATIONS)
+def test_requests_made_from_it(url: str, path: str, method: str, mode: str) -> None:
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    operation = schema[path][method.upper()]
+    modes = {m.value: m for m in schemathesis.GenerationMode}
+    session, statuses = requests.Session(), Counter[int]()
+    if mode == "negative" and method == "get":
+        return  # nothing in it can be wrong
+
+    @settings(
+        max_examples=40 if method == "post" else 3,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=modes[mode]))
+    def check(case: schemathesis.Case) -> None:
+        response = case.call(session=session, timeout=20)
+        if response.status_code == HTTPStatus.GATEWAY_TIMEOUT and case.body.get("timeout"):
+            return  # as asked
+        case.validate_response(response, checks=list(CHECKS))
+        statuses[response.status_code] += 1
+
+    check()
+    if mode == "positive" and path != "/v1/models/{model}":
+        assert statuses[200]
