@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from engine.batch import StepBatch, StepResult
 from engine.cuda.runner import CudaRunner
-from engine.executor import PendingStep, warmup_batches
+from engine.cuda.warmup import warmup_steps
+from engine.executor import PendingStep
 from engine.ranks import RankGroup
 from protocol.kv_layout import KVFingerprint
 
@@ -44,8 +45,12 @@ class CudaExecutor:
         return self.launch(batch).wait()
 
     def warmup(self) -> None:
-        """A prompt chunk, then a decode."""
-        for batch in warmup_batches(self.layout.block_size, self.max_model_len):
+        """Have every kernel compiled that a step can need."""
+        for batch in warmup_steps(
+            block_size=self.layout.block_size,
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+        ):
             self.run(batch)
 
     def close(self) -> None:

@@ -22,6 +22,11 @@ from protocol.sampling import SamplingParams
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 _DEPTH = 4
 
+#: Vectors of a step begin at multiples of 16 bytes: kernels are compiled for aligned pointers, and
+#: would be compiled again for every other combination.
+ALIGNMENT = 4
+_PARTS = 11
+
 
 #: Chunks of at least this many tokens are worth an attention call of their own.
 DENSE_TOKENS = 1024
@@ -164,7 +169,7 @@ class ChunkUploader:
         *,
         dense: bool,
     ) -> None:
-        size = 5 * max_tokens + 6 * max_sequences + 2 + max_blocks
+        size = 5 * max_tokens + 6 * max_sequences + 2 + max_blocks + _PARTS * ALIGNMENT
         self._ring = StagingRing(size, _DEPTH, device)
         self._device = device
         self._dense = dense
@@ -227,15 +232,18 @@ class ChunkUploader:
 
     def _send(self, parts: list[Ints]) -> list[Tensor]:
         buffer, view, index = self._ring.take()
-        ends = list(accumulate(part.shape[0] for part in parts))
-        total = ends[-1]
+        begins = [0, *accumulate(-(-part.shape[0] // ALIGNMENT) * ALIGNMENT for part in parts)]
+        total = begins.pop()
         if total > view.shape[0]:
             raise Internal(f"a step of {total} numbers, at most {view.shape[0]}")
-        view[:total] = np.concatenate(parts)
+        for part, begin in zip(parts, begins, strict=True):
+            view[begin : begin + part.shape[0]] = part
         out = torch.empty(total, dtype=torch.int32, device=self._device)
         out.copy_(buffer[:total], non_blocking=True)
         self._ring.sent(index)
-        return [out[end - part.shape[0] : end] for part, end in zip(parts, ends, strict=True)]
+        return [
+            out[begin : begin + part.shape[0]] for part, begin in zip(parts, begins, strict=True)
+        ]
 
 
 def _places(steps: list[SequenceStep], tables: list[Ints], block_size: int) -> tuple[Ints, Ints]:

@@ -1,5 +1,7 @@
 """What the CUDA engine decides before anything touches a GPU."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from engine.cuda.memory import blocks_that_fit
 from engine.cuda.options import CudaOptions, graph_batches
 from engine.cuda.plan import LONG_CONTEXT, Limits, plan_step
 from engine.cuda.staging import StagingRing
+from engine.cuda.warmup import warmup_steps
 from engine.errors import ModelRefused, RankLost
 from engine.executor import build_executor
 from engine.kernels.sampling import noise_key
@@ -151,6 +154,43 @@ def test_chunks_are_packed_and_the_long_ones_set_apart(dense):
         assert rows.dense == ()
         assert rows.padding == 0
         assert packed.counts.tolist() == [5, 1030, 3]
+
+
+def test_every_vector_of_a_step_is_aligned():
+    """Kernels are compiled for aligned pointers; another alignment would cost a second of it."""
+    uploader = ChunkUploader(4096, 16, 400, CPU, dense=True)
+    rng = random.Random(3)
+    for _ in range(60):
+        steps = [
+            seq(rng.randint(2, 70), 16 * rng.randint(0, 2), rng.choice([None, SamplingParams()]))
+            for _ in range(rng.randint(1, 6))
+        ]
+        result = plan(*steps)
+        rows = uploader.upload(result.chunks, result.chunk_blocks, 16)
+        packed = rows.packed
+        vectors = [rows.tokens, rows.feed, rows.positions, rows.slots]
+        vectors += [packed.first_rows, packed.starts, packed.counts, packed.indptr, packed.blocks]
+        assert all(vector.data_ptr() % 16 == 0 for vector in vectors)
+        assert packed.counts.tolist() == [len(step.tokens) for step in result.chunks]
+        assert rows.positions.tolist() == [
+            step.start + i for step in result.chunks for i in range(len(step.tokens))
+        ]
+
+
+@pytest.mark.parametrize("max_model_len", [2, 30, 128])
+def test_what_is_run_before_serving_is_sound(max_model_len):
+    limits = Limits(
+        block_size=16,
+        num_blocks=1,
+        vocab_size=203,
+        max_model_len=max_model_len,
+        max_batch=4,
+        max_chunk_tokens=128,
+    )
+    batches = warmup_steps(block_size=16, max_model_len=max_model_len, vocab_size=203)
+    plans = [plan_step(batch, limits, []) for batch in batches]
+    assert {plan.filtered for plan in plans} == {True, False}
+    assert any(plan.decodes and plan.chunks for plan in plans) == (max_model_len > 2)
 
 
 def test_padding_counts_only_what_lies_past_the_step():

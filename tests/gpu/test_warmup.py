@@ -1,0 +1,50 @@
+"""After an engine's warm-up no step has to wait for a compiler."""
+
+import random
+
+import pytest
+import triton
+
+from engine.batch import StepBatch
+from engine.cuda.executor import CudaExecutor
+from protocol.sampling import SamplingParams
+from tests.support.cuda import GREEDY, NUM_BLOCKS, SEEDED, make_runner, mask, seq, tiny_config
+
+SAMPLINGS = (GREEDY, SEEDED, SamplingParams(temperature=1.0, seed=3), None)
+
+
+def random_batch(rng):
+    steps = []
+    budget = 128
+    for _ in range(rng.randint(1, 8)):
+        start = rng.randint(0, 40)
+        count = min(1 if rng.random() < 0.4 else rng.randint(1, 90), budget)
+        if count == 0:
+            break
+        budget -= count if count > 1 else 0
+        blocks = [rng.randrange(NUM_BLOCKS) for _ in range(-(-(start + count) // 16))]
+        sampling = rng.choice(SAMPLINGS if count > 1 else SAMPLINGS[:3])
+        allowed = mask(3, 50, 202) if sampling and rng.random() < 0.2 else None
+        tokens = [rng.randrange(203) for _ in range(count)]
+        steps.append(seq(tokens, start, blocks, sampling, allowed=allowed))
+    return StepBatch(sequences=tuple(steps))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nothing_is_compiled_while_serving(device, dtype, monkeypatch):
+    compiled = []
+
+    def note(**event):
+        compiled.append(event["repr"])
+
+    runner = make_runner(device, tiny_config(), dtype=dtype)
+    runner.start()
+    executor = CudaExecutor(runner, fingerprint=None)
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
+    executor.warmup()
+    assert compiled
+    compiled.clear()
+    rng = random.Random(11)
+    for _ in range(150):
+        executor.run(random_batch(rng))
+    assert compiled == []
