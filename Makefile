@@ -15,6 +15,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 SETUP = @$(or $(PYTHON),$(error Python 3.11 or newer is needed: set PYTHON=...)) scripts/setup_env.py $(VENV)
 PYTEST := $(RUN)/python -m pytest
+# Unit tests are spread over the cores, a file at a time; the others start processes of their own.
+SPREAD := -n auto --dist loadfile
 
 ##@ Run
 
@@ -38,11 +40,12 @@ model: env ## Fetch and convert $(MODEL), once
 
 .PHONY: test
 test: env-dev model ## Everything: unit, architecture, integration and cluster tests (about ten minutes)
-	$(PYTEST) tests/architecture tests/unit tests/integration tests/cluster tests/gpu $(ARGS)
+	$(PYTEST) tests/architecture tests/unit $(SPREAD) $(ARGS)
+	$(PYTEST) tests/integration tests/cluster tests/gpu $(ARGS)
 
 .PHONY: test-unit
 test-unit: env-dev ## Unit and architecture tests: no Ray, no model, under a minute
-	$(PYTEST) tests/unit tests/architecture -m "not slow" $(ARGS)
+	$(PYTEST) tests/unit tests/architecture -m "not slow" $(SPREAD) $(ARGS)
 
 .PHONY: test-integration
 test-integration: env-dev model ## Processes and the real model, no Ray
@@ -65,7 +68,7 @@ check: env-dev ## What must hold before a commit: format, lint, types, imports, 
 	$(RUN)/mypy
 	$(RUN)/lint-imports --no-logo
 	@$(MAKE) --no-print-directory proto-check
-	$(PYTEST) tests/unit tests/architecture -m "not slow" -q $(ARGS)
+	$(PYTEST) tests/unit tests/architecture -m "not slow" -q $(SPREAD) $(ARGS)
 
 .PHONY: fix
 fix: env-dev ## Format, and mend what the linter can mend
