@@ -130,7 +130,8 @@ def sampling_floor(
     tl.store(floors + index, floor)
 
 
-@triton.jit
+# Ranks keep their best values behind as many ids: how many rows there are moves them.
+@triton.jit(do_not_specialize_on_alignment=["values"])
 def sample_rows(
     logits,
     stride,
@@ -192,7 +193,7 @@ def sample_rows(
         tl.store(counters + index, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ROWS"])
 def pick_rank(gathered, tokens, ROWS, RANKS: tl.constexpr, RANKS_P: tl.constexpr):
     """tokens[r] = the id of the best of all ranks' candidates, the lowest rank's on a tie.
 
