@@ -12,11 +12,15 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+
+#: Seconds after which a thread that only delivers a message is gone again.
+_MOMENT_S = 0.0003
 
 
 def shared_folder() -> Path:
@@ -103,10 +107,9 @@ class SharedCores:
     def take(self) -> int:
         """A step is about to run: the threads it has from now on."""
         self.claim()
-        fair = self._num_cores // (1 + self._workers.others())
-        # Ours of the last step spin for a while, and are among those that run.
-        foreign = self._runnable() - max(1, self._num_threads)
-        num_threads = max(1, min(fair, self._num_cores - max(0, foreign)))
+        num_threads = max(1, self._num_cores // (1 + self._workers.others()))
+        if num_threads > 1:
+            num_threads = max(1, min(num_threads, self._num_cores - self._foreign_threads()))
         if num_threads != self._num_threads:
             torch.set_num_threads(num_threads)
             self._num_threads = num_threads
@@ -119,6 +122,18 @@ class SharedCores:
     def close(self) -> None:
         """No step will run any more."""
         self._workers.close()
+
+    def _foreign_threads(self) -> int:
+        """Threads of others that keep a core busy; one that just wakes for a moment does not count.
+        Ours of the last step spin for a while, and are among those that run."""
+        least = self._num_cores
+        for wait_s in (0.0, _MOMENT_S, _MOMENT_S):
+            if wait_s:
+                time.sleep(wait_s)
+            least = min(least, max(0, self._runnable() - max(1, self._num_threads)))
+            if least == 0:
+                break
+        return least
 
 
 def _runnable_threads() -> int:

@@ -57,6 +57,14 @@ def test_threads_of_others_are_left_a_core_each(tmp_path: Path) -> None:
     cores.close()
 
 
+def test_a_thread_that_wakes_for_a_moment_costs_no_core(tmp_path: Path) -> None:
+    counts = iter([3, 3, 1])
+    cores = SharedCores(tmp_path, 2, lambda: next(counts))
+    assert cores.take() == 2
+    assert next(counts, None) is None
+    cores.close()
+
+
 def test_idle_and_closed_workers_do_not_count(tmp_path: Path) -> None:
     me, idle, gone = (BusyWorkers(tmp_path) for _ in range(3))
     gone.begin()
