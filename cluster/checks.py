@@ -12,6 +12,7 @@ from engine.model.sharding import allowed_degrees
 from protocol.errors import BatonError, InvalidRequest
 from protocol.ids import Role
 from router.access import Access
+from router.text.chat import chosen_source
 from router.tls import Tls
 
 Bundle = Mapping[str, float]
@@ -137,6 +138,8 @@ def _check_files(config: ClusterConfig) -> None:
     try:
         Tls(settings.tls)
         Access(settings.api_keys_file, tiers=frozenset(settings.service_tiers))
+        if settings.chat_template:
+            chosen_source(settings.chat_template)
     except ValueError as error:
         name, _, fault = str(error).partition(" ")
         raise _refuse(f"router.settings.{name}", fault) from None

@@ -21,6 +21,14 @@ RESERVED = frozenset(
         *("BATON_TLS_CA", "BATON_TLS_CERT", "BATON_TLS_KEY"),
     }
 )
+#: Fields that name a file, which may be given relative to where the command runs.
+FILES = tuple(
+    f"router.settings.{name}"
+    for name in (
+        *("chat_template", "api_keys_file"),
+        *("tls.cert_file", "tls.key_file", "tls.client_ca_file"),
+    )
+)
 _CONTAINERS = ("dict", "tuple")
 
 
@@ -45,8 +53,20 @@ def load_config(
         if not equals or not where.strip():
             raise InvalidRequest(f"--set {override!r}: expected FIELD=VALUE", param="--set")
         _assign(tree, where.strip(), text.strip())
-    config = build(ClusterConfig, tree, derived=DERIVED)
+    config = build(ClusterConfig, _with_whole_paths(tree), derived=DERIVED)
     return Loaded(config=config, warnings=warnings)
+
+
+def _with_whole_paths(tree: dict[str, Any]) -> dict[str, Any]:
+    """The tree with the files of routers made absolute: routers run in another directory."""
+    for where in FILES:
+        *sections, name = where.split(".")
+        section: Any = tree
+        for key in sections:
+            section = section.get(key) if isinstance(section, dict) else None
+        if isinstance(section, dict) and isinstance(file := section.get(name), str) and file:
+            section[name] = str(Path(file).absolute())
+    return tree
 
 
 def env_name(path: str) -> str:

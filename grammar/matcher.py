@@ -10,6 +10,9 @@ import numpy as np
 if TYPE_CHECKING:  # a worker of a model without a tokenizer runs without the library
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
+#: Instead of the library's own name for it.
+_NOTHING_FITS = "no text has this form, or goes on from here, as when a rule only refers to itself"
+
 
 class Matcher:
     """A function of the grammar and the output tokens alone: taking the same tokens again, on any
@@ -52,7 +55,8 @@ class Matcher:
     def finish_mask(self, row: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
         """Keep a freshly computed mask, with the model's ends instead of the library's own."""
         if self.state.is_error():
-            self.error = self.state.get_error().split("\n", 1)[0]
+            error = self.state.get_error().split("\n", 1)[0]
+            self.error = _NOTHING_FITS if error == "NoExtensionBias" else error
             return
         for token in (self._own_end, *self._ends):
             row[token >> 3] &= 0xFF ^ (1 << (token & 7))

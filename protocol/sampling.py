@@ -89,7 +89,11 @@ class SamplingParams:
         _require_between(self.top_p, "top_p", 0, 1)
         _require(self.top_p > 0, "top_p", f"must be in (0, 1], got {self.top_p}")
         _require_between(self.min_p, "min_p", 0, 1)
-        _require(0 <= self.top_k < 2**31, "top_k", f"must be 0 (off) or positive, got {self.top_k}")
+        _require(
+            0 <= self.top_k < 2**31,
+            "top_k",
+            f"must be between 0 (off) and 2^31 - 1, got {self.top_k}",
+        )
         _require(
             0 <= self.seed <= MAX_SEED, "seed", f"must be between 0 and 2^63 - 1, got {self.seed}"
         )
@@ -104,7 +108,7 @@ class SamplingParams:
         _require(
             len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
             "stop_token_ids",
-            f"at most {MAX_STOP_TOKEN_IDS} ids, got {len(self.stop_token_ids)}",
+            f"may have at most {MAX_STOP_TOKEN_IDS} ids, got {len(self.stop_token_ids)}",
         )
         for token in self.stop_token_ids:
             _require_known(token, "stop_token_ids", vocab_size)
@@ -125,7 +129,9 @@ class SamplingParams:
     def _validate_logit_bias(self, vocab_size: int) -> None:
         count = len(self.logit_bias)
         _require(
-            count <= MAX_LOGIT_BIASES, "logit_bias", f"at most {MAX_LOGIT_BIASES} ids, got {count}"
+            count <= MAX_LOGIT_BIASES,
+            "logit_bias",
+            f"may have at most {MAX_LOGIT_BIASES} ids, got {count}",
         )
         _require(
             len({token for token, _ in self.logit_bias}) == count,

@@ -54,7 +54,8 @@ class OutputForms:
             return None
         names = {tool.name for tool in tools.callable_tools}
         several = tools.parallel and tools.choice is not ToolChoice.NAMED
-        return CallParser(form, names, several=several)
+        forced = tools.choice is not ToolChoice.AUTO
+        return CallParser(form, names, several=several, forced=forced)
 
     def close(self) -> None:
         """End the thread."""

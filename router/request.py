@@ -248,7 +248,9 @@ def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
 def _stops(value: object) -> tuple[str, ...]:
     if value is None:
         return ()
-    items = [value] if isinstance(value, str) else read.as_array(value, "stop")
+    if not isinstance(value, str | list):
+        raise read.wrong_type("stop", "a string or an array of strings", value)
+    items = [value] if isinstance(value, str) else value
     if len(items) > MAX_STOPS:
         raise InvalidRequest(f"stop: at most {MAX_STOPS} strings, got {len(items)}", param="stop")
     stops = tuple(read.as_text(item, "stop") for item in items)

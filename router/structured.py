@@ -125,6 +125,8 @@ def _json(schema: object, param: str) -> StructuredOutput:
     """A JSON Schema, as an object or as its text."""
     if isinstance(schema, str):
         source = read.as_text(schema, param)
+        if source.strip()[:1] not in ("{", ""):
+            raise InvalidRequest(f"{param} must be the text of a JSON Schema object", param=param)
     elif isinstance(schema, Mapping):
         source = schema_text(schema, param)
     else:

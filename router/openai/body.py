@@ -33,7 +33,9 @@ def parse_object(body: bytes) -> dict[str, Any]:
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
     except ValueError as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+        # Without Python's advice on how to allow longer numbers.
+        fault = str(error).partition("; use sys.")[0]
+        raise InvalidRequest(f"the body is not valid JSON: {fault}") from None
     return as_object(value, "body")
 
 

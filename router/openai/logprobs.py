@@ -19,7 +19,8 @@ def logprobs_json(
         return None
     scores = [score for delta in deltas for score in _shown(request, delta)]
     if request.kind is RequestKind.CHAT:
-        return {"content": [_chat_entry(s, request.logprobs, pieces) for s in scores if s.logprobs]}
+        shown = [_chat_entry(s, request.logprobs, pieces) for s in scores if s.logprobs]
+        return {"content": shown, "refusal": None}
     return {
         "tokens": [pieces[score.token].text for score in scores],
         "token_logprobs": [score.logprobs and score.logprobs.logprob for score in scores],

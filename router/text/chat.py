@@ -48,14 +48,32 @@ class ChatTemplates:
         return self.tool_format
 
 
+def chosen_source(file: str) -> str:
+    """The template in the file that the configuration names. Raises ValueError, naming the field,
+    when it cannot be read or does not parse."""
+    try:
+        source = Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"chat_template {file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"chat_template {file}: is not UTF-8") from None
+    try:
+        ChatTemplate(source, {})
+    except ValueError as error:
+        raise ValueError(f"chat_template {file}: {error}") from None
+    return source
+
+
 def load_templates(
     folder: Path, settings: Mapping[str, Any], *, chosen: str, tool_format: str
 ) -> ChatTemplates:
     """The templates in `folder`, or the file `chosen`; `tool_format` instead of what the template
-    looks like. Raises ValueError when one does not parse."""
-    file = Path(chosen) if chosen else folder / "chat_template.jinja"
+    looks like. Raises ValueError when one cannot be read or does not parse."""
+    file = folder / "chat_template.jinja"
     source: Any = settings.get("chat_template")
-    if chosen or file.is_file():
+    if chosen:
+        source = chosen_source(chosen)
+    elif file.is_file():
         source = file.read_text(encoding="utf-8")
     named = {"default": source}
     if isinstance(source, list):  # variants by name

@@ -55,6 +55,7 @@ class TextStream:
 
     def _without_calls(self, text: str, parser: CallParser) -> str:
         text, self.calls = parser.push(text, last=self.finish is not None)
-        if self.finish is FinishReason.STOP and parser.num_calls:
+        # A stop string can cut a call short: then its arguments are no JSON, and nobody may run it.
+        if self.finish is FinishReason.STOP and parser.num_calls and not parser.in_arguments:
             self.finish = FinishReason.TOOL_CALLS
         return text

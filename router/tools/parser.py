@@ -51,7 +51,9 @@ class CallParser:
     """Reads one output. `num_calls` says how many calls it has; white space before them and after
     the last is dropped.
 
-    With `several` false what follows the first call is dropped, too. `make_id` makes ids.
+    With `several` false what follows the first call is dropped, too. With `forced` the output is
+    nothing but calls, so one that was cut short before its arguments is dropped. `make_id` makes
+    ids.
     """
 
     def __init__(
@@ -60,12 +62,14 @@ class CallParser:
         names: Collection[str],
         *,
         several: bool = True,
+        forced: bool = False,
         make_id: Callable[[ToolFormat], str] | None = None,
     ) -> None:
         self.num_calls = 0
         self._form = form
         self._names = names
         self._several = several
+        self._forced = forced
         self._make_id = make_id or call_id
         self._state = _State.START if form is ToolFormat.LLAMA else _State.TEXT
         self._buffer = ""
@@ -86,6 +90,11 @@ class CallParser:
             _State.DONE: lambda: False,
         }
 
+    @property
+    def in_arguments(self) -> bool:
+        """Whether the arguments of the last call are not complete yet."""
+        return self._state is _State.ARGUMENTS
+
     def push(self, text: str, *, last: bool) -> tuple[str, list[CallDelta]]:
         """The text, and the parts of calls, that are certain once `text` has come; `last`: all."""
         self._buffer += text
@@ -98,7 +107,9 @@ class CallParser:
         return shown, calls
 
     def _finish(self) -> None:
-        if self._state is _State.CALL:
+        if self._forced:
+            self._space = ""
+        elif self._state is _State.CALL:
             self._say(self._opening + self._buffer)
         elif self._state in (_State.START, _State.TEXT):
             self._say(self._buffer)

@@ -106,6 +106,10 @@ def _tool(value: object, path: str) -> Tool:
         described["description"] = read.as_text(function["description"], f"{path}.description")
     parameters = function.get("parameters")
     schema = _NOTHING if parameters is None else read.as_object(parameters, f"{path}.parameters")
+    if schema.get("type", "object") != "object":
+        raise InvalidRequest(
+            f"{path}.parameters.type must be 'object'", param=f"{path}.parameters.type"
+        )
     if not _TYPED & schema.keys():
         schema = {"type": "object", **schema}
     return Tool(

@@ -308,3 +308,31 @@ def test_every_derived_field_exists() -> None:
     for (cls, name), source in DERIVED.items():
         assert name in {f.name for f in dataclasses.fields(cls)}
         assert source in paths or f"prefill{source}" in paths
+
+
+def test_files_of_routers_are_found_from_where_the_command_runs(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = load(
+        base,
+        "router.settings.chat_template=chat.jinja",
+        "router.settings.tls={cert_file: a.crt, key_file: /etc/a.key}",
+    ).router.settings
+    assert settings.chat_template == str(tmp_path / "chat.jinja")
+    assert settings.tls.cert_file == str(tmp_path / "a.crt")
+    assert settings.tls.key_file == "/etc/a.key"
+    assert settings.api_keys_file == ""
+
+
+@pytest.mark.parametrize("source", [None, "{% if %}"])
+def test_a_chat_template_that_does_not_load_is_refused_before_the_start(
+    base: Path, model_path: Path, tmp_path: Path, source: str | None
+) -> None:
+    file = tmp_path / "chat.jinja"
+    if source is not None:
+        file.write_text(source)
+    config = load(base, f"router.settings.chat_template={file}")
+    with pytest.raises(InvalidRequest) as error:
+        check_config(config, model_path)
+    assert error.value.param == "router.settings.chat_template"

@@ -224,6 +224,11 @@ def test_a_wrong_grammar_is_refused_with_and_without_the_models_vocabulary(compi
             assert caught.value.message
 
 
+def test_a_form_that_no_text_has_is_refused_in_words(compiler):
+    with pytest.raises(InvalidRequest, match="no text has this form"):
+        compiler.start(schema({"$ref": "#"}))
+
+
 def test_the_byte_vocabulary_knows_the_special_tokens():
     small = Compiler(byte_vocabulary({0: "<|endoftext|>", 300: "[CALL]"}))
     small.start(Grammar(kind=GrammarKind.LARK, source='start: <[300]> "a" <|endoftext|>'))

@@ -72,6 +72,7 @@ CASES: list[tuple[dict[str, Any], ErrorCode, str]] = [
     ({"prompt": "hi", "n": 1000}, BAD, "n"),
     ({"prompt": "hi", "stop": ""}, BAD, "stop"),
     ({"prompt": "hi", "stop": ["x"] * 40}, BAD, "stop"),
+    ({"prompt": "hi", "guided_json": "[]"}, BAD, "guided_json"),
     ({"prompt": "hi", "stop_token_ids": [-1]}, BAD, "stop_token_ids"),
     ({"prompt": "hi", "stop_token_ids": [512]}, BAD, "stop_token_ids"),
     ({"prompt": "hi", "timeout": 0.0}, BAD, "timeout"),

@@ -97,7 +97,7 @@ async def test_a_stream_has_the_entries_of_the_whole_answer_and_each_with_its_te
     shown = "".join(p["delta"]["content"] if chat else p["text"] for p in parts)
     assert shown == text
     for name, entries in choice["logprobs"].items():
-        assert [entry for part in logprobs for entry in part[name]] == entries
+        assert [entry for part in logprobs for entry in part[name] or ()] == (entries or [])
     made = whole["usage"]["completion_tokens"]
     entries = choice["logprobs"]["content" if chat else "tokens"]
     assert len(entries) == made + (0 if chat else whole["usage"]["prompt_tokens"])

@@ -181,6 +181,22 @@ async def test_a_call_that_is_cut_short_says_so(tooled: Doors) -> None:
     assert choice["message"]["tool_calls"][0]["function"]["arguments"].startswith('{"city"')
 
 
+async def test_a_stop_string_inside_a_call_leaves_no_call_to_run(tooled: Doors) -> None:
+    say(tooled, TWO_CALLS)
+    for stop, finish, arguments in (
+        ("Bod", "stop", ['{"city": "']),
+        ("\n</tool_call>", "tool_calls", ['{"city": "Bodø 🙂"}']),
+    ):
+        body = {"messages": HI, "tools": [WEATHER, CLOCK], "stop": stop, "max_tokens": 400}
+        _, answer = await tooled.post("/v1/chat/completions", body)
+        choice = answer["choices"][0]
+        calls = choice["message"]["tool_calls"]
+        assert (choice["finish_reason"], [c["function"]["arguments"] for c in calls]) == (
+            finish,
+            arguments,
+        )
+
+
 def grpc_request(**fields: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(
         chat=pb.Chat(messages=[pb.Message(role="user", content="hi")]),

@@ -170,3 +170,16 @@ def test_ids_suit_the_templates():
     assert call_id(HERMES).startswith("call_")
     assert len(call_id(MISTRAL)) == 9
     assert call_id(MISTRAL).isalnum()
+
+
+@pytest.mark.parametrize(
+    ("form", "cut"),
+    [
+        (HERMES, f'{HERMES_CALL}\n<tool_call>\n{{"name": "add", "argum'),
+        (HERMES, f"{HERMES_CALL}\n<tool_c"),
+        (LLAMA, f'{{"name": "weather", "parameters": {OSLO}}}; {{"name": "ad'),
+    ],
+)
+def test_a_forced_call_that_is_cut_before_its_arguments_is_no_text(form, cut):
+    assert read(form, [cut], forced=True) == ("", [("weather", json.loads(OSLO))])
+    assert read(form, list(cut), forced=True) == ("", [("weather", json.loads(OSLO))])

@@ -71,6 +71,11 @@ WRONG: list[tuple[dict[str, Any], ErrorCode, str]] = [
     ({"tools": [NOW, WEATHER, NOW]}, BAD, "tools[2].function.name"),
     ({"tools": [function(description=1)]}, BAD, "tools[0].function.description"),
     ({"tools": [function(parameters="x")]}, BAD, "tools[0].function.parameters"),
+    (
+        {"tools": [function(parameters={"type": "string"})]},
+        BAD,
+        "tools[0].function.parameters.type",
+    ),
     ({"tools": [function(examples=[])]}, NOT_SERVED, "tools[0].function.examples"),
     ({"tool_choice": "required"}, BAD, "tool_choice"),
     ({"tool_choice": NAMED}, BAD, "tool_choice"),
