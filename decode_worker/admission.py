@@ -31,11 +31,14 @@ class Admission:
         self._blocks = blocks
         self._cache = cache
         self._watermark = int(config.watermark * blocks.num_blocks)
+        #: When a hand-off that waits for another has waited long enough, if one does.
+        self.look_at: float | None = None
 
     def admit(self, entries: Collection[Entry], now: float) -> list[Reserve]:
         """Let sequences run, or arrive: then their blocks are to be granted. Oldest first; one that
         does not fit is passed over, until it has waited `starvation_s`: then younger ones wait for
         it."""
+        self.look_at = None
         waiting = [e for e in entries if e.state in WAITING]
         if not waiting:
             return []
@@ -98,12 +101,16 @@ class Admission:
         """Whether a hand-off should wait for another that brings the same prompt from the same
         worker, which computes it once: then there is little left to send. Not for long, because
         that one may fail."""
-        return (
+        until = entry.sequence.arrival + self._config.starvation_s
+        follows = (
             bool(arriving)
             and entry.state is State.WAITING_ROOM
-            and now - entry.sequence.arrival <= self._config.starvation_s
+            and now < until
             and self._origin(entry.sequence) in arriving
         )
+        if follows:  # the other may be silent, and nothing else happen here
+            self.look_at = min(until, self.look_at or until)
+        return follows
 
     def _origin(self, sequence: Sequence) -> _Origin:
         peer = sequence.submit.peer

@@ -373,9 +373,12 @@ class DecodeScheduler:
         return self._flight.hold(now)
 
     def next_deadline(self) -> float | None:
-        """The earliest deadline among all requests."""
+        """The earliest deadline among all requests, or when admission has to be looked at again."""
         alive = (e for e in self._entries.values() if e.state is not State.ENDING)
-        return min((e.sequence.submit.deadline for e in alive), default=None)
+        times = [e.sequence.submit.deadline for e in alive]
+        if self._admission.look_at is not None:
+            times.append(self._admission.look_at)
+        return min(times, default=None)
 
     def cache_changes(self) -> dict[bytes, bool]:
         """Digests that have come to or gone from the prefix cache since the last call."""

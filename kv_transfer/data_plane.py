@@ -297,9 +297,11 @@ class DataPlane:
         buffer holds: the receiver has posted for it, and skipping it would set the two out of
         step."""
         assert not isinstance(link, BlockLink)
+        layers, heads = _ranges(order, part)
+        if order.after and self._store.marks is not None:  # rank 0 was asked; this may be another
+            self._store.marks.wait(order.after, layers[-1])
         with torch.inference_mode(), access.entered() as allowed:
             if allowed and not order.discard:
-                layers, heads = _ranges(order, part)
                 out = staging.view(self._store.dtype).view(*shape)
                 self._store.gather(order.blocks, layers, heads, out=out)
         checksum = self._checksum(staging, order, name)

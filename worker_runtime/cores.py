@@ -15,6 +15,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -42,10 +43,12 @@ class BusyWorkers:
         self._busy = False
 
     def begin(self) -> None:
-        """This worker has work."""
+        """This worker has work. While another looks, it is not said before the next call: that
+        process may be frozen."""
         if not self._busy:
-            fcntl.flock(self._file, fcntl.LOCK_EX)  # at most waits for another's look at it
-            self._busy = True
+            with suppress(BlockingIOError):
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._busy = True
 
     def end(self) -> None:
         """This worker waits for work."""

@@ -203,6 +203,8 @@ class Shell:
         return matcher
 
     def _check_open(self, submit: Submit) -> None:
+        if self._progress.broken is not None:
+            raise Unavailable(f"the engine of worker {self.ref.worker_id} broke")
         if self.state is not WorkerState.READY:
             raise Unavailable(f"worker {self.ref.worker_id} is {self.state}", retry_after_s=1.0)
         if not self.outlet.knows(submit.router_id):

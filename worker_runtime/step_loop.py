@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from engine.batch import StepBatch, StepResult
@@ -96,7 +95,6 @@ class StepLoop(Generic[C]):
         self.steps = 0
         self.last_step_end = clock()
         self.broken: Exception | None = None
-        self.on_broken: Callable[[Exception], None] | None = None
 
     def start(self) -> None:
         """Start the thread."""
@@ -120,15 +118,26 @@ class StepLoop(Generic[C]):
                 self._turn()
             while self._launched:
                 self._land()
-            if self._cores is not None:
-                self._cores.close()
         except Exception as error:
             log.exception("step loop ended")
             self.broken = error
+            self._fail_all(error)
+        finally:
+            if self._cores is not None:
+                self._cores.close()
+
+    def _fail_all(self, error: Exception) -> None:
+        """Until this worker is replaced, end at once whatever still comes in."""
+        if self._cores is not None:
+            self._cores.release()
+        while True:
+            for command in self._inbox.drain():
+                self._driver.handle(command, self._clock())
             self._driver.fail_all(error)
             self._driver.publish()
-            if self.on_broken is not None:
-                self.on_broken(error)
+            if self._inbox.closed:
+                return
+            self._inbox.wait(None)
 
     def _turn(self) -> None:
         """Take what has come, launch a step when it is time, and wait for one once `depth` are on

@@ -140,6 +140,22 @@ def test_those_that_wait_for_a_handoff_do_not_share_its_fate(how: str) -> None:
     assert bench.idle()
 
 
+def test_waiting_for_a_silent_handoff_ends_in_time_though_nothing_else_happens() -> None:
+    bench = Bench(config=replace(CONFIG, starvation_s=5.0))
+    bench.submit(make_submit("a", PROMPT, remote=True))
+    second = bench.submit(make_submit("b", PROMPT, remote=True))
+    bench.turn()
+    assert [r.key.request_id for r in bench.reserves] == ["a"]
+    wake = bench.scheduler.next_deadline()
+    assert wake == 105.0
+    bench.now = wake - 1.0
+    bench.turn()
+    assert bench.reserves[-1].key == second
+    assert bench.scheduler.next_deadline() == 1e9
+    bench.finish()
+    assert bench.idle()
+
+
 @pytest.mark.parametrize("crossing", [False, True])
 def test_nothing_of_a_handoff_that_failed_is_kept(crossing: bool) -> None:
     bench = Bench()

@@ -91,6 +91,24 @@ async def test_layers_leave_behind_the_step_and_the_commit_behind_them(ways):
         assert groups in ([], [(0, 3), (3, 1), (4, 1)])
 
 
+async def test_every_rank_waits_for_its_own_step(memory):
+    """Orders run in their order with steps, but a step's KV is there only later."""
+    kv = random_kv(LAYOUT, 5, seed=1)
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
+        first = await running(pair)
+        last = pair.prefill.pools[1].marks = Marks(LAYOUT)
+        pair.sender.commit(KEY, 3)
+        for rank, marks in enumerate((first, last)):
+            await asyncio.sleep(0.05)
+            assert pair.decode.events.commits == []
+            heads = slice(*LAYOUT.rank_heads[rank])
+            for layer in range(LAYOUT.num_layers):
+                pair.prefill.pools[rank].layers[layer][list(SOURCE)] = kv[layer, :, :, heads]
+            marks.write(LAYOUT.num_layers)
+        await pair.decode.events.wait(lambda e: e.is_over(KEY))
+        assert differing(pair.decode.pools, LAYOUT, DEST, kv) == []
+
+
 async def test_a_handoff_may_end_while_its_step_runs(ways):
     """Its source blocks are free only when nothing waits to read them any more."""
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=ways) as pair:

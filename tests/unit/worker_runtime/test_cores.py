@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -63,6 +64,18 @@ def test_a_thread_that_wakes_for_a_moment_costs_no_core(tmp_path: Path) -> None:
     assert cores.take() == 2
     assert next(counts, None) is None
     cores.close()
+
+
+def test_a_process_that_froze_while_it_looked_holds_up_nobody(tmp_path: Path) -> None:
+    worker, other = BusyWorkers(tmp_path), BusyWorkers(tmp_path)
+    with worker._path.open() as frozen:
+        fcntl.flock(frozen, fcntl.LOCK_SH)
+        worker.begin()
+        assert other.others() == 0
+    worker.begin()
+    assert other.others() == 1
+    worker.close()
+    other.close()
 
 
 def test_idle_and_closed_workers_do_not_count(tmp_path: Path) -> None:

@@ -365,6 +365,17 @@ class TestShell:
             await client.call(methods.SUBMIT, make_submit(), timeout_s=5)
         assert caught.value.param == "router_id"
 
+    async def test_refuses_once_the_engine_broke(
+        self, shell: Shell, client: ControlClient, progress: FakeProgress, accepted: list[Submit]
+    ) -> None:
+        shell.become(WorkerState.READY)
+        stream = await self.subscribe(client)
+        progress.broken = RuntimeError("boom")
+        with pytest.raises(Unavailable, match="broke"):
+            await client.call(methods.SUBMIT, make_submit(), timeout_s=5)
+        assert accepted == []
+        await stream.aclose()  # type: ignore[attr-defined]
+
     async def test_bounds_waiting_requests_even_between_snapshots(
         self, shell: Shell, client: ControlClient, accepted: list[Submit]
     ) -> None:

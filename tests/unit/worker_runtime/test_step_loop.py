@@ -119,6 +119,21 @@ def test_broken_engine_fails_everything_and_is_remembered(depth: int) -> None:
     assert driver.applied == ["apply 4"]
 
 
+def test_what_reaches_a_broken_engine_fails_too() -> None:
+    driver, inbox = CountingDriver(9), Inbox[int]()
+    loop = StepLoop(name="t", driver=driver, executor=EchoExecutor(), inbox=inbox, clock=time.time)
+    inbox.put(13)
+    loop.start()
+    assert driver.done.wait(5)
+    driver.failed = None
+    driver.done.clear()
+    inbox.put(4)
+    assert driver.done.wait(5)
+    assert driver.failed is loop.broken
+    assert (driver.todo, driver.applied) == ([4], [])
+    assert loop.stop()
+
+
 def test_stop_takes_in_what_is_on_its_way() -> None:
     started, go_on = threading.Event(), threading.Event()
 
