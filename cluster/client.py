@@ -138,6 +138,6 @@ def _typed(error: Any, address: str) -> BatonError:
         code = codes[0] if codes else ErrorCode.INTERNAL
     text = error.details() or status
     if status == "UNAVAILABLE" and "baton-error-code" not in trailers:
-        text = f"no router answers gRPC at {address} (if it wants TLS: --tls or --tls-ca)"
+        text = f"no router answers at {address} over gRPC (if it wants TLS: --tls or --tls-ca)"
     info = ErrorInfo(code=ErrorCode(code), message=text, param=trailers.get("baton-error-param"))
     return info.to_error()
