@@ -39,7 +39,7 @@ model: env ## Fetch and convert $(MODEL), once
 ##@ Test
 
 .PHONY: test
-test: env-dev model ## Everything: unit, architecture, integration and cluster tests (about ten minutes)
+test: env-dev model ## Everything: unit, architecture, integration and cluster tests (about a quarter of an hour)
 	$(PYTEST) tests/architecture tests/unit $(SPREAD) $(ARGS)
 	$(PYTEST) tests/integration tests/cluster tests/gpu $(ARGS)
 
