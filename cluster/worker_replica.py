@@ -173,4 +173,5 @@ async def _build(role: Role, config: ClusterConfig, name: str, secret: bytes) ->
 
 def _import_worker() -> None:
     """Read the modules that a worker is made of, which takes seconds of computing."""
+    import decode_worker.worker  # noqa: F401
     import prefill_worker.worker  # noqa: F401
