@@ -8,6 +8,7 @@ BatonError
 |-- Unauthenticated       no key, or a wrong one
 |-- PermissionDenied      a key without the right
 |-- PayloadTooLarge       body or message over the limit
+|-- UnsupportedEncoding   a body that is compressed in a way nobody here reads
 |-- Overloaded            a bound is reached: try later
 |-- Unavailable           no worker can serve this now: try later
 |-- DeadlineExceeded      the request's deadline passed
@@ -33,6 +34,7 @@ class ErrorCode(StrEnum):
     UNAUTHENTICATED = "unauthenticated"
     PERMISSION_DENIED = "permission_denied"
     PAYLOAD_TOO_LARGE = "payload_too_large"
+    UNSUPPORTED_ENCODING = "unsupported_encoding"
     OVERLOADED = "overloaded"
     UNAVAILABLE = "unavailable"
     DEADLINE_EXCEEDED = "deadline_exceeded"
@@ -121,6 +123,12 @@ class PayloadTooLarge(BatonError):
     code = ErrorCode.PAYLOAD_TOO_LARGE
 
 
+class UnsupportedEncoding(BatonError):
+    """A body is compressed in a way that is not read here."""
+
+    code = ErrorCode.UNSUPPORTED_ENCODING
+
+
 class Overloaded(BatonError):
     """A bound of queued work is reached; come back after `retry_after_s`."""
 
@@ -173,6 +181,7 @@ _CLASSES: dict[ErrorCode, type[BatonError]] = {
         Unauthenticated,
         PermissionDenied,
         PayloadTooLarge,
+        UnsupportedEncoding,
         Overloaded,
         Unavailable,
         DeadlineExceeded,
@@ -192,6 +201,7 @@ HTTP_STATUS: dict[ErrorCode, int] = {
     ErrorCode.UNAUTHENTICATED: 401,
     ErrorCode.PERMISSION_DENIED: 403,
     ErrorCode.PAYLOAD_TOO_LARGE: 413,
+    ErrorCode.UNSUPPORTED_ENCODING: 415,
     ErrorCode.OVERLOADED: 429,
     ErrorCode.UNAVAILABLE: 503,
     ErrorCode.DEADLINE_EXCEEDED: 504,
@@ -210,6 +220,7 @@ GRPC_STATUS: dict[ErrorCode, str] = {
     ErrorCode.UNAUTHENTICATED: "UNAUTHENTICATED",
     ErrorCode.PERMISSION_DENIED: "PERMISSION_DENIED",
     ErrorCode.PAYLOAD_TOO_LARGE: "RESOURCE_EXHAUSTED",
+    ErrorCode.UNSUPPORTED_ENCODING: "UNIMPLEMENTED",
     ErrorCode.OVERLOADED: "RESOURCE_EXHAUSTED",
     ErrorCode.UNAVAILABLE: "UNAVAILABLE",
     ErrorCode.DEADLINE_EXCEEDED: "DEADLINE_EXCEEDED",

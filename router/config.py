@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +27,7 @@ class RouterConfig:
     service_tiers: classes of requests by name: what each is promised and its weight.
     max_body_bytes, max_message_bytes: largest HTTP body and gRPC message. Parsing a body holds up
         every stream for about 10 ms a MiB, so not much more than prompts can use.
+    cors_origins: origins whose pages may call from a browser, "*" for all; none by default.
     default_timeout_s, max_timeout_s: deadline of a request that names none, and the longest
         allowed.
     local_prefill_tokens: prompts with up to this many tokens that are not cached on their decode
@@ -67,6 +69,7 @@ class RouterConfig:
     service_tiers: dict[str, ServiceTier] = field(default_factory=dict)
     max_body_bytes: int = 8 << 20
     max_message_bytes: int = 8 << 20
+    cors_origins: tuple[str, ...] = ()
     default_timeout_s: float = 600.0
     max_timeout_s: float = 3600.0
     local_prefill_tokens: int = 16
@@ -102,6 +105,11 @@ class RouterConfig:
             raise ValueError(f"local_prefill_tokens must be >= 0, got {self.local_prefill_tokens}")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len must be at least 2, got {self.max_model_len}")
+        for origin in self.cors_origins:
+            if origin != "*" and (not _ORIGIN.fullmatch(origin)):
+                raise ValueError(
+                    f"cors_origins must be like https://app.example.com, or *, got {origin!r}"
+                )
         if self.tool_format not in ("", *ToolFormat):
             known = ", ".join(ToolFormat)
             raise ValueError(f"tool_format must be one of {known}, got {self.tool_format!r}")
@@ -117,6 +125,8 @@ class RouterConfig:
         return self.served_model_name or Path(self.model_path).name
 
 
+#: https://www.rfc-editor.org/rfc/rfc6454#section-6.2
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 _POSITIVE = (
     *("max_requests", "max_queued_requests", "max_queued_tokens", "dispatch_window_s"),
     *("max_body_bytes", "max_message_bytes", "default_timeout_s"),

@@ -7,8 +7,9 @@ field when its type is wrong. Ranges are checked by whoever gives the values a m
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
 
 from protocol.errors import InvalidRequest
 
@@ -20,6 +21,7 @@ _NAMES = {
     float: "a number",
     str: "a string",
     list: "an array",
+    array: "an array",
     dict: "an object",
     type(None): "null",
 }
@@ -98,6 +100,8 @@ def as_text(value: object, param: str) -> str:
 
 def as_array(value: object, param: str) -> list[Any]:
     """`value` as an array."""
+    if are_ids(value):
+        return list(value)
     if not isinstance(value, list):
         raise wrong_type(param, "an array", value)
     return value
@@ -110,8 +114,16 @@ def as_object(value: object, param: str) -> dict[str, Any]:
     return value
 
 
-def token_ids(values: list[Any], param: str) -> tuple[int, ...]:
-    """An array of integers, as a tuple. Whether they are in the vocabulary is checked later."""
+def are_ids(value: object) -> TypeGuard[Sequence[int]]:
+    """Whether this was read as nothing but integers: a long array, or a field of a message."""
+    return isinstance(value, Sequence) and not isinstance(value, str | list)
+
+
+def token_ids(value: object, param: str) -> Sequence[int]:
+    """An array of integers. Whether they are in the vocabulary is checked later."""
+    if are_ids(value):
+        return value
+    values = as_array(value, param)
     if not set(map(type, values)) <= {int}:
         wrong = next(value for value in values if type(value) is not int)
         raise wrong_type(param, "an array of integers", wrong)

@@ -57,6 +57,7 @@ class Generation:
     ) -> None:
         self.request_id = request_id
         self.arrival = turn.arrival
+        self.tier_name = turn.tier_name
         self.first_token = 0.0
         self.pieces = text.pieces
         self.prompts = [job.prompt_ids for job in jobs]

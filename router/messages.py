@@ -112,6 +112,8 @@ def _content(value: object, path: str, *, optional: bool) -> str:
 def _part(value: object, path: str) -> str:
     part = read.as_object(value, path)
     kind = part.get("type")
+    if not isinstance(kind, str):
+        raise read.wrong_type(f"{path}.type", "a string", kind)
     if kind != "text":
         raise Unsupported(f"{path}: parts of type {kind!r} are not supported", param=f"{path}.type")
     return read.as_text(part.get("text"), f"{path}.text")

@@ -18,6 +18,7 @@ from router.messages import ChatMessage
 from router.request import GenerateRequest, RequestKind
 from router.text.detokenizer import Detokenizer
 from router.text.tokenizer import ModelText, PromptText
+from router.tools.request import ToolUse
 
 R = TypeVar("R")
 
@@ -97,15 +98,16 @@ class ServedModel:
         Raises ContextTooLong for text of far more than `limit` tokens without tokenising all of it.
         """
         if request.kind is RequestKind.CHAT:
-            tools = () if request.tools is None else request.tools.definitions
-            return [await self.encode_chat(request.messages, tools, limit=limit)]
+            return [await self.encode_chat(request.messages, request.tools, limit=limit)]
         texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
         if not texts:
-            return [prompt for prompt in request.prompts if isinstance(prompt, tuple)]
+            return [tuple(prompt) for prompt in request.prompts if not isinstance(prompt, str)]
 
         def encode_all() -> list[tuple[int, ...]]:
             self._check_lengths(texts, limit, "prompt")
-            return [p if isinstance(p, tuple) else self._text.encode(p) for p in request.prompts]
+            return [
+                self._text.encode(p) if isinstance(p, str) else tuple(p) for p in request.prompts
+            ]
 
         return await self._in_thread(encode_all, sum(map(len, texts)))
 
@@ -123,18 +125,28 @@ class ServedModel:
     async def encode_chat(
         self,
         messages: Sequence[ChatMessage],
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: ToolUse | None = None,
         *,
         add_special_tokens: bool = False,
         limit: int,
     ) -> tuple[int, ...]:
-        """The ids of a chat through the model's template. Raises ContextTooLong as above."""
+        """The ids of a chat through the model's template. Raises ContextTooLong as above, and
+        Unsupported when the model cannot be given tools."""
+        texts = [message.content for message in messages]
+        definitions: Sequence[Mapping[str, Any]] = ()
+        schemas: list[str] = []
+        if tools is not None:
+            self._text.chat.require_tools()
+            definitions, schemas = tools.definitions, [tool.schema for tool in tools.tools]
 
         def encode() -> tuple[int, ...]:
-            self._check_lengths([message.content for message in messages], limit, "messages")
-            return self._text.encode_chat(messages, tools, add_special_tokens=add_special_tokens)
+            self._check_lengths(texts, limit, "messages")
+            self._check_lengths(schemas, limit, "tools")
+            return self._text.encode_chat(
+                messages, definitions, add_special_tokens=add_special_tokens
+            )
 
-        return await self._in_thread(encode, sum(len(message.content) for message in messages))
+        return await self._in_thread(encode, sum(map(len, [*texts, *schemas])))
 
     async def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens included."""

@@ -8,6 +8,7 @@ is greedy; choice i of n uses seed + i, so choice 0 is what n = 1 gives.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
@@ -33,7 +34,7 @@ MAX_SALT_CHARS = 256
 DEFAULT_COMPLETION_TOKENS = 16
 
 #: A prompt of a completion: text, or token ids.
-Prompt = str | tuple[int, ...]
+Prompt = str | Sequence[int]
 
 
 class RequestKind(StrEnum):
@@ -126,6 +127,12 @@ _SERVED = {
     RequestKind.COMPLETION: _COMMON | {"prompt", "echo"},
 }
 
+#: Fields of the other kind, and what it is called.
+_ELSEWHERE = {
+    RequestKind.CHAT: dict.fromkeys(_SERVED[RequestKind.COMPLETION], "completions, not of chat"),
+    RequestKind.COMPLETION: dict.fromkeys(_SERVED[RequestKind.CHAT], "chat, not of completions"),
+}
+
 
 def served_fields(kind: RequestKind) -> frozenset[str]:
     """The names of the fields that have a meaning in a request of this kind."""
@@ -134,7 +141,7 @@ def served_fields(kind: RequestKind) -> frozenset[str]:
 
 def parse_request(kind: RequestKind, fields: Fields) -> GenerateRequest:
     """The request in `fields`. Raises InvalidRequest naming the first wrong field."""
-    check_fields(fields, _SERVED[kind])
+    check_fields(fields, _SERVED[kind], elsewhere=_ELSEWHERE[kind])
     chat = kind is RequestKind.CHAT
     max_tokens, max_tokens_param = _max_tokens(fields)
     stream = read.boolean(fields, "stream") or False
@@ -186,13 +193,13 @@ def parse_prompts(value: object) -> tuple[Prompt, ...]:
         raise InvalidRequest("prompt is required", param="prompt")
     if isinstance(value, str):
         return (read.as_text(value, "prompt"),)
-    if not isinstance(value, list):
+    if not isinstance(value, Sequence):
         raise read.wrong_type(
             "prompt", "a string, an array of integers, or an array of these", value
         )
     if not value:
         raise InvalidRequest("prompt must not be an empty array", param="prompt")
-    if isinstance(value[0], int):
+    if isinstance(value[0], int) or read.are_ids(value):
         return (read.token_ids(value, "prompt"),)
     if len(value) > MAX_PROMPTS:
         raise InvalidRequest(
@@ -204,7 +211,7 @@ def parse_prompts(value: object) -> tuple[Prompt, ...]:
 def _prompt(value: object) -> Prompt:
     if isinstance(value, str):
         return read.as_text(value, "prompt")
-    if isinstance(value, list):
+    if isinstance(value, Sequence):
         if not value:
             raise InvalidRequest("prompt must not be an empty array", param="prompt")
         return read.token_ids(value, "prompt")
@@ -267,7 +274,7 @@ def _stop_token_ids(fields: Fields) -> tuple[int, ...]:
     value = fields.get("stop_token_ids")
     if value is None:
         return ()
-    return read.token_ids(read.as_array(value, "stop_token_ids"), "stop_token_ids")
+    return tuple(read.token_ids(value, "stop_token_ids"))
 
 
 def _stream_options(fields: Fields, *, stream: bool) -> tuple[bool, bool]:

@@ -248,6 +248,7 @@ class Router:
             metrics_text=self.metrics_text,
             max_body_bytes=config.max_body_bytes,
             model=self._model,
+            cors_origins=config.cors_origins,
         )
         self._http = HttpServer(
             app,

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 from observability import metrics
 from observability.export import MetricSet
 from observability.logging import get_logger
-from protocol.errors import BatonError, ErrorCode, Internal, InvalidRequest, Unavailable
+from protocol.errors import (
+    BatonError,
+    ContextTooLong,
+    ErrorCode,
+    Internal,
+    InvalidRequest,
+    Unavailable,
+)
 from protocol.ids import Role, new_request_id
 from protocol.sampling import MAX_SEED
 from protocol.timeline import Phase, Span
@@ -34,6 +41,7 @@ from router.spans import traced
 from router.text.stops import StopMatcher
 from router.text.stream import TextStream
 from router.tiers import ServiceTier, tier_name
+from router.tools.request import parse_tools
 from router.unserved import check_fields
 from router.waiting import Errand, WaitingRoom
 
@@ -44,6 +52,9 @@ log = get_logger(__name__)
 
 #: How far past the context Tokenize counts: enough to cut a text by, not enough to stall a router.
 _TOKENIZE_CONTEXTS = 8
+TOKENIZE_FIELDS = frozenset(
+    {"model", "prompt", "messages", "add_special_tokens", "tools", "tool_choice"}
+)
 
 
 class Door(StrEnum):
@@ -156,19 +167,22 @@ class InferenceService:
                 self._waiting.finished(tpot_s)
 
     async def tokenize(self, fields: Mapping[str, Any], caller: Caller = ANYONE) -> Tokens:
-        """Ids of `prompt`, or of `messages` through the chat template; a few contexts at most."""
-        check_fields(fields, frozenset({"model", "prompt", "messages", "add_special_tokens"}))
+        """Ids of `prompt`, or of `messages` and `tools` through the chat template; a few contexts
+        at most."""
+        check_fields(fields, TOKENIZE_FIELDS)
         self._model.check_name(read.text(fields, "model"), caller)
         special = read.boolean(fields, "add_special_tokens")
         limit = _TOKENIZE_CONTEXTS * self._model.context
         if fields.get("messages") is not None:
             if fields.get("prompt") is not None:
                 raise InvalidRequest("give either prompt or messages", param="messages")
-            messages = parse_messages(fields["messages"])
+            messages, tools = parse_messages(fields["messages"]), parse_tools(fields)
             ids = await self._model.encode_chat(
-                messages, add_special_tokens=special or False, limit=limit
+                messages, tools, add_special_tokens=special or False, limit=limit
             )
         else:
+            if fields.get("tools"):
+                raise InvalidRequest("tools need messages", param="tools")
             prompt = read.text(fields, "prompt")
             if prompt is None:
                 raise InvalidRequest("prompt or messages is required", param="prompt")
@@ -183,7 +197,9 @@ class InferenceService:
         value = fields.get("tokens")
         if value is None:
             raise InvalidRequest("tokens is required", param="tokens")
-        ids = read.token_ids(read.as_array(value, "tokens"), "tokens")
+        ids = read.token_ids(value, "tokens")
+        if len(ids) > (most := _TOKENIZE_CONTEXTS * self._model.context):
+            raise ContextTooLong(f"{len(ids)} tokens are more than {most}", param="tokens")
         if ids:
             check_ids(ids, self._limits(), param="tokens")
         return await self._model.decode(ids)
@@ -246,7 +262,7 @@ class InferenceService:
             request, limits, eos_ids=self._model.eos_ids, seed=secrets.randbelow(MAX_SEED)
         )
         for prompt in request.prompts:
-            if isinstance(prompt, tuple):
+            if not isinstance(prompt, str):
                 if len(prompt) > limits.total:  # before anything looks at each of them
                     raise too_long(f"the prompt has {len(prompt)} tokens", limits, param="prompt")
                 check_ids(prompt, limits, param="prompt")

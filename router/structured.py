@@ -83,10 +83,13 @@ def _response_format(value: object) -> StructuredOutput | None:
         raise InvalidRequest(f"{param} is required", param=param)
     described = read.as_object(form["json_schema"], param)
     _check_names(described, {"name", "description", "schema", "strict"}, param)
-    if read.text(described, "name") is None:
+    if described.get("name") is None:
         raise InvalidRequest(f"{param}.name is required", param=f"{param}.name")
-    read.text(described, "description")
-    read.boolean(described, "strict")  # either way the output follows the schema
+    for name in ("name", "description"):
+        read.as_text(described.get(name) or "", f"{param}.{name}")
+    strict = described.get("strict")  # either way the output follows the schema
+    if strict is not None and not isinstance(strict, bool):
+        raise read.wrong_type(f"{param}.strict", "a boolean", strict)
     schema = described.get("schema")
     return _json(_OBJECT if schema is None else schema, f"{param}.schema")
 

@@ -6,6 +6,8 @@ send their defaults work.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from protocol.errors import InvalidRequest, Unsupported
@@ -48,11 +50,16 @@ HARMLESS = frozenset(
 )
 
 
-def check_fields(fields: Fields, served: frozenset[str]) -> None:
-    """Raise Unsupported or InvalidRequest naming the first field that is not served."""
+def check_fields(
+    fields: Fields, served: frozenset[str], *, elsewhere: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Raise Unsupported or InvalidRequest naming the first field that is not served; `elsewhere`
+    says what a field belongs to that other requests have."""
     for name, value in fields.items():
         if name in served or name in HARMLESS or value is None:
             continue
+        if name in elsewhere:
+            raise InvalidRequest(f"{name} is a field of {elsewhere[name]}", param=name)
         if name not in UNSERVED:
             raise InvalidRequest(f"unknown field: {name}", param=name)
         if name == "best_of" and value == fields.get("n"):

@@ -252,6 +252,7 @@ class Turn:
         self._outstanding = 0
         self._waited: tuple[float, float] | None = None
         self.arrival = errand.arrival
+        self.tier_name = errand.tier_name
 
     async def wait(self) -> None:
         """Return when the request may go to the workers.

@@ -19,16 +19,13 @@ from router.text.pieces import PieceTable
 from router.timeline import Timeline
 
 _INPUTS = ("prompt", "prompt_token_ids", "prompts", "chat")
+_TOOLS = ("tools", "tool_choice")
 
 
 def generate_fields(request: pb.GenerateRequest) -> tuple[RequestKind, dict[str, Any]]:
     """The fields that are set, named as the HTTP door names them, and the kind of request."""
     check_known(request)
-    fields = _set_fields(request, skip=(*_INPUTS, "tools", "tool_choice"))
-    if request.tools:
-        fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
-    if request.HasField("tool_choice"):
-        fields["tool_choice"] = _tool_choice(request.tool_choice)
+    fields = _set_fields(request, skip=(*_INPUTS, *_TOOLS)) | _tool_fields(request)
     fields.setdefault("stream", True)
     kind = request.WhichOneof("input")
     if kind == "chat":
@@ -36,7 +33,7 @@ def generate_fields(request: pb.GenerateRequest) -> tuple[RequestKind, dict[str,
     if kind == "prompt":
         fields["prompt"] = request.prompt
     elif kind == "prompt_token_ids":
-        fields["prompt"] = list(request.prompt_token_ids.ids)
+        fields["prompt"] = request.prompt_token_ids.ids
     elif kind == "prompts":
         fields["prompt"] = [_prompt(prompt) for prompt in request.prompts.prompts]
     return RequestKind.COMPLETION, fields
@@ -45,7 +42,7 @@ def generate_fields(request: pb.GenerateRequest) -> tuple[RequestKind, dict[str,
 def tokenize_fields(request: pb.TokenizeRequest) -> dict[str, Any]:
     """The fields that are set."""
     check_known(request)
-    fields = _set_fields(request, skip=("chat",))
+    fields = _set_fields(request, skip=("chat", *_TOOLS)) | _tool_fields(request)
     if request.WhichOneof("input") == "chat":
         fields["messages"] = _messages(request.chat)
     return fields
@@ -54,7 +51,7 @@ def tokenize_fields(request: pb.TokenizeRequest) -> dict[str, Any]:
 def detokenize_fields(request: pb.DetokenizeRequest) -> dict[str, Any]:
     """The fields that are set; no tokens are an empty array."""
     check_known(request)
-    return {"tokens": []} | _set_fields(request)
+    return _set_fields(request, skip=("tokens",)) | {"tokens": request.tokens}
 
 
 def check_known(message: Message) -> None:
@@ -86,11 +83,11 @@ def _set_fields(message: Message, skip: Sequence[str] = ()) -> dict[str, Any]:
     return fields
 
 
-def _prompt(prompt: pb.Prompt) -> str | list[int] | None:
+def _prompt(prompt: pb.Prompt) -> str | Sequence[int] | None:
     kind = prompt.WhichOneof("kind")
     if kind is None:
         return None
-    return prompt.text if kind == "text" else list(prompt.token_ids.ids)
+    return prompt.text if kind == "text" else prompt.token_ids.ids
 
 
 def _messages(chat: pb.Chat) -> list[dict[str, Any]]:
@@ -122,6 +119,15 @@ def _tool_call(call: pb.ToolCall) -> dict[str, Any]:
     check_known(call)
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
+
+
+def _tool_fields(request: pb.GenerateRequest | pb.TokenizeRequest) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if request.tools:
+        fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
+    if request.HasField("tool_choice"):
+        fields["tool_choice"] = _tool_choice(request.tool_choice)
+    return fields
 
 
 def _tool(tool: pb.Tool, path: str) -> dict[str, Any]:

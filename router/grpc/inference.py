@@ -110,6 +110,8 @@ class InferenceServicer:
         """Pass the output on; the last message, not sent yet."""
         whole = _Whole(len(generation.prompts))
         message = self._first(generation)
+        if request.service_tier is not None:
+            message.service_tier = generation.tier_name
         opened: set[int] = set()
         num_tokens = 0
         async for deltas in generation:

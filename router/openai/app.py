@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from http import HTTPStatus
 from importlib.metadata import PackageNotFoundError, version
@@ -11,6 +11,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -33,6 +34,21 @@ from router.request import GenerateRequest, RequestKind, parse_request
 from router.service import Door, InferenceService
 
 _Ending = Callable[[], Awaitable[None]]
+#: How long browsers remember what they may.
+_CORS_AGE_S = 3600
+#: Paths of OpenAI's API that clients know and that are not served.
+_NOT_SERVED = {
+    "/v1/responses": "use /v1/chat/completions",
+    "/v1/embeddings": "models here generate text",
+    "/v1/moderations": "models here generate text",
+    "/v1/images": "models here generate text",
+    "/v1/audio": "models here generate text",
+    "/v1/files": "send requests one by one",
+    "/v1/batches": "send requests one by one",
+    "/v1/fine_tuning": "models are served as they are",
+    "/v1/assistants": "use /v1/chat/completions",
+    "/v1/threads": "use /v1/chat/completions",
+}
 _Operation = Callable[[dict[str, Any], Caller], Awaitable[dict[str, Any]]]
 
 
@@ -43,9 +59,10 @@ def make_app(
     metrics_text: Callable[[], Awaitable[bytes]],
     max_body_bytes: int,
     model: ServedModel,
+    cors_origins: Sequence[str] = (),
 ) -> ASGIApp:
     """The ASGI application. `metrics_text` renders /metrics; `model` is what /openapi.json is
-    about."""
+    about; pages of `cors_origins` may call it."""
     door = _Paths(service, metrics_text, max_body_bytes)
     document = openapi_document(
         version=_version(),
@@ -71,7 +88,17 @@ def make_app(
         Route("/openapi.json", serve_document, methods=["GET"]),
     ]
     handlers: dict[Any, Any] = {HTTPException: _http_exception, Exception: _exception}
-    return Guard(Starlette(routes=routes, exception_handlers=handlers), access)
+    app: ASGIApp = Guard(Starlette(routes=routes, exception_handlers=handlers), access)
+    if not cors_origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=cors_origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["baton-request-id", "retry-after"],
+        max_age=_CORS_AGE_S,
+    )
 
 
 class _Paths:
@@ -236,8 +263,13 @@ def _error(error: BatonError) -> Response:
 async def _http_exception(request: Request, error: HTTPException) -> Response:
     """Unknown paths and methods, in the same form as every other error."""
     if error.status_code == HTTPStatus.NOT_FOUND:
-        return _error(NotFound(f"unknown path: {request.url.path}"))
-    response = _error(InvalidRequest(f"{request.method} is not allowed here"))
+        path = request.url.path
+        for known, instead in _NOT_SERVED.items():
+            if path == known or path.startswith(known + "/"):
+                return _error(NotFound(f"{known} is not served here: {instead}"))
+        return _error(NotFound(f"unknown path: {path}"))
+    allowed = (error.headers or {}).get("Allow", "")
+    response = _error(InvalidRequest(f"{request.method} is not allowed here, only {allowed}"))
     response.status_code = error.status_code
     response.headers.update(error.headers or {})
     return response

@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from typing import Any, NoReturn
+import zlib
+from typing import Any
 
 from starlette.types import Receive, Scope
 
-from protocol.errors import Cancelled, InvalidRequest, PayloadTooLarge
+from protocol.errors import Cancelled, InvalidRequest, PayloadTooLarge, UnsupportedEncoding
 from router.fields import as_object
+from router.openai.guard import header
+from router.openai.pieces import loads_in_pieces, refuse_constant
+
+#: Bodies of more bytes are parsed in a thread.
+_LARGE = 1 << 17
+_GZIP = 16 + zlib.MAX_WBITS
 
 
 async def read_object(scope: Scope, receive: Receive, *, limit: int) -> dict[str, Any]:
-    """The JSON object that is the body.
+    """The JSON object that is the body; compressed with gzip if the request says so.
 
-    Raises PayloadTooLarge over `limit` bytes, InvalidRequest when it is not a JSON object in UTF-8,
-    Cancelled when the client goes away before it is complete.
+    Raises PayloadTooLarge over `limit` bytes, before or after decompression, UnsupportedEncoding
+    for other compressions, InvalidRequest when it is not a JSON object in UTF-8, Cancelled when the
+    client goes away before it is complete.
     """
-    return parse_object(await _read(scope, receive, limit))
+    encoding = (header(scope, b"content-encoding") or "identity").strip().lower()
+    if encoding not in ("identity", "gzip", "x-gzip"):
+        raise UnsupportedEncoding(
+            f"content-encoding {encoding!r} is not read here; send gzip, or the body as it is",
+            param="content-encoding",
+        )
+    body = await _read(scope, receive, limit)
+    if encoding != "identity":
+        body = await asyncio.to_thread(_unzipped, body, limit)
+    if len(body) <= _LARGE:
+        return parse_object(body)
+    return await asyncio.to_thread(parse_object, body)
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in `body`."""
+    """The JSON object in `body`; in a large one long arrays of token ids are `array('q')`."""
     try:
         text = body.decode()
     except UnicodeDecodeError as error:
@@ -29,7 +49,10 @@ def parse_object(body: bytes) -> dict[str, Any]:
             f"the body is not valid UTF-8: {error.reason} at byte {error.start}"
         ) from None
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        if len(body) <= _LARGE:
+            value = json.loads(text, parse_constant=refuse_constant)
+        else:
+            value = loads_in_pieces(text)
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
     except ValueError as error:
@@ -37,6 +60,20 @@ def parse_object(body: bytes) -> dict[str, Any]:
         fault = str(error).partition("; use sys.")[0]
         raise InvalidRequest(f"the body is not valid JSON: {fault}") from None
     return as_object(value, "body")
+
+
+def _unzipped(body: bytes, limit: int) -> bytes:
+    """What gzip made `body` from, if it is no larger than `limit`."""
+    stream = zlib.decompressobj(_GZIP)
+    try:
+        plain = stream.decompress(body, limit + 1)
+    except zlib.error:
+        raise InvalidRequest("the body is not valid gzip") from None
+    if len(plain) > limit:
+        raise _too_large(limit)
+    if not stream.eof or stream.unused_data:
+        raise InvalidRequest("the body is not one whole gzip stream")
+    return plain
 
 
 async def _read(scope: Scope, receive: Receive, limit: int) -> bytes:
@@ -62,15 +99,9 @@ async def _read(scope: Scope, receive: Receive, limit: int) -> bytes:
 
 
 def _declared_length(scope: Scope) -> int:
-    for name, value in scope["headers"]:
-        if name == b"content-length" and value.isdigit():
-            return int(value)
-    return 0
+    declared = header(scope, b"content-length") or ""
+    return int(declared) if declared.isdigit() else 0
 
 
 def _too_large(limit: int) -> PayloadTooLarge:
     return PayloadTooLarge(f"the body is larger than {limit} bytes")
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")

@@ -184,6 +184,8 @@ def _head(request: GenerateRequest, generation: Generation, *, model: str, strea
         "created": int(generation.arrival),
         "model": model,
     }
+    if request.service_tier is not None:
+        head["service_tier"] = generation.tier_name
     return _encode(head)[:-1] + ","
 
 

@@ -261,6 +261,8 @@ def _tokenize_body(fields: dict[str, Schema]) -> Schema:
         "prompt": _TEXT,
         "messages": _nullable(fields["messages"]),
         "add_special_tokens": _BOOLEAN,
+        "tools": fields["tools"],
+        "tool_choice": fields["tool_choice"],
     }
     return _body(properties)
 

@@ -47,6 +47,8 @@ def error_headers(error: BatonError) -> list[tuple[bytes, bytes]]:
     """Headers that an error adds: how to authenticate, or when to come back, in whole seconds."""
     if error.code is ErrorCode.UNAUTHENTICATED:
         return [(b"www-authenticate", b"Bearer")]
+    if error.code is ErrorCode.UNSUPPORTED_ENCODING:
+        return [(b"accept-encoding", b"gzip")]
     retry_after_s = presentable(error).retry_after_s
     if retry_after_s is None:
         return []

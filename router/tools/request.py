@@ -18,8 +18,6 @@ FIELDS = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 #: What a function without `parameters` takes.
 _NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-#: Keywords that say of what type a value is.
-_TYPED = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"})
 
 
 class ToolChoice(StrEnum):
@@ -110,17 +108,18 @@ def _tool(value: object, path: str) -> Tool:
         raise InvalidRequest(
             f"{path}.parameters.type must be 'object'", param=f"{path}.parameters.type"
         )
-    if not _TYPED & schema.keys():
-        schema = {"type": "object", **schema}
     return Tool(
         name=name,
-        schema=schema_text(schema, f"{path}.parameters"),
+        # Calls have objects for arguments, whatever else the schema would allow.
+        schema=schema_text({**schema, "type": "object"}, f"{path}.parameters"),
         definition={"type": "function", "function": {**described, "parameters": schema}},
     )
 
 
 def _function(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
     kind = tool.get("type")
+    if not isinstance(kind, str):
+        raise read.wrong_type(f"{path}.type", '"function"', kind)
     if kind != "function":
         raise Unsupported(f"{path}: tools of type {kind!r} are not supported", param=f"{path}.type")
     for name, item in tool.items():

@@ -168,7 +168,7 @@ HTTP_ONLY: list[tuple[str, object, ErrorCode, str | None]] = [
     ("/v1/chat/completions", {"messages": HI, "logprobs": 1}, BAD, "logprobs"),
     ("/v1/chat/completions", {}, BAD, "messages"),
     ("/v1/chat/completions", {"messages": "hi"}, BAD, "messages"),
-    ("/v1/chat/completions", {"messages": HI, "tools": [{}]}, NOT_SERVED, "tools[0].type"),
+    ("/v1/chat/completions", {"messages": HI, "tools": [{}]}, BAD, "tools[0].type"),
     ("/v1/chat/completions", {"messages": HI, "tools": [TOOL]}, NOT_SERVED, "tools"),
     ("/v1/chat/completions", {"messages": HI, "tool_choice": "required"}, BAD, "tool_choice"),
     ("/v1/completions", {"prompt": "a", "tools": [TOOL]}, BAD, "tools"),
@@ -187,14 +187,18 @@ HTTP_ONLY: list[tuple[str, object, ErrorCode, str | None]] = [
         "/v1/completions",
         {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"name": 5}}},
         BAD,
-        "name",
+        "response_format.json_schema.name",
     ),
     ("/tokenize", {}, BAD, "prompt"),
     ("/tokenize", {"prompt": 5}, BAD, "prompt"),
     ("/tokenize", {"prompt": "a", "messages": HI}, BAD, "messages"),
     ("/tokenize", {"prompt": "a", "model": "no-such"}, GONE, "model"),
+    ("/tokenize", {"prompt": "a", "tools": [TOOL]}, BAD, "tools"),
+    ("/tokenize", {"messages": HI, "tools": [TOOL]}, NOT_SERVED, "tools"),
+    ("/tokenize", {"messages": HI, "tool_choice": {}}, BAD, "tool_choice"),
     ("/detokenize", {}, BAD, "tokens"),
     ("/detokenize", {"tokens": "a"}, BAD, "tokens"),
+    ("/detokenize", {"tokens": [5] * 4097}, LONG, "tokens"),
     ("/detokenize", {"tokens": [512]}, BAD, "tokens"),
     ("/detokenize", b"\x00\x01", BAD, None),
 ]
@@ -287,6 +291,20 @@ async def test_paths_and_methods(doors: Doors) -> None:
     async with doors.http.get(doors.url + "/v1/models/no/such") as response:
         assert response.status == 404
         assert (await response.json())["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/embeddings", "/v1/audio/speech"])
+async def test_paths_of_the_api_that_are_not_served(doors: Doors, path: str) -> None:
+    status, answer = await doors.post(path, {"model": "tiny", "input": "hi"})
+    assert (status, answer["error"]["code"]) == (404, "not_found")
+    assert "is not served here" in answer["error"]["message"]
+
+
+async def test_a_field_of_the_other_kind_says_so(doors: Doors) -> None:
+    _, chat = await doors.post("/v1/chat/completions", {"messages": HI, "echo": True})
+    assert chat["error"]["message"] == "echo is a field of completions, not of chat"
+    _, completion = await doors.post("/v1/completions", {"prompt": "a", "tools": [TOOL]})
+    assert completion["error"]["message"] == "tools is a field of chat, not of completions"
 
 
 async def test_bytes_that_are_no_message(doors: Doors) -> None:

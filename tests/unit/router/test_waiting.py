@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -310,6 +311,23 @@ async def test_both_doors_refuse_early_and_say_when_to_come_back(
             assert float(trailers["retry-after"]) >= 1
         assert [status for status, _ in await asyncio.gather(*running)] == [200, 200]
         assert doors.router.metrics.value(metrics.QUEUED_REQUESTS) == 0
+
+
+async def test_a_named_tier_is_answered(fleet: StubFleet, make_doors: MakeDoors) -> None:
+    await fleet.add(Role.DECODE)
+    async with make_doors(fleet, service_tiers={"batch": ServiceTier(weight=0.5)}) as doors:
+        body = {"prompt": "hello", "max_tokens": 2}
+        for asked, given in ((None, None), ("auto", "default"), ("batch", "batch")):
+            fields = body if asked is None else body | {"service_tier": asked}
+            _, answer = await doors.post("/v1/completions", fields)
+            assert answer.get("service_tier") == given
+            async with doors.http.post(
+                doors.url + "/v1/completions", json=fields | {"stream": True}
+            ) as response:
+                events = [line async for line in response.content if line.startswith(b"data: {")]
+            assert {json.loads(event[6:]).get("service_tier") for event in events} == {given}
+            first = await doors.inference.Generate(pb.GenerateRequest(**fields)).read()
+            assert (first.service_tier if first.HasField("service_tier") else None) == given
 
 
 async def test_a_light_key_passes_a_heavy_one(

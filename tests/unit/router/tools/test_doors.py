@@ -11,7 +11,10 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError, pydantic_function_tool
 from pydantic import BaseModel
 
-from protocol.grammar import GrammarKind
+from grammar.compiler import Compiler
+from grammar.vocabulary import byte_vocabulary
+from protocol.errors import InvalidRequest
+from protocol.grammar import Grammar, GrammarKind
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
 from tests.support.router_doors import Doors, MakeDoors, letters, open_doors
@@ -275,3 +278,44 @@ async def test_what_cannot_be_served_is_refused_by_name(
         )
         assert (status, answer["error"]["param"]) == (400, "tools")
         assert "template" in answer["error"]["message"]
+
+
+async def test_tokenize_knows_tools(tooled: Doors) -> None:
+    say(tooled, "hi")
+    fields = {"messages": HI, "tools": [WEATHER, CLOCK]}
+    _, answer = await tooled.post("/v1/chat/completions", fields)
+    _, tokens = await tooled.post("/tokenize", fields)
+    assert tokens["count"] == answer["usage"]["prompt_tokens"]
+    _, plain = await tooled.post("/tokenize", fields | {"tool_choice": "none"})
+    assert plain["count"] < tokens["count"]
+    chat = pb.Chat(messages=[pb.Message(role="user", content="hi")])
+    tools = [
+        pb.Tool(name="weather", parameters=json.dumps(CITY)),
+        pb.Tool(name="clock"),
+    ]
+    reply = await tooled.inference.Tokenize(pb.TokenizeRequest(chat=chat, tools=tools))
+    assert list(reply.tokens) == tokens["tokens"]
+
+
+def accepts(grammar: Grammar, text: str) -> bool:
+    """Whether an output may begin with `text`."""
+    try:
+        Compiler(byte_vocabulary({})).start(grammar, output=list(text.encode()))
+    except InvalidRequest:
+        return False
+    return True
+
+
+async def test_forced_arguments_are_an_object_whatever_the_schema_says(tooled: Doors) -> None:
+    either = {"anyOf": [{"type": "string"}, {"properties": {"a": {"type": "integer"}}}]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": either}}
+    say(tooled, '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>')
+    status, _ = await tooled.post(
+        "/v1/chat/completions", {"messages": HI, "tools": [tool], "tool_choice": "required"}
+    )
+    assert status == 200
+    grammar = tooled.fleet.workers[1].submitted[-1].grammar
+    assert grammar is not None
+    start = '<tool_call>\n{"name": "f", "arguments": '
+    assert accepts(grammar, start + '{"a": 1}}\n</tool_call>')
+    assert not accepts(grammar, start + '"text"}\n</tool_call>')

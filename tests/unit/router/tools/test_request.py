@@ -61,7 +61,7 @@ WRONG: list[tuple[dict[str, Any], ErrorCode, str]] = [
     ({"tools": {}}, BAD, "tools"),
     ({"tools": [WEATHER] * 200}, BAD, "tools"),
     ({"tools": ["x"]}, BAD, "tools[0]"),
-    ({"tools": [{}]}, NOT_SERVED, "tools[0].type"),
+    ({"tools": [{}]}, BAD, "tools[0].type"),
     ({"tools": [{"type": "web_search"}]}, NOT_SERVED, "tools[0].type"),
     ({"tools": [{"type": "function"}]}, BAD, "tools[0].function"),
     ({"tools": [{**WEATHER, "cache": 1}]}, NOT_SERVED, "tools[0].cache"),

@@ -1,0 +1,148 @@
+"""Bodies: large ones, compressed ones, and those of browsers."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from array import array
+
+import pytest
+
+from protocol.errors import InvalidRequest
+from protocol.ids import Role
+from router.openai.body import parse_object
+from router.openai.pieces import MAX_STRUCTURE, loads_in_pieces
+from tests.support.router_doors import Doors, MakeDoors
+from tests.support.stub_workers import StubFleet
+
+MANY = [(7 * i) % 50_000 for i in range(10_000)]
+HELLO = {"prompt": "hello", "max_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"prompt": MANY, "n": 2},
+        {"prompt": [MANY, [1, 2], MANY]},
+        {"tokens": MANY},
+        {"prompt": 'quoted " [1,2,3] \\', "stop": ["]", "["]},
+        {"prompt": json.dumps(MANY)},
+        {"prompt": json.dumps(json.dumps({"a": MANY}))},
+        {"prompt": [*MANY, 1.5]},
+        {"prompt": [*MANY, True]},
+        {"prompt": [*MANY, None]},
+        {"prompt": [*MANY, 2**70]},
+        {"guided_json": {"enum": MANY, "const": [MANY]}, "prompt": MANY},
+        {"prompt": [], "x": [[[]]], "y": {"a": [{}]}},
+        MANY,
+    ],
+    ids=lambda value: json.dumps(value)[:30],
+)
+def test_large_texts_are_read_as_the_parser_reads_them(value: object) -> None:
+    text = json.dumps(value)
+    read = loads_in_pieces(text)
+    assert json.loads(json.dumps(read, default=array.tolist)) == json.loads(text)
+    if isinstance(value, dict):
+        others = {name: item for name, item in read.items() if name not in ("prompt", "tokens")}
+        assert others == {name: item for name, item in value.items() if name in others}
+
+
+def test_long_prompts_of_ids_are_arrays() -> None:
+    assert parse_object(json.dumps({"prompt": 20 * MANY}).encode()) == {
+        "prompt": array("q", 20 * MANY)
+    }
+
+
+@pytest.mark.parametrize("text", ["", "[1,", '{"prompt": [' + "1," * 9000 + "]}", '{"a": "\\'])
+def test_what_is_no_json(text: str) -> None:
+    with pytest.raises(ValueError, match=r"Expecting|Unterminated"):
+        loads_in_pieces(text)
+
+
+def test_structure_has_a_bound() -> None:
+    with pytest.raises(InvalidRequest, match="beside its texts"):
+        loads_in_pieces("[" + "{}," * MAX_STRUCTURE + "{}]")
+
+
+async def test_long_prompts_of_ids_generate(fleet: StubFleet, make_doors: MakeDoors) -> None:
+    await fleet.add(Role.DECODE, num_blocks=4096)
+    async with make_doors(fleet) as doors:
+        ids = [i % 500 for i in range(60_000)]
+        status, answer = await doors.post("/v1/completions", {"prompt": ids})
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert "60000 tokens" in answer["error"]["message"]
+        padded = json.dumps({"prompt": ids[:200], "user": "x" * 200_000}).encode()
+        status, answer = await doors.post("/v1/completions", padded)
+        assert (status, answer["usage"]["prompt_tokens"]) == (200, 200)
+
+
+async def post(doors: Doors, body: bytes, encoding: str) -> tuple[int, dict, str | None]:
+    headers = {"content-encoding": encoding, "content-type": "application/json"}
+    url = doors.url + "/v1/completions"
+    async with doors.http.post(url, data=body, headers=headers) as response:
+        return response.status, await response.json(), response.headers.get("accept-encoding")
+
+
+async def test_compressed_bodies(doors: Doors) -> None:
+    body = json.dumps(HELLO).encode()
+    whole = gzip.compress(body)
+    status, answer, _ = await post(doors, whole, "gzip")
+    assert (status, answer["usage"]["completion_tokens"]) == (200, 3)
+    assert (await post(doors, body, "identity"))[0] == 200
+    for wrong in (body, whole[:-5], whole + whole, b""):
+        status, answer, _ = await post(doors, wrong, "gzip")
+        assert (status, answer["error"]["code"]) == (400, "invalid_request")
+    for encoding in ("br", "deflate", "gzip, gzip"):
+        status, answer, accepted = await post(doors, whole, encoding)
+        assert (status, answer["error"]["code"]) == (415, "unsupported_encoding")
+        assert accepted == "gzip"
+
+
+async def test_a_small_body_cannot_become_a_huge_one(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    await fleet.add(Role.DECODE)
+    async with make_doors(fleet, max_body_bytes=100_000) as doors:
+        bomb = gzip.compress(b" " * 50_000_000)
+        assert len(bomb) < 100_000
+        status, answer, _ = await post(doors, bomb, "gzip")
+        assert (status, answer["error"]["code"]) == (413, "payload_too_large")
+
+
+APP = "https://app.example.com"
+PREFLIGHT = {
+    "origin": APP,
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type",
+}
+
+
+async def test_pages_of_other_origins_may_not_call_by_default(doors: Doors) -> None:
+    async with doors.http.options(doors.url + "/v1/completions", headers=PREFLIGHT) as response:
+        assert response.status == 405
+        assert "access-control-allow-origin" not in response.headers
+
+
+async def test_pages_of_configured_origins_may_call(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    await fleet.add(Role.DECODE)
+    async with make_doors(fleet, cors_origins=(APP,)) as doors:
+        url = doors.url + "/v1/completions"
+        async with doors.http.options(url, headers=PREFLIGHT) as response:
+            assert response.status == 200
+            assert response.headers["access-control-allow-origin"] == APP
+            assert "authorization" in response.headers["access-control-allow-headers"]
+        async with doors.http.post(url, json=HELLO, headers={"origin": APP}) as response:
+            assert response.status == 200
+            assert response.headers["access-control-allow-origin"] == APP
+        other = {"origin": "https://evil.example.com"}
+        async with doors.http.post(url, json=HELLO, headers=other) as response:
+            assert "access-control-allow-origin" not in response.headers
+
+
+def test_an_origin_is_no_url(make_doors: MakeDoors, fleet: StubFleet) -> None:
+    from router.config import RouterConfig
+
+    with pytest.raises(ValueError, match="cors_origins"):
+        RouterConfig(model_path="x", cors_origins=("https://app.example.com/path",))
