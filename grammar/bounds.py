@@ -23,9 +23,12 @@ MAX_DEPTH = 64
 #: free, go on with line breaks until max_tokens.
 JSON_WHITESPACE = r" |\n {0,16}"
 
-#: A string or a regular expression in Lark; a bare slash is one of a comment or of JSON.
-_LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/')
+#: A string or a regular expression in Lark; a bare slash is one of a comment or of JSON. One that
+#: does not end is read to the end of its line, so that nothing is looked at twice.
+_LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|/(?:[^/\\\n]|\\.)++/?')
 _REPEAT = re.compile(r"\{(\d*)(?:,(\d*))?\}")
+#: Lengths beyond this are all the same.
+_ENDLESS = 1 << 40
 
 
 def check_source(grammar: Grammar) -> None:
@@ -133,9 +136,10 @@ def written_out(regex: str) -> int:
         char = regex[at]
         repeat = _REPEAT.match(regex, at)
         if repeat is not None:
-            times = max(1, int(repeat[2] or repeat[1] or 1))
-            total += last * (times - 1)
-            last *= times
+            digits = (repeat[2] or repeat[1] or "1").lstrip("0")
+            times = max(1, int(digits[:12] or 1))
+            total = min(_ENDLESS, total + last * (times - 1))
+            last = min(_ENDLESS, last * times)
             at = repeat.end()
             continue
         step = 1

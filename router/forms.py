@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
-from grammar.compiler import Compiler
-from grammar.vocabulary import byte_vocabulary
+from grammar.trial import Trial
 from protocol.errors import InvalidRequest, Unsupported
 from protocol.grammar import Grammar, GrammarKind
 from router.request import GenerateRequest
@@ -18,14 +17,14 @@ from router.tools.request import ToolChoice, ToolUse
 
 
 class OutputForms:
-    """Grammars of one model's requests. They are tried in one thread, with a vocabulary of bytes:
-    milliseconds, and never on the event loop."""
+    """Grammars of one model's requests, each tried before a request relies on it: in milliseconds,
+    and neither on the event loop nor in this process."""
 
     def __init__(self, text: ModelText) -> None:
         self._chat = text.chat
         self._has_end = bool(text.eos_ids)
         self._special_ids = {token: i for i, token in text.special_tokens.items()}
-        self._compiler = Compiler(byte_vocabulary(text.special_tokens))
+        self._trial = Trial(text.special_tokens)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     def tool_format(self, request: GenerateRequest) -> ToolFormat | None:
@@ -58,8 +57,9 @@ class OutputForms:
         return CallParser(form, names, several=several, forced=forced)
 
     def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """End the thread and the process."""
+        self._thread.submit(self._trial.close)
+        self._thread.shutdown(wait=False)
 
     def _tried(self, request: GenerateRequest, form: ToolFormat | None) -> Grammar | None:
         asked, tools = request.structured, request.tools
@@ -86,7 +86,7 @@ class OutputForms:
 
     def _try(self, grammar: Grammar, param: str) -> None:
         try:
-            self._compiler.start(grammar)
+            self._trial.check(grammar)
         except InvalidRequest as error:
             raise InvalidRequest(f"{param}: {error.message}", param=param) from None
 

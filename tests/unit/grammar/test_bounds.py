@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 
 import pytest
 
@@ -31,6 +33,9 @@ from protocol.grammar import Grammar, GrammarKind
         (")(", 1),
         ("[", 1),
         ("\\", 1),
+        ("a{007}", 7),
+        ("a{" + "9" * 9000 + "}", 999_999_999_999),
+        ("(" * 99 + "a" + "){999999999999}" * 99, 1 << 40),
     ],
 )
 def test_repetitions_are_written_out(regex, length):
@@ -75,6 +80,30 @@ REPEATED = f"a{{{2 * MAX_REGEX_CHARS}}}"
 def test_too_much_is_refused(kind, source):
     with pytest.raises(InvalidRequest):
         check_source(Grammar(kind=kind, source=source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'start: "' + '\\"' * 130_000,
+        "start: /" + "\\/" * 130_000,
+        '"a' * 130_000,
+        "/a\n" * 80_000,
+        "{" * 260_000,
+        "{1" * 130_000,
+        "[" * 260_000,
+        "\\" * 260_000,
+        "(" * 130_000 + ")" * 130_000,
+    ],
+    ids=lambda source: source[:12],
+)
+@pytest.mark.parametrize("kind", list(GrammarKind))
+def test_a_source_is_read_in_time_that_grows_with_its_length(kind, source):
+    """Each is read in tens of milliseconds; what looks at any of it twice takes minutes."""
+    start = time.process_time()
+    with contextlib.suppress(InvalidRequest):
+        check_source(Grammar(kind=kind, source=source))
+    assert time.process_time() - start < 10
 
 
 def test_usual_grammars_are_within_bounds():

@@ -1,0 +1,144 @@
+"""Grammars are compiled in a process of their own before anybody relies on them.
+
+No bound on the source covers all that a grammar can cost: a chain of a few thousand rules overflows
+the stack of the library, `multipleOf: 999983` takes seconds and hundreds of MB. Here either ends a
+process that serves nobody, and the grammar is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from grammar.bounds import MAX_SOURCE_CHARS
+from protocol.errors import InvalidRequest
+from protocol.grammar import Grammar, GrammarKind
+
+CPU_S = 1.0
+#: However busy the machine is.
+_WALL_S = 20.0
+_MEMORY_BYTES = 2 << 30
+#: Threads of workers have at least twice as much: what passes here cannot overflow theirs.
+_STACK_BYTES = 1 << 20
+_MAX_VERDICTS = 1024
+_MAX_MESSAGE_CHARS = 2000
+
+
+class Trial:
+    """Says whether grammars compile, for one thread. Its process starts with the first one, and
+    again after one that ended it."""
+
+    def __init__(self, special_tokens: Mapping[int, str], *, cpu_s: float = CPU_S) -> None:
+        """`special_tokens` are the model's, by id; `cpu_s` what one grammar may take."""
+        self._start = {"special": list(special_tokens.items()), "cpu_s": cpu_s}
+        self._cpu_s = cpu_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._verdicts: OrderedDict[int, str] = OrderedDict()  # "" for a good one
+
+    def check(self, grammar: Grammar) -> None:
+        """Return when the grammar compiles; blocks. Raises InvalidRequest saying why not."""
+        if len(grammar.source) > MAX_SOURCE_CHARS:
+            raise InvalidRequest(
+                f"a grammar has at most {MAX_SOURCE_CHARS} characters, got {len(grammar.source)}"
+            )
+        key = hash(grammar)
+        verdict = self._verdicts.pop(key, None)
+        if verdict is None:
+            verdict = self._ask(grammar)
+        self._verdicts[key] = verdict
+        if len(self._verdicts) > _MAX_VERDICTS:
+            self._verdicts.popitem(last=False)
+        if verdict:
+            raise InvalidRequest(verdict)
+
+    def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+    def _ask(self, grammar: Grammar) -> str:
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            self._process = _spawn()
+            self._tell(self._start)
+        self._tell([grammar.kind.value, grammar.source])
+        answer = self._answer()
+        if answer:
+            verdict: str = json.loads(answer)
+            return verdict
+        process = self._process
+        self.close()
+        if process.returncode in (-signal.SIGPROF, -signal.SIGKILL):
+            return f"takes more than {self._cpu_s:g} s to compile"
+        return "too large or too deep to compile"
+
+    def _tell(self, value: object) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(value).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # the answer will be missing
+
+    def _answer(self) -> bytes:
+        """The line that the process answers; empty when it ended instead."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        waiting = select.poll()
+        waiting.register(self._process.stdout, select.POLLIN)
+        if not waiting.poll(_WALL_S * 1000):
+            return b""
+        return self._process.stdout.readline()
+
+
+def _spawn() -> subprocess.Popen[bytes]:
+    path = os.pathsep.join(filter(None, sys.path))
+    return subprocess.Popen(
+        [sys.executable, "-m", "grammar.trial"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
+def _serve() -> None:
+    """The other process: one grammar a line, one verdict a line, until its parent is gone."""
+    from grammar.compiler import Compiler  # only this process needs the library
+    from grammar.vocabulary import byte_vocabulary
+
+    start = json.loads(sys.stdin.readline())
+    vocabulary = byte_vocabulary({int(token): text for token, text in start["special"]})
+    for line in sys.stdin:
+        kind, source = json.loads(line)
+        # A compiler of its own: nothing that one grammar leaves behind burdens the next.
+        compiler, verdict = Compiler(vocabulary), ""
+        signal.setitimer(signal.ITIMER_PROF, start["cpu_s"])  # its signal ends the process
+        try:
+            compiler.start(Grammar(kind=GrammarKind(kind), source=source))
+        except InvalidRequest as error:
+            verdict = error.message[:_MAX_MESSAGE_CHARS]
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.write(json.dumps(verdict) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    threading.stack_size(_STACK_BYTES)
+    server = threading.Thread(target=_serve)
+    server.start()
+    server.join()
