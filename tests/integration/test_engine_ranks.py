@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -21,7 +19,7 @@ import torch
 from engine.batch import StepBatch
 from engine.config import EngineConfig
 from engine.errors import ModelRefused, RankLost
-from engine.executor import Executor, build_executor, build_follower
+from engine.executor import Executor, build_executor
 from engine.local import LocalEngine
 from engine.rank_messages import RankInvite
 from engine.ranks import RankGroup
@@ -29,38 +27,9 @@ from protocol import codec
 from protocol.errors import BatonError, Internal, NotFound
 from protocol.sampling import SamplingParams
 from tests.support.engine import GREEDY, chunk, config, prompt
+from tests.support.processes import forks
+from tests.support.rank_process import follow, lead
 from tests.support.tiny import Oracle, save_tiny_llama
-
-
-def follower_process(invite: RankInvite, rank: int, settings: EngineConfig) -> None:
-    """The whole life of a follower."""
-    torch.set_num_threads(1)
-    later: list[Future[bytes]] = []
-
-    def blocks_written(_: bytes) -> bytes:
-        written = executor.pool.data.abs().sum(dim=(0, 2, 3, 4, 5)) > 0
-        return b",".join(b"%d" % block for block in written.nonzero()[:, 0].tolist())
-
-    def finish_later(payload: bytes) -> Future[bytes]:
-        later.append(Future())
-        if payload == b"now":
-            for index, future in enumerate(later):
-                future.set_result(b"%d" % index)
-        return later[-1]
-
-    def refuse(_: bytes) -> bytes:
-        raise NotFound("no such thing", param="thing")
-
-    executor = build_follower(invite, rank, settings)
-    executor.follow(
-        {
-            "echo": lambda payload: b"%d:" % rank + payload,
-            "blocks": blocks_written,
-            "later": finish_later,
-            "refuse": refuse,
-            "crash": lambda _: bytes(1 // 0),
-        }
-    )
 
 
 @dataclass
@@ -76,9 +45,8 @@ class Running:
 def start(settings: EngineConfig, **group_settings: Any) -> Iterator[Running]:
     """Start followers and rank 0; afterwards every process must have ended."""
     group = RankGroup(settings.tp_size, **group_settings)
-    context = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = [
-        context.Process(target=follower_process, args=(group.invite, rank, settings), daemon=True)
+        forks().Process(target=follow, args=(group.invite, rank, settings), daemon=True)
         for rank in range(1, settings.tp_size)
     ]
     for process in processes:
@@ -180,30 +148,19 @@ def test_a_dead_or_silent_follower_surfaces_in_seconds(model: str, how: int, wit
             running.group.call(1, "echo", b"").result(1)
         with pytest.raises(RankLost):
             running.executor.warmup()
-        os.kill(pid, signal.SIGKILL)
-
-
-def leader_process(model: str, invite_box: Any, ready: Any) -> None:
-    """Rank 0 in a process that will be killed."""
-    torch.set_num_threads(1)
-    group = RankGroup(2)
-    invite_box.send_bytes(codec.encode(group.invite))
-    executor = build_executor(config(model, tp_size=2), group)
-    ready.set()
-    while True:
-        executor.warmup()
+        running.processes[0].kill()
 
 
 @pytest.mark.chaos
 def test_followers_end_when_rank_0_dies(model: str) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = forks()
     receiver, sender = context.Pipe(duplex=False)
     ready = context.Event()
-    leader = context.Process(target=leader_process, args=(model, sender, ready), daemon=True)
+    settings = config(model, tp_size=2)
+    leader = context.Process(target=lead, args=(settings, sender, ready), daemon=True)
     leader.start()
     invite = codec.decode(RankInvite, receiver.recv_bytes())
-    settings = config(model, tp_size=2)
-    follower = context.Process(target=follower_process, args=(invite, 1, settings), daemon=True)
+    follower = context.Process(target=follow, args=(invite, 1, settings), daemon=True)
     follower.start()
     assert ready.wait(120)
     leader.kill()
@@ -217,8 +174,7 @@ def test_a_follower_that_cannot_load_fails_the_start_with_its_reason(
 ) -> None:
     group = RankGroup(2)
     broken = config(str(tmp_path), tp_size=2)
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(target=follower_process, args=(group.invite, 1, broken), daemon=True)
+    process = forks().Process(target=follow, args=(group.invite, 1, broken), daemon=True)
     process.start()
     with pytest.raises(RankLost, match=r"config\.json"):
         build_executor(config(model, tp_size=2), group, timeout_s=60)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
@@ -34,19 +33,26 @@ MODELS = {
 }
 
 
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny"), **MODELS[request.param])
+
+
+@pytest.fixture(scope="module")
+def oracle(model: str) -> Oracle:
+    return Oracle(model)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", MODELS)
 @pytest.mark.parametrize(
     ("prefill_tp", "decode_tp"), [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 4), (4, 2), (4, 4)]
 )
 async def test_every_pair_of_degrees_gives_the_ids_of_transformers(
-    tmp_path: Path, shape: str, prefill_tp: int, decode_tp: int
+    model: str, oracle: Oracle, prefill_tp: int, decode_tp: int
 ) -> None:
-    path = save_tiny_llama(tmp_path, **MODELS[shape])
-    oracle = Oracle(path)
     prompts = [[(7 * i + j) % 120 for j in range(length)] for i, length in enumerate([1, 17, 75])]
     async with running_pair(
-        path,
+        model,
         prefill_tp=prefill_tp,
         decode_tp=decode_tp,
         prefill_config=CONFIG,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -34,6 +33,7 @@ from protocol.ticket import Ticket
 from protocol.timeline import Span
 from rpc import methods
 from rpc.service import ClientPool
+from tests.support.processes import forks
 from worker_runtime.config import WorkerConfig
 from worker_runtime.host import WorkerSettings
 from worker_runtime.ranks import follow_rank
@@ -267,7 +267,7 @@ async def running_pair(
             return None
         ranks = RankGroup(size)
         for rank in range(1, size):
-            process = multiprocessing.get_context("spawn").Process(
+            process = forks().Process(
                 target=follow_rank,
                 args=(ranks.invite, rank, worker.engine, worker.transfer),
                 daemon=True,

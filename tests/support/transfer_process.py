@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import signal
 import threading
@@ -24,6 +23,7 @@ from protocol.ids import RequestKey, Role, WorkerRef, new_epoch
 from protocol.ticket import Ticket
 from rpc import methods
 from rpc.service import ClientPool, ControlServer
+from tests.support.processes import forks
 from tests.support.transfer import (
     SECRET,
     Side,
@@ -193,8 +193,7 @@ class Process:
     """The parent's handle of one child."""
 
     def __init__(self, role: Role) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        context = forks()
         self._pipe, other = context.Pipe()
         self._child = context.Process(target=_child, args=(role, other), daemon=True)
         self._child.start()
