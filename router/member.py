@@ -225,14 +225,7 @@ class Member:
     async def _call(self, method: Method[Req, Rep], request: Req, timeout_s: float) -> Rep:
         if self._client is None:
             raise Unavailable(f"worker {self.ref.worker_id} is not connected")
-        try:
-            return await self._client.call(method, request, timeout_s=timeout_s)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            # Nobody cancelled us: the channel was closed because the worker was lost.
-            raise Unavailable(f"worker {self.ref.worker_id} was lost") from None
+        return await self._client.call(method, request, timeout_s=timeout_s)
 
     # --- the stream -------------------------------------------------------------------------------
 

@@ -1,1 +1,1 @@
-"""The control channel: protocol messages over grpc.aio, between the processes of one cluster."""
+"""The control channel: protocol messages between the processes of one cluster."""

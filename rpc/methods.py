@@ -22,16 +22,16 @@ _WORKER = "baton.worker.v1.Worker"
 _HANDOFF = "baton.handoff.v1.Handoff"
 
 # router -> any worker
-SUBMIT = Method(_WORKER, "Submit", Submit, Ack, quick=True)
-CANCEL = Method(_WORKER, "Cancel", Cancel, Ack, quick=True)
-EVENTS = Method(_WORKER, "Events", Subscribe, EventBatch, streams=True, quick=True)
+SUBMIT = Method(_WORKER, "Submit", Submit, Ack)
+CANCEL = Method(_WORKER, "Cancel", Cancel, Ack)
+EVENTS = Method(_WORKER, "Events", Subscribe, EventBatch, streams=True)
 STATUS = Method(_WORKER, "Status", StatusQuery, WorkerStatus)
 DRAIN = Method(_WORKER, "Drain", DrainCommand, Ack)
 
 # decode -> prefill
-GRANT = Method(_HANDOFF, "Grant", Grant, Ack, quick=True)
+GRANT = Method(_HANDOFF, "Grant", Grant, Ack)
 # prefill -> decode
-PIECE = Method(_HANDOFF, "Piece", Piece, Ack, quick=True)
-COMMIT = Method(_HANDOFF, "Commit", Commit, Ack, quick=True)
+PIECE = Method(_HANDOFF, "Piece", Piece, Ack)
+COMMIT = Method(_HANDOFF, "Commit", Commit, Ack)
 # either way
-END = Method(_HANDOFF, "End", HandoffEnd, Ack, quick=True)
+END = Method(_HANDOFF, "End", HandoffEnd, Ack)

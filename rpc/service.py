@@ -1,194 +1,210 @@
-"""Serve and call typed control methods over gRPC.
+"""Serve and call typed control methods.
 
-A method is declared once (`Method`) and used by both sides. Errors of protocol.errors cross
-the wire as themselves: the server puts the ErrorInfo into the trailing metadata, the client raises
-it again.
+A method is declared once (`Method`) and used by both sides. Errors of protocol.errors cross as
+themselves. Everything between two processes goes over one connection (rpc.frames): nothing stands
+between the socket and the handler, so a call, or an item of a stream, takes a fraction of what it
+takes through gRPC, whose Python side hands every message over between threads.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import grpc
-from grpc import aio
-
 from observability.logging import get_logger
 from protocol import codec
-from protocol.errors import (
-    GRPC_STATUS,
-    BatonError,
-    DeadlineExceeded,
-    ErrorInfo,
-    Internal,
-    Unauthenticated,
-    Unavailable,
-)
-from rpc.quick import Answer, Items, QuickClient, QuickServer
+from protocol.errors import BatonError, DeadlineExceeded, Internal, Unavailable
+from rpc.frames import Kind, ServerEnd
+from rpc.link import Link, split
 
 Req = TypeVar("Req")
 Rep = TypeVar("Rep")
 
-ERROR_KEY = "baton-error-bin"
-SECRET_KEY = "baton-secret-bin"
-_OPTIONS: list[tuple[str, int]] = [
-    ("grpc.max_send_message_length", 256 << 20),
-    ("grpc.max_receive_message_length", 256 << 20),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.so_reuseport", 0),
-]
-#: To connect for a quick stream.
+#: To connect for a stream.
 _MEETING_S = 5.0
+#: For a caller to show who it is.
+_GREETING_S = 5.0
+_BACKLOG = 1024
 log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Method(Generic[Req, Rep]):
-    """One control method: `/service/name`, its message classes, whether it streams replies, and
-    whether it goes the quick way (rpc.quick) because its latency counts; streams always do."""
+    """One control method: `/service/name`, its message classes, whether it streams replies."""
 
     service: str
     name: str
     request: type[Req]
     reply: type[Rep]
     streams: bool = False
-    quick: bool = False
 
     @property
     def path(self) -> str:
-        """The full gRPC method path."""
+        """The full path."""
         return f"/{self.service}/{self.name}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuickQuery:
-    """Where does a server take quick calls?"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuickPort:
-    """The port, on the host of the control server."""
-
-    port: int
-
-
-_QUICK = Method("baton.control.v1.Quick", "Port", QuickQuery, QuickPort)
-
 Handler = Callable[[Any], Awaitable[Any] | AsyncIterator[Any]]
+_Bound = tuple[Method[Any, Any], Handler]
 
 
 class ControlServer:
-    """A gRPC server of control methods on a port of its own (bind to 0, then advertise `address`).
-
-    Callers must present the cluster's secret; it is compared in constant time.
-    """
+    """Serves control methods on a port of its own (bind to 0, then advertise `address`), to those
+    who know the cluster's secret."""
 
     def __init__(
         self, handlers: Mapping[Method[Any, Any], Handler] | None = None, *, secret: bytes
     ) -> None:
-        self._handlers = dict(handlers or {})
-        self._secret = secret
-        self._server: aio.Server | None = None
-        self._quick: QuickServer | None = None
+        self.secret = secret
         self.address = ""
+        self.handlers: dict[str, _Bound] = {}
+        self.connections: set[_Caller] = set()
+        self.stopped = False
+        self._listener: socket.socket | None = None
+        self._server: asyncio.Server | None = None
+        self.add(handlers or {})
 
     def bind(self, host: str = "127.0.0.1") -> str:
         """Take a free port of `host`; return the `host:port` to advertise. Nothing is served yet,
         so handlers that need to know the address can still be added."""
-        server = aio.server(options=_OPTIONS)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        # Accepted sockets inherit it, whatever the event loop does.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            port = server.add_insecure_port(f"{host}:0")
-        except RuntimeError as error:
+            listener.bind((host.strip("[]"), 0))
+        except OSError as error:
+            listener.close()
             raise Unavailable(f"cannot bind a control port on {host}", param="host") from error
-        self._server = server
-        self.address = f"{host}:{port}"
+        self._listener = listener
+        self.address = f"{host}:{listener.getsockname()[1]}"
         return self.address
 
     def add(self, handlers: Mapping[Method[Any, Any], Handler]) -> None:
-        """Serve these methods too; only before `start`."""
-        self._handlers.update(handlers)
+        """Serve these methods too."""
+        self.handlers |= {method.path: (method, handler) for method, handler in handlers.items()}
 
     async def start(self, host: str = "127.0.0.1") -> str:
         """Serve, on a free port of `host` unless `bind` took one; return the address."""
-        if self._server is None:
+        if self._listener is None:
             self.bind(host)
-        assert self._server is not None
-        await self._start_quick()
-        services: dict[str, dict[str, grpc.RpcMethodHandler[Any, Any]]] = {}
-        for method, handler in self._handlers.items():
-            if not (method.quick or method.streams):
-                services.setdefault(method.service, {})[method.name] = self._bind(method, handler)
-        for service, methods in services.items():
-            generic = grpc.method_handlers_generic_handler(service, methods)
-            self._server.add_generic_rpc_handlers((generic,))
-        await self._server.start()
+        assert self._listener is not None
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            lambda: _Caller(self), sock=self._listener, backlog=_BACKLOG
+        )
         return self.address
 
     async def stop(self, grace_s: float = 0.5) -> None:
-        """Stop accepting calls; running ones get `grace_s` seconds."""
-        if self._quick is not None:
-            self._quick.stop()
-            self._quick = None
+        """Stop accepting; calls that run get `grace_s` seconds. Then hang up on everybody, once
+        what was sent to them is on its way."""
+        self.stopped = True
         if self._server is not None:
-            await self._server.stop(grace_s)
-            self._server = None
+            self._server.close()
+        elif self._listener is not None:
+            self._listener.close()
+        self._server = self._listener = None
+        calls = [task for caller in self.connections for task in caller.calls]
+        if calls and grace_s:
+            await asyncio.wait(calls, timeout=grace_s)
+        for connection in list(self.connections):
+            connection.close()
 
-    async def _start_quick(self) -> None:
-        quick = {m: handler for m, handler in self._handlers.items() if m.quick or m.streams}
-        if not quick:
-            return
-        self._quick = QuickServer(
-            {m.path: _quick_answer(m, handler) for m, handler in quick.items() if not m.streams},
-            {m.path: _quick_items(m, handler) for m, handler in quick.items() if m.streams},
-            secret=self._secret,
-        )
-        port = await self._quick.start(self.address.rpartition(":")[0].strip("[]"))
 
-        async def tell(_: QuickQuery) -> QuickPort:
-            return QuickPort(port=port)
+class _Caller(ServerEnd):
+    """A caller's calls and streams. Giving one up, or being gone, cancels its handler."""
 
-        self._handlers[_QUICK] = tell
+    def __init__(self, server: ControlServer) -> None:
+        super().__init__(server.secret)
+        self.calls: set[asyncio.Task[None]] = set()
+        self._server = server
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._patience: asyncio.TimerHandle | None = None
 
-    def _check_secret(self, context: aio.ServicerContext[Any, Any]) -> None:
-        for key, value in context.invocation_metadata() or ():
-            if key == SECRET_KEY and isinstance(value, bytes):
-                if hmac.compare_digest(value, self._secret):
-                    return
-                break
-        raise Unauthenticated("the control channel needs the cluster's secret")
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Wait a little for who it is."""
+        super().connection_made(transport)
+        self._server.connections.add(self)
+        if self._server.stopped:  # it came while the door closed
+            self.hang_up()
+        loop = asyncio.get_running_loop()
+        self._patience = loop.call_later(_GREETING_S, self._expect_met)
 
-    def _bind(self, method: Method[Any, Any], handler: Handler) -> grpc.RpcMethodHandler[Any, Any]:
-        async def unary(request: bytes, context: aio.ServicerContext[Any, Any]) -> bytes:
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nobody waits for what runs."""
+        super().connection_lost(exc)
+        if self._patience is not None:
+            self._patience.cancel()
+        self._server.connections.discard(self)
+        for task in self._running.values():
+            task.cancel()
+
+    def pause_writing(self) -> None:
+        """The peer reads more slowly than we write: streams wait."""
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        """It has caught up."""
+        self._writable.set()
+
+    def frame(self, kind: int, number: int, payload: bytes) -> None:
+        """A call, a stream, or that one is given up."""
+        if kind in (Kind.CALL, Kind.STREAM):
+            work = self._answer if kind == Kind.CALL else self._stream
+            task = asyncio.get_running_loop().create_task(work(number, payload))
+            self._running[number] = task
+            task.add_done_callback(lambda _: self._running.pop(number, None))
+            if kind == Kind.CALL:
+                self.calls.add(task)
+                task.add_done_callback(self.calls.discard)
+        elif kind == Kind.CANCEL and number in self._running:
+            self._running[number].cancel()
+
+    async def _answer(self, number: int, payload: bytes) -> None:
+        path, request = split(payload)
+        try:
+            method, handler = self._find(path, streams=False)
             try:
-                self._check_secret(context)
                 reply = await handler(codec.decode(method.request, request))  # type: ignore[misc]
             except Exception as error:
-                await _abort(context, method, error)
-                raise
-            return codec.encode(reply)
+                raise _as_typed(method, error) from error
+        except BatonError as error:
+            self.send(Kind.ERROR, number, codec.encode(error.info()))
+        else:
+            self.send(Kind.REPLY, number, codec.encode(reply))
 
-        return grpc.unary_unary_rpc_method_handler(unary)
+    async def _stream(self, number: int, payload: bytes) -> None:
+        path, request = split(payload)
+        try:
+            method, handler = self._find(path, streams=True)
+            try:
+                replies = handler(codec.decode(method.request, request))
+                async with aclosing(replies):  # type: ignore[type-var]
+                    async for reply in replies:  # type: ignore[union-attr]
+                        self.send(Kind.ITEM, number, codec.encode(reply))
+                        await self._writable.wait()
+            except Exception as error:
+                raise _as_typed(method, error) from error
+        except BatonError as error:
+            self.send(Kind.ERROR, number, codec.encode(error.info()))
+        else:
+            self.send(Kind.END, number, b"")
 
+    def _find(self, path: str, *, streams: bool) -> _Bound:
+        found = self._server.handlers.get(path)
+        if found is None or found[0].streams is not streams:
+            raise Unavailable(f"no {'stream' if streams else 'method'} {path} here")
+        return found
 
-async def _abort(
-    context: aio.ServicerContext[Any, Any], method: Method[Any, Any], error: Exception
-) -> None:
-    if isinstance(error, aio.AbortError):
-        raise error
-    info = _as_typed(method, error).info()
-    await context.abort(
-        grpc.StatusCode[GRPC_STATUS[info.code]],
-        info.message,
-        ((ERROR_KEY, codec.encode(info)),),
-    )
+    def _expect_met(self) -> None:
+        if not self.met:
+            self.hang_up()
 
 
 def _as_typed(method: Method[Any, Any], error: Exception) -> BatonError:
@@ -198,98 +214,55 @@ def _as_typed(method: Method[Any, Any], error: Exception) -> BatonError:
     return Internal(f"{method.name}: {type(error).__name__}: {error}")
 
 
-def _quick_answer(method: Method[Any, Any], handler: Handler) -> Answer:
-    async def answer(request: bytes) -> bytes:
-        try:
-            reply = await handler(codec.decode(method.request, request))  # type: ignore[misc]
-        except Exception as error:
-            raise _as_typed(method, error) from error
-        return codec.encode(reply)
-
-    return answer
-
-
-def _quick_items(method: Method[Any, Any], handler: Handler) -> Items:
-    async def items(request: bytes) -> AsyncIterator[bytes]:
-        try:
-            replies = handler(codec.decode(method.request, request))
-            async with aclosing(replies):  # type: ignore[type-var]
-                async for reply in replies:  # type: ignore[union-attr]
-                    yield codec.encode(reply)
-        except Exception as error:
-            raise _as_typed(method, error) from error
-
-    return items
-
-
 class ControlClient:
     """Calls control methods of one peer. Every call has a deadline; errors arrive typed."""
 
     def __init__(self, address: str, *, secret: bytes) -> None:
         self.address = address
-        self._channel = aio.insecure_channel(address, options=_OPTIONS)
-        self._metadata = ((SECRET_KEY, secret),)
         self._secret = secret
-        self._quick: QuickClient | None = None
+        self._link: Link | None = None
         self._meeting = asyncio.Lock()
+        self._closed = False
 
     async def call(self, method: Method[Req, Rep], request: Req, *, timeout_s: float) -> Rep:
-        """One reply. Raises the peer's typed error, Unavailable when it cannot be reached, or
-        DeadlineExceeded after `timeout_s` seconds."""
-        if method.quick:
-            quick = await self._meet(timeout_s)
-            reply = await quick.call(method.path, codec.encode(request), timeout_s)
-            return codec.decode(method.reply, reply)
-        return await self._call(method, request, timeout_s)
-
-    async def _meet(self, timeout_s: float) -> QuickClient:
-        """The connection for quick calls; made, where the server says, if there is none."""
-        if self._quick is not None and not self._quick.broken:
-            return self._quick
-        async with self._meeting:
-            if self._quick is not None and not self._quick.broken:
-                return self._quick
-            where = await self._call(_QUICK, QuickQuery(), timeout_s)
-            host = self.address.rpartition(":")[0].strip("[]")
-            try:
-                async with asyncio.timeout(timeout_s):
-                    self._quick = await QuickClient.connect(
-                        host, where.port, name=self.address, secret=self._secret
-                    )
-            except (OSError, TimeoutError) as error:
-                raise Unavailable(f"{self.address}: cannot connect for quick calls") from error
-            return self._quick
-
-    async def _call(self, method: Method[Req, Rep], request: Req, timeout_s: float) -> Rep:
-        rpc: aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(method.path)
-        try:
-            data = await rpc(codec.encode(request), timeout=timeout_s, metadata=self._metadata)
-        except aio.AioRpcError as error:
-            raise self._typed(error, method) from error
-        return codec.decode(method.reply, data)
+        """One reply. Raises the peer's typed error, Unavailable when it cannot be reached,
+        Unauthenticated when it does not know the secret, or DeadlineExceeded after `timeout_s`
+        seconds."""
+        link = await self._meet(timeout_s)
+        reply = await link.call(method.path, codec.encode(request), timeout_s)
+        return codec.decode(method.reply, reply)
 
     async def stream(self, method: Method[Req, Rep], request: Req) -> AsyncIterator[Rep]:
         """Replies until the peer ends the stream; closing the iterator cancels it."""
-        quick = await self._meet(_MEETING_S)
-        items = quick.stream(method.path, codec.encode(request))
+        link = await self._meet(_MEETING_S)
+        items = link.stream(method.path, codec.encode(request))
         async with aclosing(items):  # type: ignore[type-var]
             async for item in items:
                 yield codec.decode(method.reply, item)
 
     async def close(self) -> None:
-        """Close the channel; calls in flight are cancelled."""
-        if self._quick is not None:
-            self._quick.close()
-        await self._channel.close(None)
+        """Hang up; calls and streams in flight fail."""
+        self._closed = True
+        if self._link is not None:
+            self._link.hang_up()
 
-    def _typed(self, error: aio.AioRpcError, method: Method[Any, Any]) -> BatonError:
-        for key, value in error.trailing_metadata() or ():
-            if key == ERROR_KEY and isinstance(value, bytes):
-                return codec.decode(ErrorInfo, value).to_error()
-        where = f"{method.name} at {self.address}"
-        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return DeadlineExceeded(f"{where}: no answer in time")
-        return Unavailable(f"{where}: {error.code().name}: {error.details()}")
+    async def _meet(self, timeout_s: float) -> Link:
+        """The connection; made if there is none."""
+        if self._link is not None and not self._link.broken:
+            return self._link
+        async with self._meeting:
+            if self._link is not None and not self._link.broken:
+                return self._link
+            if self._closed:
+                raise Unavailable(f"{self.address}: the connection was closed")
+            try:
+                async with asyncio.timeout(timeout_s):
+                    self._link = await Link.connect(self.address, secret=self._secret)
+            except TimeoutError:
+                raise DeadlineExceeded(f"{self.address}: no answer in time") from None
+            except OSError as error:
+                raise Unavailable(f"{self.address}: cannot connect: {error}") from error
+            return self._link
 
 
 class ClientPool:
@@ -313,6 +286,6 @@ class ClientPool:
             await client.close()
 
     async def close(self) -> None:
-        """Close every channel."""
+        """Close every connection."""
         clients, self._clients = list(self._clients.values()), {}
         await asyncio.gather(*(client.close() for client in clients))

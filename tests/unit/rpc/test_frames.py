@@ -1,4 +1,6 @@
 import asyncio
+import contextlib
+import struct
 import time
 from contextlib import asynccontextmanager
 
@@ -22,7 +24,6 @@ from protocol.messages import (
     WorkerLoad,
 )
 from rpc.methods import END, EVENTS
-from rpc.quick import QuickClient
 from rpc.service import ControlClient, ControlServer
 
 SECRET = b"secret"
@@ -125,31 +126,132 @@ async def test_a_server_that_goes_away_fails_calls_at_once():
         assert time.monotonic() - start < 10
 
 
-async def test_the_secret_is_needed_on_both_ways():
-    async def handler(_request):
-        return Ack()
-
-    async with serving(handler, secret=b"wrong") as (client, server):
-        with pytest.raises(Unauthenticated):
-            await client.call(END, message(), timeout_s=5)
-        port = server._quick._server.sockets[0].getsockname()[1]
-        quick = await QuickClient.connect("127.0.0.1", port, name="peer", secret=b"wrong")
-        with pytest.raises(Unavailable):
-            await quick.call(END.path, b"", 5)
-
-
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 13, b"\xff" * 64])
 async def test_strangers_are_hung_up_on(garbage):
     async def handler(_request):
         return Ack()
 
     async with serving(handler) as (client, server):
-        port = server._quick._server.sockets[0].getsockname()[1]
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        reader, writer = await asyncio.open_connection(*server.address.split(":"))
         writer.write(garbage)
         assert await asyncio.wait_for(reader.read(), 5) == b""
         writer.close()
         assert await client.call(END, message(), timeout_s=5) == Ack()
+
+
+class Wire:
+    """A network between a client and a server that keeps what passes and may change it."""
+
+    def __init__(self, address):
+        self._address = address
+        self._server = None
+        self.passed = {"up": b"", "down": b""}
+        self.change = lambda way, data: data
+
+    async def __aenter__(self):
+        self._server = await asyncio.start_server(self._meet, "127.0.0.1", 0)
+        self.address = ":".join(map(str, self._server.sockets[0].getsockname()))
+        return self
+
+    async def __aexit__(self, *_):
+        self._server.close()
+
+    async def _meet(self, reader, writer):
+        far_reader, far_writer = await asyncio.open_connection(*self._address.split(":"))
+        with contextlib.suppress(ConnectionError):
+            await asyncio.gather(
+                self._pass("up", reader, far_writer), self._pass("down", far_reader, writer)
+            )
+
+    async def _pass(self, way, reader, writer):
+        try:
+            while data := await reader.read(65536):
+                self.passed[way] += data
+                writer.write(self.change(way, data))
+        finally:
+            writer.close()
+
+
+async def acknowledge(_request):
+    return Ack()
+
+
+async def test_the_secret_stays_where_it_is():
+    async with serving(acknowledge) as (_, server), Wire(server.address) as wire:
+        client = ControlClient(wire.address, secret=SECRET)
+        assert await client.call(END, message(), timeout_s=5) == Ack()
+        await client.close()
+        assert all(len(passed) > 50 for passed in wire.passed.values())
+        assert all(SECRET not in passed for passed in wire.passed.values())
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+async def test_what_was_changed_on_the_way_breaks_the_connection(way):
+    seen = []
+
+    async def handler(request):
+        seen.append(request)
+        return Ack()
+
+    async with serving(handler) as (_, server), Wire(server.address) as wire:
+        client = ControlClient(wire.address, secret=SECRET)
+        assert await client.call(END, message(1), timeout_s=5) == Ack()
+        wire.change = lambda at, data: data[:-20] + b"\x07" + data[-19:] if at == way else data
+        with pytest.raises(Unavailable, match="broke"):
+            await client.call(END, message(2), timeout_s=5)
+        assert seen == [message(1)] + ([] if way == "up" else [message(2)])
+        await client.close()
+
+
+async def test_what_was_heard_cannot_be_said_again():
+    seen = []
+
+    async def handler(request):
+        seen.append(request)
+        return Ack()
+
+    async with serving(handler) as (_, server), Wire(server.address) as wire:
+        client = ControlClient(wire.address, secret=SECRET)
+        await client.call(END, message(1), timeout_s=5)
+        heard = wire.passed["up"]
+        again = heard[heard.index(END.path.encode()) - 15 :]
+        wire.change = lambda way, data: data + again if way == "up" else data
+        with pytest.raises(Unavailable, match="broke"):
+            await asyncio.gather(*(client.call(END, message(n), timeout_s=5) for n in (2, 3)))
+        await client.close()
+        reader, writer = await asyncio.open_connection(*server.address.split(":"))
+        writer.write(heard)  # all of it, over a new connection
+        await asyncio.wait_for(reader.read(), 5)
+        writer.close()
+    assert seen.count(message(1)) == 1
+
+
+async def test_a_false_server_is_told_nothing():
+    told = b""
+
+    async def listen(reader, writer):
+        nonlocal told
+        told += await reader.read(65536)
+        writer.write(struct.pack("!IBQ", 64, 0, 0) + b"n" * 32 + b"p" * 32)
+        told += await reader.read(65536)
+        writer.close()
+
+    async with await asyncio.start_server(listen, "127.0.0.1", 0) as server:
+        address = ":".join(map(str, server.sockets[0].getsockname()))
+        client = ControlClient(address, secret=SECRET)
+        with pytest.raises(Unauthenticated, match="does not know the secret"):
+            await client.call(END, message(), timeout_s=5)
+        await client.close()
+    assert len(told) == 13 + 32  # a random number
+
+
+async def test_a_stranger_who_is_silent_or_long_is_hung_up_on(monkeypatch):
+    monkeypatch.setattr("rpc.service._GREETING_S", 0.1)
+    async with serving(acknowledge) as (_, server):
+        reader, writer = await asyncio.open_connection(*server.address.split(":"))
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+        assert not server.connections
 
 
 async def test_a_reader_that_is_slow_holds_the_stream_up_and_loses_nothing():
@@ -163,11 +265,11 @@ async def test_a_reader_that_is_slow_holds_the_stream_up_and_loses_nothing():
     async with streaming(events) as client:
         stream = client.stream(EVENTS, Subscribe(router_id="r"))
         first = await anext(stream)
-        client._quick._transport.pause_reading()
+        client._link._transport.pause_reading()
         await asyncio.sleep(0.2)
         held = made
         assert held < 399
-        client._quick._transport.resume_reading()
+        client._link._transport.resume_reading()
         rest = [item.epoch async for item in stream]
     assert [first.epoch, *rest] == list(range(400))
 
@@ -185,7 +287,7 @@ async def test_a_broken_connection_ends_streams_after_what_came_and_stops_their_
     async with streaming(events) as client:
         stream = client.stream(EVENTS, Subscribe(router_id="r"))
         assert (await anext(stream)).epoch == 1
-        client._quick._transport.abort()
+        client._link._transport.abort()
         with pytest.raises(Unavailable, match="connection broke"):
             await asyncio.wait_for(anext(stream), 5)
         await asyncio.wait_for(stopped.wait(), 5)
