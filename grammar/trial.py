@@ -60,46 +60,24 @@ class Trial:
             raise InvalidRequest(verdict)
 
     def close(self) -> None:
-        """End the process."""
+        """End the process. From any thread, any number of times."""
         process, self._process = self._process, None
         if process is not None:
-            process.kill()
-            process.communicate()
+            _end(process)
 
     def _ask(self, grammar: Grammar) -> str:
-        if self._process is None or self._process.poll() is not None:
-            self.close()
-            self._process = _spawn()
-            self._tell(self._start)
-        self._tell([grammar.kind.value, grammar.source])
-        answer = self._answer()
+        process = self._process
+        if process is None or process.poll() is not None:
+            process = self._process = _spawn()
+            _tell(process, self._start)
+        _tell(process, [grammar.kind.value, grammar.source])
+        answer = _answer(process)
         if answer:
             verdict: str = json.loads(answer)
             return verdict
-        process = self._process
-        self.close()
-        if process.returncode in (-signal.SIGPROF, -signal.SIGKILL):
+        if _end(process) in (-signal.SIGPROF, -signal.SIGKILL):
             return f"takes more than {self._cpu_s:g} s to compile"
         return "too large or too deep to compile"
-
-    def _tell(self, value: object) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(value).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # the answer will be missing
-
-    def _answer(self) -> bytes:
-        """The line that the process answers; empty when it ended instead."""
-        assert self._process is not None
-        assert self._process.stdout is not None
-        waiting = select.poll()
-        waiting.register(self._process.stdout, select.POLLIN)
-        if not waiting.poll(_WALL_S * 1000):
-            return b""
-        return self._process.stdout.readline()
 
 
 def _spawn() -> subprocess.Popen[bytes]:
@@ -111,6 +89,29 @@ def _spawn() -> subprocess.Popen[bytes]:
         stderr=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": path},
     )
+
+
+def _tell(process: subprocess.Popen[bytes], value: object) -> None:
+    assert process.stdin is not None
+    try:
+        process.stdin.write(json.dumps(value).encode() + b"\n")
+        process.stdin.flush()
+    except BrokenPipeError:
+        pass  # the answer will be missing
+
+
+def _answer(process: subprocess.Popen[bytes]) -> bytes:
+    """The line that the process answers; empty when it ended instead, or does not answer."""
+    assert process.stdout is not None
+    waiting = select.poll()
+    waiting.register(process.stdout, select.POLLIN)
+    return process.stdout.readline() if waiting.poll(_WALL_S * 1000) else b""
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """What the process ended with; it is killed if it has not."""
+    process.kill()
+    return process.wait()
 
 
 def _serve() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any, TypeGuard
 
 from protocol.errors import InvalidRequest
@@ -27,6 +27,8 @@ _NAMES = {
 }
 #: Integers beyond this cannot mean anything here and would not survive the wire.
 _MAX_INT = 2**63 - 1
+#: Templates and grammars walk through JSON by recursion.
+MAX_DEPTH = 64
 
 
 def kind_of(value: object) -> str:
@@ -112,6 +114,28 @@ def as_object(value: object, param: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise wrong_type(param, "an object", value)
     return value
+
+
+def check_count(items: Sized, most: int, param: str) -> None:
+    """Raise InvalidRequest when there are more than `most` items: before anybody looks at each."""
+    if len(items) > most:
+        raise InvalidRequest(f"{param}: at most {most}, got {len(items)}", param=param)
+
+
+def check_depth(value: object, param: str) -> None:
+    """Raise InvalidRequest when a JSON value is nested deeper than MAX_DEPTH levels."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [item for outer in level for item in _items(outer)]
+        if not level:
+            return
+    raise InvalidRequest(f"{param} is nested deeper than {MAX_DEPTH} levels", param=param)
+
+
+def _items(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def are_ids(value: object) -> TypeGuard[Sequence[int]]:

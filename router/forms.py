@@ -58,8 +58,8 @@ class OutputForms:
 
     def close(self) -> None:
         """End the thread and the process."""
-        self._thread.submit(self._trial.close)
-        self._thread.shutdown(wait=False)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._trial.close()
 
     def _tried(self, request: GenerateRequest, form: ToolFormat | None) -> Grammar | None:
         asked, tools = request.structured, request.tools

@@ -11,6 +11,9 @@ from typing import Any
 from protocol.errors import InvalidRequest, Unsupported
 from router import fields as read
 
+MAX_MESSAGES = 1 << 13
+_MAX_PARTS = 1 << 10
+
 
 class ChatRole(StrEnum):
     """Who wrote a message."""
@@ -52,6 +55,7 @@ def parse_messages(value: object) -> tuple[ChatMessage, ...]:
     messages = read.as_array(value, "messages")
     if not messages:
         raise InvalidRequest("messages must not be empty", param="messages")
+    read.check_count(messages, MAX_MESSAGES, "messages")
     return tuple(_message(item, f"messages[{i}]") for i, item in enumerate(messages))
 
 
@@ -68,6 +72,7 @@ def _message(value: object, path: str) -> ChatMessage:
             raise Unsupported(f"{path}.{name} is not supported", param=f"{path}.{name}")
     calls = message.get("tool_calls")
     calls = [] if calls is None else read.as_array(calls, f"{path}.tool_calls")
+    read.check_count(calls, _MAX_PARTS, f"{path}.tool_calls")
     author, call_id = message.get("name"), message.get("tool_call_id")
     if role is ChatRole.TOOL and call_id is None:
         raise InvalidRequest(f"{path}.tool_call_id is required", param=f"{path}.tool_call_id")
@@ -106,6 +111,7 @@ def _content(value: object, path: str, *, optional: bool) -> str:
         return read.as_text(value, path)
     if not isinstance(value, list):
         raise read.wrong_type(path, "a string or an array of parts", value)
+    read.check_count(value, _MAX_PARTS, path)
     return "\n".join(_part(part, f"{path}[{i}]") for i, part in enumerate(value))
 
 
@@ -136,6 +142,8 @@ def _arguments(value: object, path: str) -> dict[str, Any]:
     """Templates write arguments as JSON themselves, so they are given the object."""
     text = read.as_text(value, path)
     try:
-        return read.as_object(json.loads(text or "{}"), path)
+        arguments = read.as_object(json.loads(text or "{}"), path)
     except (ValueError, RecursionError):
         raise InvalidRequest(f"{path} must be the text of a JSON object", param=path) from None
+    read.check_depth(arguments, path)
+    return arguments

@@ -143,7 +143,7 @@ class ServedModel:
             self._check_lengths(texts, limit, "messages")
             self._check_lengths(schemas, limit, "tools")
             return self._text.encode_chat(
-                messages, definitions, add_special_tokens=add_special_tokens
+                messages, definitions, add_special_tokens=add_special_tokens, limit=limit
             )
 
         return await self._in_thread(encode, sum(map(len, [*texts, *schemas])))

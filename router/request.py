@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from protocol.errors import InvalidRequest, Unsupported
+from protocol.sampling import MAX_LOGIT_BIASES
 from router import fields as read
 from router import structured
 from router.fields import Fields
@@ -201,10 +202,7 @@ def parse_prompts(value: object) -> tuple[Prompt, ...]:
         raise InvalidRequest("prompt must not be an empty array", param="prompt")
     if isinstance(value[0], int) or read.are_ids(value):
         return (read.token_ids(value, "prompt"),)
-    if len(value) > MAX_PROMPTS:
-        raise InvalidRequest(
-            f"prompt: at most {MAX_PROMPTS} prompts a request, got {len(value)}", param="prompt"
-        )
+    read.check_count(value, MAX_PROMPTS, "prompt")
     return tuple(_prompt(item) for item in value)
 
 
@@ -244,6 +242,7 @@ def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
     if value is None:
         return ()
     biases = read.as_object(value, "logit_bias")
+    read.check_count(biases, MAX_LOGIT_BIASES, "logit_bias")
     for key in biases:
         if not (key.isascii() and key.isdigit() and len(key) < 20):
             raise InvalidRequest(

@@ -11,14 +11,19 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from protocol.errors import InvalidRequest
 from protocol.wire import inference_pb2 as pb
+from router import fields as read
 from router.admin import ClusterView, PoolView, RouterView, WorkerView
 from router.choice import Delta, Score
 from router.generation import Usage
-from router.request import GenerateRequest, RequestKind
+from router.messages import MAX_MESSAGES
+from router.request import MAX_PROMPTS, GenerateRequest, RequestKind
 from router.text.pieces import PieceTable
 from router.timeline import Timeline
+from router.tools.request import MAX_TOOLS
 
 _INPUTS = ("prompt", "prompt_token_ids", "prompts", "chat")
+#: Items of a field, or bytes of what is unknown, that are looked at one by one.
+_MANY = 1 << 16
 _TOOLS = ("tools", "tool_choice")
 
 
@@ -35,6 +40,7 @@ def generate_fields(request: pb.GenerateRequest) -> tuple[RequestKind, dict[str,
     elif kind == "prompt_token_ids":
         fields["prompt"] = request.prompt_token_ids.ids
     elif kind == "prompts":
+        read.check_count(request.prompts.prompts, MAX_PROMPTS, "prompt")
         fields["prompt"] = [_prompt(prompt) for prompt in request.prompts.prompts]
     return RequestKind.COMPLETION, fields
 
@@ -56,10 +62,17 @@ def detokenize_fields(request: pb.DetokenizeRequest) -> dict[str, Any]:
 
 def check_known(message: Message) -> None:
     """Raise InvalidRequest when a newer client has set a field this build does not know."""
+    name = message.DESCRIPTOR.name
+    if message.ByteSize() > _MANY:  # listing millions of fields would take seconds
+        known = type(message)()
+        known.CopyFrom(message)
+        known.DiscardUnknownFields()
+        extra = message.ByteSize() - known.ByteSize()
+        if extra > _MANY:
+            raise InvalidRequest(f"{name} has {extra} bytes of unknown fields", param=name)
     fields = UnknownFieldSet(message)
     unknown = sorted(fields[i].field_number for i in range(len(fields)))
     if unknown:
-        name = message.DESCRIPTOR.name
         raise InvalidRequest(
             f"{name} has unknown fields: {', '.join(map(str, unknown))}",
             param=f"{name}.{unknown[0]}",
@@ -71,6 +84,8 @@ def _set_fields(message: Message, skip: Sequence[str] = ()) -> dict[str, Any]:
     for descriptor, value in message.ListFields():
         if descriptor.name in skip:
             continue
+        if descriptor.is_repeated:
+            read.check_count(value, _MANY, descriptor.name)
         if isinstance(value, Message):
             check_known(value)
             fields[descriptor.name] = _set_fields(value)
@@ -91,6 +106,7 @@ def _prompt(prompt: pb.Prompt) -> str | Sequence[int] | None:
 
 
 def _messages(chat: pb.Chat) -> list[dict[str, Any]]:
+    read.check_count(chat.messages, MAX_MESSAGES, "messages")
     return [_message(message, f"messages[{i}]") for i, message in enumerate(chat.messages)]
 
 
@@ -124,6 +140,7 @@ def _tool_call(call: pb.ToolCall) -> dict[str, Any]:
 def _tool_fields(request: pb.GenerateRequest | pb.TokenizeRequest) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if request.tools:
+        read.check_count(request.tools, MAX_TOOLS, "tools")
         fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
     if request.HasField("tool_choice"):
         fields["tool_choice"] = _tool_choice(request.tool_choice)

@@ -15,6 +15,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from protocol.errors import ContextTooLong
 from router.messages import ChatMessage
 from router.text.chat import load_templates, token_text
 from router.text.control import ControlTokens
@@ -90,14 +91,21 @@ class ModelText:
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         add_special_tokens: bool = False,
+        limit: int | None = None,
     ) -> tuple[int, ...]:
         """The ids of a chat. The template writes the special tokens, so none are added on top.
 
-        Raises InvalidRequest when the model has no template or the template refuses the messages.
+        Raises InvalidRequest when the model has no template or the template refuses the messages,
+        ContextTooLong when the prompt has far more than `limit` tokens.
         """
         marks = self._control.marks() if self._neutralise else None
         hide = (lambda text, _role: text) if marks is None else marks.hide
         prompt = self.chat.render(messages, tools, hide)
+        if limit is not None and self.longer_than(prompt, limit):
+            raise ContextTooLong(
+                f"the chat has {len(prompt)} characters, which are more than {limit} tokens",
+                param="messages",
+            )
         if marks is None or not marks.used:
             return self.encode(prompt, add_special_tokens=add_special_tokens)
         return marks.encode(prompt)

@@ -68,8 +68,7 @@ def parse_tools(fields: Fields) -> ToolUse | None:
     """
     value = fields.get("tools")
     items = [] if value is None else read.as_array(value, "tools")
-    if len(items) > MAX_TOOLS:
-        raise InvalidRequest(f"tools: at most {MAX_TOOLS}, got {len(items)}", param="tools")
+    read.check_count(items, MAX_TOOLS, "tools")
     tools = tuple(_tool(item, f"tools[{i}]") for i, item in enumerate(items))
     names = [tool.name for tool in tools]
     for i, name in enumerate(names):
@@ -104,6 +103,7 @@ def _tool(value: object, path: str) -> Tool:
         described["description"] = read.as_text(function["description"], f"{path}.description")
     parameters = function.get("parameters")
     schema = _NOTHING if parameters is None else read.as_object(parameters, f"{path}.parameters")
+    read.check_depth(schema, f"{path}.parameters")
     if schema.get("type", "object") != "object":
         raise InvalidRequest(
             f"{path}.parameters.type must be 'object'", param=f"{path}.parameters.type"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from grpc import aio
 from protocol.errors import GRPC_STATUS, HTTP_STATUS, ErrorCode
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
+from router.text.tokenizer import ModelText
 from tests.support.router_doors import Doors, MakeDoors, open_doors, status_of
 from tests.support.stub_workers import StubFleet
 from tests.support.wire_requests import to_message
@@ -29,6 +31,7 @@ GONE = ErrorCode.NOT_FOUND
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "now"}}
 
+HERMES = Path(__file__).parents[3] / "deploy" / "templates" / "chatml_tools.jinja"
 SCHEMA = "response_format.json_schema.schema"
 
 
@@ -229,6 +232,16 @@ async def shared(model_folder: Path) -> AsyncIterator[Doors]:
     await fleet.stop()
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def tooled(model_folder: Path) -> AsyncIterator[Doors]:
+    """The same for a model that can be given tools."""
+    fleet = StubFleet()
+    await fleet.add(Role.DECODE)
+    async with open_doors(fleet, model_folder, chat_template=str(HERMES)) as doors:
+        yield doors
+    await fleet.stop()
+
+
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("fields", "code", "param"), CASES, ids=case_id)
 async def test_http_names_the_field(
@@ -380,3 +393,105 @@ async def test_the_workers_context_counts_too(fleet: StubFleet, make_doors: Make
         status, answer = await doors.post("/v1/completions", {"prompt": [30] * 100})
         assert status == 400
         assert "context is 100" in answer["error"]["message"]
+
+
+def nested(levels: int) -> str:
+    return '{"a": ' * levels + "1" + "}" * levels
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("levels", [65, 500, 900])
+async def test_json_inside_a_request_is_as_deep_as_templates_can_follow(
+    shared: Doors, levels: int
+) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": nested(levels)}}
+    parameters = {"type": "object", "properties": json.loads(nested(levels))}
+    calls = [*HI, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    path = "/v1/chat/completions"
+    param = "messages[1].tool_calls[0].function.arguments"
+    await expect_http_error(shared, path, {"messages": calls}, BAD, param)
+    param = "tools[0].function.parameters"
+    await expect_http_error(shared, path, {"messages": HI, "tools": tools}, BAD, param)
+    chat = pb.Chat(messages=[pb.Message(role="user", content="hi")])
+    tool = pb.Tool(name="f", parameters=json.dumps(parameters))
+    asked = pb.ToolCall(id="c", name="f", arguments=nested(levels))
+    deep = pb.Chat(messages=[*chat.messages, pb.Message(role="assistant", tool_calls=[asked])])
+    for request in (
+        pb.GenerateRequest(chat=chat, tools=[tool]),
+        pb.GenerateRequest(chat=deep),
+    ):
+        await expect_grpc_error(shared, request, "INVALID_ARGUMENT")
+
+
+HUGE: dict[str, tuple[dict[str, Any], str]] = {
+    "messages": ({"messages": HI * 9000}, "messages"),
+    "parts": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 2000}]},
+        "messages[0].content",
+    ),
+    "biases": ({"prompt": "hi", "logit_bias": {str(i): 1.0 for i in range(60_000)}}, "logit_bias"),
+    "prompts": ({"prompt": ["hi"] * 50_000}, "prompt"),
+    "stop strings": ({"prompt": "hi", "stop": [""] * 200_000}, "stop"),
+    "choices": ({"prompt": "hi", "guided_choice": ["a"] * 200_000}, "guided_choice"),
+}
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(("fields", "param"), HUGE.values(), ids=HUGE)
+async def test_how_many_there_are_is_looked_at_first(
+    shared: Doors, fields: dict[str, Any], param: str
+) -> None:
+    path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
+    await expect_http_error(shared, path, fields, BAD, param)
+    await expect_grpc_error(shared, to_message(fields), "INVALID_ARGUMENT")
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_millions_of_fields_that_nobody_knows(shared: Doors) -> None:
+    call = shared.channel.unary_stream("/baton.v1.Inference/Generate")
+    start = time.process_time()
+    with pytest.raises(aio.AioRpcError) as caught:
+        async for _ in call(b"\xc0\x3e\x01" * 1_000_000, timeout=20):
+            pass
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "3000000 bytes of unknown fields" in caught.value.details()
+    assert time.process_time() - start < 5  # listing them would take far more
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("where", ["name", "description", "parameters", "arguments"])
+async def test_text_beside_the_messages_counts_too(
+    tooled: Doors, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Far too much of it is refused without tokenising all of it."""
+    text, longest, encode = "lazy dog " * 200_000, 0, ModelText.encode
+
+    def measured(self: ModelText, text: str, **options: bool) -> tuple[int, ...]:
+        nonlocal longest
+        longest = max(longest, len(text))
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(ModelText, "encode", measured)
+    function: dict[str, Any] = {"name": "f"}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    if where == "description":
+        function["description"] = text
+    elif where == "parameters":
+        function["parameters"] = {"type": "object", "title": text}
+    elif where == "arguments":
+        call["function"]["arguments"] = json.dumps({"a": text})
+    else:
+        call["function"]["name"] = text
+    messages = [*HI, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    body = {"messages": messages, "tools": [{"type": "function", "function": function}]}
+    status, answer = await tooled.post("/v1/chat/completions", body)
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert longest < 10_000
+
+
+async def expect_grpc_error(doors: Doors, request: pb.GenerateRequest, code: str) -> None:
+    with pytest.raises(aio.AioRpcError) as caught:
+        async for _ in doors.inference.Generate(request, timeout=20):
+            pass
+    assert caught.value.code().name == code
