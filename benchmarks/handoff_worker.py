@@ -18,6 +18,7 @@ from kv_transfer.cuda.driver import export_memory
 from kv_transfer.cuda.nccl import unique_id
 from kv_transfer.data_plane import DataPlane
 from kv_transfer.listeners import TransferReport
+from kv_transfer.party import Party
 from kv_transfer.ranks import LocalRanks
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
@@ -108,21 +109,20 @@ class Side:
             worker_id=str(self._role), epoch=new_epoch(), role=self._role, address=address
         )
         self._events = _Ends(asyncio.get_running_loop())
-        common: dict[str, Any] = {
-            "ref": ref,
-            "layout": layout,
-            "fingerprint": _fingerprint(layout),
-            "secret": SECRET,
-            "ranks": LocalRanks(self._planes),
-            "clients": self._clients,
-            "config": config,
-            "listener": self._events,
-        }
+        party = Party(
+            ref=ref,
+            layout=layout,
+            fingerprint=_fingerprint(layout),
+            secret=SECRET,
+            ranks=LocalRanks(self._planes),
+            clients=self._clients,
+            config=config,
+        )
         if self._role is Role.PREFILL:
-            sender = self._end = Sender(**common)
+            sender = self._end = Sender(party, self._events)
             self._server.add({methods.GRANT: sender.on_grant, methods.END: sender.on_end})
         else:
-            receiver = self._end = Receiver(**common)
+            receiver = self._end = Receiver(party, self._events)
             await receiver.start()
             self._server.add(
                 {
@@ -360,7 +360,6 @@ def _fingerprint(layout: KVLayout) -> KVFingerprint:
         num_layers=layout.num_layers,
         num_kv_heads=layout.num_kv_heads,
         head_dim=layout.head_dim,
-        block_size=layout.block_size,
         dtype=layout.dtype,
         rope="none",
     )

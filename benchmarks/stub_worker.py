@@ -47,7 +47,7 @@ _TEXT = (
     "age of foolishness, it was the epoch of belief, it was the epoch of incredulity, it was the "
     "season of light, it was the season of darkness. "
 )
-_LAYOUT = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 8, "block_size": 16, "dtype": "float32"}
+_SHAPE = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 8, "dtype": "float32"}
 
 
 @dataclass(slots=True)
@@ -143,8 +143,8 @@ class StubWorker:
             ref=self.ref,
             state=WorkerState.READY,
             load=self._load(),
-            layout=KVLayout(**_LAYOUT, num_blocks=_BLOCKS, rank_heads=((0, 1),)),  # type: ignore[arg-type]
-            fingerprint=KVFingerprint(model="stub", weights="0", rope="none", **_LAYOUT),  # type: ignore[arg-type]
+            layout=KVLayout(**_SHAPE, block_size=16, num_blocks=_BLOCKS, rank_heads=((0, 1),)),  # type: ignore[arg-type]
+            fingerprint=KVFingerprint(model="stub", weights="0", rope="none", **_SHAPE),  # type: ignore[arg-type]
             max_model_len=CONTEXT,
             max_prompt_tokens=CONTEXT - 1,
             steps=1,

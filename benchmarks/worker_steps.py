@@ -58,7 +58,6 @@ FINGERPRINT = KVFingerprint(
     num_layers=0,
     num_kv_heads=0,
     head_dim=0,
-    block_size=0,
     dtype="bfloat16",
     rope="",
 )
@@ -200,11 +199,10 @@ async def prefill_rate(runner: CudaRunner, count: int, length: int, depth: int) 
                 )
 
     worker = Worker(runner, PrefillScheduler, prefill.Output, on_output, depth)
-    blocks = -(-length // runner.layout.block_size)
     for i in range(count):
         request = submit(i, length, SamplingParams(temperature=0.0, ignore_eos=True))
         worker.inbox.put(Submitted(submit=request))
-        worker.inbox.put(prefill.Granted(key=request.key, num_blocks=blocks, num_cached_blocks=0))
+        worker.inbox.put(prefill.Granted(key=request.key, num_cached_tokens=0))
     worker.start()
     await worker.idle.wait()
     await worker.stop()

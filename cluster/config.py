@@ -23,8 +23,8 @@ AUTO = "auto"
 class ModelSection:
     """What is served. `name` is a fetched model's name or a path to a model folder.
 
-    dtype: of weights, activations and KV, in both pools. block_size: tokens per KV block, in both
-    pools. max_model_len: longest prompt plus output; None takes the model's own.
+    dtype: of weights, activations and KV, in both pools. max_model_len: longest prompt plus output;
+    None takes the model's own.
     served_name: the name clients use; the folder's name when empty. `aliases` work too.
     """
 
@@ -32,7 +32,6 @@ class ModelSection:
     served_name: str = ""
     aliases: tuple[str, ...] = ()
     dtype: str = "bfloat16"
-    block_size: int = 16
     max_model_len: int | None = None
 
 
@@ -198,7 +197,6 @@ class ClusterConfig:
             max_running=pool.worker.max_num_seqs,
             model_path=str(model_path),
             dtype=self.model.dtype,
-            block_size=self.model.block_size,
             max_model_len=self.model.max_model_len,
         )
 
@@ -227,7 +225,6 @@ class ClusterConfig:
 DERIVED: dict[tuple[type, str], str] = {
     (EngineConfig, "model_path"): "model.name",
     (EngineConfig, "dtype"): "model.dtype",
-    (EngineConfig, "block_size"): "model.block_size",
     (EngineConfig, "max_model_len"): "model.max_model_len",
     (EngineConfig, "max_step_tokens"): ".worker.max_num_batched_tokens",
     (EngineConfig, "max_running"): ".worker.max_num_seqs",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from operator import attrgetter
 
 from decode_worker.commands import Reserve
 from decode_worker.entry import ADMITTED, WAITING, Entry, State
@@ -15,6 +16,8 @@ from worker_runtime.sequence import Sequence
 #: A sequence that finds no room even with what it could share looks for that again after so long:
 #: it costs more than counting blocks.
 _LOOK_AGAIN_S = 0.25
+
+_RANK = attrgetter("rank")
 
 #: A prompt, by the name of its last full block, and the incarnation it comes from.
 _Origin = tuple[bytes, int]
@@ -43,26 +46,33 @@ class Admission:
         if not waiting:
             return []
         num_admitted = sum(e.state in ADMITTED for e in entries)
+        if num_admitted >= self._config.max_num_seqs:
+            return []
         arriving = self._arriving(entries)
         reserves = []
-        for entry in sorted(waiting, key=lambda e: (-e.sequence.submit.priority, e.order)):
+        for entry in sorted(waiting, key=_RANK):
+            spare = self._watermark if num_admitted else 0
+            if self._has_no_room(entry, now, spare) or not self._take(entry, arriving, now, spare):
+                if now - entry.sequence.arrival > self._config.starvation_s:
+                    break
+                continue
+            num_admitted += 1
+            if entry.state is State.ARRIVING:
+                reserves.append(self._reserve(entry.sequence))
+                arriving |= self._arriving((entry,))
             if num_admitted >= self._config.max_num_seqs:
                 break
-            if self._follows(entry, arriving, now):
-                continue
-            if self._take(entry, now, spare=self._watermark if num_admitted else 0):
-                num_admitted += 1
-                if entry.state is State.ARRIVING:
-                    reserves.append(self._reserve(entry.sequence))
-                    arriving |= self._arriving((entry,))
-            elif now - entry.sequence.arrival > self._config.starvation_s:
-                break
         return reserves
+
+    def _has_no_room(self, entry: Entry, now: float, spare: int) -> bool:
+        """Whether it does not fit, as far as counting tells: of a thousand that wait most end
+        here."""
+        return entry.needed + spare > self._blocks.num_available and now < entry.look_again
 
     def credits(self, waiting: Iterable[Entry]) -> int:
         """Blocks that a new request could get: free and cached ones, less the watermark and less
         what those already waiting will take."""
-        promised = sum(self.needed(entry.sequence) for entry in waiting)
+        promised = sum(entry.needed for entry in waiting)
         return max(0, self._blocks.num_available - self._watermark - promised)
 
     def needed(self, sequence: Sequence) -> int:
@@ -70,14 +80,12 @@ class Admission:
         num_next = min(1, sequence.sampling.max_tokens)
         return self._blocks.blocks_for(len(sequence.tokens) + num_next)
 
-    def _take(self, entry: Entry, now: float, *, spare: int) -> bool:
+    def _take(self, entry: Entry, arriving: set[_Origin], now: float, spare: int) -> bool:
         sequence = entry.sequence
-        if sequence.num_in_flight:
-            return False  # preempted, and its last step has not landed
-        needed, local = self.needed(sequence), entry.state is State.WAITING
-        if needed + spare > self._blocks.num_available and now < entry.look_again:
-            return False
-        if not self._cache.take(sequence, needed, computes=local, spare=spare):
+        if self._follows(entry, arriving, now) or sequence.num_in_flight:
+            return False  # or it was preempted, and its last step has not landed
+        local = entry.state is State.WAITING
+        if not self._cache.take(sequence, entry.needed, computes=local, spare=spare):
             entry.look_again = now + _LOOK_AGAIN_S
             return False
         sequence.mark_end(Phase.CREDIT_WAIT, now)
@@ -90,6 +98,7 @@ class Admission:
             key=sequence.key,
             block_ids=tuple(sequence.block_ids[:num_granted]),
             num_cached_blocks=sequence.num_computed // self._blocks.block_size,
+            num_tokens=len(sequence.tokens),
         )
 
     def _arriving(self, entries: Iterable[Entry]) -> set[_Origin]:

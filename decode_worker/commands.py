@@ -38,11 +38,12 @@ Command = Committed | HandoffEnded | BlocksSafe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve:
-    """Blocks were set aside: grant them to the prefill worker."""
+    """Blocks were set aside for the KV of `num_tokens` tokens: grant them to the prefill worker."""
 
     key: RequestKey
     block_ids: tuple[int, ...]
     num_cached_blocks: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

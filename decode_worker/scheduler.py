@@ -100,7 +100,8 @@ class DecodeScheduler:
         remote = sequence.submit.peer is not None
         sequence.mark_start(Phase.CREDIT_WAIT, now)
         state = State.WAITING_ROOM if remote else State.WAITING
-        self._entries[sequence.key] = Entry(sequence, state, self._next_order)
+        needed = self._admission.needed(sequence)
+        self._entries[sequence.key] = Entry(sequence, state, self._next_order, needed)
         self._next_order += 1
 
     def _cancel(self, key: RequestKey, out: Output) -> None:
@@ -239,10 +240,9 @@ class DecodeScheduler:
         """Take the blocks of a sequence that runs no more, unless a step in flight writes to
         them."""
         sequence = entry.sequence
+        entry.needed = self._admission.needed(sequence)
         if sequence.num_in_flight == 0:
-            self._blocks.free(sequence.block_ids)
-            sequence.block_ids = []
-            sequence.num_computed = 0
+            self._blocks.free(sequence.drop_kv())
 
     def launched(self, step: int, out: Output) -> None:
         """Nothing of a step leaves this worker before it has landed."""

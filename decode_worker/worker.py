@@ -37,16 +37,7 @@ class DecodeWorker:
         host, settings = self._host, self._host.settings
         ref = await host.load(Role.DECODE)
         executor = host.ranks.executor
-        self._receiver = Receiver(
-            ref=ref,
-            layout=executor.layout,
-            fingerprint=executor.fingerprint,
-            secret=settings.secret,
-            ranks=host.ranks,
-            clients=host.clients,
-            config=settings.transfer,
-            listener=self,
-        )
+        self._receiver = Receiver(host.party, self)
         await self._receiver.start()
         scheduler = DecodeScheduler(
             config=settings.worker,
@@ -99,7 +90,12 @@ class DecodeWorker:
         self._host.shell.deliver(out.events, snapshot, accepted)
         for reserve in out.reserves:
             self._host.tasks.start(
-                self._receiver.reserve(reserve.key, reserve.block_ids, reserve.num_cached_blocks)
+                self._receiver.reserve(
+                    reserve.key,
+                    reserve.block_ids,
+                    reserve.num_cached_blocks,
+                    reserve.num_tokens,
+                )
             )
         for end in out.ends:
             self._host.tasks.start(self._receiver.end(end.key, end.released, end.error))

@@ -14,8 +14,9 @@ class EngineConfig:
 
     model_path: folder with config.json and *.safetensors.
     dtype: of weights, activations and KV.
-    block_size: tokens per KV block. num_blocks: size of the pool; when None it follows from
-        kv_memory_bytes (per rank), and when that is None too from the memory that is free.
+    block_size: tokens per KV block; the two pools of a cluster may differ in it.
+    num_blocks: size of the pool; when None it follows from kv_memory_bytes (per rank), and when
+        that is None too from the memory that is free.
     max_model_len: longest sequence, prompt plus output; None takes the model's own limit.
     tp_size: tensor-parallel ranks, one process each.
     decode_copy_bytes: memory that a CPU engine may spend on dense copies of the KV of running

@@ -8,17 +8,15 @@ TensorParallel group of their own, formed once every rank has loaded.
 from __future__ import annotations
 
 import secrets
-import shutil
 import socket
-import tempfile
 import threading
 import time
-import weakref
 from concurrent.futures import Future
 
 from engine.batch import StepBatch
 from engine.channel import Channel, ChannelClosed, welcome
 from engine.errors import RankLost
+from engine.own_folder import OwnFolder, ranks_folder
 from engine.rank_messages import Command, Order, RankInvite, Report, Sign, open_store
 from engine.tp import TensorParallel
 from observability.logging import get_logger
@@ -48,12 +46,11 @@ class RankGroup:
         self._silence_s = silence_s
         self._server = socket.create_server((host, 0), backlog=size)
         # NCCL reads its store as long as it lives: the folder goes with this object or process.
-        folder = tempfile.mkdtemp(prefix="baton-ranks-")
-        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self._folder = OwnFolder(ranks_folder())
         self.invite = RankInvite(
             host=host,
             port=self._server.getsockname()[1],
-            store=f"{folder}/store",
+            store=str(self._folder.path / "store"),
             size=size,
             timeout_s=timeout_s,
             authkey=secrets.token_bytes(32),

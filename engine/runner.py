@@ -158,7 +158,6 @@ def _fingerprint(config: EngineConfig, model: ModelConfig, digest: str) -> KVFin
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
-        block_size=config.block_size,
         dtype=config.dtype,
         rope=model.rope.describe(),
     )

@@ -1,35 +1,77 @@
-"""Which layers of which blocks a hand-off has named so far. Pure."""
+"""Which layers of which cells a hand-off has named so far. Pure."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from protocol.errors import StaleMessage
+from protocol.kv_layout import KVLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Area:
+    """A rectangle of a grant that one piece carries: cells (by index) and layers."""
+
+    first_cell: int
+    num_cells: int
+    first_layer: int
+    num_layers: int
+
+
+def check_sizes(num_blocks: int, num_cached: int, num_tokens: int, layout: KVLayout) -> None:
+    """Raise StaleMessage unless so many blocks are what so many tokens need, and the first
+    `num_cached` of them full."""
+    if layout.block_size < 1 or layout.blocks_for(num_tokens) != num_blocks:
+        raise StaleMessage(
+            f"{num_blocks} blocks of {layout.block_size} for {num_tokens} tokens",
+            param="num_tokens",
+        )
+    if not 0 <= num_cached * layout.block_size <= num_tokens:
+        raise StaleMessage(
+            f"{num_cached} blocks cached of {num_blocks}, {num_tokens} tokens",
+            param="num_cached_blocks",
+        )
 
 
 class Coverage:
-    """A set of (block, layer) pairs over `num_blocks` x `num_layers`, of which none is named twice.
+    """A set of (cell, layer) pairs over `num_cells` x `num_layers`, of which none is named twice.
 
-    The first `num_cached` blocks are already there and must not be named at all.
+    The first `num_cached` cells are already there and must not be named at all.
     """
 
-    def __init__(self, *, num_blocks: int, num_cached: int, num_layers: int) -> None:
+    def __init__(self, *, num_cells: int, num_cached: int, num_layers: int) -> None:
         self._all_layers = (1 << num_layers) - 1
         self._num_layers = num_layers
-        self._num_cached = num_cached
-        self._layers = [self._all_layers if i < num_cached else 0 for i in range(num_blocks)]
+        self.num_cached = num_cached
+        self._layers = [self._all_layers if i < num_cached else 0 for i in range(num_cells)]
+
+    @classmethod
+    def of(cls, layout: KVLayout, *, cell_size: int, num_tokens: int, num_cached: int) -> Coverage:
+        """What a grant of blocks of `layout` needs, of which `num_cached` blocks are there."""
+        return cls(
+            num_cells=-(-num_tokens // cell_size),
+            num_cached=num_cached * layout.block_size // cell_size,
+            num_layers=layout.num_layers,
+        )
+
+    @property
+    def num_cells(self) -> int:
+        """Cells in all."""
+        return len(self._layers)
 
     @property
     def complete(self) -> bool:
-        """Whether every layer of every block is there or was named."""
+        """Whether every layer of every cell is there or was named."""
         return self._layers.count(self._all_layers) == len(self._layers)
 
-    def add(self, first_block: int, num_blocks: int, first_layer: int, num_layers: int) -> None:
+    def add(self, first_cell: int, num_cells: int, first_layer: int, num_layers: int) -> None:
         """Name a rectangle. Raises StaleMessage, changing nothing, when it is empty, out of range
         or overlaps what is there already."""
-        if num_blocks < 1 or first_block < 0 or first_block + num_blocks > len(self._layers):
+        if num_cells < 1 or first_cell < 0 or first_cell + num_cells > len(self._layers):
             raise StaleMessage(
-                f"blocks [{first_block}, {first_block + num_blocks}) are not within the "
+                f"cells [{first_cell}, {first_cell + num_cells}) are not within the "
                 f"{len(self._layers)} granted",
-                param="first_block",
+                param="first_cell",
             )
         if num_layers < 1 or first_layer < 0 or first_layer + num_layers > self._num_layers:
             raise StaleMessage(
@@ -38,12 +80,10 @@ class Coverage:
                 param="first_layer",
             )
         mask = ((1 << num_layers) - 1) << first_layer
-        end = first_block + num_blocks
-        named = self._layers[first_block:end]
+        end = first_cell + num_cells
+        named = self._layers[first_cell:end]
         if any(named):  # the common case, none, is checked at C speed
-            for block, layers in enumerate(named, first_block):
+            for cell, layers in enumerate(named, first_cell):
                 if layers & mask:
-                    raise StaleMessage(
-                        f"block {block} is there or named already", param="first_block"
-                    )
-        self._layers[first_block:end] = [layers | mask for layers in named]
+                    raise StaleMessage(f"cell {cell} is there or named already", param="first_cell")
+        self._layers[first_cell:end] = [layers | mask for layers in named]

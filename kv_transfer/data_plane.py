@@ -60,8 +60,7 @@ class DataPlane:
     ) -> None:
         self._store = store
         self._config = config
-        page = store.block_size * store.head_dim
-        self._block_bytes = 2 * page * store.dtype.itemsize  # of one layer and head
+        self._token_bytes = 2 * store.head_dim * store.dtype.itemsize  # of one layer and head
         backends = build_backends(store, config) if backend is None else [backend]
         self._backends = {each.name: each for each in backends}
         self._lock = threading.Lock()
@@ -221,10 +220,10 @@ class DataPlane:
             store = self._store
             shape = (
                 order.num_layers,
-                len(order.blocks),
+                order.cells.count,
                 2,
                 part.num_heads,
-                store.block_size,
+                order.cells.size,
                 store.head_dim,
             )
             run = self._send if sending else self._receive
@@ -241,7 +240,7 @@ class DataPlane:
     ) -> Operation:
         """Have the link move blocks between GPU pools."""
         move = BlockMove(
-            blocks=order.blocks,
+            cells=order.cells,
             first_layer=order.first_layer,
             num_layers=order.num_layers,
             first_head=part.first_head,
@@ -249,7 +248,7 @@ class DataPlane:
             access=access,
             checksum=self._config.checksum_kind(order.backend),
             discard=order.discard,
-            peer_blocks=order.peer_blocks,
+            peer_cells=order.peer_cells,
             peer_first_head=part.peer_first_head,
             after=order.after,
             lane=order.generation % _LANES,
@@ -262,7 +261,8 @@ class DataPlane:
                 source=name.source_rank,
                 dest=name.dest_rank,
             )
-            size = self._block_bytes * order.num_layers * len(order.blocks) * part.num_heads
+            tokens = order.cells.num_tokens
+            size = self._token_bytes * order.num_layers * tokens * part.num_heads
             checksum = combine([place, content])
             return PartResult(peer_rank=part.peer_rank, num_bytes=size, checksum=checksum)
 
@@ -303,7 +303,7 @@ class DataPlane:
         with torch.inference_mode(), access.entered() as allowed:
             if allowed and not order.discard:
                 out = staging.view(self._store.dtype).view(*shape)
-                self._store.gather(order.blocks, layers, heads, out=out)
+                self._store.gather(order.cells, layers, heads, out=out)
         checksum = self._checksum(staging, order, name)
         link.send(staging, self._config.op_timeout_s)
         return PartResult(peer_rank=part.peer_rank, num_bytes=staging.numel(), checksum=checksum)
@@ -326,7 +326,7 @@ class DataPlane:
             if allowed:
                 layers, heads = _ranges(order, part)
                 data = staging.view(self._store.dtype).view(*shape)
-                self._store.scatter(order.blocks, layers, heads, data)
+                self._store.scatter(order.cells, layers, heads, data)
         return PartResult(peer_rank=part.peer_rank, num_bytes=staging.numel(), checksum=checksum)
 
     def _checksum(self, staging: torch.Tensor, order: MoveOrder, name: LinkId) -> int:

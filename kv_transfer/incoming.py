@@ -7,9 +7,8 @@ from array import array
 from dataclasses import dataclass, field
 
 from kv_transfer.leases import OVER, Inbound, PiecesLost
+from kv_transfer.party import Party
 from protocol.errors import BatonError, HandoffFailed
-from protocol.ids import WorkerRef
-from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.messages import Commit, Grant, HandoffEnd, LinkAddress
 from protocol.states import TransferState
 
@@ -85,22 +84,17 @@ def end_message(lease: Inbound, epoch: int) -> HandoffEnd:
     )
 
 
-def grant_message(
-    lease: Inbound,
-    ref: WorkerRef,
-    layout: KVLayout,
-    fingerprint: KVFingerprint,
-    links: tuple[LinkAddress, ...],
-) -> Grant:
+def grant_message(lease: Inbound, me: Party, links: tuple[LinkAddress, ...]) -> Grant:
     """What the sender is told of a hand-off whose blocks are reserved."""
     return Grant(
         key=lease.key,
         ticket=lease.ticket,
-        decode=ref,
+        decode=me.ref,
         generation=lease.generation,
         block_ids=lease.block_ids,
         num_cached_blocks=lease.num_cached,
-        layout=layout,
-        fingerprint=fingerprint,
+        num_tokens=lease.num_tokens,
+        layout=me.layout,
+        fingerprint=me.fingerprint,
         links=links,
     )

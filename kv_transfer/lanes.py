@@ -9,10 +9,10 @@ from collections import OrderedDict
 from typing import Protocol
 
 from kv_transfer.backends.base import LinkBroken
-from kv_transfer.calls import Client, Clients, call_repeatedly
-from kv_transfer.config import TransferConfig
+from kv_transfer.calls import Client, call_repeatedly
 from kv_transfer.orders import CloseOrder, Order, Outcome, ReadyOrder
-from kv_transfer.ranks import RankChannel, first_error, run_orders
+from kv_transfer.party import Party
+from kv_transfer.ranks import first_error, run_orders
 from kv_transfer.stats import TransferStats
 from kv_transfer.tasks import Tasks
 from protocol.errors import BatonError, HandoffFailed, StaleMessage
@@ -169,24 +169,11 @@ class Lanes:
     closed when there are more than `max_peers`. Numbers all links, so that no two incarnations
     share one."""
 
-    def __init__(
-        self,
-        *,
-        me: WorkerRef,
-        num_ranks: int,
-        ranks: RankChannel,
-        clients: Clients,
-        config: TransferConfig,
-        tasks: Tasks,
-        stats: TransferStats,
-    ) -> None:
-        self.config = config
+    def __init__(self, party: Party, tasks: Tasks, stats: TransferStats) -> None:
+        self.config = party.config
         self.tasks = tasks
         self.stats = stats
-        self._me = me
-        self._num_ranks = num_ranks
-        self._ranks = ranks
-        self._clients = clients
+        self._me = party
         self._numbers = itertools.count(1)
         self._lanes: OrderedDict[int, Lane] = OrderedDict()
 
@@ -195,7 +182,7 @@ class Lanes:
         lane = self._lanes.get(decode.epoch)
         if lane is None:
             self._make_room()
-            lane = Lane(decode, self._clients.get(decode.address), self)
+            lane = Lane(decode, self._me.clients.get(decode.address), self)
             self._lanes[decode.epoch] = lane
         self._lanes.move_to_end(decode.epoch)
         return lane
@@ -212,14 +199,14 @@ class Lanes:
 
     async def run(self, orders: dict[int, Order]) -> list[Outcome]:
         """Run orders on the ranks of this worker."""
-        return await run_orders(self._ranks, orders)
+        return await run_orders(self._me.ranks, orders)
 
     async def close(self, receiver_epoch: int, link: int, *, forget: bool) -> None:
         """Close the links to one decode worker up to `link`."""
         close = CloseOrder(
-            sender_epoch=self._me.epoch, receiver_epoch=receiver_epoch, link=link, forget=forget
+            sender_epoch=self._me.ref.epoch, receiver_epoch=receiver_epoch, link=link, forget=forget
         )
-        await self.run({rank: Order(close=close) for rank in range(self._num_ranks)})
+        await self._me.run_everywhere(Order(close=close))
 
     def _make_room(self) -> None:
         surplus = len(self._lanes) + 1 - self.config.max_peers

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kv_transfer.checksum import combine
-from kv_transfer.coverage import Coverage
+from kv_transfer.coverage import Area, Coverage, check_sizes
+from kv_transfer.plan import cell_size
 from protocol.errors import BatonError, HandoffFailed, StaleMessage
 from protocol.ids import RequestKey, WorkerRef
+from protocol.kv_layout import Cells, KVLayout
 from protocol.messages import Commit, Grant, Piece
 from protocol.states import TransferState, check_transfer
 from protocol.ticket import Ticket
@@ -127,7 +129,10 @@ class Inbound(_Lease):
         self.generation = 0
         self.block_ids: tuple[int, ...] = ()
         self.num_cached = 0
+        self.num_tokens = 0
         self.commit_message: Commit | None = None
+        self._layout: KVLayout
+        self._cell_size = 0
         self._coverage: Coverage | None = None
         self._arrivals: dict[int, _Arrival] = {}
 
@@ -142,13 +147,16 @@ class Inbound(_Lease):
         return sum(a.num_bytes for a in self._arrivals.values())
 
     def reserve(
-        self, *, generation: int, block_ids: tuple[int, ...], num_cached: int, num_layers: int
+        self,
+        *,
+        generation: int,
+        block_ids: tuple[int, ...],
+        num_cached: int,
+        num_tokens: int,
+        layout: KVLayout,
     ) -> None:
-        """Blocks are set aside under `generation`."""
-        if not 0 <= num_cached <= len(block_ids):
-            raise StaleMessage(
-                f"{num_cached} cached of {len(block_ids)}", param="num_cached_blocks"
-            )
+        """Blocks of `layout` are set aside under `generation`, for `num_tokens` tokens."""
+        check_sizes(len(block_ids), num_cached, num_tokens, layout)
         if len(block_ids) > self.ticket.num_blocks:
             raise StaleMessage(
                 f"{len(block_ids)} blocks, the ticket allows {self.ticket.num_blocks}",
@@ -158,9 +166,8 @@ class Inbound(_Lease):
         self.generation = generation
         self.block_ids = block_ids
         self.num_cached = num_cached
-        self._coverage = Coverage(
-            num_blocks=len(block_ids), num_cached=num_cached, num_layers=num_layers
-        )
+        self.num_tokens = num_tokens
+        self._layout = layout
 
     def check_current(self, ticket: Ticket, generation: int) -> None:
         """Raise StaleMessage unless a message names this hand-off as it is now."""
@@ -180,10 +187,34 @@ class Inbound(_Lease):
             return self._announce_again(known, piece)
         if self.state is not TransferState.MOVING:
             self.move_to(TransferState.MOVING)
-        assert self._coverage is not None
-        self._coverage.add(piece.first_block, piece.num_blocks, piece.first_layer, piece.num_layers)
+        self._cover(piece)
         self._arrivals[piece.sequence] = _Arrival(piece)
         return Verdict.NEW
+
+    def cells(self, piece: Piece) -> Cells:
+        """Where an announced piece belongs in the blocks of this side."""
+        return Cells.within(
+            self.block_ids,
+            self._layout.block_size,
+            size=self._cell_size,
+            first=piece.first_cell,
+            count=piece.num_cells,
+        )
+
+    def _cover(self, piece: Piece) -> None:
+        """Count what a new piece brings. The first one tells of how many tokens its cells are."""
+        size = cell_size(self._layout.block_size, piece.prefill_layout.block_size)
+        if self._coverage is None:
+            self._cell_size = size
+            self._coverage = Coverage.of(
+                self._layout,
+                cell_size=size,
+                num_tokens=self.num_tokens,
+                num_cached=self.num_cached,
+            )
+        if size != self._cell_size:
+            raise StaleMessage(f"{self.key} came in other blocks before", param="block_size")
+        self._coverage.add(piece.first_cell, piece.num_cells, piece.first_layer, piece.num_layers)
 
     def _announce_again(self, known: _Arrival, piece: Piece) -> Verdict:
         if _rectangle(known.piece) != _rectangle(piece):
@@ -250,22 +281,18 @@ class Inbound(_Lease):
         for name, (theirs, mine) in checks.items():
             if theirs != mine:
                 raise HandoffFailed(f"{self.key}: {name} is {theirs}, arrived {mine}", param=name)
-        if self._coverage is None or not self._coverage.complete:
+        if not self._complete:
             raise HandoffFailed(f"{self.key}: not all blocks were sent", param="num_blocks")
+
+    @property
+    def _complete(self) -> bool:
+        if self._coverage is None:  # no piece has come
+            return self.num_cached * self._layout.block_size >= self.num_tokens
+        return self._coverage.complete
 
 
 def _rectangle(piece: Piece) -> tuple[int, int, int, int]:
-    return piece.first_block, piece.num_blocks, piece.first_layer, piece.num_layers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Area:
-    """A rectangle of a grant that one piece carries: blocks (by index) and layers."""
-
-    first_block: int
-    num_blocks: int
-    first_layer: int
-    num_layers: int
+    return piece.first_cell, piece.num_cells, piece.first_layer, piece.num_layers
 
 
 class Outbound(_Lease):
@@ -278,6 +305,8 @@ class Outbound(_Lease):
         self.grant_message: Grant | None = None
         self.first_token: int | None = None
         self.num_pieces = 0
+        self.cell_size = 0
+        self._num_held = 0  # cells of the blocks that hold the tokens here
         self._coverage: Coverage | None = None
         self._sent: dict[int, tuple[int, int]] = {}
 
@@ -291,8 +320,8 @@ class Outbound(_Lease):
         """Decode's name for this hand-off; 0 before the grant."""
         return 0 if self.grant_message is None else self.grant_message.generation
 
-    def grant(self, grant: Grant) -> Verdict:
-        """Decode holds blocks."""
+    def grant(self, grant: Grant, block_size: int) -> Verdict:
+        """Decode holds blocks, of its own size; `block_size` is this side's."""
         self.check_same(grant.ticket)
         if self.grant_message is not None:
             if grant != self.grant_message:
@@ -303,31 +332,36 @@ class Outbound(_Lease):
         _check_blocks(grant)
         self.move_to(TransferState.RESERVED)
         self.grant_message = grant
-        self._coverage = Coverage(
-            num_blocks=len(grant.block_ids),
+        self.cell_size = cell_size(block_size, grant.layout.block_size)
+        self._num_held = -(-grant.num_tokens // block_size) * block_size // self.cell_size
+        self._coverage = Coverage.of(
+            grant.layout,
+            cell_size=self.cell_size,
+            num_tokens=grant.num_tokens,
             num_cached=grant.num_cached_blocks,
-            num_layers=grant.layout.num_layers,
         )
         return Verdict.NEW
 
-    def push(self, area: Area, *, max_blocks: int) -> list[tuple[int, Area]]:
-        """Take a rectangle of finished blocks; the numbered pieces to send. Cached blocks are
-        skipped."""
-        grant = self.grant_message
-        if grant is None or self._coverage is None:
+    def push(self, area: Area, *, max_cells: int) -> list[tuple[int, Area]]:
+        """Take a rectangle of finished cells; the numbered pieces to send. Skipped are cached ones
+        and those beyond the last token, in the block that it leaves half full."""
+        coverage = self._coverage
+        if coverage is None:
             raise StaleMessage(f"{self.key} has no grant", param="key")
-        first = max(area.first_block, grant.num_cached_blocks)
-        end = area.first_block + area.num_blocks
+        first, end = area.first_cell, area.first_cell + area.num_cells
+        first = max(first, coverage.num_cached)
+        if end <= self._num_held:
+            end = min(end, coverage.num_cells)
         if first >= end:
             return []
-        self._coverage.add(first, end - first, area.first_layer, area.num_layers)
+        coverage.add(first, end - first, area.first_layer, area.num_layers)
         if self.state is TransferState.RESERVED:
             self.move_to(TransferState.MOVING)
         pieces = []
-        for start in range(first, end, max_blocks):
+        for start in range(first, end, max_cells):
             part = Area(
-                first_block=start,
-                num_blocks=min(max_blocks, end - start),
+                first_cell=start,
+                num_cells=min(max_cells, end - start),
                 first_layer=area.first_layer,
                 num_layers=area.num_layers,
             )
@@ -364,11 +398,10 @@ class Outbound(_Lease):
 
 def _check_blocks(grant: Grant) -> None:
     ids = grant.block_ids
-    if not 0 <= grant.num_cached_blocks <= len(ids) <= grant.ticket.num_blocks:
+    check_sizes(len(ids), grant.num_cached_blocks, grant.num_tokens, grant.layout)
+    if len(ids) > grant.ticket.num_blocks:
         raise StaleMessage(
-            f"grant of {len(ids)} blocks, {grant.num_cached_blocks} cached, ticket for "
-            f"{grant.ticket.num_blocks}",
-            param="block_ids",
+            f"grant of {len(ids)} blocks, ticket for {grant.ticket.num_blocks}", param="block_ids"
         )
     if len(set(ids)) != len(ids) or any(not 0 <= b < grant.layout.num_blocks for b in ids):
         raise StaleMessage("grant names a block twice or out of range", param="block_ids")

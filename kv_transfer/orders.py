@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from protocol import codec
 from protocol.errors import ErrorInfo
+from protocol.kv_layout import Cells
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +32,8 @@ class Part:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveOrder:
     """Send or receive one rank's messages of one piece. `rank` is the rank that runs the order,
-    `blocks` are its worker's block ids, `peer_blocks` (senders only) the receiver's. `backend` may
-    be left out where a rank has only one. A sender's blocks are complete once the rank's engine has
+    `cells` lie in its worker's blocks, `peer_cells` (senders only) in the receiver's. `backend` may
+    be left out where a rank has only one. A sender's cells are complete once the rank's engine has
     run step `after`; 0 when they are."""
 
     rank: int
@@ -41,13 +42,13 @@ class MoveOrder:
     link: int
     generation: int
     sequence: int
-    blocks: tuple[int, ...]
+    cells: Cells
     first_layer: int
     num_layers: int
     parts: tuple[Part, ...]
     discard: bool = False  # a send whose content no longer matters but which the receiver awaits
     backend: str = ""
-    peer_blocks: tuple[int, ...] = ()
+    peer_cells: Cells | None = None
     after: int = 0
 
 

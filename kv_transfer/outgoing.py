@@ -6,13 +6,14 @@ import asyncio
 from dataclasses import dataclass, field
 
 from kv_transfer.config import ONE_SIDED
+from kv_transfer.coverage import Area
 from kv_transfer.lanes import Lane
-from kv_transfer.leases import OVER, Area, Outbound
+from kv_transfer.leases import OVER, Outbound
 from kv_transfer.orders import MoveOrder, Order, Part, ReadyOrder
 from kv_transfer.plan import HeadSlice
 from protocol.errors import BatonError
 from protocol.ids import WorkerRef
-from protocol.kv_layout import KVLayout
+from protocol.kv_layout import Cells, KVLayout
 from protocol.messages import Piece
 
 
@@ -24,7 +25,7 @@ class Outgoing:
     lane: Lane | None = None
     backend: str = ""
     plan: tuple[HeadSlice, ...] = ()
-    max_blocks: int = 1
+    max_cells: int = 1
     moving: int = 0
     started: float | None = None
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -52,8 +53,8 @@ class Finished:
 
 
 class PieceOut:
-    """One piece of one hand-off (lanes.PieceJob). `blocks` are the source's block ids, complete
-    after step `after` of its engine."""
+    """One piece of one hand-off (lanes.PieceJob). `cells` lie in the source's blocks and are
+    complete after step `after` of its engine."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class PieceOut:
         layout: KVLayout,
         sequence: int,
         area: Area,
-        blocks: tuple[int, ...],
+        cells: Cells,
         after: int = 0,
     ) -> None:
         self._handoff = handoff
@@ -71,7 +72,7 @@ class PieceOut:
         self._layout = layout
         self._sequence = sequence
         self._area = area
-        self._blocks = blocks
+        self._cells = cells
         self._after = after
 
     @property
@@ -101,8 +102,8 @@ class PieceOut:
             ticket=lease.ticket,
             generation=lease.generation,
             sequence=self._sequence,
-            first_block=area.first_block,
-            num_blocks=area.num_blocks,
+            first_cell=area.first_cell,
+            num_cells=area.num_cells,
             first_layer=area.first_layer,
             num_layers=area.num_layers,
             prefill=self._me,
@@ -144,7 +145,13 @@ class PieceOut:
         lease, area = self._handoff.lease, self._area
         grant = lease.grant_message
         assert grant is not None
-        end = area.first_block + area.num_blocks
+        peer_cells = Cells.within(
+            grant.block_ids,
+            grant.layout.block_size,
+            size=lease.cell_size,
+            first=area.first_cell,
+            count=area.num_cells,
+        )
         return MoveOrder(
             rank=rank,
             sender_epoch=self._me.epoch,
@@ -152,12 +159,12 @@ class PieceOut:
             link=link,
             generation=lease.generation,
             sequence=self._sequence,
-            blocks=self._blocks,
+            cells=self._cells,
             first_layer=area.first_layer,
             num_layers=area.num_layers,
             parts=parts,
             discard=discard,
             backend=self._handoff.backend,
-            peer_blocks=grant.block_ids[area.first_block : end] if self.one_sided else (),
+            peer_cells=peer_cells if self.one_sided else None,
             after=self._after,
         )

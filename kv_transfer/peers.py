@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from kv_transfer.checksum import place_checksum
-from kv_transfer.config import TransferConfig
 from kv_transfer.orders import (
     CloseOrder,
     ListenOrder,
@@ -16,12 +15,13 @@ from kv_transfer.orders import (
     Part,
     PartResult,
 )
-from kv_transfer.plan import block_bytes, reshard
-from kv_transfer.ranks import RankChannel, run_order, run_orders
+from kv_transfer.party import Party
+from kv_transfer.plan import kv_bytes, reshard
+from kv_transfer.ranks import RankChannel, run_order
 from kv_transfer.tasks import Tasks
 from protocol.errors import HandoffFailed, StaleMessage
 from protocol.ids import WorkerRef
-from protocol.kv_layout import KVLayout
+from protocol.kv_layout import Cells, KVLayout
 from protocol.messages import LinkAddress, Piece
 
 
@@ -60,11 +60,9 @@ async def listen(ranks: RankChannel, num_ranks: int) -> tuple[LinkAddress, ...]:
 
 
 def receive_orders(
-    piece: Piece, blocks: tuple[int, ...], *, me: WorkerRef, layout: KVLayout
+    piece: Piece, cells: Cells, *, me: WorkerRef, layout: KVLayout
 ) -> dict[int, Order]:
-    """What each destination rank has to receive of a piece, into `blocks` of the hand-off (decode's
-    ids)."""
-    blocks = blocks[piece.first_block : piece.first_block + piece.num_blocks]
+    """What each destination rank has to receive of a piece, into `cells` of decode's blocks."""
     parts: dict[int, list[Part]] = {}
     for slice_ in reshard(piece.prefill_layout.rank_heads, layout.rank_heads):
         part = Part(
@@ -82,7 +80,7 @@ def receive_orders(
                 link=piece.link,
                 generation=piece.generation,
                 sequence=piece.sequence,
-                blocks=blocks,
+                cells=cells,
                 first_layer=piece.first_layer,
                 num_layers=piece.num_layers,
                 parts=tuple(own),
@@ -102,8 +100,11 @@ def as_written(piece: Piece, orders: dict[int, Order]) -> list[Outcome]:
         assert move is not None
         results = []
         for part in move.parts:
-            size = block_bytes(
-                piece.prefill_layout, num_layers=move.num_layers, num_heads=part.num_heads
+            num_bytes = kv_bytes(
+                piece.prefill_layout,
+                num_tokens=move.cells.num_tokens,
+                num_layers=move.num_layers,
+                num_heads=part.num_heads,
             )
             place = place_checksum(
                 generation=move.generation,
@@ -111,7 +112,6 @@ def as_written(piece: Piece, orders: dict[int, Order]) -> list[Outcome]:
                 source=part.peer_rank,
                 dest=rank,
             )
-            num_bytes = size * len(move.blocks)
             results.append(
                 PartResult(peer_rank=part.peer_rank, num_bytes=num_bytes, checksum=place)
             )
@@ -123,19 +123,9 @@ class Peers:
     """The prefill workers heard of lately; the connections of the least recently used idle one are
     closed when there are more than `max_peers`."""
 
-    def __init__(
-        self,
-        *,
-        me: WorkerRef,
-        layout: KVLayout,
-        ranks: RankChannel,
-        config: TransferConfig,
-        tasks: Tasks,
-    ) -> None:
-        self._me = me
-        self._num_ranks = layout.tp_size
-        self._ranks = ranks
-        self._limit = config.max_peers
+    def __init__(self, party: Party, tasks: Tasks) -> None:
+        self._me = party
+        self._limit = party.config.max_peers
         self._tasks = tasks
         self._peers: OrderedDict[int, Peer] = OrderedDict()
 
@@ -163,6 +153,6 @@ class Peers:
 
     async def _close(self, peer: Peer) -> None:
         close = CloseOrder(
-            sender_epoch=peer.epoch, receiver_epoch=self._me.epoch, link=peer.link, forget=True
+            sender_epoch=peer.epoch, receiver_epoch=self._me.ref.epoch, link=peer.link, forget=True
         )
-        await run_orders(self._ranks, {r: Order(close=close) for r in range(self._num_ranks)})
+        await self._me.run_everywhere(Order(close=close))

@@ -1,9 +1,10 @@
-"""Which heads of which source rank go to which destination rank. Pure."""
+"""Which heads of which source rank go to which destination rank, and in how large parts. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from math import gcd
 
 from protocol.errors import HandoffFailed
 from protocol.kv_layout import DTYPE_BYTES, KVFingerprint, KVLayout
@@ -44,7 +45,7 @@ def check_fingerprint(mine: KVFingerprint, theirs: KVFingerprint) -> None:
 
 def check_layout(mine: KVLayout, theirs: KVLayout) -> None:
     """Raise HandoffFailed naming the first field in which two layouts must agree and do not."""
-    for field in ("num_layers", "num_kv_heads", "head_dim", "block_size", "dtype"):
+    for field in ("num_layers", "num_kv_heads", "head_dim", "dtype"):
         if getattr(mine, field) != getattr(theirs, field):
             raise HandoffFailed(
                 f"KV layouts do not fit: {field} is {getattr(mine, field)!r} here, "
@@ -52,6 +53,9 @@ def check_layout(mine: KVLayout, theirs: KVLayout) -> None:
                 param=field,
             )
     for layout in (mine, theirs):
+        if layout.block_size < 1:
+            text = f"a block cannot have {layout.block_size} tokens"
+            raise HandoffFailed(text, param="block_size")
         _check_ranks(layout.rank_heads, layout.num_kv_heads)
 
 
@@ -119,14 +123,19 @@ def layer_groups(num_layers: int, layer_bytes: int) -> list[int]:
     return [*groups, left]
 
 
-def block_bytes(layout: KVLayout, *, num_layers: int, num_heads: int) -> int:
-    """Bytes of one block's keys and values for so many layers and heads."""
-    per_head = 2 * layout.block_size * layout.head_dim * DTYPE_BYTES[layout.dtype]
-    return num_layers * num_heads * per_head
+def cell_size(mine: int, theirs: int) -> int:
+    """Tokens of a cell between workers of these block sizes: the most that never cross the border
+    of a block on either side."""
+    return gcd(mine, theirs)
 
 
-def blocks_per_piece(layout: KVLayout, num_layers: int, max_bytes: int) -> int:
-    """How many blocks one piece may hold so that all its heads stay within `max_bytes`; at least
-    1."""
-    size = block_bytes(layout, num_layers=num_layers, num_heads=layout.num_kv_heads)
-    return max(1, max_bytes // size)
+def kv_bytes(layout: KVLayout, *, num_tokens: int, num_layers: int, num_heads: int) -> int:
+    """Bytes of so many tokens' keys and values, for so many layers and heads."""
+    per_token = 2 * layout.head_dim * DTYPE_BYTES[layout.dtype]
+    return num_tokens * num_layers * num_heads * per_token
+
+
+def cells_per_piece(layout: KVLayout, size: int, max_bytes: int) -> int:
+    """How many cells of `size` tokens one piece may hold so that all its layers and heads stay
+    within `max_bytes`; at least 1."""
+    return max(1, max_bytes // (size * layout.token_bytes()))

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kv_transfer.calls import Answer, Clients, as_failure, call_repeatedly
-from kv_transfer.clock import Clock
-from kv_transfer.config import ONE_SIDED, ChecksumKind, TransferConfig
+from kv_transfer.calls import Answer, as_failure
+from kv_transfer.config import ONE_SIDED, ChecksumKind
 from kv_transfer.credits import Credits, Holding
 from kv_transfer.deadlines import Deadlines
 from kv_transfer.incoming import Incoming, Settled, end_message, grant_message, settled
-from kv_transfer.leases import Inbound, PiecesLost, Verdict, check_ticket
+from kv_transfer.leases import Inbound, PiecesLost, Verdict
 from kv_transfer.listeners import ReceiverListener
-from kv_transfer.orders import Order, Outcome, RevokeOrder
+from kv_transfer.orders import Order, Outcome
+from kv_transfer.party import Party
 from kv_transfer.peers import Peer, Peers, as_written, listen, receive_orders
 from kv_transfer.plan import check_layout
-from kv_transfer.ranks import RankChannel, first_error, run_orders, totals
+from kv_transfer.ranks import first_error, run_orders, totals
 from kv_transfer.remembered import Attempts, Remembered
 from kv_transfer.stats import TransferStats
 from kv_transfer.tasks import Tasks
 from kv_transfer.writers import Writers, may_write
 from protocol.errors import BatonError, ErrorInfo, HandoffFailed, StaleMessage, Unavailable
 from protocol.ids import RequestKey, WorkerRef
-from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.messages import Ack, Commit, HandoffEnd, LinkAddress, Piece
 from protocol.states import TransferState
 from protocol.ticket import Ticket
@@ -38,45 +37,28 @@ class Receiver:
     `loop.call_soon_threadsafe`. Only the methods that are coroutines wait for anything.
     """
 
-    def __init__(  # noqa: PLR0913 - the wiring of a worker, all of it by name
-        self,
-        *,
-        ref: WorkerRef,
-        layout: KVLayout,
-        fingerprint: KVFingerprint,
-        secret: bytes,
-        ranks: RankChannel,
-        clients: Clients,
-        config: TransferConfig,
-        listener: ReceiverListener,
-        clock: Clock = Clock(),  # noqa: B008 - frozen
-    ) -> None:
-        self.ref = ref
-        self.layout = layout
+    def __init__(self, party: Party, listener: ReceiverListener) -> None:
         self.stats = TransferStats()
-        self._fingerprint = fingerprint
-        self._secret = secret
-        self._ranks = ranks
-        self._clients = clients
-        self._config = config
+        self._me = party
+        self._config = party.config
+        self._clock = party.clock
         self._listener = listener
-        self._clock = clock
         self._tasks = Tasks()
         self._links: tuple[LinkAddress, ...] = ()
         self._one_sided = False
-        self._writers = Writers(config, clock)
+        self._writers = Writers(party.config, party.clock)
         self._live: dict[RequestKey, Incoming] = {}
-        self._settled: Remembered[Settled] = Remembered(config.remembered)
-        self._attempts = Attempts(config.remembered)
+        self._settled: Remembered[Settled] = Remembered(party.config.remembered)
+        self._attempts = Attempts(party.config.remembered)
         self._credits = Credits()
-        self._peers = Peers(me=ref, layout=layout, ranks=ranks, config=config, tasks=self._tasks)
+        self._peers = Peers(party, self._tasks)
         self._deadlines = Deadlines(
-            now=clock.monotonic, ring=lambda: self.expire(clock.monotonic())
+            now=self._clock.monotonic, ring=lambda: self.expire(self._clock.monotonic())
         )
 
     async def start(self) -> None:
         """Make every rank listen for links. Raises HandoffFailed when one cannot."""
-        self._links = await listen(self._ranks, self.layout.tp_size)
+        self._links = await listen(self._me.ranks, self._me.layout.tp_size)
         self._one_sided = any(link.backend in ONE_SIDED for link in self._links)
 
     @property
@@ -100,7 +82,7 @@ class Receiver:
         settled = self._settled.get(key)
         if settled is not None and settled.peer_epoch == peer.epoch:
             raise settled.error or StaleMessage(f"hand-off of {key} is over", param="key")
-        self._check_ticket(ticket, key, peer.epoch)
+        self._me.check_ticket(ticket, key, peer.epoch)
         for older in self._attempts.admit(key):
             self._end_key(older, StaleMessage(f"{key} replaces {older}", param="attempt"))
         deadline = self._clock.until(ticket.expires_at)
@@ -108,10 +90,14 @@ class Receiver:
         self._deadlines.add(deadline, key)
 
     async def reserve(
-        self, key: RequestKey, block_ids: tuple[int, ...], num_cached_blocks: int
+        self,
+        key: RequestKey,
+        block_ids: tuple[int, ...],
+        num_cached_blocks: int,
+        num_tokens: int | None = None,
     ) -> None:
-        """Blocks are set aside, in prompt order, the first `num_cached_blocks` filled already:
-        grant them.
+        """Blocks are set aside for the KV of `num_tokens` tokens (None: all that they hold), in
+        prompt order, the first `num_cached_blocks` filled already: grant them.
 
         Takes the blocks at once and returns when prefill has the grant. Never raises for what goes
         wrong with the hand-off: then `ended` is called (unless it was) and `blocks_safe` gives them
@@ -125,7 +111,9 @@ class Receiver:
         if not lease.is_in(TransferState.OFFERED):
             raise ValueError(f"{key} has blocks already")
         try:
-            self._reserve(handoff, block_ids, num_cached_blocks)
+            if num_tokens is None:
+                num_tokens = len(block_ids) * self._me.layout.block_size
+            self._reserve(handoff, block_ids, num_cached_blocks, num_tokens)
         except BatonError as error:
             self._finish(handoff, released=False, error=error, tell=True)
             self._listener.blocks_safe(key, block_ids)
@@ -189,7 +177,7 @@ class Receiver:
         if piece.prefill.epoch != piece.ticket.prefill_epoch:
             raise StaleMessage(f"piece of {piece.key} is from another incarnation", param="epoch")
         handoff.lease.check_current(piece.ticket, piece.generation)
-        check_layout(self.layout, piece.prefill_layout)
+        check_layout(self._me.layout, piece.prefill_layout)
         peer = self._peers.get(piece.prefill.epoch)
         peer.use(piece.link)
         if handoff.lease.announce(piece) is Verdict.NEW:
@@ -240,12 +228,8 @@ class Receiver:
 
     # --- one hand-off ---------------------------------------------------------------------------
 
-    def _check_ticket(self, ticket: Ticket, key: RequestKey, peer_epoch: int) -> None:
-        now = self._clock.wall()
-        check_ticket(ticket, key, secret=self._secret, now=now, me=self.ref, peer_epoch=peer_epoch)
-
     def _current(self, key: RequestKey, ticket: Ticket) -> Incoming:
-        self._check_ticket(ticket, key, ticket.prefill_epoch)
+        self._me.check_ticket(ticket, key, ticket.prefill_epoch)
         handoff = self._live.get(key)
         if handoff is None:
             settled = self._settled.get(key)
@@ -253,7 +237,9 @@ class Receiver:
             raise StaleMessage(f"hand-off of {key} is {state}", param="key")
         return handoff
 
-    def _reserve(self, handoff: Incoming, block_ids: tuple[int, ...], num_cached: int) -> None:
+    def _reserve(
+        self, handoff: Incoming, block_ids: tuple[int, ...], num_cached: int, num_tokens: int
+    ) -> None:
         lease = handoff.lease
         generation = self._credits.grant(block_ids[num_cached:])
         try:
@@ -261,7 +247,8 @@ class Receiver:
                 generation=generation,
                 block_ids=block_ids,
                 num_cached=num_cached,
-                num_layers=self.layout.num_layers,
+                num_tokens=num_tokens,
+                layout=self._me.layout,
             )
         except BatonError:
             self._credits.close(generation)
@@ -272,7 +259,7 @@ class Receiver:
     def _take_written(self, handoff: Incoming, commit: Commit) -> None:
         """Pieces that the sender has written by itself; they are read back only to be summed."""
         for piece in commit.written:
-            check_layout(self.layout, piece.prefill_layout)
+            check_layout(self._me.layout, piece.prefill_layout)
             if handoff.lease.announce(piece) is Verdict.REPEAT:
                 continue
             handoff.backend = piece.backend
@@ -283,8 +270,8 @@ class Receiver:
                 self._post(handoff, piece, self._peers.get(piece.prefill.epoch))
 
     def _orders(self, handoff: Incoming, piece: Piece) -> dict[int, Order]:
-        blocks = handoff.lease.block_ids
-        return receive_orders(piece, blocks, me=self.ref, layout=self.layout)
+        cells = handoff.lease.cells(piece)
+        return receive_orders(piece, cells, me=self._me.ref, layout=self._me.layout)
 
     def _post(self, handoff: Incoming, piece: Piece, peer: Peer) -> None:
         orders = self._orders(handoff, piece)
@@ -295,7 +282,7 @@ class Receiver:
     async def _receive(
         self, handoff: Incoming, piece: Piece, peer: Peer, orders: dict[int, Order]
     ) -> None:
-        outcomes = await run_orders(self._ranks, orders)
+        outcomes = await run_orders(self._me.ranks, orders)
         handoff.moving -= 1
         peer.moving -= 1
         error = first_error(outcomes)
@@ -323,9 +310,8 @@ class Receiver:
     async def _call_grant(self, handoff: Incoming, *, unless: Callable[[], bool]) -> None:
         """Send the grant; without an acknowledgement end the hand-off, unless that is settled."""
         lease = handoff.lease
-        grant = grant_message(lease, self.ref, self.layout, self._fingerprint, self._links)
-        client = self._clients.get(lease.peer.address)
-        answer = await call_repeatedly(client, methods.GRANT, grant, self._config)
+        grant = grant_message(lease, self._me, self._links)
+        answer = await self._me.call(lease.peer, methods.GRANT, grant)
         if answer.error is not None and not unless():
             error = as_failure(answer.error, "prefill worker")
             self._finish(handoff, released=False, error=error, tell=answer.uncertain)
@@ -393,13 +379,10 @@ class Receiver:
         self._settled.put(lease.key, settled(lease))
 
     async def _fence(self, handoff: Incoming) -> None:
-        """Wait until no rank writes the blocks: messages are received into staging buffers, so this
-        takes at most one scatter. A rank that cannot be asked has to end its receives first."""
+        """Wait until no rank writes the blocks. One that cannot be asked has to end its receives
+        first."""
         lease = handoff.lease
-        revoke = RevokeOrder(receiver_epoch=self.ref.epoch, generation=lease.generation)
-        ranks = range(self.layout.tp_size)
-        outcomes = await run_orders(self._ranks, {rank: Order(revoke=revoke) for rank in ranks})
-        if first_error(outcomes) is not None:
+        if not await self._me.fence(self._me.ref.epoch, lease.generation):
             while handoff.moving:
                 handoff.changed.clear()
                 await handoff.changed.wait()
@@ -410,9 +393,8 @@ class Receiver:
         self._listener.blocks_safe(lease.key, lease.block_ids)
 
     async def _tell(self, lease: Inbound) -> Answer:
-        end = end_message(lease, self.ref.epoch)
-        client = self._clients.get(lease.peer.address)
-        answer = await call_repeatedly(client, methods.END, end, self._config)
+        end = end_message(lease, self._me.ref.epoch)
+        answer = await self._me.call(lease.peer, methods.END, end)
         if answer.error is not None and not answer.refused:
             self._end_all(lease.peer.epoch, "does not answer", writes=True)
         return answer

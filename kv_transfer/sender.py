@@ -5,30 +5,30 @@ from __future__ import annotations
 import asyncio
 
 from kv_transfer.backends.choice import choose_backend
-from kv_transfer.calls import Clients, as_failure, call_repeatedly
-from kv_transfer.clock import Clock
-from kv_transfer.config import ONE_SIDED, TransferConfig
+from kv_transfer.calls import as_failure
+from kv_transfer.config import ONE_SIDED
+from kv_transfer.coverage import Area
 from kv_transfer.deadlines import Deadlines
 from kv_transfer.lanes import Lanes
-from kv_transfer.leases import OVER, Area, Outbound, Verdict, check_ticket, lost_sequences
+from kv_transfer.leases import OVER, Outbound, Verdict, lost_sequences
 from kv_transfer.listeners import SenderListener, TransferReport
-from kv_transfer.orders import Order, RevokeOrder
 from kv_transfer.outgoing import Finished, Outgoing, PieceOut
+from kv_transfer.party import Party
 from kv_transfer.plan import (
-    block_bytes,
-    blocks_per_piece,
+    cells_per_piece,
     check_fingerprint,
     check_layout,
+    kv_bytes,
     layer_groups,
     reshard,
 )
-from kv_transfer.ranks import RankChannel, first_error, run_orders, totals
+from kv_transfer.ranks import totals
 from kv_transfer.remembered import Attempts, Remembered
 from kv_transfer.stats import TransferStats
 from kv_transfer.tasks import Tasks
 from protocol.errors import BatonError, ErrorInfo, HandoffFailed, StaleMessage, Unavailable
 from protocol.ids import RequestKey, WorkerRef
-from protocol.kv_layout import KVFingerprint, KVLayout
+from protocol.kv_layout import Cells
 from protocol.messages import Ack, Grant, HandoffEnd
 from protocol.states import TransferState
 from protocol.ticket import Ticket
@@ -47,45 +47,20 @@ class Sender:
     `loop.call_soon_threadsafe`. Only the methods that are coroutines wait for anything.
     """
 
-    def __init__(  # noqa: PLR0913 - the wiring of a worker, all of it by name
-        self,
-        *,
-        ref: WorkerRef,
-        layout: KVLayout,
-        fingerprint: KVFingerprint,
-        secret: bytes,
-        ranks: RankChannel,
-        clients: Clients,
-        config: TransferConfig,
-        listener: SenderListener,
-        clock: Clock = Clock(),  # noqa: B008 - frozen
-    ) -> None:
-        self.ref = ref
-        self.layout = layout
+    def __init__(self, party: Party, listener: SenderListener) -> None:
         self.stats = TransferStats()
-        self._fingerprint = fingerprint
-        self._secret = secret
-        self._ranks = ranks
-        self._clients = clients
-        self._config = config
+        self._me = party
+        self._config = party.config
+        self._clock = party.clock
         self._listener = listener
-        self._clock = clock
         self._tasks = Tasks()
         self._live: dict[RequestKey, Outgoing] = {}
-        self._finished: Remembered[Finished] = Remembered(config.remembered)
-        self._early: Remembered[Grant] = Remembered(config.remembered)
-        self._attempts = Attempts(config.remembered)
-        self._lanes = Lanes(
-            me=ref,
-            num_ranks=layout.tp_size,
-            ranks=ranks,
-            clients=clients,
-            config=config,
-            tasks=self._tasks,
-            stats=self.stats,
-        )
+        self._finished: Remembered[Finished] = Remembered(party.config.remembered)
+        self._early: Remembered[Grant] = Remembered(party.config.remembered)
+        self._attempts = Attempts(party.config.remembered)
+        self._lanes = Lanes(party, self._tasks, self.stats)
         self._deadlines = Deadlines(
-            now=clock.monotonic, ring=lambda: self.expire(clock.monotonic())
+            now=self._clock.monotonic, ring=lambda: self.expire(self._clock.monotonic())
         )
 
     @property
@@ -105,7 +80,7 @@ class Sender:
         finished = self._finished.get(key)
         if finished is not None and finished.peer_epoch == decode.epoch:
             raise finished.error or StaleMessage(f"hand-off of {key} is over", param="key")
-        self._check_ticket(ticket, key, decode.epoch)
+        self._me.check_ticket(ticket, key, decode.epoch)
         for older in self._attempts.admit(key):
             self._end_key(older, StaleMessage(f"{key} replaces {older}", param="attempt"))
         deadline = self._clock.until(ticket.expires_at)
@@ -127,29 +102,32 @@ class Sender:
         num_layers: int | None = None,
         after: int = 0,
     ) -> None:
-        """Send `block_ids`, finished source blocks, as blocks first_block, first_block + 1, ... of
-        the grant. Returns at once; the data leaves in the order of the pushes. With `after`, the
-        blocks are finished by that step of the engine, which runs: each layer leaves behind it.
+        """Send `block_ids`, finished blocks first_block, first_block + 1, ... of the sequence here.
+        Returns at once; the data leaves in the order of the pushes. With `after`, the blocks are
+        finished by that step of the engine, which runs: each layer leaves behind it.
 
-        The blocks must stay as they are until `committed` or `ended`. Those that decode has already
-        are skipped. `first_layer` and `num_layers` restrict the push to a group of layers. A push
-        for a hand-off that is over is ignored; one that was never granted, or that repeats blocks,
-        raises StaleMessage.
+        The blocks must stay as they are until `committed` or `ended`. What decode has already of
+        them is skipped. `first_layer` and `num_layers` restrict the push to a group of layers. A
+        push for a hand-off that is over is ignored; one that was never granted, or that repeats
+        blocks, raises StaleMessage.
         """
         if len(block_ids) != num_blocks:
             raise ValueError(f"{len(block_ids)} block ids for {num_blocks} blocks")
         handoff = self._live.get(key)
         if handoff is None:
             return
-        layers = self.layout.num_layers - first_layer if num_layers is None else num_layers
+        layers = self._me.layout.num_layers - first_layer if num_layers is None else num_layers
         groups = [layers]
         if after and handoff.backend not in ONE_SIDED:  # one that writes does so by itself
-            size = block_bytes(self.layout, num_layers=1, num_heads=self.layout.num_kv_heads)
-            groups = layer_groups(layers, size * num_blocks)
+            num_tokens = num_blocks * self._me.layout.block_size
+            heads = self._me.layout.num_kv_heads
+            size = kv_bytes(self._me.layout, num_tokens=num_tokens, num_layers=1, num_heads=heads)
+            groups = layer_groups(layers, size)
+        per_block = self._me.layout.block_size // max(1, handoff.lease.cell_size)
         for count in groups:
             area = Area(
-                first_block=first_block,
-                num_blocks=num_blocks,
+                first_cell=first_block * per_block,
+                num_cells=num_blocks * per_block,
                 first_layer=first_layer,
                 num_layers=count,
             )
@@ -157,15 +135,22 @@ class Sender:
             first_layer += count
 
     def _push(self, handoff: Outgoing, area: Area, block_ids: tuple[int, ...], after: int) -> None:
-        for sequence, part in handoff.lease.push(area, max_blocks=handoff.max_blocks):
-            start = part.first_block - area.first_block
+        lease = handoff.lease
+        for sequence, part in lease.push(area, max_cells=handoff.max_cells):
+            cells = Cells.within(
+                block_ids,
+                self._me.layout.block_size,
+                size=lease.cell_size,
+                first=part.first_cell - area.first_cell,
+                count=part.num_cells,
+            )
             piece = PieceOut(
                 handoff,
-                me=self.ref,
-                layout=self.layout,
+                me=self._me.ref,
+                layout=self._me.layout,
                 sequence=sequence,
                 area=part,
-                blocks=block_ids[start : start + part.num_blocks],
+                cells=cells,
                 after=after,
             )
             handoff.pieces[sequence] = piece
@@ -215,7 +200,7 @@ class Sender:
         """Decode holds blocks for a request. Raises StaleMessage when it names another incarnation,
         ticket or generation, and HandoffFailed naming the field in which the two KV layouts
         differ."""
-        self._check_ticket(grant.ticket, grant.key, grant.decode.epoch)
+        self._me.check_ticket(grant.ticket, grant.key, grant.decode.epoch)
         finished = self._finished.get(grant.key)
         if finished is not None and finished.peer_epoch == grant.decode.epoch:
             raise StaleMessage(f"hand-off of {grant.key} is over", param="key")
@@ -223,7 +208,7 @@ class Sender:
         if handoff is None:
             self._early.put(grant.key, grant)
             return Ack()
-        if handoff.lease.grant(grant) is Verdict.REPEAT:
+        if handoff.lease.grant(grant, self._me.layout.block_size) is Verdict.REPEAT:
             return Ack()
         try:
             self._fit(handoff, grant)
@@ -254,10 +239,6 @@ class Sender:
 
     # --- one hand-off ---------------------------------------------------------------------------
 
-    def _check_ticket(self, ticket: Ticket, key: RequestKey, peer_epoch: int) -> None:
-        now = self._clock.wall()
-        check_ticket(ticket, key, secret=self._secret, now=now, me=self.ref, peer_epoch=peer_epoch)
-
     async def _take_early(self, grant: Grant) -> None:
         try:
             await self.on_grant(grant)
@@ -270,8 +251,8 @@ class Sender:
                 await self._tell(grant.key, grant.decode, released=False, error=error)
 
     def _fit(self, handoff: Outgoing, grant: Grant) -> None:
-        check_fingerprint(self._fingerprint, grant.fingerprint)
-        check_layout(self.layout, grant.layout)
+        check_fingerprint(self._me.fingerprint, grant.fingerprint)
+        check_layout(self._me.layout, grant.layout)
         lane = self._lanes.get(grant.decode)
         handoff.backend = choose_backend(
             self._config.backend,
@@ -279,9 +260,9 @@ class Sender:
             num_ranks=grant.layout.tp_size,
             refused=lane.refused,
         )
-        handoff.plan = reshard(self.layout.rank_heads, grant.layout.rank_heads)
-        handoff.max_blocks = blocks_per_piece(
-            self.layout, self.layout.num_layers, self._config.piece_bytes(handoff.backend)
+        handoff.plan = reshard(self._me.layout.rank_heads, grant.layout.rank_heads)
+        handoff.max_cells = cells_per_piece(
+            self._me.layout, handoff.lease.cell_size, self._config.piece_bytes(handoff.backend)
         )
         handoff.lane = lane
         lane.users += 1
@@ -309,7 +290,6 @@ class Sender:
 
     async def _commit(self, handoff: Outgoing) -> None:
         lease = handoff.lease
-        client = self._clients.get(lease.peer.address)
         lost: list[int] = []
         for _ in range(self._config.piece_attempts):
             again = [self._tasks.start(self._deliver(handoff, sequence)) for sequence in lost]
@@ -319,7 +299,7 @@ class Sender:
             if lease.state in OVER:
                 return
             request = lease.commit_request(handoff.written)
-            answer = await call_repeatedly(client, methods.COMMIT, request, self._config)
+            answer = await self._me.call(lease.peer, methods.COMMIT, request)
             lost = lost_sequences(answer.error)
             if not lost:
                 break
@@ -378,13 +358,9 @@ class Sender:
             handoff.lane.users -= 1
 
     async def _fence(self, handoff: Outgoing) -> None:
-        """Wait until no rank reads the source blocks: at most one gather, not the messages
-        themselves."""
-        lease = handoff.lease
-        revoke = RevokeOrder(receiver_epoch=lease.peer.epoch, generation=lease.generation)
-        ranks = range(self.layout.tp_size)
-        outcomes = await run_orders(self._ranks, {rank: Order(revoke=revoke) for rank in ranks})
-        if first_error(outcomes) is not None:
+        """Wait until no rank reads the source blocks."""
+        peer, generation = handoff.lease.peer, handoff.lease.generation
+        if not await self._me.fence(peer.epoch, generation):
             await handoff.still.wait()
         self._become_quiet(handoff)
 
@@ -403,8 +379,7 @@ class Sender:
         self, key: RequestKey, decode: WorkerRef, *, released: bool, error: BatonError | None
     ) -> None:
         info = None if error is None else error.info()
-        end = HandoffEnd(key=key, epoch=self.ref.epoch, released=released, error=info)
-        client = self._clients.get(decode.address)
-        answer = await call_repeatedly(client, methods.END, end, self._config)
+        end = HandoffEnd(key=key, epoch=self._me.ref.epoch, released=released, error=info)
+        answer = await self._me.call(decode, methods.END, end)
         if answer.error is not None and not answer.refused:
             self._end_all(decode.epoch, "does not answer")

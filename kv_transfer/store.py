@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+
+from protocol.kv_layout import Cells
 
 
 class Marks(Protocol):
@@ -46,14 +47,12 @@ class BlockStore(Protocol):
         ...
 
     def gather(
-        self, blocks: Sequence[int], layers: range, heads: range, out: torch.Tensor | None = None
+        self, cells: Cells, layers: range, heads: range, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """A contiguous copy `[layer, block, k/v, head, token, head_dim]` of the named slice."""
+        """A contiguous copy `[layer, cell, k/v, head, token, head_dim]` of the named slice."""
         ...
 
-    def scatter(
-        self, blocks: Sequence[int], layers: range, heads: range, data: torch.Tensor
-    ) -> None:
+    def scatter(self, cells: Cells, layers: range, heads: range, data: torch.Tensor) -> None:
         """Write `data`, shaped as `gather` returns it, into the named slice."""
         ...
 

@@ -11,11 +11,10 @@ from worker_runtime.outlet import RouterEvents
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Granted:
-    """Decode holds blocks for the request; the first `num_cached_blocks` need not be sent."""
+    """Decode holds room for the request; the KV of its first `num_cached_tokens` is there."""
 
     key: RequestKey
-    num_blocks: int
-    num_cached_blocks: int
+    num_cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +41,8 @@ Command = Granted | Delivered | HandoffEnded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
-    """These blocks are complete once the engine's step `after` is over (0: they are): send them as
-    blocks first_block .. of the grant."""
+    """These blocks, number first_block .. of the sequence, are complete once the engine's step
+    `after` is over (0: they are): send them."""
 
     key: RequestKey
     block_ids: tuple[int, ...]

@@ -103,7 +103,7 @@ class PrefillScheduler:
         if entry is None or entry.state is not State.EXPECTING:
             return
         entry.state = State.GRANTED
-        entry.pushed = command.num_cached_blocks
+        entry.pushed = command.num_cached_tokens // self._block_size
         entry.granted_at = now
         entry.sequence.mark_end(Phase.CREDIT_WAIT, now)
         entry.sequence.mark_start(Phase.PREFILL_QUEUE, now)
@@ -199,8 +199,7 @@ class PrefillScheduler:
         for row in self._flight.newest:
             sequence = row.entry.sequence
             there = sequence.num_computed + sequence.num_in_flight
-            if sequence.sampling.max_tokens:
-                self._push(row.entry, there, out, last=row.samples, after=step)
+            self._push(row.entry, there, out, last=row.samples, after=step)
 
     # --- apply ----------------------------------------------------------------------------------
 
@@ -225,8 +224,10 @@ class PrefillScheduler:
         self, entry: Entry, num_tokens: int, out: Output, *, last: bool = False, after: int = 0
     ) -> None:
         """Send the blocks that are complete with `num_tokens` of the sequence, and with the `last`
-        of them the block that stays half full."""
+        of them the block that stays half full; none if the request is known to end here."""
         sequence = entry.sequence
+        if sequence.ends_next:
+            return
         ready = -(-num_tokens // self._block_size) if last else num_tokens // self._block_size
         if ready > entry.pushed:
             out.handoffs.append(

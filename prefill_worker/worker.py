@@ -46,16 +46,7 @@ class PrefillWorker:
         host, settings = self._host, self._host.settings
         ref = await host.load(Role.PREFILL)
         executor = host.ranks.executor
-        self._sender = Sender(
-            ref=ref,
-            layout=executor.layout,
-            fingerprint=executor.fingerprint,
-            secret=settings.secret,
-            ranks=host.ranks,
-            clients=host.clients,
-            config=settings.transfer,
-            listener=self,
-        )
+        self._sender = Sender(host.party, self)
         scheduler = PrefillScheduler(
             config=settings.worker,
             blocks=host.blocks,
@@ -122,8 +113,7 @@ class PrefillWorker:
         self._host.inbox.put(
             Granted(
                 key=key,
-                num_blocks=len(grant.block_ids),
-                num_cached_blocks=grant.num_cached_blocks,
+                num_cached_tokens=grant.num_cached_blocks * grant.layout.block_size,
             )
         )
 

@@ -1,4 +1,5 @@
-"""The shape of a worker's paged KV, and the fingerprint two workers must share."""
+"""The shape of a worker's paged KV, what two workers must share, and how KV of one is named so that
+the other can take it."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ class KVFingerprint:
     """Everything that must be equal for one worker's KV to mean the same on another.
 
     `weights` is a digest of the checkpoint, `rope` and `model` name what positions and values mean.
-    Tensor-parallel degrees are free to differ; block sizes must be equal for now.
+    Tensor-parallel degrees and block sizes are free to differ.
     """
 
     model: str
@@ -51,7 +52,6 @@ class KVFingerprint:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    block_size: int
     dtype: str
     rope: str
 
@@ -61,3 +61,37 @@ class KVFingerprint:
             if getattr(self, name) != getattr(other, name):
                 return name
         return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cells:
+    """KV of consecutive tokens as it lies in one worker's blocks: `count` cells of `size` tokens
+    each, in order through `blocks`, the first of them number `first` of blocks[0].
+
+    `size` divides the size of those blocks, so no cell lies in two. Between two workers it is the
+    greatest that does so on both sides; with equal block sizes a cell is a block.
+    """
+
+    blocks: tuple[int, ...]
+    size: int
+    count: int
+    first: int = 0
+
+    @classmethod
+    def within(
+        cls, blocks: tuple[int, ...], block_size: int, *, size: int, first: int, count: int
+    ) -> Cells:
+        """The cells `first`, `first` + 1, ... of the row that `blocks` make."""
+        start, offset = divmod(first, block_size // size)
+        end = -(-(first + count) * size // block_size)
+        return cls(blocks=blocks[start:end], size=size, count=count, first=offset)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the cells have room for."""
+        return self.count * self.size
+
+    def places(self, per_block: int) -> tuple[list[int], list[int]]:
+        """Each cell's block, of `per_block` cells, and its number within that block."""
+        numbers = range(self.first, self.first + self.count)
+        return [self.blocks[n // per_block] for n in numbers], [n % per_block for n in numbers]

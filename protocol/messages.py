@@ -212,8 +212,8 @@ class Grant:
     """Decode -> prefill: blocks are reserved, start.
 
     `generation` is a number that this decode worker never uses twice; every later message of the
-    hand-off repeats it. `block_ids` are decode's, in prompt order; the first `num_cached_blocks`
-    already hold this prompt's KV and must not be sent.
+    hand-off repeats it. `block_ids` are decode's, of its size, in prompt order, for the KV of
+    `num_tokens` tokens; the first `num_cached_blocks` already hold it and must not be sent.
     """
 
     key: RequestKey
@@ -222,6 +222,7 @@ class Grant:
     generation: int
     block_ids: tuple[int, ...]
     num_cached_blocks: int
+    num_tokens: int
     layout: KVLayout
     fingerprint: KVFingerprint
     links: tuple[LinkAddress, ...]
@@ -229,7 +230,8 @@ class Grant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Prefill -> decode: these blocks (by index into the grant) and layers are ready to move.
+    """Prefill -> decode: these cells (kv_layout.Cells, counted from the first token) and layers are
+    ready to move.
 
     The reply (Ack) means that decode has checked the ticket and posted its receives; only then does
     the sender write. `sequence` counts the pieces of one hand-off from 0. `link` is the
@@ -243,8 +245,8 @@ class Piece:
     ticket: Ticket
     generation: int
     sequence: int
-    first_block: int
-    num_blocks: int
+    first_cell: int
+    num_cells: int
     first_layer: int
     num_layers: int
     prefill: WorkerRef

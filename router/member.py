@@ -142,7 +142,7 @@ class Member:
     def _blocks_of(self, prompt: PromptBlocks) -> list[bytes]:
         if self.status is None or not self.prefix.speaks:
             return []
-        return prompt.hints(self.status.fingerprint)
+        return prompt.hints(self.status.fingerprint, self.status.layout.block_size)
 
     @property
     def room_tokens(self) -> int:

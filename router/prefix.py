@@ -23,16 +23,17 @@ class PromptBlocks:
         self.num_tokens = len(prompt_ids)
         self._ids = prompt_ids
         self._salt = salt
-        self._hints: dict[KVFingerprint, list[bytes]] = {}
+        self._hints: dict[tuple[KVFingerprint, int], list[bytes]] = {}
 
-    def hints(self, fingerprint: KVFingerprint) -> list[bytes]:
-        """As workers of this fingerprint name them."""
-        known = self._hints.get(fingerprint)
+    def hints(self, fingerprint: KVFingerprint, block_size: int) -> list[bytes]:
+        """As workers of this fingerprint and block size name them."""
+        kind = fingerprint, block_size
+        known = self._hints.get(kind)
         if known is None:
             digests: list[bytes] = []
             seed = chain_seed(fingerprint, self._salt)
-            extend_chain(digests, self._ids, block_size=fingerprint.block_size, seed=seed)
-            known = self._hints[fingerprint] = split_hints(hints(digests))
+            extend_chain(digests, self._ids, block_size=block_size, seed=seed)
+            known = self._hints[kind] = split_hints(hints(digests))
         return known
 
 

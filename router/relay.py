@@ -137,9 +137,9 @@ class Relay:
         """Make ready what the choice needs to know of long prompts, off the event loop."""
         long = {job.blocks for job in jobs if job.blocks.num_tokens > _HASHED_AT_ONCE}
         statuses = [m.status for m in self.members.all() if m.prefix.speaks]
-        kinds = {status.fingerprint for status in statuses if status is not None}
+        kinds = {(s.fingerprint, s.layout.block_size) for s in statuses if s is not None}
         if long and kinds:
-            await asyncio.to_thread(lambda: [blocks.hints(k) for blocks in long for k in kinds])
+            await asyncio.to_thread(lambda: [blocks.hints(*k) for blocks in long for k in kinds])
 
     def ticket(self, key: RequestKey, pair: _Pair, *, blocks: int, deadline: float) -> Ticket:
         """A signed ticket for one attempt."""
@@ -264,12 +264,13 @@ class Flight:
             clock=self._relay.clock,
         )
         tokens = len(self._job.prompt_ids) + len(self._merger.output_ids)
-        blocks = -(-tokens // pair.choice.decode.block_size)
+        granted = -(-tokens // pair.choice.decode.block_size)
         try:
             for member, view in pair.sides:
                 uncached = tokens - view.expected_tokens
+                blocks = -(-tokens // view.block_size)
                 member.attach(key, attempt, self._job.blocks, tokens=uncached, blocks=blocks)
-            refused = await self._submit(pair, self._submits(key, pair, blocks))
+            refused = await self._submit(pair, self._submits(key, pair, granted))
             if refused is not None:
                 attempt.end(refused)
             else:

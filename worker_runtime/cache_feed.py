@@ -12,7 +12,8 @@ _MOST_HINTS = 1 << 16
 
 
 class CacheFeed:
-    """Net changes by router: what came and went between two messages is not told at all. Lives on
+    """Net changes by router: what came and went between two messages is not told at all, so a
+    router that does not listen costs no more than the blocks that it and this worker know. Lives on
     the event loop; knows hints only, so two digests with the same hint count as one."""
 
     def __init__(self) -> None:
@@ -24,12 +25,15 @@ class CacheFeed:
         """Digests have come (True) or gone (False)."""
         for digest, here in changes.items():
             hint = digest[:HINT_BYTES]
+            if (hint in self._held) is here:
+                continue
             if here:
                 self._held[hint] = None
             else:
-                self._held.pop(hint, None)
+                del self._held[hint]
             for untold in self._untold.values():
-                untold[hint] = here
+                if untold.pop(hint, None) is None:  # else the router knows it as it is now
+                    untold[hint] = here
 
     def open(self, router_id: str) -> None:
         """A router listens from now on and knows nothing."""

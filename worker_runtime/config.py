@@ -15,7 +15,8 @@ class WorkerConfig:
     watermark: share of blocks kept free for growth of running sequences when a new one is admitted.
     enable_prefix_caching: whether KV is kept and shared between requests with the same prefix.
     starvation_s: a request that waited this long is served before all younger ones.
-    heartbeat_s: longest silence on an event stream. stall_s: a step longer than this is a dead
+    heartbeat_s: longest silence on an event stream. patience_s: a router that takes no events for
+    so long counts as gone. stall_s: a step longer than this is a dead
     engine. grammar_threads: threads that compute the masks of structured outputs.
     """
 
@@ -27,6 +28,7 @@ class WorkerConfig:
     enable_prefix_caching: bool = True
     starvation_s: float = 5.0
     heartbeat_s: float = 0.5
+    patience_s: float = 20.0
     stall_s: float = 60.0
     grammar_threads: int = 4
 
@@ -41,7 +43,7 @@ class WorkerConfig:
             )
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must be in [0, 1), got {self.watermark}")
-        for name in ("starvation_s", "heartbeat_s", "stall_s"):
+        for name in ("starvation_s", "heartbeat_s", "patience_s", "stall_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 

@@ -15,6 +15,7 @@ from engine.kv.allocator import BlockAllocator
 from engine.ranks import RankGroup
 from grammar.matcher import Matcher
 from kv_transfer.config import TransferConfig
+from kv_transfer.party import Party
 from protocol.ids import Role, WorkerRef, new_epoch
 from protocol.messages import Cancel, Submit, WorkerStatus
 from protocol.states import WorkerState
@@ -108,6 +109,19 @@ class WorkerHost(Generic[C, Out]):
             address=self._server.bind(settings.worker.host),
         )
         return self.ref
+
+    @property
+    def party(self) -> Party:
+        """This worker as one side of its hand-offs."""
+        return Party(
+            ref=self.ref,
+            layout=self.ranks.executor.layout,
+            fingerprint=self.ranks.executor.fingerprint,
+            secret=self.settings.secret,
+            ranks=self.ranks,
+            clients=self.clients,
+            config=self.settings.transfer,
+        )
 
     async def serve(
         self,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
+from observability.logging import get_logger
 from protocol.messages import (
     EventBatch,
     FailEvent,
@@ -17,6 +19,8 @@ from protocol.messages import (
 )
 from protocol.prefix import CacheChange
 from worker_runtime.cache_feed import CacheFeed
+
+log = get_logger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,12 +34,46 @@ class RouterEvents:
     prompts: list[PromptEvent] = field(default_factory=list)
 
 
+class _Queue:
+    """Steps that one router has not taken yet."""
+
+    def __init__(self) -> None:
+        self._steps: asyncio.Queue[RouterEvents | None] = asyncio.Queue()
+        self._since = 0.0  # the router has taken one, or the first began to wait
+
+    @property
+    def waited_s(self) -> float:
+        """For how long steps have waited and none was taken."""
+        return 0.0 if self._steps.empty() else time.monotonic() - self._since
+
+    def put(self, step: RouterEvents) -> None:
+        """One more step."""
+        if self._steps.empty():
+            self._since = time.monotonic()
+        self._steps.put_nowait(step)
+
+    def end(self, *, drop: bool = False) -> None:
+        """There will be no more; `drop` those that wait."""
+        while drop and not self._steps.empty():
+            self._steps.get_nowait()
+        self._steps.put_nowait(None)
+
+    async def get(self) -> RouterEvents | None:
+        """The next step; None at the end."""
+        step = await self._steps.get()
+        self._since = time.monotonic()
+        return step
+
+
 class EventOutlet:
     """Fans step events out to subscribed routers. Lives on the event loop; not thread-safe.
 
     A stream that ends means that its router is gone: `on_gone(router_id)` lets the worker cancel
     the router's requests. A second stream with the same id replaces the first. Changes of `cache`
     travel with whatever is sent next.
+
+    A router that has taken nothing off its stream for `patience_s` while events wait is frozen: it
+    counts as gone, and what waits is dropped.
     """
 
     def __init__(
@@ -43,14 +81,16 @@ class EventOutlet:
         *,
         epoch: int,
         heartbeat_s: float,
+        patience_s: float = 20.0,
         load: Callable[[], WorkerLoad],
         on_gone: Callable[[str], None],
     ) -> None:
         self._epoch = epoch
         self._heartbeat_s = heartbeat_s
+        self._patience_s = patience_s
         self._load = load
         self._on_gone = on_gone
-        self._queues: dict[str, asyncio.Queue[RouterEvents | None]] = {}
+        self._queues: dict[str, _Queue] = {}
         self._sequence = 0
         self.cache = CacheFeed()
 
@@ -62,17 +102,22 @@ class EventOutlet:
         """Queue one batch for each router named; events of routers that left are dropped."""
         for router_id, step in events.items():
             queue = self._queues.get(router_id)
-            if queue is not None:
-                queue.put_nowait(step)
+            if queue is None:
+                continue
+            queue.put(step)
+            if queue.waited_s > self._patience_s:
+                log.warning("router takes no events", extra={"router": router_id})
+                queue.end(drop=True)
+                self._gone(router_id)
 
     async def stream(self, router_id: str) -> AsyncIterator[EventBatch]:
         """Batches for one router until it leaves, another stream replaces this, or close()."""
-        queue: asyncio.Queue[RouterEvents | None] = asyncio.Queue()
+        queue = _Queue()
         replaced = self._queues.get(router_id)
         self._queues[router_id] = queue
         self.cache.open(router_id)
         if replaced is not None:
-            replaced.put_nowait(None)
+            replaced.end()
         try:
             yield self._batch(RouterEvents(), self.cache.take(router_id))
             while True:
@@ -88,14 +133,17 @@ class EventOutlet:
                 yield self._batch(step, cache)
         finally:
             if self._queues.get(router_id) is queue:
-                del self._queues[router_id]
-                self.cache.close(router_id)
-                self._on_gone(router_id)
+                self._gone(router_id)
+
+    def _gone(self, router_id: str) -> None:
+        del self._queues[router_id]
+        self.cache.close(router_id)
+        self._on_gone(router_id)
 
     def close(self) -> None:
         """End every stream after what is queued."""
         for queue in self._queues.values():
-            queue.put_nowait(None)
+            queue.end()
 
     def _batch(self, step: RouterEvents, cache: CacheChange | None) -> EventBatch:
         self._sequence += 1

@@ -78,7 +78,8 @@ class PrefixCache:
         self._blocks.retain(found)
         self._blocks.free(sequence.block_ids[first:end])
         sequence.block_ids[first:end] = found
-        num_spared = end * self._block_size - sequence.num_computed
+        known = max(sequence.num_computed, sequence.num_once_computed)
+        num_spared = max(0, end * self._block_size - known)
         sequence.num_cached_tokens += num_spared
         self._num_hit += num_spared
         sequence.num_computed = end * self._block_size

@@ -30,7 +30,7 @@ class Sequence:
 
     `digests` name its full blocks as far as anybody has asked; the first `num_named` of its blocks
     can be shared, the first `num_reusable` could come from others; `num_cached_tokens` were not
-    computed for it.
+    computed for it. The first `num_once_computed` had their KV here before it was preempted.
     """
 
     submit: Submit
@@ -48,6 +48,7 @@ class Sequence:
     num_named: int = 0
     num_reusable: int = 0
     num_cached_tokens: int = 0
+    num_once_computed: int = 0
     num_preemptions: int = 0
     num_steps: int = 0
     num_chunks: int = 0
@@ -85,6 +86,11 @@ class Sequence:
     def num_uncomputed(self) -> int:
         """Tokens whose KV is missing; 1 for a sequence that is decoding."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def ends_next(self) -> bool:
+        """Whether its next token is the last whichever it is, or none is wanted."""
+        return self.num_output + 1 >= self.sampling.max_tokens
 
     @property
     def reuses_prefix(self) -> bool:
@@ -149,6 +155,13 @@ class Sequence:
         self.num_in_flight -= num_tokens
         self.num_computed += num_tokens
         self.num_pending -= samples
+
+    def drop_kv(self) -> list[int]:
+        """Let go of all KV; the blocks that held it."""
+        blocks, self.block_ids = self.block_ids, []
+        self.num_once_computed = max(self.num_once_computed, self.num_computed)
+        self.num_computed = 0
+        return blocks
 
     def _allowed(self) -> bytes | None:
         """The ids that the grammar leaves; `constrain` has come before."""

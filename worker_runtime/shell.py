@@ -108,6 +108,7 @@ class Shell:
         self.outlet = EventOutlet(
             epoch=ref.epoch,
             heartbeat_s=config.heartbeat_s,
+            patience_s=config.patience_s,
             load=lambda: self._snapshot.load,
             on_gone=router_gone,
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.kernels.memory import empty_on_huge_pages
 from engine.kernels.mirror import BlockVersions
 from engine.kv.marks import StepMarks
-from protocol.kv_layout import KVLayout
+from protocol.kv_layout import Cells, KVLayout
 
 
 class KVPool:
@@ -50,24 +50,39 @@ class KVPool:
         self.marks = StepMarks(layout.num_layers) if device.type == "cuda" else None
 
     def gather(
-        self, blocks: Sequence[int], layers: range, heads: range, out: Tensor | None = None
+        self, cells: Cells, layers: range, heads: range, out: Tensor | None = None
     ) -> Tensor:
-        """A contiguous copy `[layer, block, k/v, head, token, head_dim]` of the named slice.
+        """A contiguous copy `[layer, cell, k/v, head, token, head_dim]` of the named slice.
 
-        Whole layers and heads are copied page by page; `out`, when given, must be contiguous and of
-        that shape.
+        Whole blocks of all heads are copied page by page; `out`, when given, must be contiguous and
+        of that shape.
         """
-        index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
-        source = self.data[layers.start : layers.stop]
-        if len(heads) == self.num_heads:
-            return torch.index_select(source, 1, index, out=out)
-        part = source[:, :, :, heads.start : heads.stop]
-        result = torch.index_select(part, 1, index)
+        if cells.size == self.block_size:
+            source = self.data[layers.start : layers.stop]
+            if len(heads) == self.num_heads:
+                return torch.index_select(source, 1, self._index(cells.blocks), out=out)
+            part = source[:, :, :, heads.start : heads.stop]
+            result = torch.index_select(part, 1, self._index(cells.blocks))
+        else:
+            blocks, numbers = map(self._index, cells.places(self.block_size // cells.size))
+            result = self._cells(cells.size, layers, heads)[:, blocks, numbers].contiguous()
         return result if out is None else out.copy_(result)
 
-    def scatter(self, blocks: Sequence[int], layers: range, heads: range, data: Tensor) -> None:
+    def scatter(self, cells: Cells, layers: range, heads: range, data: Tensor) -> None:
         """Write `data`, shaped as `gather` returns it, into the named slice."""
-        index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
-        target = self.data[layers.start : layers.stop, :, :, heads.start : heads.stop]
-        target.index_copy_(1, index, data)
-        self.versions.wrote(blocks)
+        if cells.size == self.block_size:
+            target = self.data[layers.start : layers.stop, :, :, heads.start : heads.stop]
+            target.index_copy_(1, self._index(cells.blocks), data)
+        else:
+            blocks, numbers = map(self._index, cells.places(self.block_size // cells.size))
+            self._cells(cells.size, layers, heads)[:, blocks, numbers] = data
+        self.versions.wrote(cells.blocks)
+
+    def _index(self, numbers: Sequence[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
+
+    def _cells(self, size: int, layers: range, heads: range) -> Tensor:
+        """The pool as `[layer, block, cell, k/v, head, token, head_dim]`."""
+        part = self.data[layers.start : layers.stop, :, :, heads.start : heads.stop]
+        cells = part.view(*part.shape[:4], -1, size, self.head_dim)
+        return cells.permute(0, 1, 4, 2, 3, 5, 6)

@@ -11,6 +11,7 @@ import torch
 from kv_transfer.access import Access
 from kv_transfer.config import ChecksumKind
 from protocol.errors import HandoffFailed
+from protocol.kv_layout import Cells
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,16 +85,16 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockMove:
-    """One message as a device link takes it: whole blocks of the rank's pool, some layers and heads
-    of them.
+    """One message as a device link takes it: cells of the rank's pool, some layers and heads of
+    them.
 
-    `peer_blocks` and `peer_first_head` say where a sender's blocks go (one-sided links only);
+    `peer_cells` and `peer_first_head` say where a sender's cells go (one-sided links only);
     `discard` keeps the two ends in step with a message whose content no longer matters. The source
-    blocks are complete once step `after` of the rank's engine has written its KV (0: they are).
+    cells are complete once step `after` of the rank's engine has written its KV (0: they are).
     Moves of other lanes need not wait for this one.
     """
 
-    blocks: tuple[int, ...]
+    cells: Cells
     first_layer: int
     num_layers: int
     first_head: int
@@ -101,7 +102,7 @@ class BlockMove:
     access: Access
     checksum: ChecksumKind = ChecksumKind.NONE
     discard: bool = False
-    peer_blocks: tuple[int, ...] = ()
+    peer_cells: Cells | None = None
     peer_first_head: int = 0
     after: int = 0
     lane: int = 0

@@ -23,6 +23,7 @@ from kv_transfer.backends.host import host_id
 from kv_transfer.checksum import content_checksum
 from kv_transfer.config import ChecksumKind
 from kv_transfer.cuda.copying import (
+    Extent,
     PageTable,
     PoolShape,
     Rows,
@@ -228,10 +229,12 @@ class CudaIpcBackend:
             log.warning("a peer's pool could not be unmapped", extra={"reason": str(error)})
 
     def launch(self, move: BlockMove, target: Mapping) -> _Flight:
-        """Queue the copy of blocks into a mapped pool, layer group by layer group behind the step
+        """Queue the copy of cells into a mapped pool, layer group by layer group behind the step
         that fills them."""
-        page = self._shape.page
-        if target.shape.page != page or len(move.peer_blocks) != len(move.blocks):
+        peer = move.peer_cells
+        if peer is None or peer.count != move.cells.count:
+            raise LinkBroken("the peer's cells are not as many")
+        if target.shape.page % self._cell_bytes(move):
             raise LinkBroken("the peer's pool has another shape")
         with torch.cuda.device(self._device):
             on = self._lane(move.lane)
@@ -246,10 +249,14 @@ class CudaIpcBackend:
         return flight
 
     def _launch(self, move: BlockMove, target: Mapping, flight: _Flight) -> None:
-        pages, peer_pages = flight.pages.load(move.blocks, move.peer_blocks)
+        assert move.peer_cells is not None
+        size = self._cell_bytes(move)
+        pages, peer_pages = flight.pages.load(
+            self._shape.pages(move.cells, size), target.shape.pages(move.peer_cells, size)
+        )
         marks = self._store.marks if move.after else None
         flight.gated = marks is not None and not marks.is_over(move.after)
-        layer_bytes = len(move.blocks) * 2 * move.num_heads * self._shape.page
+        layer_bytes = move.cells.count * 2 * move.num_heads * size
         groups = layer_groups(move.num_layers, layer_bytes) if flight.gated else [move.num_layers]
         first = move.first_layer
         for count in groups:
@@ -261,6 +268,7 @@ class CudaIpcBackend:
                 target.shape,
                 first_layer=first,
                 first_head=move.peer_first_head,
+                cell_bytes=size,
                 pages=peer_pages,
             )
             self._copy(move, self._rows(move, first, pages), to, count)
@@ -281,16 +289,12 @@ class CudaIpcBackend:
 
     def sum_of(self, move: BlockMove) -> int:
         """The checksum of blocks of the own pool."""
-        shape = (move.num_layers, len(move.blocks), 2, move.num_heads, self._shape.page)
+        size = self._cell_bytes(move)
+        shape = (move.num_layers, move.cells.count, 2, move.num_heads, size)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             data = torch.empty(shape, dtype=torch.uint8, device=self._device)
-            to = dense_rows(
-                data.data_ptr(),
-                num_blocks=len(move.blocks),
-                num_heads=move.num_heads,
-                page=self._shape.page,
-            )
-            (pages,) = PageTable(self._device).load(move.blocks)
+            to = dense_rows(data.data_ptr(), self._extent(move, move.num_layers))
+            (pages,) = PageTable(self._device).load(self._shape.pages(move.cells, size))
             self._copy(move, self._rows(move, move.first_layer, pages), to, move.num_layers)
             return content_checksum(data.view(-1), move.checksum)
 
@@ -308,18 +312,23 @@ class CudaIpcBackend:
             self._shape,
             first_layer=first_layer,
             first_head=move.first_head,
+            cell_bytes=self._cell_bytes(move),
             pages=pages,
         )
 
-    def _copy(self, move: BlockMove, source: Rows, target: Rows, num_layers: int) -> None:
-        copy_rows(
-            source,
-            target,
+    def _cell_bytes(self, move: BlockMove) -> int:
+        return self._shape.page * move.cells.size // self._store.block_size
+
+    def _extent(self, move: BlockMove, num_layers: int) -> Extent:
+        return Extent(
             num_layers=num_layers,
-            num_blocks=len(move.blocks),
-            run=move.num_heads * self._shape.page,
-            ctas=self._ctas,
+            num_cells=move.cells.count,
+            num_heads=move.num_heads,
+            cell_bytes=self._cell_bytes(move),
         )
+
+    def _copy(self, move: BlockMove, source: Rows, target: Rows, num_layers: int) -> None:
+        copy_rows(source, target, self._extent(move, num_layers), ctas=self._ctas)
 
     def _map(self, endpoint: str) -> Mapping:
         host, _, rest = endpoint.partition("|")

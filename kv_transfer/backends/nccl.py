@@ -24,6 +24,7 @@ from kv_transfer.backends.rendezvous import Meeting, SocketStore, call
 from kv_transfer.backends.watch import Watch
 from kv_transfer.checksum import content_checksum
 from kv_transfer.cuda.copying import (
+    Extent,
     PageTable,
     Rows,
     compile_copies,
@@ -109,7 +110,7 @@ class NcclLink:
         chunks = self._chunks(move)
         try:
             with self._working(limit):
-                (pages,) = self._pages.load(move.blocks)
+                (pages,) = self._pages.load(self._shape.pages(move.cells, self._cell_bytes(move)))
                 run = self._send_all if sending else self._recv_all
                 return run(move, pages, chunks, limit)
         except RuntimeError as error:
@@ -187,36 +188,35 @@ class NcclLink:
         """One kernel between pool and buffer."""
         if gather and move.after and self._store.marks is not None:
             self._store.marks.follow(move.after, chunk.first_layer + chunk.num_layers - 1)
+        extent = Extent(
+            num_layers=chunk.num_layers,
+            num_cells=move.cells.count,
+            num_heads=move.num_heads,
+            cell_bytes=self._cell_bytes(move),
+        )
         pool = pool_rows(
             self._store.data.data_ptr(),
             self._shape,
             first_layer=chunk.first_layer,
             first_head=move.first_head,
+            cell_bytes=extent.cell_bytes,
             pages=pages,
         )
-        staged = dense_rows(
-            data.data_ptr(),
-            num_blocks=len(move.blocks),
-            num_heads=move.num_heads,
-            page=self._shape.page,
-        )
+        staged = dense_rows(data.data_ptr(), extent)
         sides: tuple[Rows, Rows] = (pool, staged) if gather else (staged, pool)
-        copy_rows(
-            *sides,
-            num_layers=chunk.num_layers,
-            num_blocks=len(move.blocks),
-            run=move.num_heads * self._shape.page,
-            ctas=self._backend.copy_ctas,
-        )
+        copy_rows(*sides, extent, ctas=self._backend.copy_ctas)
         self._copied.record(self._stream)
 
     def _chunks(self, move: BlockMove) -> list[_Chunk]:
         """Whole layers, as many as a buffer holds: the same list on both sides."""
-        layer = len(move.blocks) * 2 * move.num_heads * self._shape.page
+        layer = move.cells.count * 2 * move.num_heads * self._cell_bytes(move)
         step = max(1, self._chunk_bytes // layer)
         end = move.first_layer + move.num_layers
         counts = [(first, min(step, end - first)) for first in range(move.first_layer, end, step)]
         return [_Chunk(first, count, count * layer) for first, count in counts]
+
+    def _cell_bytes(self, move: BlockMove) -> int:
+        return self._shape.page * move.cells.size // self._store.block_size
 
     @contextmanager
     def _working(self, limit: float) -> Iterator[None]:

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from kv_transfer.cuda import jit
+from protocol.kv_layout import Cells
 
 _WORD = 8
 _ALIGN = 16
@@ -32,52 +33,93 @@ class PoolShape:
         """Bytes of the whole pool."""
         return self.num_layers * self.num_blocks * 2 * self.num_heads * self.page
 
+    def pages(self, cells: Cells, cell_bytes: int) -> Sequence[int]:
+        """Where cells begin, in multiples of what `pool_rows` steps by: a block when a cell is one,
+        else a cell."""
+        if cell_bytes == self.page:
+            return cells.blocks
+        blocks, numbers = cells.places(self.page // cell_bytes)
+        step = 2 * self.num_heads * self.page // cell_bytes
+        return [block * step + number for block, number in zip(blocks, numbers, strict=True)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """One side of a copy. `address` is that of the first layer's first block's first head named;
-    strides in bytes; `pages` are block ids on the copying device, or None when blocks follow each
+    """One side of a copy. `address` is that of the first layer's first page's first head named;
+    strides in bytes; `pages` are page numbers on the copying device, or None when cells follow each
     other."""
 
     address: int
     layer: int
-    block: int
+    page: int
     half: int
+    head: int
     pages: torch.Tensor | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """How much one copy moves: keys and values of so many layers, cells and heads, `cell_bytes`
+    each."""
+
+    num_layers: int
+    num_cells: int
+    num_heads: int
+    cell_bytes: int
+
+
 def pool_rows(
-    base: int, shape: PoolShape, *, first_layer: int, first_head: int, pages: torch.Tensor
+    base: int,
+    shape: PoolShape,
+    *,
+    first_layer: int,
+    first_head: int,
+    cell_bytes: int,
+    pages: torch.Tensor,
 ) -> Rows:
-    """Blocks of a pool that begins at address `base`."""
+    """Cells, `cell_bytes` a head, of a pool that begins at address `base`; `pages` are
+    PoolShape.pages."""
     half = shape.num_heads * shape.page
     layer = shape.num_blocks * 2 * half
-    address = base + first_layer * layer + first_head * shape.page
-    return Rows(address=address, layer=layer, block=2 * half, half=half, pages=pages)
+    return Rows(
+        address=base + first_layer * layer + first_head * shape.page,
+        layer=layer,
+        page=2 * half if cell_bytes == shape.page else cell_bytes,
+        half=half,
+        head=shape.page,
+        pages=pages,
+    )
 
 
-def dense_rows(base: int, *, num_blocks: int, num_heads: int, page: int) -> Rows:
-    """A contiguous `[layer, block, k/v, head, token, head_dim]` at address `base`."""
-    half = num_heads * page
-    return Rows(address=base, layer=num_blocks * 2 * half, block=2 * half, half=half, pages=None)
+def dense_rows(base: int, extent: Extent) -> Rows:
+    """A contiguous `[layer, cell, k/v, head, token, head_dim]` at address `base`."""
+    half = extent.num_heads * extent.cell_bytes
+    return Rows(
+        address=base,
+        layer=extent.num_cells * 2 * half,
+        page=2 * half,
+        half=half,
+        head=extent.cell_bytes,
+        pages=None,
+    )
 
 
 class PageTable:
-    """Block ids on the device, through a pinned buffer that is kept. A load overwrites the one
+    """Page numbers on the device, through a pinned buffer that is kept. A load overwrites the one
     before, which must not be in use any more."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._grow(2048)
 
-    def load(self, *blocks: Sequence[int]) -> list[torch.Tensor]:
-        """The ids of each list, ordered on the current stream."""
-        total = sum(len(ids) for ids in blocks)
+    def load(self, *pages: Sequence[int]) -> list[torch.Tensor]:
+        """The numbers of each list, ordered on the current stream."""
+        total = sum(len(ids) for ids in pages)
         if total > self._pinned.numel():
             self._grow(2 * total)
         views = []
         first = 0
-        for ids in blocks:
+        for ids in pages:
             end = first + len(ids)
             self._view[first:end] = array("i", ids)
             views.append(self._ids[first:end])
@@ -92,30 +134,26 @@ class PageTable:
 
 
 def copy_rows(
-    source: Rows,
-    target: Rows,
-    *,
-    num_layers: int,
-    num_blocks: int,
-    run: int,
-    ctas: int,
-    only_compile: bool = False,
+    source: Rows, target: Rows, extent: Extent, *, ctas: int, only_compile: bool = False
 ) -> None:
-    """Copy `num_layers` x `num_blocks` x 2 runs of `run` bytes on the current stream of the current
-    device, with at most `ctas` thread blocks; or only compile the kernel for that.
+    """Copy on the current stream of the current device, with at most `ctas` thread blocks; or only
+    compile the kernel for that.
 
-    Both sides must be reachable from it and aligned to 16 bytes; `run` is what is contiguous: the
-    heads of one half of a block.
+    Both sides must be reachable from it and aligned to 16 bytes.
     """
-    halves = 2
-    if source.half == target.half == run:  # keys and values follow each other on both sides
+    halves, heads, run = 2, extent.num_heads, extent.cell_bytes
+    if source.head == target.head == run:  # heads follow each other on both sides
+        heads, run = 1, heads * run
+    if (
+        heads == 1 and source.half == target.half == run
+    ):  # keys and values follow each other on both sides
         halves, run = 1, 2 * run
     if run % _WORD or source.address % _ALIGN or target.address % _ALIGN:
         raise ValueError(f"runs of {run} bytes at {source.address}, {target.address}: not aligned")
     words = run // _WORD
     tile = min(_TILE_WORDS, _power_of_2(words))
     tiles = -(-words // tile)
-    chunks = num_layers * num_blocks * halves * tiles
+    chunks = extent.num_layers * extent.num_cells * halves * heads * tiles
     grid = (min(chunks, ctas),)
     kernel = partial(jit.copy_rows.warmup, grid=grid) if only_compile else jit.copy_rows[grid]
     kernel(
@@ -123,12 +161,13 @@ def copy_rows(
         target.address,
         source.pages,
         target.pages,
-        num_blocks,
+        extent.num_cells,
+        heads,
         words,
         tiles,
         chunks,
-        *(stride // _WORD for stride in (source.layer, source.block, source.half)),
-        *(stride // _WORD for stride in (target.layer, target.block, target.half)),
+        *(stride // _WORD for stride in (source.layer, source.page, source.half, source.head)),
+        *(stride // _WORD for stride in (target.layer, target.page, target.half, target.head)),
         HALVES=halves,
         SOURCE_PAGED=source.pages is not None,
         TARGET_PAGED=target.pages is not None,
@@ -140,22 +179,17 @@ def copy_rows(
 def compile_copies(shape: PoolShape, base: int, device: torch.device, *, staged: bool) -> None:
     """Compile what copies between pools of this kind, or between one and staging buffers, may need:
     a kernel for each number of heads that a peer of 1, 2, 4 ... ranks takes. A compiler in the
-    middle of a message would take longer than the message may."""
+    middle of a message would take longer than the message may; only a peer with blocks of another
+    size costs that, once."""
     pages = torch.zeros(1, dtype=torch.int32, device=device)
-    pool = pool_rows(base, shape, first_layer=0, first_head=0, pages=pages)
+    page = shape.page
+    pool = pool_rows(base, shape, first_layer=0, first_head=0, cell_bytes=page, pages=pages)
     heads = shape.num_heads
     while heads:
-        dense = dense_rows(base, num_blocks=1, num_heads=heads, page=shape.page)
+        extent = Extent(num_layers=1, num_cells=1, num_heads=heads, cell_bytes=page)
+        dense = dense_rows(base, extent)
         for source, target in [(pool, dense), (dense, pool)] if staged else [(pool, pool)]:
-            copy_rows(
-                source,
-                target,
-                num_layers=1,
-                num_blocks=1,
-                run=heads * shape.page,
-                ctas=1,
-                only_compile=True,
-            )
+            copy_rows(source, target, extent, ctas=1, only_compile=True)
         heads //= 2
 
 

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
+from math import gcd
 
 import pytest
 import torch
@@ -71,25 +72,38 @@ async def settled(pair: Pair, answer: Answer) -> Answer:
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("sizes", [(16, 16), (32, 16), (16, 64)], ids=str)
 async def test_a_conversation_has_the_ids_it_has_without_a_cache(
-    pair: Pair, model: str, params: SamplingParams
+    model: str, params: SamplingParams, sizes: tuple[int, int]
 ) -> None:
+    """Each side finds what it has in blocks of its own size, and only the rest is sent."""
+    source, dest = sizes
+    cell = gcd(source, dest)
+    token_bytes = 2 * 2 * 2 * 16 * 4  # layers, k/v, heads, head_dim, float32
     local = LocalEngine(EngineConfig(model_path=model, dtype="float32", num_blocks=64))
     prompt: list[int] = []
-    block_bytes = BLOCK * 2 * 2 * 2 * 16 * 4  # layers, k/v, heads, head_dim, float32
-    in_prefill = in_decode = 0  # full blocks there
-    for turn in range(3):
-        prompt = [*prompt, *tokens(45, seed=turn)]
-        answer = await settled(pair, await pair.generate(prompt, params))
-        assert answer.ids() == local.generate([(prompt, params)])[0]
-        assert answer.cached == BLOCK * in_prefill
-        assert sent_bytes(answer) == block_bytes * (-(-len(prompt) // BLOCK) - in_decode)
-        in_prefill = len(prompt) // BLOCK
-        prompt = [*prompt, *answer.ids()]
-        in_decode = (len(prompt) - 1) // BLOCK  # the last token never ran
-    hits = [worker.status().counters for worker in (*pair.prefills, *pair.decodes)]
-    assert [h[counters.PREFIX_CACHE_QUERIES] for h in hits] == [45 + 114 + 183] * 2
-    assert [h[counters.PREFIX_CACHE_HITS] for h in hits] == [32 + 112, 64 + 128]
+    prompts, found_here, found_there = [], [], []
+    in_prefill = in_decode = 0  # tokens in full blocks there
+    async with running_pair(
+        model, prefill_config=CONFIG, decode_config=CONFIG, block_sizes=sizes
+    ) as pair:
+        for turn in range(3):
+            prompt = [*prompt, *tokens(45, seed=turn)]
+            prompts.append(len(prompt))
+            found_here.append(min(in_prefill, (len(prompt) - 1) // source * source))
+            found_there.append(in_decode)
+            answer = await settled(pair, await pair.generate(prompt, params))
+            assert answer.ids() == local.generate([(prompt, params)])[0]
+            assert answer.cached == found_here[-1]
+            sent = -(-len(prompt) // cell) * cell - in_decode
+            assert sent_bytes(answer) == token_bytes * sent
+            in_prefill = len(prompt) // source * source
+            prompt = [*prompt, *answer.ids()]
+            in_decode = (len(prompt) - 1) // dest * dest  # the last token never ran
+        hits = [worker.status().counters for worker in (*pair.prefills, *pair.decodes)]
+        assert [h[counters.PREFIX_CACHE_QUERIES] for h in hits] == [sum(prompts)] * 2
+        expected = [sum(found_here), sum(found_there)]
+        assert [h[counters.PREFIX_CACHE_HITS] for h in hits] == expected
 
 
 async def test_decode_prefills_only_what_it_lacks(pair: Pair, oracle: Oracle) -> None:

@@ -22,11 +22,14 @@ CONFIG = WorkerConfig(max_num_seqs=16, max_num_batched_tokens=CHUNK)
 
 @pytest.mark.slow
 async def test_real_model_over_both_doors_equals_transformers() -> None:
+    """With blocks of another size on either side of the hand-off."""
     folder = model_folder()
     if folder is None:
         pytest.skip(ABSENT)
     asked = prompts(8, chunk=CHUNK, longest=3 * CHUNK + 7)
-    async with running_stack(str(folder), prefill_config=CONFIG, decode_config=CONFIG) as stack:
+    async with running_stack(
+        str(folder), prefill_config=CONFIG, decode_config=CONFIG, block_sizes=(32, 16)
+    ) as stack:
         doors = Doors(stack.http, stack.grpc, "tiny")
         outputs = await asyncio.gather(
             *(

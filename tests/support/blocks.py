@@ -14,7 +14,6 @@ FINGERPRINT = KVFingerprint(
     num_layers=1,
     num_kv_heads=1,
     head_dim=1,
-    block_size=4,
     dtype="float32",
     rope="none",
 )

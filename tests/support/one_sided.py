@@ -70,15 +70,15 @@ class OneSidedLink:
                 return 0
             if move.after:
                 self._pool.marks.wait(move.after, layers[-1])
-            data = self._pool.gather(move.blocks, layers, heads)
-            self._target.scatter(move.peer_blocks, layers, there, data)
+            data = self._pool.gather(move.cells, layers, heads)
+            self._target.scatter(move.peer_cells, layers, there, data)
             return _sum(data, move)
 
     def recv_blocks(self, move: BlockMove, timeout_s: float) -> int:
         layers = range(move.first_layer, move.first_layer + move.num_layers)
         heads = range(move.first_head, move.first_head + move.num_heads)
         with move.access.entered() as allowed:
-            return _sum(self._pool.gather(move.blocks, layers, heads), move) if allowed else 0
+            return _sum(self._pool.gather(move.cells, layers, heads), move) if allowed else 0
 
     def close(self) -> None:
         self._closed = True

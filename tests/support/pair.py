@@ -209,7 +209,13 @@ class Pair:
     ) -> Answer:
         prefill = None if local else self.prefill_refs[0]
         key = await self.router.submit(
-            prompt, sampling, self.decode_refs[0], prefill, output=output, grammar=grammar
+            prompt,
+            sampling,
+            self.decode_refs[0],
+            prefill,
+            block_size=self.decodes[0].status().layout.block_size,
+            output=output,
+            grammar=grammar,
         )
         return await self.router.answer(key)
 
@@ -244,15 +250,23 @@ async def running_pair(
     transfer: TransferConfig | None = None,
     prefill_tp: int = 1,
     decode_tp: int = 1,
+    block_sizes: tuple[int, int] = (16, 16),
 ) -> AsyncIterator[Pair]:
     """Workers over gloo, rank 0 of each in this process and the other ranks in processes of their
-    own; everything is closed at the end."""
+    own; everything is closed at the end. `block_sizes`: of prefill and of decode."""
 
-    def settings(name: str, blocks: int, config: WorkerConfig | None, tp: int) -> WorkerSettings:
+    def settings(
+        name: str, blocks: int, config: WorkerConfig | None, tp: int, block_size: int
+    ) -> WorkerSettings:
         return WorkerSettings(
             worker_id=name,
             engine=EngineConfig(
-                model_path=model_path, dtype=dtype, num_blocks=blocks, tp_size=tp, num_threads=1
+                model_path=model_path,
+                dtype=dtype,
+                block_size=block_size,
+                num_blocks=blocks,
+                tp_size=tp,
+                num_threads=1,
             ),
             worker=config or WorkerConfig(),
             transfer=transfer or TransferConfig(),
@@ -278,10 +292,10 @@ async def running_pair(
 
     prefills, decodes = [], []
     for i in range(num_prefill):
-        own = settings(f"prefill-{i}", prefill_blocks, prefill_config, prefill_tp)
+        own = settings(f"prefill-{i}", prefill_blocks, prefill_config, prefill_tp, block_sizes[0])
         prefills.append(PrefillWorker(own, group=group(own)))
     for i in range(num_decode):
-        own = settings(f"decode-{i}", decode_blocks, decode_config, decode_tp)
+        own = settings(f"decode-{i}", decode_blocks, decode_config, decode_tp, block_sizes[1])
         decodes.append(DecodeWorker(own, group=group(own)))
     prefill_refs = [await worker.start() for worker in prefills]
     decode_refs = [await worker.start() for worker in decodes]

@@ -40,7 +40,6 @@ FINGERPRINT = KVFingerprint(
     num_layers=1,
     num_kv_heads=1,
     head_dim=8,
-    block_size=16,
     dtype="float32",
     rope="none",
 )

@@ -15,6 +15,7 @@ from kv_transfer.backends.base import Backend
 from kv_transfer.config import TransferConfig
 from kv_transfer.data_plane import DataPlane
 from kv_transfer.listeners import TransferReport
+from kv_transfer.party import Party
 from kv_transfer.ranks import LocalRanks, RankChannel
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
@@ -22,7 +23,7 @@ from kv_transfer.store import Marks
 from protocol import codec
 from protocol.errors import ErrorInfo, Unavailable
 from protocol.ids import RequestKey, Role, WorkerRef
-from protocol.kv_layout import KVFingerprint, KVLayout
+from protocol.kv_layout import Cells, KVFingerprint, KVLayout
 from protocol.messages import Commit, Grant
 from protocol.ticket import Ticket
 from rpc import methods
@@ -61,7 +62,6 @@ def make_fingerprint(layout: KVLayout, **changes: Any) -> KVFingerprint:
         "num_layers": layout.num_layers,
         "num_kv_heads": layout.num_kv_heads,
         "head_dim": layout.head_dim,
-        "block_size": layout.block_size,
         "dtype": layout.dtype,
         "rope": "plain",
     }
@@ -87,20 +87,32 @@ class ToyPool:
         self.before_gather: Callable[[], None] = lambda: None
 
     def gather(
-        self, blocks: Sequence[int], layers: range, heads: range, out: torch.Tensor | None = None
+        self, cells: Cells, layers: range, heads: range, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         self.before_gather()
         picked = torch.stack(
-            [self.layers[i][list(blocks), :, heads.start : heads.stop] for i in layers]
+            [
+                torch.stack([self.layers[layer][at] for at in self._places(cells, heads)])
+                for layer in layers
+            ]
         )
         return picked if out is None else out.copy_(picked)
 
-    def scatter(
-        self, blocks: Sequence[int], layers: range, heads: range, data: torch.Tensor
-    ) -> None:
+    def scatter(self, cells: Cells, layers: range, heads: range, data: torch.Tensor) -> None:
         self.before_scatter()
         for index, layer in enumerate(layers):
-            self.layers[layer][list(blocks), :, heads.start : heads.stop] = data[index]
+            for at, cell in zip(self._places(cells, heads), data[index], strict=True):
+                self.layers[layer][at] = cell
+
+    def _places(self, cells: Cells, heads: range) -> list[tuple[Any, ...]]:
+        """Where each cell lies in a layer: one token after another, from the first block on."""
+        places = []
+        for number in range(cells.first, cells.first + cells.count):
+            block, token = divmod(number * cells.size, self.block_size)
+            tokens = slice(token, token + cells.size)
+            heads_ = slice(heads.start, heads.stop)
+            places.append((cells.blocks[block], slice(None), heads_, tokens))
+        return places
 
 
 def make_pools(layout: KVLayout) -> list[ToyPool]:
@@ -138,6 +150,37 @@ def differing(
                 pools[rank].layers[layer][list(blocks)], kv[layer, :, :, first:last]
             ):
                 wrong.append((rank, layer))
+    return wrong
+
+
+def random_row(layout: KVLayout, num_tokens: int, seed: int) -> torch.Tensor:
+    """Random bits for so many tokens of the whole model: [layer, k/v, head, token, dim]."""
+    blocks = random_kv(layout, layout.blocks_for(num_tokens), seed)
+    return blocks.permute(0, 2, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :num_tokens]
+
+
+def fill_row(
+    pools: list[ToyPool], layout: KVLayout, blocks: Sequence[int], row: torch.Tensor
+) -> None:
+    """Write a row of tokens through blocks, as an engine does."""
+    for pool, (first, last) in zip(pools, layout.rank_heads, strict=True):
+        for position in range(row.shape[3]):
+            block, token = divmod(position, layout.block_size)
+            for layer in range(layout.num_layers):
+                target = pool.layers[layer][blocks[block], :, :, token]
+                target.copy_(row[layer, :, first:last, position])
+
+
+def differing_tokens(
+    pools: list[ToyPool], layout: KVLayout, blocks: Sequence[int], row: torch.Tensor
+) -> list[tuple[int, int]]:
+    """(rank, position) where a row of tokens is not exactly `row`, read through blocks."""
+    wrong = []
+    for rank, (first, last) in enumerate(layout.rank_heads):
+        stored = torch.stack(pools[rank].layers)[:, list(blocks)]
+        found = stored.permute(0, 2, 3, 1, 4, 5).flatten(3, 4)[:, :, :, : row.shape[3]]
+        equal = (found == row[:, :, first:last]).flatten(0, 2).all(-1).all(0)
+        wrong += [(rank, int(position)) for position in (~equal).nonzero()[:, 0]]
     return wrong
 
 
@@ -271,24 +314,28 @@ class Pair:
         self.prefill = make_side(Role.PREFILL, source, config, backends, epochs[0])
         self.decode = make_side(Role.DECODE, dest, config, backends, epochs[1])
         self.sender = Sender(
-            ref=self.prefill.ref,
-            layout=source,
-            fingerprint=make_fingerprint(source),
-            secret=SECRET,
-            ranks=wrap(LocalRanks(self.prefill.planes)),
-            clients=self.clients,
-            config=config,
-            listener=self.prefill.events,
+            Party(
+                ref=self.prefill.ref,
+                layout=source,
+                fingerprint=make_fingerprint(source),
+                secret=SECRET,
+                ranks=wrap(LocalRanks(self.prefill.planes)),
+                clients=self.clients,
+                config=config,
+            ),
+            self.prefill.events,
         )
         self.receiver = Receiver(
-            ref=self.decode.ref,
-            layout=dest,
-            fingerprint=dest_fingerprint or make_fingerprint(dest),
-            secret=SECRET,
-            ranks=wrap(LocalRanks(self.decode.planes)),
-            clients=self.clients,
-            config=config,
-            listener=self.decode.events,
+            Party(
+                ref=self.decode.ref,
+                layout=dest,
+                fingerprint=dest_fingerprint or make_fingerprint(dest),
+                secret=SECRET,
+                ranks=wrap(LocalRanks(self.decode.planes)),
+                clients=self.clients,
+                config=config,
+            ),
+            self.decode.events,
         )
         self.clients.handlers[self.prefill.ref.address] = {
             methods.GRANT: self.sender.on_grant,
@@ -335,11 +382,13 @@ class Pair:
         num_cached: int = 0,
         chunk: int = 2,
         first_token: int = 7,
+        num_tokens: int | None = None,
     ) -> None:
         """A whole hand-off, pushed in chunks; returns when both sides have committed."""
         self.submit(key, len(dest_blocks))
-        await self.receiver.reserve(key, dest_blocks, num_cached)
-        for first in range(0, len(source_blocks), chunk):
+        await self.receiver.reserve(key, dest_blocks, num_cached, num_tokens)
+        there = num_cached * self.decode.layout.block_size // self.prefill.layout.block_size
+        for first in range(there, len(source_blocks), chunk):
             blocks = source_blocks[first : first + chunk]
             self.sender.push(key, blocks, first, len(blocks))
         self.sender.commit(key, first_token)

@@ -22,7 +22,11 @@ class Chaos:
         self.fault_rate = fault_rate
         shape = {"num_layers": 1, "num_kv_heads": 2, "num_blocks": 12}
         degrees = [self.random.choice([1, 2]) for _ in range(2)]
-        layouts = [make_layout(degree, **shape) for degree in degrees]
+        sizes = self.random.choice([(4, 4), (4, 4), (8, 4), (2, 8), (6, 4)])
+        layouts = [
+            make_layout(degree, **shape | {"block_size": size, "num_blocks": 48 // size})
+            for degree, size in zip(degrees, sizes, strict=True)
+        ]
         config = CONFIG
         if self.random.random() < 0.5:
             config = TransferConfig(

@@ -150,7 +150,7 @@ class _Caller:
 
 # --- data -----------------------------------------------------------------------------------------
 
-Cell = tuple[str, int, int, int]  # key, block index, layer, head: what a slot of KV should hold
+Cell = tuple[str, int, int, int]  # key, index, layer, head: what a slot of KV should hold
 
 
 @dataclass(eq=False)
@@ -257,7 +257,7 @@ class Fabric:
 
 
 def _size(op: Op) -> int:
-    return len(op.order.blocks) * op.order.num_layers * op.part.num_heads
+    return op.order.cells.num_tokens * op.order.num_layers * op.part.num_heads
 
 
 def _checksum(cells: list[Cell], op: Op, wire: Wire) -> int:

@@ -16,6 +16,7 @@ import torch
 from kv_transfer.backends.gloo import GlooBackend
 from kv_transfer.config import TransferConfig
 from kv_transfer.credits import Holding
+from kv_transfer.party import Party
 from kv_transfer.ranks import LocalRanks
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
@@ -64,22 +65,21 @@ class _Host:
         side.ref = WorkerRef(
             worker_id=side.ref.worker_id, epoch=side.ref.epoch, role=self._role, address=address
         )
-        common: dict[str, Any] = {
-            "ref": side.ref,
-            "layout": layout,
-            "fingerprint": make_fingerprint(layout),
-            "secret": SECRET,
-            "ranks": LocalRanks(side.planes),
-            "clients": self._clients,
-            "config": CONFIG,
-            "listener": side.events,
-        }
+        party = Party(
+            ref=side.ref,
+            layout=layout,
+            fingerprint=make_fingerprint(layout),
+            secret=SECRET,
+            ranks=LocalRanks(side.planes),
+            clients=self._clients,
+            config=CONFIG,
+        )
         if self._role is Role.PREFILL:
-            sender = Sender(**common)
+            sender = Sender(party, side.events)
             server.add({methods.GRANT: sender.on_grant, methods.END: sender.on_end})
             self._ends.append(sender)
         else:
-            receiver = Receiver(**common)
+            receiver = Receiver(party, side.events)
             await receiver.start()
             server.add(
                 {

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from math import gcd
 from typing import Any
 
 from kv_transfer.clock import Clock
 from kv_transfer.config import TransferConfig
 from kv_transfer.credits import Holding
 from kv_transfer.listeners import TransferReport
+from kv_transfer.party import Party
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from protocol.errors import BatonError, ErrorInfo
 from protocol.ids import RequestKey, Role, WorkerRef
-from protocol.kv_layout import KVLayout
+from protocol.kv_layout import Cells, KVLayout
 from protocol.messages import Commit, Grant
 from protocol.ticket import Ticket
 from rpc import methods
@@ -35,28 +37,50 @@ CONFIG = TransferConfig(
 )
 
 
+Slot = tuple[int, int, int, int, int]  # rank, block, number of the cell in it, layer, head
+
 # --- workers --------------------------------------------------------------------------------------
 
 
 class Worker:
     """What both toy workers share: an allocator, and who may touch which block now."""
 
-    def __init__(self, layout: KVLayout) -> None:
+    def __init__(self, layout: KVLayout, cell: int) -> None:
         self.layout = layout
+        self.cell = cell  # tokens
+        self.per_block = layout.block_size // cell
         self.blocks = StrictBlocks(layout.num_blocks)
         self.held: dict[RequestKey, tuple[int, ...]] = {}
         self.outcomes: dict[RequestKey, list[str]] = {}
-        self.memory: dict[tuple[int, int, int, int], Cell] = {}  # rank, block, layer, head -> cell
+        self.memory: dict[Slot, Cell] = {}
 
-    def slots(self, op: Op) -> list[tuple[int, int, int, int]]:
+    def slots(self, op: Op, cells: Cells, rank: int, first_head: int) -> list[Slot]:
         """The slots of one message, in the order of the wire; heads counted over the model."""
-        offset = self.layout.rank_heads[op.order.rank][0] + op.part.first_head
+        assert cells.size == self.cell
+        offset = self.layout.rank_heads[rank][0] + first_head
+        places = list(zip(*cells.places(self.per_block), strict=True))
         return [
-            (op.order.rank, block, layer, head)
+            (rank, block, number, layer, head)
             for layer in range(op.order.first_layer, op.order.first_layer + op.order.num_layers)
-            for block in op.order.blocks
+            for block, number in places
             for head in range(offset, offset + op.part.num_heads)
         ]
+
+    def own_slots(self, op: Op) -> list[Slot]:
+        """Those on the rank that runs the order."""
+        return self.slots(op, op.order.cells, op.order.rank, op.part.first_head)
+
+    def contents(self, key: RequestKey, ids: tuple[int, ...]) -> Iterator[tuple[Slot, Cell]]:
+        """Every slot of a sequence's blocks, with what belongs there."""
+        for index in range(len(ids) * self.per_block):
+            block, number = ids[index // self.per_block], index % self.per_block
+            for rank, (first, last) in enumerate(self.layout.rank_heads):
+                for layer in range(self.layout.num_layers):
+                    for head in range(first, last):
+                        yield (
+                            (rank, block, number, layer, head),
+                            (str(key), index, layer, head),
+                        )
 
     def gather(self, op: Op) -> list[Cell]:
         raise AssertionError("only prefill sends")
@@ -86,16 +110,17 @@ class Worker:
 class PrefillSide(Worker):
     """A toy prefill worker: computes prompts instantly, in steps that the test takes."""
 
-    def __init__(self, layout: KVLayout) -> None:
-        super().__init__(layout)
+    def __init__(self, layout: KVLayout, cell: int) -> None:
+        super().__init__(layout, cell)
         self.grants: dict[RequestKey, Grant] = {}
         self.pushed: dict[RequestKey, int] = {}
         self.committing: set[RequestKey] = set()
 
     def gather(self, op: Op) -> list[Cell]:
         held = {block for ids in self.held.values() for block in ids}
-        assert held.issuperset(op.order.blocks), "a block was read after it had been given back"
-        return [self.memory[slot] for slot in self.slots(op)]
+        blocks = op.order.cells.blocks
+        assert held.issuperset(blocks), "a block was read after it had been given back"
+        return [self.memory[slot] for slot in self.own_slots(op)]
 
     def granted(self, key: RequestKey, grant: Grant) -> None:
         assert key not in self.grants
@@ -103,15 +128,13 @@ class PrefillSide(Worker):
 
     def start(self, key: RequestKey) -> bool:
         """Take blocks and fill them with what this prompt's KV is."""
-        ids = self.take(key, len(self.grants[key].block_ids))
+        grant = self.grants[key]
+        ids = self.take(key, self.layout.blocks_for(grant.num_tokens))
         if ids is None:
             return False
-        for rank, (first, last) in enumerate(self.layout.rank_heads):
-            for index, block in enumerate(ids):
-                for layer in range(self.layout.num_layers):
-                    for head in range(first, last):
-                        self.memory[rank, block, layer, head] = (str(key), index, layer, head)
-        self.pushed[key] = self.grants[key].num_cached_blocks
+        self.memory.update(self.contents(key, ids))
+        cached = grant.num_cached_blocks * grant.layout.block_size
+        self.pushed[key] = cached // self.layout.block_size
         return True
 
     def committed(self, key: RequestKey, report: TransferReport) -> None:
@@ -128,8 +151,9 @@ class PrefillSide(Worker):
 class DecodeSide(Worker):
     """A toy decode worker: knows at every moment who may write which block."""
 
-    def __init__(self, layout: KVLayout) -> None:
-        super().__init__(layout)
+    def __init__(self, layout: KVLayout, cell: int) -> None:
+        super().__init__(layout, cell)
+        self.tokens: dict[RequestKey, int] = {}
         self.writable: dict[int, RequestKey] = {}
         self.cached: dict[RequestKey, int] = {}
         self.reserved: dict[RequestKey, tuple[int, ...]] = {}  # given to the receiver, not back yet
@@ -139,43 +163,35 @@ class DecodeSide(Worker):
         self.in_hand: Callable[[], set[RequestKey]] = set
 
     def scatter(self, op: Op, cells: list[Cell]) -> None:
-        owners = {self.writable.get(block) for block in op.order.blocks}
+        owners = {self.writable.get(block) for block in op.order.cells.blocks}
         assert len(owners) == 1, f"one write into blocks of {owners}"
         owner = owners.pop()
         assert owner is not None, "a write into blocks that nobody may write"
         assert all(cell[0] == str(owner) for cell in cells), "a write of another request's KV"
-        for slot, cell in zip(self.slots(op), cells, strict=False):
+        for slot, cell in zip(self.own_slots(op), cells, strict=False):
             self.memory[slot] = cell
 
     def write(self, op: Op, cells: list[Cell]) -> None:
         """Prefill writes by itself: only into what its request holds here, quarantine included."""
-        order, part = op.order, op.part
-        offset = self.layout.rank_heads[part.peer_rank][0] + part.peer_first_head
-        slots = [
-            (part.peer_rank, block, layer, head)
-            for layer in range(order.first_layer, order.first_layer + order.num_layers)
-            for block in order.peer_blocks
-            for head in range(offset, offset + part.num_heads)
-        ]
+        assert op.order.peer_cells is not None
+        part = op.part
+        slots = self.slots(op, op.order.peer_cells, part.peer_rank, part.peer_first_head)
         for slot, cell in zip(slots, cells, strict=True):
             (key,) = [key for key, ids in self.reserved.items() if slot[1] in ids]
             assert cell[0] == str(key), "a write into blocks that were given to another request"
             assert self.reserved[key].index(slot[1]) >= self.cached[key], "a cached block"
             self.memory[slot] = cell
 
-    def reserve(self, key: RequestKey, count: int, cached: int) -> tuple[int, ...] | None:
-        ids = self.take(key, count)
+    def reserve(self, key: RequestKey, num_tokens: int, cached: int) -> tuple[int, ...] | None:
+        ids = self.take(key, self.layout.blocks_for(num_tokens))
         if ids is None:
             return None
-        for index, block in enumerate(ids):
-            for rank, (first, last) in enumerate(self.layout.rank_heads):
-                for layer in range(self.layout.num_layers):
-                    for head in range(first, last):
-                        slot = (rank, block, layer, head)
-                        if index < cached:
-                            self.memory[slot] = (str(key), index, layer, head)
-                        else:
-                            self.memory.pop(slot, None)
+        for slot, cell in self.contents(key, ids):
+            if cell[1] < cached * self.per_block:
+                self.memory[slot] = cell
+            else:
+                self.memory.pop(slot, None)
+        self.tokens[key] = num_tokens
         self.writable.update(dict.fromkeys(ids[cached:], key))
         self.reserved[key] = ids
         self.cached[key] = cached
@@ -185,12 +201,9 @@ class DecodeSide(Worker):
         self.note(key, "committed")
         ids = self.reserved.pop(key)
         self.forbid(ids)
-        for index, block in enumerate(ids):
-            for rank, (first, last) in enumerate(self.layout.rank_heads):
-                for layer in range(self.layout.num_layers):
-                    for head in range(first, last):
-                        found = self.memory.get((rank, block, layer, head))
-                        assert found == (str(key), index, layer, head), "incomplete KV committed"
+        for slot, cell in self.contents(key, ids):
+            if cell[1] * self.cell < self.tokens[key]:
+                assert self.memory.get(slot) == cell, "incomplete KV committed"
         self.firsts[key] = commit.first_token
         self.running.add(key)
 
@@ -251,32 +264,37 @@ class World:
         self.loop = SimLoop()
         self.network = Network(self.loop)
         self.fabric = Fabric(self.loop)
-        self.prefill = PrefillSide(source)
-        self.decode = DecodeSide(dest)
+        cell = gcd(source.block_size, dest.block_size)
+        self.prefill = PrefillSide(source, cell)
+        self.decode = DecodeSide(dest, cell)
         clock = Clock(monotonic=self.loop.time, wall=self.loop.time)
         self.prefill_ref = _ref(Role.PREFILL, 11)
         self.decode_ref = _ref(Role.DECODE, 22)
         self.sender = Sender(
-            ref=self.prefill_ref,
-            layout=source,
-            fingerprint=make_fingerprint(source),
-            secret=SECRET,
-            ranks=SimRanks(self.fabric, self.prefill, self.decode if one_sided else None),
-            clients=self.network,
-            config=config,
-            listener=self.prefill,
-            clock=clock,
+            Party(
+                ref=self.prefill_ref,
+                layout=source,
+                fingerprint=make_fingerprint(source),
+                secret=SECRET,
+                ranks=SimRanks(self.fabric, self.prefill, self.decode if one_sided else None),
+                clients=self.network,
+                config=config,
+                clock=clock,
+            ),
+            self.prefill,
         )
         self.receiver = Receiver(
-            ref=self.decode_ref,
-            layout=dest,
-            fingerprint=make_fingerprint(dest),
-            secret=SECRET,
-            ranks=SimRanks(self.fabric, self.decode, self.decode if one_sided else None),
-            clients=self.network,
-            config=config,
-            listener=self.decode,
-            clock=clock,
+            Party(
+                ref=self.decode_ref,
+                layout=dest,
+                fingerprint=make_fingerprint(dest),
+                secret=SECRET,
+                ranks=SimRanks(self.fabric, self.decode, self.decode if one_sided else None),
+                clients=self.network,
+                config=config,
+                clock=clock,
+            ),
+            self.decode,
         )
         self.network.handlers[self.prefill_ref.address] = {
             methods.GRANT: self.sender.on_grant,
@@ -339,16 +357,22 @@ class World:
 
     def reserve(self, key: RequestKey, cached: int) -> None:
         """Decode's scheduler sets blocks aside; the receiver learns of it in `hand_over`."""
-        size = self.sizes[key]
-        ids = self.decode.reserve(key, size, min(cached, size))
+        num_tokens = self.num_tokens(key)
+        cached = min(cached, num_tokens // self.decode.layout.block_size)
+        ids = self.decode.reserve(key, num_tokens, cached)
         if ids is not None:
-            self.handing_over.append((key, ids, min(cached, size)))
+            self.handing_over.append((key, ids, cached))
+
+    def num_tokens(self, key: RequestKey) -> int:
+        """A prompt of some length that needs all the blocks of its ticket."""
+        size = self.decode.layout.block_size
+        return self.sizes[key] * size - (self.sizes[key] + key.attempt + len(str(key))) % size
 
     def hand_over(self) -> None:
         key, ids, cached = self.handing_over.popleft()
         if key in self.decode.outcomes:  # what a worker does on `ended` with blocks in hand
             self.decode.forbid(ids, quarantine=True)
-        self.loop.run(self.receiver.reserve(key, ids, cached))
+        self.loop.run(self.receiver.reserve(key, ids, cached, self.num_tokens(key)))
 
     def leave(self, key: RequestKey, released: bool) -> None:
         """Decode stops wanting a request, committed or not."""

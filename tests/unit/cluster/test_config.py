@@ -51,11 +51,8 @@ def load(path: Path, *overrides: str, **environ: str) -> ClusterConfig:
 
 def test_defaults(base: Path) -> None:
     config = load(base)
-    assert (config.model.name, config.model.dtype, config.model.block_size) == (
-        "tiny",
-        "bfloat16",
-        16,
-    )
+    assert (config.model.name, config.model.dtype) == ("tiny", "bfloat16")
+    assert (config.prefill.engine.block_size, config.decode.engine.block_size) == (16, 16)
     assert (config.prefill.replicas, config.decode.replicas, config.router.replicas) == (1, 1, 1)
     assert (config.network.http_port, config.network.grpc_port) == (8000, 9000)
 
@@ -127,7 +124,7 @@ def test_unknown_environment_variable_warns_with_a_suggestion(base: Path) -> Non
         ("qqq=1", "qqq", "no such field"),
         # fields that belong elsewhere
         ("decode.engine.dtype=float32", "decode.engine.dtype", "model.dtype"),
-        ("prefill.engine.block_size=8", "prefill.engine.block_size", "model.block_size"),
+        ("model.block_size=8", "model.block_size", "no such field"),
         (
             "prefill.engine.max_running=8",
             "prefill.engine.max_running",
@@ -248,7 +245,6 @@ def test_empty_section_is_all_defaults(tmp_path: Path) -> None:
         (["model.max_model_len=257"], "model.max_model_len", "the model's 256"),
         (["model.max_model_len=1"], "model.max_model_len", "at least 2"),
         (["model.dtype=float31"], "model.dtype", "float32, bfloat16, float16"),
-        (["model.block_size=0"], "model.block_size", "at least 1"),
         (["prefill.engine.tp_size=4"], "prefill.engine.tp_size", "allowed: 1, 2, 3, 9"),
         (["decode.engine.tp_size=5"], "decode.engine.tp_size", "9 query and 3 KV heads"),
         (["decode.engine.device=cuda"], "decode.placement.gpus", "must be 1"),
@@ -279,11 +275,21 @@ def test_unserved_model_is_refused(base: Path, tmp_path: Path) -> None:
     assert caught.value.param == "model.name"
 
 
+def test_pools_may_differ_in_the_size_of_their_blocks(base: Path, model_path: Path) -> None:
+    config = load(base, "prefill.engine.block_size=32", "decode.engine.block_size=64")
+    check_config(config, model_path)
+    sizes = [config.engine_config(role, model_path).block_size for role in Role]
+    assert sizes == [32, 64]
+    with pytest.raises(InvalidRequest) as caught:
+        load(base, "decode.engine.block_size=0")
+    assert caught.value.param == "decode.engine.block_size"
+
+
 def test_sections_that_share_a_value_get_the_same(base: Path) -> None:
-    config = load(base, "model.dtype=float32", "model.block_size=8", "model.max_model_len=100")
+    config = load(base, "model.dtype=float32", "model.max_model_len=100")
     engines = [config.engine_config(role, Path("/m/tiny")) for role in Role]
     for engine in engines:
-        assert (engine.dtype, engine.block_size, engine.max_model_len) == ("float32", 8, 100)
+        assert (engine.dtype, engine.max_model_len) == ("float32", 100)
         assert engine.model_path == "/m/tiny"
     router = config.router_config(Path("/m/tiny"))
     assert (router.model_path, router.served_model_name, router.max_model_len) == (

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given, settings
 
 from decode_worker.commands import BlocksSafe, Committed, HandoffEnded
+from engine.batch import SequenceStep
 from protocol.errors import HandoffFailed
+from protocol.ids import RequestKey
 from tests.support.decode_bench import Bench, make_submit
 from tests.support.paged import expected_output
 from worker_runtime import counters
 from worker_runtime.commands import Cancelled
 from worker_runtime.config import WorkerConfig
+from worker_runtime.sequence import Sequence
 
 PROMPT = list(range(10, 24))  # three full blocks of 4 and a half
 CONFIG = WorkerConfig(max_num_seqs=8, max_num_batched_tokens=8, watermark=0.0)
@@ -193,6 +199,43 @@ def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
     assert computed(bench) < 3 * 18 + bench.scheduler.num_preemptions * 7
     assert {bench.prompts[key] for key in keys} == {0}
     assert bench.idle()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    prompts=st.lists(st.tuples(st.integers(0, 2), st.integers(5, 40)), min_size=2, max_size=6),
+    num_blocks=st.integers(12, 18),
+    gaps=st.lists(st.integers(0, 6), min_size=6, max_size=6),
+    max_tokens=st.integers(5, 30),
+)
+def test_no_prompt_token_counts_as_cached_that_ran_for_its_request(
+    prompts: list[tuple[int, int]], num_blocks: int, gaps: list[int], max_tokens: int
+) -> None:
+    """However often a prompt is preempted, evicted, and found again, by others or by itself."""
+    bench = Bench(num_blocks=num_blocks)
+    ran: dict[RequestKey, set[int]] = {}
+    launch = Sequence.launch
+
+    def noted(self: Sequence, num_tokens: int, **rest: Any) -> SequenceStep:
+        told = self.num_output + self.num_pending > 0
+        step = launch(self, num_tokens, **rest)
+        if not told:
+            ran.setdefault(self.key, set()).update(range(step.start, step.start + num_tokens))
+        return step
+
+    lengths = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sequence, "launch", noted)
+        for number, ((kind, length), gap) in enumerate(zip(prompts, gaps, strict=False)):
+            limit = min(max_tokens, 4 * num_blocks - length)
+            prompt = [1000 * kind + i for i in range(length)]
+            key = bench.submit(make_submit(f"q{number}", prompt, max_tokens=limit))
+            lengths[key] = length
+            for _ in range(gap):
+                bench.turn()
+        bench.finish()
+    for key, length in lengths.items():
+        assert bench.prompts[key] <= length - len(ran[key])
 
 
 def test_under_pressure_the_least_recently_used_goes() -> None:

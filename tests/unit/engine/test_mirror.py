@@ -16,7 +16,7 @@ from engine.kernels.cpu import CpuKernels
 from engine.kv.allocator import BlockAllocator
 from engine.kv.pool import KVPool
 from engine.local import LocalEngine
-from protocol.kv_layout import KVLayout
+from protocol.kv_layout import Cells, KVLayout
 from protocol.sampling import SamplingParams
 from tests.support.engine import chunk, config, prompt
 
@@ -73,7 +73,8 @@ class World:
     def receive(self, sequence: Sequence, tokens: int) -> None:
         """The KV of a prompt arrives from outside."""
         data = torch.randn(LAYERS, len(sequence.blocks), 2, 2, BLOCK, DIM)
-        self.pool.scatter(sequence.blocks, range(LAYERS), range(2), data)
+        cells = Cells(blocks=tuple(sequence.blocks), size=BLOCK, count=len(sequence.blocks))
+        self.pool.scatter(cells, range(LAYERS), range(2), data)
         self.plain[:, sequence.blocks] = data
         sequence.length = tokens
 

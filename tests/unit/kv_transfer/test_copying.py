@@ -1,21 +1,24 @@
 """The paged copy against indexing; in triton's interpreter where there is no GPU."""
 
+import math
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from kv_transfer.cuda.copying import PoolShape, copy_rows, dense_rows, pool_rows
+from kv_transfer.cuda.copying import Extent, PoolShape, copy_rows, dense_rows, pool_rows
+from protocol.kv_layout import Cells
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAYERS, TOKENS = 3, 4
 
 
-def make_pool(num_blocks, num_heads, dim, dtype, seed):
+def make_pool(num_blocks, num_heads, dim, dtype, seed, tokens=TOKENS):
     generator = torch.Generator().manual_seed(seed)
-    shape = (LAYERS, num_blocks, 2, num_heads, TOKENS, dim)
+    shape = (LAYERS, num_blocks, 2, num_heads, tokens, dim)
     pool = torch.randn(shape, generator=generator).to(DEVICE, dtype)
-    page = TOKENS * dim * dtype.itemsize
+    page = tokens * dim * dtype.itemsize
     return pool, PoolShape(num_layers=LAYERS, num_blocks=num_blocks, num_heads=num_heads, page=page)
 
 
@@ -45,6 +48,7 @@ def test_between_pools(
             shape,
             first_layer=first_layer,
             first_head=head,
+            cell_bytes=shape.page,
             pages=ids(blocks),
         ),
         pool_rows(
@@ -52,11 +56,15 @@ def test_between_pools(
             peer_shape,
             first_layer=first_layer,
             first_head=peer_head,
+            cell_bytes=shape.page,
             pages=ids(peer_blocks),
         ),
-        num_layers=num_layers,
-        num_blocks=len(blocks),
-        run=num_heads * shape.page,
+        Extent(
+            num_layers=num_layers,
+            num_cells=len(blocks),
+            num_heads=num_heads,
+            cell_bytes=shape.page,
+        ),
         ctas=ctas,
     )
     assert torch.equal(target, expected)
@@ -68,18 +76,70 @@ def test_through_a_dense_buffer():
     expected = target.clone()
     blocks, peer_blocks = [6, 0, 2], [1, 5, 3]
     buffer = torch.zeros((2, 3, 2, 2, TOKENS, 16), dtype=torch.bfloat16, device=DEVICE)
-    dense = dense_rows(buffer.data_ptr(), num_blocks=3, num_heads=2, page=shape.page)
-    size = {"num_layers": 2, "num_blocks": 3, "run": 2 * shape.page, "ctas": 4}
-    place = {"first_layer": 1, "first_head": 1}
-    copy_rows(pool_rows(source.data_ptr(), shape, pages=ids(blocks), **place), dense, **size)
+    extent = Extent(num_layers=2, num_cells=3, num_heads=2, cell_bytes=shape.page)
+    dense = dense_rows(buffer.data_ptr(), extent)
+    place = {"first_layer": 1, "first_head": 1, "cell_bytes": shape.page}
+    copy_rows(
+        pool_rows(source.data_ptr(), shape, pages=ids(blocks), **place), dense, extent, ctas=4
+    )
     assert torch.equal(buffer, source[1:][:, blocks, :, 1:3])
-    copy_rows(dense, pool_rows(target.data_ptr(), shape, pages=ids(peer_blocks), **place), **size)
+    copy_rows(
+        dense, pool_rows(target.data_ptr(), shape, pages=ids(peer_blocks), **place), extent, ctas=4
+    )
     expected[1:, :, :, 1:3][:, peer_blocks] = buffer
+    assert torch.equal(target, expected)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize(("tokens", "peer_tokens"), [(8, 4), (4, 8), (12, 8), (2, 8)])
+@pytest.mark.parametrize(("head", "peer_head", "num_heads"), [(0, 0, 4), (2, 1, 2), (3, 0, 1)])
+def test_between_blocks_of_different_sizes(staged, tokens, peer_tokens, head, peer_head, num_heads):
+    dim, dtype, first, count = 8, torch.float32, 1, 5
+    source, shape = make_pool(20, 4, dim, dtype, seed=1, tokens=tokens)
+    target, peer_shape = make_pool(20, 4, dim, dtype, seed=2, tokens=peer_tokens)
+    size = math.gcd(tokens, peer_tokens)
+    need = (first + count) * size
+    blocks = tuple(range(17, 0, -1))[: -(-need // tokens)]
+    peer_blocks = tuple(range(2, 20))[: -(-need // peer_tokens)]
+    cell_bytes = size * dim * dtype.itemsize
+    sides = []
+    for pool, its, row, block_size, first_head in (
+        (source, shape, blocks, tokens, head),
+        (target, peer_shape, peer_blocks, peer_tokens, peer_head),
+    ):
+        cells = Cells.within(row, block_size, size=size, first=first, count=count)
+        sides.append(
+            pool_rows(
+                pool.data_ptr(),
+                its,
+                first_layer=1,
+                first_head=first_head,
+                cell_bytes=cell_bytes,
+                pages=ids(its.pages(cells, cell_bytes)),
+            )
+        )
+    extent = Extent(num_layers=2, num_cells=count, num_heads=num_heads, cell_bytes=cell_bytes)
+    expected = target.clone()
+    for token in range(first * size, need):
+        block, at = divmod(token, tokens)
+        picked = source[1:, blocks[block], :, head : head + num_heads, at]
+        block, at = divmod(token, peer_tokens)
+        expected[1:, peer_blocks[block], :, peer_head : peer_head + num_heads, at] = picked
+    if staged:
+        buffer = torch.zeros(2, count, 2, num_heads, size, dim, device=DEVICE)
+        dense = dense_rows(buffer.data_ptr(), extent)
+        copy_rows(sides[0], dense, extent, ctas=3)
+        copy_rows(dense, sides[1], extent, ctas=3)
+    else:
+        copy_rows(*sides, extent, ctas=3)
     assert torch.equal(target, expected)
 
 
 def test_what_is_not_aligned_is_refused():
     source, shape = make_pool(2, 1, 16, torch.float32, seed=1)
-    rows = pool_rows(source.data_ptr(), shape, first_layer=0, first_head=0, pages=ids([0]))
+    rows = pool_rows(
+        source.data_ptr(), shape, first_layer=0, first_head=0, cell_bytes=12, pages=ids([0])
+    )
+    extent = Extent(num_layers=1, num_cells=1, num_heads=1, cell_bytes=12)
     with pytest.raises(ValueError, match="not aligned"):
-        copy_rows(rows, rows, num_layers=1, num_blocks=1, run=shape.page + 4, ctas=1)
+        copy_rows(rows, rows, extent, ctas=1)

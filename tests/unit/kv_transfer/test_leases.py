@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from kv_transfer.coverage import Coverage
+from kv_transfer.coverage import Area, Coverage
 from kv_transfer.credits import Credits, Holding
-from kv_transfer.leases import Area, Inbound, Outbound, Verdict, check_ticket
+from kv_transfer.leases import Inbound, Outbound, Verdict, check_ticket
 from kv_transfer.remembered import Attempts, Remembered
 from protocol.errors import HandoffFailed, Internal, StaleMessage
 from protocol.ids import RequestKey, Role, WorkerRef
@@ -28,17 +28,19 @@ TICKET = Ticket(key=KEY, prefill_epoch=1, decode_epoch=2, num_blocks=4, expires_
 
 def inbound(cached=1):
     lease = Inbound(key=KEY, ticket=TICKET, peer=PREFILL, deadline=100.0)
-    lease.reserve(generation=5, block_ids=(10, 11, 12, 13), num_cached=cached, num_layers=2)
+    lease.reserve(
+        generation=5, block_ids=(10, 11, 12, 13), num_cached=cached, num_tokens=16, layout=LAYOUT
+    )
     return lease
 
 
-def piece(sequence, first_block, num_blocks, *, link=1, first_layer=0, num_layers=2, **changes):
+def piece(sequence, first_cell, num_cells, *, link=1, first_layer=0, num_layers=2, **changes):
     fields = {"ticket": TICKET, "generation": 5, **changes}
     return Piece(
         key=KEY,
         sequence=sequence,
-        first_block=first_block,
-        num_blocks=num_blocks,
+        first_cell=first_cell,
+        num_cells=num_cells,
         first_layer=first_layer,
         num_layers=num_layers,
         prefill=PREFILL,
@@ -175,15 +177,28 @@ def test_ends_are_final_and_idempotent(released):
 @pytest.mark.parametrize("blocks", [(1, 2, 3, 4, 5), (1, 2)])
 def test_a_reservation_keeps_to_the_ticket(blocks):
     lease = Inbound(key=KEY, ticket=TICKET, peer=PREFILL, deadline=100.0)
+
+    def reserve(generation=1, num_cached=1, num_tokens=None):
+        lease.reserve(
+            generation=generation,
+            block_ids=blocks,
+            num_cached=num_cached,
+            num_tokens=num_tokens or 4 * len(blocks),
+            layout=LAYOUT,
+        )
+
     if len(blocks) > 4:
+        with pytest.raises(StaleMessage, match="the ticket allows 4"):
+            reserve()
+        return
+    for bad in ({"num_cached": 3}, {"num_cached": -1}, {"num_tokens": 9}, {"num_tokens": 4}):
         with pytest.raises(StaleMessage):
-            lease.reserve(generation=1, block_ids=blocks, num_cached=0, num_layers=2)
-    else:
-        with pytest.raises(StaleMessage):
-            lease.reserve(generation=1, block_ids=blocks, num_cached=3, num_layers=2)
-        lease.reserve(generation=1, block_ids=blocks, num_cached=1, num_layers=2)
-        with pytest.raises(StaleMessage):
-            lease.reserve(generation=2, block_ids=blocks, num_cached=1, num_layers=2)
+            reserve(**bad)
+    with pytest.raises(StaleMessage, match="cached"):
+        reserve(num_cached=2, num_tokens=7)  # the last block is not full: it cannot be cached
+    reserve()
+    with pytest.raises(StaleMessage):
+        reserve(generation=2)
 
 
 # --- prefill's side -------------------------------------------------------------------------------
@@ -197,6 +212,7 @@ def grant(**changes):
         "generation": 5,
         "block_ids": (1, 2, 3, 4),
         "num_cached_blocks": 1,
+        "num_tokens": 16,
         "layout": LAYOUT,
         "fingerprint": make_fingerprint(LAYOUT),
         "links": (),
@@ -208,10 +224,10 @@ def outbound():
     return Outbound(key=KEY, ticket=TICKET, peer=DECODE, deadline=100.0)
 
 
-def area(first_block, num_blocks, first_layer=0, num_layers=2):
+def area(first_cell, num_cells, first_layer=0, num_layers=2):
     return Area(
-        first_block=first_block,
-        num_blocks=num_blocks,
+        first_cell=first_cell,
+        num_cells=num_cells,
         first_layer=first_layer,
         num_layers=num_layers,
     )
@@ -220,16 +236,16 @@ def area(first_block, num_blocks, first_layer=0, num_layers=2):
 def test_a_whole_outbound_handoff():
     lease = outbound()
     with pytest.raises(StaleMessage, match="no grant"):
-        lease.push(area(0, 1), max_blocks=9)
-    assert lease.grant(grant()) is Verdict.NEW
-    assert lease.grant(grant()) is Verdict.REPEAT
+        lease.push(area(0, 1), max_cells=9)
+    assert lease.grant(grant(), 4) is Verdict.NEW
+    assert lease.grant(grant(), 4) is Verdict.REPEAT
     with pytest.raises(ValueError, match="before all"):
         lease.committing(3)
-    assert lease.push(area(0, 1), max_blocks=9) == []  # cached
-    assert lease.push(area(0, 2), max_blocks=9) == [(0, area(1, 1))]
-    assert lease.push(area(2, 2), max_blocks=1) == [(1, area(2, 1)), (2, area(3, 1))]
+    assert lease.push(area(0, 1), max_cells=9) == []  # cached
+    assert lease.push(area(0, 2), max_cells=9) == [(0, area(1, 1))]
+    assert lease.push(area(2, 2), max_cells=1) == [(1, area(2, 1)), (2, area(3, 1))]
     with pytest.raises(StaleMessage):
-        lease.push(area(3, 1), max_blocks=1)
+        lease.push(area(3, 1), max_cells=1)
     for sequence in (2, 0, 1):
         lease.sent(sequence, num_bytes=4, checksum=10 + sequence)
     lease.committing(3)
@@ -253,15 +269,15 @@ def test_a_whole_outbound_handoff():
 def test_bad_grants_are_refused(bad):
     lease = outbound()
     with pytest.raises(StaleMessage):
-        lease.grant(bad)
+        lease.grant(bad, 4)
     assert lease.state is TransferState.OFFERED
 
 
 def test_a_second_grant_is_refused():
     lease = outbound()
-    lease.grant(grant())
+    lease.grant(grant(), 4)
     with pytest.raises(StaleMessage, match="granted before"):
-        lease.grant(grant(generation=6))
+        lease.grant(grant(generation=6), 4)
 
 
 # --- tickets, credits, memory ---------------------------------------------------------------------
@@ -308,13 +324,13 @@ def test_a_block_is_in_one_grant_at_a_time():
 
 
 def test_coverage_counts_layers_per_block():
-    coverage = Coverage(num_blocks=3, num_cached=1, num_layers=4)
+    coverage = Coverage(num_cells=3, num_cached=1, num_layers=4)
     coverage.add(1, 2, 0, 3)
     assert not coverage.complete
     coverage.add(1, 1, 3, 1)
     coverage.add(2, 1, 3, 1)
     assert coverage.complete
-    assert Coverage(num_blocks=2, num_cached=2, num_layers=4).complete
+    assert Coverage(num_cells=2, num_cached=2, num_layers=4).complete
 
 
 def test_old_attempts_are_refused_and_replaced():

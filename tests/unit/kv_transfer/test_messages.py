@@ -11,6 +11,7 @@ from kv_transfer.orders import MoveOrder, Order
 from protocol import codec
 from protocol.errors import DeadlineExceeded, ErrorCode, ErrorInfo, HandoffFailed, StaleMessage
 from protocol.ids import RequestKey
+from protocol.kv_layout import Cells
 from protocol.messages import HandoffEnd, Piece
 from rpc import methods
 from tests.support.transfer import QUICK, SECRET, Pair, differing, fill, make_layout, random_kv
@@ -94,8 +95,8 @@ async def test_pieces_of_another_incarnation_or_shape_are_refused(memory):
             ticket=grant.ticket,
             generation=grant.generation,
             sequence=0,
-            first_block=0,
-            num_blocks=1,
+            first_cell=0,
+            num_cells=1,
             first_layer=0,
             num_layers=2,
             prefill=pair.prefill.ref,
@@ -110,7 +111,7 @@ async def test_pieces_of_another_incarnation_or_shape_are_refused(memory):
             assert caught.value.param in ("head_dim", "dtype")
         await pair.receiver.on_piece(good)
         with pytest.raises(StaleMessage) as stale:
-            await pair.receiver.on_piece(replace(good, sequence=1, first_block=1, link=4))
+            await pair.receiver.on_piece(replace(good, sequence=1, first_cell=1, link=4))
         assert stale.value.param == "link"
 
 
@@ -229,7 +230,7 @@ def test_an_order_names_exactly_one_thing(memory):
         link=1,
         generation=1,
         sequence=0,
-        blocks=(1,),
+        cells=Cells(blocks=(1,), size=4, count=1),
         first_layer=0,
         num_layers=1,
         parts=(),

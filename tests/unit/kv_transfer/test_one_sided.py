@@ -143,8 +143,8 @@ async def test_one_message_lost_or_repeated_changes_nothing(backends, method, ho
 @pytest.mark.parametrize(
     "change",
     [
-        {"num_blocks": 6},
-        {"first_block": 1},
+        {"num_cells": 6},
+        {"first_cell": 1},
         {"generation": 99},
         {"num_layers": 3},
         {"prefill_layout": make_layout(2, head_dim=16)},

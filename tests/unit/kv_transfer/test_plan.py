@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from kv_transfer.plan import (
-    blocks_per_piece,
+    cells_per_piece,
     check_fingerprint,
     check_layout,
     reshard,
@@ -89,7 +89,7 @@ def test_a_head_that_no_source_holds_is_refused():
 
 @pytest.mark.parametrize(
     "field",
-    ["model", "weights", "num_layers", "num_kv_heads", "head_dim", "block_size", "dtype", "rope"],
+    ["model", "weights", "num_layers", "num_kv_heads", "head_dim", "dtype", "rope"],
 )
 def test_fingerprints_that_differ_are_refused_by_name(field):
     mine = make_fingerprint(make_layout(1))
@@ -107,7 +107,7 @@ def test_fingerprints_that_differ_are_refused_by_name(field):
         ("num_layers", 3),
         ("num_kv_heads", 2),
         ("head_dim", 16),
-        ("block_size", 8),
+        ("block_size", 0),
         ("dtype", "bfloat16"),
     ],
 )
@@ -127,8 +127,9 @@ def test_impossible_rank_heads_are_refused(rank_heads):
     assert caught.value.param == "rank_heads"
 
 
-def test_a_piece_holds_at_least_one_block():
-    layout = make_layout(2)  # 2 layers x 4 heads x 2 x 4 tokens x 8 dims x 4 bytes a block
-    assert blocks_per_piece(layout, 2, 1) == 1
-    assert blocks_per_piece(layout, 2, 2048) == 1
-    assert blocks_per_piece(layout, 2, 3 * 2048 + 1) == 3
+def test_a_piece_holds_at_least_one_cell():
+    layout = make_layout(2)  # 2 layers x 4 heads x 2 x 8 dims x 4 bytes a token
+    assert cells_per_piece(layout, 4, 1) == 1
+    assert cells_per_piece(layout, 4, 2048) == 1
+    assert cells_per_piece(layout, 4, 3 * 2048 + 1) == 3
+    assert cells_per_piece(layout, 2, 3 * 2048 + 1) == 6

@@ -18,6 +18,7 @@ from tests.support.transfer import make_layout
 from tests.support.transfer_sim import CONFIG, World
 
 DEGREES = st.sampled_from([1, 2])
+SIZES = st.sampled_from([(4, 4), (4, 4), (2, 4), (8, 4), (2, 6), (6, 4)])  # tokens of a block
 PICK = st.integers(0, 10**6)
 
 
@@ -26,10 +27,14 @@ class HandoffMachine(RuleBasedStateMachine):
 
     world: World | None = None
 
-    @initialize(source=DEGREES, dest=DEGREES, small=st.booleans())
-    def build(self, source: int, dest: int, small: bool) -> None:
-        shape = {"num_layers": 1, "num_kv_heads": 2, "num_blocks": 6}
-        layout = make_layout(source, **shape)
+    @initialize(source=DEGREES, dest=DEGREES, sizes=SIZES, small=st.booleans())
+    def build(self, source: int, dest: int, sizes: tuple[int, int], small: bool) -> None:
+        layout, peer = (
+            make_layout(
+                tp_size, num_layers=1, num_kv_heads=2, block_size=size, num_blocks=24 // size
+            )
+            for tp_size, size in zip((source, dest), sizes, strict=True)
+        )
         config = CONFIG
         if small:
             config = TransferConfig(
@@ -41,7 +46,7 @@ class HandoffMachine(RuleBasedStateMachine):
                 max_piece_bytes=1,
                 pipeline_depth=3,
             )
-        self.world = World(layout, make_layout(dest, **shape), config)
+        self.world = World(layout, peer, config)
         self.count = 0
 
     def teardown(self) -> None:

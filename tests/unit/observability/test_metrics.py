@@ -34,7 +34,6 @@ FINGERPRINT = KVFingerprint(
     num_layers=2,
     num_kv_heads=2,
     head_dim=8,
-    block_size=16,
     dtype="float32",
     rope="r",
 )

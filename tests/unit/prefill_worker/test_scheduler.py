@@ -152,8 +152,7 @@ class Bench:
         return submit.key
 
     def grant(self, submit: Submit, cached: int = 0) -> None:
-        num_blocks = -(-len(submit.prompt_ids) // BLOCK)
-        self.tell(Granted(key=submit.key, num_blocks=num_blocks, num_cached_blocks=cached))
+        self.tell(Granted(key=submit.key, num_cached_tokens=BLOCK * cached))
 
     def deliver(self, key: RequestKey) -> None:
         self.tell(Delivered(key=key, num_bytes=640, num_pieces=2, start=1.0, end=2.0))
@@ -419,6 +418,38 @@ def test_next_chunk_follows_the_one_in_flight_and_blocks_leave_after_their_step(
     assert left == [0, 2, 4, 5]
     assert bench.pushed_tokens(key, 20) == list(range(20))
     assert [s.start for b in bench.engine.steps for s in b.sequences] == [0, 8, 16]
+
+
+@pytest.mark.parametrize("output", [(), (5, 6)])
+def test_request_that_is_known_to_end_at_token_one_moves_no_kv(output: tuple[int, ...]) -> None:
+    bench = Bench()
+    limit = len(output) + 1
+    prompt = list(range(20))
+    again = bench.submit(make_submit("a", prompt))  # leaves blocks in the cache
+    while bench.turn():
+        pass
+    bench.deliver(again)
+    bench.pushes.clear()
+    key = bench.submit(make_submit("b", prompt, max_tokens=limit, output=output))
+    while bench.turn():
+        pass
+    assert bench.tokens[-1].finish is FinishReason.LENGTH
+    assert bench.pushes == []
+    assert [(end.key, end.released) for end in bench.ends] == [(key, True)]
+
+
+@pytest.mark.parametrize(("cached_tokens", "first"), [(0, 0), (3, 0), (4, 1), (10, 2), (16, 4)])
+def test_what_decode_has_in_blocks_of_its_own_size_is_not_pushed(
+    cached_tokens: int, first: int
+) -> None:
+    bench = Bench()
+    submit = make_submit("a", list(range(19)))
+    bench.submit(submit, grant=False)
+    bench.tell(Granted(key=submit.key, num_cached_tokens=cached_tokens))
+    while bench.turn():
+        pass
+    assert bench.pushes[0].first_block == first
+    assert sum(len(push.block_ids) for push in bench.pushes) == 5 - first
 
 
 def test_request_that_ends_at_token_one_is_not_decoded_ahead() -> None:

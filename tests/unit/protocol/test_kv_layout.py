@@ -19,7 +19,6 @@ FINGERPRINT = KVFingerprint(
     num_layers=30,
     num_kv_heads=3,
     head_dim=64,
-    block_size=16,
     dtype="bfloat16",
     rope="100000",
 )

@@ -18,7 +18,6 @@ FINGERPRINT = KVFingerprint(
     num_layers=2,
     num_kv_heads=2,
     head_dim=8,
-    block_size=4,
     dtype="float32",
     rope="r",
 )
@@ -63,12 +62,16 @@ def test_chains_agree_exactly_as_far_as_full_blocks_do(a: list[int], b: list[int
     "change",
     [
         *({"model": "n"}, {"weights": "v"}, {"num_layers": 3}, {"num_kv_heads": 1}),
-        *({"head_dim": 16}, {"block_size": 8}, {"dtype": "bfloat16"}, {"rope": "q"}),
+        *({"head_dim": 16}, {"dtype": "bfloat16"}, {"rope": "q"}),
     ],
 )
 def test_whatever_kv_depends_on_changes_every_digest(change: dict) -> None:
     other = chain_seed(replace(FINGERPRINT, **change))
     assert not set(chain(list(range(40)))) & set(chain(list(range(40)), other))
+
+
+def test_blocks_of_other_sizes_never_share() -> None:
+    assert not set(chain([7] * 64, block_size=4)) & set(chain([7] * 64, block_size=8))
 
 
 def test_salts_never_share() -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from observability import metrics
 from protocol.ids import RequestKey, Role
-from protocol.prefix import CacheChange, chain_seed, extend_chain, hints
+from protocol.kv_layout import KVFingerprint
+from protocol.prefix import HINT_BYTES, CacheChange, chain_seed, extend_chain, hints
 from protocol.wire import inference_pb2 as pb
 from router.prefix import PrefixView, PromptBlocks
 from tests.support.router_doors import MakeDoors, until
@@ -17,9 +18,9 @@ from tests.support.stub_workers import FINGERPRINT, StubFleet, StubWorker
 PROMPT = [30 + i for i in range(40)]  # two full blocks and a half
 
 
-def blocks_of(tokens: list[int], salt: str = "") -> list[bytes]:
+def blocks_of(tokens: list[int], salt: str = "", block_size: int = 16) -> list[bytes]:
     digests: list[bytes] = []
-    extend_chain(digests, tokens, block_size=16, seed=chain_seed(FINGERPRINT, salt))
+    extend_chain(digests, tokens, block_size=block_size, seed=chain_seed(FINGERPRINT, salt))
     return digests
 
 
@@ -31,12 +32,22 @@ def holds(tokens: list[int], salt: str = "") -> CacheChange:
 
 
 def test_a_prompt_has_the_hints_that_workers_tell() -> None:
-    assert b"".join(PromptBlocks(PROMPT).hints(FINGERPRINT)) == hints(blocks_of(PROMPT))
-    assert PromptBlocks(PROMPT, "s").hints(FINGERPRINT) != PromptBlocks(PROMPT).hints(FINGERPRINT)
+    assert b"".join(PromptBlocks(PROMPT).hints(FINGERPRINT, 16)) == hints(blocks_of(PROMPT))
+    assert PromptBlocks(PROMPT, "s").hints(FINGERPRINT, 16) != PromptBlocks(PROMPT).hints(
+        FINGERPRINT, 16
+    )
+
+
+def test_a_prompt_is_hashed_for_each_size_of_block() -> None:
+    prompt = PromptBlocks(PROMPT)
+    for size in (8, 16, 32):
+        told = hints(blocks_of(PROMPT, block_size=size))
+        assert b"".join(prompt.hints(FINGERPRINT, size)) == told
+        assert len(told) == len(PROMPT) // size * HINT_BYTES
 
 
 def test_a_view_follows_what_is_told() -> None:
-    view, prompt = PrefixView(), PromptBlocks(list(range(64))).hints(FINGERPRINT)
+    view, prompt = PrefixView(), PromptBlocks(list(range(64))).hints(FINGERPRINT, 16)
     assert not view.speaks
     view.take(CacheChange(reset=True, added=b"".join(prompt[:3])))
     assert (view.speaks, view.num_held(prompt)) == (True, 3)
@@ -51,7 +62,7 @@ def test_a_view_follows_what_is_told() -> None:
 
 
 def test_what_requests_bring_is_expected_until_they_end() -> None:
-    view, prompt = PrefixView(), PromptBlocks(list(range(64))).hints(FINGERPRINT)
+    view, prompt = PrefixView(), PromptBlocks(list(range(64))).hints(FINGERPRINT, 16)
     view.take(CacheChange(reset=True, added=prompt[0]))
     first, second = RequestKey("a"), RequestKey("b")
     view.expect(first, prompt[:3])
@@ -107,7 +118,7 @@ async def test_a_worker_that_comes_back_has_an_empty_cache(
         first.tell_cache(holds(PROMPT))
         (member,) = [m for m in doors.router._members.all() if m.ref == first.ref]
         await until(lambda: member.prefix.speaks)
-        blocks = PromptBlocks(PROMPT).hints(FINGERPRINT)
+        blocks = PromptBlocks(PROMPT).hints(FINGERPRINT, 16)
         assert member.prefix.num_held(blocks) == 2
         first.break_streams()
         await until(lambda: not member.prefix.speaks)
@@ -166,10 +177,10 @@ async def test_long_prompts_are_hashed_off_the_event_loop(
     hashed_in = []
     original = PromptBlocks.hints
 
-    def hints_noted(self: PromptBlocks, fingerprint: object) -> list[bytes]:
+    def hints_noted(self: PromptBlocks, fingerprint: KVFingerprint, size: int) -> list[bytes]:
         if not self._hints:
             hashed_in.append(threading.current_thread() is threading.main_thread())
-        return original(self, fingerprint)  # type: ignore[arg-type]
+        return original(self, fingerprint, size)
 
     monkeypatch.setattr(PromptBlocks, "hints", hints_noted)
     monkeypatch.setattr("router.relay._HASHED_AT_ONCE", 100)

@@ -1,0 +1,50 @@
+"""One worker's side of all its hand-offs: who it is, and how it reaches its ranks and its peers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kv_transfer.calls import Answer, Clients, Rep, Req, call_repeatedly
+from kv_transfer.clock import Clock
+from kv_transfer.config import TransferConfig
+from kv_transfer.leases import check_ticket
+from kv_transfer.orders import Order, Outcome, RevokeOrder
+from kv_transfer.ranks import RankChannel, first_error, run_orders
+from protocol.ids import RequestKey, WorkerRef
+from protocol.kv_layout import KVFingerprint, KVLayout
+from protocol.ticket import Ticket
+from rpc.service import Method
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Party:
+    """What a Sender or Receiver is built from."""
+
+    ref: WorkerRef
+    layout: KVLayout
+    fingerprint: KVFingerprint
+    secret: bytes
+    ranks: RankChannel
+    clients: Clients
+    config: TransferConfig
+    clock: Clock = Clock()  # noqa: RUF009 - frozen
+
+    def check_ticket(self, ticket: Ticket, key: RequestKey, peer_epoch: int) -> None:
+        """Raise StaleMessage unless the ticket is for this request, this worker and that peer."""
+        now = self.clock.wall()
+        check_ticket(ticket, key, secret=self.secret, now=now, me=self.ref, peer_epoch=peer_epoch)
+
+    async def call(self, peer: WorkerRef, method: Method[Req, Rep], request: Req) -> Answer:
+        """Call a peer until it answers, or has been asked often enough."""
+        client = self.clients.get(peer.address)
+        return await call_repeatedly(client, method, request, self.config)
+
+    async def run_everywhere(self, order: Order) -> list[Outcome]:
+        """Run one order on every rank."""
+        return await run_orders(self.ranks, dict.fromkeys(range(self.layout.tp_size), order))
+
+    async def fence(self, receiver_epoch: int, generation: int) -> bool:
+        """Have no rank touch the blocks of a hand-off any more: messages pass through staging
+        buffers, so this takes at most one copy. False when a rank cannot be asked."""
+        revoke = RevokeOrder(receiver_epoch=receiver_epoch, generation=generation)
+        return first_error(await self.run_everywhere(Order(revoke=revoke))) is None
