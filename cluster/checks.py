@@ -126,6 +126,8 @@ def _check_ports(config: ClusterConfig) -> None:
                 f"network.{name}",
                 "must be given when router.replicas is more than 1: they share it",
             )
+    if network.metrics_port and config.router.replicas > 1 and config.ray.address == "local":
+        raise _refuse("network.metrics_port", "must be 0 when one machine has more than one router")
     if config.router.replicas > 1 and not config.router.settings.reuse_port:
         raise _refuse(
             "router.settings.reuse_port", "must be true when router.replicas is more than 1"

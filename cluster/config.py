@@ -40,17 +40,20 @@ class NetworkSection:
     """Where the front doors listen and how workers reach each other.
 
     host: address of the front doors. http_port, grpc_port: 0 lets the system choose (one router
-    replica only). worker_host: address of workers' control and transfer ports; `auto` takes the
-    node's own.
+    replica only). metrics_port: where each router answers scrapes for itself, besides /metrics of
+    the shared http_port; 0 lets the system choose, and /metrics/targets and `baton status` tell;
+    another one needs a machine for each router. worker_host: address of workers' control and
+    transfer ports; `auto` takes the node's own.
     """
 
     host: str = "127.0.0.1"
     http_port: int = 8000
     grpc_port: int = 9000
+    metrics_port: int = 0
     worker_host: str = "127.0.0.1"
 
     def __post_init__(self) -> None:
-        for name in ("http_port", "grpc_port"):
+        for name in ("http_port", "grpc_port", "metrics_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ValueError(f"{name} must be between 0 and 65535, got {getattr(self, name)}")
 

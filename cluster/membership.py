@@ -24,8 +24,8 @@ class Kind(StrEnum):
 class Member:
     """One incarnation of one replica, as it describes itself.
 
-    address: its control service (workers). http, grpc: its front doors (routers). node: address of
-    its machine.
+    address: its control service (workers). http, grpc: its front doors, metrics: where it alone
+    answers scrapes (routers). node: address of its machine.
     """
 
     name: str
@@ -37,6 +37,7 @@ class Member:
     address: str = ""
     http: str = ""
     grpc: str = ""
+    metrics: str = ""
 
     def ref(self) -> WorkerRef:
         """The worker, as routers address it."""

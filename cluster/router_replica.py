@@ -26,6 +26,8 @@ from router.server import Router
 log = get_logger(__name__)
 
 _STARTING_S = 0.2
+#: Hosts to listen on that nobody can be sent to.
+_EVERYWHERE = frozenset({"0.0.0.0", "[::]"})
 
 
 class RouterReplica:
@@ -55,6 +57,7 @@ class RouterReplica:
             http_port=network.http_port,
             grpc_host=network.host,
             grpc_port=network.grpc_port,
+            metrics_port=network.metrics_port,
         )
         settle_heap()
         self._watch = asyncio.create_task(self._follow(), name="watch")
@@ -80,6 +83,8 @@ class RouterReplica:
         pause_s = self._config.lifecycle.heartbeat_s
         async for view in views(self._directory, pause_s=pause_s):
             self._router.set_workers(self._following.take(view, time.monotonic()))
+            routers = view.of(Kind.ROUTER, WorkerState.STARTING, WorkerState.READY)
+            self._router.set_routers([member.metrics for member in routers])
 
     async def _beat(self) -> None:
         """Report; as READY from when a request would be accepted."""
@@ -101,13 +106,16 @@ class RouterReplica:
 
     def _member(self) -> Member:
         addresses = self._router.addresses
+        node = str(ray.util.get_node_ip_address())
+        host, _, port = addresses.metrics.rpartition(":")
         return Member(
             name=self._router.router_id,
             epoch=self._epoch,
             kind=Kind.ROUTER,
             state=self._state,
-            node=str(ray.util.get_node_ip_address()),
+            node=node,
             pid=os.getpid(),
             http=addresses.http,
             grpc=addresses.grpc,
+            metrics=f"{node if host in _EVERYWHERE else host}:{port}",
         )

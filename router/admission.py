@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from protocol.errors import InvalidRequest, Overloaded, Unavailable
-from router.keys import ANYONE, Caller
+from router.keys import ANYONE, Caller, share
 
 _MINUTE_S = 60.0
 
@@ -34,6 +34,7 @@ class Admission:
         self._retry_after_s = retry_after_s
         self._clock = clock
         self._uses: dict[str, _Use] = {}
+        self.num_routers = 1  # what a key may have is shared out over them
         self.in_flight = 0
         self.draining = False
         self._idle = asyncio.Event()
@@ -72,8 +73,10 @@ class Admission:
 
     def _check_caller(self, caller: Caller, use: _Use, sequences: int) -> None:
         """Raise Overloaded when the caller has reached a bound of its own; count its request."""
-        limit, rate = caller.max_requests, caller.requests_per_minute
-        if limit is not None and use.in_flight + sequences > limit:
+        limit = share(caller.max_requests, self.num_routers)
+        rate = share(caller.requests_per_minute, self.num_routers)
+        # With nothing in flight a request goes on even if it is more than the share.
+        if limit is not None and use.in_flight and use.in_flight + sequences > limit:
             raise Overloaded(
                 f"API key {caller.name!r} has {use.in_flight} of its {limit} sequences in flight",
                 retry_after_s=self._retry_after_s,

@@ -20,8 +20,9 @@ class RouterConfig:
     max_model_len: context in tokens; the model's own when None. Workers may lower it further.
     max_requests: sequences in flight (n and batches count each); beyond it 429 /
         RESOURCE_EXHAUSTED.
-    max_queued_requests, max_queued_tokens: requests, and their prompt tokens, that wait in the
-        router for a turn; beyond it 429 / RESOURCE_EXHAUSTED.
+    max_queued_requests, max_queued_tokens: requests, and their prompt tokens that no prefix cache
+        has, that wait in the router for a turn; beyond it 429 / RESOURCE_EXHAUSTED. These and
+        max_requests protect one router process and hold for each.
     dispatch_window_s: seconds of prefill work that workers are given ahead; what is beyond waits in
         the router, where callers get their fair shares.
     service_tiers: classes of requests by name: what each is promised and its weight.

@@ -34,7 +34,8 @@ class Caller:
     admin: whether it may see and steer the cluster. service_tier: class of its requests that name
     none. weight: its share of a busy cluster against other callers. max_requests: sequences in
     flight. max_queued_tokens: prompt tokens of its waiting requests. requests_per_minute: accepted
-    in any 60 s. models: names of the models it may use; empty: all. Limits hold for each router.
+    in any 60 s. models: names of the models it may use; empty: all. Of each limit a router
+    gives its share (see `share`).
     """
 
     name: str = ""
@@ -54,6 +55,11 @@ class Caller:
     def may_use(self, names: frozenset[str]) -> bool:
         """Whether it may use the model that has these names."""
         return not self.models or bool(self.models & names)
+
+
+def share(limit: int | None, num_routers: int) -> int | None:
+    """One router's part of what a key may have in the cluster, rounded up."""
+    return None if limit is None else -(-limit // num_routers)
 
 
 #: Everybody, where no keys are configured.

@@ -133,6 +133,16 @@ class Relay:
         prefill = None if choice.prefill is None else prefills[choice.prefill.ref]
         return _Pair(choice=choice, decode=decodes[choice.decode.ref], prefill=prefill)
 
+    def cached_tokens(self, jobs: Sequence[SequenceJob]) -> int:
+        """Prompt tokens of these outputs that some prefill worker (without any: decode worker) has
+        in its prefix cache, or is about to have."""
+        members = self.members.ready(Role.PREFILL) or self.members.ready(Role.DECODE)
+        return sum(
+            max((member.view(job.blocks).expected_tokens for member in members), default=0)
+            for job in jobs
+            if not job.bypass_prefix_cache
+        )
+
     async def hash_blocks(self, jobs: Sequence[SequenceJob]) -> None:
         """Make ready what the choice needs to know of long prompts, off the event loop."""
         long = {job.blocks for job in jobs if job.blocks.num_tokens > _HASHED_AT_ONCE}

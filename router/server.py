@@ -22,7 +22,7 @@ from router.grpc.server import GrpcServer
 from router.member import Member
 from router.members import Members
 from router.model import ServedModel
-from router.openai.app import make_app
+from router.openai.app import make_app, make_metrics_app
 from router.openai.server import HttpServer
 from router.relay import Relay
 from router.service import InferenceService
@@ -40,10 +40,11 @@ _FILE_CHECK_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterAddresses:
-    """Where the two doors listen, as `host:port`."""
+    """Where the two doors listen, and where this router alone answers /metrics, as `host:port`."""
 
     http: str
     grpc: str
+    metrics: str
 
 
 class Router:
@@ -69,7 +70,7 @@ class Router:
         self.metrics = metric_set or MetricSet(
             model_name=config.model_name, vllm_names=config.vllm_metric_names
         )
-        self.addresses = RouterAddresses(http="", grpc="")
+        self.addresses = RouterAddresses(http="", grpc="", metrics="")
         self._secret = secret
         self._admin = admin
         self._clock = clock
@@ -83,28 +84,39 @@ class Router:
         self._members: Members | None = None
         self._service: InferenceService | None = None
         self._http: HttpServer | None = None
+        self._scrapes: HttpServer | None = None
+        self._targets: tuple[str, ...] = ()
         self._grpc: GrpcServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     # --- life -------------------------------------------------------------------------------------
 
     async def start(
-        self, *, http_host: str, http_port: int, grpc_host: str, grpc_port: int
+        self,
+        *,
+        http_host: str,
+        http_port: int,
+        grpc_host: str,
+        grpc_port: int,
+        metrics_port: int = 0,
     ) -> RouterAddresses:
-        """Listen on both doors (port 0: any free one). Live at once, ready with the first worker.
+        """Listen on both doors and for scrapes (port 0: any free one). Live at once, ready with the
+        first worker.
 
-        Raises Unavailable, naming http_port or grpc_port, when a port cannot be had.
+        Raises Unavailable, naming http_port, grpc_port or metrics_port, when it cannot be had.
         """
         service = self._build()
         try:
             assert self._http is not None
             assert self._grpc is not None
-            http = await self._http.start(http_host, http_port)
+            assert self._scrapes is not None
+            http = await self._http.start(http_host, http_port, "http_port")
             grpc = await self._grpc.start(grpc_host, grpc_port)
+            scrapes = await self._scrapes.start(http_host, metrics_port, "metrics_port")
         except BaseException:
             await self.stop()
             raise
-        self.addresses = RouterAddresses(http=http, grpc=grpc)
+        self.addresses = RouterAddresses(http=http, grpc=grpc, metrics=scrapes)
         self._tasks = [
             asyncio.create_task(self._keep_health(service)),
             asyncio.create_task(self._keep_files()),
@@ -160,8 +172,9 @@ class Router:
             self._service.admission.draining = True
         if self._grpc is not None:
             await self._grpc.stop()
-        if self._http is not None:
-            await self._http.stop()
+        for listener in (self._http, self._scrapes):
+            if listener is not None:
+                await listener.stop()
         if self._members is not None:
             await self._members.close()
         self._model.close()
@@ -179,6 +192,12 @@ class Router:
         self._running()
         assert self._members is not None
         self._members.set(refs)
+
+    def set_routers(self, targets: Sequence[str]) -> None:
+        """There are so many routers in the cluster, which answer scrapes there, this one among
+        them. Call like `set_workers`."""
+        self._targets = tuple(targets)
+        self._running().share_limits(max(1, len(targets)))
 
     @property
     def ready(self) -> bool:
@@ -248,7 +267,14 @@ class Router:
             metrics_text=self.metrics_text,
             max_body_bytes=config.max_body_bytes,
             model=self._model,
+            metrics_targets=lambda: self._targets or (self.addresses.metrics,),
             cors_origins=config.cors_origins,
+        )
+        self._scrapes = HttpServer(
+            make_metrics_app(self.metrics_text),
+            tls=self._tls.context,
+            keep_alive_s=config.keep_alive_s,
+            reuse_port=config.reuse_port,  # while one router takes over from another
         )
         self._http = HttpServer(
             app,

@@ -204,6 +204,11 @@ class InferenceService:
             check_ids(ids, self._limits(), param="tokens")
         return await self._model.decode(ids)
 
+    def share_limits(self, num_routers: int) -> None:
+        """Give callers this router's part of what their keys may have in the cluster."""
+        self.admission.num_routers = self._waiting.num_routers = num_routers
+        self._waiting.pump()
+
     @property
     def model_name(self) -> str:
         """The name that answers carry."""
@@ -292,7 +297,11 @@ class InferenceService:
             place=self._relay.router_id,
             counts={"tokens": sum(map(len, prompts))},
         )
-        tokens = sum(len(job.prompt_ids) for job in jobs)
+        errand = replace(
+            errand,
+            tokens=sum(len(job.prompt_ids) for job in jobs),
+            cached=self._relay.cached_tokens(jobs),
+        )
         return Generation(
             self._relay,
             request_id=request_id,
@@ -301,7 +310,7 @@ class InferenceService:
                 stream=lambda: self._text_stream(request), pieces=self._model.pieces, shown=shown
             ),
             prompt_tokens=sum(map(len, prompts)),
-            turn=self._waiting.turn(replace(errand, tokens=tokens)),
+            turn=self._waiting.turn(errand),
             spans=[PlacedSpan(span=span, choice=0, attempt=0)],
         )
 

@@ -20,7 +20,7 @@ from protocol.ids import Role
 from protocol.timeline import Phase, Span
 from router.config import RouterConfig
 from router.fair_queue import Entry, FairQueue
-from router.keys import Caller
+from router.keys import Caller, share
 from router.members import Members
 from router.pressure import Peak, Pressure, pressure
 from router.relay import PlacedSpan
@@ -36,7 +36,8 @@ _PACE_AGE_S = 10.0
 class Errand:
     """What a request asks of the workers: `tokens` of prompts, by when, for whom.
 
-    arrival and deadline are seconds since the Unix epoch.
+    `cached` of them prefill will hardly have to compute: its prefix cache has them. arrival and
+    deadline are seconds since the Unix epoch.
     """
 
     caller: Caller
@@ -46,6 +47,12 @@ class Errand:
     priority: int
     arrival: float
     deadline: float
+    cached: int = 0
+
+    @property
+    def work(self) -> int:
+        """Prompt tokens to compute."""
+        return self.tokens - self.cached
 
     @property
     def flow(self) -> str:
@@ -56,6 +63,14 @@ class Errand:
     def weight(self) -> float:
         """Its share against others."""
         return self.caller.weight * self.tier.weight
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiter:
+    """A request in line; `ready` is resolved when it may go."""
+
+    errand: Errand
+    ready: asyncio.Future[None]
 
 
 class WaitingRoom:
@@ -73,9 +88,10 @@ class WaitingRoom:
         self.clock = clock
         self._members = members
         self._config = config
-        self._queue: FairQueue[asyncio.Future[None]] = FairQueue()
-        self._waiting_of: Counter[str] = Counter()  # tokens by caller
-        self._outstanding = 0  # prompt tokens given to workers, no first token yet
+        self.num_routers = 1  # what a key may have is shared out over them
+        self._queue: FairQueue[_Waiter] = FairQueue()
+        self._waiting_of: Counter[str] = Counter()  # tokens to compute, by caller
+        self._outstanding = 0  # the same, given to workers, no first token yet
         self._peak = Peak()
         self._drained = Rate()  # tokens per second that leave the queue while it is not empty
         self._drained_at = 0.0
@@ -96,7 +112,7 @@ class WaitingRoom:
         """Whether the request may start at once; raises when it should not even wait."""
         now = self._pressure()
         self._check_time(errand, now)
-        if not self._queue and self._open(now, errand.tokens):
+        if not self._queue and self._open(now, errand):
             return True
         self._check_bounds(errand, now)
         return False
@@ -110,25 +126,25 @@ class WaitingRoom:
         self._outstanding -= tokens
         self.pump()
 
-    def push(self, errand: Errand, ready: asyncio.Future[None]) -> Entry[asyncio.Future[None]]:
+    def push(self, errand: Errand, ready: asyncio.Future[None]) -> Entry[_Waiter]:
         """Put a request in line; `ready` is resolved, and its tokens started, when it may go."""
         if not self._queue:
             self._drained_at = self.clock()
-        self._waiting_of[errand.caller.name] += errand.tokens
+        self._waiting_of[errand.caller.name] += errand.work
         entry = self._queue.push(
-            ready,
+            _Waiter(errand, ready),
             flow=errand.flow,
             weight=errand.weight,
-            cost=errand.tokens,
+            cost=errand.work,
             priority=errand.priority,
         )
         self._show()
         return entry
 
-    def left(self, errand: Errand, entry: Entry[asyncio.Future[None]]) -> None:
+    def left(self, errand: Errand, entry: Entry[_Waiter]) -> None:
         """It waits no longer, for whatever reason."""
         self._queue.remove(entry)
-        self._waiting_of[errand.caller.name] -= errand.tokens
+        self._waiting_of[errand.caller.name] -= errand.work
         self._show()
 
     def charge(self, errand: Errand, output_tokens: int) -> None:
@@ -141,13 +157,14 @@ class WaitingRoom:
         """Let go whoever may. Called on every report of a worker, so it is quick when nobody
         waits."""
         while (entry := self._queue.first()) is not None:
-            if not self._open(self._pressure(), entry.cost):
+            waiter = entry.item
+            if not self._open(self._pressure(), waiter.errand):
                 return
             self._queue.take()
             self._pass_time(entry.cost)
-            if not entry.item.done():
+            if not waiter.ready.done():
                 self.start(entry.cost)
-                entry.item.set_result(None)
+                waiter.ready.set_result(None)
 
     # --- deciding ---------------------------------------------------------------------------------
 
@@ -163,13 +180,14 @@ class WaitingRoom:
         best = self._peak.take(now.rate / len(prefills), self.clock())
         return replace(now, rate=best * len(prefills))
 
-    def _open(self, now: Pressure | None, tokens: int) -> bool:
-        """Whether a prompt of `tokens` may go to the workers."""
+    def _open(self, now: Pressure | None, errand: Errand) -> bool:
+        """Whether a request may go to the workers."""
         if now is None or not self._outstanding:
             return True  # without workers it fails with the right error
         if now.backlog_s(self._outstanding) > self._config.dispatch_window_s:
             return False
-        return self._outstanding + tokens <= now.room_tokens
+        # Room is blocks that nobody holds: what is cached of this prompt is in it too.
+        return self._outstanding + errand.tokens <= now.room_tokens
 
     def _check_time(self, errand: Errand, now: Pressure | None) -> None:
         """Raise Unavailable when the request cannot have what it was promised."""
@@ -203,13 +221,13 @@ class WaitingRoom:
     def _check_bounds(self, errand: Errand, now: Pressure | None) -> None:
         """Raise Overloaded when too much waits already."""
         config, waiting = self._config, self._waiting_of[errand.caller.name]
-        most = errand.caller.max_queued_tokens
-        if most is not None and waiting + errand.tokens > most:
+        most = share(errand.caller.max_queued_tokens, self.num_routers)
+        if most is not None and waiting and waiting + errand.work > most:
             reason = "key_queue_full"
             text = f"the API key {errand.caller.name!r} has {waiting} of {most} tokens waiting"
         elif len(self._queue) >= config.max_queued_requests:
             reason, text = "queue_full", f"{len(self._queue)} requests are waiting"
-        elif self._queue.tokens + errand.tokens > config.max_queued_tokens:
+        elif self._queue.tokens + errand.work > config.max_queued_tokens:
             reason, text = "queue_full", f"{self._queue.tokens} prompt tokens are waiting"
         else:
             return
@@ -262,12 +280,12 @@ class Turn:
         """
         room = self._room
         if room.check(self._errand):
-            room.start(self._errand.tokens)
+            room.start(self._errand.work)
         else:
             start = room.clock()
             await self._in_line()
             self._waited = (start, room.clock())
-        self._outstanding = self._errand.tokens
+        self._outstanding = self._errand.work
 
     def started(self) -> None:
         """The first token has come. Idempotent."""
@@ -297,7 +315,7 @@ class Turn:
                 await ready
         except BaseException as error:
             if ready.done() and not ready.cancelled():
-                room.started(errand.tokens)  # it was let go and will not go
+                room.started(errand.work)  # it was let go and will not go
             if isinstance(error, TimeoutError):
                 raise DeadlineExceeded(
                     "the request's deadline passed while it waited", param="timeout"

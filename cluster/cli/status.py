@@ -48,9 +48,9 @@ def show_members(view: View, secret: bytes, console: Console) -> None:
     rows = [_worker_row(m, s) for m, s in zip(workers, statuses, strict=True)]
     header = ("WORKER", "STATE", "RUNNING", "WAITING", "KV FREE", "HELD", "CACHED", "QUARANTINED")
     console.table((*header, "TOTAL", "STEPS", "ADDRESS"), rows)
-    routers = [(m.name, m.state.value, m.http, m.grpc) for m in view.of(Kind.ROUTER)]
+    routers = [(m.name, m.state.value, m.http, m.grpc, m.metrics) for m in view.of(Kind.ROUTER)]
     console.say()
-    console.table(("ROUTER", "STATE", "HTTP", "GRPC"), routers)
+    console.table(("ROUTER", "STATE", "HTTP", "GRPC", "METRICS"), routers)
 
 
 async def _ask_all(workers: Sequence[Member], secret: bytes) -> list[WorkerStatus | None]:

@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -59,10 +59,11 @@ def make_app(
     metrics_text: Callable[[], Awaitable[bytes]],
     max_body_bytes: int,
     model: ServedModel,
+    metrics_targets: Callable[[], Sequence[str]],
     cors_origins: Sequence[str] = (),
 ) -> ASGIApp:
-    """The ASGI application. `metrics_text` renders /metrics; `model` is what /openapi.json is
-    about; pages of `cors_origins` may call it."""
+    """The ASGI application. `metrics_text` renders /metrics, `metrics_targets` names where each
+    router has its own; `model` is what /openapi.json is about; pages of `cors_origins` may call."""
     door = _Paths(service, metrics_text, max_body_bytes)
     document = openapi_document(
         version=_version(),
@@ -74,6 +75,10 @@ def make_app(
     async def serve_document(_: Request) -> Response:
         return _json(document)
 
+    async def serve_targets(_: Request) -> Response:
+        # https://prometheus.io/docs/prometheus/latest/http_sd/
+        return JSONResponse([{"targets": list(metrics_targets()), "labels": {}}])
+
     routes = [
         Route("/v1/chat/completions", door.generate(RequestKind.CHAT), methods=["POST"]),
         Route("/v1/completions", door.generate(RequestKind.COMPLETION), methods=["POST"]),
@@ -84,6 +89,7 @@ def make_app(
         Route("/health", door.health, methods=["GET"]),
         Route("/ready", door.ready, methods=["GET"]),
         Route("/metrics", door.metrics, methods=["GET"]),
+        Route("/metrics/targets", serve_targets, methods=["GET"]),
         Route("/version", door.version, methods=["GET"]),
         Route("/openapi.json", serve_document, methods=["GET"]),
     ]
@@ -99,6 +105,20 @@ def make_app(
         expose_headers=["baton-request-id", "retry-after"],
         max_age=_CORS_AGE_S,
     )
+
+
+def make_metrics_app(metrics_text: Callable[[], Awaitable[bytes]]) -> ASGIApp:
+    """/metrics and nothing else: of one router, where several share the port of the doors."""
+
+    async def serve(_: Request) -> Response:
+        return await _metrics(metrics_text)
+
+    handlers: dict[Any, Any] = {HTTPException: _http_exception, Exception: _exception}
+    return Starlette(routes=[Route("/metrics", serve)], exception_handlers=handlers)
+
+
+async def _metrics(metrics_text: Callable[[], Awaitable[bytes]]) -> Response:
+    return Response(await metrics_text(), headers={"content-type": CONTENT_TYPE})
 
 
 class _Paths:
@@ -219,7 +239,7 @@ class _Paths:
 
     async def metrics(self, _: Request) -> Response:
         """GET /metrics, in Prometheus' text format."""
-        return Response(await self._metrics_text(), headers={"content-type": CONTENT_TYPE})
+        return await _metrics(self._metrics_text)
 
     async def version(self, _: Request) -> Response:
         """GET /version."""

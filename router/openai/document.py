@@ -190,6 +190,7 @@ def openapi_document(
             "/health": {"get": _operation(_one("status", "string"))},
             "/ready": {"get": _operation(_one("status", "string"))},
             "/version": {"get": _operation(_one("version", "string"))},
+            "/metrics/targets": {"get": _operation({"type": "array"})},
             "/metrics": {"get": _operation({"type": "string"}, media="text/plain")},
             "/openapi.json": {"get": _operation(_OBJECT)},
         },

@@ -10,7 +10,7 @@ from router.access import Access
 from router.keys import ANYONE, Caller
 from router.openai.answers import Answer
 
-PUBLIC = frozenset({"/health", "/ready", "/metrics"})
+PUBLIC = frozenset({"/health", "/ready", "/metrics", "/metrics/targets"})
 _CALLER = "baton.caller"
 
 

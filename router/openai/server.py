@@ -41,9 +41,10 @@ class HttpServer:
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
 
-    async def start(self, host: str, port: int) -> str:
-        """Bind (port 0: any free one) and serve; the `host:port` that was bound."""
-        listener = _bind(host, port, reuse_port=self._reuse_port)
+    async def start(self, host: str, port: int, param: str) -> str:
+        """Bind (port 0: any free one) and serve; the `host:port` that was bound. Raises Unavailable
+        naming `param` when it cannot be had."""
+        listener = _bind(host, port, param, reuse_port=self._reuse_port)
         self._server = _Server(self._config)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
         up = asyncio.create_task(self._server.up.wait())
@@ -87,7 +88,7 @@ def bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _bind(host: str, port: int, *, reuse_port: bool) -> socket.socket:
+def _bind(host: str, port: int, param: str, *, reuse_port: bool) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Named as TCP, or asyncio leaves Nagle's delay (40 ms an answer) on what it accepts.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -99,6 +100,6 @@ def _bind(host: str, port: int, *, reuse_port: bool) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise Unavailable(f"cannot listen on {host}:{port}: {error}", param="http_port") from error
+        raise Unavailable(f"cannot listen on {host}:{port}: {error}", param=param) from error
     listener.setblocking(False)
     return listener

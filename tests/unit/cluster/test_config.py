@@ -237,6 +237,7 @@ def test_empty_section_is_all_defaults(tmp_path: Path) -> None:
         (["network.grpc_port=8000"], "network.grpc_port", "same as network.http_port"),
         (["router.replicas=2", "network.http_port=0"], "network.http_port", "must be given"),
         (["router.replicas=2", "network.grpc_port=0"], "network.grpc_port", "must be given"),
+        (["router.replicas=2", "network.metrics_port=9100"], "network.metrics_port", "must be 0"),
         (
             ["router.replicas=2", "router.settings.reuse_port=false"],
             "router.settings.reuse_port",

@@ -293,3 +293,21 @@ async def test_neither_keys_nor_prompts_reach_a_log(
     assert "the capture works" in logged
     for secret in (USER, hashed(USER), "baton-wrong-but-private", "nobody may see"):
         assert secret not in logged
+
+
+def test_limits_are_shared_out_over_routers() -> None:
+    admission = Admission(limit=100, retry_after_s=1.0)
+    admission.num_routers = 2
+    caller = Caller(name="k", max_requests=5, requests_per_minute=4)
+
+    def enter_and_leave(sequences: int) -> None:
+        with admission.enter(sequences, caller):
+            pass
+
+    with admission.enter(3, caller), pytest.raises(Overloaded, match="3 of its 3 sequences"):
+        enter_and_leave(1)
+    enter_and_leave(5)  # more than the share, but nothing else runs
+    with pytest.raises(InvalidRequest, match="at most 5"):
+        enter_and_leave(6)
+    with pytest.raises(Overloaded, match="2 requests a minute"):
+        enter_and_leave(1)

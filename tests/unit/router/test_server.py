@@ -6,10 +6,12 @@ import asyncio
 import dataclasses
 from pathlib import Path
 
+import aiohttp
 import grpc
 import pytest
 from grpc import aio
 
+from observability import metrics
 from protocol.errors import NotFound, Unavailable
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
@@ -73,7 +75,36 @@ async def test_two_routers_share_a_port(fleet: StubFleet, model_folder: Path) ->
         first = await routers[0].start(**where, http_port=_free_port(), grpc_port=_free_port())
         ports = [int(address.split(":")[1]) for address in (first.http, first.grpc)]
         second = await routers[1].start(**where, http_port=ports[0], grpc_port=ports[1])
-        assert first == second
+        assert (first.http, first.grpc) == (second.http, second.grpc)
+    finally:
+        for router in routers:
+            await router.stop()
+
+
+async def test_routers_of_one_port_are_scraped_apart(fleet: StubFleet, model_folder: Path) -> None:
+    await fleet.add(Role.DECODE)
+    config = RouterConfig(model_path=str(model_folder))
+    routers = [Router(config, secret=fleet.secret) for _ in range(2)]
+    where = {"http_host": "127.0.0.1", "grpc_host": "127.0.0.1", "http_port": _free_port()}
+    grpc_port = _free_port()
+    try:
+        for router in routers:
+            await router.start(**where, grpc_port=grpc_port)
+        addresses = [router.addresses.metrics for router in routers]
+        assert len(set(addresses)) == 2
+        for router in routers:
+            router.set_routers(addresses)
+        routers[0].metrics.count(metrics.REQUESTS, door="http", endpoint="x")
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"http://{routers[0].addresses.http}/metrics/targets") as found:
+                assert await found.json() == [{"targets": addresses, "labels": {}}]
+            texts = []
+            for address in addresses:
+                async with session.get(f"http://{address}/metrics") as answer:
+                    texts.append(await answer.text())
+                async with session.get(f"http://{address}/v1/models") as answer:
+                    assert answer.status == 404
+        assert ['endpoint="x"' in text for text in texts] == [True, False]
     finally:
         for router in routers:
             await router.stop()

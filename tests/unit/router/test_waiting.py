@@ -78,6 +78,7 @@ class Bench:
             priority=fields.pop("priority", 0),
             arrival=self.now,
             deadline=self.now + fields.pop("left_s", 600.0),
+            cached=fields.pop("cached", 0),
         )
         return self.room.turn(errand)
 
@@ -127,6 +128,43 @@ async def test_what_other_routers_have_sent_counts_too_but_one_may_always_go() -
     bench.workers.report(waiting_tokens=50)
     await soon()
     assert task.done()
+
+
+async def test_what_is_cached_is_no_work_to_wait_for() -> None:
+    bench = Bench()
+    turns = [bench.turn(90), bench.turn(80, cached=70), bench.turn(200, cached=190)]
+    for turn in turns[:2]:
+        await turn.wait()  # 100 tokens to compute, 1 s
+    task = asyncio.create_task(turns[2].wait())
+    await soon()
+    assert (task.done(), bench.waiting) == (True, (0, 0))
+    late = bench.turn(300, cached=200, left_s=1.05)  # 110 are ahead: 1.1 s
+    with pytest.raises(Late, match=r"1\.1 s of work"):
+        await late.wait()
+    waiting = asyncio.create_task(bench.turn(300, cached=250).wait())
+    await soon()
+    assert bench.waiting == (1, 50)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    for turn in turns:
+        turn.end(0)
+    assert bench.room._outstanding == 0
+
+
+async def test_a_keys_waiting_tokens_are_shared_out_over_routers() -> None:
+    bench = Bench()
+    caller = Caller(name="k", max_queued_tokens=100)
+    bench.room.num_routers = 2
+    bench.workers.report(waiting_tokens=500)
+    first = bench.turn(10, caller)
+    await first.wait()
+    one = asyncio.create_task(bench.turn(60, caller).wait())  # more than 50, but the only one
+    await soon()
+    with pytest.raises(Overloaded, match="60 of 50 tokens"):
+        await bench.turn(1, caller).wait()
+    one.cancel()
+    await asyncio.gather(one, return_exceptions=True)
+    first.end(0)
 
 
 async def test_decode_without_room_holds_prompts_back() -> None:
