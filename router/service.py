@@ -172,16 +172,17 @@ class InferenceService:
         check_fields(fields, TOKENIZE_FIELDS)
         self._model.check_name(read.text(fields, "model"), caller)
         special = read.boolean(fields, "add_special_tokens")
+        tools = parse_tools(fields)
         limit = _TOKENIZE_CONTEXTS * self._model.context
         if fields.get("messages") is not None:
             if fields.get("prompt") is not None:
                 raise InvalidRequest("give either prompt or messages", param="messages")
-            messages, tools = parse_messages(fields["messages"]), parse_tools(fields)
+            messages = parse_messages(fields["messages"])
             ids = await self._model.encode_chat(
                 messages, tools, add_special_tokens=special or False, limit=limit
             )
         else:
-            if fields.get("tools"):
+            if tools is not None:
                 raise InvalidRequest("tools need messages", param="tools")
             prompt = read.text(fields, "prompt")
             if prompt is None:
