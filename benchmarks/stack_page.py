@@ -62,9 +62,10 @@ def _goodput(variants: Sequence[Variant], slos: Sequence[Slo]) -> str:
         longest = sorted(max(r.gaps, default=0.0) for r in replay.good)
         second = sorted(r.gaps[0] for r in replay.good if r.gaps)
         cells = [f"{n}/{len(replay.results)} ({n / wall:.2f}/s)" for n in met]
-        gaps = [_ms(values) for values in (longest, second)]
+        gaps = [_ms(values) for values in (longest, second, handed_over(replay.good))]
         rows.append([f"{variant.name}, x{replay.speed:g}", *cells, *gaps])
-    head = ["run", *names, "longest gap of a request, ms", "token 1 to token 2, ms"]
+    longest_gap, to_second = "longest gap of a request, ms", "token 1 to token 2, ms"
+    head = ["run", *names, longest_gap, to_second, "end of prefill to decode owning it, ms"]
     return f"## Goodput and gaps (p50 / p90 / p99)\n\n{_table(head, rows)}"
 
 
@@ -84,6 +85,16 @@ def phases(results: Sequence[Result]) -> dict[Phase, list[float]]:
         for span in (result.timeline or {}).get("spans", ()):
             found.setdefault(Phase(span["phase"]), []).append(_seconds(span))
     return {phase: sorted(found[phase]) for phase in Phase if phase in found}
+
+
+def handed_over(results: Sequence[Result]) -> list[float]:
+    """Seconds from the end of prefill to the step thread of decode taking the sequence, sorted."""
+    found = []
+    for result in results:
+        spans = {span["phase"]: span for span in (result.timeline or {}).get("spans", ())}
+        if Phase.PREFILL in spans and Phase.DECODE_QUEUE in spans:
+            found.append(spans[Phase.DECODE_QUEUE]["start"] - spans[Phase.PREFILL]["end"])
+    return sorted(found)
 
 
 def _timeline(variant: Variant, replay: Replay) -> str:
@@ -146,7 +157,9 @@ def _requests(replay: Replay) -> Iterator[dict[str, Any]]:
             "tpot": result.tpot or 0.0,
             "e2e": result.e2e,
             "max_gap": max(result.gaps, default=0.0),
+            "second": next(iter(result.gaps), 0.0),
         }
+        times |= {phase: sum(spent) for phase, spent in phases([result]).items()}
         yield asked | {name: round(1e3 * value, 2) for name, value in times.items()}
 
 

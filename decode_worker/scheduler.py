@@ -84,8 +84,7 @@ class DecodeScheduler:
                 for key in keys:
                     self._cancel(key, out)
             case RouterGone(router_id=router_id):
-                gone = [k for k, e in self._entries.items() if e.router_id == router_id]
-                for key in gone:
+                for key in [k for k, e in self._entries.items() if e.router_id == router_id]:
                     self._cancel(key, out)
             case Committed(key=key, first_token=token):
                 self._committed(key, token, now)
@@ -155,13 +154,17 @@ class DecodeScheduler:
 
     # --- plan -----------------------------------------------------------------------------------
 
+    def admit(self, now: float, out: Output) -> None:
+        """Give blocks to those who wait, unless an older one in want of them runs."""
+        if self._short is None or self._short.state is not State.RUNNING:
+            out.reserves += self._admission.admit(self._entries.values(), now)
+
     def plan(self, now: float, out: Output) -> StepBatch | None:
         """Expire, admit, and choose the tokens of the next step; None when nothing can run. The
         step counts as launched; its result, or that of the one before, goes to `apply` next."""
         self._expire(now, out)
         self._constrain(out)
-        if self._short is None or self._short.state is not State.RUNNING:
-            out.reserves += self._admission.admit(self._entries.values(), now)
+        self.admit(now, out)
         self._short = None
         self._rows = []
         budget = self._config.max_num_batched_tokens
@@ -320,12 +323,8 @@ class DecodeScheduler:
 
     def _fail(self, entry: Entry, error: ErrorInfo, *, retriable: bool, out: Output) -> None:
         self.num_failed += 1
-        event = FailEvent(
-            key=entry.sequence.key,
-            error=error,
-            retriable=retriable,
-            spans=self._spans(entry.sequence),
-        )
+        key, spans = entry.sequence.key, self._spans(entry.sequence)
+        event = FailEvent(key=key, error=error, retriable=retriable, spans=spans)
         out.of(entry.router_id).failures.append(event)
 
     def _drop(self, entry: Entry, out: Output, *, released: bool, error: ErrorInfo | None) -> None:
@@ -368,9 +367,9 @@ class DecodeScheduler:
             quarantined_blocks=self._blocks.num_quarantined,
         )
 
-    def hold(self, now: float) -> float:
-        """For how long the next plan can wait while a step runs."""
-        return self._flight.hold(now)
+    def lasts(self, now: float) -> float:
+        """For how long the step on its way is sure to run on."""
+        return self._flight.lasts(now)
 
     def next_deadline(self) -> float | None:
         """The earliest deadline among all requests, or when admission has to be looked at again."""

@@ -141,6 +141,9 @@ class PrefillScheduler:
 
     # --- plan -----------------------------------------------------------------------------------
 
+    def admit(self, now: float, out: Output) -> None:
+        """Prompts get blocks when they are planned: those with the least work first."""
+
     def plan(self, now: float, out: Output) -> StepBatch | None:
         """Expire, and fill the token budget with chunks; None when nothing can run. The step counts
         as launched; its result, or that of the one before, goes to `apply` next."""
@@ -348,9 +351,9 @@ class PrefillScheduler:
             quarantined_blocks=self._blocks.num_quarantined,
         )
 
-    def hold(self, now: float) -> float:
-        """For how long the next plan can wait while a step runs."""
-        return self._flight.hold(now)
+    def lasts(self, now: float) -> float:
+        """For how long the step on its way is sure to run on."""
+        return self._flight.lasts(now)
 
     def next_deadline(self) -> float | None:
         """The earliest deadline among all requests."""

@@ -36,8 +36,12 @@ class Scheduler(Protocol[CIn, OutIn]):
         """Take a step's tokens in."""
         ...
 
-    def hold(self, now: float) -> float:
-        """For how long the next plan can wait while a step runs."""
+    def lasts(self, now: float) -> float:
+        """For how long the step on its way is sure to run on."""
+        ...
+
+    def admit(self, now: float, out: OutIn) -> None:
+        """Give what has come in what it can have before the next plan."""
         ...
 
     def fail_all(self, error: ErrorInfo, out: OutIn) -> None:
@@ -111,9 +115,13 @@ class SchedulerDriver(Generic[C, Out]):
         """Take the step's tokens in."""
         self._scheduler.apply(result, now, self._out)
 
-    def hold(self, now: float) -> float:
-        """For how long the next plan can wait while a step runs."""
-        return self._scheduler.hold(now)
+    def lasts(self, now: float) -> float:
+        """For how long the step on its way is sure to run on."""
+        return self._scheduler.lasts(now)
+
+    def admit(self, now: float) -> None:
+        """Give what has come in what it can have before the next plan."""
+        self._scheduler.admit(now, self._out)
 
     def next_deadline(self) -> float | None:
         """When to look again."""

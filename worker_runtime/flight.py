@@ -11,12 +11,15 @@ from engine.batch import StepBatch
 from observability.rate import Rate
 from worker_runtime.sequence import Sequence
 
-#: A step is planned this long before the one in flight can end: time to plan and launch it.
-_PLAN_S = 0.005
-#: Part of a step's shortest time that is let pass at most; the rest absorbs what clocks get wrong.
-_HELD_SHARE = 0.75
+#: Part of the shortest time of a step with prompts that is sure to pass; the rest absorbs what a
+#: rate gets wrong.
+_SURE_SHARE = 0.75
 #: Steps shorter than this say nothing about how fast a device can be: host jitter is in them.
 _TELLING_S = 0.02
+#: Steps of decoding sequences alone that are remembered, and how many of them are taken for shorter
+#: than they were: where the host looks late, one step seems long and the next one short.
+_REMEMBERED = 16
+_OUTLIERS = 4
 
 
 class HasSequence(Protocol):
@@ -51,6 +54,8 @@ class Flight(Generic[E]):
         self._landed_at = -math.inf
         self._rate = Rate()
         self._fastest = math.inf  # seconds a token, of the fastest step so far
+        # Rows and seconds of the last steps of decoding sequences alone.
+        self._decodes: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
 
     def claim(self, sequence: Sequence, names: list[bytes]) -> bool:
         """Take up the blocks of these names in the step being planned. False when another sequence
@@ -95,20 +100,26 @@ class Flight(Generic[E]):
         seconds = now - max(launched_at, self._landed_at)
         tokens = sum(row.num_tokens for row in rows)
         self._rate.add(tokens, seconds)
+        if tokens == len(rows):
+            self._decodes.append((tokens, seconds))
         if seconds >= _TELLING_S:
             self._fastest = min(self._fastest, seconds / tokens)
         self._landed_at = now
         return rows
 
-    def hold(self, now: float) -> float:
-        """For how long the next step need not be planned: until shortly before the one in flight
-        could be over. What arrives meanwhile is in that step instead of the one after it."""
-        if not self._steps or self._fastest is math.inf:
+    def lasts(self, now: float) -> float:
+        """For how long the newest step in flight is sure to run on; not positive when nobody
+        knows."""
+        if not self._steps:
             return 0.0
         rows, launched_at = self._steps[-1]
-        shortest = self._fastest * sum(row.num_tokens for row in rows)
-        began = max(launched_at, self._landed_at)
-        return began + _HELD_SHARE * shortest - _PLAN_S - now
+        tokens = sum(row.num_tokens for row in rows)
+        if tokens == len(rows):
+            times = sorted(s * min(1.0, tokens / n) for n, s in self._decodes)
+            shortest = times[_OUTLIERS] if len(times) > _OUTLIERS else 0.0
+        else:
+            shortest = 0.0 if self._fastest is math.inf else _SURE_SHARE * self._fastest * tokens
+        return max(launched_at, self._landed_at) + shortest - now
 
     def tokens_per_second(self) -> float:
         """Smoothed over busy time; 0 before the first step."""

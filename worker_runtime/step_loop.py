@@ -18,6 +18,14 @@ from worker_runtime.clock import Clock
 from worker_runtime.cores import SharedCores
 from worker_runtime.inbox import Inbox
 
+#: How long before the end of the step on its way the next one is planned: what planning and
+#: launching have taken lately, but for the slowest few, half of that again for the other ranks of
+#: an engine, which begin later, and what waking up may take.
+_LEAD_SHARE = 1.5
+_LEAD_S = 0.0005
+_REMEMBERED = 32
+_OUTLIERS = 2
+
 C = TypeVar("C")
 CIn = TypeVar("CIn", contravariant=True)
 log = get_logger(__name__)
@@ -46,8 +54,12 @@ class Driver(Protocol[CIn]):
         """Hand everything decided since the last call to the event loop."""
         ...
 
-    def hold(self, now: float) -> float:
-        """Seconds for which no step need be planned while another is on its way, if positive."""
+    def lasts(self, now: float) -> float:
+        """Seconds for which the step on its way is sure to run on; not positive when unknown."""
+        ...
+
+    def admit(self, now: float) -> None:
+        """Give what has just come in what it can have before the next step is planned."""
         ...
 
     def next_deadline(self) -> float | None:
@@ -92,6 +104,9 @@ class StepLoop(Generic[C]):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._launched: deque[PendingStep] = deque()
         self._step_started: float | None = None
+        # Seconds that planning and launching each of the last steps took.
+        self._launches: deque[float] = deque(maxlen=_REMEMBERED)
+        self._lead = _LEAD_S
         self.steps = 0
         self.last_step_end = clock()
         self.broken: Exception | None = None
@@ -141,13 +156,18 @@ class StepLoop(Generic[C]):
 
     def _turn(self) -> None:
         """Take what has come, launch a step when it is time, and wait for one once `depth` are on
-        their way or no more can be launched."""
+        their way or no more can be launched.
+
+        It is time shortly before the step on its way can end: what arrives until then is in the
+        next step instead of the one after it.
+        """
         now = self._clock()
         for command in self._inbox.drain():
             self._driver.handle(command, now)
-        if self._launched and (held := self._driver.hold(now)) > 0.0:
+        if self._launched and (left := self._driver.lasts(now) - self._lead) > 0.0:
+            self._driver.admit(now)
             self._driver.publish()
-            self._inbox.wait(held)
+            self._inbox.wait(left)
             return
         batch = self._driver.plan(now)
         self._driver.publish()
@@ -169,6 +189,9 @@ class StepLoop(Generic[C]):
         if self._cores is not None:
             self._cores.take()
         pending = self._executor.launch(batch)
+        self._launches.append(self._clock() - now)
+        usual = sorted(self._launches)[: max(1, len(self._launches) - _OUTLIERS)]
+        self._lead = _LEAD_SHARE * usual[-1] + _LEAD_S
         self._launched.append(pending)
         self._driver.launched(pending.number)
 

@@ -37,6 +37,7 @@ def result(start=0.0, **changes):
             "counts": {"tokens": "9"},
         },
         {"phase": "transfer", "start": 100.01, "end": 100.012},
+        {"phase": "decode_queue", "start": 100.0125, "end": 100.0125},
     ]
     fields = {
         "sent": start,
@@ -94,6 +95,7 @@ def test_the_page():
     ]
     page = details(variants, [Slo(ttft=0.2, tpot=0.3), Slo(ttft=0.05, tpot=1.0)])
     assert "| nccl, x1 | 2/3 (0.80/s) | 0/3 (0.00/s) | 370.0 / 370.0 / 370.0 | 30.0 /" in page
+    assert "| 2.5 / 2.5 / 2.5 |" in page
     assert "| prefill | 10.00 | 10.00 | p | tokens 9 |" in page
     assert "| transfer | 20.00 | 2.00 | router |  |" in page
     assert "**Did not run: no GPU**" in page
@@ -107,13 +109,17 @@ def test_the_page():
         "tpot": 200.0,
         "e2e": 500.0,
         "max_gap": 370.0,
+        "second": 30.0,
+        "prefill": 10.0,
+        "transfer": 2.0,
+        "decode_queue": 0.0,
     }
     assert rows[2]["error"] == "lost"
 
 
 def test_phases_are_pooled_in_the_order_of_a_life():
     found = phases([result(), result()])
-    assert list(found) == [Phase.PREFILL, Phase.TRANSFER]
+    assert list(found) == [Phase.PREFILL, Phase.TRANSFER, Phase.DECODE_QUEUE]
     assert found[Phase.TRANSFER] == pytest.approx([0.002, 0.002])
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from engine.batch import SequenceStep, StepBatch, StepResult
-from engine.executor import FinishedStep
+from engine.executor import FinishedStep, PendingStep
 from engine.local import LocalEngine
 from protocol.ids import RequestKey
 from protocol.messages import Submit
@@ -60,8 +62,11 @@ class CountingDriver:
         if len(self.applied) == self._num_steps or self.failed is not None:
             self.done.set()
 
-    def hold(self, now: float) -> float:
+    def lasts(self, now: float) -> float:
         return 0.0
+
+    def admit(self, now: float) -> None:
+        self.events.append("admit")
 
     def next_deadline(self) -> float | None:
         return None
@@ -157,54 +162,132 @@ def test_stop_takes_in_what_is_on_its_way() -> None:
     assert loop.stalled_for() == 0.0
 
 
-def test_what_arrives_while_the_next_step_is_held_is_in_it() -> None:
-    class HoldingDriver(CountingDriver):
-        def hold(self, now: float) -> float:
-            if self.events == ["plan 4"] and not self.todo:
-                inbox.put(5)
-                return 1e9
-            return 0.0
+def test_what_arrives_while_a_step_lasts_is_admitted_at_once_and_in_the_next_one() -> None:
+    arriving = [5, 6]
 
-    driver, inbox = HoldingDriver(2), Inbox[int]()
+    class LastingDriver(CountingDriver):
+        def lasts(self, now: float) -> float:
+            if not arriving:
+                return 0.0
+            inbox.put(arriving.pop(0))
+            return 1e9
+
+    driver, inbox = LastingDriver(3), Inbox[int]()
     executor = LateSteps(echo, depth=2)
     loop = StepLoop(name="t", driver=driver, executor=executor, inbox=inbox, clock=time.time)
     inbox.put(4)
     loop.start()
     assert driver.done.wait(5)
     assert loop.stop()
-    assert driver.events == ["plan 4", "plan 5", "apply 4", "apply 5"]
+    assert driver.events == [
+        "plan 4",
+        "admit",
+        "admit",
+        "plan 5",
+        "apply 4",
+        "plan 6",
+        "apply 5",
+        "apply 6",
+    ]
 
 
-def test_next_step_is_held_until_shortly_before_the_one_in_flight_can_end() -> None:
+def test_steps_are_planned_earlier_the_longer_launching_has_taken() -> None:
+    """A step of 100 ms whose launches take 20 ms: the next is planned before 70 ms have passed."""
+    now = [0.0]
+    planned: list[float] = []
+
+    class Clocked(CountingDriver):
+        def plan(self, at: float) -> StepBatch | None:
+            planned.append(at)
+            return super().plan(at)
+
+        def lasts(self, at: float) -> float:
+            return planned[-1] + 0.1 - at
+
+    class Slow(LateSteps):
+        def launch(self, batch: StepBatch) -> PendingStep:
+            now[0] += 0.02
+            return super().launch(batch)
+
+    class Passing(Inbox[int]):
+        def wait(self, timeout_s: float | None) -> None:
+            if timeout_s is None:
+                super().wait(None)
+            else:
+                now[0] += timeout_s + 1e-9
+
+    driver, inbox = Clocked(3), Passing()
+    executor = Slow(echo, depth=2)
+    loop = StepLoop(name="t", driver=driver, executor=executor, inbox=inbox, clock=lambda: now[0])
+    for token in (4, 5, 6):
+        inbox.put(token)
+    loop.start()
+    assert driver.done.wait(5)
+    assert loop.stop()
+    gaps = [b - a for a, b in pairwise(planned[:3])]
+    assert gaps == pytest.approx([0.1 - 1.5 * 0.02 - 0.0005] * 2)
+
+
+def launched_rows(flight: Flight[Any], counts: list[int], now: float) -> None:
+    """A step in which each sequence runs so many tokens."""
+
     @dataclass
     class Entry:
         sequence: Sequence
 
-    def launch(num_tokens: int, now: float) -> None:
+    rows = []
+    for count in counts:
         submit = Submit(
             key=RequestKey("a"),
             router_id="r",
-            prompt_ids=(1,) * num_tokens,
+            prompt_ids=(1,) * count,
             sampling=GREEDY,
             deadline=1e12,
         )
-        entry = Entry(Sequence.of(submit, 0.0))
-        assert flight.launch([Row(entry, num_tokens, False, [])], now) is not None
+        rows.append(Row(Entry(Sequence.of(submit, 0.0)), count, False, []))
+    assert flight.launch(rows, now) is not None
 
-    flight: Flight[Entry] = Flight()
-    assert flight.hold(0.0) == 0.0
-    launch(1000, 10.0)
-    assert flight.hold(10.0) == 0.0  # nobody knows yet how fast this device is
+
+def test_a_step_with_prompts_is_sure_to_last_three_quarters_of_what_the_fastest_rate_says() -> None:
+    flight: Flight[Any] = Flight()
+    assert flight.lasts(0.0) == 0.0
+    launched_rows(flight, [1000], 10.0)
+    assert flight.lasts(10.0) == 0.0  # nobody knows yet how fast this device is
     flight.land(10.1)
-    assert flight.hold(10.2) == 0.0
-    launch(2000, 20.0)
-    assert flight.hold(20.0) == pytest.approx(0.75 * 0.2 - 0.005)
-    launch(500, 20.15)
+    assert flight.lasts(10.2) == 0.0
+    launched_rows(flight, [2000], 20.0)
+    assert flight.lasts(20.0) == pytest.approx(0.75 * 0.2)
+    launched_rows(flight, [500], 20.15)
     flight.land(20.3)  # slower than the fastest
-    assert flight.hold(20.3) == pytest.approx(0.75 * 0.05 - 0.005)
+    assert flight.lasts(20.3) == pytest.approx(0.75 * 0.05)
     flight.land(20.301)  # too short to say anything
-    launch(10, 21.0)
-    assert flight.hold(21.0) < 0.0
+    launched_rows(flight, [10], 21.0)
+    assert flight.lasts(21.0) == pytest.approx(0.75 * 10 * 0.0001)
+
+
+def test_a_step_of_decoding_sequences_lasts_as_long_as_the_last_ones_did() -> None:
+    flight: Flight[Any] = Flight()
+    now = 1.0
+    for milliseconds in (5, 5, 9, 1, 5):  # the host looked late once: one seems long, one short
+        launched_rows(flight, [1] * 8, now)
+        assert flight.lasts(now) == 0.0  # too few to tell
+        now += milliseconds / 1000
+        flight.land(now)
+    launched_rows(flight, [1] * 8, now)
+    assert flight.lasts(now + 0.001) == pytest.approx(0.008)
+    flight.land(now + 0.005)
+    for _ in range(9):
+        launched_rows(flight, [1] * 8, now)
+        now += 0.005
+        flight.land(now)
+    launched_rows(flight, [1] * 8, now)
+    assert flight.lasts(now) == pytest.approx(0.005)
+    flight.land(now + 0.005)
+    launched_rows(flight, [1] * 4, 9.0)
+    assert flight.lasts(9.0) == pytest.approx(0.0025)  # fewer rows: it may be that much shorter
+    flight.land(9.005)
+    launched_rows(flight, [1] * 16, 9.005)
+    assert flight.lasts(9.005) == pytest.approx(0.005)
 
 
 @pytest.fixture(scope="module")
