@@ -28,7 +28,7 @@ from benchmarks.load import Target, closed_loop, timed_arrivals
 from benchmarks.measure import Slo, summarise
 from benchmarks.serve import first_model
 from benchmarks.stack_checks import Check, checks_of, until_idle
-from benchmarks.stack_page import Replay, Variant, details, raw
+from benchmarks.stack_page import Act, Replay, Variant, details, raw
 from benchmarks.workload import Ask, Style, fit_trace, read_trace
 from cluster.config import ClusterConfig
 from cluster.config_load import load_config
@@ -51,6 +51,19 @@ class Plan:
 def _plan(text: str) -> Plan:
     name, *overrides = shlex.split(text)
     return Plan(name=name, overrides=tuple(overrides))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Later:
+    """Arguments of `baton` for `at` seconds into a replay."""
+
+    at: float
+    arguments: tuple[str, ...]
+
+
+def _later(text: str) -> Later:
+    at, *arguments = shlex.split(text)
+    return Later(at=float(at), arguments=tuple(arguments))
 
 
 def _slo(text: str) -> Slo:
@@ -84,6 +97,16 @@ def parser() -> argparse.ArgumentParser:
         type=_slo,
         metavar="TTFT/TPOT",
         help="in milliseconds, for goodput (repeatable; default 200/20 and 500/50)",
+    )
+    made.add_argument(
+        "--during",
+        dest="laters",
+        action="append",
+        default=[],
+        type=_later,
+        metavar="'SECONDS ARGUMENT ...'",
+        help="run `baton ARGUMENT ...` so many seconds into each replay (repeatable): "
+        "'8 scale --decode 2'",
     )
     made.add_argument("--theme", default="", help="write a page under benchmarks/results")
     made.add_argument("--hardware", default="")
@@ -143,12 +166,29 @@ async def _replay_all(
         # Prompts follow from the style's seed: none is sent twice, so that no cache can help.
         fresh = replace(target, style=replace(style, seed=1 + number))
         asks = _asks(options, speed)
-        results = await timed_arrivals(fresh, asks)
-        replays.append(Replay(speed=speed, asks=tuple(asks), results=tuple(results)))
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_act(later)) for later in options.laters]
+            results = await timed_arrivals(fresh, asks)
+        acts = tuple(task.result() for task in tasks)
+        replays.append(Replay(speed=speed, asks=tuple(asks), results=tuple(results), acts=acts))
         _say(report.overview(f"x{speed:g}", [summarise(results)]))
     results = [result for replay in replays for result in replay.results]
     after = await until_idle(state.http)
-    return replays, [*checks_of(results, before, after)]
+    checks = [
+        Check(what=f"`baton {act.command}` succeeds", seen=str(act.ok).lower(), ok=act.ok)
+        for replay in replays
+        for act in replay.acts
+    ]
+    return replays, [*checks_of(results, before, after), *checks]
+
+
+async def _act(later: Later) -> Act:
+    await asyncio.sleep(later.at)
+    began = time.perf_counter()
+    done = await asyncio.to_thread(_baton, *later.arguments)
+    took = time.perf_counter() - began
+    command = shlex.join(later.arguments)
+    return Act(command=command, at=later.at, took=took, ok=done.returncode == 0)
 
 
 def _asks(options: argparse.Namespace, speed: float) -> list[Ask]:

@@ -13,12 +13,23 @@ from protocol.timeline import Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Act:
+    """A `baton` command that was run during a replay, `at` seconds into it; seconds it took."""
+
+    command: str
+    at: float
+    took: float
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
     """One pass over the trace; results are in the order of the asks."""
 
     speed: float
     asks: tuple[Ask, ...]
     results: tuple[Result, ...]
+    acts: tuple[Act, ...] = ()
 
     @property
     def good(self) -> list[Result]:
@@ -125,7 +136,12 @@ def _checks(variant: Variant) -> str:
     rows = [[check.what, check.seen, "yes" if check.ok else "**no**"] for check in variant.checks]
     settings = ", ".join(f"`{override}`" for override in variant.overrides) or "as configured"
     failed = f"\n**Did not run: {variant.error}**\n" if variant.error else ""
-    title = f"## {variant.name}: {settings}; up in {variant.up_s:.1f} s\n{failed}\n"
+    acts = "".join(
+        f"\n`baton {act.command}` {act.at:g} s into x{replay.speed:g} took {act.took:.1f} s.\n"
+        for replay in variant.replays
+        for act in replay.acts
+    )
+    title = f"## {variant.name}: {settings}; up in {variant.up_s:.1f} s\n{failed}{acts}\n"
     return title + _table(["what must hold", "seen", "holds"], rows)
 
 
@@ -138,7 +154,11 @@ def raw(variants: Sequence[Variant]) -> dict[str, Any]:
             "error": variant.error,
             "checks": [asdict(check) for check in variant.checks],
             "replays": [
-                {"speed": replay.speed, "requests": list(_requests(replay))}
+                {
+                    "speed": replay.speed,
+                    "acts": [asdict(act) for act in replay.acts],
+                    "requests": list(_requests(replay)),
+                }
                 for replay in variant.replays
             ],
         }

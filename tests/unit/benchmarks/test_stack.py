@@ -1,9 +1,9 @@
 import pytest
 
 from benchmarks.measure import Result, Slo
-from benchmarks.stack import Plan, parser
+from benchmarks.stack import Later, Plan, parser
 from benchmarks.stack_checks import Figures, checks_of
-from benchmarks.stack_page import Replay, Variant, details, phases, raw
+from benchmarks.stack_page import Act, Replay, Variant, details, phases, raw
 from benchmarks.workload import Ask
 from protocol.timeline import Phase
 
@@ -86,7 +86,8 @@ def test_the_page():
     asks = tuple(Ask(at=float(n), prompt_tokens=9, output_tokens=3) for n in range(3))
     results = (result(), result(1.0), Result(sent=2.0, ended=2.5, error="lost"))
     checks = tuple(checks_of(results, figures(), figures(3)))
-    replay = Replay(speed=1.0, asks=asks, results=results)
+    act = Act(command="scale --decode 2", at=8.0, took=20.04, ok=True)
+    replay = Replay(speed=1.0, asks=asks, results=results, acts=(act,))
     variants = [
         Variant(
             name="nccl", overrides=("transfer.backend=nccl",), replays=(replay,), checks=checks
@@ -98,6 +99,7 @@ def test_the_page():
     assert "| 2.5 / 2.5 / 2.5 |" in page
     assert "| prefill | 10.00 | 10.00 | p | tokens 9 |" in page
     assert "| transfer | 20.00 | 2.00 | router |  |" in page
+    assert "`baton scale --decode 2` 8 s into x1 took 20.0 s." in page
     assert "**Did not run: no GPU**" in page
     assert not variants[0].sound
     rows = raw(variants)["nccl"]["replays"][0]["requests"]
@@ -123,9 +125,9 @@ def test_phases_are_pooled_in_the_order_of_a_life():
     assert found[Phase.TRANSFER] == pytest.approx([0.002, 0.002])
 
 
-def test_variants_and_slos_on_the_command_line():
-    options = parser().parse_args(
-        ["c.yaml", "--trace", "t.csv", "--variant", "nccl a.b=1 c=2", "--slo", "200/20"]
-    )
+def test_variants_slos_and_commands_on_the_command_line():
+    arguments = ["c.yaml", "--trace", "t.csv", "--variant", "nccl a.b=1 c=2", "--slo", "200/20"]
+    options = parser().parse_args([*arguments, "--during", "8 scale --decode 2"])
     assert options.plans == [Plan(name="nccl", overrides=("a.b=1", "c=2"))]
     assert options.slos == [Slo(ttft=0.2, tpot=0.02)]
+    assert options.laters == [Later(at=8.0, arguments=("scale", "--decode", "2"))]
