@@ -55,6 +55,10 @@ test-integration: env-dev model ## Processes and the real model, no Ray
 test-cluster: env-dev model ## Through Ray Serve
 	$(PYTEST) tests/cluster $(ARGS)
 
+.PHONY: chaos
+chaos: env-dev ## Ten minutes of load in which a transfer, a process or a rank is killed or frozen every second
+	$(RUN)/python -W ignore -m tests.support.chaos $(ARGS)
+
 .PHONY: test-gpu
 test-gpu: ## Tests that need a CUDA device, with the python that is active (PYTHON=...)
 	$(PYTHON) -m pytest tests -m gpu $(ARGS)

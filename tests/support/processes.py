@@ -7,6 +7,7 @@ from multiprocessing.context import ForkServerContext
 
 _PRELOADED = [
     "pytest",
+    "tests.support.chaos_host",
     "tests.support.pair",
     "tests.support.rank_process",
     "tests.support.transfer_process",

@@ -1,0 +1,495 @@
+"""A cluster of processes under full load, in which something breaks every second.
+
+    python -m tests.support.chaos --seconds 600 --report benchmarks/results/chaos.md
+
+Two processes with a prefill and a tensor-parallel decode worker each hand over to each other, over
+gloo, behind a real router. Every second a transfer is killed, a process is frozen for a while, or
+one is killed and replaced. Every request must end as it does when nothing is disturbed; afterwards
+nothing may be left anywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from protocol.ids import WorkerRef
+from protocol.wire import inference_pb2 as wire
+from protocol.wire import inference_pb2_grpc as services
+from router.config import RouterConfig
+from router.server import Router
+from tests.support.chaos_host import SECRET, follower_process, host_process
+from tests.support.processes import forks
+from tests.support.tiny import save_tiny_llama
+from tests.support.tiny_text import write_model_text
+
+ANSWER_S = 20.0
+START_S = 90.0
+CLIENTS = 24
+NUM_ASKED = 48
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One request of the load."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    temperature: float
+    seed: int
+
+
+def make_load(rng: random.Random, vocab: int) -> list[Asked]:
+    """Prompts of all lengths around blocks and chunks, some of which begin alike."""
+    stem = [rng.randrange(3, vocab) for _ in range(150)]
+    load = []
+    for number in range(NUM_ASKED):
+        length = rng.choice([1, 15, 16, 17, 31, 32, 33, 64, 65, 100, 200, 300])
+        shared = stem[:length] if number % 3 == 0 else []
+        rest = [rng.randrange(3, vocab) for _ in range(length - len(shared))]
+        load.append(
+            Asked(
+                prompt=(*shared, *rest),
+                max_tokens=rng.choice([1, 2, 16, 40, 80]),
+                temperature=rng.choice([0.0, 0.9]),
+                seed=number,
+            )
+        )
+    return load
+
+
+class HostHandle:
+    """The supervisor's end of one host and its follower."""
+
+    def __init__(self, number: int, model: str) -> None:
+        self.number = number
+        self._model = model
+        self._count = 0
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self.refs: tuple[WorkerRef, ...] = ()
+        self.processes: list[BaseProcess] = []
+
+    async def start(self) -> None:
+        """Start both processes; returns when both workers are ready."""
+        self._loop = asyncio.get_running_loop()
+        self._pipe, other = forks().Pipe()
+        host = forks().Process(
+            target=host_process, args=(self.number, self._model, other), daemon=True
+        )
+        host.start()
+        other.close()
+        self.processes = [host]
+        invite = (await self._receive())[1]
+        follower = forks().Process(
+            target=follower_process, args=(self.number, self._model, invite), daemon=True
+        )
+        follower.start()
+        self.processes.append(follower)
+        self.refs = (await self._receive())[1]
+        self._loop.add_reader(self._pipe.fileno(), self._read)
+
+    async def _receive(self) -> Any:
+        if not await asyncio.to_thread(self._pipe.poll, START_S):
+            raise TimeoutError(f"host {self.number} does not start")
+        return self._pipe.recv()
+
+    def _read(self) -> None:
+        try:
+            number, result = self._pipe.recv()
+        except (EOFError, OSError):
+            self._loop.remove_reader(self._pipe.fileno())
+            return
+        future = self._answers.pop(number, None)
+        if future is None or future.done():
+            return
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+    async def do(self, name: str, *args: Any) -> Any:
+        """Run a command in the host."""
+        self._count += 1
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self._answers[self._count] = future
+        self._pipe.send((self._count, name, args))
+        return await asyncio.wait_for(future, ANSWER_S)
+
+    def signal(self, which: int, number: int) -> None:
+        """Send a signal to the host (0) or its follower (1)."""
+        pid = self.processes[which].pid
+        if pid is not None and self.processes[which].is_alive():
+            os.kill(pid, number)
+
+    async def kill(self) -> None:
+        """End both at once, and wait for their end."""
+        self._loop.remove_reader(self._pipe.fileno())
+        self.signal(0, signal.SIGKILL)
+        self.signal(0, signal.SIGCONT)
+        self.signal(1, signal.SIGCONT)
+        await asyncio.to_thread(self.processes[0].join, 10)
+        # The follower has to notice by itself.
+        await asyncio.to_thread(self.processes[1].join, 20)
+        assert self.processes[1].exitcode is not None, "a follower outlived its rank 0"
+        self._pipe.close()
+        for future in self._answers.values():
+            future.cancel()
+
+
+@dataclass
+class Outcome:
+    """What a run came to."""
+
+    seconds: float = 0.0
+    requests: int = 0
+    tokens: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    slowest_s: float = 0.0
+    left: list[str] = field(default_factory=list)
+    usage: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+    counters: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def good(self) -> bool:
+        return not (self.wrong or self.failed or self.left)
+
+
+class Chaos:
+    """A router in this process, two hosts beside it."""
+
+    def __init__(self, model: str, seed: int, *, period_s: float, request_s: float) -> None:
+        self._model = model
+        self._period_s = period_s
+        self._request_s = request_s
+        self._random = random.Random(seed)
+        self.outcome = Outcome()
+        self.hosts = [HostHandle(number, model) for number in range(2)]
+        self._healthy: set[int] = set()
+        self._repairs: set[asyncio.Task[None]] = set()
+        self._expected: dict[Asked, list[int]] = {}
+
+    async def start(self) -> None:
+        self._router = Router(
+            RouterConfig(
+                model_path=self._model,
+                served_model_name="tiny",
+                local_prefill_tokens=0,
+                max_attempts=1000,
+                resume_wait_s=self._request_s,
+                silence_s=2.0,
+                submit_timeout_s=2.0,
+            ),
+            secret=SECRET,
+        )
+        addresses = await self._router.start(
+            http_host="127.0.0.1", http_port=0, grpc_host="127.0.0.1", grpc_port=0
+        )
+        self._channel = grpc.aio.insecure_channel(addresses.grpc)
+        self._stub = services.InferenceStub(self._channel)
+        await asyncio.gather(*(host.start() for host in self.hosts))
+        self._healthy = {0, 1}
+        self._announce()
+        async with asyncio.timeout(START_S):
+            while not self._router.ready:
+                await asyncio.sleep(0.02)
+
+    def _announce(self) -> None:
+        refs = [ref for n in sorted(self._healthy) for ref in self.hosts[n].refs]
+        self._router.set_workers(refs)
+
+    async def ask(self, asked: Asked) -> list[int]:
+        """One request, streamed."""
+        request = wire.GenerateRequest(
+            model="tiny",
+            prompt_token_ids=wire.TokenIds(ids=asked.prompt),
+            max_tokens=asked.max_tokens,
+            temperature=asked.temperature,
+            seed=asked.seed,
+            ignore_eos=True,
+        )
+        ids: list[int] = []
+        async for message in self._stub.Generate(request, timeout=self._request_s):
+            for choice in message.choices:
+                ids.extend(choice.token_ids)
+        return ids
+
+    async def run(self, seconds: float) -> Outcome:
+        """Everything undisturbed once, then disturbed for so long, then nothing may be left."""
+        load = make_load(self._random, 120)
+        outputs = await asyncio.gather(*map(self.ask, load))
+        self._expected = dict(zip(load, outputs, strict=True))
+        assert len({tuple(output) for output in self._expected.values()}) > NUM_ASKED // 2
+        await self._note_usage()
+        start = time.monotonic()
+        end = start + seconds
+        clients = [asyncio.create_task(self._client(end)) for _ in range(CLIENTS)]
+        disturbing = asyncio.create_task(self._disturb(end))
+        noting = asyncio.create_task(self._keep_noting(seconds / 10))
+        await asyncio.gather(*clients, disturbing)
+        noting.cancel()
+        await asyncio.gather(*self._repairs)
+        self.outcome.seconds = time.monotonic() - start
+        await self._check_idle()
+        await self._note_usage()
+        return self.outcome
+
+    async def _client(self, end: float) -> None:
+        while time.monotonic() < end:
+            asked = self._random.choice(list(self._expected))
+            began = time.monotonic()
+            try:
+                ids = await self.ask(asked)
+            except grpc.aio.AioRpcError as error:
+                self.outcome.failed.append(f"{error.code().name}: {error.details()}")
+                continue
+            self.outcome.slowest_s = max(self.outcome.slowest_s, time.monotonic() - began)
+            self.outcome.requests += 1
+            self.outcome.tokens += len(ids)
+            if ids != self._expected[asked]:
+                self.outcome.wrong.append(f"{asked}: {ids}")
+
+    # --- disturbances ---------------------------------------------------------------------------
+
+    async def _disturb(self, end: float) -> None:
+        turn = 0
+        while time.monotonic() < end:
+            await asyncio.sleep(self._period_s)
+            turn += 1
+            number = self._random.choice(sorted(self._healthy)) if self._healthy else 0
+            if len(self._healthy) < 2:
+                await self._kill_a_transfer(number)
+            elif turn % 20 == 0:
+                self._later(self._kill(number))
+            elif turn % 5 == 0:
+                self._later(self._freeze(number))
+            else:
+                await self._kill_a_transfer(number)
+
+    def _later(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._repairs.add(task)
+
+    async def _kill_a_transfer(self, number: int) -> None:
+        if number not in self._healthy:
+            return
+        how = self._random.choice(["cut", "cut", "give_up"])
+        for _ in range(50):  # until one is under way
+            try:
+                if await self.hosts[number].do(how):
+                    self.outcome.faults[f"transfer: {how}"] += 1
+                    return
+            except (TimeoutError, BrokenPipeError, OSError):
+                return
+            await asyncio.sleep(0.01)
+
+    async def _freeze(self, number: int) -> None:
+        """A host or its follower stands still for less or more than anybody waits."""
+        which, pause = self._random.choice([0, 1]), self._random.choice([0.3, 1.0, 4.0])
+        self._healthy.discard(number)
+        self.outcome.faults[f"freeze {['host', 'rank 1'][which]}, {pause} s"] += 1
+        host = self.hosts[number]
+        host.signal(which, signal.SIGSTOP)
+        try:
+            if pause > 2.0:
+                await asyncio.sleep(3.0)
+                await self._tell_left(number)
+                await asyncio.sleep(pause - 3.0)
+            else:
+                await asyncio.sleep(pause)
+        finally:
+            host.signal(which, signal.SIGCONT)
+        try:
+            await host.do("health")
+        except Exception:  # noqa: BLE001 - broken, or it does not answer: it is replaced
+            await self._replace(number)
+            return
+        self._healthy.add(number)
+
+    async def _kill(self, number: int) -> None:
+        which = self._random.choice([0, 1])
+        self._healthy.discard(number)
+        self.outcome.faults[f"kill {['host', 'rank 1'][which]}"] += 1
+        self.hosts[number].signal(which, signal.SIGKILL)
+        await self._replace(number)
+
+    async def _replace(self, number: int) -> None:
+        """What a cluster does about a broken worker."""
+        self._announce()
+        await self._tell_left(number)
+        await self.hosts[number].kill()
+        self.hosts[number] = HostHandle(number, self._model)
+        await self.hosts[number].start()
+        self._healthy.add(number)
+        self._announce()
+        self.outcome.faults["replaced"] += 1
+
+    async def _tell_left(self, number: int) -> None:
+        epochs = frozenset(ref.epoch for ref in self.hosts[number].refs)
+        for other in self._healthy - {number}:
+            await self.hosts[other].do("peers_left", epochs)
+
+    # --- what must hold -------------------------------------------------------------------------
+
+    async def _keep_noting(self, period_s: float) -> None:
+        while True:
+            await asyncio.sleep(period_s)
+            await self._note_usage()
+
+    async def _note_usage(self) -> None:
+        for number in sorted(self._healthy):
+            try:
+                usage = await self.hosts[number].do("usage")
+            except (TimeoutError, BrokenPipeError, OSError):
+                continue
+            pid = self.hosts[number].processes[0].pid
+            self.outcome.usage.setdefault(f"host {number} pid {pid}", []).append(asdict(usage))
+
+    async def _check_idle(self) -> None:
+        left = self.outcome.left
+        end = time.monotonic() + 30.0
+        while time.monotonic() < end:
+            statuses = [s for host in self.hosts for s in await host.do("loads")]
+            held = [_held(status) for status in statuses]
+            if not any(held) and self._router.num_requests == 0:
+                break
+            await asyncio.sleep(0.1)
+        left += [text for text in held if text]
+        if self._router.num_requests:
+            left.append(f"router: {self._router.num_requests} requests")
+        for status in statuses:
+            for name, value in status.counters.items():
+                self.outcome.counters[f"{status.ref.role} {name}"] += value
+
+    async def stop(self) -> None:
+        """End everything; whatever outlives it is left behind."""
+        await self._channel.close()
+        await self._router.stop()
+        for host in self.hosts:
+            await host.kill()
+
+
+def _held(status: Any) -> str:
+    load = status.load
+    counts = (load.running, load.waiting, load.held_blocks, load.quarantined_blocks)
+    names = ("running", "waiting", "held", "quarantined")
+    found = [f"{count} {name}" for name, count in zip(names, counts, strict=True) if count]
+    return f"{status.ref.worker_id}: {', '.join(found)}" if found else ""
+
+
+async def run_chaos(
+    model: str,
+    seconds: float,
+    *,
+    seed: int = 0,
+    period_s: float = 1.0,
+    request_s: float = 90.0,
+) -> Outcome:
+    """One whole run: something breaks every `period_s`, and every request ends in `request_s`."""
+    chaos = Chaos(model, seed, period_s=period_s, request_s=request_s)
+    try:
+        await chaos.start()
+        return await chaos.run(seconds)
+    finally:
+        await chaos.stop()
+
+
+def chaos_model(folder: Path) -> str:
+    """A tiny model with the text half that a router needs."""
+    save_tiny_llama(folder, vocab_size=512)
+    config = (folder / "config.json").read_text()
+    write_model_text(folder)
+    (folder / "config.json").write_text(config)
+    return str(folder)
+
+
+def page(outcome: Outcome, command: str) -> str:
+    """The record of a run."""
+    rows = "".join(f"| {name} | {count} |\n" for name, count in sorted(outcome.faults.items()))
+    usage = "".join(
+        f"| {name} | {' '.join(str(int(u['resident_mib'])) for u in noted)} "
+        f"| {' '.join(str(u['threads']) for u in noted)} "
+        f"| {' '.join(str(u['sockets']) for u in noted)} |\n"
+        for name, noted in outcome.usage.items()
+    )
+    return f"""# Chaos on one machine without a GPU
+
+Two processes, each with a prefill worker and a tensor-parallel decode worker (two ranks), hand over
+to each other over gloo, blocks of 32 tokens on the one side and 16 on the other, behind a real
+router with {CLIENTS} clients. Something breaks every second.
+
+| what | value |
+| --- | --- |
+| seconds | {outcome.seconds:.0f} |
+| requests completed | {outcome.requests} ({outcome.tokens} tokens) |
+| outputs that differ from the undisturbed run | {len(outcome.wrong)} |
+| requests that failed | {len(outcome.failed)} |
+| slowest request | {outcome.slowest_s:.1f} s |
+| left at the end (requests, blocks held or quarantined) | {outcome.left or "nothing"} |
+
+| disturbance | times |
+| --- | --- |
+{rows}
+| process | resident MiB | threads | sockets |
+| --- | --- | --- | --- |
+{usage}
+- machine: {platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python
+  {platform.python_version()}
+- commit: {_commit()}
+- command: `{command}`
+"""
+
+
+def _commit() -> str:
+    run = subprocess.run(
+        ["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return run.stdout.strip() or "unknown"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, print, and record if asked to; 1 when anything was wrong."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--request-seconds", type=float, default=90.0)
+    parser.add_argument("--report", type=Path)
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        run = run_chaos(
+            chaos_model(Path(folder)),
+            args.seconds,
+            seed=args.seed,
+            request_s=args.request_seconds,
+        )
+        outcome = asyncio.run(run)
+    command = f"python -m tests.support.chaos --seconds {args.seconds:g} --seed {args.seed}"
+    print(page(outcome, command))
+    for text in (*outcome.wrong[:5], *outcome.failed[:20]):
+        print(text)
+    if args.report is not None:
+        args.report.write_text(page(outcome, command))
+        args.report.with_suffix(".json").write_text(json.dumps(asdict(outcome), indent=1) + "\n")
+    return 0 if outcome.good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""A process with two workers in it: it prefills for others while its tensor-parallel decode worker
+takes KV from others. Told what to do over a pipe, also to break its own links."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import threading
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decode_worker.worker import DecodeWorker
+from engine.config import EngineConfig
+from engine.errors import RankLost
+from engine.rank_messages import RankInvite
+from engine.ranks import RankGroup
+from kv_transfer.config import TransferConfig
+from kv_transfer.orders import CloseOrder, Order
+from prefill_worker.worker import PrefillWorker
+from protocol.errors import HandoffFailed
+from protocol.ids import WorkerRef
+from worker_runtime.config import WorkerConfig
+from worker_runtime.host import WorkerHost, WorkerSettings
+from worker_runtime.ranks import follow_rank
+
+SECRET = b"a secret of the tests"
+CONFIG = WorkerConfig(max_num_seqs=16, max_num_batched_tokens=64)
+TRANSFER = TransferConfig(
+    op_timeout_s=2.0,
+    connect_timeout_s=2.0,
+    rpc_timeout_s=1.0,
+    repair_s=1.0,
+    max_piece_bytes=1 << 14,
+)
+BLOCK_SIZES = 32, 16  # of prefill and of decode
+DECODE_RANKS = 2
+_EVERY_LINK = 1 << 62
+_STATUS = Path("/proc/self/status")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What a process holds."""
+
+    threads: int
+    sockets: int
+    resident_mib: float
+
+
+def settings(name: str, model: str, num_blocks: int, tp_size: int) -> WorkerSettings:
+    size = BLOCK_SIZES[tp_size > 1]
+    return WorkerSettings(
+        worker_id=name,
+        engine=EngineConfig(
+            model_path=model,
+            dtype="float32",
+            block_size=size,
+            num_blocks=num_blocks // size,
+            tp_size=tp_size,
+            num_threads=1,
+        ),
+        worker=CONFIG,
+        transfer=TRANSFER,
+        secret=SECRET,
+    )
+
+
+def decode_settings(number: int, model: str) -> WorkerSettings:
+    """Room for a few sequences only: some are preempted."""
+    return settings(f"decode-{number}", model, 1024, DECODE_RANKS)
+
+
+class Host:
+    """The two workers."""
+
+    def __init__(self, number: int, model: str, group: RankGroup) -> None:
+        self._random = random.Random(os.getpid())
+        self.prefill = PrefillWorker(settings(f"prefill-{number}", model, 2048, 1))
+        self.decode = DecodeWorker(decode_settings(number, model), group=group)
+        self._sides: list[tuple[WorkerHost[Any, Any], Any]] = []
+
+    async def start(self) -> tuple[WorkerRef, WorkerRef]:
+        refs = await self.prefill.start(), await self.decode.start()
+        self._sides = [
+            (self.prefill._host, self.prefill._sender),
+            (self.decode._host, self.decode._receiver),
+        ]
+        return refs
+
+    async def cut(self) -> bool:
+        """Close all links between one of the workers and a peer, with what moves on them."""
+        side, end = self._random.choice(self._sides)
+        peers = {handoff.lease.peer.epoch for handoff in end._live.values()}
+        if not peers:
+            return False
+        peer, me = self._random.choice(sorted(peers)), side.ref.epoch
+        epochs = (me, peer) if side is self.prefill._host else (peer, me)
+        close = CloseOrder(sender_epoch=epochs[0], receiver_epoch=epochs[1], link=_EVERY_LINK)
+        rank = self._random.randrange(side.ranks.executor.layout.tp_size)
+        await side.ranks.execute(rank, Order(close=close).encode())
+        return True
+
+    async def give_up(self) -> bool:
+        """One of the workers ends a hand-off that is under way, as failed."""
+        _, end = self._random.choice(self._sides)
+        if not end._live:
+            return False
+        key = self._random.choice(sorted(end._live, key=str))
+        await end.end(key, False, HandoffFailed("given up on purpose").info())
+        return True
+
+    async def peers_left(self, epochs: frozenset[int]) -> None:
+        self.prefill.peers_left(epochs)
+        self.decode.peers_left(epochs)
+
+    async def health(self) -> None:
+        """Raises when an engine is broken."""
+        self.prefill.check_health()
+        self.decode.check_health()
+
+    async def loads(self) -> list[Any]:
+        return [worker.status() for worker in (self.prefill, self.decode)]
+
+    async def usage(self) -> Usage:
+        return _usage()
+
+
+def _usage() -> Usage:
+    resident = _STATUS.read_text().partition("VmRSS:")[2].split()[0]
+    return Usage(
+        threads=threading.active_count(),
+        sockets=sum("socket:" in _target(fd) for fd in os.listdir("/proc/self/fd")),
+        resident_mib=int(resident) / 1024,
+    )
+
+
+def _target(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
+
+
+def host_process(number: int, model: str, pipe: Connection) -> None:
+    """The whole life of the process: say how to join, then that it is ready, then obey."""
+    torch.set_num_threads(1)
+    logging.getLogger("baton").setLevel(logging.CRITICAL)
+    group = RankGroup(DECODE_RANKS)
+    pipe.send(("invite", group.invite))
+    asyncio.run(_serve(Host(number, model, group), pipe))
+
+
+async def _serve(host: Host, pipe: Connection) -> None:
+    loop = asyncio.get_running_loop()
+    pipe.send(("ready", await host.start()))
+    over = asyncio.Event()
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def obey(number: int, name: str, args: tuple[Any, ...]) -> None:
+        try:
+            result = await getattr(host, name)(*args)
+        except Exception as error:  # noqa: BLE001 - it is the supervisor's to judge
+            result = error
+        pipe.send((number, result))
+
+    def begin(command: tuple[int, str, tuple[Any, ...]]) -> None:
+        task = loop.create_task(obey(*command))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    def read() -> None:
+        try:
+            while True:
+                loop.call_soon_threadsafe(begin, pipe.recv())
+        except (EOFError, OSError):
+            loop.call_soon_threadsafe(over.set)
+
+    threading.Thread(target=read, daemon=True).start()
+    await over.wait()
+    os._exit(0)
+
+
+def follower_process(number: int, model: str, invite: RankInvite) -> None:
+    """Rank 1 of a decode worker."""
+    logging.getLogger("baton").setLevel(logging.CRITICAL)
+    own = decode_settings(number, model)
+    with contextlib.suppress(RankLost):  # that is how it ends
+        follow_rank(invite, 1, own.engine, own.transfer)
