@@ -15,8 +15,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 SETUP = @$(or $(PYTHON),$(error Python 3.11 or newer is needed: set PYTHON=...)) scripts/setup_env.py $(VENV)
 PYTEST := $(RUN)/python -m pytest
-# Unit tests are spread over the cores, a file at a time; the others start processes of their own.
-SPREAD := -n auto --dist loadfile
+# Tests are spread over the cores, a file at a time; those of a cluster need all of them.
+SPREAD := -n auto --dist loadfile --no-loadscope-reorder
 
 ##@ Run
 
@@ -40,8 +40,8 @@ model: env ## Fetch and convert $(MODEL), once
 
 .PHONY: test
 test: env-dev model ## Everything: unit, architecture, integration and cluster tests (about a quarter of an hour)
-	$(PYTEST) tests/architecture tests/unit $(SPREAD) $(ARGS)
-	$(PYTEST) tests/integration tests/cluster tests/gpu $(ARGS)
+	$(PYTEST) tests/architecture tests/unit tests/integration $(SPREAD) $(ARGS)
+	$(PYTEST) tests/cluster tests/gpu $(ARGS)
 
 .PHONY: test-unit
 test-unit: env-dev ## Unit and architecture tests: no Ray, no model, under a minute
@@ -49,7 +49,7 @@ test-unit: env-dev ## Unit and architecture tests: no Ray, no model, under a min
 
 .PHONY: test-integration
 test-integration: env-dev model ## Processes and the real model, no Ray
-	$(PYTEST) tests/integration $(ARGS)
+	$(PYTEST) tests/integration $(SPREAD) $(ARGS)
 
 .PHONY: test-cluster
 test-cluster: env-dev model ## Through Ray Serve

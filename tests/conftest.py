@@ -36,10 +36,12 @@ INTERPRETED = ("tests/unit/engine/kernels", "tests/unit/engine/cuda")
 
 
 def pytest_collection_modifyitems(items):
-    if has_cuda():
-        return
-    for item in items:
-        if any(folder in item.path.as_posix() for folder in INTERPRETED):
-            item.add_marker(pytest.mark.slow)  # without a GPU, triton interprets kernels
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    if not has_cuda():
+        for item in items:
+            if any(folder in item.path.as_posix() for folder in INTERPRETED):
+                item.add_marker(pytest.mark.slow)  # without a GPU, triton interprets kernels
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    # Where files are spread over the cores, those that take long must not be the last to begin.
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
