@@ -17,12 +17,20 @@ from cluster.models import find_model
 from protocol.errors import NotFound
 from protocol.wire import inference_pb2 as wire
 from protocol.wire import inference_pb2_grpc as services
+from tests.support.smollm2 import TeacherForced
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "smollm2-135m"
 FREE_PORTS = ["network.http_port=0", "network.grpc_port=0"]
 #: One thread a worker: two that spin for each other stand still wherever the machine is shared.
 THREADS = ["prefill.engine.num_threads=1", "decode.engine.num_threads=1"]
+CHUNK = 128
+#: Prompts of several chunks, and none that is short enough to be left to the decode worker.
+CHUNKED = [
+    f"prefill.worker.max_num_batched_tokens={CHUNK}",
+    f"decode.worker.max_num_batched_tokens={CHUNK}",
+    "router.settings.local_prefill_tokens=0",
+]
 COMMAND_S = 240
 
 
@@ -31,6 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if Path(__file__).parent in Path(item.path).parents:
             item.add_marker(pytest.mark.ray)
             item.add_marker(pytest.mark.slow)
+    # Last, so that no other cluster is up beside the one that they share.
+    items.sort(key=lambda item: "live" in getattr(item, "fixturenames", ()))
 
 
 @dataclass(frozen=True)
@@ -110,11 +120,25 @@ def baton(tmp_path: Path, model_path: Path) -> Iterator[Baton]:
 
 
 @pytest.fixture(scope="module")
+def shared_baton(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Iterator[Baton]:
+    """The same for all tests of a module."""
+    command = Baton(home=tmp_path_factory.mktemp("shared") / "home", model=model_path)
+    yield command
+    command.run("down", "--now", check=False)
+
+
+@pytest.fixture(scope="session")
 def live(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Iterator[Baton]:
-    """One prefill and one decode worker, up for all tests of a module."""
+    """One prefill and one decode worker in bfloat16, up for all tests that ask for them. Every
+    prompt is handed over, in chunks of CHUNK tokens."""
     command = Baton(home=tmp_path_factory.mktemp("live") / "home", model=model_path)
     try:
-        command.up("local-cpu.yaml")
+        command.up("local-cpu.yaml", *CHUNKED)
         yield command
     finally:
         command.run("down", "--now", check=False)
+
+
+@pytest.fixture(scope="session")
+def oracle(model_path: Path) -> TeacherForced:
+    return TeacherForced(model_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +11,8 @@ from dataclasses import dataclass, field
 
 from cluster.client import InferenceClient, Options, Outcome
 from protocol.errors import BatonError
-from tests.cluster.conftest import Baton
+from tests.cluster.conftest import MODEL, Baton
+from tests.support.doors import Doors
 
 LONG = "The history of the city begins with its rivers, and " * 12
 TOKENS = 24
@@ -24,6 +26,31 @@ def answer(client: InferenceClient, prompt: str, *, tokens: int = TOKENS) -> Out
     for _ in client.complete(prompt, options, outcome):
         pass
     return outcome
+
+
+def ask(baton: Baton, prompt: str, *, tokens: int = 8) -> Outcome:
+    """One answer, by a client of its own."""
+    client = InferenceClient(str(baton.state()["grpc"]))
+    outcome = answer(client, prompt, tokens=tokens)
+    client.close()
+    return outcome
+
+
+async def ask_all(baton: Baton, asked: list[list[int]], tokens: int) -> list[list[int]]:
+    """The greedy ids after every prompt, alternating between the doors, sixteen at a time."""
+    state = baton.state()
+    doors = Doors(str(state["http"]), str(state["grpc"]), MODEL)
+    limit = asyncio.Semaphore(16)
+
+    async def ask(number: int) -> list[int]:
+        async with limit:
+            door = doors.over_grpc if number % 2 else doors.over_http
+            return await door(asked[number], tokens, temperature=0.0)
+
+    try:
+        return await asyncio.gather(*(ask(i) for i in range(len(asked))))
+    finally:
+        await doors.close()
 
 
 def wait_until(condition: Callable[[], bool], *, seconds: float) -> None:

@@ -7,19 +7,17 @@ or less than TOLERANCE of that engine's logits below it (the logits' standard de
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
 import torch
 
 from engine.batch import StepBatch
-from tests.cluster.conftest import Baton
-from tests.cluster.test_exact import ask_all
+from tests.cluster.conftest import CHUNK, Baton
+from tests.cluster.load import ask_all
 from tests.support.engine import chunk, logits_of, whole_runner
 from tests.support.prompts import prompts
 
-CHUNK = 128
 TOKENS = 32
 TOLERANCE = 0.5
 
@@ -40,16 +38,9 @@ def margins(runner: object, prompt: list[int], output: list[int]) -> list[float]
 
 
 @pytest.mark.timeout(600)
-async def test_ids_differ_from_one_engine_only_at_near_ties(baton: Baton, model_path: Path) -> None:
+async def test_ids_differ_from_one_engine_only_at_near_ties(live: Baton, model_path: Path) -> None:
     asked = prompts(16, chunk=CHUNK, longest=3 * CHUNK + 7)
-    await asyncio.to_thread(
-        baton.up,
-        "local-cpu.yaml",
-        f"prefill.worker.max_num_batched_tokens={CHUNK}",
-        "router.settings.local_prefill_tokens=0",
-    )
-    outputs = await ask_all(baton, asked, TOKENS)
-    await asyncio.to_thread(baton.run, "down")
+    outputs = await ask_all(live, asked, TOKENS)
     runner = whole_runner(str(model_path), dtype="bfloat16", block_size=16)
     with torch.inference_mode():
         found = [margins(runner, p, o) for p, o in zip(asked, outputs, strict=True)]

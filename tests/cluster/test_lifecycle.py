@@ -2,49 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
-import time
 from pathlib import Path
 
-from cluster.client import InferenceClient, Options, Outcome
-from tests.cluster.conftest import ROOT, Baton, session_processes
-from tests.cluster.load import LONG, answer, load, wait_until
+import pytest
 
-
-def ask(baton: Baton, prompt: str) -> Outcome:
-    client = InferenceClient(str(baton.state()["grpc"]))
-    outcome = Outcome()
-    for _ in client.complete(prompt, Options(max_tokens=8, temperature=0.0, timeout=60.0), outcome):
-        pass
-    client.close()
-    return outcome
-
-
-def test_tensor_parallel_decode_and_a_lost_rank(baton: Baton) -> None:
-    """Prefill of one rank, decode of three, in float32. A killed rank gets its replica replaced,
-    and `down` leaves no process."""
-    baton.up("local-cpu-tp.yaml")
-    session = int(baton.state()["pid"])
-    prompt = "The capital of France is the city of Paris, and the capital of Spain is"
-    before = ask(baton, prompt)
-    assert before.completion_tokens == 8
-    followers = [row for row in session_processes(session) if "FollowerRank" in row]
-    assert len(followers) == 2
-    (old,) = baton.pool("decode")
-    os.kill(int(followers[0].split()[1]), signal.SIGKILL)
-    deadline = time.monotonic() + 90
-    while not baton.pool("decode") - {old}:
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
-    assert ask(baton, prompt).token_ids == before.token_ids
-    followers = [row for row in session_processes(session) if "FollowerRank" in row]
-    assert len(followers) == 2
-    baton.run("down")
-    assert session_processes(session) == []
-    assert not (baton.home / "run" / "cluster.json").exists()
+from tests.cluster.conftest import ROOT, Baton
+from tests.cluster.load import LONG, TOKENS, ask, load, wait_until
 
 
 def test_taken_port_is_named_and_nothing_stays(baton: Baton) -> None:
@@ -73,37 +39,51 @@ def test_interrupted_start_leaves_nothing(baton: Baton) -> None:
     assert_nothing_stays(baton)
 
 
-def test_foreground_with_no_prefill_at_first(baton: Baton) -> None:
-    arguments = baton.up_arguments("local-cpu.yaml", "prefill.replicas=0")
-    process = start(baton, *arguments, "--foreground")
-    read_until(process, "Ctrl-C stops the cluster")
-    # No prefill worker: decode computes the prompt itself. Then the pool is scaled from nothing.
-    assert ask(baton, LONG).completion_tokens == 8
-    baton.run("scale", "--prefill", "1")
-    assert len(baton.pool("prefill")) == 1
-    assert ask(baton, LONG).completion_tokens == 8
-    baton.run("scale", "--prefill", "0")
-    assert baton.pool("prefill") == set()
-    assert ask(baton, LONG).completion_tokens == 8
-    process.send_signal(signal.SIGINT)
-    assert process.wait(90) == 0
-    assert_nothing_stays(baton)
-
-
-def test_routers_share_ports_and_leave_unnoticed(baton: Baton) -> None:
-    """Two routers on the same two ports; one leaves while eight clients stream."""
+@pytest.fixture(scope="module")
+def foreground(shared_baton: Baton) -> subprocess.Popen[str]:
+    """Two routers on the same two ports, one decode worker and no prefill worker, up for as long
+    as the command that started them."""
     ports = [f"network.{name}={free_port()}" for name in ("http_port", "grpc_port")]
-    baton.up("local-cpu.yaml", "prefill.replicas=0", "router.replicas=2", *ports)
-    client = InferenceClient(str(baton.state()["grpc"]))
-    expected = answer(client, LONG).token_ids
-    client.close()
-    with load(baton, expected, clients=8) as running:
+    sizes = ["prefill.replicas=0", "router.replicas=2"]
+    arguments = shared_baton.up_arguments("local-cpu.yaml", *sizes, *ports)
+    process = start(shared_baton, *arguments, "--foreground")
+    read_until(process, "Ctrl-C stops the cluster")
+    return process
+
+
+def test_routers_share_ports_and_leave_unnoticed(
+    shared_baton: Baton, foreground: subprocess.Popen[str]
+) -> None:
+    """One of two routers leaves while eight clients stream."""
+    expected = ask(shared_baton, LONG, tokens=TOKENS).token_ids
+    with load(shared_baton, expected, clients=8) as running:
         wait_until(lambda: running.finished >= 8, seconds=60)
-        baton.run("scale", "--router", "1")
+        shared_baton.run("scale", "--router", "1")
         before = running.finished
         wait_until(lambda: running.finished >= before + 8, seconds=60)
     assert running.errors == []
     assert running.wrong == []
+
+
+def test_no_prefill_at_first_then_one_then_none(
+    shared_baton: Baton, foreground: subprocess.Popen[str]
+) -> None:
+    """Without prefill workers the decode worker computes the prompt itself."""
+    assert ask(shared_baton, LONG).completion_tokens == 8
+    shared_baton.run("scale", "--prefill", "1")
+    assert len(shared_baton.pool("prefill")) == 1
+    assert ask(shared_baton, LONG).completion_tokens == 8
+    shared_baton.run("scale", "--prefill", "0")
+    assert shared_baton.pool("prefill") == set()
+    assert ask(shared_baton, LONG).completion_tokens == 8
+
+
+def test_ctrl_c_ends_a_cluster_in_the_foreground(
+    shared_baton: Baton, foreground: subprocess.Popen[str]
+) -> None:
+    foreground.send_signal(signal.SIGINT)
+    assert foreground.wait(90) == 0
+    assert_nothing_stays(shared_baton)
 
 
 def free_port() -> int:

@@ -151,7 +151,6 @@ def test_killed_worker_loses_no_request(live: Baton, client: InferenceClient, po
 
 
 def replica_pid(live: Baton, pool: str) -> int:
-
     title = f"ray::ServeReplica:{pool}:{pool}"
     rows = [row.split() for row in session_processes(int(live.state()["pid"])) if title in row]
     assert len(rows) == 1
@@ -161,7 +160,6 @@ def replica_pid(live: Baton, pool: str) -> int:
 @pytest.mark.chaos
 def test_killed_directory_is_not_missed(live: Baton, client: InferenceClient) -> None:
     """Ray starts it again, it fills up with the next reports, and requests go on meanwhile."""
-
     expected = answer(client, LONG).token_ids
     before = live.workers()
     rows = [row for row in session_processes(int(live.state()["pid"])) if "ray::Directory" in row]

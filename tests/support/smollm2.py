@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -28,11 +29,24 @@ class TeacherForced:
     def __init__(self, path: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
+    def differences(
+        self, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
+    ) -> dict[tuple[int, int], str]:
+        """Where an output is not the greedy one, by number and length of the prompt; on two
+        cores."""
+        with ThreadPoolExecutor(2) as threads:
+            found = list(threads.map(self.first_difference, prompts, outputs))
+        return {
+            (number, len(prompt)): difference
+            for number, (prompt, difference) in enumerate(zip(prompts, found, strict=True))
+            if difference is not None
+        }
+
     def first_difference(self, prompt: Sequence[int], output: Sequence[int]) -> str | None:
         """None when `output` is greedy; otherwise where it is not, and by what margin."""
         with torch.inference_mode():
             ids = torch.tensor([[*prompt, *output[:-1]]])
-            logits = self._model(ids).logits[0, len(prompt) - 1 :]
+            logits = self._model(ids, logits_to_keep=len(output)).logits[0]
         for index, token in enumerate(output):
             best = int(logits[index].argmax())
             if best != token:
