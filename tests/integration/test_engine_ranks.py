@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from engine.batch import StepBatch
 from engine.config import EngineConfig
@@ -67,11 +66,6 @@ def start(settings: EngineConfig, **group_settings: Any) -> Iterator[Running]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Two KV heads, so that four ranks replicate them; a vocabulary that nothing divides."""
     return save_tiny_llama(tmp_path_factory.mktemp("ranks"), vocab_size=131, attention_bias=True)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -6,39 +6,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from engine.batch import StepBatch
 from engine.config import EngineConfig
 from engine.local import LocalEngine
 from protocol.sampling import SamplingParams
 from tests.support.engine import chunk, logits_of, prompt, whole_runner
-from tests.support.smollm2 import ABSENT, TeacherForced, model_folder
+from tests.support.smollm2 import TeacherForced
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(model_folder() is None, reason=ABSENT),
-]
+pytestmark = pytest.mark.slow
 CHUNK = 256
 LENGTHS = [1, 15, 16, 17, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7, 1500]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def folder() -> Path:
-    found = model_folder()
-    assert found is not None
-    return found
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-def settings(folder: Path, **changes: object) -> EngineConfig:
+def settings(smollm2: Path, **changes: object) -> EngineConfig:
     base: dict[str, object] = {
-        "model_path": str(folder),
+        "model_path": str(smollm2),
         "dtype": "float32",
         "num_threads": 1,
         "num_blocks": 300,
@@ -47,36 +31,32 @@ def settings(folder: Path, **changes: object) -> EngineConfig:
     return EngineConfig(**(base | changes))  # type: ignore[arg-type]
 
 
-def test_greedy_ids_are_those_of_transformers_at_every_length(folder: Path) -> None:
-    oracle = TeacherForced(folder)
-    engine = LocalEngine(settings(folder))
+def test_greedy_ids_are_those_of_transformers_at_every_length(smollm2: Path) -> None:
+    oracle = TeacherForced(smollm2)
+    engine = LocalEngine(settings(smollm2))
     prompts = [prompt(length, vocab=49152) for length in LENGTHS]
     outputs = engine.generate([(ids, GREEDY) for ids in prompts])
-    differences = {
-        len(ids): oracle.first_difference(ids, output)
-        for ids, output in zip(prompts, outputs, strict=True)
-    }
     assert all(len(output) == 24 for output in outputs)
-    assert set(differences.values()) == {None}, differences
+    assert oracle.differences(prompts, outputs) == {}
 
 
-def test_seeded_ids_are_equal_alone_in_a_batch_and_after_preemption(folder: Path) -> None:
+def test_seeded_ids_are_equal_alone_in_a_batch_and_after_preemption(smollm2: Path) -> None:
     sampled = replace(GREEDY, temperature=0.9, top_p=0.95, top_k=200, min_p=0.01)
     requests = [(prompt(10 + 9 * i, vocab=49152), replace(sampled, seed=i)) for i in range(8)]
-    together = LocalEngine(settings(folder)).generate(requests)
-    alone = LocalEngine(settings(folder))
+    together = LocalEngine(settings(smollm2)).generate(requests)
+    alone = LocalEngine(settings(smollm2))
     assert [alone.generate([request])[0] for request in requests[:4]] == together[:4]
-    tight = LocalEngine(settings(folder, num_blocks=20))
+    tight = LocalEngine(settings(smollm2, num_blocks=20))
     assert tight.generate(requests) == together
     assert tight.preemptions > 0
 
 
-def test_bfloat16_logits_stay_near_float32(folder: Path) -> None:
+def test_bfloat16_logits_stay_near_float32(smollm2: Path) -> None:
     ids = prompt(300, vocab=49152)
     step = StepBatch(sequences=(chunk(ids, 0, range(19)),))
     changes = {"block_size": 16, "num_blocks": 20}
-    exact = logits_of(whole_runner(str(folder), **changes), step)
-    rounded = logits_of(whole_runner(str(folder), dtype="bfloat16", **changes), step)
+    exact = logits_of(whole_runner(str(smollm2), **changes), step)
+    rounded = logits_of(whole_runner(str(smollm2), dtype="bfloat16", **changes), step)
     assert exact is not None
     assert rounded is not None
     spread = exact.std()
@@ -84,11 +64,11 @@ def test_bfloat16_logits_stay_near_float32(folder: Path) -> None:
     assert ((rounded.float() - exact).pow(2).mean().sqrt() / spread) < 0.06
 
 
-def test_bfloat16_ids_differ_only_at_near_ties(folder: Path) -> None:
-    engine = LocalEngine(settings(folder, dtype="bfloat16"))
+def test_bfloat16_ids_differ_only_at_near_ties(smollm2: Path) -> None:
+    engine = LocalEngine(settings(smollm2, dtype="bfloat16"))
     ids = prompt(100, vocab=49152)
     output = engine.generate([(ids, GREEDY)])[0]
-    runner = whole_runner(str(folder), block_size=16, num_blocks=20)
+    runner = whole_runner(str(smollm2), block_size=16, num_blocks=20)
     for index, token in enumerate(output):
         step = StepBatch(sequences=(chunk([*ids, *output[:index]], 0, range(8)),))
         logits = logits_of(runner, step)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
 import pytest
-import torch
 from tokenizers import Tokenizer
 
 from engine.config import EngineConfig
@@ -23,7 +22,6 @@ from protocol.grammar import Grammar, GrammarKind
 from protocol.sampling import SamplingParams
 from protocol.states import FinishReason
 from tests.support.pair import Pair, running_pair
-from tests.support.smollm2 import ABSENT, model_folder
 from tests.support.tiny import save_tiny_llama
 from worker_runtime import counters
 from worker_runtime.config import WorkerConfig
@@ -49,33 +47,17 @@ SAMPLED = SamplingParams(temperature=1.0, max_tokens=200, eos_token_ids=ENDS)
 
 
 @pytest.fixture(scope="module")
-def folder() -> Path:
-    found = model_folder()
-    if found is None:
-        pytest.skip(ABSENT)
-    return found
+def tokenizer(smollm2: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
 
 
 @pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(folder / "tokenizer.json"))
-
-
-@pytest.fixture(scope="module")
-def tiny(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+def tiny(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny random model behind the real tokenizer: close to random logits."""
     path = tmp_path_factory.mktemp("tiny")
     save_tiny_llama(path, vocab_size=VOCAB)
-    (path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (path / "tokenizer.json").write_bytes((smollm2 / "tokenizer.json").read_bytes())
     return str(path)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -201,7 +183,7 @@ async def test_ids_do_not_depend_on_the_degrees_of_tensor_parallelism(
 
 @pytest.mark.slow
 async def test_the_real_model_always_answers_in_the_form_asked_for(
-    folder: Path, tokenizer: Tokenizer
+    smollm2: Path, tokenizer: Tokenizer
 ) -> None:
     """Twenty prompts, greedy and at temperature 1, under each kind of grammar."""
     questions = [
@@ -212,7 +194,7 @@ async def test_the_real_model_always_answers_in_the_form_asked_for(
         chat = f"<|im_start|>user\n{questions[i % 5]}<|im_end|>\n<|im_start|>assistant\n"
         params = replace(SAMPLED, seed=i, temperature=float(i % 2))
         asked.append((tokenizer.encode(chat).ids, params, [JSON, JSON, REGEX, CHOICE][i // 5]))
-    async with running_pair(str(folder), prefill_config=CONFIG, decode_config=CONFIG) as pair:
+    async with running_pair(str(smollm2), prefill_config=CONFIG, decode_config=CONFIG) as pair:
         answers = await asyncio.gather(
             *(pair.generate(p, s, grammar=g, local=i % 5 == 4) for i, (p, s, g) in enumerate(asked))
         )

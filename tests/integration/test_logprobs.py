@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,13 +14,10 @@ from transformers import AutoModelForCausalLM
 from protocol.logprobs import TokenLogprobs
 from protocol.sampling import SamplingParams
 from protocol.states import FinishReason
-from tests.support.pair import Answer, Pair, running_pair
-from tests.support.smollm2 import ABSENT, model_folder
-from tests.support.tiny import save_tiny_llama
+from tests.support.pair import SMALL_STEPS, Answer, Pair, running_pair
+from tests.support.prompts import random_ids
 from worker_runtime import counters
-from worker_runtime.config import WorkerConfig
 
-CONFIG = WorkerConfig(max_num_seqs=8, max_num_batched_tokens=32)
 #: Of a log-probability, between transformers and the workers, both in float32.
 TOLERANCE = 1e-3
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3)
@@ -34,23 +31,8 @@ PENALISED = replace(
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
 def hf(model: str) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-
-
-@pytest.fixture
-async def pair(model: str) -> AsyncIterator[Pair]:
-    async with running_pair(model, prefill_config=CONFIG, decode_config=CONFIG) as pair:
-        yield pair
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return [random.Random(seed * 1000 + length).randrange(128) for _ in range(length)]
 
 
 def check(hf: torch.nn.Module, prompt: list[int], answer: Answer, num_top: int) -> None:
@@ -78,7 +60,7 @@ async def test_output_and_prompt_equal_transformers(
     pair: Pair, hf: torch.nn.Module, local: bool
 ) -> None:
     for length in (1, 2, 16, 31, 32, 33, 103):
-        prompt = prompt_of(length)
+        prompt = random_ids(length)
         params = replace(PENALISED, prompt_logprobs=3)
         answer = await pair.generate(prompt, params, local=local)
         assert sorted(answer.scores) == list(range(1, length))
@@ -91,7 +73,7 @@ async def test_output_and_prompt_equal_transformers(
 async def test_scoring_ends_with_the_prompt(pair: Pair, hf: torch.nn.Module, local: bool) -> None:
     steps = pair.decodes[0].status().steps
     for length in (1, 40):
-        prompt = prompt_of(length)
+        prompt = random_ids(length)
         params = SamplingParams(max_tokens=0, prompt_logprobs=2)
         answer = await pair.generate(prompt, params, local=local)
         assert (answer.tokens, answer.finish) == ({}, FinishReason.LENGTH)
@@ -105,10 +87,12 @@ async def test_scoring_ends_with_the_prompt(pair: Pair, hf: torch.nn.Module, loc
 
 async def test_a_prompt_that_fills_the_pool_can_be_scored(model: str) -> None:
     sizes = {"prefill_blocks": 4, "decode_blocks": 4}
-    async with running_pair(model, prefill_config=CONFIG, decode_config=CONFIG, **sizes) as pair:
+    async with running_pair(
+        model, prefill_config=SMALL_STEPS, decode_config=SMALL_STEPS, **sizes
+    ) as pair:
         params = SamplingParams(max_tokens=0, prompt_logprobs=0)
         for local in (False, True):
-            answer = await pair.generate(prompt_of(64), params, local=local)
+            answer = await pair.generate(random_ids(64), params, local=local)
             assert len(answer.scores) == 63
         await pair.idle()
 
@@ -117,9 +101,9 @@ async def test_alone_in_a_batch_preempted_and_resumed_are_the_same(
     model: str, hf: torch.nn.Module
 ) -> None:
     params = replace(PENALISED, max_tokens=60, prompt_logprobs=3)
-    prompts = [prompt_of(20, seed=i) for i in range(5)]
+    prompts = [random_ids(20, seed=i) for i in range(5)]
     async with running_pair(
-        model, decode_blocks=12, prefill_config=CONFIG, decode_config=CONFIG
+        model, decode_blocks=12, prefill_config=SMALL_STEPS, decode_config=SMALL_STEPS
     ) as pair:
         alone = await pair.generate(prompts[0], params)
         before = pair.decodes[0].status().counters[counters.PREEMPTIONS]
@@ -149,14 +133,12 @@ async def test_alone_in_a_batch_preempted_and_resumed_are_the_same(
         await pair.idle()
 
 
-@pytest.mark.skipif(model_folder() is None, reason=ABSENT)
-async def test_the_real_model() -> None:
-    folder = str(model_folder())
-    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+async def test_the_real_model(smollm2: Path) -> None:
+    hf = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     rng = random.Random(4)
     prompt = [rng.randrange(49152) for _ in range(70)]
     params = replace(PENALISED, max_tokens=8, prompt_logprobs=3)
-    async with running_pair(folder) as pair:
+    async with running_pair(str(smollm2)) as pair:
         answer = await pair.generate(prompt, params)
         check(hf, prompt, answer, 3)
         assert len(answer.scores) == 69

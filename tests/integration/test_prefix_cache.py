@@ -4,57 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd
+from pathlib import Path
 
 import pytest
-import torch
 
 from engine.config import EngineConfig
 from engine.local import LocalEngine
 from protocol.sampling import SamplingParams
 from protocol.timeline import Phase
 from tests.support.doors import Doors
-from tests.support.pair import Answer, Pair, running_pair
-from tests.support.smollm2 import ABSENT, TeacherForced, model_folder
+from tests.support.pair import SMALL_STEPS, Answer, Pair, running_pair
+from tests.support.prompts import random_ids
+from tests.support.smollm2 import TeacherForced
 from tests.support.stack import running_stack
-from tests.support.tiny import Oracle, save_tiny_llama
+from tests.support.tiny import Oracle
 from worker_runtime import counters
 from worker_runtime.config import WorkerConfig
 
 BLOCK = 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=42, max_tokens=24, ignore_eos=True)
-CONFIG = WorkerConfig(max_num_seqs=8, max_num_batched_tokens=32)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def oracle(model: str) -> Oracle:
-    return Oracle(model)
-
-
-@pytest.fixture
-async def pair(model: str) -> AsyncIterator[Pair]:
-    async with running_pair(model, prefill_config=CONFIG, decode_config=CONFIG) as pair:
-        yield pair
-
-
-def tokens(count: int, seed: int = 0) -> list[int]:
-    return [random.Random(seed * 1000 + count).randrange(128) for _ in range(count)]
 
 
 def sent_bytes(answer: Answer) -> int:
@@ -85,10 +57,10 @@ async def test_a_conversation_has_the_ids_it_has_without_a_cache(
     prompts, found_here, found_there = [], [], []
     in_prefill = in_decode = 0  # tokens in full blocks there
     async with running_pair(
-        model, prefill_config=CONFIG, decode_config=CONFIG, block_sizes=sizes
+        model, prefill_config=SMALL_STEPS, decode_config=SMALL_STEPS, block_sizes=sizes
     ) as pair:
         for turn in range(3):
-            prompt = [*prompt, *tokens(45, seed=turn)]
+            prompt = [*prompt, *random_ids(45, seed=turn)]
             prompts.append(len(prompt))
             found_here.append(min(in_prefill, (len(prompt) - 1) // source * source))
             found_there.append(in_decode)
@@ -107,8 +79,8 @@ async def test_a_conversation_has_the_ids_it_has_without_a_cache(
 
 
 async def test_decode_prefills_only_what_it_lacks(pair: Pair, oracle: Oracle) -> None:
-    first = await pair.generate(tokens(40), GREEDY)
-    turn = [*tokens(40), *first.ids(), *tokens(9)]
+    first = await pair.generate(random_ids(40), GREEDY)
+    turn = [*random_ids(40), *first.ids(), *random_ids(9)]
     second = await pair.generate(turn, GREEDY, local=True)
     assert second.ids() == oracle.greedy(turn, 24)
     assert second.cached == 48  # of 40 + 23 tokens that ran
@@ -121,7 +93,7 @@ async def test_decode_prefills_only_what_it_lacks(pair: Pair, oracle: Oracle) ->
 async def test_the_same_prompt_many_times_at_once_is_computed_and_sent_once(
     pair: Pair, oracle: Oracle
 ) -> None:
-    prompt = tokens(100)
+    prompt = random_ids(100)
     kinds = [GREEDY, *(replace(SEEDED, seed=i) for i in range(5))]
     answers = await asyncio.gather(*(pair.generate(prompt, params) for params in kinds))
     assert answers[0].ids() == oracle.greedy(prompt, 24)
@@ -136,12 +108,14 @@ async def test_eviction_under_pressure_changes_no_id(model: str, oracle: Oracle)
         model,
         prefill_blocks=16,
         decode_blocks=20,
-        prefill_config=CONFIG,
-        decode_config=CONFIG,
+        prefill_config=SMALL_STEPS,
+        decode_config=SMALL_STEPS,
     ) as pair:
-        stems = [tokens(40, seed=i) for i in range(4)]
+        stems = [random_ids(40, seed=i) for i in range(4)]
         rng = random.Random(3)
-        prompts = [[*rng.choice(stems), *tokens(rng.randrange(1, 30), seed=i)] for i in range(24)]
+        prompts = [
+            [*rng.choice(stems), *random_ids(rng.randrange(1, 30), seed=i)] for i in range(24)
+        ]
         answers = await asyncio.gather(
             *(pair.generate(p, GREEDY, local=i % 3 == 0) for i, p in enumerate(prompts))
         )
@@ -161,10 +135,10 @@ async def test_cancelled_in_any_phase_requests_leave_a_sound_cache(
 ) -> None:
     rng = random.Random(7)
     long = replace(GREEDY, max_tokens=200)
-    stem = tokens(60)
+    stem = random_ids(60)
 
     def prompt(i: int) -> list[int]:
-        return [*stem[: rng.choice([20, 48, 60])], *tokens(rng.choice([1, 30]), seed=i % 3)]
+        return [*stem[: rng.choice([20, 48, 60])], *random_ids(rng.choice([1, 30]), seed=i % 3)]
 
     for i in range(30):
         prefill = None if rng.random() < 0.3 else pair.prefill_refs[0]
@@ -181,11 +155,11 @@ async def test_cancelled_in_any_phase_requests_leave_a_sound_cache(
 
 
 async def test_pools_without_a_cache(model: str, oracle: Oracle) -> None:
-    off = replace(CONFIG, enable_prefix_caching=False)
-    async with running_pair(model, prefill_config=off, decode_config=CONFIG) as pair:
+    off = replace(SMALL_STEPS, enable_prefix_caching=False)
+    async with running_pair(model, prefill_config=off, decode_config=SMALL_STEPS) as pair:
         for _ in range(2):
-            answer = await settled(pair, await pair.generate(tokens(50), GREEDY))
-            assert answer.ids() == oracle.greedy(tokens(50), 24)
+            answer = await settled(pair, await pair.generate(random_ids(50), GREEDY))
+            assert answer.ids() == oracle.greedy(random_ids(50), 24)
             assert answer.cached == 0
         assert sent_bytes(answer) > 0
         assert pair.prefills[0].status().load.cached_blocks == 0
@@ -193,15 +167,12 @@ async def test_pools_without_a_cache(model: str, oracle: Oracle) -> None:
 
 
 @pytest.mark.slow
-async def test_second_turn_of_a_chat_with_the_real_model() -> None:
+async def test_second_turn_of_a_chat_with_the_real_model(smollm2: Path) -> None:
     """Over both doors, with n = 2: ids of transformers, usage to the token, one transfer."""
-    folder = model_folder()
-    if folder is None:
-        pytest.skip(ABSENT)
     config = WorkerConfig(max_num_seqs=8, max_num_batched_tokens=64)
     rng = random.Random(1)
     prompt = [rng.randrange(1000, 20_000) for _ in range(150)]
-    async with running_stack(str(folder), prefill_config=config, decode_config=config) as stack:
+    async with running_stack(str(smollm2), prefill_config=config, decode_config=config) as stack:
         doors = Doors(stack.http, stack.grpc, "tiny")
         first = await doors.over_http(prompt, 20, temperature=0.0)
         turn = [*prompt, *first, *prompt[:30]]
@@ -218,7 +189,7 @@ async def test_second_turn_of_a_chat_with_the_real_model() -> None:
         moved = stack.pair.decodes[0].status().counters
     assert usages == [144, 0]
     assert all(output == outputs[0] for output in outputs)
-    assert TeacherForced(folder).first_difference(turn, outputs[0]) is None
+    assert TeacherForced(smollm2).first_difference(turn, outputs[0]) is None
     # 10 blocks; 13 less the 10 that decode has of 150 + 19 tokens, and 1 for the other choice;
     # 13 and 1 without a cache; 1 for the request over gRPC: each is 30 layers of k and v.
     assert moved["handoff_bytes_total"] == (10 + 3 + 1 + 13 + 1 + 1) * BLOCK * 30 * 2 * 3 * 64 * 4

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
 from tests.support.doors import Doors
 from tests.support.prompts import prompts
-from tests.support.smollm2 import ABSENT, TeacherForced, model_folder
+from tests.support.smollm2 import TeacherForced
 from tests.support.stack import Stack, running_stack
 from tests.support.tiny import Oracle, save_tiny_llama
 from worker_runtime.config import WorkerConfig
@@ -21,14 +22,11 @@ CONFIG = WorkerConfig(max_num_seqs=16, max_num_batched_tokens=CHUNK)
 
 
 @pytest.mark.slow
-async def test_real_model_over_both_doors_equals_transformers() -> None:
+async def test_real_model_over_both_doors_equals_transformers(smollm2: Path) -> None:
     """With blocks of another size on either side of the hand-off."""
-    folder = model_folder()
-    if folder is None:
-        pytest.skip(ABSENT)
     asked = prompts(8, chunk=CHUNK, longest=3 * CHUNK + 7)
     async with running_stack(
-        str(folder), prefill_config=CONFIG, decode_config=CONFIG, block_sizes=(32, 16)
+        str(smollm2), prefill_config=CONFIG, decode_config=CONFIG, block_sizes=(32, 16)
     ) as stack:
         doors = Doors(stack.http, stack.grpc, "tiny")
         outputs = await asyncio.gather(
@@ -40,22 +38,17 @@ async def test_real_model_over_both_doors_equals_transformers() -> None:
         await doors.close()
         await stack.pair.idle()
         assert stack.pair.prefills[0].status().counters[FINISHED] == len(asked)
-    oracle = TeacherForced(folder)
-    for prompt, output in zip(asked, outputs, strict=True):
-        assert len(output) == 16
-        assert oracle.first_difference(prompt, output) is None, len(prompt)
+    assert [len(output) for output in outputs] == [16] * len(asked)
+    assert TeacherForced(smollm2).differences(asked, outputs) == {}
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+def tiny(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> str:
     """A tiny model behind the real tokenizer."""
-    folder = model_folder()
-    if folder is None:
-        pytest.skip(ABSENT)
     path = tmp_path_factory.mktemp("tiny")
     save_tiny_llama(path, vocab_size=49_152)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (path / name).write_bytes((folder / name).read_bytes())
+        (path / name).write_bytes((smollm2 / name).read_bytes())
     return str(path)
 
 

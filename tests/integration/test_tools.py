@@ -15,7 +15,6 @@ from openai import AsyncOpenAI
 
 from protocol.wire import inference_pb2 as wire
 from protocol.wire import inference_pb2_grpc as services
-from tests.support.smollm2 import ABSENT, model_folder
 from tests.support.stack import Stack, running_stack
 from worker_runtime.config import WorkerConfig
 from worker_runtime.counters import FINISHED
@@ -40,12 +39,9 @@ ASK = [{"role": "user", "content": "What is the weather in Oslo?"}]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack() -> AsyncIterator[Stack]:
-    folder = model_folder()
-    if folder is None:
-        pytest.skip(ABSENT)
+async def stack(smollm2: Path) -> AsyncIterator[Stack]:
     async with running_stack(
-        str(folder),
+        str(smollm2),
         router={"chat_template": str(TEMPLATE)},
         prefill_config=CONFIG,
         decode_config=CONFIG,

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from engine.config import EngineConfig
 from engine.local import LocalEngine
@@ -17,42 +15,13 @@ from protocol.errors import ErrorCode, InvalidRequest, Unavailable
 from protocol.sampling import SamplingParams
 from protocol.states import FinishReason
 from protocol.timeline import Phase
-from tests.support.pair import Pair, running_pair
-from tests.support.tiny import Oracle, save_tiny_llama
+from tests.support.pair import SMALL_STEPS, Pair, running_pair
+from tests.support.prompts import random_ids
+from tests.support.tiny import Oracle
 from worker_runtime import counters
-from worker_runtime.config import WorkerConfig
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-CHUNK = 32
-CONFIG = WorkerConfig(max_num_seqs=8, max_num_batched_tokens=CHUNK)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def oracle(model: str) -> Oracle:
-    return Oracle(model)
-
-
-@pytest.fixture
-async def pair(model: str) -> AsyncIterator[Pair]:
-    async with running_pair(model, prefill_config=CONFIG, decode_config=CONFIG) as pair:
-        yield pair
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return [random.Random(seed * 1000 + length).randrange(128) for _ in range(length)]
+CHUNK = SMALL_STEPS.max_num_batched_tokens
 
 
 @pytest.mark.parametrize("local", [False, True], ids=["handed over", "prefilled on decode"])
@@ -61,7 +30,7 @@ async def test_greedy_ids_equal_transformers_at_every_kind_of_length(
 ) -> None:
     lengths = [1, 2, 15, 16, 17, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7]
     for length in lengths:
-        prompt = prompt_of(length)
+        prompt = random_ids(length)
         answer = await pair.generate(prompt, GREEDY, local=local)
         assert answer.ids() == oracle.greedy(prompt, 12), length
         assert answer.finish is FinishReason.LENGTH
@@ -70,7 +39,7 @@ async def test_greedy_ids_equal_transformers_at_every_kind_of_length(
 
 
 async def test_requests_at_once_do_not_mix(pair: Pair, oracle: Oracle) -> None:
-    prompts = [prompt_of(5 + 9 * i, seed=i) for i in range(12)]
+    prompts = [random_ids(5 + 9 * i, seed=i) for i in range(12)]
     answers = await asyncio.gather(
         *(pair.generate(p, GREEDY, local=i % 4 == 3) for i, p in enumerate(prompts))
     )
@@ -83,12 +52,12 @@ async def test_sampled_ids_do_not_depend_on_the_path(pair: Pair, model: str) -> 
     params = SamplingParams(
         temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=42, max_tokens=16, ignore_eos=True
     )
-    prompt = prompt_of(40)
+    prompt = random_ids(40)
     local = LocalEngine(EngineConfig(model_path=model, dtype="float32", num_blocks=64))
     expected = local.generate([(prompt, params)])[0]
     alone = await pair.generate(prompt, params)
     on_decode = await pair.generate(prompt, params, local=True)
-    others = [pair.generate(prompt_of(20 + i, seed=i), GREEDY) for i in range(7)]
+    others = [pair.generate(random_ids(20 + i, seed=i), GREEDY) for i in range(7)]
     crowd = await asyncio.gather(pair.generate(prompt, params), *others)
     assert alone.ids() == on_decode.ids() == crowd[0].ids() == expected
     different = SamplingParams(
@@ -99,11 +68,11 @@ async def test_sampled_ids_do_not_depend_on_the_path(pair: Pair, model: str) -> 
 
 async def test_preemption_changes_nothing(model: str, oracle: Oracle) -> None:
     async with running_pair(
-        model, decode_blocks=12, prefill_config=CONFIG, decode_config=CONFIG
+        model, decode_blocks=12, prefill_config=SMALL_STEPS, decode_config=SMALL_STEPS
     ) as pair:
         params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
         seeded = SamplingParams(temperature=1.0, seed=5, max_tokens=60, ignore_eos=True)
-        prompts = [prompt_of(20, seed=i) for i in range(5)]
+        prompts = [random_ids(20, seed=i) for i in range(5)]
         answers = await asyncio.gather(
             *(pair.generate(p, seeded if i == 0 else params) for i, p in enumerate(prompts))
         )
@@ -126,13 +95,13 @@ async def test_penalties_survive_the_hand_over_preemption_and_resumption(model: 
         presence_penalty=0.4,
         logit_bias=((7, -100.0), (9, 3.0)),
     )
-    prompts = [prompt_of(20, seed=i) for i in range(5)]
+    prompts = [random_ids(20, seed=i) for i in range(5)]
     local = LocalEngine(EngineConfig(model_path=model, dtype="float32", num_blocks=64))
     expected = local.generate([(prompt, params) for prompt in prompts])
     without = replace(params, repetition_penalty=1.0, frequency_penalty=0.0, presence_penalty=0.0)
     assert local.generate([(prompts[0], without)])[0] != expected[0]
     async with running_pair(
-        model, decode_blocks=12, prefill_config=CONFIG, decode_config=CONFIG
+        model, decode_blocks=12, prefill_config=SMALL_STEPS, decode_config=SMALL_STEPS
     ) as pair:
         answers = await asyncio.gather(
             *(pair.generate(p, params, local=i == 4) for i, p in enumerate(prompts))
@@ -150,7 +119,7 @@ async def test_penalties_survive_the_hand_over_preemption_and_resumption(model: 
 async def test_request_that_ends_at_token_one_never_reaches_decode(
     pair: Pair, oracle: Oracle
 ) -> None:
-    prompt = prompt_of(20)
+    prompt = random_ids(20)
     first = oracle.greedy(prompt, 1)[0]
     steps = pair.decodes[0].status().steps
     one = SamplingParams(temperature=0.0, max_tokens=1)
@@ -164,7 +133,7 @@ async def test_request_that_ends_at_token_one_never_reaches_decode(
 
 
 async def test_resumed_request_continues_without_repeating(pair: Pair, oracle: Oracle) -> None:
-    prompt = prompt_of(20)
+    prompt = random_ids(20)
     whole = oracle.greedy(prompt, 12)
     key = await pair.router.submit(
         prompt, GREEDY, pair.decode_refs[0], pair.prefill_refs[0], output=whole[:5], attempt=1
@@ -175,7 +144,7 @@ async def test_resumed_request_continues_without_repeating(pair: Pair, oracle: O
 
 
 async def test_timeline_covers_both_workers(pair: Pair) -> None:
-    answer = await pair.generate(prompt_of(70), GREEDY)
+    answer = await pair.generate(random_ids(70), GREEDY)
     await pair.idle()
     spans = {(span.place, span.phase): span for span in answer.spans}
     assert spans["prefill-0", Phase.PREFILL].counts == {
@@ -194,7 +163,7 @@ async def test_cancel_in_any_phase_returns_every_block(pair: Pair) -> None:
     rng = random.Random(7)
     long = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
     for i in range(30):
-        prompt = prompt_of(rng.choice([3, 40, 120]), seed=i)
+        prompt = random_ids(rng.choice([3, 40, 120]), seed=i)
         local = rng.random() < 0.3
         prefill = None if local else pair.prefill_refs[0]
         key = await pair.router.submit(prompt, long, pair.decode_refs[0], prefill)
@@ -207,14 +176,14 @@ async def test_router_that_leaves_frees_its_requests(pair: Pair) -> None:
     long = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
     for i in range(4):
         await pair.router.submit(
-            prompt_of(40, seed=i), long, pair.decode_refs[0], pair.prefill_refs[0]
+            random_ids(40, seed=i), long, pair.decode_refs[0], pair.prefill_refs[0]
         )
     await pair.router.close()
     await pair.idle()
 
 
 async def test_bad_requests_are_refused_by_name_and_harm_nobody(pair: Pair, oracle: Oracle) -> None:
-    running = asyncio.create_task(pair.generate(prompt_of(30), GREEDY))
+    running = asyncio.create_task(pair.generate(random_ids(30), GREEDY))
     for prompt, params, name in (
         ([], GREEDY, "prompt"),
         ([128], GREEDY, "prompt"),
@@ -225,7 +194,7 @@ async def test_bad_requests_are_refused_by_name_and_harm_nobody(pair: Pair, orac
         with pytest.raises(InvalidRequest) as caught:
             await pair.router.submit(prompt, params, pair.decode_refs[0], None)
         assert caught.value.param == name
-    assert (await running).ids() == oracle.greedy(prompt_of(30), 12)
+    assert (await running).ids() == oracle.greedy(random_ids(30), 12)
 
 
 async def test_ticket_of_a_stranger_is_refused(pair: Pair) -> None:
@@ -240,7 +209,7 @@ async def test_ticket_of_a_stranger_is_refused(pair: Pair) -> None:
 async def test_deadline_is_a_typed_end(pair: Pair) -> None:
     long = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
     key = await pair.router.submit(
-        prompt_of(40), long, pair.decode_refs[0], pair.prefill_refs[0], timeout_s=0.15
+        random_ids(40), long, pair.decode_refs[0], pair.prefill_refs[0], timeout_s=0.15
     )
     answer = await pair.router.answer(key)
     assert answer.failures[0].error.code is ErrorCode.DEADLINE_EXCEEDED
@@ -251,7 +220,7 @@ async def test_deadline_is_a_typed_end(pair: Pair) -> None:
 async def test_draining_worker_finishes_what_it_has_and_refuses_more(
     pair: Pair, oracle: Oracle
 ) -> None:
-    prompt = prompt_of(30)
+    prompt = random_ids(30)
     running = asyncio.create_task(pair.generate(prompt, GREEDY))
     await asyncio.sleep(0.02)
     drained = [await pair.prefills[0].drain(10), await pair.decodes[0].drain(10)]
@@ -262,10 +231,10 @@ async def test_draining_worker_finishes_what_it_has_and_refuses_more(
 
 
 async def test_loss_of_prefill_fails_its_requests_as_retriable(model: str) -> None:
-    async with running_pair(model, prefill_config=CONFIG, decode_config=CONFIG) as pair:
+    async with running_pair(model, prefill_config=SMALL_STEPS, decode_config=SMALL_STEPS) as pair:
         long = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
         key = await pair.router.submit(
-            prompt_of(400), long, pair.decode_refs[0], pair.prefill_refs[0]
+            random_ids(400), long, pair.decode_refs[0], pair.prefill_refs[0]
         )
         await asyncio.sleep(0.02)
         await pair.prefills[0].stop()
@@ -287,7 +256,7 @@ async def test_peers_that_left_the_cluster_lose_their_handoffs_at_once(
 ) -> None:
     """The other side may live on: it does no harm, and later hand-offs go through."""
     long = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
-    key = await pair.router.submit(prompt_of(400), long, pair.decode_refs[0], pair.prefill_refs[0])
+    key = await pair.router.submit(random_ids(400), long, pair.decode_refs[0], pair.prefill_refs[0])
     await asyncio.sleep(0.02)
     if told == "prefill":
         pair.prefills[0].peers_left(frozenset({pair.decode_refs[0].epoch}))
@@ -298,7 +267,7 @@ async def test_peers_that_left_the_cluster_lose_their_handoffs_at_once(
     assert answer.failures[0].error.code is ErrorCode.HANDOFF_FAILED
     await pair.router.cancel(key, *pair.decode_refs, *pair.prefill_refs)
     await pair.idle()
-    prompt = prompt_of(30)
+    prompt = random_ids(30)
     assert (await pair.generate(prompt, GREEDY)).ids() == oracle.greedy(prompt, 12)
 
 

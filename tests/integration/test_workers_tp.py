@@ -7,13 +7,11 @@ import asyncio
 import pytest
 
 from protocol.sampling import SamplingParams
-from tests.support.pair import running_pair
+from tests.support.pair import SMALL_STEPS, running_pair
 from tests.support.tiny import Oracle, save_tiny_llama
-from worker_runtime.config import WorkerConfig
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, seed=11, max_tokens=8, ignore_eos=True)
-CONFIG = WorkerConfig(max_num_seqs=8, max_num_batched_tokens=32)
 
 MODELS = {
     "two KV heads, biases, odd vocabulary": {"vocab_size": 131, "attention_bias": True},
@@ -38,11 +36,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return save_tiny_llama(tmp_path_factory.mktemp("tiny"), **MODELS[request.param])
 
 
-@pytest.fixture(scope="module")
-def oracle(model: str) -> Oracle:
-    return Oracle(model)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("prefill_tp", "decode_tp"), [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 4), (4, 2), (4, 4)]
@@ -55,8 +48,8 @@ async def test_every_pair_of_degrees_gives_the_ids_of_transformers(
         model,
         prefill_tp=prefill_tp,
         decode_tp=decode_tp,
-        prefill_config=CONFIG,
-        decode_config=CONFIG,
+        prefill_config=SMALL_STEPS,
+        decode_config=SMALL_STEPS,
     ) as pair:
         answers = await asyncio.gather(*(pair.generate(p, GREEDY) for p in prompts))
         for prompt, answer in zip(prompts, answers, strict=True):

@@ -39,6 +39,8 @@ from worker_runtime.host import WorkerSettings
 from worker_runtime.ranks import follow_rank
 
 SECRET = b"test secret"
+#: Steps so small that a prompt takes several.
+SMALL_STEPS = WorkerConfig(max_num_seqs=8, max_num_batched_tokens=32)
 
 
 @dataclass

@@ -5,6 +5,12 @@ from __future__ import annotations
 import random
 
 
+def random_ids(length: int, seed: int = 0, vocab: int = 128) -> list[int]:
+    """The same for the same arguments; each is a new draw."""
+    rng = random.Random(seed * 1000 + length)
+    return [rng.randrange(vocab) for _ in range(length)]
+
+
 def boundary_lengths(block: int, chunk: int) -> list[int]:
     """One token, block and chunk boundaries, several chunks and a rest."""
     return [1, block - 1, block, block + 1, chunk - 1, chunk, chunk + 1, 3 * chunk + 7]
