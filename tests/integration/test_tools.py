@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -66,7 +67,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 async def test_a_required_call_follows_its_schema_streamed_and_whole(
     stack: Stack, client: AsyncOpenAI
 ) -> None:
-    for temperature in (0.0, 1.0):
+    async def ask(temperature: float) -> None:
         fields: dict[str, Any] = {
             "model": "tiny",
             "messages": ASK,
@@ -92,6 +93,8 @@ async def test_a_required_call_follows_its_schema_streamed_and_whole(
             call.function.name,
             call.function.arguments,
         )
+
+    await asyncio.gather(ask(0.0), ask(1.0))
     await stack.pair.idle()
     assert stack.pair.prefills[0].status().counters[FINISHED] >= 4
 
