@@ -16,6 +16,7 @@ from observability.logging import get_logger
 from protocol.errors import (
     BatonError,
     ContextTooLong,
+    DeadlineExceeded,
     ErrorCode,
     Internal,
     InvalidRequest,
@@ -52,6 +53,8 @@ log = get_logger(__name__)
 
 #: How far past the context Tokenize counts: enough to cut a text by, not enough to stall a router.
 _TOKENIZE_CONTEXTS = 8
+#: After a deadline, for the error to reach a client that reads.
+_UNREAD_S = 1.0
 TOKENIZE_FIELDS = frozenset(
     {"model", "prompt", "messages", "add_special_tokens", "tools", "tool_choice"}
 )
@@ -160,7 +163,7 @@ class InferenceService:
         with traced_request as span, self.admission.enter(request.num_sequences, caller):
             errand = self._errand(request, caller, arrival, deadline)
             span.generation = await self._prepare(request, errand, span.context)
-            async with span.generation as generation:
+            async with _read_by(deadline - self.clock()), span.generation as generation:
                 yield generation
             tpot_s = metering.succeeded(self.metrics, generation, end=self.clock())
             if tpot_s is not None:
@@ -326,3 +329,16 @@ class InferenceService:
             include_stop=request.include_stop_str_in_output,
             parser=parser,
         )
+
+
+@asynccontextmanager
+async def _read_by(left_s: float) -> AsyncIterator[None]:
+    """End the block soon after a request's deadline: its outputs have ended by then, but a client
+    that does not read what it is sent would keep them in flight for as long as it likes."""
+    try:
+        async with asyncio.timeout(max(0.0, left_s) + _UNREAD_S):
+            yield
+    except TimeoutError:
+        raise DeadlineExceeded(
+            "the request's deadline passed before its output was read", param="timeout"
+        ) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,6 +13,8 @@ from starlette.types import Receive, Send
 from protocol.errors import BatonError, Cancelled
 from router.openai.errors import error_body, error_headers, error_status
 
+#: How long the end of a stream waits for its client to read what came before.
+_UNREAD_S = 5.0
 Headers = list[tuple[bytes, bytes]]
 
 JSON_TYPE = (b"content-type", b"application/json")
@@ -52,11 +55,14 @@ class Answer:
 
     async def error(self, error: BatonError) -> None:
         """Send an error: as the answer, or, inside a stream, as its last event without an end mark,
-        so that it cannot be taken for success. A client that has left is sent nothing."""
+        so that it cannot be taken for success. A client that has left is sent nothing, and one that
+        does not read is left: an answer that is not ended closes its connection."""
         if isinstance(error, Cancelled):
             return
         if self.started:
-            await self.part(b"data: " + error_body(error) + b"\n\n", last=True)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_UNREAD_S):
+                    await self.part(b"data: " + error_body(error) + b"\n\n", last=True)
         else:
             headers = [JSON_TYPE, *error_headers(error)]
             await self.whole(error_status(error), error_body(error), headers)

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 
 import grpc
 import pytest
 from grpc import aio
 
+from observability import metrics
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
 from router.text.tokenizer import ModelText
@@ -222,3 +224,33 @@ async def test_a_burst_of_calls_is_bounded_by_us_alone(
     async with make_doors(fleet, max_requests=1800) as doors:
         codes = await asyncio.gather(*(one(doors) for _ in range(1800)))
     assert set(codes) == {grpc.StatusCode.OK}
+
+
+async def test_a_client_that_does_not_read_is_left_at_its_deadline(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    worker = await fleet.add(Role.DECODE, script=lambda s: letters("x" * 480))
+    async with make_doors(fleet) as doors:
+        for server in doors.router._http._server.servers:
+            for listener in server.sockets:  # what it accepts has the same small buffer
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        body = {"prompt": "hello", "n": 4, "max_tokens": 480, "timeout": 2.0}
+        data = json.dumps(body | {"stream": True}).encode()
+        host, port = doors.router.addresses.http.split(":")
+        with socket.socket() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.connect((host, int(port)))
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+            )
+            deaf.sendall(head.encode() + data)
+            await until(lambda: len(worker.submitted) == 4)
+            await until(lambda: not worker.running)
+            await asyncio.sleep(0.5)
+            assert doors.router.num_requests == 4  # made, and not read
+            await until(lambda: doors.router.num_requests == 0, 5)
+            failures = doors.router.metrics.value(
+                metrics.REQUEST_FAILURES, door="http", code="deadline_exceeded"
+            )
+            assert failures == 1
+            assert await over_grpc(doors, stream=True, max_tokens=3) == ("xxx", "length")
