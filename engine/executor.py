@@ -55,6 +55,10 @@ class Executor(Protocol):
         """`launch` and `wait`."""
         ...
 
+    def use_threads(self, count: int) -> None:
+        """Threads of the CPU that steps take from now on, on rank 0."""
+        ...
+
     def warmup(self) -> None:
         """Run one real step, in block 0, before anything is served."""
         ...
@@ -101,6 +105,10 @@ class RankExecutor:
         if self._group is not None:
             self._group.step(batch)
         return self._runner.run(step)
+
+    def use_threads(self, count: int) -> None:
+        """Threads of rank 0's kernels from now on."""
+        self._runner.kernels.use_threads(count)
 
     def warmup(self) -> None:
         """A prompt chunk, then a decode."""

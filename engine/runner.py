@@ -17,6 +17,7 @@ from engine.loader import Checkpoint
 from engine.model.config import ModelConfig
 from engine.model.llama import LlamaModel
 from engine.model.sharding import RankShare, rank_heads, share_of
+from engine.native import kernels as native
 from engine.sizing import num_kv_blocks
 from engine.tp import TensorParallel
 from protocol.errors import Unsupported
@@ -36,8 +37,6 @@ class RankRunner:
     def __init__(self, config: EngineConfig, tp: TensorParallel) -> None:
         if config.device != "cpu":
             raise Unsupported(f"device {config.device!r} is not served here", param="device")
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
         model = ModelConfig.load(config.model_path)
         share = share_of(model, tp.rank, tp.size)
         self.config = config
@@ -48,7 +47,10 @@ class RankRunner:
         )
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._device = torch.device(config.device)
-        self.kernels = CpuKernels(_geometry(config, model, share, self._dtype, self._device))
+        geometry = _geometry(config, model, share, self._dtype, self._device)
+        self.kernels = _kernels(geometry)
+        if config.num_threads is not None:
+            self.kernels.use_threads(config.num_threads)
         with torch.inference_mode():
             source = Checkpoint(config.model_path, self._dtype, self._device)
             source.check()
@@ -72,7 +74,7 @@ class RankRunner:
             rank_heads=rank_heads(self.model_config, self._tp.size),
         )
         self.pool = KVPool(self.layout, self._tp.rank, self._dtype, self._device)
-        if self.config.decode_copy_bytes:
+        if self.config.decode_copy_bytes and isinstance(self.kernels, CpuKernels):
             self.kernels.mirror_decodes(
                 self.pool.data, self.pool.versions, self.config.decode_copy_bytes
             )
@@ -131,6 +133,12 @@ def _sample(
     table = wanted.table(lambda part: raw[part], tokens[wanted.rows])
     assert table is not None
     return tokens.tolist(), {index: entry for index, (entry,) in wanted.read(table).items()}
+
+
+def _kernels(geometry: Geometry) -> CpuKernels | native.NativeKernels:
+    if native.serves(geometry):
+        return native.NativeKernels(geometry)
+    return CpuKernels(geometry)
 
 
 def _geometry(

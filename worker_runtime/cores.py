@@ -18,8 +18,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import torch
-
 #: Seconds after which a thread that only delivers a message is gone again.
 _MOMENT_S = 0.0003
 
@@ -88,7 +86,7 @@ class BusyWorkers:
 
 
 class SharedCores:
-    """Sets how many threads this worker's next step takes. Once the step thread runs, all methods
+    """Says how many threads this worker's next step takes. Once the step thread runs, all methods
     are its own."""
 
     def __init__(
@@ -108,14 +106,12 @@ class SharedCores:
         self._workers.begin()
 
     def take(self) -> int:
-        """A step is about to run: the threads it has from now on."""
+        """A step is about to run: how many threads it is to take."""
         self.claim()
         num_threads = max(1, self._num_cores // (1 + self._workers.others()))
         if num_threads > 1:
             num_threads = max(1, min(num_threads, self._num_cores - self._foreign_threads()))
-        if num_threads != self._num_threads:
-            torch.set_num_threads(num_threads)
-            self._num_threads = num_threads
+        self._num_threads = num_threads
         return num_threads
 
     def release(self) -> None:

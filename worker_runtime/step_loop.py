@@ -81,6 +81,10 @@ class StepExecutor(Protocol):
         """Start one step; steps run in the order of launch."""
         ...
 
+    def use_threads(self, count: int) -> None:
+        """Run the steps that are launched from now on with `count` threads."""
+        ...
+
 
 class StepLoop(Generic[C]):
     """Runs a driver on a thread of its own until `stop`, or until the engine breaks."""
@@ -187,7 +191,7 @@ class StepLoop(Generic[C]):
         if self._step_started is None:
             self._step_started = now
         if self._cores is not None:
-            self._cores.take()
+            self._executor.use_threads(self._cores.take())
         pending = self._executor.launch(batch)
         self._launches.append(self._clock() - now)
         usual = sorted(self._launches)[: max(1, len(self._launches) - _OUTLIERS)]

@@ -44,6 +44,9 @@ class CudaExecutor:
         """`launch` and `wait`."""
         return self.launch(batch).wait()
 
+    def use_threads(self, count: int) -> None:
+        """Nothing: a step takes one thread, which launches."""
+
     def warmup(self) -> None:
         """Have every kernel compiled that a step can need."""
         for batch in warmup_steps(

@@ -101,6 +101,11 @@ class CpuKernels:
         """
         self._mirror = DecodeMirror(pool, versions, self.geometry, limit_bytes)
 
+    def use_threads(self, count: int) -> None:
+        """Threads of every operator of this process from now on."""
+        if torch.get_num_threads() != count:
+            torch.set_num_threads(count)
+
     def loaded(self) -> None:
         """All weights are there."""
         advise_huge_pages(self._weights)

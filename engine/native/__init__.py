@@ -1,0 +1,1 @@
+"""Kernels for x86 CPUs with AVX-512, compiled where they run."""

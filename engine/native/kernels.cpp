@@ -1,0 +1,487 @@
+// Kernels of a decoder step for x86 CPUs with AVX-512: products on packed bfloat16 weights, attention
+// over paged KV, norms and rotations. Plain C functions on raw memory; engine/native/library.py builds
+// and binds them, engine/native/kernels.py gives them the shapes of engine/kernels/base.py.
+//
+// Work is cut into items that threads take from a counter. The caller takes items too and waits only
+// for threads that hold one, so a thread that the system does not run costs nothing but its help.
+
+#include <immintrin.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace {
+
+// ---- threads -------------------------------------------------------------------------------------
+
+constexpr auto kSpin = std::chrono::microseconds(100);  // the gap between two calls of one step
+
+class Pool {
+ public:
+  // Call fn(item) for every item below count on at most num_threads threads, this one among them.
+  template <class Fn>
+  void run(long count, int num_threads, const Fn& fn) {
+    if (num_threads <= 1 || count <= 1 || !calls_.try_lock()) {  // busy with another engine's call
+      for (long i = 0; i < count; ++i) fn(i);
+      return;
+    }
+    grow(num_threads - 1);
+    next_.store(0, std::memory_order_relaxed);
+    count_ = count;
+    context_ = &fn;
+    call_ = [](const void* f, long i) { (*static_cast<const Fn*>(f))(i); };
+    helpers_ = num_threads - 1;
+    state_.store((++epoch_ << 16) | kOpen);  // seq_cst, against a helper going to sleep
+    if (sleepers_.load() > 0) state_.notify_all();
+    work();
+    state_.fetch_and(~kOpen);
+    for (int spins = 0; state_.load(std::memory_order_acquire) & kInside;)
+      if (++spins < 2000) _mm_pause(); else sched_yield();
+    calls_.unlock();
+  }
+
+ private:
+  static constexpr uint64_t kOpen = 1u << 15, kInside = kOpen - 1;
+
+  void work() {
+    const long count = count_;
+    for (long i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count;) call_(context_, i);
+  }
+
+  void grow(int helpers) {
+    for (; started_ < helpers; ++started_) std::thread(&Pool::help, this, started_).detach();
+  }
+
+  void help(int index) {
+    for (uint64_t seen = 0;;) {
+      const uint64_t state = await(seen);
+      seen = state >> 16;
+      uint64_t now = state;
+      while ((now >> 16) == seen && (now & kOpen) && !state_.compare_exchange_weak(now, now + 1)) {
+      }
+      if ((now >> 16) != seen || !(now & kOpen)) continue;
+      if (index < helpers_) work();
+      state_.fetch_sub(1, std::memory_order_release);
+    }
+  }
+
+  // The state of a later call than `seen`: awaited awake at first, then asleep.
+  uint64_t await(uint64_t seen) {
+    auto until = std::chrono::steady_clock::now() + kSpin;
+    for (int spins = 1;; ++spins) {
+      const uint64_t state = state_.load(std::memory_order_acquire);
+      if ((state >> 16) != seen) return state;
+      _mm_pause();
+      if (spins % 64 == 0 && std::chrono::steady_clock::now() > until) {
+        sleepers_.fetch_add(1);
+        const uint64_t last = state_.load();
+        if ((last >> 16) == seen) state_.wait(last);
+        sleepers_.fetch_sub(1);
+        until = std::chrono::steady_clock::now() + kSpin;
+      }
+    }
+  }
+
+  std::mutex calls_;
+  alignas(64) std::atomic<uint64_t> state_{0};  // epoch, open, helpers inside
+  alignas(64) std::atomic<long> next_{0};
+  alignas(64) std::atomic<int> sleepers_{0};
+  long count_ = 0;
+  const void* context_ = nullptr;
+  void (*call_)(const void*, long) = nullptr;
+  uint64_t epoch_ = 0;
+  int started_ = 0, helpers_ = 0;
+};
+
+Pool& pool() {
+  static Pool* pool = new Pool;  // never destroyed: its threads outlive static destructors
+  return *pool;
+}
+
+// ---- sixteen numbers -----------------------------------------------------------------------------
+
+using bf16 = uint16_t;
+
+inline __mmask16 first(long n) { return n >= 16 ? 0xffff : static_cast<__mmask16>((1u << n) - 1); }
+
+inline __m512 load(const bf16* p, __mmask16 m = 0xffff) {
+  return _mm512_castsi512_ps(
+      _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(m, p)), 16));
+}
+inline __m512 load(const float* p, __mmask16 m = 0xffff) { return _mm512_maskz_loadu_ps(m, p); }
+
+inline __m256i rounded(__m512 v) {  // to nearest, ties to even; not a number stays one
+  const __m512i bits = _mm512_castps_si512(v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+  const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_mov_epi32(up, nan, quiet), 16));
+}
+inline void store(bf16* p, __m512 v, __mmask16 m = 0xffff) {
+  _mm256_mask_storeu_epi16(p, m, rounded(v));
+}
+inline void store(float* p, __m512 v, __mmask16 m = 0xffff) { _mm512_mask_storeu_ps(p, m, v); }
+
+// e^x by Cody and Waite's reduction and a polynomial of degree 6: within 2 units in the last place.
+inline __m512 exp(__m512 x) {
+  x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.3f)), _mm512_set1_ps(88.3f));
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+  x = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  x = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), x);
+  __m512 y = _mm512_set1_ps(1.0f / 720);
+  for (float c : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(c));
+  return _mm512_scalef_ps(y, n);
+}
+
+// ---- products ------------------------------------------------------------------------------------
+//
+// Weights [N, K] lie in panels of 32 outputs: [N / 32][K / 2][32][2], so that one register holds the
+// next two inputs' weights of 16 outputs.
+
+constexpr long kPanel = 32, kTile = 12, kRowBlock = 192;
+
+inline __m512 dot2(__m512 sum, __m512i a, __m512i b) {
+#ifdef __AVX512BF16__
+  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+#else
+  const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+  sum = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(a, high)),
+                        _mm512_castsi512_ps(_mm512_and_si512(b, high)), sum);
+  return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)),
+                         _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)), sum);
+#endif
+}
+
+// R rows of x times one panel over `pairs` pairs of inputs, into out [R][32].
+template <int R>
+void tile(const bf16* x, long stride, const bf16* panel, long pairs, float* out) {
+  __m512 sum[R][2];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
+  for (long k = 0; k < pairs; ++k) {
+    const __m512i w0 = _mm512_loadu_si512(panel + k * 64);
+    const __m512i w1 = _mm512_loadu_si512(panel + k * 64 + 32);
+    _mm_prefetch(reinterpret_cast<const char*>(panel + k * 64 + 1024), _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(panel + k * 64 + 1056), _MM_HINT_T0);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      int two;
+      std::memcpy(&two, x + r * stride + 2 * k, 4);
+      const __m512i a = _mm512_set1_epi32(two);
+      sum[r][0] = dot2(sum[r][0], a, w0);
+      sum[r][1] = dot2(sum[r][1], a, w1);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    _mm512_storeu_ps(out + r * kPanel, sum[r][0]);
+    _mm512_storeu_ps(out + r * kPanel + 16, sum[r][1]);
+  }
+}
+
+void tile(long rows, const bf16* x, long stride, const bf16* panel, long pairs, float* out) {
+  using Fn = void (*)(const bf16*, long, const bf16*, long, float*);
+  static constexpr Fn kTiles[] = {tile<1>, tile<2>, tile<3>, tile<4>,  tile<5>,  tile<6>,
+                                  tile<7>, tile<8>, tile<9>, tile<10>, tile<11>, tile<12>};
+  kTiles[rows - 1](x, stride, panel, pairs, out);
+}
+
+// All rows of x [m, 2 pairs] times one panel; done(row, sums[32]) for each row.
+template <class Done>
+void rows_times_panel(const bf16* x, long m, long stride, const bf16* panel, long pairs,
+                      const Done& done) {
+  alignas(64) float out[kTile * kPanel];
+  const long tiles = (m + kTile - 1) / kTile;
+  for (long t = 0, row = 0; t < tiles; ++t) {
+    const long rows = (m - row + tiles - t - 1) / (tiles - t);
+    tile(rows, x + row * stride, stride, panel, pairs, out);
+    for (long r = 0; r < rows; ++r) done(row + r, out + r * kPanel);
+    row += rows;
+  }
+}
+
+// done(row, panel, sums) for all of x [m, 2 pairs] times `panels` panels.
+template <class Done>
+void product(const bf16* x, long m, const bf16* packed, long panels, long pairs, int threads,
+             const Done& done) {
+  const long blocks = (m + kRowBlock - 1) / kRowBlock;
+  const long group = std::max<long>(1, panels / (threads * 8));
+  const long groups = (panels + group - 1) / group;
+  pool().run(blocks * groups, threads, [&](long item) {
+    const long top = item / groups * kRowBlock, rows = std::min(kRowBlock, m - top);
+    const long from = item % groups * group, to = std::min(panels, from + group);
+    for (long p = from; p < to; ++p)
+      rows_times_panel(x + top * 2 * pairs, rows, 2 * pairs, packed + p * pairs * 64, pairs,
+                       [&](long row, const float* sums) { done(top + row, p, sums); });
+  });
+}
+
+// ---- attention -----------------------------------------------------------------------------------
+
+struct Attention {
+  long q_heads, kv_heads, dim, block_size, row_stride;  // row_stride: of q, in elements
+  float scale;
+};
+
+// Where the keys (or, `dim * block_size * kv_heads` elements on, the values) of a block begin.
+template <class T>
+const T* keys_of(const Attention& a, const T* kv, int32_t block, long head) {
+  return kv + (block * 2 * a.kv_heads + head) * a.block_size * a.dim;
+}
+
+// scores[0 .. n) to probabilities; returns 1 / their sum, which the caller applies.
+float softmax(float* scores, long n) {
+  __m512 top = _mm512_set1_ps(-INFINITY);
+  for (long i = 0; i < n; i += 16)
+    top = _mm512_mask_max_ps(top, first(n - i), top, _mm512_maskz_loadu_ps(first(n - i), scores + i));
+  top = _mm512_set1_ps(_mm512_reduce_max_ps(top));
+  __m512 sum = _mm512_setzero_ps();
+  for (long i = 0; i < n; i += 16) {
+    const __m512 p = exp(_mm512_sub_ps(load(scores + i, first(n - i)), top));
+    store(scores + i, p, first(n - i));
+    sum = _mm512_mask_add_ps(sum, first(n - i), sum, p);
+  }
+  return 1.0f / _mm512_reduce_add_ps(sum);
+}
+
+// One query of each of the query heads that share a KV head, over `context` tokens.
+template <class T, int D>
+void attend_one(const Attention& a, const T* q, const T* kv, const int32_t* blocks, long context,
+                long head, T* out) {
+  constexpr int parts = D / 16;
+  static thread_local std::vector<float> buffer;
+  const long group = a.q_heads / a.kv_heads, width = (context + 15) / 16 * 16;
+  buffer.resize(group * width);
+  const T* first_q = q + head * group * D;
+  for (long g = 0; g < group; ++g) {
+    float* scores = buffer.data() + g * width;
+    __m512 mine[parts];
+    for (int d = 0; d < parts; ++d)
+      mine[d] = _mm512_mul_ps(load(first_q + g * D + d * 16), _mm512_set1_ps(a.scale));
+    for (long t = 0; t < context; t += a.block_size) {
+      const T* k = keys_of(a, kv, blocks[t / a.block_size], head);
+      const long n = std::min(a.block_size, context - t);
+      for (long i = 0; i < n; ++i) {
+        __m512 sum = _mm512_mul_ps(mine[0], load(k + i * D));
+        for (int d = 1; d < parts; ++d) sum = _mm512_fmadd_ps(mine[d], load(k + i * D + d * 16), sum);
+        scores[t + i] = _mm512_reduce_add_ps(sum);
+      }
+    }
+    const __m512 share = _mm512_set1_ps(softmax(scores, context));
+    __m512 sum[parts];
+    for (auto& s : sum) s = _mm512_setzero_ps();
+    for (long t = 0; t < context; t += a.block_size) {
+      const T* v = keys_of(a, kv, blocks[t / a.block_size], head) + a.kv_heads * a.block_size * D;
+      const long n = std::min(a.block_size, context - t);
+      for (long i = 0; i < n; ++i) {
+        const __m512 p = _mm512_set1_ps(scores[t + i]);
+        for (int d = 0; d < parts; ++d) sum[d] = _mm512_fmadd_ps(p, load(v + i * D + d * 16), sum[d]);
+      }
+    }
+    for (int d = 0; d < parts; ++d)
+      store(out + (head * group + g) * D + d * 16, _mm512_mul_ps(sum[d], share));
+  }
+}
+
+// `queries` consecutive queries, the last of them at token seen - 1, over packed keys and values.
+void attend_tile(const Attention& a, const bf16* q, long queries, long seen, const bf16* kv,
+                 const int32_t* blocks, long head, bf16* out) {
+  static thread_local std::vector<bf16> keys, values, weights;
+  static thread_local std::vector<float> scores;
+  const long d2 = a.dim / 2, panels = (seen + kPanel - 1) / kPanel, width = panels * kPanel;
+  const long columns = (a.dim + kPanel - 1) / kPanel, group = a.q_heads / a.kv_heads;
+  keys.resize(width * a.dim);
+  values.assign(columns * kPanel * width, 0);
+  for (long t = 0; t < seen; ++t) {
+    const bf16* k = keys_of(a, kv, blocks[t / a.block_size], head) + t % a.block_size * a.dim;
+    const bf16* v = k + a.kv_heads * a.block_size * a.dim;
+    bf16* to = keys.data() + t / kPanel * kPanel * a.dim + t % kPanel * 2;
+    for (long d = 0; d < d2; ++d) std::memcpy(to + d * 64, k + 2 * d, 4);
+    for (long d = 0; d < a.dim; ++d)
+      values[(d / kPanel * width / 2 + t / 2) * 64 + d % kPanel * 2 + t % 2] = v[d];
+  }
+  scores.resize(queries * width);
+  weights.resize(queries * width);
+  for (long g = head * group; g < (head + 1) * group; ++g) {
+    for (long p = 0; p < panels; ++p)
+      rows_times_panel(q + g * a.dim, queries, a.row_stride, keys.data() + p * d2 * 64, d2,
+                       [&](long row, const float* sums) {
+                         std::memcpy(&scores[row * width + p * kPanel], sums, kPanel * 4);
+                       });
+    for (long row = 0; row < queries; ++row) {
+      float* mine = &scores[row * width];
+      const long n = seen - queries + row + 1;
+      for (long i = 0; i < n; i += 16)
+        store(mine + i, _mm512_mul_ps(load(mine + i), _mm512_set1_ps(a.scale)), first(n - i));
+      const __m512 share = _mm512_set1_ps(softmax(mine, n));
+      for (long i = 0; i < width; i += 16)
+        store(&weights[row * width + i], _mm512_mul_ps(load(mine + i, first(std::max(0l, n - i))), share));
+    }
+    for (long c = 0; c < columns; ++c)
+      rows_times_panel(weights.data(), queries, width, values.data() + c * width / 2 * 64,
+                       (seen + 1) / 2, [&](long row, const float* sums) {
+                         bf16* to = out + row * a.q_heads * a.dim + g * a.dim + c * kPanel;
+                         const long n = a.dim - c * kPanel;
+                         store(to, load(sums), first(n));
+                         if (n > 16) store(to + 16, load(sums + 16), first(n - 16));
+                       });
+  }
+}
+
+template <class T>
+void attend_one(const Attention& a, const T* q, const T* kv, const int32_t* blocks, long context,
+                long head, T* out) {
+  switch (a.dim) {
+    case 64: return attend_one<T, 64>(a, q, kv, blocks, context, head, out);
+    case 96: return attend_one<T, 96>(a, q, kv, blocks, context, head, out);
+    case 128: return attend_one<T, 128>(a, q, kv, blocks, context, head, out);
+  }
+}
+
+constexpr long kQueries = 64;  // of one item of a chunk
+
+}  // namespace
+
+extern "C" {
+
+// Weights [n, k] into panels; the outputs that fill the last panel are zeros. k is even.
+void baton_pack(const bf16* weight, long n, long k, bf16* packed) {
+  for (long o = 0; o < (n + kPanel - 1) / kPanel * kPanel; ++o)
+    for (long i = 0; i < k; ++i)
+      packed[(o / kPanel * k / 2 + i / 2) * 64 + o % kPanel * 2 + i % 2] =
+          o < n ? weight[o * k + i] : 0;
+}
+
+// out [m, n] = x [m, k] W^T + bias + residual, either of which may be null.
+void baton_linear(const bf16* x, long m, long k, const bf16* packed, long n, const bf16* bias,
+                  const bf16* residual, bf16* out, int threads) {
+  product(x, m, packed, (n + kPanel - 1) / kPanel, k / 2, threads,
+          [=](long row, long panel, const float* sums) {
+            for (long c = panel * kPanel, end = std::min(n, c + kPanel); c < end; c += 16, sums += 16) {
+              const __mmask16 mask = first(end - c);
+              __m512 v = load(sums);
+              if (bias) v = _mm512_add_ps(v, load(bias + c, mask));
+              if (residual) v = _mm512_add_ps(v, load(residual + row * n + c, mask));
+              store(out + row * n + c, v, mask);
+            }
+          });
+}
+
+// out [m, n] = silu(x G^T + gate_bias) * (x U^T + up_bias); panels hold 16 outputs of G, then of U.
+void baton_gated(const bf16* x, long m, long k, const bf16* packed, long n, const bf16* gate_bias,
+                 const bf16* up_bias, bf16* out, int threads) {
+  product(x, m, packed, (n + 15) / 16, k / 2, threads, [=](long row, long panel, const float* sums) {
+    const long c = panel * 16;
+    const __mmask16 mask = first(n - c);
+    __m512 gate = load(sums), up = load(sums + 16);
+    if (gate_bias) gate = _mm512_add_ps(gate, load(gate_bias + c, mask));
+    if (up_bias) up = _mm512_add_ps(up, load(up_bias + c, mask));
+    const __m512 one = _mm512_set1_ps(1.0f);
+    const __m512 turn = _mm512_add_ps(one, exp(_mm512_sub_ps(_mm512_setzero_ps(), gate)));
+    store(out + row * n + c, _mm512_mul_ps(_mm512_div_ps(gate, turn), up), mask);
+  });
+}
+}
+
+namespace {
+
+template <class T>
+void rms_norm(const T* x, long m, long h, const T* weight, float eps, T* out, int threads) {
+  const long rows = 16;
+  pool().run((m + rows - 1) / rows, threads, [=](long item) {
+    for (long row = item * rows; row < std::min(m, (item + 1) * rows); ++row) {
+      const T* from = x + row * h;
+      __m512 sum = _mm512_setzero_ps();
+      for (long i = 0; i < h; i += 16) {
+        const __m512 v = load(from + i, first(h - i));
+        sum = _mm512_fmadd_ps(v, v, sum);
+      }
+      const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(sum) / h + eps));
+      for (long i = 0; i < h; i += 16) {
+        const __mmask16 mask = first(h - i);
+        const __m512 v = _mm512_mul_ps(load(from + i, mask), scale);
+        store(out + row * h + i, _mm512_mul_ps(v, load(weight + i, mask)), mask);
+      }
+    }
+  });
+}
+
+// Rotate the halves of q and k in place, copy k and v to their slots. cos, sin: [positions, D / 2].
+template <class T>
+void rope_and_write(T* qkv, long m, const Attention& a, const float* cos, const float* sin,
+                    const int64_t* positions, const int64_t* slots, T* kv, int threads) {
+  const long rows = 16, half = a.dim / 2;
+  pool().run((m + rows - 1) / rows, threads, [=](long item) {
+    for (long row = item * rows; row < std::min(m, (item + 1) * rows); ++row) {
+      T* heads = qkv + row * a.row_stride;
+      const float* c = cos + positions[row] * half;
+      const float* s = sin + positions[row] * half;
+      for (long head = 0; head < a.q_heads + a.kv_heads; ++head)
+        for (long i = 0; i < half; i += 16) {
+          const __mmask16 mask = first(half - i);
+          T* low = heads + head * a.dim + i;
+          T* high = low + half;
+          const __m512 x = load(low, mask), y = load(high, mask);
+          const __m512 cs = load(c + i, mask), sn = load(s + i, mask);
+          store(low, _mm512_fmsub_ps(x, cs, _mm512_mul_ps(y, sn)), mask);
+          store(high, _mm512_fmadd_ps(y, cs, _mm512_mul_ps(x, sn)), mask);
+        }
+      const long block = slots[row] / a.block_size, offset = slots[row] % a.block_size;
+      for (long head = 0; head < 2 * a.kv_heads; ++head)
+        std::memcpy(kv + ((block * 2 * a.kv_heads + head) * a.block_size + offset) * a.dim,
+                    heads + (a.q_heads + head) * a.dim, a.dim * sizeof(T));
+    }
+  });
+}
+
+}  // namespace
+
+extern "C" {
+
+void baton_rms_norm(const bf16* x, long m, long h, const bf16* weight, float eps, bf16* out,
+                         int threads) {
+  rms_norm(x, m, h, weight, eps, out, threads);
+}
+
+void baton_rope(bf16* qkv, long m, const Attention* a, const float* cos, const float* sin,
+                     const int64_t* positions, const int64_t* slots, bf16* kv, int threads) {
+  rope_and_write(qkv, m, *a, cos, sin, positions, slots, kv, threads);
+}
+
+// Attention of all rows. Sequence s has queries[s] rows, contexts[s] tokens, and its block table
+// begins at tables[starts[s]].
+void baton_attend(const Attention* at, const bf16* q, const bf16* kv, long sequences,
+                       const int32_t* queries, const int32_t* contexts, const int32_t* starts,
+                       const int32_t* tables, bf16* out, int threads) {
+  struct Item {
+    long row, sequence, tile;
+  };
+  static thread_local std::vector<Item> items;
+  const Attention a = *at;
+  items.clear();
+  for (long s = 0, row = 0; s < sequences; row += queries[s++])
+    for (long tile = 0; tile < queries[s]; tile += kQueries) items.push_back({row, s, tile});
+  const Item* list = items.data();
+  const long count = items.size();
+  pool().run(count * a.kv_heads, threads, [=](long index) {
+    const Item& item = list[count - 1 - index / a.kv_heads];  // chunks, which take longest, first
+    const long head = index % a.kv_heads, s = item.sequence, row = item.row + item.tile;
+    const bf16* mine = q + row * a.row_stride;
+    bf16* to = out + row * a.q_heads * a.dim;
+    const int32_t* blocks = tables + starts[s];
+    if (queries[s] == 1) return attend_one(a, mine, kv, blocks, contexts[s], head, to);
+    const long n = std::min(kQueries, queries[s] - item.tile);
+    attend_tile(a, mine, n, contexts[s] - queries[s] + item.tile + n, kv, blocks, head, to);
+  });
+}
+}

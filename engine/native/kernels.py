@@ -1,0 +1,269 @@
+"""engine.kernels.base.Kernels on the functions of kernels.cpp, in bfloat16.
+
+Every operation is one call that holds no lock of Python's while it runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from itertools import accumulate, chain
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.kernels.base import Geometry, StepInputs
+from engine.kernels.memory import advise_huge_pages
+from engine.kernels.sampling import SamplingInputs, sample
+from engine.native.library import AttentionShape, load_library
+
+_PANEL = 32  # outputs of one panel of packed weights
+_HEAD_DIMS = (64, 96, 128)
+
+
+def serves(geometry: Geometry) -> bool:
+    """Whether this machine and this shape have these kernels."""
+    if geometry.dtype is not torch.bfloat16 or geometry.head_dim not in _HEAD_DIMS:
+        return False
+    return load_library() is not None
+
+
+class _Threads:
+    """How many threads the calls of one engine take."""
+
+    def __init__(self) -> None:
+        self.count = torch.get_num_threads()
+
+
+class PackedLinear:
+    """The product x W^T + b, the sum with a residual fused into it. W has an even number of inputs."""
+
+    def __init__(
+        self, library: ctypes.CDLL, threads: _Threads, weight: Tensor, bias: Tensor | None
+    ) -> None:
+        self._call = library.baton_linear
+        self._threads = threads
+        self._outputs, self._inputs = weight.shape
+        self._bias = bias
+        self.weight = _packed(library, weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[T, in] -> [T, out]`."""
+        return self._run(x, None)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The sum residual + x W^T + b."""
+        return self._run(x, residual.contiguous())
+
+    def _run(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        x = x.contiguous()
+        out = x.new_empty(x.shape[0], self._outputs)
+        self._call(
+            x.data_ptr(),
+            x.shape[0],
+            self._inputs,
+            self.weight.data_ptr(),
+            self._outputs,
+            _address(self._bias),
+            _address(residual),
+            out.data_ptr(),
+            self._threads.count,
+        )
+        return out
+
+
+class PackedGated:
+    """The gated product silu(x gate^T + b) * (x up^T + b) as one call."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        threads: _Threads,
+        weights: tuple[Tensor, Tensor],
+        biases: tuple[Tensor | None, Tensor | None],
+    ) -> None:
+        self._call = library.baton_gated
+        self._threads = threads
+        self._outputs, self._inputs = weights[0].shape
+        self._biases = biases
+        self.weight = _packed(library, _interleaved(weights))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[T, H] -> [T, I]`."""
+        x = x.contiguous()
+        out = x.new_empty(x.shape[0], self._outputs)
+        self._call(
+            x.data_ptr(),
+            x.shape[0],
+            self._inputs,
+            self.weight.data_ptr(),
+            self._outputs,
+            _address(self._biases[0]),
+            _address(self._biases[1]),
+            out.data_ptr(),
+            self._threads.count,
+        )
+        return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativePlan:
+    """What every layer of one step shares. queries, contexts, starts, tables: int32, as `attend`
+    takes them."""
+
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor
+    slots: Tensor
+    queries: Tensor
+    contexts: Tensor
+    starts: Tensor
+    tables: Tensor
+
+
+class NativeKernels:
+    """engine.kernels.base.Kernels on the CPU this library was built for."""
+
+    fuses_residual = True
+
+    def __init__(self, geometry: Geometry) -> None:
+        library = load_library()
+        assert library is not None, "ask `serves` first"
+        self.geometry = geometry
+        self._library = library
+        self._threads = _Threads()
+        self._weights: list[Tensor] = []
+        heads = geometry.num_q_heads + 2 * geometry.num_kv_heads
+        self._shape = AttentionShape(
+            geometry.num_q_heads,
+            geometry.num_kv_heads,
+            geometry.head_dim,
+            geometry.block_size,
+            heads * geometry.head_dim,
+            geometry.scale,
+        )
+        self._shape_address = ctypes.addressof(self._shape)
+
+    def use_threads(self, count: int) -> None:
+        """Threads of every call from now on. Torch's own, which would spin beside them, get one."""
+        self._threads.count = count
+        if torch.get_num_threads() != 1:
+            torch.set_num_threads(1)
+
+    def loaded(self) -> None:
+        """All weights are there."""
+        advise_huge_pages(self._weights)
+        self._weights.clear()
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        """Packed into panels."""
+        linear = PackedLinear(self._library, self._threads, weight, bias)
+        self._weights.append(linear.weight)
+        return linear
+
+    def gated_linear(
+        self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
+    ) -> PackedGated:
+        """Packed into panels of both."""
+        gated = PackedGated(self._library, self._threads, (gate, up), (gate_bias, up_bias))
+        self._weights.append(gated.weight)
+        return gated
+
+    def prepare(self, inputs: StepInputs, cos: Tensor, sin: Tensor) -> NativePlan:
+        """Block tables end to end."""
+        lengths = [len(ids) for ids in inputs.block_ids]
+        return NativePlan(
+            cos=cos,
+            sin=sin,
+            positions=inputs.positions,
+            slots=inputs.slots,
+            queries=_int32(inputs.queries),
+            contexts=_int32(inputs.contexts),
+            starts=_int32(list(accumulate(lengths[:-1], initial=0))),
+            tables=_int32(list(chain.from_iterable(inputs.block_ids))),
+        )
+
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """`[T] -> [T, H]`."""
+        return functional.embedding(token_ids, table)
+
+    def add_rms_norm(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """(norm(x + delta), x + delta)."""
+        if delta is not None:
+            x = x + delta
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self._library.baton_rms_norm(
+            x.data_ptr(),
+            x.shape[0],
+            x.shape[1],
+            weight.data_ptr(),
+            eps,
+            out.data_ptr(),
+            self._threads.count,
+        )
+        return out, x
+
+    def rope_and_write_kv(self, qkv: Tensor, kv: Tensor, plan: NativePlan) -> Tensor:
+        """Rotated q, a view of `qkv`; k and v are written."""
+        self._library.baton_rope(
+            qkv.data_ptr(),
+            qkv.shape[0],
+            self._shape_address,
+            plan.cos.data_ptr(),
+            plan.sin.data_ptr(),
+            plan.positions.data_ptr(),
+            plan.slots.data_ptr(),
+            kv.data_ptr(),
+            self._threads.count,
+        )
+        heads = qkv.view(qkv.shape[0], -1, self.geometry.head_dim)
+        return heads[:, : self.geometry.num_q_heads]
+
+    def paged_attention(self, q: Tensor, kv: Tensor, plan: NativePlan) -> Tensor:
+        """`[T, Q, D] -> [T, Q D]`."""
+        out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
+        self._library.baton_attend(
+            self._shape_address,
+            q.data_ptr(),
+            kv.data_ptr(),
+            plan.queries.shape[0],
+            plan.queries.data_ptr(),
+            plan.contexts.data_ptr(),
+            plan.starts.data_ptr(),
+            plan.tables.data_ptr(),
+            out.data_ptr(),
+            self._threads.count,
+        )
+        return out
+
+    def sample(self, logits: Tensor, inputs: SamplingInputs) -> Tensor:
+        """The next token of each row."""
+        return sample(logits, inputs)
+
+
+def _packed(library: ctypes.CDLL, weight: Tensor) -> Tensor:
+    outputs, inputs = weight.shape
+    assert inputs % 2 == 0, "an odd number of inputs"
+    weight = weight.contiguous()
+    out = torch.empty(-(-outputs // _PANEL), inputs // 2, _PANEL, 2, dtype=weight.dtype)
+    library.baton_pack(weight.data_ptr(), outputs, inputs, out.data_ptr())
+    return out
+
+
+def _interleaved(weights: tuple[Tensor, Tensor]) -> Tensor:
+    """Sixteen outputs of the one, sixteen of the other, in turn; zeros fill the last."""
+    missing = -weights[0].shape[0] % (_PANEL // 2)
+    parts = [functional.pad(weight, (0, 0, 0, missing)) for weight in weights]
+    return torch.stack([part.unflatten(0, (-1, _PANEL // 2)) for part in parts], 1).flatten(0, 2)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _int32(values: object) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)

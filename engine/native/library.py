@@ -1,0 +1,114 @@
+"""Builds kernels.cpp with the machine's own C++ compiler, once, and binds its functions.
+
+The file includes no header of torch, so that this takes seconds. What is built depends on the source,
+the compiler and the processor, and lies in a cache under the name of their hash. Where there is no
+compiler, or no processor for it, there is no library, and the engine runs on torch's operators alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("kernels.cpp")
+_FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-pthread", "-w")
+#: Set to 0 to run without it.
+SWITCH = "BATON_NATIVE_KERNELS"
+_NEEDED = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
+
+_P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+_SIGNATURES: dict[str, tuple[type, ...]] = {
+    "baton_pack": (_P, _L, _L, _P),
+    "baton_linear": (_P, _L, _L, _P, _L, _P, _P, _P, _I),
+    "baton_gated": (_P, _L, _L, _P, _L, _P, _P, _P, _I),
+    "baton_rms_norm": (_P, _L, _L, _P, _F, _P, _I),
+    "baton_rope": (_P, _L, _P, _P, _P, _P, _P, _P, _I),
+    "baton_attend": (_P, _P, _P, _L, _P, _P, _P, _P, _P, _I),
+}
+
+
+class AttentionShape(ctypes.Structure):
+    """`Attention` of kernels.cpp. row_stride: elements from a row of q to the next."""
+
+    _fields_ = (
+        ("q_heads", ctypes.c_long),
+        ("kv_heads", ctypes.c_long),
+        ("dim", ctypes.c_long),
+        ("block_size", ctypes.c_long),
+        ("row_stride", ctypes.c_long),
+        ("scale", ctypes.c_float),
+    )
+
+
+@functools.cache
+def load_library() -> ctypes.CDLL | None:
+    """The library, built if need be; None where it cannot be had. Safe among processes."""
+    if os.environ.get(SWITCH) == "0" or not _NEEDED <= _processor_flags():
+        return None
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        log.info("no C++ compiler: the engine runs on torch's operators alone, which is slower")
+        return None
+    try:
+        library = ctypes.CDLL(str(_built(compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("native kernels not built, the engine runs without them: %s", _reason(error))
+        return None
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, None
+    return library
+
+
+def _built(compiler: str) -> Path:
+    path = _cache() / f"kernels-{_key(compiler)}.so"
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        command = [compiler, *_FLAGS, "-o", str(made), str(_SOURCE)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)  # noqa: S603
+        made.replace(path)  # whole or not at all, whoever else builds it
+    return path
+
+
+def _cache() -> Path:
+    home = os.environ.get("BATON_HOME")
+    return (Path(home) if home else Path.home() / ".cache" / "baton") / "native"
+
+
+def _key(compiler: str) -> str:
+    parts = (
+        _SOURCE.read_bytes(),
+        " ".join((compiler, *_FLAGS)).encode(),
+        str(Path(compiler).resolve().stat().st_mtime_ns).encode(),
+        " ".join(sorted(_processor_flags())).encode(),
+    )
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+@functools.cache
+def _processor_flags() -> frozenset[str]:
+    if platform.machine() != "x86_64":
+        return frozenset()
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return frozenset()
+    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    return frozenset(line.partition(":")[2].split())
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "stderr", None) or error).strip()[-2000:]
