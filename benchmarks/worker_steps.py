@@ -75,6 +75,10 @@ class TimedExecutor:
         """The engine's step."""
         return _Timed(self._executor.launch(batch), batch.num_tokens, self.landed)
 
+    def use_threads(self, count: int) -> None:
+        """As the engine takes it."""
+        self._executor.use_threads(count)
+
 
 class _Timed:
     def __init__(self, step: PendingStep, tokens: int, landed: list[tuple[float, int]]) -> None:

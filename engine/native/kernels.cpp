@@ -234,8 +234,7 @@ struct Attention {
 };
 
 // Where the keys (or, `dim * block_size * kv_heads` elements on, the values) of a block begin.
-template <class T>
-const T* keys_of(const Attention& a, const T* kv, int32_t block, long head) {
+const bf16* keys_of(const Attention& a, const bf16* kv, int32_t block, long head) {
   return kv + (block * 2 * a.kv_heads + head) * a.block_size * a.dim;
 }
 
@@ -254,42 +253,95 @@ float softmax(float* scores, long n) {
   return 1.0f / _mm512_reduce_add_ps(sum);
 }
 
-// One query of each of the query heads that share a KV head, over `context` tokens.
-template <class T, int D>
-void attend_one(const Attention& a, const T* q, const T* kv, const int32_t* blocks, long context,
-                long head, T* out) {
-  constexpr int parts = D / 16;
+// Blocks lie anywhere: the processor cannot guess which comes next.
+void fetch(const bf16* p, long n) {
+  for (long i = 0; i < n; i += 32) _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T0);
+}
+
+// Lane i of the result is the sum of all lanes of v[i].
+__m512 sums_of(const __m512 (&v)[16]) {
+  __m512 twos[8], fours[4], eights[2];
+#pragma GCC unroll 16
+  for (int i = 0; i < 8; ++i)
+    twos[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]),
+                            _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+#pragma GCC unroll 16
+  for (int i = 0; i < 4; ++i) {
+    const __m512d a = _mm512_castps_pd(twos[2 * i]), b = _mm512_castps_pd(twos[2 * i + 1]);
+    fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
+                             _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  }
+  const auto lanes = [](__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  };
+  for (int i = 0; i < 2; ++i) eights[i] = lanes(fours[2 * i], fours[2 * i + 1]);
+  return lanes(eights[0], eights[1]);
+}
+
+// One query of G neighbouring query heads that share KV head `head`, over `context` tokens.
+template <int D, int G>
+void attend_one(const Attention& a, const bf16* q, const bf16* kv, const int32_t* blocks, long context,
+                long head, bf16* out) {
   static thread_local std::vector<float> buffer;
-  const long group = a.q_heads / a.kv_heads, width = (context + 15) / 16 * 16;
-  buffer.resize(group * width);
-  const T* first_q = q + head * group * D;
-  for (long g = 0; g < group; ++g) {
-    float* scores = buffer.data() + g * width;
-    __m512 mine[parts];
-    for (int d = 0; d < parts; ++d)
-      mine[d] = _mm512_mul_ps(load(first_q + g * D + d * 16), _mm512_set1_ps(a.scale));
-    for (long t = 0; t < context; t += a.block_size) {
-      const T* k = keys_of(a, kv, blocks[t / a.block_size], head);
-      const long n = std::min(a.block_size, context - t);
-      for (long i = 0; i < n; ++i) {
-        __m512 sum = _mm512_mul_ps(mine[0], load(k + i * D));
-        for (int d = 1; d < parts; ++d) sum = _mm512_fmadd_ps(mine[d], load(k + i * D + d * 16), sum);
-        scores[t + i] = _mm512_reduce_add_ps(sum);
+  const long width = (context + 15) / 16 * 16;
+  buffer.resize(G * width + 16);  // the last sixteen of a block may be stored whole
+  float* scores = buffer.data();
+  for (long t = 0; t < context; t += a.block_size) {
+    const bf16* block = keys_of(a, kv, blocks[t / a.block_size], head);
+    const long n = std::min(a.block_size, context - t);
+    fetch(block + a.kv_heads * a.block_size * D, n * D);
+    if (t + a.block_size < context) fetch(keys_of(a, kv, blocks[t / a.block_size + 1], head), n * D);
+    for (long from = 0; from < n; from += 16)
+      for (int g = 0; g < G; ++g) {
+        __m512 dots[16];
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i) {
+          const bf16* k = block + std::min(from + i, n - 1) * D;
+          dots[i] = _mm512_setzero_ps();
+          for (int d = 0; d < D; d += 32)
+            dots[i] = dot2(dots[i], _mm512_loadu_si512(q + g * D + d), _mm512_loadu_si512(k + d));
+        }
+        const __m512 scaled = _mm512_mul_ps(sums_of(dots), _mm512_set1_ps(a.scale));
+        store(scores + g * width + t + from, scaled, first(n - from));
+      }
+  }
+  __m512 share[G], sum[G][D / 16];
+#pragma GCC unroll 4
+  for (int g = 0; g < G; ++g) {
+    share[g] = _mm512_set1_ps(softmax(scores + g * width, context));
+#pragma GCC unroll 8
+    for (int d = 0; d < D / 16; ++d) sum[g][d] = _mm512_setzero_ps();
+  }
+  for (long t = 0; t < context; t += a.block_size) {
+    const bf16* v = keys_of(a, kv, blocks[t / a.block_size], head) + a.kv_heads * a.block_size * D;
+    const long n = std::min(a.block_size, context - t);
+    for (long i = 0; i < n; ++i) {
+#pragma GCC unroll 8
+      for (int d = 0; d < D / 16; ++d) {
+        const __m512 value = load(v + i * D + d * 16);
+#pragma GCC unroll 4
+        for (int g = 0; g < G; ++g)
+          sum[g][d] = _mm512_fmadd_ps(_mm512_set1_ps(scores[g * width + t + i]), value, sum[g][d]);
       }
     }
-    const __m512 share = _mm512_set1_ps(softmax(scores, context));
-    __m512 sum[parts];
-    for (auto& s : sum) s = _mm512_setzero_ps();
-    for (long t = 0; t < context; t += a.block_size) {
-      const T* v = keys_of(a, kv, blocks[t / a.block_size], head) + a.kv_heads * a.block_size * D;
-      const long n = std::min(a.block_size, context - t);
-      for (long i = 0; i < n; ++i) {
-        const __m512 p = _mm512_set1_ps(scores[t + i]);
-        for (int d = 0; d < parts; ++d) sum[d] = _mm512_fmadd_ps(p, load(v + i * D + d * 16), sum[d]);
-      }
-    }
-    for (int d = 0; d < parts; ++d)
-      store(out + (head * group + g) * D + d * 16, _mm512_mul_ps(sum[d], share));
+  }
+#pragma GCC unroll 4
+  for (int g = 0; g < G; ++g)
+#pragma GCC unroll 8
+    for (int d = 0; d < D / 16; ++d)
+      store(out + g * D + d * 16, _mm512_mul_ps(sum[g][d], share[g]));
+}
+
+// The same for all query heads of `head`, as many at once as there are registers for.
+template <int D>
+void attend_one(const Attention& a, const bf16* q, const bf16* kv, const int32_t* blocks, long context,
+                long head, bf16* out) {
+  const long group = a.q_heads / a.kv_heads;
+  for (long g = 0, step; g < group; g += step) {
+    const long at = (head * group + g) * D, left = group - g;
+    step = left >= 3 && D == 64 ? 3 : std::min(left, 2l);
+    const auto part = step == 3 ? attend_one<D, 3> : step == 2 ? attend_one<D, 2> : attend_one<D, 1>;
+    part(a, q + at, kv, blocks, context, head, out + at);
   }
 }
 
@@ -338,13 +390,12 @@ void attend_tile(const Attention& a, const bf16* q, long queries, long seen, con
   }
 }
 
-template <class T>
-void attend_one(const Attention& a, const T* q, const T* kv, const int32_t* blocks, long context,
-                long head, T* out) {
+void attend_one(const Attention& a, const bf16* q, const bf16* kv, const int32_t* blocks, long context,
+                long head, bf16* out) {
   switch (a.dim) {
-    case 64: return attend_one<T, 64>(a, q, kv, blocks, context, head, out);
-    case 96: return attend_one<T, 96>(a, q, kv, blocks, context, head, out);
-    case 128: return attend_one<T, 128>(a, q, kv, blocks, context, head, out);
+    case 64: return attend_one<64>(a, q, kv, blocks, context, head, out);
+    case 96: return attend_one<96>(a, q, kv, blocks, context, head, out);
+    case 128: return attend_one<128>(a, q, kv, blocks, context, head, out);
   }
 }
 
@@ -395,12 +446,11 @@ void baton_gated(const bf16* x, long m, long k, const bf16* packed, long n, cons
 
 namespace {
 
-template <class T>
-void rms_norm(const T* x, long m, long h, const T* weight, float eps, T* out, int threads) {
+void rms_norm(const bf16* x, long m, long h, const bf16* weight, float eps, bf16* out, int threads) {
   const long rows = 16;
   pool().run((m + rows - 1) / rows, threads, [=](long item) {
     for (long row = item * rows; row < std::min(m, (item + 1) * rows); ++row) {
-      const T* from = x + row * h;
+      const bf16* from = x + row * h;
       __m512 sum = _mm512_setzero_ps();
       for (long i = 0; i < h; i += 16) {
         const __m512 v = load(from + i, first(h - i));
@@ -417,20 +467,19 @@ void rms_norm(const T* x, long m, long h, const T* weight, float eps, T* out, in
 }
 
 // Rotate the halves of q and k in place, copy k and v to their slots. cos, sin: [positions, D / 2].
-template <class T>
-void rope_and_write(T* qkv, long m, const Attention& a, const float* cos, const float* sin,
-                    const int64_t* positions, const int64_t* slots, T* kv, int threads) {
+void rope_and_write(bf16* qkv, long m, const Attention& a, const float* cos, const float* sin,
+                    const int64_t* positions, const int64_t* slots, bf16* kv, int threads) {
   const long rows = 16, half = a.dim / 2;
   pool().run((m + rows - 1) / rows, threads, [=](long item) {
     for (long row = item * rows; row < std::min(m, (item + 1) * rows); ++row) {
-      T* heads = qkv + row * a.row_stride;
+      bf16* heads = qkv + row * a.row_stride;
       const float* c = cos + positions[row] * half;
       const float* s = sin + positions[row] * half;
       for (long head = 0; head < a.q_heads + a.kv_heads; ++head)
         for (long i = 0; i < half; i += 16) {
           const __mmask16 mask = first(half - i);
-          T* low = heads + head * a.dim + i;
-          T* high = low + half;
+          bf16* low = heads + head * a.dim + i;
+          bf16* high = low + half;
           const __m512 x = load(low, mask), y = load(high, mask);
           const __m512 cs = load(c + i, mask), sn = load(s + i, mask);
           store(low, _mm512_fmsub_ps(x, cs, _mm512_mul_ps(y, sn)), mask);
@@ -439,7 +488,7 @@ void rope_and_write(T* qkv, long m, const Attention& a, const float* cos, const 
       const long block = slots[row] / a.block_size, offset = slots[row] % a.block_size;
       for (long head = 0; head < 2 * a.kv_heads; ++head)
         std::memcpy(kv + ((block * 2 * a.kv_heads + head) * a.block_size + offset) * a.dim,
-                    heads + (a.q_heads + head) * a.dim, a.dim * sizeof(T));
+                    heads + (a.q_heads + head) * a.dim, a.dim * sizeof(bf16));
     }
   });
 }

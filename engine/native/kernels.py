@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.kernels.base import Geometry, StepInputs
+from engine.kernels.base import Geometry, Linear, Product, StepInputs
+from engine.kernels.cpu import DenseGated, DenseLinear
 from engine.kernels.memory import advise_huge_pages
 from engine.kernels.sampling import SamplingInputs, sample
 from engine.native.library import AttentionShape, load_library
@@ -37,7 +38,7 @@ class _Threads:
 
 
 class PackedLinear:
-    """The product x W^T + b, the sum with a residual fused into it. W has an even number of inputs."""
+    """The product x W^T + b, the sum with a residual fused into it."""
 
     def __init__(
         self, library: ctypes.CDLL, threads: _Threads, weight: Tensor, bias: Tensor | None
@@ -156,16 +157,20 @@ class NativeKernels:
         advise_huge_pages(self._weights)
         self._weights.clear()
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        """Packed into panels."""
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """Packed into panels, which hold inputs two by two."""
+        if weight.shape[1] % 2:
+            return DenseLinear(weight, bias)
         linear = PackedLinear(self._library, self._threads, weight, bias)
         self._weights.append(linear.weight)
         return linear
 
     def gated_linear(
         self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
-    ) -> PackedGated:
+    ) -> Product:
         """Packed into panels of both."""
+        if gate.shape[1] % 2:
+            return DenseGated(DenseLinear(gate, gate_bias), DenseLinear(up, up_bias))
         gated = PackedGated(self._library, self._threads, (gate, up), (gate_bias, up_bias))
         self._weights.append(gated.weight)
         return gated
@@ -247,7 +252,6 @@ class NativeKernels:
 
 def _packed(library: ctypes.CDLL, weight: Tensor) -> Tensor:
     outputs, inputs = weight.shape
-    assert inputs % 2 == 0, "an odd number of inputs"
     weight = weight.contiguous()
     out = torch.empty(-(-outputs // _PANEL), inputs // 2, _PANEL, 2, dtype=weight.dtype)
     library.baton_pack(weight.data_ptr(), outputs, inputs, out.data_ptr())

@@ -53,7 +53,7 @@ class AttentionShape(ctypes.Structure):
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
     """The library, built if need be; None where it cannot be had. Safe among processes."""
-    if os.environ.get(SWITCH) == "0" or not _NEEDED <= _processor_flags():
+    if os.environ.get(SWITCH) == "0" or not _processor_flags() >= _NEEDED:
         return None
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
@@ -78,7 +78,7 @@ def _built(compiler: str) -> Path:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
         command = [compiler, *_FLAGS, "-o", str(made), str(_SOURCE)]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)  # noqa: S603
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
         made.replace(path)  # whole or not at all, whoever else builds it
     return path
 

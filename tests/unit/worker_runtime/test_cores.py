@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from worker_runtime.cores import BusyWorkers, SharedCores
 
 

@@ -89,6 +89,9 @@ class EchoExecutor:
     def launch(self, batch: StepBatch) -> FinishedStep:
         return FinishedStep(echo(batch))
 
+    def use_threads(self, count: int) -> None:
+        self.threads = count
+
 
 def run(executor: EchoExecutor | LateSteps, tokens: list[int]) -> tuple[CountingDriver, StepLoop]:
     driver, inbox = CountingDriver(len(tokens)), Inbox[int]()
