@@ -21,7 +21,7 @@ class EngineConfig:
     tp_size: tensor-parallel ranks, one process each.
     decode_copy_bytes: memory that a CPU engine may spend on dense copies of the KV of running
         sequences, which make decode steps faster; 0 keeps none.
-    num_threads: threads of CPU kernels (a setting of the whole process). With None, the workers of
+    num_threads: threads of CPU kernels. With None, the workers of
         a machine that have work share its cores, step by step; tensor-parallel ranks and
         `engine.local` then take torch's own number.
     max_step_tokens: prompt tokens of the largest step: a CUDA engine makes room for it, and

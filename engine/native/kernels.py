@@ -1,6 +1,8 @@
 """engine.kernels.base.Kernels on the functions of kernels.cpp, in bfloat16.
 
-Every operation is one call that holds no lock of Python's while it runs.
+Every operation is one call that holds no lock of Python's while it runs. Where the processor has a
+matrix unit, steps of many rows run on torch's operators, which use it; weights are then kept packed
+for both.
 """
 
 from __future__ import annotations
@@ -14,13 +16,22 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.kernels.base import Geometry, Linear, Product, StepInputs
-from engine.kernels.cpu import DenseGated, DenseLinear
+from engine.kernels.cpu import (
+    CpuKernels,
+    CpuPlan,
+    DenseGated,
+    DenseLinear,
+    paged_attention,
+    rope_and_write_kv,
+)
 from engine.kernels.memory import advise_huge_pages
 from engine.kernels.sampling import SamplingInputs, sample
-from engine.native.library import AttentionShape, load_library
+from engine.native.library import AttentionShape, has_matrix_unit, load_library
 
 _PANEL = 32  # outputs of one panel of packed weights
 _HEAD_DIMS = (64, 96, 128)
+#: Rows from which a matrix unit is used: fewer take as long as it takes to read the weights.
+_WIDE_ROWS = 33
 
 
 def serves(geometry: Geometry) -> bool:
@@ -38,23 +49,33 @@ class _Threads:
 
 
 class PackedLinear:
-    """The product x W^T + b, the sum with a residual fused into it."""
+    """The product x W^T + b, or the sum of it and a residual; `wide`: the same for many rows."""
 
     def __init__(
-        self, library: ctypes.CDLL, threads: _Threads, weight: Tensor, bias: Tensor | None
+        self,
+        library: ctypes.CDLL,
+        threads: _Threads,
+        weight: Tensor,
+        bias: Tensor | None,
+        wide: Linear | None,
     ) -> None:
         self._call = library.baton_linear
         self._threads = threads
         self._outputs, self._inputs = weight.shape
         self._bias = bias
+        self._wide = wide
         self.weight = _packed(library, weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[T, in] -> [T, out]`."""
+        if self._wide is not None and x.shape[0] >= _WIDE_ROWS:
+            return self._wide(x)
         return self._run(x, None)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """The sum residual + x W^T + b."""
+        if self._wide is not None and x.shape[0] >= _WIDE_ROWS:
+            return self._wide.add(x, residual)
         return self._run(x, residual.contiguous())
 
     def _run(self, x: Tensor, residual: Tensor | None) -> Tensor:
@@ -75,7 +96,7 @@ class PackedLinear:
 
 
 class PackedGated:
-    """The gated product silu(x gate^T + b) * (x up^T + b) as one call."""
+    """The product silu(x gate^T + b) * (x up^T + b) as one call; `wide` as in PackedLinear."""
 
     def __init__(
         self,
@@ -83,15 +104,19 @@ class PackedGated:
         threads: _Threads,
         weights: tuple[Tensor, Tensor],
         biases: tuple[Tensor | None, Tensor | None],
+        wide: Product | None,
     ) -> None:
         self._call = library.baton_gated
         self._threads = threads
         self._outputs, self._inputs = weights[0].shape
         self._biases = biases
+        self._wide = wide
         self.weight = _packed(library, _interleaved(weights))
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[T, H] -> [T, I]`."""
+        if self._wide is not None and x.shape[0] >= _WIDE_ROWS:
+            return self._wide(x)
         x = x.contiguous()
         out = x.new_empty(x.shape[0], self._outputs)
         self._call(
@@ -128,9 +153,12 @@ class NativeKernels:
 
     fuses_residual = True
 
-    def __init__(self, geometry: Geometry) -> None:
+    def __init__(self, geometry: Geometry, matrix_unit: bool | None = None) -> None:
+        """`matrix_unit`: whether torch runs steps of many rows; None asks the processor."""
         library = load_library()
         assert library is not None, "ask `serves` first"
+        wanted = has_matrix_unit() if matrix_unit is None else matrix_unit
+        self._wide = CpuKernels(geometry) if wanted else None
         self.geometry = geometry
         self._library = library
         self._threads = _Threads()
@@ -147,13 +175,14 @@ class NativeKernels:
         self._shape_address = ctypes.addressof(self._shape)
 
     def use_threads(self, count: int) -> None:
-        """Threads of every call from now on. Torch's own, which would spin beside them, get one."""
+        """Threads of every call from now on."""
         self._threads.count = count
-        if torch.get_num_threads() != 1:
-            torch.set_num_threads(1)
+        _leave_torch(1)
 
     def loaded(self) -> None:
         """All weights are there."""
+        if self._wide is not None:
+            self._wide.loaded()
         advise_huge_pages(self._weights)
         self._weights.clear()
 
@@ -161,7 +190,8 @@ class NativeKernels:
         """Packed into panels, which hold inputs two by two."""
         if weight.shape[1] % 2:
             return DenseLinear(weight, bias)
-        linear = PackedLinear(self._library, self._threads, weight, bias)
+        wide = None if self._wide is None else self._wide.linear(weight, bias)
+        linear = PackedLinear(self._library, self._threads, weight, bias, wide)
         self._weights.append(linear.weight)
         return linear
 
@@ -171,12 +201,20 @@ class NativeKernels:
         """Packed into panels of both."""
         if gate.shape[1] % 2:
             return DenseGated(DenseLinear(gate, gate_bias), DenseLinear(up, up_bias))
-        gated = PackedGated(self._library, self._threads, (gate, up), (gate_bias, up_bias))
+        wide = None
+        if self._wide is not None:
+            wide = self._wide.gated_linear(gate, up, gate_bias, up_bias)
+        gated = PackedGated(self._library, self._threads, (gate, up), (gate_bias, up_bias), wide)
         self._weights.append(gated.weight)
         return gated
 
-    def prepare(self, inputs: StepInputs, cos: Tensor, sin: Tensor) -> NativePlan:
-        """Block tables end to end."""
+    def prepare(self, inputs: StepInputs, cos: Tensor, sin: Tensor) -> NativePlan | CpuPlan:
+        """Block tables end to end; for many rows and a matrix unit, what torch's operators need."""
+        if self._wide is not None:
+            if inputs.num_tokens >= _WIDE_ROWS:
+                _leave_torch(self._threads.count)
+                return self._wide.prepare(inputs, cos, sin)
+            _leave_torch(1)
         lengths = [len(ids) for ids in inputs.block_ids]
         return NativePlan(
             cos=cos,
@@ -197,6 +235,8 @@ class NativeKernels:
         self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """(norm(x + delta), x + delta)."""
+        if self._wide is not None and x.shape[0] >= _WIDE_ROWS:
+            return self._wide.add_rms_norm(x, delta, weight, eps)
         if delta is not None:
             x = x + delta
         x = x.contiguous()
@@ -212,8 +252,10 @@ class NativeKernels:
         )
         return out, x
 
-    def rope_and_write_kv(self, qkv: Tensor, kv: Tensor, plan: NativePlan) -> Tensor:
+    def rope_and_write_kv(self, qkv: Tensor, kv: Tensor, plan: NativePlan | CpuPlan) -> Tensor:
         """Rotated q, a view of `qkv`; k and v are written."""
+        if isinstance(plan, CpuPlan):
+            return rope_and_write_kv(qkv, kv, plan, self.geometry)
         self._library.baton_rope(
             qkv.data_ptr(),
             qkv.shape[0],
@@ -228,8 +270,10 @@ class NativeKernels:
         heads = qkv.view(qkv.shape[0], -1, self.geometry.head_dim)
         return heads[:, : self.geometry.num_q_heads]
 
-    def paged_attention(self, q: Tensor, kv: Tensor, plan: NativePlan) -> Tensor:
+    def paged_attention(self, q: Tensor, kv: Tensor, plan: NativePlan | CpuPlan) -> Tensor:
         """`[T, Q, D] -> [T, Q D]`."""
+        if isinstance(plan, CpuPlan):
+            return paged_attention(q, kv, plan, self.geometry)
         out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
         self._library.baton_attend(
             self._shape_address,
@@ -248,6 +292,12 @@ class NativeKernels:
     def sample(self, logits: Tensor, inputs: SamplingInputs) -> Tensor:
         """The next token of each row."""
         return sample(logits, inputs)
+
+
+def _leave_torch(count: int) -> None:
+    """Torch's own threads spin for a while after each operator, where ours are to run."""
+    if torch.get_num_threads() != count:
+        torch.set_num_threads(count)
 
 
 def _packed(library: ctypes.CDLL, weight: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """Builds kernels.cpp with the machine's own C++ compiler, once, and binds its functions.
 
-The file includes no header of torch, so that this takes seconds. What is built depends on the source,
-the compiler and the processor, and lies in a cache under the name of their hash. Where there is no
-compiler, or no processor for it, there is no library, and the engine runs on torch's operators alone.
+The file includes no header of torch, so that this takes seconds. What is built depends on the
+source, the compiler and the processor, and lies in a cache under the name of their hash. Where
+there is no compiler, or no processor for it, there is no library, and the engine runs on torch's
+operators alone.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _SOURCE = Path(__file__).with_name("kernels.cpp")
 _FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-pthread", "-w")
 #: Set to 0 to run without it.
 SWITCH = "BATON_NATIVE_KERNELS"
+_AMX = "amx_bf16"
 _NEEDED = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
 
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
@@ -68,6 +70,11 @@ def load_library() -> ctypes.CDLL | None:
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
     return library
+
+
+def has_matrix_unit() -> bool:
+    """Whether the processor multiplies matrices in a unit that only torch's oneDNN makes use of."""
+    return _AMX in _processor_flags()
 
 
 def _built(compiler: str) -> Path:

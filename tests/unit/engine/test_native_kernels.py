@@ -17,6 +17,7 @@ from engine.batch import StepBatch
 from engine.inputs import prepare_step
 from engine.kernels import reference
 from engine.kernels.base import Geometry, StepInputs
+from engine.kernels.cpu import CpuPlan
 from engine.native import kernels, library
 from tests.support.engine import chunk
 
@@ -195,6 +196,30 @@ def test_norm_with_and_without_a_delta(shape, delta):
     got = native().add_rms_norm(x, added, weight, 1e-5)
     for mine, expected in zip(got, reference.add_rms_norm(x, added, weight, 1e-5), strict=True):
         close(mine, expected)
+
+
+def test_with_a_matrix_unit_torch_runs_steps_of_many_rows():
+    """Both ways of one step agree, and so do a chunk by one and a decode by the other."""
+    torch.manual_seed(5)
+    shape = native().geometry
+    ours, both = native(), kernels.NativeKernels(shape, matrix_unit=True)
+    weight, bias = (torch.randn(640, 64) / 8).to(BF16), torch.randn(640).to(BF16)
+    angles = torch.arange(200.0)[:, None] * torch.linspace(1, 0.01, 32)[None, :]
+    pools = torch.zeros(2, NUM_BLOCKS, 2, 2, 16, 64, dtype=BF16).unbind()
+    for lengths in ([(0, 40), (0, 3)], [(40, 1), (3, 1)]):
+        inputs = step_of(lengths, 16)
+        x = torch.randn(inputs.num_tokens, 64).to(BF16)
+        results = []
+        for made, kv in zip((ours, both), pools, strict=True):
+            plan = made.prepare(inputs, angles.cos(), angles.sin())
+            normed, _ = made.add_rms_norm(x, None, weight[0], 1e-5)
+            qkv = made.linear(weight, bias)(normed)
+            attended = made.paged_attention(made.rope_and_write_kv(qkv, kv, plan), kv, plan)
+            gated = made.gated_linear(weight, weight, None, None)(normed)
+            results.append((attended, gated))
+        for mine, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=5e-2, atol=5e-2)
+        assert isinstance(plan, CpuPlan) == (inputs.num_tokens >= 33)
 
 
 def test_what_is_no_number_stays_none_and_the_largest_becomes_infinite():
