@@ -1,5 +1,5 @@
 // Kernels of a decoder step for x86 CPUs with AVX-512: products on packed bfloat16 weights, attention
-// over paged KV, norms and rotations. Plain C functions on raw memory; engine/native/library.py builds
+// over paged KV, norms and rotations. Plain C functions on raw memory; engine/native/build.py builds
 // and binds them, engine/native/kernels.py gives them the shapes of engine/kernels/base.py.
 //
 // Work is cut into items that threads take from a counter. The caller takes items too and waits only

@@ -26,7 +26,7 @@ from engine.kernels.cpu import (
 )
 from engine.kernels.memory import advise_huge_pages
 from engine.kernels.sampling import SamplingInputs, sample
-from engine.native.library import AttentionShape, has_matrix_unit, load_library
+from engine.native.build import AttentionShape, has_matrix_unit, load_library
 
 _PANEL = 32  # outputs of one panel of packed weights
 _HEAD_DIMS = (64, 96, 128)

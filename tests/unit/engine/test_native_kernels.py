@@ -18,11 +18,11 @@ from engine.inputs import prepare_step
 from engine.kernels import reference
 from engine.kernels.base import Geometry, StepInputs
 from engine.kernels.cpu import CpuPlan
-from engine.native import kernels, library
+from engine.native import build, kernels
 from tests.support.engine import chunk
 
 pytestmark = pytest.mark.skipif(
-    library.load_library() is None, reason="no C++ compiler, or a processor without AVX-512 BF16"
+    build.load_library() is None, reason="no C++ compiler, or a processor without AVX-512 BF16"
 )
 NUM_BLOCKS = 60
 BF16 = torch.bfloat16
@@ -250,18 +250,18 @@ def test_results_do_not_depend_on_the_number_of_threads_or_on_other_engines():
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
     """No library yet, and an empty cache."""
-    library.load_library.cache_clear()
+    build.load_library.cache_clear()
     monkeypatch.setenv("BATON_HOME", str(tmp_path))
     yield tmp_path
-    library.load_library.cache_clear()
+    build.load_library.cache_clear()
 
 
 def test_it_is_built_once(fresh):
-    assert library.load_library() is not None
+    assert build.load_library() is not None
     (built,) = (fresh / "native").iterdir()
     before = built.stat().st_mtime_ns
-    library.load_library.cache_clear()
-    assert library.load_library() is not None
+    build.load_library.cache_clear()
+    assert build.load_library() is not None
     assert built.stat().st_mtime_ns == before
 
 
@@ -275,16 +275,16 @@ def _compiler(folder: Path, body: str) -> str:
 @pytest.mark.parametrize("body", ["echo broken >&2; exit 1", "exit 0"])
 def test_a_compiler_that_fails_leaves_the_engine_without(fresh, monkeypatch, caplog, body):
     monkeypatch.setenv("CXX", _compiler(fresh, body))
-    assert library.load_library() is None
+    assert build.load_library() is None
     assert "native kernels not built" in caplog.text
     assert ("broken" in caplog.text) == ("broken" in body)
 
 
 def test_without_a_compiler_or_when_switched_off_there_is_none(fresh, monkeypatch):
     monkeypatch.setenv("CXX", str(fresh / "nowhere"))
-    assert library.load_library() is None
-    library.load_library.cache_clear()
+    assert build.load_library() is None
+    build.load_library.cache_clear()
     monkeypatch.delenv("CXX")
-    monkeypatch.setenv(library.SWITCH, "0")
-    assert library.load_library() is None
+    monkeypatch.setenv(build.SWITCH, "0")
+    assert build.load_library() is None
     assert os.listdir(fresh) == []
