@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
-from starlette.types import Receive, Send
+from starlette.types import Receive, Scope, Send
 
 from protocol.errors import BatonError, Cancelled
+from router.openai.connection import hang_up
 from router.openai.errors import error_body, error_headers, error_status
 
-#: How long the end of a stream waits for its client to read what came before.
-_UNREAD_S = 5.0
 Headers = list[tuple[bytes, bytes]]
 
 JSON_TYPE = (b"content-type", b"application/json")
@@ -26,11 +25,16 @@ STREAM_HEADERS: Headers = [
 ]
 
 
+#: For a client to make room for the end of its stream.
+_LAST_WORDS_S = 30.0
+
+
 class Answer:
     """One HTTP answer on its way out. Knows whether its status line has gone."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, scope: Scope, send: Send) -> None:
         self.started = False
+        self._scope = scope
         self._send = send
 
     async def whole(self, status: int, body: bytes, headers: Headers) -> None:
@@ -55,17 +59,23 @@ class Answer:
 
     async def error(self, error: BatonError) -> None:
         """Send an error: as the answer, or, inside a stream, as its last event without an end mark,
-        so that it cannot be taken for success. A client that has left is sent nothing, and one that
-        does not read is left: an answer that is not ended closes its connection."""
+        so that it cannot be taken for success. A client that has left is sent nothing."""
         if isinstance(error, Cancelled):
             return
-        if self.started:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_UNREAD_S):
-                    await self.part(b"data: " + error_body(error) + b"\n\n", last=True)
-        else:
+        if not self.started:
             headers = [JSON_TYPE, *error_headers(error)]
             await self.whole(error_status(error), error_body(error), headers)
+            return
+        last = b"data: " + error_body(error) + b"\n\n"
+        await self.ended(partial(self.part, last, last=True))
+
+    async def ended(self, send: Callable[[], Awaitable[None]]) -> None:
+        """Send what comes last; hang up on a client that makes no room for it."""
+        try:
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await send()
+        except TimeoutError:
+            hang_up(self._scope)
 
     async def _start(self, status: int, headers: Headers) -> None:
         self.started = True

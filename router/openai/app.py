@@ -94,7 +94,9 @@ def make_app(
         Route("/openapi.json", serve_document, methods=["GET"]),
     ]
     handlers: dict[Any, Any] = {HTTPException: _http_exception, Exception: _exception}
-    app: ASGIApp = Guard(Starlette(routes=routes, exception_handlers=handlers), access)
+    paths = Starlette(routes=routes, exception_handlers=handlers)
+    paths.router.redirect_slashes = False  # behind a proxy they would lead past it
+    app: ASGIApp = Guard(paths, access)
     if not cors_origins:
         return app
     return CORSMiddleware(
@@ -141,7 +143,7 @@ class _Paths:
 
         async def run(scope: Scope, receive: Receive, send: Send) -> None:
             arrival = self._service.clock()
-            answer = Answer(send)
+            answer = Answer(scope, send)
             try:
                 with self._service.track(Door.HTTP, endpoint):
                     fields = await read_object(scope, receive, limit=self._max_body_bytes)
@@ -156,7 +158,7 @@ class _Paths:
                         ) as generation,
                     ):
                         ending = await self._relay(request, generation, answer)
-                await ending()
+                await answer.ended(ending)
             except BatonError as error:
                 await answer.error(error)
 
@@ -190,7 +192,7 @@ class _Paths:
         """The endpoint of an operation from one JSON object to another."""
 
         async def run(scope: Scope, receive: Receive, send: Send) -> None:
-            answer = Answer(send)
+            answer = Answer(scope, send)
             try:
                 fields = await read_object(scope, receive, limit=self._max_body_bytes)
                 await answer.object(await run_operation(fields, caller_of(scope)))

@@ -9,13 +9,21 @@ from typing import Any
 
 from starlette.types import Receive, Scope
 
-from protocol.errors import Cancelled, InvalidRequest, PayloadTooLarge, UnsupportedEncoding
+from protocol.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    PayloadTooLarge,
+    UnsupportedEncoding,
+)
 from router.fields import as_object
 from router.openai.guard import header
 from router.openai.pieces import loads_in_pieces, refuse_constant
 
 #: Bodies of more bytes are parsed in a thread.
 _LARGE = 1 << 17
+#: For a client to send a body.
+_BODY_S = 120.0
 _GZIP = 16 + zlib.MAX_WBITS
 
 
@@ -23,8 +31,8 @@ async def read_object(scope: Scope, receive: Receive, *, limit: int) -> dict[str
     """The JSON object that is the body; compressed with gzip if the request says so.
 
     Raises PayloadTooLarge over `limit` bytes, before or after decompression, UnsupportedEncoding
-    for other compressions, InvalidRequest when it is not a JSON object in UTF-8, Cancelled when the
-    client goes away before it is complete.
+    for other compressions, InvalidRequest when it is not a JSON object in UTF-8, DeadlineExceeded
+    when it does not come in time, Cancelled when the client goes away before it is complete.
     """
     encoding = (header(scope, b"content-encoding") or "identity").strip().lower()
     if encoding not in ("identity", "gzip", "x-gzip"):
@@ -32,7 +40,11 @@ async def read_object(scope: Scope, receive: Receive, *, limit: int) -> dict[str
             f"content-encoding {encoding!r} is not read here; send gzip, or the body as it is",
             param="content-encoding",
         )
-    body = await _read(scope, receive, limit)
+    try:
+        async with asyncio.timeout(_BODY_S):
+            body = await _read(scope, receive, limit)
+    except TimeoutError:
+        raise DeadlineExceeded(f"the body did not come in {_BODY_S:g} s") from None
     if encoding != "identity":
         body = await asyncio.to_thread(_unzipped, body, limit)
     if len(body) <= _LARGE:

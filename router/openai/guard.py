@@ -27,7 +27,7 @@ class Guard:
             try:
                 scope[_CALLER] = self._access.caller(header(scope, b"authorization"))
             except BatonError as error:
-                await Answer(send).error(error)
+                await Answer(scope, send).error(error)
                 return
         await self._app(scope, receive, send)
 

@@ -13,6 +13,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from protocol.errors import Unavailable
+from router.openai.connection import HttpConnection
 
 _BACKLOG = 2048
 
@@ -25,7 +26,7 @@ class HttpServer:
     ) -> None:
         self._config = uvicorn.Config(
             app,
-            http="httptools",
+            http=HttpConnection,
             ws="none",
             lifespan="off",
             log_config=None,

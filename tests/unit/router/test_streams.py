@@ -4,6 +4,7 @@ many at once lose nothing, and the one beyond the bound is told so."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 
@@ -254,3 +255,26 @@ async def test_a_client_that_does_not_read_is_left_at_its_deadline(
             )
             assert failures == 1
             assert await over_grpc(doors, stream=True, max_tokens=3) == ("xxx", "length")
+
+
+async def test_heads_have_bounds(doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.openai.connection.HEAD_S", 0.3)
+    where = doors.router.addresses.http.split(":")
+    reader, writer = await asyncio.open_connection(*where)
+    writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n")
+    for _ in range(20):
+        writer.write(b"x-long: " + b"a" * 10_000 + b"\r\n")
+    assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 400")
+    writer.close()
+    for beginning in (b"", b"GET /health HTT", b"GET /health HTTP/1.1\r\nhost: x\r\n"):
+        reader, writer = await asyncio.open_connection(*where)
+        writer.write(beginning)
+        with contextlib.suppress(ConnectionResetError):
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+    reader, writer = await asyncio.open_connection(*where)
+    for _ in range(3):  # a connection that is kept alive is not one that sends no head
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await asyncio.wait_for(reader.readuntil(b"}"), 5)).endswith(b'"ok"}')
+        await asyncio.sleep(0.4)
+    writer.close()

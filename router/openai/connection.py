@@ -1,0 +1,79 @@
+"""One HTTP connection: uvicorn's, with bounds on clients that send or read nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.types import Scope
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+#: Bytes of a request's head that are read before it counts as endless.
+MAX_HEAD_BYTES = 1 << 16
+#: For a client to send the head of a request, from when it connects or begins one.
+HEAD_S = 60.0
+_HANG_UP = "baton.hang_up"
+
+
+class HttpConnection(HttpToolsProtocol):
+    """Heads are bounded in size and time, and what nobody reads is dropped in the end."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._head_bytes: int | None = 0  # of the head that is being read
+        self._patience: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Expect a request."""
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Expect nothing."""
+        super().connection_lost(exc)
+        self._head_came()
+
+    def data_received(self, data: bytes) -> None:
+        """Count what comes before the end of a head."""
+        super().data_received(data)
+        if self._head_bytes is None:
+            return
+        self._head_bytes += len(data)
+        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response(f"The head is larger than {MAX_HEAD_BYTES} bytes.")
+
+    def on_message_begin(self) -> None:
+        """A head begins."""
+        super().on_message_begin()
+        self._head_bytes = 0
+        self._expect_head()
+
+    def on_headers_complete(self) -> None:
+        """It is there."""
+        self._head_came()
+        self._head_bytes = None
+        self.scope[_HANG_UP] = self.transport.abort  # type: ignore[literal-required]
+        super().on_headers_complete()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Idle for too long; an answer that is still there will not be read either."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _expect_head(self) -> None:
+        self._head_came()
+        self._patience = self.loop.call_later(HEAD_S, self.transport.abort)
+
+    def _head_came(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+
+def hang_up(scope: Scope) -> None:
+    """Close the connection of a request at once, whatever is still to be sent."""
+    abort = scope.get(_HANG_UP)
+    if abort is not None:
+        abort()
