@@ -170,11 +170,8 @@ class Router:
         self._tasks.clear()
         if self._service is not None:
             self._service.admission.draining = True
-        if self._grpc is not None:
-            await self._grpc.stop()
-        for listener in (self._http, self._scrapes):
-            if listener is not None:
-                await listener.stop()
+        doors = (self._grpc, self._http, self._scrapes)
+        await asyncio.gather(*(door.stop() for door in doors if door is not None))
         if self._members is not None:
             await self._members.close()
         self._model.close()

@@ -61,7 +61,7 @@ class HttpServer:
         at once, the others after their answer."""
         if self._server is not None and self._task is not None:
             self._config.timeout_graceful_shutdown = math.ceil(grace_s)
-            self._server.should_exit = True
+            self._server.leave()
             await self._task
             self._server = self._task = None
 
@@ -72,11 +72,25 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.up = asyncio.Event()
+        self._leaving = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, and say so."""
         await super().startup(sockets)
         self.up.set()
+
+    async def main_loop(self) -> None:
+        """Keep the date of answers, once a second, until told to leave: no tenths are polled."""
+        tenths = 0
+        while not await self.on_tick(tenths):
+            tenths += 10
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._leaving.wait(), 1.0)
+
+    def leave(self) -> None:
+        """Shut down, now."""
+        self.should_exit = True
+        self._leaving.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

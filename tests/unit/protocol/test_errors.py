@@ -43,6 +43,7 @@ def test_errors_of_the_caller_are_4xx_and_ours_5xx():
             errors.Unauthenticated,
             errors.PermissionDenied,
             errors.PayloadTooLarge,
+            errors.UnsupportedEncoding,
             errors.Overloaded,
             errors.Cancelled,
             errors.StaleMessage,
