@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -346,6 +346,7 @@ class Chaos:
         epochs = frozenset(ref.epoch for ref in self.hosts[number].refs)
         for other in self._healthy - {number}:
             await self.hosts[other].do("peers_left", epochs)
+            await self.hosts[other].do("health")  # whatever becomes of one is not the other's end
 
     # --- what must hold -------------------------------------------------------------------------
 
@@ -487,7 +488,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(text)
     if args.report is not None:
         args.report.write_text(page(outcome, command))
-        args.report.with_suffix(".json").write_text(json.dumps(asdict(outcome), indent=1) + "\n")
+        figures = {f.name: getattr(outcome, f.name) for f in fields(outcome)}
+        args.report.with_suffix(".json").write_text(json.dumps(figures, indent=1) + "\n")
     return 0 if outcome.good else 1
 
 
