@@ -12,7 +12,7 @@ import torch
 from kv_transfer.orders import Order
 from kv_transfer.ranks import RankChannel
 from protocol import codec
-from protocol.errors import DeadlineExceeded, ErrorCode, ErrorInfo
+from protocol.errors import DeadlineExceeded, ErrorCode, ErrorInfo, HandoffFailed
 from protocol.ids import RequestKey
 from protocol.messages import Piece
 from tests.support.transfer import QUICK, Pair, differing, fill, random_kv
@@ -36,12 +36,14 @@ class Gate:
     def __init__(self, ranks: RankChannel) -> None:
         self._ranks = ranks
         self.swallow_sends = 0
+        self.over = asyncio.Event()  # lets go of what was swallowed
         self.held: list[asyncio.Event] = []
 
     async def execute(self, rank: int, order: bytes) -> bytes:
         if codec.decode(Order, order).send is not None and self.swallow_sends:
             self.swallow_sends -= 1
-            await asyncio.Event().wait()
+            await self.over.wait()
+            raise HandoffFailed("swallowed")
         return await self._ranks.execute(rank, order)
 
 
@@ -49,7 +51,7 @@ class Gate:
 
 
 async def test_blocks_are_safe_only_after_a_running_scatter_and_no_later_one_starts(backends):
-    """A07: abort in the middle of a write; the next owner of the blocks must not be overwritten."""
+    """Abort in the middle of a write; the next owner of the blocks must not be overwritten."""
     entered, release = threading.Event(), threading.Event()
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends) as pair:
 
@@ -197,6 +199,7 @@ async def test_a_send_that_never_comes_is_made_again_on_new_links(backends):
         assert pair.decode.events.ends == pair.prefill.events.ends == []
         asked = [g for g in moves(pair.clients, "Grant") if g.key == KEY]
         assert len(asked) > 1  # decode wanted to know whether prefill is still there
+        gates[0].over.set()
 
 
 async def test_a_prefill_that_never_sends_nor_answers_is_given_up(memory):

@@ -55,7 +55,7 @@ async def test_one_message_lost_or_repeated_changes_nothing(backends, method, ho
 
 
 async def test_everything_replayed_after_the_end_is_refused_and_touches_nothing(memory):
-    """A09: replay a whole hand-off, also for the blocks' next owner."""
+    """Replay a whole hand-off, also for the blocks' next owner."""
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
         await ready(pair)
         await finish(pair)
@@ -145,7 +145,7 @@ async def test_a_grant_may_be_quicker_than_the_router(memory):
 
 
 async def test_an_end_may_be_quicker_than_the_router(memory):
-    """A02: prefill refuses the prompt before decode has heard of it; and the other way round."""
+    """Prefill refuses the prompt before decode has heard of it; and the other way round."""
     info = ErrorInfo(code=ErrorCode.CONTEXT_TOO_LONG, message="too long")
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
         end = HandoffEnd(key=KEY, epoch=pair.prefill.ref.epoch, released=False, error=info)
