@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from protocol.ids import RequestKey
+from protocol.messages import Piece
 from tests.support.transfer import fill, make_layout, random_kv
 
 KEY, OTHER = RequestKey("a"), RequestKey("b")
@@ -22,6 +23,24 @@ async def ready(pair, key=KEY, source=SOURCE, dest=DEST, seed=1):
     pair.submit(key, len(dest))
     await pair.receiver.reserve(key, dest, 0)
     return kv
+
+
+def piece_of(pair, grant, **fields):
+    """All that the first hand-off moves, as one piece."""
+    whole = {
+        "key": KEY,
+        "ticket": grant.ticket,
+        "generation": grant.generation,
+        "sequence": 0,
+        "first_cell": 0,
+        "num_cells": len(SOURCE),
+        "first_layer": 0,
+        "num_layers": LAYOUT.num_layers,
+        "prefill": pair.prefill.ref,
+        "prefill_layout": LAYOUT,
+        "link": 1,
+    }
+    return Piece(**(whole | fields))
 
 
 async def finish(pair, key=KEY, source=SOURCE, first=0):

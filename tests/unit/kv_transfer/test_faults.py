@@ -14,7 +14,6 @@ from kv_transfer.ranks import RankChannel
 from protocol import codec
 from protocol.errors import DeadlineExceeded, ErrorCode, ErrorInfo, HandoffFailed
 from protocol.ids import RequestKey
-from protocol.messages import Piece
 from tests.support.transfer import QUICK, Pair, differing, fill, random_kv
 from tests.support.transfer_steps import (
     DEST,
@@ -26,6 +25,7 @@ from tests.support.transfer_steps import (
     SOURCE,
     finish,
     moves,
+    piece_of,
     ready,
 )
 
@@ -216,19 +216,7 @@ async def test_a_prefill_that_never_sends_nor_answers_is_given_up(memory):
         await ready(pair, OTHER, MORE, LAND)
         (grant, _) = moves(pair.clients, "Grant")
         pair.clients.intercept = silent
-        piece = Piece(
-            key=KEY,
-            ticket=grant.ticket,
-            generation=grant.generation,
-            sequence=0,
-            first_cell=0,
-            num_cells=5,
-            first_layer=0,
-            num_layers=2,
-            prefill=pair.prefill.ref,
-            prefill_layout=LAYOUT,
-            link=1,
-        )
+        piece = piece_of(pair, grant)
         await pair.receiver.on_piece(piece)
         await pair.decode.events.wait(lambda e: len(e.safe) == 2, 3)
         assert "does not answer" in pair.decode.events.ended_with(OTHER).message
@@ -327,19 +315,7 @@ async def test_a_newer_link_frees_a_receive_that_waits_on_the_old_one(backends):
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends, config=config) as pair:
         await ready(pair)
         (grant,) = moves(pair.clients, "Grant")
-        stuck = Piece(
-            key=KEY,
-            ticket=grant.ticket,
-            generation=grant.generation,
-            sequence=0,
-            first_cell=0,
-            num_cells=5,
-            first_layer=0,
-            num_layers=2,
-            prefill=pair.prefill.ref,
-            prefill_layout=LAYOUT,
-            link=1,
-        )
+        stuck = piece_of(pair, grant)
         await pair.receiver.on_piece(stuck)
         await asyncio.sleep(0.05)
         pair.sender._lanes.get(pair.decode.ref)._renew(1)

@@ -12,7 +12,7 @@ from protocol import codec
 from protocol.errors import DeadlineExceeded, ErrorCode, ErrorInfo, HandoffFailed, StaleMessage
 from protocol.ids import RequestKey
 from protocol.kv_layout import Cells
-from protocol.messages import HandoffEnd, Piece
+from protocol.messages import HandoffEnd
 from rpc import methods
 from tests.support.transfer import QUICK, SECRET, Pair, differing, fill, make_layout, random_kv
 from tests.support.transfer_steps import (
@@ -25,6 +25,7 @@ from tests.support.transfer_steps import (
     SOURCE,
     finish,
     moves,
+    piece_of,
     ready,
 )
 
@@ -90,19 +91,7 @@ async def test_pieces_of_another_incarnation_or_shape_are_refused(memory):
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory, config=config) as pair:
         await ready(pair)
         (grant,) = moves(pair.clients, "Grant")
-        good = Piece(
-            key=KEY,
-            ticket=grant.ticket,
-            generation=grant.generation,
-            sequence=0,
-            first_cell=0,
-            num_cells=1,
-            first_layer=0,
-            num_layers=2,
-            prefill=pair.prefill.ref,
-            prefill_layout=LAYOUT,
-            link=5,
-        )
+        good = piece_of(pair, grant, num_cells=1, link=5)
         with pytest.raises(StaleMessage):
             await pair.receiver.on_piece(replace(good, prefill=replace(good.prefill, epoch=99)))
         for shape in (make_layout(2, head_dim=16), make_layout(2, dtype="bfloat16")):
