@@ -58,11 +58,16 @@ class Answer:
 
 
 async def call_repeatedly(
-    client: Client, method: Method[Req, Rep], request: Req, config: TransferConfig
+    client: Client,
+    method: Method[Req, Rep],
+    request: Req,
+    config: TransferConfig,
+    attempts: int | None = None,
 ) -> Answer:
-    """Call an idempotent method until it is answered, at most `rpc_attempts` times."""
+    """Call an idempotent method until it is answered, at most `attempts` times (None:
+    `rpc_attempts`)."""
     error: BatonError | None = None
-    for attempt in range(config.rpc_attempts):
+    for attempt in range(attempts or config.rpc_attempts):
         if isinstance(error, Unavailable):  # refused at once: give the peer a moment
             await asyncio.sleep(_FIRST_PAUSE_S * 2**attempt)
         try:

@@ -60,7 +60,7 @@ class TransferConfig:
     connect_timeout_s: float = 10.0
     rpc_timeout_s: float = 5.0
     rpc_attempts: int = 3
-    repair_s: float = 5.0
+    repair_s: float = 2.0
     piece_attempts: int = 3
     pipeline_depth: int = 4
     max_piece_bytes: int = 64 << 20

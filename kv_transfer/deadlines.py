@@ -8,17 +8,29 @@ from collections.abc import Callable
 
 from protocol.ids import RequestKey
 
+#: Entries that are kept without a look at whether they are of use.
+_LEAST = 64
+
 
 class Deadlines:
     """Calls `ring` on the event loop when the earliest deadline has passed. No polling.
 
-    Entries are never taken back: whoever is rung looks at what is really due. Deadlines are
-    monotonic seconds of `now`, which need not be the loop's clock.
+    Entries are not taken back: whoever is rung looks at what is really due. Those of keys that are
+    not `alive` any more are dropped before they are most of what is kept. Deadlines are monotonic
+    seconds of `now`, which need not be the loop's clock.
     """
 
-    def __init__(self, *, now: Callable[[], float], ring: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        *,
+        now: Callable[[], float],
+        ring: Callable[[], None],
+        alive: Callable[[RequestKey], bool],
+    ) -> None:
         self._now = now
         self._ring = ring
+        self._alive = alive
+        self._limit = _LEAST
         self._heap: list[tuple[float, str, int]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._armed_for = 0.0
@@ -26,6 +38,10 @@ class Deadlines:
     def add(self, deadline: float, key: RequestKey) -> None:
         """Ring at `deadline` for `key`."""
         heapq.heappush(self._heap, (deadline, key.request_id, key.attempt))
+        if len(self._heap) > self._limit:
+            self._heap = [entry for entry in self._heap if self._alive(RequestKey(*entry[1:]))]
+            heapq.heapify(self._heap)
+            self._limit = max(_LEAST, 2 * len(self._heap))
         self._arm()
 
     def due(self, now: float) -> list[RequestKey]:

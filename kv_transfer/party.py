@@ -34,10 +34,16 @@ class Party:
         now = self.clock.wall()
         check_ticket(ticket, key, secret=self.secret, now=now, me=self.ref, peer_epoch=peer_epoch)
 
-    async def call(self, peer: WorkerRef, method: Method[Req, Rep], request: Req) -> Answer:
+    async def call(
+        self,
+        peer: WorkerRef,
+        method: Method[Req, Rep],
+        request: Req,
+        attempts: int | None = None,
+    ) -> Answer:
         """Call a peer until it answers, or has been asked often enough."""
         client = self.clients.get(peer.address)
-        return await call_repeatedly(client, method, request, self.config)
+        return await call_repeatedly(client, method, request, self.config, attempts)
 
     async def run_everywhere(self, order: Order) -> list[Outcome]:
         """Run one order on every rank."""

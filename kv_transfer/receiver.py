@@ -53,7 +53,9 @@ class Receiver:
         self._credits = Credits()
         self._peers = Peers(party, self._tasks)
         self._deadlines = Deadlines(
-            now=self._clock.monotonic, ring=lambda: self.expire(self._clock.monotonic())
+            now=self._clock.monotonic,
+            ring=lambda: self.expire(self._clock.monotonic()),
+            alive=self._live.__contains__,
         )
 
     async def start(self) -> None:
@@ -298,20 +300,22 @@ class Receiver:
 
     async def _repair(self, handoff: Incoming) -> None:
         """A lost piece has not come again: prefill may not know yet, or be dead. Its answer to the
-        grant that it had before tells."""
+        grant that it had before tells. It is asked once: it was silent for long already."""
         lease = handoff.lease
         self._repair_later(handoff)
-        await self._call_grant(handoff, unless=lambda: not lease.lost_pieces)
+        await self._call_grant(handoff, unless=lambda: not lease.lost_pieces, attempts=1)
 
     def _repair_later(self, handoff: Incoming) -> None:
         handoff.repair_by = self._clock.monotonic() + self._config.repair_s
         self._deadlines.add(handoff.repair_by, handoff.lease.key)
 
-    async def _call_grant(self, handoff: Incoming, *, unless: Callable[[], bool]) -> None:
+    async def _call_grant(
+        self, handoff: Incoming, *, unless: Callable[[], bool], attempts: int | None = None
+    ) -> None:
         """Send the grant; without an acknowledgement end the hand-off, unless that is settled."""
         lease = handoff.lease
         grant = grant_message(lease, self._me, self._links)
-        answer = await self._me.call(lease.peer, methods.GRANT, grant)
+        answer = await self._me.call(lease.peer, methods.GRANT, grant, attempts)
         if answer.error is not None and not unless():
             error = as_failure(answer.error, "prefill worker")
             self._finish(handoff, released=False, error=error, tell=answer.uncertain)

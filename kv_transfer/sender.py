@@ -60,7 +60,9 @@ class Sender:
         self._attempts = Attempts(party.config.remembered)
         self._lanes = Lanes(party, self._tasks, self.stats)
         self._deadlines = Deadlines(
-            now=self._clock.monotonic, ring=lambda: self.expire(self._clock.monotonic())
+            now=self._clock.monotonic,
+            ring=lambda: self.expire(self._clock.monotonic()),
+            alive=self._live.__contains__,
         )
 
     @property

@@ -1,0 +1,74 @@
+"""What a request leaves in memory when it is over: nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import tracemalloc
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kv_transfer.config import TransferConfig
+from tests.support.stack import Stack, running_stack
+from tests.support.tiny import save_tiny_llama
+from tests.support.tiny_text import write_model_text
+from worker_runtime.config import WorkerConfig
+
+CONFIG = WorkerConfig(max_num_seqs=16, max_num_batched_tokens=128)
+#: What both sides remember of ended hand-offs is bounded; the bound is soon reached here.
+TRANSFER = TransferConfig(remembered=32)
+NUM_REQUESTS = 150
+
+
+async def serve(stack: Stack, client: httpx.AsyncClient, chance: random.Random) -> None:
+    """Requests with prompts of their own, streamed and not; every fifth client leaves early."""
+
+    async def one(number: int) -> None:
+        prompt = [chance.randrange(3, 500) for _ in range(chance.choice([1, 20, 40]))]
+        body = {"prompt": prompt, "max_tokens": chance.choice([1, 3, 6]), "stream": number % 2 == 0}
+        call = asyncio.create_task(client.post("/v1/completions", json=body))
+        if number % 5 == 0:
+            await asyncio.sleep(chance.random() * 0.02)
+            call.cancel()
+        await asyncio.wait([call])
+
+    for first in range(0, NUM_REQUESTS, 30):
+        await asyncio.gather(*(one(first + i) for i in range(30)))
+    await stack.pair.idle()
+    while stack.router.num_requests:
+        await asyncio.sleep(0.01)
+
+
+def traced() -> int:
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0]
+
+
+@pytest.mark.slow
+async def test_requests_leave_nothing_in_memory(tmp_path: Path) -> None:
+    write_model_text(tmp_path)
+    save_tiny_llama(tmp_path, vocab_size=512)
+    chance = random.Random(5)
+    async with (
+        running_stack(
+            str(tmp_path),
+            prefill_config=CONFIG,
+            decode_config=CONFIG,
+            transfer=TRANSFER,
+            prefill_blocks=48,
+            decode_blocks=48,
+        ) as stack,
+        httpx.AsyncClient(base_url=f"http://{stack.http}", timeout=60) as client,
+    ):
+        tracemalloc.start()
+        try:
+            await serve(stack, client, chance)
+            before = traced()
+            await serve(stack, client, chance)
+            growth = (traced() - before) / NUM_REQUESTS
+        finally:
+            tracemalloc.stop()
+    assert growth < 200, f"{growth:.0f} bytes a request"
