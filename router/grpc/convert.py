@@ -161,9 +161,10 @@ def _tool(tool: pb.Tool, path: str) -> dict[str, Any]:
 
 def _tool_choice(choice: pb.ToolChoice) -> str | dict[str, Any] | None:
     check_known(choice)
-    if choice.WhichOneof("kind") == "function":
+    kind = choice.WhichOneof("kind")
+    if kind == "function":
         return {"type": "function", "function": {"name": choice.function}}
-    return choice.mode or None
+    return choice.mode if kind == "mode" else {}
 
 
 def choice_message(delta: Delta, *, token_ids: bool) -> pb.Choice:
