@@ -51,8 +51,8 @@ class Errand:
 
     @property
     def work(self) -> int:
-        """Prompt tokens to compute."""
-        return self.tokens - self.cached
+        """Prompt tokens to compute, one at least."""
+        return max(1, self.tokens - self.cached)
 
     @property
     def flow(self) -> str:
@@ -92,6 +92,7 @@ class WaitingRoom:
         self._queue: FairQueue[_Waiter] = FairQueue()
         self._waiting_of: Counter[str] = Counter()  # tokens to compute, by caller
         self._outstanding = 0  # the same, given to workers, no first token yet
+        self._promised = 0  # all prompt tokens of these
         self._peak = Peak()
         self._drained = Rate()  # tokens per second that leave the queue while it is not empty
         self._drained_at = 0.0
@@ -117,13 +118,15 @@ class WaitingRoom:
         self._check_bounds(errand, now)
         return False
 
-    def start(self, tokens: int) -> None:
+    def start(self, errand: Errand) -> None:
         """A request goes to the workers."""
-        self._outstanding += tokens
+        self._outstanding += errand.work
+        self._promised += errand.tokens
 
-    def started(self, tokens: int) -> None:
+    def started(self, errand: Errand) -> None:
         """Its first token has come, or it is over."""
-        self._outstanding -= tokens
+        self._outstanding -= errand.work
+        self._promised -= errand.tokens
         self.pump()
 
     def push(self, errand: Errand, ready: asyncio.Future[None]) -> Entry[_Waiter]:
@@ -163,7 +166,7 @@ class WaitingRoom:
             self._queue.take()
             self._pass_time(entry.cost)
             if not waiter.ready.done():
-                self.start(entry.cost)
+                self.start(waiter.errand)
                 waiter.ready.set_result(None)
 
     # --- deciding ---------------------------------------------------------------------------------
@@ -186,8 +189,8 @@ class WaitingRoom:
             return True  # without workers it fails with the right error
         if now.backlog_s(self._outstanding) > self._config.dispatch_window_s:
             return False
-        # Room is blocks that nobody holds: what is cached of this prompt is in it too.
-        return self._outstanding + errand.tokens <= now.room_tokens
+        # Room is blocks that nobody holds: what is cached of these prompts is in it too.
+        return self._promised + errand.tokens <= now.room_tokens
 
     def _check_time(self, errand: Errand, now: Pressure | None) -> None:
         """Raise Unavailable when the request cannot have what it was promised."""
@@ -267,7 +270,7 @@ class Turn:
     def __init__(self, room: WaitingRoom, errand: Errand) -> None:
         self._room = room
         self._errand = errand
-        self._outstanding = 0
+        self._under_way = False  # to its first token
         self._waited: tuple[float, float] | None = None
         self.arrival = errand.arrival
         self.tier_name = errand.tier_name
@@ -280,18 +283,18 @@ class Turn:
         """
         room = self._room
         if room.check(self._errand):
-            room.start(self._errand.work)
+            room.start(self._errand)
         else:
             start = room.clock()
             await self._in_line()
             self._waited = (start, room.clock())
-        self._outstanding = self._errand.work
+        self._under_way = True
 
     def started(self) -> None:
         """The first token has come. Idempotent."""
-        tokens, self._outstanding = self._outstanding, 0
-        if tokens:
-            self._room.started(tokens)
+        if self._under_way:
+            self._under_way = False
+            self._room.started(self._errand)
 
     def end(self, output_tokens: int) -> None:
         """It is over, with so many tokens made."""
@@ -315,7 +318,7 @@ class Turn:
                 await ready
         except BaseException as error:
             if ready.done() and not ready.cancelled():
-                room.started(errand.work)  # it was let go and will not go
+                room.started(errand)  # it was let go and will not go
             if isinstance(error, TimeoutError):
                 raise DeadlineExceeded(
                     "the request's deadline passed while it waited", param="timeout"

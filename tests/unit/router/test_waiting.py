@@ -148,7 +148,22 @@ async def test_what_is_cached_is_no_work_to_wait_for() -> None:
     await asyncio.gather(waiting, return_exceptions=True)
     for turn in turns:
         turn.end(0)
-    assert bench.room._outstanding == 0
+    assert bench.room._outstanding == bench.room._promised == 0
+
+
+async def test_what_is_cached_needs_room_all_the_same() -> None:
+    bench = Bench()
+    bench.workers.decode.room_tokens = 150
+    first, second = bench.turn(100, cached=100), bench.turn(100, cached=100)
+    await first.wait()
+    task = asyncio.create_task(second.wait())
+    await soon()
+    assert (task.done(), bench.waiting) == (False, (1, 1))
+    first.started()
+    await soon()
+    assert task.done()
+    second.end(0)
+    assert bench.room._outstanding == bench.room._promised == 0
 
 
 async def test_a_keys_waiting_tokens_are_shared_out_over_routers() -> None:
