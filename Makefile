@@ -39,12 +39,12 @@ model: env ## Fetch and convert $(MODEL), once
 ##@ Test
 
 .PHONY: test
-test: env-dev model ## Everything: unit, architecture, integration and cluster tests (about a quarter of an hour)
+test: env-dev model ## Everything: unit, architecture, integration and cluster tests (a quarter of an hour on two cores)
 	$(PYTEST) tests/architecture tests/unit tests/integration $(SPREAD) $(ARGS)
 	$(PYTEST) tests/cluster tests/gpu $(ARGS)
 
 .PHONY: test-unit
-test-unit: env-dev ## Unit and architecture tests: no Ray, no model, under a minute
+test-unit: env-dev ## Unit and architecture tests: no Ray, no model, a minute or two on two cores
 	$(PYTEST) tests/unit tests/architecture -m "not slow" $(SPREAD) $(ARGS)
 
 .PHONY: test-integration
