@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from engine.batch import StepBatch
 from engine.config import EngineConfig
 from engine.errors import ModelRefused, RankLost
 from engine.executor import Executor, build_executor
+from engine.follower import Follower
 from engine.local import LocalEngine
 from engine.rank_messages import RankInvite
 from engine.ranks import RankGroup
@@ -209,3 +211,23 @@ def test_sizes_must_agree(model: str) -> None:
         finally:
             group._channels = {}
             group.close()
+
+
+def test_a_rank_that_hangs_while_it_loads_ends_the_start(model: str) -> None:
+    group = RankGroup(2)
+    invite = group.invite
+    hanging = threading.Event()
+
+    def follow_until_told() -> None:
+        follower = Follower(invite, 1)
+        hanging.wait(20)  # alive, and never loaded
+        follower.close()
+
+    thread = threading.Thread(target=follow_until_told, daemon=True)
+    thread.start()
+    with pytest.raises(RankLost, match=r"rank 1: did not load in 0\.5 s"):
+        build_executor(config(model, tp_size=2), group, timeout_s=0.5)
+    group.close()
+    hanging.set()
+    thread.join(10)
+    assert not thread.is_alive()
