@@ -343,14 +343,16 @@ class Side:
 
 
 def _random_layers(layout: KVLayout, num_blocks: int, seed: int) -> list[torch.Tensor]:
+    """Bits for a row of tokens, which do not depend on the blocks that it lies in."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
-    shape = (num_blocks, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
-    return [
+    shape = (num_blocks, layout.block_size, 2, layout.num_kv_heads, layout.head_dim)
+    rows = (
         torch.randint(
             -32768, 32767, shape, dtype=torch.int16, device=DEVICE, generator=generator
         ).view(torch.bfloat16)
         for _ in range(layout.num_layers)
-    ]
+    )
+    return [row.permute(0, 2, 3, 1, 4).contiguous() for row in rows]
 
 
 def _fingerprint(layout: KVLayout) -> KVFingerprint:

@@ -58,6 +58,7 @@ class Pair:
         self.decode = Process(Role.DECODE, 1)
 
     def build(self, source, dest, config):
+        self.sizes = source.block_size, dest.block_size
         self.prefill.start("build", source, config)
         self.decode.start("build", dest, config)
         self.refs = self.prefill.result(), self.decode.result()
@@ -80,10 +81,10 @@ class Pair:
         self.prefill.do("expect", handoffs)
         self.decode.do("reserve", handoffs)
 
-    def check(self, seed, blocks=24):
+    def check(self, seed, tokens=384):
         """One hand-off whose random bits must arrive, in other blocks."""
-        source = tuple(range(3, 3 + blocks))
-        dest = tuple(NUM_BLOCKS - 1 - 2 * i for i in range(blocks))
+        source = tuple(range(3, 3 + tokens // self.sizes[0]))
+        dest = tuple(NUM_BLOCKS - 1 - 2 * i for i in range(tokens // self.sizes[1]))
         handoff = self.handoff(source, dest)
         self.prefill.do("fill", source, seed)
         self.open(handoff)
@@ -115,6 +116,19 @@ def own_pair():
 def test_every_pair_of_degrees_moves_the_same_bits(pair, backend, source, dest):
     config = replace(SMALL, backend=BackendName(backend))
     pair.build(make_layout(source), make_layout(dest), config)
+    for seed in (1, 2):
+        pair.check(seed)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("source_size", "dest_size"), [(32, 16), (16, 64), (24, 16), (64, 16)])
+@pytest.mark.parametrize(("source", "dest"), [(1, 1), (2, 1), (1, 2), (4, 2)])
+def test_blocks_of_different_sizes(pair, backend, source, dest, source_size, dest_size):
+    config = replace(SMALL, backend=BackendName(backend))
+    layouts = [
+        make_layout(tp, block_size=size) for tp, size in ((source, source_size), (dest, dest_size))
+    ]
+    pair.build(*layouts, config)
     for seed in (1, 2):
         pair.check(seed)
 
