@@ -18,6 +18,7 @@ from tests.support.both_doors import BothDoors, assert_close
 from tests.support.stack import running_stack
 from tests.support.tiny import Oracle, save_tiny_llama
 from tests.support.tiny_text import write_model_text
+from tests.unit.router.test_reflection import Reflected
 from worker_runtime.config import WorkerConfig
 
 CONFIG = WorkerConfig(max_num_seqs=16, max_num_batched_tokens=64)
@@ -72,6 +73,20 @@ async def test_what_leaves_one_token_is_greedy(
 ) -> None:
     said = await doors.ask(**asking(**fields))
     assert (said.only.ids, said.only.finish, said.usage) == (greedy, "length", (35, 16))
+
+
+async def test_a_client_that_knows_only_the_address(doors: BothDoors, greedy: list[int]) -> None:
+    asked = {
+        "promptTokenIds": {"ids": PROMPT},
+        "maxTokens": 16,
+        "temperature": 0,
+        "ignoreEos": True,
+    }
+    client = Reflected(doors.channel)
+    messages = await client.call("baton.v1.Inference", "Generate", asked)
+    choices = [choice for message in messages for choice in message.get("choices", [])]
+    assert [int(token) for choice in choices for token in choice["tokenIds"]] == greedy
+    assert messages[-1]["usage"]["completionTokens"] == "16"
 
 
 async def test_every_row_of_a_batch_is_what_it_is_alone(
