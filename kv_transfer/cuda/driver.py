@@ -22,7 +22,8 @@ class DriverError(RuntimeError):
 
 
 @cache
-def _library() -> ctypes.CDLL:
+def driver() -> ctypes.CDLL:
+    """The driver. Raises DriverError when there is none."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -34,6 +35,11 @@ def _library() -> ctypes.CDLL:
     )
     library.cuIpcGetMemHandle.argtypes = (ctypes.POINTER(_Handle), ctypes.c_uint64)
     library.cuIpcCloseMemHandle.argtypes = (ctypes.c_uint64,)
+    pointer, number = ctypes.c_void_p, ctypes.c_uint
+    library.cuModuleLoadData.argtypes = (pointer, pointer)
+    library.cuModuleGetFunction.argtypes = (pointer, pointer, ctypes.c_char_p)
+    library.cuFuncSetAttribute.argtypes = (pointer, ctypes.c_int, ctypes.c_int)
+    library.cuLaunchKernel.argtypes = (pointer, *[number] * 7, pointer, pointer, pointer)
     library.cuMemGetAddressRange_v2.argtypes = (
         ctypes.POINTER(ctypes.c_uint64),
         ctypes.POINTER(ctypes.c_size_t),
@@ -42,22 +48,23 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def _check(name: str, code: int) -> None:
+def check(name: str, code: int) -> None:
+    """Raise DriverError when a call's code is one of an error."""
     if code == 0:
         return
     text = ctypes.c_char_p()
-    _library().cuGetErrorName(code, ctypes.byref(text))
+    driver().cuGetErrorName(code, ctypes.byref(text))
     raise DriverError(f"{name}: {(text.value or b'error').decode()} ({code})")
 
 
 def export_memory(address: int) -> tuple[bytes, int]:
     """The handle of the allocation that holds `address`, and the offset of `address` in it."""
-    library = _library()
+    library = driver()
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
     code = library.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), address)
-    _check("cuMemGetAddressRange", code)
+    check("cuMemGetAddressRange", code)
     handle = _Handle()
-    _check("cuIpcGetMemHandle", library.cuIpcGetMemHandle(ctypes.byref(handle), base.value))
+    check("cuIpcGetMemHandle", library.cuIpcGetMemHandle(ctypes.byref(handle), base.value))
     return bytes(handle.data), address - base.value
 
 
@@ -65,11 +72,11 @@ def open_memory(handle: bytes) -> int:
     """Map another process's allocation under the current device; its address here."""
     address = ctypes.c_uint64()
     raw = _Handle.from_buffer_copy(handle)
-    code = _library().cuIpcOpenMemHandle_v2(ctypes.byref(address), raw, _LAZY_PEER_ACCESS)
-    _check("cuIpcOpenMemHandle", code)
+    code = driver().cuIpcOpenMemHandle_v2(ctypes.byref(address), raw, _LAZY_PEER_ACCESS)
+    check("cuIpcOpenMemHandle", code)
     return address.value
 
 
 def close_memory(address: int) -> None:
     """Undo open_memory. Nothing may be reading or writing it."""
-    _check("cuIpcCloseMemHandle", _library().cuIpcCloseMemHandle(address))
+    check("cuIpcCloseMemHandle", driver().cuIpcCloseMemHandle(address))
