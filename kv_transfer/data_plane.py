@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -14,15 +14,15 @@ from kv_transfer.backends.base import (
     Backend,
     BlockLink,
     BlockMove,
+    End,
     Link,
     LinkBroken,
     LinkId,
-    WriteLink,
 )
 from kv_transfer.backends.choice import build_backends
 from kv_transfer.checksum import combine, message_checksum, place_checksum
 from kv_transfer.config import ON_DEVICE, TransferConfig
-from kv_transfer.links import LinkThread, Operation, Waiters, fail
+from kv_transfer.links import LinkThread, Moving, Operation, Waiters, fail
 from kv_transfer.orders import (
     CloseOrder,
     Listening,
@@ -266,22 +266,12 @@ class DataPlane:
             checksum = combine([place, content])
             return PartResult(peer_rank=part.peer_rank, num_bytes=size, checksum=checksum)
 
-        def work(link: Link | BlockLink, _: torch.Tensor) -> PartResult:
-            assert isinstance(link, BlockLink)
+        def begin(link: BlockLink) -> Iterable[End]:
             run = link.send_blocks if sending else link.recv_blocks
-            return result(run(move, self._config.op_timeout_s))
+            return run(move, self._config.op_timeout_s)
 
-        def begin(link: WriteLink) -> Callable[[], PartResult]:
-            end = link.begin(move)
-            return lambda: result(end())
-
-        return Operation(
-            access=access,
-            num_bytes=0,
-            work=work,
-            begin=begin if sending else None,
-            lane=move.lane,
-        )
+        moving = Moving(begin=begin, result=result, lane=move.lane)
+        return Operation(access=access, move=moving)
 
     def _send(
         self,
@@ -290,13 +280,12 @@ class DataPlane:
         name: LinkId,
         access: Access,
         shape: Sequence[int],
-        link: Link | BlockLink,
+        link: Link,
         staging: torch.Tensor,
     ) -> PartResult:
         """Gather and send. A revoked or discarded message still goes out, with whatever the staging
         buffer holds: the receiver has posted for it, and skipping it would set the two out of
         step."""
-        assert not isinstance(link, BlockLink)
         layers, heads = _ranges(order, part)
         if order.after and self._store.marks is not None:  # rank 0 was asked; this may be another
             self._store.marks.wait(order.after, layers[-1])
@@ -315,11 +304,10 @@ class DataPlane:
         name: LinkId,
         access: Access,
         shape: Sequence[int],
-        link: Link | BlockLink,
+        link: Link,
         staging: torch.Tensor,
     ) -> PartResult:
         """Receive and, if the hand-off is still current, scatter."""
-        assert not isinstance(link, BlockLink)
         link.recv(staging, self._config.op_timeout_s)
         checksum = self._checksum(staging, order, name)
         with torch.inference_mode(), access.entered() as allowed:

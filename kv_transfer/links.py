@@ -1,47 +1,54 @@
-"""One link with the thread that works on it: operations in order, the first failure ends them
-all. Writes of a one-sided link need no order and no thread to begin them."""
+"""One link with the threads that work on it: operations in order, the first failure ends them all.
+Moves of a link without an order need no thread to begin them."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 
 import torch
 
 from kv_transfer.access import Access
-from kv_transfer.backends.base import BlockLink, Link, LinkBroken, LinkId, WriteLink
+from kv_transfer.backends.base import BlockLink, End, Link, LinkBroken, LinkId
 from kv_transfer.orders import PartResult
 from kv_transfer.single_thread import use_one_thread
 from protocol.errors import BatonError, Internal
 
 #: Works on an open link with a staging buffer of at least the requested size.
-Work = Callable[[Link | BlockLink, torch.Tensor], PartResult]
-#: Begins a write on an open link; what it returns blocks until the write is over.
-Begin = Callable[[WriteLink], Callable[[], PartResult]]
+Work = Callable[[Link, torch.Tensor], PartResult]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moving:
+    """How a BlockLink runs an operation: `begin` yields the Ends of its parts, `result` takes the
+    sum of what they return. Moves of one `lane` end in order."""
+
+    begin: Callable[[BlockLink], Iterable[End]]
+    result: Callable[[int], PartResult]
+    lane: int
 
 
 class Operation:
-    """One message waiting for its turn; with `begin`, a write of one `lane`."""
+    """One message waiting for its turn: `work` for a Link, a `move` for a BlockLink."""
 
-    __slots__ = ("access", "begin", "lane", "num_bytes", "result", "work")
+    __slots__ = ("access", "move", "num_bytes", "result", "work")
 
     def __init__(
         self,
         *,
         access: Access,
-        num_bytes: int,
-        work: Work,
-        begin: Begin | None = None,
-        lane: int = 0,
+        num_bytes: int = 0,
+        work: Work | None = None,
+        move: Moving | None = None,
     ) -> None:
         self.access = access
         self.num_bytes = num_bytes
         self.work = work
-        self.begin = begin
-        self.lane = lane
+        self.move = move
         self.result: Future[PartResult] = Future()
 
 
@@ -54,23 +61,28 @@ class Waiters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._queues: dict[int, _Queue] = {}
+        self._closed = False
 
     def put(self, lane: int, wait: Callable[[], object]) -> None:
-        """Call `wait` in the lane's thread, after those put before."""
+        """Call `wait` in the lane's thread, after those put before; at once when closed."""
         with self._lock:
             queue = self._queues.get(lane)
-            if queue is None:
+            if queue is None and not self._closed:
                 queue = self._queues[lane] = SimpleQueue()
                 name = f"kv-wait-{lane}"
                 threading.Thread(target=_wait_all, args=(queue,), name=name, daemon=True).start()
-        queue.put(wait)
+            if queue is not None:
+                queue.put(wait)
+        if queue is None:
+            wait()
 
     def close(self) -> None:
         """End the threads once nothing is left to wait for."""
         with self._lock:
+            self._closed = True
             queues, self._queues = list(self._queues.values()), {}
-        for queue in queues:
-            queue.put(None)
+            for queue in queues:
+                queue.put(None)
 
 
 def _wait_all(queue: _Queue) -> None:
@@ -84,7 +96,8 @@ class LinkThread:
 
     `submit` and `close` may be called from any thread and do not block. `predecessor` is the
     incarnation this one replaces and closes: nothing starts here while that one still touches the
-    pool. Once a link for writes is open, `submit` begins them itself and `waiters` end them.
+    pool. Once a link without an order is open, `submit` begins moves itself and `waiters` end them;
+    those of a link with one are ended by a thread of its own.
     """
 
     def __init__(
@@ -94,17 +107,18 @@ class LinkThread:
         open_link: Callable[[], Link | BlockLink],
         device: torch.device,
         predecessor: LinkThread | None,
-        waiters: Waiters | None = None,
+        waiters: Waiters,
     ) -> None:
         self.link = link
         self._open_link = open_link
         self._device = device
         self._predecessor = predecessor
         self._waiters = waiters
+        self._own = Waiters()
         self._queue: SimpleQueue[Operation | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._open: Link | BlockLink | None = None
-        self._writable: WriteLink | None = None  # once open
+        self._unordered: BlockLink | None = None  # once open
         self._failure: BatonError | None = None
         self._pending: set[Operation] = set()
         self.revoked: list[Access] = []
@@ -116,7 +130,7 @@ class LinkThread:
         """Queue an operation; its future fails with LinkBroken when the link does."""
         with self._lock:
             failure = self._failure
-            link = None if operation.begin is None else self._writable
+            link = self._unordered
             if failure is None:
                 self._pending.add(operation)
                 if link is None:
@@ -160,17 +174,21 @@ class LinkThread:
 
     def _work(self, operation: Operation) -> None:
         link = self._opened()
-        if operation.begin is not None and isinstance(link, WriteLink):
+        if isinstance(link, BlockLink):
             self._begin(operation, link)
             return
+        assert operation.work is not None
         self._complete(operation, operation.work(link, self._buffer(operation.num_bytes)))
 
-    def _begin(self, operation: Operation, link: WriteLink) -> None:
-        assert operation.begin is not None
-        assert self._waiters is not None
-        over = operation.begin(link)
-        end = partial(self._guarded, lambda: self._complete(operation, over()))
-        self._waiters.put(operation.lane, end)
+    def _begin(self, operation: Operation, link: BlockLink) -> None:
+        move = operation.move
+        assert move is not None
+        waiters, lane = (self._own, 0) if link.ordered else (self._waiters, move.lane)
+        sums: list[int] = []
+        for end in move.begin(link):
+            waiters.put(lane, partial(self._guarded, partial(_add, sums, end)))
+        over = partial(self._guarded, lambda: self._complete(operation, move.result(sum(sums))))
+        waiters.put(lane, over)
 
     def _complete(self, operation: Operation, result: PartResult) -> None:
         with self._lock:
@@ -196,7 +214,8 @@ class LinkThread:
             link = self._open_link()
             with self._lock:
                 self._open = link
-                self._writable = link if isinstance(link, WriteLink) else None
+                if isinstance(link, BlockLink) and not link.ordered:
+                    self._unordered = link
             try:
                 self._raise_if_broken()
             except BatonError:
@@ -228,8 +247,13 @@ class LinkThread:
             access.revoke()
         if link is not None:
             link.close()
+        self._own.close()
         for operation in pending:
             fail(operation, error)
+
+
+def _add(sums: list[int], end: End) -> None:
+    sums.append(end())
 
 
 def fail(operation: Operation, error: BatonError) -> None:

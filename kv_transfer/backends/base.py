@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -108,36 +108,33 @@ class BlockMove:
     lane: int = 0
 
 
+#: Blocks until a part of a move is over; the checksum of its content. Raises LinkBroken.
+End = Callable[[], int]
+
+
 @runtime_checkable
 class BlockLink(Protocol):
-    """A link that moves blocks between GPU pools itself. As with Link, one thread at a time moves,
-    any failure is final and raises LinkBroken, and `close` may be called from any thread.
+    """A link that moves blocks between GPU pools itself. Any failure is final and raises
+    LinkBroken; `close` may be called from any thread.
 
-    Blocks are touched only inside `move.access`. Both return the checksum of the content.
+    Moves go part by part: a part has begun when its End is yielded, and nothing waits for it until
+    somebody calls the End, which has to happen whatever becomes of the link. With `ordered`, one
+    thread begins all moves and another calls all Ends in the order in which they came; without, any
+    thread may begin a move at any time, and only Ends of one lane keep their order.
+
+    Blocks are touched only inside `move.access`.
     """
 
-    def send_blocks(self, move: BlockMove, timeout_s: float) -> int:
+    ordered: bool
+
+    def send_blocks(self, move: BlockMove, timeout_s: float) -> Iterable[End]:
         """Send the blocks."""
         ...
 
-    def recv_blocks(self, move: BlockMove, timeout_s: float) -> int:
+    def recv_blocks(self, move: BlockMove, timeout_s: float) -> Iterable[End]:
         """Fill the blocks. On a one-sided link they were written already: sums what is there."""
         ...
 
     def close(self) -> None:
         """Break the link from any thread. Idempotent."""
-        ...
-
-
-#: Blocks until a write is over; the checksum of its content. Raises LinkBroken.
-End = Callable[[], int]
-
-
-@runtime_checkable
-class WriteLink(BlockLink, Protocol):
-    """A sender's one-sided link: any thread may begin writes, and several are under way."""
-
-    def begin(self, move: BlockMove) -> End:
-        """Launch a write, which nothing waits for. Those of one lane end in the order in which they
-        began. The access is left by the End, which has to be called."""
         ...

@@ -84,6 +84,8 @@ class _Flight:
 class CudaIpcLink:
     """One direction into a mapped pool (sender), or nothing at all (receiver)."""
 
+    ordered = False
+
     def __init__(self, link: LinkId, backend: CudaIpcBackend, endpoint: str | None) -> None:
         self._name = str(link)
         self._backend = backend
@@ -92,26 +94,22 @@ class CudaIpcLink:
         self._closed = False
         self._target = None if endpoint is None else backend.enter(endpoint)
 
-    def send_blocks(self, move: BlockMove, timeout_s: float) -> int:
-        """Write the blocks into the peer's pool; returns when they are there. A kernel that runs
-        cannot be interrupted, and ends by itself: `timeout_s` is not needed."""
-        return self.begin(move)()
-
-    def begin(self, move: BlockMove) -> End:
-        """Launch a write; the pool stays mapped until it is over."""
+    def send_blocks(self, move: BlockMove, timeout_s: float) -> list[End]:
+        """Launch a write; the pool stays mapped until it is over. A kernel that runs cannot be
+        interrupted, and ends by itself: `timeout_s` is not needed."""
         with self._lock:
             if self._closed or self._target is None or self._endpoint is None:
                 raise LinkBroken(f"link {self._name} is closed, or the receiver's")
             target = self._backend.enter(self._endpoint)
         if not move.access.enter():
             self._backend.leave(self._endpoint)
-            return lambda: 0
+            return []
         try:
             flight = None if move.discard else self._backend.launch(move, target)
         except BaseException:
             self._leave(move)
             raise
-        return lambda: self._end(move, flight)
+        return [lambda: self._end(move, flight)]
 
     def _end(self, move: BlockMove, flight: _Flight | None) -> int:
         try:
@@ -124,8 +122,11 @@ class CudaIpcLink:
         assert self._endpoint is not None
         self._backend.leave(self._endpoint)
 
-    def recv_blocks(self, move: BlockMove, timeout_s: float) -> int:
+    def recv_blocks(self, move: BlockMove, timeout_s: float) -> list[End]:
         """The checksum of what the peer has written, if one is asked for."""
+        return [lambda: self._sum(move)]
+
+    def _sum(self, move: BlockMove) -> int:
         with move.access.entered() as allowed:
             if not allowed or move.checksum is ChecksumKind.NONE:
                 return 0

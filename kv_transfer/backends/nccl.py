@@ -1,30 +1,32 @@
 """Links between GPUs of any hosts: a two-party NCCL communicator for each pair of ranks.
 
 Small messages waste NVLink, so blocks are gathered into large staging buffers by one kernel, sent,
-and scattered by one kernel. A few buffers take turns: while one is on the wire the next is filled,
-and the host waits for GPU work only where blocks are touched, so that a hand-off can be revoked
-between two buffers. Both sides post only once the sender's data is ready (the piece protocol), and
-every wait ends at a deadline, which aborts the communicator.
+and scattered by one kernel. A few buffers take turns, across hand-offs: the link's thread fills or
+posts the next ones while one is on the wire, another thread empties them, so the wire does not wait
+for either. The host waits for GPU work only where blocks are touched, so that a hand-off can be
+revoked between two buffers. Both sides post only once the sender's data is ready (the piece
+protocol), and every wait ends at a deadline, which aborts the communicator.
 """
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from kv_transfer.backends.base import BlockMove, LinkBroken, LinkId
+from kv_transfer.backends.base import BlockMove, End, LinkBroken, LinkId
 from kv_transfer.backends.cuda_ipc import shape_of
 from kv_transfer.backends.rendezvous import Meeting, SocketStore, call
 from kv_transfer.backends.watch import Watch
 from kv_transfer.checksum import content_checksum
 from kv_transfer.cuda.copying import (
-    Extent,
     PageTable,
     Rows,
     compile_copies,
@@ -32,42 +34,48 @@ from kv_transfer.cuda.copying import (
     dense_rows,
     pool_rows,
 )
-from kv_transfer.cuda.nccl import Communicator, unique_id
+from kv_transfer.cuda.nccl import Buffer, Communicator, unique_id
 from kv_transfer.store import PagedStore
 
 _SENDER, _RECEIVER = 0, 1
-_BUFFERS = 2
-_WARM_BYTES = 1 << 20
+_BUFFERS = 3  # one on the wire, one before and one after it
+_WARM_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """What one staging buffer carries: some layers of a message."""
+    """What one staging buffer carries of a message: some layers, or cells of one."""
 
     first_layer: int
     num_layers: int
+    first_cell: int
+    num_cells: int
     num_bytes: int
 
 
 class _Slot:
-    """A staging buffer, and the event after which the wire is done with it."""
+    """A staging buffer. Whoever acquired `free` has it, until the message in it was dealt with;
+    `wired` is over once the wire is done with it."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.data = torch.empty(0, dtype=torch.uint8, device=device)
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer = buffer
+        self.data = buffer.tensor
+        self.free = threading.Semaphore()
         self.wired = torch.cuda.Event()
-
-    def take(self, num_bytes: int) -> torch.Tensor:
-        """At least so many bytes, for use after `wired`."""
-        if self.data.numel() < num_bytes:
-            self.data = torch.empty(num_bytes, dtype=torch.uint8, device=self.data.device)
-        return self.data[:num_bytes]
 
 
 class NcclLink:
     """One end of a pair. Copies run on one stream, NCCL on another of high priority."""
 
+    ordered = True
+
     def __init__(
-        self, link: LinkId, group: Communicator, backend: NcclBackend, chunk_bytes: int
+        self,
+        link: LinkId,
+        group: Communicator,
+        backend: NcclBackend,
+        chunk_bytes: int,
+        limit: float,
     ) -> None:
         self._name = str(link)
         self._group = group
@@ -82,78 +90,85 @@ class NcclLink:
             self._wire = torch.cuda.Stream(priority=-1)
             self._copied = torch.cuda.Event()
             self._pages = PageTable(self._device)
-            self._slots = [_Slot(self._device) for _ in range(_BUFFERS)]
+            buffers = [group.buffer(chunk_bytes, self._device, limit) for _ in range(_BUFFERS)]
+        self._slots = [_Slot(buffer) for buffer in buffers]
+        self._turns = itertools.cycle(self._slots)
 
-    def send_blocks(self, move: BlockMove, timeout_s: float) -> int:
-        """Gather and send, buffer by buffer; returns when the last has left."""
-        return self._move(move, timeout_s, sending=True)
+    def send_blocks(self, move: BlockMove, timeout_s: float) -> Iterator[End]:
+        """Gather and post, buffer by buffer; a part is over when it has left."""
+        limit = time.monotonic() + timeout_s
+        chunks = self._chunks(move)
+        for chunk in chunks:
+            with self._working(limit):
+                slot = self._take(limit)
+                data = slot.data[: chunk.num_bytes]
+                with self._touching(move, last=chunk is chunks[-1]) as allowed:
+                    if allowed and not move.discard:
+                        self._copy(move, chunk, data, gather=True)
+                    self._post(slot, data, limit, sending=True)
+            yield partial(self._sent, move, slot, data, limit)
 
-    def recv_blocks(self, move: BlockMove, timeout_s: float) -> int:
-        """Receive and scatter, buffer by buffer."""
-        return self._move(move, timeout_s, sending=False)
+    def recv_blocks(self, move: BlockMove, timeout_s: float) -> Iterator[End]:
+        """Post, buffer by buffer; a part is over when it was received and scattered."""
+        limit = time.monotonic() + timeout_s
+        chunks = self._chunks(move)
+        for chunk in chunks:
+            with self._working(limit):
+                slot = self._take(limit)
+                data = slot.data[: chunk.num_bytes]
+                self._post(slot, data, limit, sending=False)
+            last = chunk is chunks[-1]
+            yield partial(self._received, move, slot, data, chunk, limit, last=last)
 
     def warm(self, *, sending: bool, limit: float) -> None:
-        """Move a first message: NCCL connects its channels on it."""
+        """Move a message through every buffer: NCCL connects its channels, and maps the buffers
+        into the other process, on the first."""
         with self._working(limit):
-            slot = self._slots[0]
-            self._post(slot, slot.take(_WARM_BYTES), limit, sending=sending)
-            self._await(slot.wired)
+            for slot in self._slots:
+                self._post(slot, slot.data[:_WARM_BYTES], limit, sending=sending)
+            for slot in self._slots:
+                self._await(slot.wired)
 
     def close(self) -> None:
         """Abort: whatever waits on either stream of this link ends."""
         if not self._broken.is_set():
             self._broken.set()
             self._group.abort()
+            for slot in self._slots:
+                slot.free.release()
 
-    def _move(self, move: BlockMove, timeout_s: float, *, sending: bool) -> int:
-        limit = time.monotonic() + timeout_s
-        chunks = self._chunks(move)
-        try:
-            with self._working(limit):
-                (pages,) = self._pages.load(self._shape.pages(move.cells, self._cell_bytes(move)))
-                run = self._send_all if sending else self._recv_all
-                return run(move, pages, chunks, limit)
-        except RuntimeError as error:
-            self.close()
-            raise LinkBroken(f"link {self._name}: {error}") from error
-        finally:
-            if self._broken.is_set():
-                self._group.abort()  # wait for whoever aborts: no kernel uses the buffers then
-
-    def _send_all(
-        self, move: BlockMove, pages: torch.Tensor, chunks: list[_Chunk], limit: float
-    ) -> int:
-        checksum = 0
-        for index, chunk in enumerate(chunks):
-            slot = self._slots[index % _BUFFERS]
+    def _sent(self, move: BlockMove, slot: _Slot, data: torch.Tensor, limit: float) -> int:
+        with self._working(limit):
             self._await(slot.wired)
-            data = slot.take(chunk.num_bytes)
-            with self._touching(move, last=chunk is chunks[-1]) as allowed:
-                if allowed and not move.discard:
-                    self._copy(move, pages, chunk, data, gather=True)
-                self._post(slot, data, limit, sending=True)
-            checksum += content_checksum(data, move.checksum)
-        for slot in self._slots:
-            self._await(slot.wired)
+            checksum = content_checksum(data, move.checksum)
+            slot.free.release()
         return checksum
 
-    def _recv_all(
-        self, move: BlockMove, pages: torch.Tensor, chunks: list[_Chunk], limit: float
+    def _received(
+        self,
+        move: BlockMove,
+        slot: _Slot,
+        data: torch.Tensor,
+        chunk: _Chunk,
+        limit: float,
+        *,
+        last: bool,
     ) -> int:
-        checksum = 0
-        for slot, chunk in zip(self._slots, chunks, strict=False):
-            self._post(slot, slot.take(chunk.num_bytes), limit, sending=False)
-        for index, chunk in enumerate(chunks):
-            slot = self._slots[index % _BUFFERS]
+        with self._working(limit):
             self._await(slot.wired)
-            data = slot.take(chunk.num_bytes)
-            checksum += content_checksum(data, move.checksum)
-            with self._touching(move, last=chunk is chunks[-1]) as allowed:
+            checksum = content_checksum(data, move.checksum)
+            with self._touching(move, last=last) as allowed:
                 if allowed:
-                    self._copy(move, pages, chunk, data, gather=False)
-                for later in chunks[index + _BUFFERS : index + _BUFFERS + 1]:
-                    self._post(slot, slot.take(later.num_bytes), limit, sending=False)
+                    self._copy(move, chunk, data, gather=False)
+            slot.free.release()
         return checksum
+
+    def _take(self, limit: float) -> _Slot:
+        slot = next(self._turns)
+        if not slot.free.acquire(timeout=max(0.0, limit - time.monotonic())):
+            self.close()
+        self._check()
+        return slot
 
     @contextmanager
     def _touching(self, move: BlockMove, *, last: bool) -> Iterator[bool]:
@@ -165,68 +180,87 @@ class NcclLink:
                 self._copied.synchronize()
 
     def _post(self, slot: _Slot, data: torch.Tensor, limit: float, *, sending: bool) -> None:
-        """Queue a message behind the last copy; its host work overlaps that copy."""
-        self._wire.wait_event(self._copied)
+        """Queue a message, a send behind the last copy; its host work overlaps that copy."""
+        if sending:
+            self._wire.wait_event(self._copied)
         post = self._group.send if sending else self._group.recv
         post(data.data_ptr(), data.numel(), self._wire.cuda_stream, limit)
         slot.wired.record(self._wire)
 
     def _await(self, event: torch.cuda.Event) -> None:
         event.synchronize()  # an abort ends it
+        self._check()
+
+    def _check(self) -> None:
         if self._broken.is_set():
             raise LinkBroken(f"link {self._name} was closed or timed out")
 
-    def _copy(
-        self,
-        move: BlockMove,
-        pages: torch.Tensor,
-        chunk: _Chunk,
-        data: torch.Tensor,
-        *,
-        gather: bool,
-    ) -> None:
+    def _copy(self, move: BlockMove, chunk: _Chunk, data: torch.Tensor, *, gather: bool) -> None:
         """One kernel between pool and buffer."""
         if gather and move.after and self._store.marks is not None:
             self._store.marks.follow(move.after, chunk.first_layer + chunk.num_layers - 1)
-        extent = Extent(
-            num_layers=chunk.num_layers,
-            num_cells=move.cells.count,
-            num_heads=move.num_heads,
-            cell_bytes=self._cell_bytes(move),
-        )
+        size = self._cell_bytes(move)
+        end = chunk.first_cell + chunk.num_cells
+        (pages,) = self._pages.load(self._shape.pages(move.cells, size)[chunk.first_cell : end])
         pool = pool_rows(
             self._store.data.data_ptr(),
             self._shape,
             first_layer=chunk.first_layer,
             first_head=move.first_head,
-            cell_bytes=extent.cell_bytes,
+            cell_bytes=size,
             pages=pages,
         )
-        staged = dense_rows(data.data_ptr(), extent)
+        staged = dense_rows(
+            data.data_ptr(),
+            num_cells=chunk.num_cells,
+            num_heads=move.num_heads,
+            cell_bytes=size,
+        )
         sides: tuple[Rows, Rows] = (pool, staged) if gather else (staged, pool)
-        copy_rows(*sides, extent, ctas=self._backend.copy_ctas)
+        copy_rows(
+            *sides,
+            num_layers=chunk.num_layers,
+            num_cells=chunk.num_cells,
+            num_heads=move.num_heads,
+            cell_bytes=size,
+            ctas=self._backend.copy_ctas,
+        )
         self._copied.record(self._stream)
 
     def _chunks(self, move: BlockMove) -> list[_Chunk]:
-        """Whole layers, as many as a buffer holds: the same list on both sides."""
-        layer = move.cells.count * 2 * move.num_heads * self._cell_bytes(move)
-        step = max(1, self._chunk_bytes // layer)
-        end = move.first_layer + move.num_layers
-        counts = [(first, min(step, end - first)) for first in range(move.first_layer, end, step)]
-        return [_Chunk(first, count, count * layer) for first, count in counts]
+        """Whole layers, as many as a buffer holds; or, where it holds none, as many cells of one:
+        the same list on both sides."""
+        cell = 2 * move.num_heads * self._cell_bytes(move)
+        cells = move.cells.count
+        layers = max(1, self._chunk_bytes // (cells * cell))
+        step = min(cells, self._chunk_bytes // cell)
+        chunks = []
+        for layer in range(move.first_layer, move.first_layer + move.num_layers, layers):
+            count = min(layers, move.first_layer + move.num_layers - layer)
+            for first in range(0, cells, step):
+                some = min(step, cells - first)
+                chunks.append(_Chunk(layer, count, first, some, count * some * cell))
+        return chunks
 
     def _cell_bytes(self, move: BlockMove) -> int:
         return self._shape.page * move.cells.size // self._store.block_size
 
     @contextmanager
     def _working(self, limit: float) -> Iterator[None]:
-        """On the link's device and stream, and closed at `limit`."""
-        with (
-            self._backend.watch.guard(limit, self.close),
-            torch.cuda.device(self._device),
-            torch.cuda.stream(self._stream),
-        ):
-            yield
+        """On the link's device and stream, and closed at `limit` or by a failure."""
+        try:
+            with (
+                self._backend.watch.guard(limit, self.close),
+                torch.cuda.device(self._device),
+                torch.cuda.stream(self._stream),
+            ):
+                yield
+        except RuntimeError as error:
+            self.close()
+            raise LinkBroken(f"link {self._name}: {error}") from error
+        finally:
+            if self._broken.is_set():
+                self._group.abort()  # wait for whoever aborts: no kernel uses the buffers then
 
 
 class NcclBackend:
@@ -289,20 +323,18 @@ class NcclBackend:
                 with torch.cuda.device(self.store.device):
                     torch.cuda.current_stream().synchronize()  # NCCL needs a current context
                     group = Communicator(name, me, ctas=self._ctas, limit=limit)
-                made = NcclLink(link, group, self, chunk_bytes)
+                made = NcclLink(link, group, self, chunk_bytes, limit)
             except (OSError, RuntimeError, ValueError) as error:
                 raise LinkBroken(f"link {link}: {error}") from error
-        try:
-            made.warm(sending=me == _SENDER, limit=limit)
-        except RuntimeError as error:
-            made.close()
-            raise LinkBroken(f"link {link}: {error}") from error
+        made.warm(sending=me == _SENDER, limit=limit)
         return made
 
     def _agree(self, store: SocketStore, me: int) -> tuple[bytes, int]:
         """The communicator's name and the size of a message, both as the sender says."""
         if me == _SENDER:
-            name, size = unique_id(), self._staging_bytes
+            shape = shape_of(self.store)
+            block = 2 * shape.num_heads * shape.page  # of one layer: less cannot be a message
+            name, size = unique_id(), max(self._staging_bytes, block)
             store.set("nccl", name + size.to_bytes(8, "big"))
             return name, size
         told = store.get("nccl")

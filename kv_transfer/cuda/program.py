@@ -56,7 +56,9 @@ def _compiled(source: Path, architecture: str) -> bytes:
     program = ctypes.c_void_p()
     text = source.read_bytes()
     _try(
-        compiler.nvrtcCreateProgram(ctypes.byref(program), text, source.name.encode(), 0, None, None)
+        compiler.nvrtcCreateProgram(
+            ctypes.byref(program), text, source.name.encode(), 0, None, None
+        )
     )
     options = (ctypes.c_char_p * 1)(f"--gpu-architecture={architecture}".encode())
     if compiler.nvrtcCompileProgram(program, len(options), options):

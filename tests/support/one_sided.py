@@ -51,17 +51,22 @@ class OneSidedBackend:
 
 
 class OneSidedLink:
+    ordered = False
+
     def __init__(self, backend: OneSidedBackend, target: Any) -> None:
         self._pool = backend.pool
         self._target = target
         self._closed = False
 
-    def begin(self, move: BlockMove) -> End:
+    def send_blocks(self, move: BlockMove, timeout_s: float) -> list[End]:
         if self._closed:
             raise LinkBroken("closed")
-        return lambda: self.send_blocks(move, 0.0)
+        return [lambda: self._send(move)]
 
-    def send_blocks(self, move: BlockMove, timeout_s: float) -> int:
+    def recv_blocks(self, move: BlockMove, timeout_s: float) -> list[End]:
+        return [lambda: self._recv(move)]
+
+    def _send(self, move: BlockMove) -> int:
         layers = range(move.first_layer, move.first_layer + move.num_layers)
         heads = range(move.first_head, move.first_head + move.num_heads)
         there = range(move.peer_first_head, move.peer_first_head + move.num_heads)
@@ -74,7 +79,7 @@ class OneSidedLink:
             self._target.scatter(move.peer_cells, layers, there, data)
             return _sum(data, move)
 
-    def recv_blocks(self, move: BlockMove, timeout_s: float) -> int:
+    def _recv(self, move: BlockMove) -> int:
         layers = range(move.first_layer, move.first_layer + move.num_layers)
         heads = range(move.first_head, move.first_head + move.num_heads)
         with move.access.entered() as allowed:

@@ -17,7 +17,7 @@ from kv_transfer.backends.gloo import GlooBackend
 from kv_transfer.backends.memory import MemoryBackend, MemoryHub
 from kv_transfer.checksum import combine, message_checksum
 from kv_transfer.config import BackendName, ChecksumKind, TransferConfig
-from kv_transfer.links import LinkThread, Operation
+from kv_transfer.links import LinkThread, Operation, Waiters
 from kv_transfer.orders import PartResult
 from tests.support.transfer import make_layout, make_pools
 
@@ -196,13 +196,25 @@ def test_a_closed_link_thread_fails_what_is_queued_and_starts_nothing():
     def opening(name):
         return lambda: MemoryBackend(hub)._hub.pipe(link_id(name))
 
-    old = LinkThread(link_id(1), open_link=opening(1), device=torch.device("cpu"), predecessor=None)
+    old = LinkThread(
+        link_id(1),
+        open_link=opening(1),
+        device=torch.device("cpu"),
+        predecessor=None,
+        waiters=Waiters(),
+    )
     running, queued = operation(slow), operation(later)
     old.submit(running)
     old.submit(queued)
     assert entered.wait(5)
     old.close()
-    new = LinkThread(link_id(2), open_link=opening(2), device=torch.device("cpu"), predecessor=old)
+    new = LinkThread(
+        link_id(2),
+        open_link=opening(2),
+        device=torch.device("cpu"),
+        predecessor=old,
+        waiters=Waiters(),
+    )
     fresh = operation(later)
     new.submit(fresh)
     with pytest.raises(LinkBroken):
