@@ -46,10 +46,14 @@ class Process:
     def __init__(self, role: Role, gpu: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[gpu] if visible else str(gpu)
         self._child = context.Process(target=_child, args=(role, other), daemon=True)
         self._child.start()
-        del os.environ["CUDA_VISIBLE_DEVICES"]
+        if visible:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
+        else:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
         other.close()
         self.role = role
 
