@@ -1,0 +1,442 @@
+"""Two sides of GPUs that hand over to each other at full load while transfers are killed.
+
+    python -m tests.gpu.chaos --sides 0,1 2,3 --backend nccl --seconds 120 --out chaos.json
+
+Each side runs a prefill worker and a decode worker on all of its GPUs, tensor parallel when it has
+several, each rank a process of its own. What a side prefills, the other decodes, so KV moves both
+ways while both decode; with one side given, its own GPUs exchange KV. First every request runs
+undisturbed; then, about every second, a fault hits a random transfer: its request is cancelled, one
+end gives it up, the links of a rank break, or a worker takes its peer for lost. Requests that fail
+are resumed with what they had, as a router does.
+
+At the end every answer must be that of the undisturbed run, every worker idle with all blocks free,
+and neither threads nor memory may have grown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import random
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decode_worker.worker import DecodeWorker
+from engine.config import EngineConfig
+from engine.ranks import RankGroup
+from kv_transfer.config import BackendName, TransferConfig
+from kv_transfer.orders import CloseOrder, Order
+from prefill_worker.worker import PrefillWorker
+from protocol.errors import BatonError, HandoffFailed
+from protocol.ids import RequestKey, Role, WorkerRef
+from protocol.sampling import SamplingParams
+from tests.support.pair import SECRET, FakeRouter
+from tests.support.tiny import save_tiny_llama
+from worker_runtime.config import WorkerConfig
+from worker_runtime.host import WorkerSettings
+from worker_runtime.ranks import follow_rank
+
+PATIENCE_S = 60.0
+SHAPE = {
+    "vocab_size": 1024,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "initializer_range": 0.1,
+}
+
+
+class Host:
+    """One worker with its ranks, told what to do over a pipe."""
+
+    def __init__(self, role: Role, settings: WorkerSettings) -> None:
+        self._role = role
+        size = settings.engine.tp_size
+        self._group = RankGroup(size) if size > 1 else None
+        self._followers = [
+            multiprocessing.get_context("spawn").Process(
+                target=follow_rank,
+                args=(self._group.invite, rank, settings.engine, settings.transfer),
+                daemon=True,
+            )
+            for rank in range(1, size)
+            if self._group is not None
+        ]
+        for follower in self._followers:
+            follower.start()
+        kind = PrefillWorker if role is Role.PREFILL else DecodeWorker
+        self._worker: Any = kind(settings, group=self._group)
+        self._size = size
+        self._random = random.Random(settings.worker_id)
+
+    @property
+    def _end(self) -> Any:
+        return self._worker._sender if self._role is Role.PREFILL else self._worker._receiver
+
+    async def start(self) -> WorkerRef:
+        return await self._worker.start()
+
+    async def give_up(self) -> str:
+        """End a random live hand-off here."""
+        live = [key for key, each in self._end._live.items() if each.backend]
+        if not live:
+            return "nothing"
+        key = self._random.choice(live)
+        await self._end.end(key, False, HandoffFailed("chaos").info())
+        return "gave up"
+
+    async def snap(self, sender: int, receiver: int) -> str:
+        """Break the links of a random rank between two workers."""
+        close = Order(close=CloseOrder(sender_epoch=sender, receiver_epoch=receiver, link=1 << 40))
+        rank = self._random.randrange(self._size)
+        await self._worker._host.ranks.execute(rank, close.encode())
+        return "snapped"
+
+    async def lose(self, epoch: int) -> str:
+        """Take a peer for lost."""
+        self._worker.peers_left(frozenset({epoch}))
+        return "lost its peer"
+
+    async def figures(self) -> dict[str, Any]:
+        load = self._worker.status().load
+        cuda = torch.cuda.is_available()
+        return {
+            "left": [
+                load.running,
+                load.waiting,
+                load.held_blocks,
+                load.quarantined_blocks,
+                self._end.num_live,
+            ],
+            "threads": threading.active_count(),
+            "gpu_mib": torch.cuda.memory_allocated() >> 20 if cuda else 0,
+            "stats": dict(self._end.stats.counters()),
+        }
+
+    async def stop(self) -> list[int | None]:
+        await self._worker.stop()
+        for follower in self._followers:
+            follower.join(20)
+        return [follower.exitcode for follower in self._followers]
+
+
+def child(role: Role, settings: WorkerSettings, gpus: str, pipe: Connection) -> None:
+    """The life of a worker process."""
+    if settings.engine.device != "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
+    asyncio.run(serve(role, settings, pipe))
+    os._exit(0)
+
+
+async def serve(role: Role, settings: WorkerSettings, pipe: Connection) -> None:
+    host = Host(role, settings)
+    while True:
+        name, args = await asyncio.to_thread(pipe.recv)
+        try:
+            answer: Any = await getattr(host, name)(*args)
+        except Exception as error:  # noqa: BLE001 - the parent has to know
+            answer = RuntimeError(f"{type(error).__name__}: {error}")
+        pipe.send(answer)
+        if name == "stop":
+            return
+
+
+class Process:
+    """The parent's handle of a worker process."""
+
+    def __init__(self, role: Role, settings: WorkerSettings, gpus: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        self._child = context.Process(target=child, args=(role, settings, gpus, other))
+        self._child.start()
+        self._turn = asyncio.Lock()
+        self.role = role
+        self.ref: WorkerRef
+
+    async def do(self, name: str, *args: Any) -> Any:
+        async with self._turn:
+            self._pipe.send((name, args))
+            async with asyncio.timeout(PATIENCE_S * 3):
+                answer = await asyncio.to_thread(self._pipe.recv)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def kill(self) -> None:
+        self._child.kill()
+
+
+@dataclass(frozen=True)
+class Request:
+    """One question and where it goes."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    prefill: int
+    decode: int
+
+
+@dataclass
+class Tally:
+    """What happened."""
+
+    answers: int = 0
+    tokens: int = 0
+    resumed: int = 0
+    wrong: list[int] = field(default_factory=list)
+    faults: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
+    slowest_s: float = 0.0
+
+
+class Run:
+    """Workers, and the router in front of them."""
+
+    def __init__(self, processes: list[Process], args: argparse.Namespace) -> None:
+        self.processes = processes
+        self.prefills = [p for p in processes if p.role is Role.PREFILL]
+        self.decodes = [p for p in processes if p.role is Role.DECODE]
+        self.args = args
+        self.router = FakeRouter()
+        self.random = random.Random(args.seed)
+        self.requests = [self._request(i) for i in range(args.requests)]
+        self.live: dict[RequestKey, Request] = {}
+        self.tally = Tally()
+
+    def _request(self, index: int) -> Request:
+        length = self.random.randint(self.args.shortest, self.args.longest)
+        prompt = tuple(self.random.randrange(SHAPE["vocab_size"]) for _ in range(length))
+        kind = {"temperature": 0.0} if index % 2 else {"temperature": 1.0, "seed": index}
+        sampling = SamplingParams(**kind, max_tokens=self.args.max_tokens, ignore_eos=True)
+        side = index % len(self.prefills)
+        return Request(prompt, sampling, side, (side + 1) % len(self.decodes))
+
+    async def answer(self, request: Request) -> list[int]:
+        """All of its tokens, resumed as often as it takes."""
+        began = time.monotonic()
+        output: list[int] = []
+        while len(output) < self.args.max_tokens:
+            prefill, decode = self.prefills[request.prefill].ref, self.decodes[request.decode].ref
+            sampling = request.sampling
+            try:
+                key = await self.router.submit(
+                    request.prompt, sampling, decode, prefill, output=tuple(output)
+                )
+            except BatonError as error:
+                self.tally.failures[f"submit: {error.code.value}"] += 1
+                await asyncio.sleep(0.05)
+                continue
+            self.live[key] = request
+            try:
+                got = await self.router.answer(key, PATIENCE_S)
+            finally:
+                del self.live[key]
+            first = len(output)
+            while len(output) in got.tokens:
+                output.append(got.tokens[len(output)])
+            assert not got.tokens or min(got.tokens) >= first
+            if len(output) < self.args.max_tokens:
+                self.tally.resumed += 1
+                for failure in got.failures:
+                    self.tally.failures[failure.error.code.value] += 1
+                await self.router.cancel(key, prefill, decode)
+        self.tally.slowest_s = max(self.tally.slowest_s, time.monotonic() - began)
+        self.tally.answers += 1
+        self.tally.tokens += len(output)
+        return output
+
+    async def undisturbed(self) -> list[list[int]]:
+        """Every answer, several at a time."""
+        turns = asyncio.Semaphore(self.args.concurrency)
+
+        async def one(request: Request) -> list[int]:
+            async with turns:
+                return await self.answer(request)
+
+        return list(await asyncio.gather(*(one(request) for request in self.requests)))
+
+    async def chaos(self, expected: list[list[int]], stable: list[int]) -> None:
+        """Load until the time is over, and faults beside it."""
+        end = time.monotonic() + self.args.seconds
+
+        async def client(number: int) -> None:
+            own = random.Random(number)
+            while time.monotonic() < end:
+                index = own.choice(stable)
+                if await self.answer(self.requests[index]) != expected[index]:
+                    self.tally.wrong.append(index)
+
+        faults = asyncio.create_task(self._faults(end))
+        async with asyncio.timeout(self.args.seconds + 3 * PATIENCE_S):
+            await asyncio.gather(*(client(n) for n in range(self.args.concurrency)))
+        await faults
+
+    async def _faults(self, end: float) -> None:
+        shown = time.monotonic()
+        while time.monotonic() < end:
+            await asyncio.sleep(self.random.uniform(0.5, 1.5) * self.args.pause)
+            self.tally.faults[await self._fault()] += 1
+            if time.monotonic() > shown + 20:
+                shown = time.monotonic()
+                print(f"{self.tally.answers} answers, faults {dict(self.tally.faults)}", flush=True)
+
+    async def _fault(self) -> str:
+        side = self.random.randrange(len(self.prefills))
+        prefill, decode = self.prefills[side], self.decodes[(side + 1) % len(self.decodes)]
+        one, other = self.random.sample([prefill, decode], 2)
+        kind = self.random.choice(["cancel", "give up", "give up", "snap", "snap", "lose"])
+        if kind == "cancel" and self.live:
+            key = self.random.choice(list(self.live))
+            await self.router.cancel(key, *self.random.sample([prefill.ref, decode.ref], 2))
+            self.router.answers[key].done.set()
+            return "cancelled"
+        if kind == "snap":
+            return str(await one.do("snap", prefill.ref.epoch, decode.ref.epoch))
+        if kind == "lose":
+            return str(await one.do("lose", other.ref.epoch))
+        return f"{one.role} {await one.do('give_up')}"
+
+    async def figures(self) -> list[dict[str, Any]]:
+        """Of every worker, once it is idle."""
+        for _ in range(200):
+            found = [await process.do("figures") for process in self.processes]
+            if not any(any(each["left"]) for each in found):
+                break
+            await asyncio.sleep(0.1)
+        return found
+
+
+def settings_for(args: argparse.Namespace, role: Role, side: int, model: str) -> WorkerSettings:
+    gpus = args.sides[side].split(",")
+    return WorkerSettings(
+        worker_id=f"{role}-{side}",
+        engine=EngineConfig(
+            model_path=model,
+            dtype="float32",
+            device=args.device,
+            tp_size=len(gpus),
+            num_blocks=args.blocks,
+            num_threads=1 if args.device == "cpu" else None,
+            max_step_tokens=args.step,
+        ),
+        worker=WorkerConfig(
+            max_num_seqs=32, max_num_batched_tokens=args.step, enable_prefix_caching=False
+        ),
+        transfer=TransferConfig(
+            backend=BackendName(args.backend),
+            op_timeout_s=5,
+            connect_timeout_s=10,
+            lease_s=30,
+            rpc_timeout_s=2,
+            repair_s=2,
+            staging_bytes=args.staging_mib << 20,
+        ),
+        secret=SECRET,
+    )
+
+
+async def run(args: argparse.Namespace) -> dict[str, Any]:
+    model = save_tiny_llama(args.folder, **SHAPE)
+    processes = []
+    for side in range(len(args.sides)):
+        for role in (Role.PREFILL, Role.DECODE):
+            settings = settings_for(args, role, side, model)
+            processes.append(Process(role, settings, args.sides[side]))
+    try:
+        return await run_with(processes, args)
+    finally:
+        for process in processes:
+            process.kill()
+
+
+async def run_with(processes: list[Process], args: argparse.Namespace) -> dict[str, Any]:
+    began = time.monotonic()
+    refs = await asyncio.gather(*(process.do("start") for process in processes))
+    for process, ref in zip(processes, refs, strict=True):
+        process.ref = ref
+    world = Run(processes, args)
+    for ref in refs:
+        await world.router.watch(ref)
+    print(f"ready after {time.monotonic() - began:.1f} s", flush=True)
+    expected = await world.undisturbed()
+    again = await world.undisturbed()
+    stable = [i for i, (a, b) in enumerate(zip(expected, again, strict=True)) if a == b]
+    before = await world.figures()
+    world.tally = Tally()
+    print(f"{len(stable)} of {len(expected)} answers came twice alike", flush=True)
+    began = time.monotonic()
+    await world.chaos(expected, stable)
+    took = time.monotonic() - began
+    last = Tally()
+    tally, world.tally = world.tally, last
+    after_all = await world.undisturbed()
+    wrong_after = [i for i in stable if after_all[i] != expected[i]]
+    after = await world.figures()
+    exits = [await process.do("stop") for process in processes]
+    await world.router.close()
+    handed = [each["stats"] for each in after if each["stats"]]
+    return {
+        "seconds": round(took, 1),
+        "answers": tally.answers,
+        "tokens": tally.tokens,
+        "resumed": tally.resumed,
+        "faults": dict(tally.faults),
+        "failures": dict(tally.failures),
+        "slowest_s": round(tally.slowest_s, 2),
+        "wrong": tally.wrong,
+        "wrong_after": wrong_after,
+        "distinct": len(stable),
+        "unstable": len(expected) - len(stable),
+        "handoffs": handed,
+        "before": [{k: v for k, v in each.items() if k != "stats"} for each in before],
+        "after": [{k: v for k, v in each.items() if k != "stats"} for each in after],
+        "followers": exits,
+        "whole": not tally.wrong
+        and not wrong_after
+        and not any(any(each["left"]) for each in after),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sides", nargs="+", default=["0,1", "2,3"])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--backend", default="cuda_ipc")
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--pause", type=float, default=1.0)
+    parser.add_argument("--requests", type=int, default=48)
+    parser.add_argument("--concurrency", type=int, default=24)
+    parser.add_argument("--shortest", type=int, default=200)
+    parser.add_argument("--longest", type=int, default=3000)
+    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--blocks", type=int, default=8192)
+    parser.add_argument("--step", type=int, default=2048)
+    parser.add_argument("--staging-mib", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm/baton-chaos"))
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    result = asyncio.run(run(args))
+    text = json.dumps({"args": {k: str(v) for k, v in vars(args).items()}} | result, indent=1)
+    print(text)
+    if args.out is not None:
+        args.out.write_text(text + "\n")
+    return 0 if result["whole"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
