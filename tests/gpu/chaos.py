@@ -91,13 +91,14 @@ class Host:
         return await self._worker.start()
 
     async def give_up(self) -> str:
-        """End a random live hand-off here."""
-        live = [key for key, each in self._end._live.items() if each.backend]
-        if not live:
-            return "nothing"
-        key = self._random.choice(live)
-        await self._end.end(key, False, HandoffFailed("chaos").info())
-        return "gave up"
+        """End a random hand-off here, as soon as one moves."""
+        for _ in range(100):
+            live = [key for key, each in self._end._live.items() if each.backend]
+            if live:
+                await self._end.end(self._random.choice(live), False, HandoffFailed("chaos").info())
+                return "gave up"
+            await asyncio.sleep(0.01)
+        return "nothing"
 
     async def snap(self, sender: int, receiver: int) -> str:
         """Break the links of a random rank between two workers."""
