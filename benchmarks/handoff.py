@@ -13,7 +13,8 @@ through CUDA IPC. Then, for each backend, layout and prompt length:
   `*_loop_ms` the processor time of either side's event loop for one hand-off, grant included.
 
 Rates are in GB/s of KV; the ratios are to the best raw rate of the same kind of link in this run.
-With more ranks than GPUs on a side, its ranks share the GPU: the link stays one GPU to one GPU.
+Between degrees of tensor parallelism the ranks of a side take its GPUs in turn; with fewer GPUs than
+ranks they share them. Rates are then compared with the raw link times the GPUs of the smaller side.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.prefill = Process(Role.PREFILL, args.gpus[0])
-        self.decode = Process(Role.DECODE, args.gpus[1])
+        self.prefill = Process(Role.PREFILL, *args.prefill_gpus)
+        self.decode = Process(Role.DECODE, *args.decode_gpus)
         self.raw: dict[str, dict[int, float]] = {}
         self.refs: tuple[WorkerRef, WorkerRef]
         self.num_blocks = 0
@@ -183,7 +184,9 @@ class Bench:
         """One line."""
         blocks = tokens // _BLOCK
         size = tokens * LAYERS[layout] * 2 * _HEADS * _HEAD_DIM * 2
-        raw = max(self.raw[backend].values())
+        sides = zip(tp, (self.args.prefill_gpus, self.args.decode_gpus), strict=True)
+        gpus = min(min(size, len(own)) for size, own in sides)
+        raw = gpus * max(self.raw[backend].values())
         slots = self.num_blocks // blocks
         self.run(self.handoffs(blocks, 1), 1)
         alone = [self.run(self.handoffs(blocks, 1), 1)[0] for _ in range(self.args.repeats)]
@@ -290,8 +293,9 @@ def _cases(args: argparse.Namespace) -> Iterator[tuple[str, str, tuple[int, int]
     for backend in args.backends:
         for layout in args.layouts:
             yield backend, layout, (1, 1), args.tokens
-        for tp in ((2, 1), (1, 2), (2, 2), (4, 1), (2, 4)) if args.reshard else ():
-            yield backend, "8b", tp, [2048, 8192]
+        for pair in args.reshard:
+            tp = tuple(int(size) for size in pair.split("-"))
+            yield backend, "8b", (tp[0], tp[1]), [2048, 8192]
 
 
 def _print(case: Case) -> None:
@@ -327,12 +331,13 @@ def _machine() -> dict[str, str]:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--gpus", type=int, nargs=2, default=(0, 1))
+    parser.add_argument("--prefill-gpus", type=int, nargs="+", default=[0])
+    parser.add_argument("--decode-gpus", type=int, nargs="+", default=[1])
     parser.add_argument("--backends", nargs="+", default=["cuda_ipc", "nccl"])
     parser.add_argument("--layouts", nargs="+", default=["8b", "70b"], choices=sorted(LAYERS))
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512, 2048, 8192, 32768])
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--no-reshard", dest="reshard", action="store_false")
+    parser.add_argument("--reshard", nargs="*", default=["2-1", "1-2", "2-2", "4-1", "2-4"])
     parser.add_argument("--no-steps", dest="steps", action="store_false")
     parser.add_argument("--no-ahead", dest="ahead", action="store_false")
     parser.add_argument("--window", type=int, default=8)

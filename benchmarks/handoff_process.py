@@ -1,6 +1,6 @@
 """One side of the hand-off benchmark in a process of its own, told what to do over a pipe.
 
-Its GPU is the only one that it sees, as under a cluster's scheduler.
+Its GPUs are the only ones that it sees, as under a cluster's scheduler.
 """
 
 from __future__ import annotations
@@ -43,17 +43,18 @@ async def _serve(side: Side, pipe: Connection) -> None:
 class Process:
     """The parent's handle of one side."""
 
-    def __init__(self, role: Role, gpu: int) -> None:
+    def __init__(self, role: Role, *gpus: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[gpu] if visible else str(gpu)
+        names = [str(gpu) for gpu in range(256)] if visible is None else visible.split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] for gpu in gpus)
         self._child = context.Process(target=_child, args=(role, other), daemon=True)
         self._child.start()
-        if visible:
-            os.environ["CUDA_VISIBLE_DEVICES"] = visible
-        else:
+        if visible is None:
             del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
         other.close()
         self.role = role
 

@@ -98,10 +98,14 @@ class Side:
         self._prompting: Prompting | None = None
 
     async def build(self, layout: KVLayout, config: TransferConfig) -> WorkerRef:
-        """A worker of this layout, all ranks on the one GPU; the one before is closed."""
+        """A worker of this layout, its ranks on the GPUs in turn; the one before is closed."""
         await self.drop()
         self._layout = layout
-        self._pools = [KVPool(layout, r, torch.bfloat16, DEVICE) for r in range(layout.tp_size)]
+        gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+        self._pools = [
+            KVPool(layout, rank, torch.bfloat16, gpus[rank % len(gpus)])
+            for rank in range(layout.tp_size)
+        ]
         self._planes = [DataPlane(pool, config) for pool in self._pools]
         self._server = ControlServer(secret=SECRET)
         address = self._server.bind()
@@ -148,11 +152,12 @@ class Side:
 
     async def fill(self, blocks: Sequence[int], seed: int) -> None:
         """Random bits, the same on both sides for the same seed."""
-        ids = torch.tensor(blocks, device=DEVICE)
+        ids = torch.tensor(blocks)
         for layer, bits in enumerate(_random_layers(self._layout, len(blocks), seed)):
             for pool, (first, last) in zip(self._pools, self._layout.rank_heads, strict=True):
-                pool.data[layer, ids] = bits[:, :, first:last]
-        torch.cuda.synchronize()
+                pool.data[layer, ids.to(pool.device)] = bits[:, :, first:last].to(pool.device)
+        for pool in self._pools:
+            torch.cuda.synchronize(pool.device)
 
     async def fill_late(self, handoff: Handoff, seed: int) -> None:
         """Prefill: as `fill`, by a step that takes its time over each layer and is pushed before it
@@ -178,12 +183,12 @@ class Side:
 
     async def wrong_layers(self, blocks: Sequence[int], seed: int) -> int:
         """Layers, over all ranks, that do not hold exactly what `fill` put into the other side."""
-        ids = torch.tensor(blocks, device=DEVICE)
+        ids = torch.tensor(blocks)
         wrong = 0
         for layer, bits in enumerate(_random_layers(self._layout, len(blocks), seed)):
             for pool, (first, last) in zip(self._pools, self._layout.rank_heads, strict=True):
-                got = pool.data[layer, ids].view(torch.int16)
-                wrong += not torch.equal(got, bits[:, :, first:last].view(torch.int16))
+                got = pool.data[layer, ids.to(pool.device)].view(torch.int16)
+                wrong += not torch.equal(got.to(DEVICE), bits[:, :, first:last].view(torch.int16))
         return wrong
 
     async def expect(self, handoffs: Sequence[Handoff]) -> None:
