@@ -13,8 +13,8 @@ through CUDA IPC. Then, for each backend, layout and prompt length:
   `*_loop_ms` the processor time of either side's event loop for one hand-off, grant included.
 
 Rates are in GB/s of KV; the ratios are to the best raw rate of the same kind of link in this run.
-Between degrees of tensor parallelism the ranks of a side take its GPUs in turn; with fewer GPUs than
-ranks they share them. Rates are then compared with the raw link times the GPUs of the smaller side.
+Between degrees of tensor parallelism the ranks of a side take its GPUs in turn, several on one
+where there are fewer; the raw rate is then that of one GPU times the GPUs of the smaller side.
 """
 
 from __future__ import annotations
