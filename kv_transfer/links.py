@@ -183,12 +183,19 @@ class LinkThread:
     def _begin(self, operation: Operation, link: BlockLink) -> None:
         move = operation.move
         assert move is not None
-        waiters, lane = (self._own, 0) if link.ordered else (self._waiters, move.lane)
+        if not link.ordered:
+            ends = list(move.begin(link))
+            over = partial(self._end, operation, move, ends)
+            self._waiters.put(move.lane, partial(self._guarded, over))
+            return
         sums: list[int] = []
         for end in move.begin(link):
-            waiters.put(lane, partial(self._guarded, partial(_add, sums, end)))
-        over = partial(self._guarded, lambda: self._complete(operation, move.result(sum(sums))))
-        waiters.put(lane, over)
+            self._own.put(0, partial(self._guarded, partial(_add, sums, end)))
+        over = partial(self._end, operation, move, [lambda: sum(sums)])
+        self._own.put(0, partial(self._guarded, over))
+
+    def _end(self, operation: Operation, move: Moving, ends: Iterable[End]) -> None:
+        self._complete(operation, move.result(sum(end() for end in ends)))
 
     def _complete(self, operation: Operation, result: PartResult) -> None:
         with self._lock:

@@ -2,38 +2,37 @@
 //
 // From Hopper on each thread block keeps a ring of tiles under way with bulk copies (PTX
 // cp.async.bulk): one warp loads tiles into shared memory, one stores them from there, so the
-// multiprocessor's registers and issue slots stay free for the kernels beside it.
+// multiprocessor's registers and issue slots stay free for the kernels beside it. TILE is the size
+// of a tile in bytes, SLOTS the number of them.
 
 typedef unsigned long long u64;
 typedef unsigned int u32;
 
-#ifndef TILE
-#define TILE 16384  // bytes
-#endif
-#ifndef SLOTS
-#define SLOTS 4
-#endif
 #define STORES (SLOTS / 2)  // that may still be reading their tile
 
-// One side. The n-th block is page pages[n], or n itself without pages. Strides in bytes.
+// One side. The n-th cell begins at page pages[n], or n itself without pages. Strides in bytes.
 struct Rows {
     char* base;
     const int* pages;
-    long long layer, block, half;
+    long long layer, page, half, head;
 };
 
+// Rows of `run` bytes in `tiles` tiles, which makes so many chunks in all.
 struct Size {
-    int blocks, halves, run, tiles, chunks;  // `run` bytes of a row, in `tiles` tiles
+    int cells, halves, heads, run, tiles, chunks;
 };
 
-// Where a chunk begins; chunks are counted [layer][block][half][tile].
+// Where a chunk begins; chunks are counted [layer][cell][half][head][tile].
 static __device__ char* begin(const Rows& rows, const Size& size, int chunk) {
     int tile = chunk % size.tiles, row = chunk / size.tiles;
-    int half = row % size.halves, at = row / size.halves;
-    int block = at % size.blocks, layer = at / size.blocks;
-    long long page = rows.pages ? rows.pages[block] : block;
-    return rows.base + layer * rows.layer + page * rows.block + half * rows.half +
-           (long long)tile * TILE;
+    int head = row % size.heads;
+    row /= size.heads;
+    int half = row % size.halves;
+    row /= size.halves;
+    int cell = row % size.cells, layer = row / size.cells;
+    long long page = rows.pages ? rows.pages[cell] : cell;
+    return rows.base + layer * rows.layer + page * rows.page + half * rows.half +
+           head * rows.head + (long long)tile * TILE;
 }
 
 static __device__ u32 bytes(const Size& size, int chunk) {

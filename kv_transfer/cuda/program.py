@@ -17,11 +17,21 @@ _DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 class Kernel:
-    """One kernel for one device."""
+    """One kernel for one device; `defines` are numbers that its source needs."""
 
-    def __init__(self, source: Path, name: str, device: torch.device, *, shared_bytes: int) -> None:
+    def __init__(
+        self,
+        source: Path,
+        name: str,
+        device: torch.device,
+        *,
+        threads: int,
+        shared_bytes: int,
+        **defines: int,
+    ) -> None:
         major, minor = torch.cuda.get_device_capability(device)
-        code = _compiled(source, f"sm_{major}{minor}")
+        code = _compiled(source, f"sm_{major}{minor}", tuple(defines.items()))
+        self._threads = threads
         self._shared_bytes = shared_bytes
         self._module = ctypes.c_void_p()
         self._function = ctypes.c_void_p()
@@ -41,17 +51,27 @@ class Kernel:
                     library.cuFuncSetAttribute(self._function, _DYNAMIC_SHARED, shared_bytes),
                 )
 
-    def launch(self, blocks: int, threads: int, stream: int, *args: ctypes.Structure) -> None:
+    def launch(self, blocks: int, stream: int, *args: ctypes.Structure) -> None:
         """Queue it on a raw stream of its device, which must be the current one."""
         pointers = (ctypes.c_void_p * len(args))(*(ctypes.addressof(arg) for arg in args))
         code = driver().cuLaunchKernel(
-            self._function, blocks, 1, 1, threads, 1, 1, self._shared_bytes, stream, pointers, None
+            self._function,
+            blocks,
+            1,
+            1,
+            self._threads,
+            1,
+            1,
+            self._shared_bytes,
+            stream,
+            pointers,
+            None,
         )
         check("cuLaunchKernel", code)
 
 
 @cache
-def _compiled(source: Path, architecture: str) -> bytes:
+def _compiled(source: Path, architecture: str, defines: tuple[tuple[str, int], ...]) -> bytes:
     compiler = _compiler()
     program = ctypes.c_void_p()
     text = source.read_bytes()
@@ -60,8 +80,9 @@ def _compiled(source: Path, architecture: str) -> bytes:
             ctypes.byref(program), text, source.name.encode(), 0, None, None
         )
     )
-    options = (ctypes.c_char_p * 1)(f"--gpu-architecture={architecture}".encode())
-    if compiler.nvrtcCompileProgram(program, len(options), options):
+    flags = [f"--gpu-architecture={architecture}", *(f"-D{name}={n}" for name, n in defines)]
+    options = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
+    if compiler.nvrtcCompileProgram(program, len(flags), options):
         size = ctypes.c_size_t()
         compiler.nvrtcGetProgramLogSize(program, ctypes.byref(size))
         log = ctypes.create_string_buffer(size.value)
