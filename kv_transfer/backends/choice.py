@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Container, Iterable
 from typing import cast
 
@@ -36,8 +35,6 @@ def _build(name: BackendName, store: BlockStore, config: TransferConfig) -> Back
         raise ValueError("a memory backend needs to be passed to DataPlane")
     if store.device.type != "cuda":
         raise ValueError(f"transfer.backend {name} needs a GPU, the pool is on {store.device}")
-    if importlib.util.find_spec("triton") is None:
-        raise ValueError(f"transfer.backend {name} needs triton")
     from kv_transfer.backends.cuda_ipc import CudaIpcBackend
     from kv_transfer.backends.nccl import NcclBackend
 

@@ -27,9 +27,9 @@ from kv_transfer.cuda.copying import (
     PageTable,
     PoolShape,
     Rows,
-    compile_copies,
     copy_rows,
     dense_rows,
+    load_copies,
     pool_rows,
 )
 from kv_transfer.cuda.driver import DriverError, close_memory, export_memory, open_memory
@@ -177,7 +177,7 @@ class CudaIpcBackend:
         with torch.cuda.device(self._device):
             self._stream = torch.cuda.Stream()
             self._lanes: dict[int, _Lane] = {}
-            compile_copies(self._shape, store.data.data_ptr(), self._device, staged=False)
+        load_copies(self._device)
 
     def listen(self) -> str:
         """Export the pool."""

@@ -27,11 +27,12 @@ from kv_transfer.backends.rendezvous import Meeting, SocketStore, call
 from kv_transfer.backends.watch import Watch
 from kv_transfer.checksum import content_checksum
 from kv_transfer.cuda.copying import (
+    Extent,
     PageTable,
     Rows,
-    compile_copies,
     copy_rows,
     dense_rows,
+    load_copies,
     pool_rows,
 )
 from kv_transfer.cuda.nccl import Buffer, Communicator, unique_id
@@ -210,21 +211,15 @@ class NcclLink:
             cell_bytes=size,
             pages=pages,
         )
-        staged = dense_rows(
-            data.data_ptr(),
-            num_cells=chunk.num_cells,
-            num_heads=move.num_heads,
-            cell_bytes=size,
-        )
-        sides: tuple[Rows, Rows] = (pool, staged) if gather else (staged, pool)
-        copy_rows(
-            *sides,
+        extent = Extent(
             num_layers=chunk.num_layers,
             num_cells=chunk.num_cells,
             num_heads=move.num_heads,
             cell_bytes=size,
-            ctas=self._backend.copy_ctas,
         )
+        staged = dense_rows(data.data_ptr(), extent)
+        sides: tuple[Rows, Rows] = (pool, staged) if gather else (staged, pool)
+        copy_rows(*sides, extent, ctas=self._backend.copy_ctas)
         self._copied.record(self._stream)
 
     def _chunks(self, move: BlockMove) -> list[_Chunk]:
@@ -279,9 +274,7 @@ class NcclBackend:
         self._ctas = ctas
         self._lock = threading.Lock()
         self._meeting: Meeting | None = None
-        with torch.cuda.device(store.device):
-            base = store.data.data_ptr()
-            compile_copies(shape_of(store), base, store.device, staged=True)
+        load_copies(store.device)
 
     def listen(self) -> str:
         """Listen on a free port of `host`, once."""

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
+from pathlib import Path
 
 import torch
 
-from kv_transfer.cuda import jit
+from kv_transfer.cuda.program import Kernel
 from protocol.kv_layout import Cells
 
-_WORD = 8
 _ALIGN = 16
-_TILE_WORDS = 8192
-_WARPS = 16
+_TILE = 16384  # bytes
+_SLOTS = 4  # tiles that a thread block has under way
+_SOURCE = Path(__file__).with_name("copy_rows.cu")
+_BULK_COPIES = (9, 0)  # the first compute capability that has them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,65 +136,68 @@ class PageTable:
         self._ids = torch.empty(size, dtype=torch.int32, device=self._device)
 
 
-def copy_rows(
-    source: Rows, target: Rows, extent: Extent, *, ctas: int, only_compile: bool = False
-) -> None:
-    """Copy on the current stream of the current device, with at most `ctas` thread blocks; or only
-    compile the kernel for that.
+class _Rows(ctypes.Structure):
+    _fields_ = (
+        ("base", ctypes.c_void_p),
+        ("pages", ctypes.c_void_p),
+        ("layer", ctypes.c_longlong),
+        ("page", ctypes.c_longlong),
+        ("half", ctypes.c_longlong),
+        ("head", ctypes.c_longlong),
+    )
 
-    Both sides must be reachable from it and aligned to 16 bytes.
+
+class _Size(ctypes.Structure):
+    _fields_ = (
+        ("cells", ctypes.c_int),
+        ("halves", ctypes.c_int),
+        ("heads", ctypes.c_int),
+        ("run", ctypes.c_int),
+        ("tiles", ctypes.c_int),
+        ("chunks", ctypes.c_int),
+    )
+
+
+def copy_rows(source: Rows, target: Rows, extent: Extent, *, ctas: int) -> None:
+    """Copy on the current stream of the current device, with at most `ctas` thread blocks.
+
+    Both sides must be reachable from it, all addresses, strides and sizes multiples of 16 bytes.
     """
     halves, heads, run = 2, extent.num_heads, extent.cell_bytes
     if source.head == target.head == run:  # heads follow each other on both sides
         heads, run = 1, heads * run
-    if (
-        heads == 1 and source.half == target.half == run
-    ):  # keys and values follow each other on both sides
+    if heads == 1 and source.half == target.half == run:  # and so do keys and values
         halves, run = 1, 2 * run
-    if run % _WORD or source.address % _ALIGN or target.address % _ALIGN:
+    if any(number % _ALIGN for number in (run, source.address, target.address)):
         raise ValueError(f"runs of {run} bytes at {source.address}, {target.address}: not aligned")
-    words = run // _WORD
-    tile = min(_TILE_WORDS, _power_of_2(words))
-    tiles = -(-words // tile)
+    tiles = -(-run // _TILE)
     chunks = extent.num_layers * extent.num_cells * halves * heads * tiles
-    grid = (min(chunks, ctas),)
-    kernel = partial(jit.copy_rows.warmup, grid=grid) if only_compile else jit.copy_rows[grid]
-    kernel(
-        source.address,
-        target.address,
-        source.pages,
-        target.pages,
-        extent.num_cells,
-        heads,
-        words,
-        tiles,
-        chunks,
-        *(stride // _WORD for stride in (source.layer, source.page, source.half, source.head)),
-        *(stride // _WORD for stride in (target.layer, target.page, target.half, target.head)),
-        HALVES=halves,
-        SOURCE_PAGED=source.pages is not None,
-        TARGET_PAGED=target.pages is not None,
-        WORDS=tile,
-        num_warps=_WARPS,
+    stream = torch.cuda.current_stream()
+    load_copies(stream.device).launch(
+        min(chunks, ctas),
+        stream.cuda_stream,
+        _rows(source),
+        _rows(target),
+        _Size(extent.num_cells, halves, heads, run, tiles, chunks),
     )
 
 
-def compile_copies(shape: PoolShape, base: int, device: torch.device, *, staged: bool) -> None:
-    """Compile what copies between pools of this kind, or between one and staging buffers, may need:
-    a kernel for each number of heads that a peer of 1, 2, 4 ... ranks takes. A compiler in the
-    middle of a message would take longer than the message may; only a peer with blocks of another
-    size costs that, once."""
-    pages = torch.zeros(1, dtype=torch.int32, device=device)
-    page = shape.page
-    pool = pool_rows(base, shape, first_layer=0, first_head=0, cell_bytes=page, pages=pages)
-    heads = shape.num_heads
-    while heads:
-        extent = Extent(num_layers=1, num_cells=1, num_heads=heads, cell_bytes=page)
-        dense = dense_rows(base, extent)
-        for source, target in [(pool, dense), (dense, pool)] if staged else [(pool, pool)]:
-            copy_rows(source, target, extent, ctas=1, only_compile=True)
-        heads //= 2
+@cache
+def load_copies(device: torch.device) -> Kernel:
+    """The kernel of a GPU. The first call compiles and loads it, which takes longer than a message
+    may."""
+    bulk = torch.cuda.get_device_capability(device) >= _BULK_COPIES
+    return Kernel(
+        _SOURCE,
+        "copy_rows",
+        device,
+        threads=64 if bulk else 512,
+        shared_bytes=_TILE * _SLOTS if bulk else 0,
+        TILE=_TILE,
+        SLOTS=_SLOTS,
+    )
 
 
-def _power_of_2(number: int) -> int:
-    return 1 << (number - 1).bit_length()
+def _rows(rows: Rows) -> _Rows:
+    pages = None if rows.pages is None else rows.pages.data_ptr()
+    return _Rows(rows.address, pages, rows.layer, rows.page, rows.half, rows.head)

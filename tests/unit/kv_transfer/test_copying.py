@@ -1,17 +1,67 @@
-"""The paged copy against indexing; in triton's interpreter where there is no GPU."""
+"""The paged copy against indexing; where there is no GPU, its plain form, compiled for the CPU."""
 
+import ctypes
 import math
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton is not installed")
-
+from kv_transfer.cuda import copying
 from kv_transfer.cuda.copying import Extent, PoolShape, copy_rows, dense_rows, pool_rows
 from protocol.kv_layout import Cells
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAYERS, TOKENS = 3, 4
+TILE = 64
+ON_CPU = """
+#define __device__
+#define __global__
+#define __grid_constant__
+struct uint4 { unsigned x, y, z, w; };
+static struct { unsigned x; } blockIdx, gridDim, threadIdx, blockDim;
+#include "copy_rows.cu"
+extern "C" void launch(const Rows* source, const Rows* target, const Size* size, unsigned blocks) {
+    for (gridDim = {blocks}, blockDim = {3}, blockIdx = {0}; blockIdx.x < blocks; blockIdx.x++)
+        for (threadIdx = {0}; threadIdx.x < blockDim.x; threadIdx.x++)
+            copy_rows(*source, *target, *size);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory):
+    """The kernel as a function of this process."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    folder = tmp_path_factory.mktemp("copy")
+    source, library = folder / "copy.cpp", folder / "copy.so"
+    source.write_text(ON_CPU)
+    include = Path(copying.__file__).parent
+    command = [compiler, "-shared", "-fPIC", f"-I{include}", f"-DTILE={TILE}", "-DSLOTS=2"]
+    subprocess.run([*command, str(source), "-o", str(library)], check=True)
+    run = ctypes.CDLL(str(library)).launch
+
+    def launch(blocks, stream, *args):
+        run(*(ctypes.byref(arg) for arg in args), blocks)
+
+    return SimpleNamespace(launch=launch)
+
+
+@pytest.fixture(autouse=True)
+def kernel(request, monkeypatch):
+    """On a GPU the real one, with tiles of its own size."""
+    if DEVICE.type == "cuda":
+        return
+    plain = request.getfixturevalue("on_cpu")
+    stream = SimpleNamespace(device=DEVICE, cuda_stream=0)
+    monkeypatch.setattr(copying, "_TILE", TILE)
+    monkeypatch.setattr(copying, "load_copies", lambda _: plain)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
 
 
 def make_pool(num_blocks, num_heads, dim, dtype, seed, tokens=TOKENS):

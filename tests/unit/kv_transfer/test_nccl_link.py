@@ -19,6 +19,7 @@ from kv_transfer.backends import nccl
 from kv_transfer.backends.base import BlockMove, LinkBroken
 from kv_transfer.backends.watch import Watch
 from kv_transfer.config import ChecksumKind
+from protocol.kv_layout import Cells
 
 LAYERS, BLOCKS, HEADS, TOKENS, DIM = 4, 12, 2, 2, 4
 PAGE = TOKENS * DIM * 2
@@ -108,21 +109,23 @@ class Group:
         return SimpleNamespace(tensor=torch.zeros(num_bytes, dtype=torch.uint8))
 
 
-def copy_rows(source, target, *, num_layers, num_blocks, run, ctas):
-    for layer, block, half in itertools.product(range(num_layers), range(num_blocks), range(2)):
+def copy_rows(source, target, extent, *, ctas):
+    counts = (extent.num_layers, extent.num_cells, 2, extent.num_heads)
+    for layer, cell, half, head in itertools.product(*map(range, counts)):
         ends = []
         for rows in (source, target):
-            page = block if rows.pages is None else int(rows.pages[block])
-            ends.append(rows.address + layer * rows.layer + page * rows.block + half * rows.half)
-        ctypes.memmove(ends[1], ends[0], run)
+            page = cell if rows.pages is None else int(rows.pages[cell])
+            within = layer * rows.layer + page * rows.page + half * rows.half + head * rows.head
+            ends.append(rows.address + within)
+        ctypes.memmove(ends[1], ends[0], extent.cell_bytes)
 
 
 class Pages:
     def __init__(self, device):
         pass
 
-    def load(self, *blocks):
-        return [torch.tensor(ids) for ids in blocks]
+    def load(self, *pages):
+        return [torch.tensor(numbers) for numbers in pages]
 
 
 @pytest.fixture
@@ -167,7 +170,7 @@ def links(monkeypatch):
 
 def move(blocks, **changes):
     fields = {
-        "blocks": tuple(blocks),
+        "cells": Cells(blocks=tuple(blocks), size=TOKENS, count=len(blocks)),
         "first_layer": 0,
         "num_layers": LAYERS,
         "first_head": 0,
