@@ -127,6 +127,7 @@ class Bench:
             staging_bytes=args.staging_mib * MIB,
             device_piece_bytes=args.piece_mib * MIB,
             nccl_ctas=args.nccl_ctas,
+            staging_ctas=args.staging_ctas,
             copy_ctas=args.copy_ctas,
             connect_timeout_s=30,
         )
@@ -342,10 +343,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--no-ahead", dest="ahead", action="store_false")
     parser.add_argument("--window", type=int, default=8)
     parser.add_argument("--chunk", type=int, default=2048)
-    parser.add_argument("--staging-mib", type=int, default=128)
-    parser.add_argument("--piece-mib", type=int, default=512)
-    parser.add_argument("--nccl-ctas", type=int, default=32)
-    parser.add_argument("--copy-ctas", type=int, default=132)
+    usual = TransferConfig()
+    parser.add_argument("--staging-mib", type=int, default=usual.staging_bytes // MIB)
+    parser.add_argument("--piece-mib", type=int, default=usual.device_piece_bytes // MIB)
+    parser.add_argument("--nccl-ctas", type=int, default=usual.nccl_ctas)
+    parser.add_argument("--staging-ctas", type=int, default=usual.staging_ctas)
+    parser.add_argument("--copy-ctas", type=int, default=usual.copy_ctas)
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 

@@ -130,6 +130,7 @@ class Side:
             await receiver.start()
             self._server.add(
                 {
+                    methods.MEET: receiver.on_meet,
                     methods.PIECE: receiver.on_piece,
                     methods.COMMIT: receiver.on_commit,
                     methods.END: receiver.on_end,

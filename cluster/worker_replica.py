@@ -50,6 +50,10 @@ class Worker(Protocol):
         """Workers that the cluster has given up."""
         ...
 
+    def peers_joined(self, workers: tuple[WorkerRef, ...]) -> None:
+        """Workers that take requests."""
+        ...
+
     def status(self) -> WorkerStatus:
         """The worker as it is now."""
         ...
@@ -111,11 +115,12 @@ class WorkerReplica:
                 draining = asyncio.create_task(self._finish())
 
     async def _follow(self) -> None:
-        """Tell the worker whose hand-offs can be given up."""
+        """Tell the worker who is there, and whose hand-offs can be given up."""
         departures = Departures()
         pause_s = self._config.lifecycle.heartbeat_s
         async for view in views(self._directory, pause_s=pause_s):
             self._worker.peers_left(departures.take(view))
+            self._worker.peers_joined(view.ready_workers())
 
     async def _finish(self) -> None:
         """Drained on demand: wait for the last request, then let Serve replace this replica."""

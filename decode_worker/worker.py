@@ -52,6 +52,7 @@ class DecodeWorker:
             accept=self._accept,
             whole_output=True,
             handlers={
+                methods.MEET: self._receiver.on_meet,
                 methods.PIECE: self._receiver.on_piece,
                 methods.COMMIT: self._receiver.on_commit,
                 methods.END: self._receiver.on_end,
@@ -76,6 +77,9 @@ class DecodeWorker:
         """These workers have left the cluster, or are silent: end hand-offs from them now."""
         for epoch in epochs:
             self._host.tasks.start(self._receiver.peer_lost(epoch, dead=False))
+
+    def peers_joined(self, workers: tuple[WorkerRef, ...]) -> None:
+        """These workers take requests: prefill ones say what they want of this one."""
 
     def status(self) -> WorkerStatus:
         """This worker as it is now."""

@@ -46,8 +46,9 @@ class TransferConfig:
     pipeline_depth: announced pieces on their way to one decode worker at a time.
     max_piece_bytes: upper size of a piece over all ranks; larger pushes are split.
     device_piece_bytes: the same between GPUs, where one control call moves more.
-    staging_bytes: one message of an nccl link; two of them are held for each.
+    staging_bytes: one message of an nccl link; three of them are held for each.
     nccl_ctas: thread blocks of an nccl link, which the GPU's other kernels have to share with it.
+    staging_ctas: thread blocks of the copy of a message out of blocks or into them.
     copy_ctas: thread blocks of a cuda_ipc write.
     max_peers: peers whose links are kept open; the least recently used idle one is closed.
     remembered: ended hand-offs whose late messages are still answered as what they are.
@@ -67,6 +68,7 @@ class TransferConfig:
     device_piece_bytes: int = 512 << 20
     staging_bytes: int = 128 << 20
     nccl_ctas: int = 32
+    staging_ctas: int = 32
     copy_ctas: int = 66
     max_peers: int = 64
     remembered: int = 4096

@@ -22,11 +22,12 @@ from kv_transfer.backends.base import (
 from kv_transfer.backends.choice import build_backends
 from kv_transfer.checksum import combine, message_checksum, place_checksum
 from kv_transfer.config import ON_DEVICE, TransferConfig
-from kv_transfer.links import LinkThread, Moving, Operation, Waiters, fail
+from kv_transfer.links import LinkThread, Moving, Operation, Waiters, fail, nothing
 from kv_transfer.orders import (
     CloseOrder,
     Listening,
     MoveOrder,
+    OpenOrder,
     Order,
     Outcome,
     Part,
@@ -113,6 +114,8 @@ class DataPlane:
             return self._move(order.receive, sending=False)
         if order.revoke is not None:
             return self._revoke(order.revoke)
+        if order.open is not None:
+            return self._open(order.open)
         if order.close is not None:
             return self._close_links(order.close)
         if order.ready is not None:
@@ -158,7 +161,8 @@ class DataPlane:
         operations = []
         backend = self._backend_of(order)
         for part in order.parts:
-            link, open_link = self._end_of(order, part, backend, sending=sending)
+            peer = (part.peer_rank, part.endpoint)
+            link, open_link = self._end_of(order, *peer, backend, sending=sending)
             operation = self._operation(order, part, link, backend.name, sending=sending)
             operations.append(operation)
             try:
@@ -167,7 +171,20 @@ class DataPlane:
                 fail(operation, error)
         return joined(operations)
 
-    def _backend_of(self, order: MoveOrder) -> Backend:
+    def _open(self, order: OpenOrder) -> Future[Outcome]:
+        backend = self._backend_of(order)
+        operations = []
+        for rank, endpoint in order.peers:
+            link, open_link = self._end_of(order, rank, endpoint, backend, sending=order.sending)
+            operation = nothing(rank)
+            operations.append(operation)
+            try:
+                self._thread(link, backend.name, open_link).submit(operation)
+            except LinkBroken as error:
+                fail(operation, error)
+        return joined(operations)
+
+    def _backend_of(self, order: MoveOrder | OpenOrder) -> Backend:
         name = order.backend or next(iter(self._backends))
         backend = self._backends.get(name)
         if backend is None:
@@ -175,18 +192,24 @@ class DataPlane:
         return backend
 
     def _end_of(
-        self, order: MoveOrder, part: Part, backend: Backend, *, sending: bool
+        self,
+        order: MoveOrder | OpenOrder,
+        peer_rank: int,
+        endpoint: str,
+        backend: Backend,
+        *,
+        sending: bool,
     ) -> tuple[LinkId, Callable[[], Link | BlockLink]]:
         link = LinkId(
             sender_epoch=order.sender_epoch,
             receiver_epoch=order.receiver_epoch,
-            source_rank=order.rank if sending else part.peer_rank,
-            dest_rank=part.peer_rank if sending else order.rank,
+            source_rank=order.rank if sending else peer_rank,
+            dest_rank=peer_rank if sending else order.rank,
             link=order.link,
         )
         limit = self._config.connect_timeout_s
         if sending:
-            return link, lambda: backend.connect(link, part.endpoint, limit)
+            return link, lambda: backend.connect(link, endpoint, limit)
         return link, lambda: backend.accept(link, limit)
 
     def _thread(

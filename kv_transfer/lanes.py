@@ -79,6 +79,11 @@ class Lane:
         self._turn = asyncio.Lock()
         self._link = lanes.next_link()
 
+    @property
+    def link(self) -> int:
+        """The incarnation of the connections that is good now, as far as is known."""
+        return self._link
+
     async def deliver(self, job: PieceJob) -> list[Outcome]:
         """Announce and send one piece; every source rank's outcome. Raises the decode worker's
         refusal, or HandoffFailed when the last attempt failed too. Never leaves a send in
@@ -95,7 +100,7 @@ class Lane:
                 failure = first_error(outcomes)
             if failure is None:
                 return outcomes
-            self._renew(link)
+            self.renew(link)
             error = failure
         raise error
 
@@ -138,7 +143,7 @@ class Lane:
                 orders = job.orders(link, discard=not job.alive)
                 return link, self._lanes.tasks.start(self._move(job, orders))
             if answer.uncertain:
-                self._renew(link)
+                self.renew(link)
             if answer.refused and answer.error.param == "link":
                 return link, None
             raise answer.error
@@ -149,7 +154,7 @@ class Lane:
         finally:
             job.moved()
 
-    def _renew(self, link: int) -> None:
+    def renew(self, link: int) -> None:
         """Leave a link that may be broken or out of step; what is blocked on it fails at once."""
         if link == self._link:
             self._link = self._lanes.next_link()
@@ -186,6 +191,10 @@ class Lanes:
             self._lanes[decode.epoch] = lane
         self._lanes.move_to_end(decode.epoch)
         return lane
+
+    def lacks(self, epoch: int) -> bool:
+        """Whether there is no lane to a decode worker, and room for one."""
+        return epoch not in self._lanes and len(self._lanes) < self.config.max_peers
 
     async def forget(self, epoch: int) -> None:
         """Close a lane's links. Only when nothing is in flight or the peer is dead."""

@@ -259,6 +259,13 @@ class LinkThread:
             fail(operation, error)
 
 
+def nothing(peer_rank: int) -> Operation:
+    """An operation that only needs the link to be open."""
+    result = PartResult(peer_rank=peer_rank, num_bytes=0, checksum=0)
+    move = Moving(begin=lambda _: (), result=lambda _: result, lane=0)
+    return Operation(access=Access(), work=lambda *_: result, move=move)
+
+
 def _add(sums: list[int], end: End) -> None:
     sums.append(end())
 

@@ -53,6 +53,20 @@ class MoveOrder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OpenOrder:
+    """Build one rank's ends of links before anything moves on them. Fields as in MoveOrder and
+    Part; a receiver leaves the endpoints empty."""
+
+    rank: int
+    sender_epoch: int
+    receiver_epoch: int
+    link: int
+    backend: str
+    peers: tuple[tuple[int, str], ...]  # rank, endpoint
+    sending: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RevokeOrder:
     """Touch the blocks of this hand-off no more. Answered once no access is in progress."""
 
@@ -102,6 +116,7 @@ class Order:
     send: MoveOrder | None = None
     receive: MoveOrder | None = None
     revoke: RevokeOrder | None = None
+    open: OpenOrder | None = None
     close: CloseOrder | None = None
     listen: ListenOrder | None = None
     ready: ReadyOrder | None = None

@@ -11,6 +11,7 @@ from kv_transfer.deadlines import Deadlines
 from kv_transfer.incoming import Incoming, Settled, end_message, grant_message, settled
 from kv_transfer.leases import Inbound, PiecesLost, Verdict
 from kv_transfer.listeners import ReceiverListener
+from kv_transfer.meeting import accept_orders
 from kv_transfer.orders import Order, Outcome
 from kv_transfer.party import Party
 from kv_transfer.peers import Peer, Peers, as_written, listen, receive_orders
@@ -22,7 +23,7 @@ from kv_transfer.tasks import Tasks
 from kv_transfer.writers import Writers, may_write
 from protocol.errors import BatonError, ErrorInfo, HandoffFailed, StaleMessage, Unavailable
 from protocol.ids import RequestKey, WorkerRef
-from protocol.messages import Ack, Commit, HandoffEnd, LinkAddress, Piece
+from protocol.messages import Ack, Commit, HandoffEnd, LinkAddress, Meeting, Piece, Welcome
 from protocol.states import TransferState
 from protocol.ticket import Ticket
 from rpc import methods
@@ -167,6 +168,15 @@ class Receiver:
         await self._tasks.wind_up(_CLOSE_GRACE_S)
 
     # --- from prefill ---------------------------------------------------------------------------
+
+    async def on_meet(self, meeting: Meeting) -> Welcome:
+        """A prefill worker wants its links to be ready before it hands over. Raises StaleMessage or
+        HandoffFailed when the link that it names, or its layout, cannot be used."""
+        check_layout(self._me.layout, meeting.prefill_layout)
+        if meeting.backend and meeting.backend not in ONE_SIDED:
+            self._peers.get(meeting.prefill.epoch).use(meeting.link)
+            self._tasks.start(run_orders(self._me.ranks, accept_orders(self._me, meeting)))
+        return Welcome(layout=self._me.layout, links=self._links)
 
     async def on_piece(self, piece: Piece) -> Ack:
         """A piece is ready to move. The reply means that its receives are posted on every rank.

@@ -12,6 +12,7 @@ from kv_transfer.deadlines import Deadlines
 from kv_transfer.lanes import Lanes
 from kv_transfer.leases import OVER, Outbound, Verdict, lost_sequences
 from kv_transfer.listeners import SenderListener, TransferReport
+from kv_transfer.meeting import meet
 from kv_transfer.outgoing import Finished, Outgoing, PieceOut
 from kv_transfer.party import Party
 from kv_transfer.plan import (
@@ -71,6 +72,12 @@ class Sender:
         return len(self._live)
 
     # --- from the worker ------------------------------------------------------------------------
+
+    async def meet(self, decode: WorkerRef) -> None:
+        """Get the links to a decode worker ready, once, before hand-offs need them. Never
+        raises."""
+        if self._lanes.lacks(decode.epoch):
+            await meet(self._me, self._lanes.get(decode))
 
     def expect(self, key: RequestKey, ticket: Ticket, decode: WorkerRef) -> None:
         """A request was submitted whose KV will go to `decode`; its grant may already be here, or

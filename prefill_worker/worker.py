@@ -84,6 +84,12 @@ class PrefillWorker:
         for epoch in epochs:
             self._host.tasks.start(self._sender.peer_lost(epoch))
 
+    def peers_joined(self, workers: tuple[WorkerRef, ...]) -> None:
+        """These workers take requests: get the links to decode workers ready."""
+        for ref in workers:
+            if ref.role is Role.DECODE:
+                self._host.tasks.start(self._sender.meet(ref))
+
     def status(self) -> WorkerStatus:
         """This worker as it is now."""
         return self._host.status()

@@ -229,6 +229,26 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Prefill -> decode: hand-offs may come soon, get the links ready. Without a `backend` it only
+    asks for the ranks' addresses; with one, decode's ranks wait to be called on `link` (Piece) from
+    the reply on. A link that does not come about is built by the first piece that needs it."""
+
+    prefill: WorkerRef
+    prefill_layout: KVLayout
+    link: int = 0
+    backend: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """Decode's reply to a Meeting."""
+
+    layout: KVLayout
+    links: tuple[LinkAddress, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     """Prefill -> decode: these cells (kv_layout.Cells, counted from the first token) and layers are
     ready to move.

@@ -10,10 +10,12 @@ from protocol.messages import (
     EventBatch,
     Grant,
     HandoffEnd,
+    Meeting,
     Piece,
     StatusQuery,
     Submit,
     Subscribe,
+    Welcome,
     WorkerStatus,
 )
 from rpc.service import Method
@@ -31,6 +33,7 @@ DRAIN = Method(_WORKER, "Drain", DrainCommand, Ack)
 # decode -> prefill
 GRANT = Method(_HANDOFF, "Grant", Grant, Ack)
 # prefill -> decode
+MEET = Method(_HANDOFF, "Meet", Meeting, Welcome)
 PIECE = Method(_HANDOFF, "Piece", Piece, Ack)
 COMMIT = Method(_HANDOFF, "Commit", Commit, Ack)
 # either way

@@ -46,7 +46,7 @@ def _build(name: BackendName, store: BlockStore, config: TransferConfig) -> Back
         host=config.host,
         staging_bytes=config.staging_bytes,
         ctas=config.nccl_ctas,
-        copy_ctas=config.copy_ctas,
+        copy_ctas=config.staging_ctas,
     )
 
 

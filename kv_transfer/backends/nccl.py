@@ -35,12 +35,12 @@ from kv_transfer.cuda.copying import (
     load_copies,
     pool_rows,
 )
-from kv_transfer.cuda.nccl import Buffer, Communicator, unique_id
+from kv_transfer.cuda.nccl import Communicator, unique_id
 from kv_transfer.store import PagedStore
 
 _SENDER, _RECEIVER = 0, 1
 _BUFFERS = 3  # one on the wire, one before and one after it
-_WARM_BYTES = 4 << 20
+_WARM_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,8 @@ class _Slot:
     """A staging buffer. Whoever acquired `free` has it, until the message in it was dealt with;
     `wired` is over once the wire is done with it."""
 
-    def __init__(self, buffer: Buffer) -> None:
-        self._buffer = buffer
-        self.data = buffer.tensor
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self.free = threading.Semaphore()
         self.wired = torch.cuda.Event()
 
@@ -76,7 +75,6 @@ class NcclLink:
         group: Communicator,
         backend: NcclBackend,
         chunk_bytes: int,
-        limit: float,
     ) -> None:
         self._name = str(link)
         self._group = group
@@ -91,8 +89,7 @@ class NcclLink:
             self._wire = torch.cuda.Stream(priority=-1)
             self._copied = torch.cuda.Event()
             self._pages = PageTable(self._device)
-            buffers = [group.buffer(chunk_bytes, self._device, limit) for _ in range(_BUFFERS)]
-        self._slots = [_Slot(buffer) for buffer in buffers]
+            self._slots = [_Slot(chunk_bytes, self._device) for _ in range(_BUFFERS)]
         self._turns = itertools.cycle(self._slots)
 
     def send_blocks(self, move: BlockMove, timeout_s: float) -> Iterator[End]:
@@ -122,13 +119,11 @@ class NcclLink:
             yield partial(self._received, move, slot, data, chunk, limit, last=last)
 
     def warm(self, *, sending: bool, limit: float) -> None:
-        """Move a message through every buffer: NCCL connects its channels, and maps the buffers
-        into the other process, on the first."""
+        """Move a first message: NCCL connects its channels on it."""
         with self._working(limit):
-            for slot in self._slots:
-                self._post(slot, slot.data[:_WARM_BYTES], limit, sending=sending)
-            for slot in self._slots:
-                self._await(slot.wired)
+            slot = self._slots[0]
+            self._post(slot, slot.data[:_WARM_BYTES], limit, sending=sending)
+            self._await(slot.wired)
 
     def close(self) -> None:
         """Abort: whatever waits on either stream of this link ends."""
@@ -316,7 +311,7 @@ class NcclBackend:
                 with torch.cuda.device(self.store.device):
                     torch.cuda.current_stream().synchronize()  # NCCL needs a current context
                     group = Communicator(name, me, ctas=self._ctas, limit=limit)
-                made = NcclLink(link, group, self, chunk_bytes, limit)
+                made = NcclLink(link, group, self, chunk_bytes)
             except (OSError, RuntimeError, ValueError) as error:
                 raise LinkBroken(f"link {link}: {error}") from error
         made.warm(sending=me == _SENDER, limit=limit)

@@ -16,7 +16,7 @@ from protocol.kv_layout import Cells
 
 _ALIGN = 16
 _TILE = 16384  # bytes
-_SLOTS = 4  # tiles that a thread block has under way
+_SLOTS = 8  # tiles that a thread block has under way
 _SOURCE = Path(__file__).with_name("copy_rows.cu")
 _BULK_COPIES = (9, 0)  # the first compute capability that has them
 

@@ -10,11 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-import weakref
 from functools import cache
-from types import SimpleNamespace
-
-import torch
 
 _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8 = 1
@@ -78,9 +74,6 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     )
     for call in (library.ncclSend, library.ncclRecv):
         call.argtypes = (pointer, size, ctypes.c_int, ctypes.c_int, pointer, pointer)
-    library.ncclMemAlloc.argtypes = (ctypes.POINTER(pointer), size)
-    library.ncclMemFree.argtypes = (pointer,)
-    library.ncclCommRegister.argtypes = (pointer, pointer, size, ctypes.POINTER(pointer))
     library.ncclCommGetAsyncError.argtypes = (pointer, ctypes.POINTER(ctypes.c_int))
     library.ncclCommAbort.argtypes = (pointer,)
     return library
@@ -91,31 +84,6 @@ def unique_id() -> bytes:
     name = _UniqueId()
     _check("ncclGetUniqueId", _library().ncclGetUniqueId(ctypes.byref(name)))
     return bytes(name.data)
-
-
-class Buffer:
-    """Memory that NCCL can map into the peer, which then writes into it without a copy in between.
-    Freed with the object; nothing may use it any more by then."""
-
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        address = ctypes.c_void_p()
-        with torch.cuda.device(device):
-            torch.cuda.current_stream().synchronize()  # NCCL needs a current context
-            _check("ncclMemAlloc", _library().ncclMemAlloc(ctypes.byref(address), num_bytes))
-        self.address = address.value or 0
-        view = {
-            "data": (self.address, False),
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "version": 3,
-        }
-        weakref.finalize(self, _free, self.address, device)
-        self.tensor = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=view), device=device)
-
-
-def _free(address: int, device: torch.device) -> None:
-    with torch.cuda.device(device):
-        _library().ncclMemFree(address)
 
 
 class Communicator:
@@ -145,19 +113,6 @@ class Communicator:
             ctypes.byref(self._handle), 2, raw, rank, ctypes.byref(config)
         )
         self._settle("ncclCommInitRank", code, limit)
-
-    def buffer(self, num_bytes: int, device: torch.device, limit: float) -> Buffer:
-        """Memory for messages of this pair. When both ends use such, the sender's kernel writes
-        straight into the receiver's: fewer thread blocks, and a third of the memory traffic."""
-        buffer = Buffer(num_bytes, device)
-        handle = ctypes.c_void_p()
-        with self._lock:
-            self._check_there("ncclCommRegister")
-            code = _library().ncclCommRegister(
-                self._handle, buffer.address, num_bytes, ctypes.byref(handle)
-            )
-        self._settle("ncclCommRegister", code, limit)
-        return buffer
 
     def send(self, address: int, num_bytes: int, stream: int, limit: float) -> None:
         """Queue a send on a stream; raises NcclError when that is not done by `limit`

@@ -342,6 +342,7 @@ class Pair:
             methods.END: self.sender.on_end,
         }
         self.clients.handlers[self.decode.ref.address] = {
+            methods.MEET: self.receiver.on_meet,
             methods.PIECE: self.receiver.on_piece,
             methods.COMMIT: self.receiver.on_commit,
             methods.END: self.receiver.on_end,

@@ -83,6 +83,7 @@ class _Host:
             await receiver.start()
             server.add(
                 {
+                    methods.MEET: receiver.on_meet,
                     methods.PIECE: receiver.on_piece,
                     methods.COMMIT: receiver.on_commit,
                     methods.END: receiver.on_end,

@@ -301,6 +301,7 @@ class World:
             methods.END: self.sender.on_end,
         }
         self.network.handlers[self.decode_ref.address] = {
+            methods.MEET: self.receiver.on_meet,
             methods.PIECE: self.receiver.on_piece,
             methods.COMMIT: self.receiver.on_commit,
             methods.END: self.receiver.on_end,

@@ -105,9 +105,6 @@ class Group:
         self._gone = True
         self._wire.abort(self._kind)
 
-    def buffer(self, num_bytes, device, limit):
-        return SimpleNamespace(tensor=torch.zeros(num_bytes, dtype=torch.uint8))
-
 
 def copy_rows(source, target, extent, *, ctas):
     counts = (extent.num_layers, extent.num_cells, 2, extent.num_heads)
@@ -157,7 +154,7 @@ def links(monkeypatch):
                 marks=None,
             )
             backend = SimpleNamespace(store=store, watch=Watch("test"), copy_ctas=1)
-            link = nccl.NcclLink("link", Group(wire, kind), backend, chunk_bytes, 0.0)
+            link = nccl.NcclLink("link", Group(wire, kind), backend, chunk_bytes)
             ends.append((link, data))
             made.append(link)
         return *(link for link, _ in ends), wire, *(data for _, data in ends)

@@ -1,0 +1,100 @@
+"""Links are built when two workers learn of each other: an NCCL pair takes half a second, for which
+no hand-off should have to wait."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kv_transfer.backends.choice import choose_backend
+from kv_transfer.config import ONE_SIDED
+from kv_transfer.lanes import Lane
+from kv_transfer.orders import OpenOrder, Order
+from kv_transfer.party import Party
+from kv_transfer.plan import check_layout, reshard
+from kv_transfer.ranks import first_error, run_orders
+from observability.logging import get_logger
+from protocol.errors import BatonError
+from protocol.ids import WorkerRef
+from protocol.messages import Meeting, Welcome
+from rpc import methods
+
+log = get_logger(__name__)
+
+
+async def meet(party: Party, lane: Lane) -> None:
+    """Build the links to a decode worker. Never raises: one that does not come about is built by
+    the first piece that needs it."""
+    link = lane.link
+    try:
+        await _meet(party, lane, link)
+    except BatonError as error:
+        lane.renew(link)
+        who = lane.decode.worker_id
+        log.info("no links ahead of hand-offs", extra={"decode": who, "reason": error.message})
+
+
+async def _meet(party: Party, lane: Lane, link: int) -> None:
+    client = party.clients.get(lane.decode.address)
+    limit = party.config.rpc_timeout_s
+    meeting = Meeting(prefill=party.ref, prefill_layout=party.layout)
+    welcome = await client.call(methods.MEET, meeting, timeout_s=limit)
+    check_layout(party.layout, welcome.layout)
+    backend = choose_backend(
+        party.config.backend,
+        welcome.links,
+        num_ranks=welcome.layout.tp_size,
+        refused=lane.refused,
+    )
+    if backend not in ONE_SIDED:  # decode's ranks have to wait for ours
+        meeting = replace(meeting, link=link, backend=backend)
+        await client.call(methods.MEET, meeting, timeout_s=limit)
+    failure = first_error(
+        await run_orders(party.ranks, _connect(party, lane.decode, welcome, link, backend))
+    )
+    if failure is not None:
+        raise failure
+
+
+def _connect(
+    party: Party, decode: WorkerRef, welcome: Welcome, link: int, backend: str
+) -> dict[int, Order]:
+    """What each source rank has to do."""
+    endpoints = {each.rank: each.endpoint for each in welcome.links if each.backend == backend}
+    peers: dict[int, dict[int, str]] = {}
+    for each in reshard(party.layout.rank_heads, welcome.layout.rank_heads):
+        peers.setdefault(each.source_rank, {})[each.dest_rank] = endpoints[each.dest_rank]
+    return _orders(peers, party.ref.epoch, decode.epoch, link, backend, sending=True)
+
+
+def accept_orders(party: Party, meeting: Meeting) -> dict[int, Order]:
+    """What each destination rank has to do for the links of a meeting."""
+    peers: dict[int, dict[int, str]] = {}
+    for each in reshard(meeting.prefill_layout.rank_heads, party.layout.rank_heads):
+        peers.setdefault(each.dest_rank, {})[each.source_rank] = ""
+    ends = (meeting.prefill.epoch, party.ref.epoch)
+    return _orders(peers, *ends, meeting.link, meeting.backend, sending=False)
+
+
+def _orders(
+    peers: dict[int, dict[int, str]],
+    sender_epoch: int,
+    receiver_epoch: int,
+    link: int,
+    backend: str,
+    *,
+    sending: bool,
+) -> dict[int, Order]:
+    return {
+        rank: Order(
+            open=OpenOrder(
+                rank=rank,
+                sender_epoch=sender_epoch,
+                receiver_epoch=receiver_epoch,
+                link=link,
+                backend=backend,
+                peers=tuple(own.items()),
+                sending=sending,
+            )
+        )
+        for rank, own in peers.items()
+    }
