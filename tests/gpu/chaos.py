@@ -1,13 +1,13 @@
-"""Two sides of GPUs that hand over to each other at full load while transfers are killed.
+"""Pairs of workers on GPUs that hand over at full load while transfers are killed.
 
-    python -m tests.gpu.chaos --sides 0,1 2,3 --backend nccl --seconds 120 --out chaos.json
+    python -m tests.gpu.chaos --pairs 0,1:2,3 2,3:0,1 --backend nccl --seconds 120 --out chaos.json
 
-Each side runs a prefill worker and a decode worker on all of its GPUs, tensor parallel when it has
-several, each rank a process of its own. What a side prefills, the other decodes, so KV moves both
-ways while both decode; with one side given, its own GPUs exchange KV. First every request runs
-undisturbed; then, about every second, a fault hits a random transfer: its request is cancelled, one
-end gives it up, the links of a rank break, or a worker takes its peer for lost. Requests that fail
-are resumed with what they had, as a router does.
+Each pair is a prefill worker on the GPUs before the colon and a decode worker on those behind it,
+tensor parallel when they are several, each rank a process of its own. Two pairs that run against
+each other move KV both ways while they decode. First every request runs undisturbed; then, about
+every second, a fault hits a random transfer: its request is cancelled, one end gives it up, the
+links of a rank break, or a worker takes its peer for lost. Requests that fail are resumed with what
+they had, as a router does.
 
 At the end every answer must be that of the undisturbed run, every worker idle with all blocks free,
 and neither threads nor memory may have grown.
@@ -135,10 +135,12 @@ class Host:
         return [follower.exitcode for follower in self._followers]
 
 
-def child(role: Role, settings: WorkerSettings, gpus: str, pipe: Connection) -> None:
+def child(role: Role, settings: WorkerSettings, gpus: list[str], pipe: Connection) -> None:
     """The life of a worker process."""
     if settings.engine.device != "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = [str(gpu) for gpu in range(256)] if seen is None else seen.split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[int(gpu)] for gpu in gpus)
     asyncio.run(serve(role, settings, pipe))
     os._exit(0)
 
@@ -159,7 +161,7 @@ async def serve(role: Role, settings: WorkerSettings, pipe: Connection) -> None:
 class Process:
     """The parent's handle of a worker process."""
 
-    def __init__(self, role: Role, settings: WorkerSettings, gpus: str) -> None:
+    def __init__(self, role: Role, settings: WorkerSettings, gpus: list[str]) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
         self._child = context.Process(target=child, args=(role, settings, gpus, other))
@@ -187,8 +189,7 @@ class Request:
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
-    prefill: int
-    decode: int
+    pair: int
 
 
 @dataclass
@@ -223,15 +224,14 @@ class Run:
         prompt = tuple(self.random.randrange(SHAPE["vocab_size"]) for _ in range(length))
         kind = {"temperature": 0.0} if index % 2 else {"temperature": 1.0, "seed": index}
         sampling = SamplingParams(**kind, max_tokens=self.args.max_tokens, ignore_eos=True)
-        side = index % len(self.prefills)
-        return Request(prompt, sampling, side, (side + 1) % len(self.decodes))
+        return Request(prompt, sampling, index % len(self.prefills))
 
     async def answer(self, request: Request) -> list[int]:
         """All of its tokens, resumed as often as it takes."""
         began = time.monotonic()
         output: list[int] = []
         while len(output) < self.args.max_tokens:
-            prefill, decode = self.prefills[request.prefill].ref, self.decodes[request.decode].ref
+            prefill, decode = self.prefills[request.pair].ref, self.decodes[request.pair].ref
             sampling = request.sampling
             try:
                 key = await self.router.submit(
@@ -296,8 +296,8 @@ class Run:
                 print(f"{self.tally.answers} answers, faults {dict(self.tally.faults)}", flush=True)
 
     async def _fault(self) -> str:
-        side = self.random.randrange(len(self.prefills))
-        prefill, decode = self.prefills[side], self.decodes[(side + 1) % len(self.decodes)]
+        pair = self.random.randrange(len(self.prefills))
+        prefill, decode = self.prefills[pair], self.decodes[pair]
         one, other = self.random.sample([prefill, decode], 2)
         kind = self.random.choice(["cancel", "give up", "give up", "snap", "snap", "lose"])
         if kind == "cancel" and self.live:
@@ -321,13 +321,14 @@ class Run:
         return found
 
 
-def settings_for(args: argparse.Namespace, role: Role, side: int, model: str) -> WorkerSettings:
-    gpus = args.sides[side].split(",")
+def settings_for(
+    args: argparse.Namespace, role: Role, pair: int, gpus: list[str], model: str
+) -> WorkerSettings:
     return WorkerSettings(
-        worker_id=f"{role}-{side}",
+        worker_id=f"{role}-{pair}",
         engine=EngineConfig(
             model_path=model,
-            dtype="float32",
+            dtype=args.dtype,
             device=args.device,
             tp_size=len(gpus),
             num_blocks=args.blocks,
@@ -353,10 +354,11 @@ def settings_for(args: argparse.Namespace, role: Role, side: int, model: str) ->
 async def run(args: argparse.Namespace) -> dict[str, Any]:
     model = save_tiny_llama(args.folder, **SHAPE)
     processes = []
-    for side in range(len(args.sides)):
-        for role in (Role.PREFILL, Role.DECODE):
-            settings = settings_for(args, role, side, model)
-            processes.append(Process(role, settings, args.sides[side]))
+    for number, pair in enumerate(args.pairs):
+        for role, text in zip((Role.PREFILL, Role.DECODE), pair.split(":"), strict=True):
+            gpus = text.split(",")
+            settings = settings_for(args, role, number, gpus, model)
+            processes.append(Process(role, settings, gpus))
     try:
         return await run_with(processes, args)
     finally:
@@ -414,8 +416,9 @@ async def run_with(processes: list[Process], args: argparse.Namespace) -> dict[s
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--sides", nargs="+", default=["0,1", "2,3"])
+    parser.add_argument("--pairs", nargs="+", default=["0,1:2,3", "2,3:0,1"])
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--backend", default="cuda_ipc")
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--pause", type=float, default=1.0)
