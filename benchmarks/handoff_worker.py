@@ -192,6 +192,10 @@ class Side:
                 wrong += not torch.equal(got.to(DEVICE), bits[:, :, first:last].view(torch.int16))
         return wrong
 
+    async def meet(self, decode: WorkerRef) -> None:
+        """Prefill: get the links ready."""
+        await self._end.meet(decode)
+
     async def expect(self, handoffs: Sequence[Handoff]) -> None:
         """Prefill: learn of requests."""
         for handoff in handoffs:
@@ -293,6 +297,10 @@ class Side:
     async def backends(self) -> list[str]:
         """By which ways anything was moved."""
         return sorted({way for plane in self._planes for way in plane.ways})
+
+    async def relinked(self) -> int:
+        """How often links were given up."""
+        return int(self._end.stats.relinked)
 
     async def loop_seconds(self) -> float:
         """Processor time that the event loop's thread has used so far."""

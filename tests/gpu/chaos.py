@@ -90,6 +90,10 @@ class Host:
     async def start(self) -> WorkerRef:
         return await self._worker.start()
 
+    async def meet(self, peer: WorkerRef) -> None:
+        """Learn of a peer, as from the cluster."""
+        self._worker.peers_joined((peer,))
+
     async def give_up(self) -> str:
         """End a random hand-off here, as soon as one moves."""
         for _ in range(100):
@@ -372,6 +376,8 @@ async def run_with(processes: list[Process], args: argparse.Namespace) -> dict[s
     for process, ref in zip(processes, refs, strict=True):
         process.ref = ref
     world = Run(processes, args)
+    for prefill, decode in zip(world.prefills, world.decodes, strict=True):
+        await prefill.do("meet", decode.ref)
     for ref in refs:
         await world.router.watch(ref)
     print(f"ready after {time.monotonic() - began:.1f} s", flush=True)

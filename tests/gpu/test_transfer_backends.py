@@ -134,6 +134,17 @@ def test_blocks_of_different_sizes(pair, backend, source, dest, source_size, des
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("source", "dest"), [(1, 1), (2, 1), (1, 2)])
+def test_links_are_there_before_the_first_handoff(pair, backend, source, dest):
+    config = replace(SMALL, backend=BackendName(backend))
+    pair.build(make_layout(source), make_layout(dest), config)
+    pair.prefill.do("meet", pair.refs[1])
+    assert pair.prefill.do("backends") == [backend]
+    pair.check(6)
+    assert pair.prefill.do("relinked") == pair.decode.do("relinked") == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_replicated_heads(pair, backend):
     config = replace(SMALL, backend=BackendName(backend))
     shape = {"num_kv_heads": 2, "head_dim": 128}
