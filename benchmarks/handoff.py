@@ -335,7 +335,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--prefill-gpus", type=int, nargs="+", default=[0])
     parser.add_argument("--decode-gpus", type=int, nargs="+", default=[1])
     parser.add_argument("--backends", nargs="+", default=["cuda_ipc", "nccl"])
-    parser.add_argument("--layouts", nargs="+", default=["8b", "70b"], choices=sorted(LAYERS))
+    parser.add_argument("--layouts", nargs="*", default=["8b", "70b"], choices=sorted(LAYERS))
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512, 2048, 8192, 32768])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--reshard", nargs="*", default=["2-1", "1-2", "2-2", "4-1", "2-4"])
