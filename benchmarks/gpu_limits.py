@@ -91,11 +91,13 @@ def measure_all_reduce(
             torch.cuda.synchronize()
             with torch.cuda.stream(stream):
                 group.reduce_by(kind, partial, h)
+                group.end_step()
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=stream):
                 for _ in range(20):
                     group.reduce_by(kind, partial, h)
+                group.end_step()
             graph.replay()
             if kind is ReduceKind.PUSH and not bool((h == group.size).all()):
                 raise SystemExit("the all-reduce is wrong")

@@ -6,6 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from engine.kernels.triton_reduce import Turn
+
 
 class Communicator(Protocol):
     """Collectives of one rank, in the order of the current stream; usable inside CUDA graphs.
@@ -24,6 +26,14 @@ class Communicator(Protocol):
 
     def reduce(self, partial: Tensor, h: Tensor) -> None:
         """h = the sum of all ranks' partial sums, the same on every rank."""
+        ...
+
+    def turn(self, h: Tensor) -> Turn | None:
+        """This reduction's number, when the product before it is to sum over the ranks itself."""
+        ...
+
+    def end_step(self) -> None:
+        """No more reductions in this step."""
         ...
 
     def gather(self, x: Tensor) -> Tensor:
@@ -50,6 +60,13 @@ class Solo:
 
     def reduce(self, partial: Tensor, h: Tensor) -> None:
         """Nothing to add."""
+
+    def turn(self, h: Tensor) -> Turn | None:
+        """Never."""
+        return None
+
+    def end_step(self) -> None:
+        """Nothing was counted."""
 
     def gather(self, x: Tensor) -> Tensor:
         """`x`, as often as there are ranks."""

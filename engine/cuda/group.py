@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from engine.errors import RankLost
-from engine.kernels.triton_reduce import Mailboxes, all_reduce, num_programs
+from engine.kernels.triton_reduce import Mailboxes, Turn, all_reduce
 
 
 class ReduceKind(StrEnum):
@@ -73,6 +73,7 @@ class DeviceGroup:
         self.size = size
         self._name = name
         self._table = reduce_table(size, push)
+        self._turns = 0
         self.failed: Tensor | None = None
         self._pdl = torch.cuda.get_device_capability(device) >= (9, 0)
         nccl: Any = c10d.ProcessGroupNCCL
@@ -118,7 +119,7 @@ class DeviceGroup:
         self._partial = torch.zeros(self._table.push, dtype=torch.uint8, device=device)
         return Mailboxes(
             addresses=torch.tensor(addresses, dtype=torch.int64, device=device),
-            epochs=torch.zeros(num_programs(capacity), dtype=torch.int32, device=device),
+            done=torch.zeros(1, dtype=torch.int32, device=device),
             failed=failed,
             capacity=capacity,
             rank=self.rank,
@@ -145,7 +146,7 @@ class DeviceGroup:
         if kind is ReduceKind.NCCL:
             self._nccl.allreduce([h]).wait()
         elif kind is ReduceKind.PUSH and self._boxes is not None:
-            all_reduce(partial, self._boxes, out=h, pdl=self._pdl)
+            all_reduce(partial, self._next_turn(self._boxes), out=h, pdl=self._pdl)
         elif kind is ReduceKind.ONE_SHOT:
             torch.ops.symm_mem.one_shot_all_reduce_out(partial, "sum", self._name, h)
         elif hasattr(torch.ops.symm_mem, "two_shot_all_reduce_out"):
@@ -153,6 +154,22 @@ class DeviceGroup:
         else:
             torch.ops.symm_mem.two_shot_all_reduce_(partial, "sum", self._name)
             h.copy_(partial)
+
+    def turn(self, h: Tensor) -> Turn | None:
+        """A turn of the mailboxes for one row that fits them; the product pushes its own sums."""
+        if self._boxes is None or h.shape[0] != 1 or h.numel() > self._boxes.capacity:
+            return None
+        return self._next_turn(self._boxes)
+
+    def _next_turn(self, boxes: Mailboxes) -> Turn:
+        self._turns += 1
+        return Turn(boxes=boxes, index=self._turns - 1)
+
+    def end_step(self) -> None:
+        """Count this step's turns on the device: a graph runs again with the same numbers."""
+        if self._boxes is not None and self._turns:
+            self._boxes.done.add_(self._turns)
+            self._turns = 0
 
     def gather(self, x: Tensor) -> Tensor:
         """`[size, *x.shape]` on every rank, by NCCL."""

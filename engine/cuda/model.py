@@ -16,11 +16,11 @@ from torch import Tensor
 from engine.cuda.comm import Communicator
 from engine.cuda.layout import ChunkRows, DecodeRows
 from engine.cuda.prefill import ChunkAttention
+from engine.cuda.split_decode import SplitDecode
 from engine.cuda.weights import LayerWeights, ModelWeights
 from engine.kernels import triton_elementwise as elementwise
 from engine.kernels.triton_attention import DecodeScratch, DecodeShape, decode_attention
-from engine.kernels.triton_linear import linear
-from engine.kernels.triton_split_linear import SplitScratch, measured_shape, split_linear
+from engine.kernels.triton_linear import linear, shared_linear
 from engine.model.config import ModelConfig
 from engine.model.sharding import RankShare
 
@@ -69,10 +69,9 @@ class CudaModel:
         attention: ChunkAttention,
         *,
         pdl: bool,
-        split: SplitScratch | None = None,
+        split: SplitDecode | None = None,
     ) -> None:
-        """With `split`, products of some dozens of rows whose shapes were measured run on the
-        engine's own kernel."""
+        """`split` runs the decode steps that it serves, where there is one rank."""
         self._weights = weights
         self._split = split
         self._shape = shape
@@ -92,6 +91,10 @@ class CudaModel:
     ) -> Tensor:
         """Logits `[batch, rows of the head]` of one token per sequence of the first rows."""
         h = self._embed(rows.tokens[:batch], rows.feed, previous)
+        if self._split is not None and self._split.serves(batch):
+            return self._split.decode(
+                h, lambda qkv, layer: self._attend_decode(qkv, rows, kv[layer], scratch, cut)
+            )
         qkv = h.new_empty(batch, self._shape.qkv_width)
         for layer, layer_kv in zip(self._weights.layers, kv, strict=True):
             self._qkv(h, layer, qkv)
@@ -183,41 +186,10 @@ class CudaModel:
         return x
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        if self._split_product(x, weight, out, bias=bias):
-            return
         if bias is None:
             torch.mm(x, weight.t(), out=out)
         else:
             torch.addmm(bias, x, weight.t(), out=out)
-
-    def _split_product(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        out: Tensor,
-        *,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        gated: bool = False,
-    ) -> bool:
-        """out = f(x weight^T + bias) + residual, if that is one of the measured products."""
-        if self._split is None:
-            return False
-        shape = measured_shape(x.shape[0], out.shape[1], x.shape[1], gated)
-        if shape is None:
-            return False
-        split_linear(
-            x,
-            weight,
-            self._split,
-            shape,
-            out=out,
-            bias=bias,
-            residual=residual,
-            gated=gated,
-            pdl=self._pdl,
-        )
-        return True
 
     def _attend_decode(
         self, qkv: Tensor, rows: DecodeRows, kv: Tensor, scratch: DecodeScratch, cut: DecodeShape
@@ -272,11 +244,8 @@ class CudaModel:
 
     def _gated_product(self, h: Tensor, layer: LayerWeights, act: Tensor) -> None:
         x = self._normed(h, layer.mlp_norm)
-        bias = layer.gate_up_bias
-        if bias is None and self._split_product(x, layer.gate_up, act, gated=True):
-            return
         gate_up = h.new_empty(h.shape[0], 2 * self._shape.intermediate)
-        self._product(x, layer.gate_up, bias, gate_up)
+        self._product(x, layer.gate_up, layer.gate_up_bias, gate_up)
         elementwise.silu_mul(gate_up, out=act, pdl=self._pdl)
 
     def _add_product(
@@ -292,6 +261,12 @@ class CudaModel:
 
         Attention of a short context leaves memory idle: the weights after it are fetched early.
         """
+        turn = self.comm.turn(h)
+        if turn is not None:
+            shared_linear(
+                x, weight, turn, h=h, bias=bias, pdl=self._pdl, prefetch=after_attention
+            )
+            return
         target = self.comm.partial(h)
         residual = h if self.comm.rank == 0 else None
         if h.shape[0] == 1:
@@ -304,7 +279,7 @@ class CudaModel:
                 pdl=self._pdl,
                 prefetch=after_attention,
             )
-        elif not self._split_product(x, weight, target, bias=bias, residual=residual):
+        else:
             if residual is None:
                 torch.mm(x, weight.t(), out=target)
             else:

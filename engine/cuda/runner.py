@@ -19,12 +19,12 @@ from engine.cuda.options import CudaOptions, graph_batches
 from engine.cuda.plan import Limits, StepPlan, plan_step
 from engine.cuda.prefill import ChunkAttention, cudnn_serves
 from engine.cuda.sampler import TokenSampler
+from engine.cuda.split_decode import SplitDecode
 from engine.cuda.staging import Lane, StagingRing, to_device, to_host
 from engine.cuda.weights import WeightLoader
 from engine.errors import RankLost
 from engine.kernels.logprobs import LogprobRows
 from engine.kernels.triton_attention import DecodeScratch, DecodeShape, decode_shape
-from engine.kernels.triton_split_linear import SplitScratch
 from engine.kv.pool import KVPool
 from engine.model.config import ModelConfig
 from engine.model.llama import WeightSource
@@ -108,8 +108,10 @@ class CudaRunner:
         with torch.inference_mode():
             loader = WeightLoader(model_config, share, source, self.device)
             self.weights = loader.load(self.max_model_len)
-        self._splits = options.split_products and self._dtype is not torch.float32
-        shape = self._shape
+        shape, pdl = self._shape, self._lane.overlaps_launches
+        split = None
+        if options.split_products and config.tp_size == 1 and self._dtype is torch.bfloat16:
+            split = SplitDecode(self.weights, shape.eps, pdl=pdl)
         self._attention = ChunkAttention(shape.num_heads, shape.kv_heads, shape.head_dim)
         self._dense = cudnn_serves(self._dtype, shape.head_dim, self.device)
         self.model = CudaModel(
@@ -117,8 +119,8 @@ class CudaRunner:
             shape,
             Solo(rank, config.tp_size),
             self._attention,
-            pdl=self._lane.overlaps_launches,
-            split=SplitScratch.for_measured(self.device) if self._splits else None,
+            pdl=pdl,
+            split=split,
         )
         self._previous: list[int | None] = []
         #: Raises when another rank is gone; asked while a step is waited for.
@@ -321,7 +323,7 @@ class CudaRunner:
     def _forward_chunks(
         self, decodes: int, chunks: ChunkRows, cut: DecodeShape
     ) -> tuple[Tensor | None, Tensor | None]:
-        return self.model.step(
+        out = self.model.step(
             self._rows,
             decodes,
             self._sampler.tokens,
@@ -331,9 +333,11 @@ class CudaRunner:
             cut,
             *(() if self.pool.marks is None else (self.pool.marks.mark,)),
         )
+        self.model.comm.end_step()
+        return out
 
     def _decode(self, batch: int, long_context: bool) -> Tensor:
-        return self.model.decode(
+        logits = self.model.decode(
             self._rows,
             batch,
             self._sampler.tokens,
@@ -341,3 +345,5 @@ class CudaRunner:
             self._scratch,
             self._cuts[batch, long_context],
         )
+        self.model.comm.end_step()
+        return logits

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from engine.kernels.jit.linear import row_linear
+from engine.kernels.jit.linear import row_linear, shared_row_linear
 from engine.kernels.triton_elementwise import launch_options
+from engine.kernels.triton_reduce import MAX_POLLS, Turn
 
 #: Columns of each row of the weights that `prefetch` asks for beyond the first tile.
 _PREFETCH_COLUMNS = 2048
+#: Sums that one program of `shared_linear` collects.
+_COLLECT = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +82,60 @@ def linear(
         EVEN_N=n % shape.block_n == 0,
         EVEN_K=k % block_k == 0,
         PDL=pdl,
-        PREFETCH=max(1, _PREFETCH_COLUMNS // block_k) if prefetch and pdl else 0,
+        PREFETCH=_prefetch_tiles(block_k, prefetch and pdl),
         num_warps=shape.warps,
         **launch_options(pdl),
     )
+
+
+def shared_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    turn: Turn,
+    *,
+    h: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    pdl: bool = False,
+    prefetch: bool = False,
+    shape: LinearShape | None = None,
+) -> None:
+    """h `[1, n]` += the sum over ranks of x weight^T + bias, in float32 and in the ranks' order.
+
+    h is the same on every rank, before and after; n is at most the mailboxes' capacity.
+    """
+    k, n = x.shape[1], h.shape[1]
+    shape = shape or default_shape(n, k, gated=False)
+    block_k = min(shape.block_k, triton.next_power_of_2(k))
+    boxes = turn.boxes
+    shared_row_linear[(triton.cdiv(n, shape.block_n) + triton.cdiv(n, _COLLECT),)](
+        x,
+        weight,
+        x if bias is None else bias,
+        h,
+        boxes.addresses,
+        boxes.done,
+        boxes.failed,
+        turn.index,
+        MAX_POLLS,
+        boxes.rank,
+        n,
+        k,
+        BLOCK_N=shape.block_n,
+        BLOCK_K=block_k,
+        STAGES=shape.stages,
+        BIAS=bias is not None,
+        EVEN_N=n % shape.block_n == 0,
+        EVEN_K=k % block_k == 0,
+        PDL=pdl,
+        PREFETCH=_prefetch_tiles(block_k, prefetch and pdl),
+        CAPACITY=boxes.capacity,
+        SIZE=boxes.size,
+        SIZE_P=triton.next_power_of_2(boxes.size),
+        COLLECT=_COLLECT,
+        num_warps=shape.warps,
+        **launch_options(pdl),
+    )
+
+
+def _prefetch_tiles(block_k: int, wanted: bool) -> int:
+    return max(1, _PREFETCH_COLUMNS // block_k) if wanted else 0

@@ -13,7 +13,7 @@ from engine.kernels.triton_elementwise import launch_options
 #: Words (of two bfloat16) that one program reduces.
 _BLOCK = 256
 #: Looks at a silent peer before a reduction is given up: seconds, where microseconds are usual.
-_MAX_POLLS = 1 << 24
+MAX_POLLS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,25 +21,28 @@ class Mailboxes:
     """What one rank needs for reductions of up to `capacity` words.
 
     addresses: int64 `[size]`, every rank's mailbox as this rank addresses it, each int64
-    `[2, size, capacity]` and zero at first; epochs: int32 zeros, one a program; failed: int32 zero,
-    set to one for good when a peer has stayed silent for seconds.
+    `[2, size, capacity]` and zero at first; done: int32, the reductions of all steps before, zero
+    at first; failed: int32 zero, set to one for good when a peer has stayed silent for seconds.
     """
 
     addresses: torch.Tensor
-    epochs: torch.Tensor
+    done: torch.Tensor
     failed: torch.Tensor
     capacity: int
     rank: int
     size: int
 
 
-def num_programs(capacity: int) -> int:
-    """Programs of the largest reduction; the length of `Mailboxes.epochs`."""
-    return -(-capacity // _BLOCK)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One reduction: number `index` of its step."""
+
+    boxes: Mailboxes
+    index: int
 
 
 def all_reduce(
-    partial: torch.Tensor, boxes: Mailboxes, *, out: torch.Tensor, pdl: bool = False
+    partial: torch.Tensor, turn: Turn, *, out: torch.Tensor, pdl: bool = False
 ) -> None:
     """out = the sum over ranks of `partial` (bfloat16, an even number), the same bits on each.
 
@@ -47,14 +50,16 @@ def all_reduce(
     sizes in the same order.
     """
     words = partial.numel() // 2
+    boxes = turn.boxes
     push_all_reduce[(triton.cdiv(words, _BLOCK),)](
         partial.view(-1).view(torch.int32),
         out.view(-1).view(torch.int32),
         boxes.addresses,
-        boxes.epochs,
+        boxes.done,
         boxes.failed,
+        turn.index,
         words,
-        _MAX_POLLS,
+        MAX_POLLS,
         CAPACITY=boxes.capacity,
         RANK=boxes.rank,
         SIZE=boxes.size,

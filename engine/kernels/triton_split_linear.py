@@ -5,14 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
 
 from engine.kernels.jit.split_linear import split_linear as kernel
 from engine.kernels.triton_elementwise import launch_options
 
 #: Columns of each row of the weights that are asked for while the kernel before still runs.
 _PREFETCH_COLUMNS = 256
-#: Rows of one launch; fewer were not measured.
-MIN_ROWS, MAX_ROWS = 17, 64
+#: Rows of one launch.
+MAX_ROWS = 64
+#: Outputs of a tile (for GATED, of each half), and the columns of its weights in one stage.
+_BLOCK_N, _BLOCK_K = 64, 128
+#: Shared memory that a launch may use for its stages, and the stages that were ever worth it.
+_STAGE_BYTES, _MAX_STAGES = 208 << 10, 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,34 +32,36 @@ class SplitShape:
     warps: int
 
 
-#: (n, k, gated) -> the shapes for up to 32 and up to 64 rows that beat cuBLAS on an H200
-#: (benchmarks.linear_shapes); None where none did, and other products were not measured.
-MEASURED: dict[tuple[int, int, bool], tuple[SplitShape | None, SplitShape | None]] = {
-    (4096, 4096, False): (
-        SplitShape(block_n=64, block_k=256, splits=2, stages=4, warps=4),
-        None,
-    ),
-    (14336, 4096, True): (
-        SplitShape(block_n=64, block_k=128, splits=1, stages=4, warps=4),
-        SplitShape(block_n=64, block_k=128, splits=1, stages=4, warps=4),
-    ),
-    (4096, 14336, False): (
-        SplitShape(block_n=64, block_k=256, splits=2, stages=4, warps=4),
-        SplitShape(block_n=64, block_k=128, splits=2, stages=6, warps=4),
-    ),
-    (128256, 4096, False): (
-        SplitShape(block_n=64, block_k=128, splits=1, stages=3, warps=4),
-        SplitShape(block_n=128, block_k=64, splits=1, stages=4, warps=4),
-    ),
-}
+def split_shape(rows: int, n: int, k: int, gated: bool) -> SplitShape | None:
+    """How to launch a product of so many rows; None when the kernel cannot do it.
 
-
-def measured_shape(rows: int, n: int, k: int, gated: bool) -> SplitShape | None:
-    """How to launch a product of so many rows; None when cuBLAS is to do it."""
-    if not MIN_ROWS <= rows <= MAX_ROWS:
+    One program a multiprocessor or more, as many stages as fit: the best, or within 3 % of it, of
+    those measured on an H200 for an 8B model (benchmarks.linear_shapes).
+    """
+    if rows > MAX_ROWS or n % _BLOCK_N or k % _BLOCK_K:
         return None
-    few, many = MEASURED.get((n, k, gated), (None, None))
-    return few if block_rows(rows) <= 32 else many
+    tiles = n // _BLOCK_N
+    stage = (_BLOCK_N * (1 + gated) + block_rows(rows)) * _BLOCK_K * 2
+    return SplitShape(
+        block_n=_BLOCK_N,
+        block_k=_BLOCK_K,
+        splits=max(1, min(132 // tiles, k // _BLOCK_K // 4)),
+        stages=min(_MAX_STAGES, _STAGE_BYTES // stage),
+        warps=4,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextInput:
+    """What a product leaves for the one after the norm that follows it.
+
+    gain: the norm's; x: `[m, n]`, its input times gain; squares: float32 `[tiles, MAX_ROWS]`, the
+    sums of squares of its input over each tile, tiles = n / block_n.
+    """
+
+    gain: torch.Tensor
+    x: torch.Tensor
+    squares: torch.Tensor
 
 
 class SplitScratch:
@@ -63,18 +70,6 @@ class SplitScratch:
     def __init__(self, device: torch.device, num_tiles: int, num_floats: int) -> None:
         self.arrived = torch.zeros(num_tiles, dtype=torch.int32, device=device)
         self.parts = torch.empty(num_floats, dtype=torch.float32, device=device)
-
-    @staticmethod
-    def for_measured(device: torch.device) -> SplitScratch:
-        """Enough for every measured shape."""
-        sizes = [
-            scratch_sizes(rows, n, gated, shape)
-            for (n, _, gated), shapes in MEASURED.items()
-            for rows, shape in zip((32, MAX_ROWS), shapes, strict=True)
-            if shape is not None
-        ]
-        tiles, floats = zip(*sizes, strict=True)
-        return SplitScratch(device, max(tiles), max(floats))
 
 
 def block_rows(rows: int) -> int:
@@ -99,13 +94,17 @@ def split_linear(
     out: torch.Tensor,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    squares: torch.Tensor | None = None,
+    eps: float = 0.0,
+    following: NextInput | None = None,
     gated: bool = False,
     pdl: bool = False,
 ) -> None:
     """out `[m, n]` = f(x weight^T + bias) + residual for up to MAX_ROWS rows m of half precision.
 
     weight: `[n, k]`, or `[2 n, k]` when gated (gate rows first; f = silu(gate) * up; no bias then);
-    n and k are multiples of the shape's tile. `residual` may be `out` itself.
+    n and k are multiples of the shape's tile. `residual` may be `out` itself. With the `squares` of
+    the product that has left x, x stands for the RMS norm it is the input of.
     """
     rows, k = x.shape
     n = out.shape[1]
@@ -114,20 +113,29 @@ def split_linear(
         weight,
         x if bias is None else bias,
         x if residual is None else residual,
+        scratch.parts if squares is None else squares,
         out,
+        x if following is None else following.gain,
+        x if following is None else following.x,
+        scratch.parts if following is None else following.squares,
         scratch.parts,
         scratch.arrived,
+        eps,
         rows,
         n,
         k,
+        0 if squares is None else squares.shape[0],
         BLOCK_M=block_rows(rows),
         BLOCK_N=shape.block_n,
         BLOCK_K=shape.block_k,
         SHARE=shape.splits > 1,
         STAGES=shape.stages,
+        SQUARES_P=0 if squares is None else triton.next_power_of_2(squares.shape[0]),
+        STRIDE=MAX_ROWS,
         GATED=gated,
         RESIDUAL=residual is not None,
         BIAS=bias is not None,
+        NEXT=following is not None,
         PDL=pdl,
         PREFETCH=max(1, _PREFETCH_COLUMNS // shape.block_k) if pdl else 0,
         num_warps=shape.warps,

@@ -62,6 +62,7 @@ def check(group, kind, parts, rank, h, how):
     def run():
         partial.copy_(parts[rank])
         group.reduce_by(kind, partial, h)
+        group.end_step()
 
     how(run)
     want = torch.stack(parts).float().sum(0)

@@ -1,10 +1,12 @@
 # mypy: ignore-errors
-"""A linear layer over one row: one stream over the weights; norm, SwiGLU and residual fused."""
+"""A linear layer over one row: one stream over the weights; norm, SwiGLU, residual and the sum over
+ranks fused."""
 
 import triton
 import triton.language as tl
 
 from engine.kernels.jit.elementwise import pdl_wait
+from engine.kernels.jit.reduce import collect_sums, push_sums
 
 
 @triton.jit
@@ -50,13 +52,10 @@ def prefetch_weights(w, rows, row_ok, K, BLOCK_K: tl.constexpr, TILES: tl.conste
 
 
 @triton.jit
-def row_linear(
+def row_sums(
     x,
     w,
-    bias,
-    residual,
     gain,
-    out,
     eps,
     N,
     K,
@@ -65,20 +64,17 @@ def row_linear(
     STAGES: tl.constexpr,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    BIAS: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     PDL: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):
-    """out[1, N] = f(norm(x)[1, K] @ w[N, K]^T + bias) + residual.
+    """norm(x)[1, K] @ w[N, K]^T of this program's rows, and of rows N further down when GATED.
 
     NORM folds the RMS norm in: a tile of x is multiplied by `gain`, the sum of squares is gathered
-    on the way, and the row's scale is applied to the product. GATED: w is [2 N, K], gate rows
-    first, and f(gate, up) = silu(gate) * up. The first weight tile is requested before the previous
-    kernel is waited for, so that memory does not idle between kernels; PREFETCH tiles after it are
-    fetched into the cache.
+    on the way, and the row's scale is applied to the product. The first weight tile is requested
+    before the previous kernel is waited for, so that memory does not idle between kernels; PREFETCH
+    tiles after it are fetched into the cache.
     """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_ok = rows < N
@@ -105,19 +101,107 @@ def row_linear(
         part, part_up, squares = row_step(
             tile, tile_up, x, gain, at, K, part, part_up, squares, NORM, GATED
         )
-    acc = tl.sum(part, axis=1)[:, None]
-    acc_up = tl.sum(part_up, axis=1)[:, None]
+    acc = tl.sum(part, axis=1)
+    acc_up = tl.sum(part_up, axis=1)
     total = tl.zeros([1], tl.float32) + tl.sum(squares, axis=0)
     if NORM:
-        inverse = tl.rsqrt(total / K + eps)[None, :]
+        inverse = tl.rsqrt(total / K + eps)
         acc *= inverse
         acc_up *= inverse
+    return acc, acc_up
+
+
+@triton.jit
+def row_linear(
+    x,
+    w,
+    bias,
+    residual,
+    gain,
+    out,
+    eps,
+    N,
+    K,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BIAS: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PDL: tl.constexpr,
+    PREFETCH: tl.constexpr,
+):
+    """out[1, N] = f(norm(x)[1, K] @ w[N, K]^T + bias) + residual.
+
+    GATED: w is [2 N, K], gate rows first, and f(gate, up) = silu(gate) * up.
+    """
+    acc, acc_up = row_sums(
+        x, w, gain, eps, N, K,
+        BLOCK_N, BLOCK_K, STAGES, NORM, GATED, EVEN_N, EVEN_K, PDL, PREFETCH,
+    )  # fmt: skip
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    ok = rows < N
     if BIAS:
-        acc += tl.load(bias + rows, mask=row_ok, other=0.0).to(tl.float32)[:, None]
+        acc += tl.load(bias + rows, mask=ok, other=0.0).to(tl.float32)
     if GATED:
         acc = acc / (1.0 + tl.exp(-acc)) * acc_up
-    where = rows[:, None]
-    ok = row_ok[:, None]
     if RESIDUAL:
-        acc += tl.load(residual + where, mask=ok, other=0.0).to(tl.float32)
-    tl.store(out + where, acc.to(out.dtype.element_ty), mask=ok)
+        acc += tl.load(residual + rows, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out + rows, acc.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit(do_not_specialize=["turn", "max_polls", "rank"])
+def shared_row_linear(
+    x,
+    w,
+    bias,
+    h,
+    mailboxes,
+    done,
+    failed,
+    turn,
+    max_polls,
+    rank,
+    N,
+    K,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    BIAS: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PDL: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    SIZE: tl.constexpr,
+    SIZE_P: tl.constexpr,
+    COLLECT: tl.constexpr,
+):
+    """h[1, N] += the sum over ranks of x[1, K] @ w[N, K]^T + bias, without a kernel of its own.
+
+    The programs of the product push their sums to every rank, as `push_all_reduce` does words; the
+    programs after them each wait for COLLECT sums of all ranks and add them to h. They come last,
+    and are few, so that they never keep the others from running.
+    """
+    epoch = tl.load(done) + turn + 1
+    tiles = tl.cdiv(N, BLOCK_N)
+    pid = tl.program_id(0)
+    if pid < tiles:
+        acc, _ = row_sums(
+            x, w, x, 0.0, N, K,
+            BLOCK_N, BLOCK_K, STAGES, False, False, EVEN_N, EVEN_K, PDL, PREFETCH,
+        )  # fmt: skip
+        rows = pid * BLOCK_N + tl.arange(0, BLOCK_N)
+        ok = rows < N
+        if BIAS:
+            acc += tl.load(bias + rows, mask=ok, other=0.0).to(tl.float32)
+        push_sums(acc, rows, ok, mailboxes, epoch, CAPACITY, rank, SIZE)
+    else:
+        at = (pid - tiles) * COLLECT + tl.arange(0, COLLECT)
+        pdl_wait(PDL)
+        collect_sums(
+            h, at, N, mailboxes, epoch, failed, max_polls, CAPACITY, rank, SIZE, SIZE_P
+        )

@@ -22,12 +22,37 @@ def bf16_bits(value):
 
 
 @triton.jit
+def wait_for_words(box, ok, epoch, max_polls, failed):
+    """The words at `box` (a tile of pointers) once all carry `epoch`.
+
+    After `max_polls` looks at a silent peer the wait is given up, and `failed` is set.
+    """
+    got = tl.load(box, mask=ok, other=0, volatile=True)
+    missing = tl.max((ok & ((got >> 32) != epoch)).to(tl.int32))
+    polls = 0
+    while (missing > 0) & (polls < max_polls):
+        got = tl.load(box, mask=ok, other=0, volatile=True)
+        missing = tl.max((ok & ((got >> 32) != epoch)).to(tl.int32))
+        polls += 1
+    if missing > 0:
+        tl.store(failed, 1)
+    return got
+
+
+@triton.jit
+def push_word(value, epoch):
+    """32 bits and the number of their reduction in the word that travels."""
+    return (epoch.to(tl.int64) << 32) | (value.to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit(do_not_specialize=["turn", "max_polls"])
 def push_all_reduce(
     partial,
     out,
     mailboxes,
-    epochs,
+    done,
     failed,
+    turn,
     num_words,
     max_polls,
     CAPACITY: tl.constexpr,
@@ -42,18 +67,16 @@ def push_all_reduce(
     with the number of the reduction it belongs to, in one eight-byte store, so that the reader
     needs no other signal (the idea of NCCL's low-latency protocol). Two slots are used in turn: a
     slot is written again only after the peers' words of the reduction between have arrived, hence
-    after they have read it. epochs: int32, one counter a program; every rank must reduce the same
-    sizes in the same order. After `max_polls` looks at a silent peer the wait is given up,
-    and `failed` is set.
+    after they have read it. done: int32, reductions before this step, in which this one is number
+    `turn`; every rank must reduce the same sizes in the same order.
     """
     pdl_wait(PDL)
-    pid = tl.program_id(0)
-    at = pid * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = at < num_words
-    epoch = tl.load(epochs + pid) + 1
+    epoch = tl.load(done) + turn + 1
     slot = (epoch & 1) * SIZE
     word = tl.load(partial + at, mask=ok, other=0)
-    packed = (epoch.to(tl.int64) << 32) | (word.to(tl.int64) & 0xFFFFFFFF)
+    packed = push_word(word, epoch)
     for peer in tl.static_range(SIZE):
         if peer != RANK:
             box = tl.load(mailboxes + peer).to(tl.pointer_type(tl.int64))
@@ -66,18 +89,43 @@ def push_all_reduce(
             part = word
         else:
             box = mine + (slot + peer) * CAPACITY + at
-            got = tl.load(box, mask=ok, other=0, volatile=True)
-            missing = tl.sum((ok & ((got >> 32) != epoch)).to(tl.int32), axis=0)
-            polls = 0
-            while (missing > 0) & (polls < max_polls):
-                got = tl.load(box, mask=ok, other=0, volatile=True)
-                missing = tl.sum((ok & ((got >> 32) != epoch)).to(tl.int32), axis=0)
-                polls += 1
-            if missing > 0:
-                tl.store(failed, 1)
-            part = got.to(tl.int32)
+            part = wait_for_words(box, ok, epoch, max_polls, failed).to(tl.int32)
         part_low, part_high = halves(part)
         low += part_low
         high += part_high
     tl.store(out + at, bf16_bits(low) | (bf16_bits(high) << 16), mask=ok)
-    tl.store(epochs + pid, epoch)
+
+
+@triton.jit
+def push_sums(sums, at, ok, mailboxes, epoch, CAPACITY, rank, SIZE: tl.constexpr):
+    """Send float32 sums to every rank, this one included, one a word."""
+    words = push_word(sums.to(tl.int32, bitcast=True), epoch)
+    for peer in tl.static_range(SIZE):
+        box = tl.load(mailboxes + peer).to(tl.pointer_type(tl.int64))
+        tl.store(box + ((epoch & 1) * SIZE + rank) * CAPACITY + at, words, mask=ok)
+
+
+@triton.jit
+def collect_sums(
+    h,
+    at,
+    count,
+    mailboxes,
+    epoch,
+    failed,
+    max_polls,
+    CAPACITY,
+    rank,
+    SIZE: tl.constexpr,
+    SIZE_P: tl.constexpr,
+):
+    """h[at] += what all ranks have pushed; the same bits on every rank if h was."""
+    mine = tl.load(mailboxes + rank).to(tl.pointer_type(tl.int64))
+    peers = tl.arange(0, SIZE_P)[:, None]
+    ok = (peers < SIZE) & (at < count)[None, :]
+    value = tl.load(h + at, mask=at < count, other=0.0).to(tl.float32)
+    box = mine + ((epoch & 1) * SIZE + peers) * CAPACITY + at[None, :]
+    got = wait_for_words(box, ok, epoch, max_polls, failed)
+    parts = got.to(tl.int32).to(tl.float32, bitcast=True)
+    value += tl.sum(tl.where(ok, parts, 0.0), axis=0)
+    tl.store(h + at, value.to(h.dtype.element_ty), mask=at < count)

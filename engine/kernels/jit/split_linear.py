@@ -17,8 +17,28 @@ def weight_tile(w, rows, cols, K):
 
 
 @triton.jit
-def write_rows(acc, acc_up, bias, residual, out, rows, m, M, N, GATED, RESIDUAL, BIAS):
-    """out[m, rows] = f(acc + bias) + residual, from sums [BLOCK_N, BLOCK_M]."""
+def write_rows(
+    acc,
+    acc_up,
+    bias,
+    residual,
+    out,
+    gain,
+    x_next,
+    squares_next,
+    tile,
+    rows,
+    m,
+    M,
+    N,
+    STRIDE: tl.constexpr,
+    GATED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BIAS: tl.constexpr,
+    NEXT: tl.constexpr,
+):
+    """out[m, rows] = f(acc + bias) + residual, from sums [BLOCK_N, BLOCK_M]; what the next product
+    needs of it when NEXT."""
     if BIAS:
         acc += tl.load(bias + rows).to(tl.float32)[:, None]
     if GATED:
@@ -29,7 +49,13 @@ def write_rows(acc, acc_up, bias, residual, out, rows, m, M, N, GATED, RESIDUAL,
     ok = (m < M)[None, :] & (rows < N)[:, None]
     if RESIDUAL:
         acc += tl.load(residual + where, mask=ok, other=0.0).to(tl.float32)
-    tl.store(out + where, acc.to(out.dtype.element_ty), mask=ok)
+    value = acc.to(out.dtype.element_ty)
+    tl.store(out + where, value, mask=ok)
+    if NEXT:
+        value = tl.where(ok, value.to(tl.float32), 0.0)
+        tl.store(squares_next + tile * STRIDE + m, tl.sum(value * value, axis=0))
+        value *= tl.load(gain + rows).to(tl.float32)[:, None]
+        tl.store(x_next + where, value.to(x_next.dtype.element_ty), mask=ok)
 
 
 @triton.jit
@@ -38,25 +64,38 @@ def split_linear(
     w,
     bias,
     residual,
+    squares,
     out,
+    gain,
+    x_next,
+    squares_next,
     parts,
     arrived,
+    eps,
     M,
     N,
     K,
+    num_squares,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SHARE: tl.constexpr,
     STAGES: tl.constexpr,
+    SQUARES_P: tl.constexpr,
+    STRIDE: tl.constexpr,
     GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
     BIAS: tl.constexpr,
+    NEXT: tl.constexpr,
     PDL: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):
     """out[M, N] = f(x[M, K] @ w[N, K]^T + bias) + residual for M <= BLOCK_M; BLOCK_N divides N,
     BLOCK_K divides K. GATED: w is [2 N, K], gate rows first, f(gate, up) = silu(gate) * up.
+
+    An RMS norm between two products takes no kernel: with NEXT the first leaves x_next = out * gain
+    and, for each of its tiles, the sum of the squares of a row of out; with SQUARES_P the next one,
+    which reads that x, scales its rows by the norm of those sums, float32 [num_squares, STRIDE].
 
     The grid is (tiles of outputs, programs that SHARE one). parts: float32, a tile of sums for each
     program (two when GATED); arrived: int32, zero for each tile before and after.
@@ -72,6 +111,9 @@ def split_linear(
     if PREFETCH:
         prefetch_weights(w + first, rows, rows < N, K - first, BLOCK_K, PREFETCH)
     pdl_wait(PDL)
+    if SQUARES_P:
+        part = tl.arange(0, SQUARES_P)[:, None]
+        known = tl.load(squares + part * STRIDE + m[None, :], mask=part < num_squares, other=0.0)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     acc_up = acc
     for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
@@ -82,8 +124,16 @@ def split_linear(
         acc = tl.dot(weight_tile(w, rows, cols, K), value, acc)
         if GATED:
             acc_up = tl.dot(weight_tile(w, rows + N, cols, K), value, acc_up)
+    if SQUARES_P:
+        inverse = tl.rsqrt(tl.sum(known, axis=0) / K + eps)[None, :]
+        acc *= inverse
+        if GATED:
+            acc_up *= inverse
     if not SHARE:
-        write_rows(acc, acc_up, bias, residual, out, rows, m, M, N, GATED, RESIDUAL, BIAS)
+        write_rows(
+            acc, acc_up, bias, residual, out, gain, x_next, squares_next, tile, rows, m, M, N,
+            STRIDE, GATED, RESIDUAL, BIAS, NEXT,
+        )  # fmt: skip
     else:
         size: tl.constexpr = BLOCK_N * BLOCK_M
         both: tl.constexpr = 2 if GATED else 1
@@ -102,4 +152,7 @@ def split_linear(
                 if GATED:
                     acc_up += tl.load(part + size + spot, cache_modifier=".cg")
             tl.store(arrived + tile, 0)
-            write_rows(acc, acc_up, bias, residual, out, rows, m, M, N, GATED, RESIDUAL, BIAS)
+            write_rows(
+                acc, acc_up, bias, residual, out, gain, x_next, squares_next, tile, rows, m, M, N,
+                STRIDE, GATED, RESIDUAL, BIAS, NEXT,
+            )  # fmt: skip

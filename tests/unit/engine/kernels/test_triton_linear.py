@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from engine.kernels.triton_linear import LinearShape, linear
+from engine.kernels.triton_linear import LinearShape, linear, shared_linear
+from engine.kernels.triton_reduce import Mailboxes, Turn
 
 #: The interpreter has no bfloat16 products.
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
@@ -39,3 +40,38 @@ def test_linear(device, dtype, n, k, fused):
         )  # fmt: skip
         error = (out.double() - want).norm() / want.norm()
         assert error < (2e-6 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize(("rank", "size", "bias"), [(0, 2, True), (1, 2, False), (2, 4, False)])
+def test_shared_linear_pushes_its_sums_and_adds_those_of_all_ranks(device, rank, size, bias):
+    """The peers are played by this test: their words are in the mailbox before the kernel looks."""
+    n, k, done = 200, 100, 5
+    boxes = [torch.zeros(2, size, 256, dtype=torch.int64, device=device) for _ in range(size)]
+    group = Mailboxes(
+        addresses=torch.tensor([box.data_ptr() for box in boxes], device=device),
+        done=torch.full((1,), done, dtype=torch.int32, device=device),
+        failed=torch.zeros(1, dtype=torch.int32, device=device),
+        capacity=256,
+        rank=rank,
+        size=size,
+    )
+    h = torch.randn(1, n, device=device)
+    for index in (0, 1, 2):
+        epoch = done + index + 1
+        x, weight = torch.randn(1, k, device=device), torch.randn(n, k, device=device)
+        b = torch.randn(n, device=device) if bias else None
+        parts = torch.randn(size, n, device=device)
+        parts[rank] = (x @ weight.T)[0] + (0.0 if b is None else b)
+        words = parts.view(torch.int32).long() & 0xFFFFFFFF | epoch << 32
+        for peer in set(range(size)) - {rank}:
+            boxes[rank][epoch % 2, peer, :n] = words[peer]
+        want = h + parts.sum(0)
+        shared_linear(x, weight, Turn(boxes=group, index=index), h=h, bias=b, shape=SHAPES[0])
+        torch.testing.assert_close(h, want, rtol=1e-5, atol=1e-4)
+        for box in boxes:
+            sent = box[epoch % 2, rank, :n]
+            assert torch.equal(sent >> 32, torch.full_like(sent, epoch))
+            assert torch.equal(sent, boxes[0][epoch % 2, rank, :n])
+            got = (sent & 0xFFFFFFFF).to(torch.int32).view(torch.float32)
+            torch.testing.assert_close(got, parts[rank], rtol=1e-5, atol=1e-4)
+    assert int(group.failed) == 0

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from engine.kernels.triton_reduce import Mailboxes, all_reduce, num_programs
+from engine.kernels.triton_reduce import Mailboxes, Turn, all_reduce
 
 
 @pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (2, 4)])
@@ -11,7 +11,7 @@ def test_sums_what_the_peers_have_sent_and_sends_its_own(device, rank, size):
     boxes = [torch.zeros(2, size, capacity, dtype=torch.int64, device=device) for _ in range(size)]
     group = Mailboxes(
         addresses=torch.tensor([box.data_ptr() for box in boxes], device=device),
-        epochs=torch.zeros(num_programs(capacity), dtype=torch.int32, device=device),
+        done=torch.zeros(1, dtype=torch.int32, device=device),
         failed=torch.zeros(1, dtype=torch.int32, device=device),
         capacity=capacity,
         rank=rank,
@@ -23,7 +23,7 @@ def test_sums_what_the_peers_have_sent_and_sends_its_own(device, rank, size):
         for peer in set(range(size)) - {rank}:
             boxes[rank][epoch % 2, peer, : count // 2] = words[peer] | (epoch << 32)
         out = torch.full((count,), float("nan"), device=device).bfloat16()
-        all_reduce(parts[rank], group, out=out)
+        all_reduce(parts[rank], Turn(boxes=group, index=epoch - 1), out=out)
         want = torch.zeros(count, device=device)
         for part in parts:
             want += part.float()
@@ -37,16 +37,16 @@ def test_sums_what_the_peers_have_sent_and_sends_its_own(device, rank, size):
 
 
 def test_a_silent_peer_is_given_up_and_told(device, monkeypatch):
-    monkeypatch.setattr("engine.kernels.triton_reduce._MAX_POLLS", 3)
+    monkeypatch.setattr("engine.kernels.triton_reduce.MAX_POLLS", 3)
     boxes = [torch.zeros(2, 2, 256, dtype=torch.int64, device=device) for _ in range(2)]
     group = Mailboxes(
         addresses=torch.tensor([box.data_ptr() for box in boxes], device=device),
-        epochs=torch.zeros(1, dtype=torch.int32, device=device),
+        done=torch.zeros(1, dtype=torch.int32, device=device),
         failed=torch.zeros(1, dtype=torch.int32, device=device),
         capacity=256,
         rank=0,
         size=2,
     )
     part = torch.ones(64, dtype=torch.bfloat16, device=device)
-    all_reduce(part, group, out=part.clone())
+    all_reduce(part, Turn(boxes=group, index=0), out=part.clone())
     assert int(group.failed) == 1

@@ -1,0 +1,116 @@
+"""Decode steps of some dozens of rows: every product on the engine's own kernel, norms within.
+
+Five kernels a layer, as for one row, each of which begins while the one before still runs: the
+products after attention and after the MLP leave the sums of squares that the next norm needs, and
+the product behind that norm scales its rows by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from engine.cuda.weights import LayerWeights, ModelWeights
+from engine.kernels.triton_elementwise import rms_norm
+from engine.kernels.triton_split_linear import (
+    MAX_ROWS,
+    NextInput,
+    SplitScratch,
+    block_rows,
+    scratch_sizes,
+    split_linear,
+    split_shape,
+)
+
+#: Fewer rows than this stay with torch.
+MIN_ROWS = 2
+_ROW_BLOCKS = tuple(sorted({block_rows(m) for m in range(1, MAX_ROWS + 1)}))
+
+
+class SplitDecode:
+    """One rank's products; calls only put work on the current stream."""
+
+    def __init__(self, weights: ModelWeights, eps: float, *, pdl: bool) -> None:
+        self._weights = weights
+        self._eps = eps
+        self._pdl = pdl
+        device = weights.head.device
+        first = weights.layers[0]
+        products = [(first.gate_up, True)]
+        products += [(w, False) for w in (first.qkv, first.out, first.down, weights.head)]
+        sizes = [(w.shape[0] // (1 + gated), w.shape[1], gated) for w, gated in products]
+        counts = [(m, *size) for m in _ROW_BLOCKS for size in sizes]
+        shapes = [split_shape(*count) for count in counts]
+        self._possible = None not in shapes and first.gate_up_bias is None
+        if self._possible:
+            scratch = [
+                scratch_sizes(m, n, gated, shape)
+                for (m, n, _, gated), shape in zip(counts, shapes, strict=True)
+                if shape is not None
+            ]
+            tiles, floats = zip(*scratch, strict=True)
+            self._scratch = SplitScratch(device, max(tiles), max(floats))
+
+    def serves(self, rows: int) -> bool:
+        """Whether steps of so many rows are to run here."""
+        return self._possible and MIN_ROWS <= rows <= MAX_ROWS
+
+    def decode(self, h: Tensor, attend: Callable[[Tensor, int], Tensor]) -> Tensor:
+        """Logits of embedded rows h; `attend(qkv, layer)` gives attention's output."""
+        weights = self._weights
+        gains = [layer.attention_norm for layer in weights.layers[1:]] + [weights.norm]
+        x = torch.empty_like(h)
+        rms_norm(h, weights.layers[0].attention_norm, self._eps, out=x, pdl=self._pdl)
+        squares = None
+        for index, (layer, gain) in enumerate(zip(weights.layers, gains, strict=True)):
+            qkv = self._product(x, layer.qkv, squares, bias=layer.qkv_bias)
+            following = self._following(x, layer.out, layer.mlp_norm)
+            self._product(
+                attend(qkv, index), layer.out, None, bias=layer.out_bias, h=h, following=following
+            )
+            act = self._product(x, layer.gate_up, following.squares, gated=True)
+            following = self._following(x, layer.down, gain)
+            self._product(act, layer.down, None, bias=layer.down_bias, h=h, following=following)
+            squares = following.squares
+        return self._product(x, weights.head, squares)
+
+    def _following(self, x: Tensor, weight: Tensor, gain: Tensor) -> NextInput:
+        shape = split_shape(x.shape[0], *weight.shape, gated=False)
+        assert shape is not None
+        tiles = weight.shape[0] // shape.block_n
+        squares = torch.empty(tiles, MAX_ROWS, dtype=torch.float32, device=x.device)
+        return NextInput(gain=gain, x=x, squares=squares)
+
+    def _product(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        squares: Tensor | None,
+        *,
+        bias: Tensor | None = None,
+        h: Tensor | None = None,
+        following: NextInput | None = None,
+        gated: bool = False,
+    ) -> Tensor:
+        """f(x weight^T + bias), added to h if there is one."""
+        n = weight.shape[0] // (1 + gated)
+        shape = split_shape(x.shape[0], n, weight.shape[1], gated)
+        assert shape is not None
+        out = x.new_empty(x.shape[0], n) if h is None else h
+        split_linear(
+            x,
+            weight,
+            self._scratch,
+            shape,
+            out=out,
+            bias=bias,
+            residual=h,
+            squares=squares,
+            eps=self._eps,
+            following=following,
+            gated=gated,
+            pdl=self._pdl,
+        )
+        return out

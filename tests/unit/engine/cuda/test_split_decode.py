@@ -1,0 +1,53 @@
+"""Decode steps on the split kernel compute what they do with torch's products and norms."""
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.cuda.options import CudaOptions
+from engine.cuda.runner import CudaRunner
+from engine.cuda.split_decode import SplitDecode
+from engine.kernels import triton_split_linear
+from tests.support.cuda import HostSource, tiny_config
+
+#: The interpreter has no bfloat16 products.
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_step_on_split_products_gives_the_same_logits(device, monkeypatch, bias):
+    monkeypatch.setattr(triton_split_linear, "_BLOCK_N", 32)
+    monkeypatch.setattr(triton_split_linear, "_BLOCK_K", 32)
+    name = str(HALF).removeprefix("torch.")
+    runner = CudaRunner(
+        EngineConfig(model_path="unused", dtype=name, device=str(device)),
+        tiny_config(attention_bias=bias, vocab_size=224),
+        HostSource(device, HALF),
+        CudaOptions(max_batch=4),
+    )
+    split = SplitDecode(runner.weights, 1e-5, pdl=False)
+    assert [split.serves(rows) for rows in (1, 2, 64, 65)] == [False, True, True, False]
+    h = torch.randn(3, 96, device=device).to(HALF)
+    width = runner.model._shape.num_heads * runner.model._shape.head_dim
+
+    def attend(qkv, layer):
+        return torch.tanh(qkv[:, :width] + layer)
+
+    want = h.clone()
+    for index, layer in enumerate(runner.weights.layers):
+        qkv = want.new_empty(3, runner.model._shape.qkv_width)
+        runner.model._qkv(want, layer, qkv)
+        runner.model._finish(attend(qkv, index), want, layer)
+    want = runner.model.logits(want)
+    got = split.decode(h, attend)
+    assert (got.double() - want.double()).norm() / want.double().norm() < 2e-2
+
+
+def test_sizes_that_no_tile_divides_stay_with_torch(device):
+    runner = CudaRunner(
+        EngineConfig(model_path="unused", dtype="float32", device=str(device)),
+        tiny_config(),
+        HostSource(device),
+        CudaOptions(max_batch=4),
+    )
+    assert not SplitDecode(runner.weights, 1e-5, pdl=False).serves(32)
