@@ -263,9 +263,7 @@ class CudaModel:
         """
         turn = self.comm.turn(h)
         if turn is not None:
-            shared_linear(
-                x, weight, turn, h=h, bias=bias, pdl=self._pdl, prefetch=after_attention
-            )
+            shared_linear(x, weight, turn, h=h, bias=bias, pdl=self._pdl, prefetch=after_attention)
             return
         target = self.comm.partial(h)
         residual = h if self.comm.rank == 0 else None

@@ -77,9 +77,10 @@ class SplitDecode:
         return self._product(x, weights.head, squares)
 
     def _following(self, x: Tensor, weight: Tensor, gain: Tensor) -> NextInput:
-        shape = split_shape(x.shape[0], *weight.shape, gated=False)
+        n, k = weight.shape
+        shape = split_shape(x.shape[0], n, k, gated=False)
         assert shape is not None
-        tiles = weight.shape[0] // shape.block_n
+        tiles = n // shape.block_n
         squares = torch.empty(tiles, MAX_ROWS, dtype=torch.float32, device=x.device)
         return NextInput(gain=gain, x=x, squares=squares)
 

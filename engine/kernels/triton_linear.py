@@ -70,6 +70,7 @@ def linear(
         x if gain is None else gain,
         out,
         eps,
+        prefetch_tiles(block_k, prefetch),
         n,
         k,
         BLOCK_N=shape.block_n,
@@ -82,7 +83,6 @@ def linear(
         EVEN_N=n % shape.block_n == 0,
         EVEN_K=k % block_k == 0,
         PDL=pdl,
-        PREFETCH=_prefetch_tiles(block_k, prefetch and pdl),
         num_warps=shape.warps,
         **launch_options(pdl),
     )
@@ -118,6 +118,7 @@ def shared_linear(
         turn.index,
         MAX_POLLS,
         boxes.rank,
+        prefetch_tiles(block_k, prefetch),
         n,
         k,
         BLOCK_N=shape.block_n,
@@ -127,7 +128,6 @@ def shared_linear(
         EVEN_N=n % shape.block_n == 0,
         EVEN_K=k % block_k == 0,
         PDL=pdl,
-        PREFETCH=_prefetch_tiles(block_k, prefetch and pdl),
         CAPACITY=boxes.capacity,
         SIZE=boxes.size,
         SIZE_P=triton.next_power_of_2(boxes.size),
@@ -137,5 +137,6 @@ def shared_linear(
     )
 
 
-def _prefetch_tiles(block_k: int, wanted: bool) -> int:
-    return max(1, _PREFETCH_COLUMNS // block_k) if wanted else 0
+def prefetch_tiles(block_k: int, wanted: bool) -> int:
+    """How many tiles are fetched into the cache beyond the first."""
+    return -(-_PREFETCH_COLUMNS // block_k) if wanted else 0

@@ -41,9 +41,7 @@ class Turn:
     index: int
 
 
-def all_reduce(
-    partial: torch.Tensor, turn: Turn, *, out: torch.Tensor, pdl: bool = False
-) -> None:
+def all_reduce(partial: torch.Tensor, turn: Turn, *, out: torch.Tensor, pdl: bool = False) -> None:
     """out = the sum over ranks of `partial` (bfloat16, an even number), the same bits on each.
 
     Sums are taken in float32, in the order of the ranks. Every rank must call this with the same

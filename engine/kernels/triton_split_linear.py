@@ -125,6 +125,7 @@ def split_linear(
         n,
         k,
         0 if squares is None else squares.shape[0],
+        -(-_PREFETCH_COLUMNS // shape.block_k),
         BLOCK_M=block_rows(rows),
         BLOCK_N=shape.block_n,
         BLOCK_K=shape.block_k,
@@ -137,7 +138,6 @@ def split_linear(
         BIAS=bias is not None,
         NEXT=following is not None,
         PDL=pdl,
-        PREFETCH=max(1, _PREFETCH_COLUMNS // shape.block_k) if pdl else 0,
         num_warps=shape.warps,
         **launch_options(pdl),
     )

@@ -35,11 +35,13 @@ def row_step(
 
 
 @triton.jit
-def prefetch_weights(w, rows, row_ok, K, BLOCK_K: tl.constexpr, TILES: tl.constexpr):
-    """Ask the L2 cache for the next TILES tiles, a line of 64 two-byte weights at a time."""
-    if TILES:
-        at = BLOCK_K + tl.arange(0, TILES * BLOCK_K // 64) * 64
-        inside = row_ok[:, None] & (at < K)[None, :]
+def prefetch_weights(w, rows, row_ok, first, last, K, BLOCK_K: tl.constexpr, tiles):
+    """Ask the L2 cache for `tiles` tiles from column `first` on, up to `last`, a line of 64 two-byte
+    weights at a time."""
+    lines: tl.constexpr = BLOCK_K // 64 if BLOCK_K > 64 else 1
+    for tile in range(tiles):
+        at = first + tile * BLOCK_K + tl.arange(0, lines) * 64
+        inside = row_ok[:, None] & (at < last)[None, :]
         offsets = tl.where(inside, rows[:, None].to(tl.int64) * K + at[None, :], 0)
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
@@ -57,6 +59,7 @@ def row_sums(
     w,
     gain,
     eps,
+    prefetch,
     N,
     K,
     BLOCK_N: tl.constexpr,
@@ -67,14 +70,13 @@ def row_sums(
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     PDL: tl.constexpr,
-    PREFETCH: tl.constexpr,
 ):
     """norm(x)[1, K] @ w[N, K]^T of this program's rows, and of rows N further down when GATED.
 
     NORM folds the RMS norm in: a tile of x is multiplied by `gain`, the sum of squares is gathered
     on the way, and the row's scale is applied to the product. The first weight tile is requested
-    before the previous kernel is waited for, so that memory does not idle between kernels; PREFETCH
-    tiles after it are fetched into the cache.
+    before the previous kernel is waited for, so that memory does not idle between kernels, and
+    `prefetch` tiles after it are fetched into the cache.
     """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_ok = rows < N
@@ -83,9 +85,10 @@ def row_sums(
     tile_up = tile
     if GATED:
         tile_up = load_weights(w, rows + N, row_ok, cols, K, EVEN_N, EVEN_K)
-    prefetch_weights(w, rows, row_ok, K, BLOCK_K, PREFETCH)
-    if GATED:
-        prefetch_weights(w, rows + N, row_ok, K, BLOCK_K, PREFETCH)
+    if PDL:
+        prefetch_weights(w, rows, row_ok, BLOCK_K, K, K, BLOCK_K, prefetch)
+        if GATED:
+            prefetch_weights(w, rows + N, row_ok, BLOCK_K, K, K, BLOCK_K, prefetch)
     pdl_wait(PDL)
     squares = tl.zeros([BLOCK_K], tl.float32)
     part = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -111,7 +114,7 @@ def row_sums(
     return acc, acc_up
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["prefetch"])
 def row_linear(
     x,
     w,
@@ -120,6 +123,7 @@ def row_linear(
     gain,
     out,
     eps,
+    prefetch,
     N,
     K,
     BLOCK_N: tl.constexpr,
@@ -132,15 +136,14 @@ def row_linear(
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     PDL: tl.constexpr,
-    PREFETCH: tl.constexpr,
 ):
     """out[1, N] = f(norm(x)[1, K] @ w[N, K]^T + bias) + residual.
 
     GATED: w is [2 N, K], gate rows first, and f(gate, up) = silu(gate) * up.
     """
     acc, acc_up = row_sums(
-        x, w, gain, eps, N, K,
-        BLOCK_N, BLOCK_K, STAGES, NORM, GATED, EVEN_N, EVEN_K, PDL, PREFETCH,
+        x, w, gain, eps, prefetch, N, K,
+        BLOCK_N, BLOCK_K, STAGES, NORM, GATED, EVEN_N, EVEN_K, PDL,
     )  # fmt: skip
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     ok = rows < N
@@ -153,7 +156,7 @@ def row_linear(
     tl.store(out + rows, acc.to(out.dtype.element_ty), mask=ok)
 
 
-@triton.jit(do_not_specialize=["turn", "max_polls", "rank"])
+@triton.jit(do_not_specialize=["turn", "max_polls", "rank", "prefetch"])
 def shared_row_linear(
     x,
     w,
@@ -165,6 +168,7 @@ def shared_row_linear(
     turn,
     max_polls,
     rank,
+    prefetch,
     N,
     K,
     BLOCK_N: tl.constexpr,
@@ -174,7 +178,6 @@ def shared_row_linear(
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     PDL: tl.constexpr,
-    PREFETCH: tl.constexpr,
     CAPACITY: tl.constexpr,
     SIZE: tl.constexpr,
     SIZE_P: tl.constexpr,
@@ -191,8 +194,8 @@ def shared_row_linear(
     pid = tl.program_id(0)
     if pid < tiles:
         acc, _ = row_sums(
-            x, w, x, 0.0, N, K,
-            BLOCK_N, BLOCK_K, STAGES, False, False, EVEN_N, EVEN_K, PDL, PREFETCH,
+            x, w, x, 0.0, prefetch, N, K,
+            BLOCK_N, BLOCK_K, STAGES, False, False, EVEN_N, EVEN_K, PDL,
         )  # fmt: skip
         rows = pid * BLOCK_N + tl.arange(0, BLOCK_N)
         ok = rows < N
@@ -202,6 +205,4 @@ def shared_row_linear(
     else:
         at = (pid - tiles) * COLLECT + tl.arange(0, COLLECT)
         pdl_wait(PDL)
-        collect_sums(
-            h, at, N, mailboxes, epoch, failed, max_polls, CAPACITY, rank, SIZE, SIZE_P
-        )
+        collect_sums(h, at, N, mailboxes, epoch, failed, max_polls, CAPACITY, rank, SIZE, SIZE_P)

@@ -59,6 +59,34 @@ def write_rows(
 
 
 @triton.jit
+def leave_part(acc, acc_up, parts, index, spot, SIZE: tl.constexpr, GATED: tl.constexpr):
+    """Put a program's sums where the last of its tile finds them."""
+    both: tl.constexpr = 2 if GATED else 1
+    mine = parts + (index * both).to(tl.int64) * SIZE
+    tl.store(mine + spot, acc, cache_modifier=".cg")
+    if GATED:
+        tl.store(mine + SIZE + spot, acc_up, cache_modifier=".cg")
+    tl.debug_barrier()  # every thread's part is written before the arrival is counted
+
+
+@triton.jit
+def add_parts(
+    parts, first, splits, spot, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, GATED: tl.constexpr
+):
+    """The sums of all programs of a tile, in their order."""
+    both: tl.constexpr = 2 if GATED else 1
+    size: tl.constexpr = BLOCK_N * BLOCK_M
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    acc_up = acc
+    for other in range(splits):
+        part = parts + ((first + other) * both).to(tl.int64) * size
+        acc += tl.load(part + spot, cache_modifier=".cg")
+        if GATED:
+            acc_up += tl.load(part + size + spot, cache_modifier=".cg")
+    return acc, acc_up
+
+
+@triton.jit(do_not_specialize=["prefetch"])
 def split_linear(
     x,
     w,
@@ -76,6 +104,7 @@ def split_linear(
     N,
     K,
     num_squares,
+    prefetch,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -88,7 +117,6 @@ def split_linear(
     BIAS: tl.constexpr,
     NEXT: tl.constexpr,
     PDL: tl.constexpr,
-    PREFETCH: tl.constexpr,
 ):
     """out[M, N] = f(x[M, K] @ w[N, K]^T + bias) + residual for M <= BLOCK_M; BLOCK_N divides N,
     BLOCK_K divides K. GATED: w is [2 N, K], gate rows first, f(gate, up) = silu(gate) * up.
@@ -108,8 +136,10 @@ def split_linear(
     per_split = tl.cdiv(K // BLOCK_K, splits) * BLOCK_K
     first = split * per_split
     last = tl.minimum(first + per_split, K)
-    if PREFETCH:
-        prefetch_weights(w + first, rows, rows < N, K - first, BLOCK_K, PREFETCH)
+    if PDL:
+        prefetch_weights(w, rows, rows < N, first, last, K, BLOCK_K, prefetch)
+        if GATED:
+            prefetch_weights(w, rows + N, rows < N, first, last, K, BLOCK_K, prefetch)
     pdl_wait(PDL)
     if SQUARES_P:
         part = tl.arange(0, SQUARES_P)[:, None]
@@ -135,22 +165,10 @@ def split_linear(
             STRIDE, GATED, RESIDUAL, BIAS, NEXT,
         )  # fmt: skip
     else:
-        size: tl.constexpr = BLOCK_N * BLOCK_M
-        both: tl.constexpr = 2 if GATED else 1
         spot = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
-        mine = parts + ((tile * splits + split) * both).to(tl.int64) * size
-        tl.store(mine + spot, acc, cache_modifier=".cg")
-        if GATED:
-            tl.store(mine + size + spot, acc_up, cache_modifier=".cg")
-        tl.debug_barrier()  # every thread's part is written before the arrival is counted
+        leave_part(acc, acc_up, parts, tile * splits + split, spot, BLOCK_N * BLOCK_M, GATED)
         if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == splits - 1:
-            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            acc_up = acc
-            for other in range(splits):
-                part = parts + ((tile * splits + other) * both).to(tl.int64) * size
-                acc += tl.load(part + spot, cache_modifier=".cg")
-                if GATED:
-                    acc_up += tl.load(part + size + spot, cache_modifier=".cg")
+            acc, acc_up = add_parts(parts, tile * splits, splits, spot, BLOCK_N, BLOCK_M, GATED)
             tl.store(arrived + tile, 0)
             write_rows(
                 acc, acc_up, bias, residual, out, gain, x_next, squares_next, tile, rows, m, M, N,

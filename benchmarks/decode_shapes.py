@@ -1,0 +1,482 @@
+"""Launch shapes of the kernels of a decode step, chosen within the step on this card.
+
+    python -m benchmarks.decode_shapes --model llama-3.1-70b --tp 4 --rows 1
+
+A shape is judged by what it does to a whole step (a few layers and the head under a CUDA graph),
+for kernels that begin before the one before them has ended cannot be timed alone. One product is
+changed at a time; its best shape stays while the next one is tried. The best go into
+engine.kernels.triton_linear, triton_split_linear and triton_attention.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from benchmarks.engine import GREEDY, Ranks
+from benchmarks.gpu_limits import measure_limits, timed
+from benchmarks.shapes import MODELS
+from engine.batch import SequenceStep, StepBatch
+from engine.config import EngineConfig
+from engine.cuda import split_decode
+from engine.cuda.options import CudaOptions
+from engine.cuda.runner import CudaRunner
+from engine.cuda.weights import RandomSource
+from engine.kernels import triton_attention, triton_linear, triton_reduce, triton_split_linear
+from engine.kernels.triton_attention import DecodeShape
+from engine.kernels.triton_linear import LinearShape
+from engine.kernels.triton_split_linear import SplitShape
+from engine.model.config import ModelConfig
+
+Key = tuple[int, int, bool]
+_COMPILERS = 20
+_REPLAYS = 10
+_SHARED_BYTES = 225 << 10
+
+
+def row_shapes(gated: bool) -> list[LinearShape]:
+    """Candidates for one row."""
+    cuts = [(4, 1024, 1, 4), (4, 1024, 2, 4), (4, 512, 3, 4), (8, 512, 1, 4), (2, 2048, 1, 4)]
+    if gated:
+        cuts += [(2, 1024, 1, 4), (2, 1024, 2, 4), (2, 1024, 3, 4), (2, 512, 3, 4), (2, 512, 4, 4)]
+        cuts += [(1, 2048, 1, 4), (1, 2048, 2, 4), (2, 2048, 1, 8), (4, 1024, 1, 8), (4, 512, 1, 4)]
+    else:
+        cuts += [(4, 2048, 1, 8), (4, 2048, 2, 8), (8, 1024, 1, 8), (4, 1024, 3, 4), (8, 512, 3, 4)]
+        cuts += [(2, 1024, 2, 2), (2, 1024, 3, 4), (1, 4096, 1, 4), (2, 4096, 1, 8), (4, 512, 4, 4)]
+    return [LinearShape(block_n=n, block_k=k, stages=s, warps=w) for n, k, s, w in cuts]
+
+
+def split_shapes(rows: int, key: Key) -> list[SplitShape]:
+    """Candidates for some dozens of rows."""
+    n, k, gated = key
+    found = []
+    norm_follows = n == k or n < k
+    for block_n, block_k, stages, warps in (
+        (64, 128, 3, 4), (64, 128, 4, 4), (64, 128, 5, 4), (64, 128, 6, 4), (64, 256, 3, 4),
+        (64, 256, 4, 4), (64, 64, 6, 4), (128, 64, 4, 4), (128, 64, 4, 8), (128, 128, 3, 8),
+    ):  # fmt: skip
+        stage = (block_n * (1 + gated) + triton_split_linear.block_rows(rows)) * block_k * 2
+        if n % block_n or k % block_k or stage * stages > _SHARED_BYTES:
+            continue
+        if norm_follows and block_n != 64:  # the products behind the norm are compiled for that
+            continue
+        tiles = n // block_n
+        for splits in (1, 2, 3, 4, 6):
+            full = 90 <= tiles * splits <= 420 and k // block_k // splits >= stages
+            if full or (splits == 1 and tiles > 420):
+                found.append((block_n, block_k, splits, stages, warps))
+    return [
+        SplitShape(block_n=n, block_k=k, splits=s, stages=t, warps=w) for n, k, s, t, w in found
+    ]
+
+
+def attention_shapes(now: DecodeShape) -> list[DecodeShape]:
+    """Candidates for decode attention."""
+    cuts = [(64, 3, 2), (64, 2, 2), (64, 4, 2), (64, 3, 4), (128, 2, 4), (128, 3, 4), (32, 4, 2)]
+    return [
+        replace(now, splits=splits, tile=tile, stages=stages, warps=warps)
+        for splits in sorted({max(1, now.splits // 2), now.splits, now.splits * 2})
+        for tile, stages, warps in cuts
+        if splits <= 64
+    ]
+
+
+@dataclass(slots=True)
+class Table:
+    """The shapes in force: what is not in it is as the engine has it."""
+
+    row: dict[Key, LinearShape]
+    split: dict[Key, SplitShape]
+
+    def install(self) -> None:
+        """Have the engine ask here first."""
+        row_rule, split_rule = triton_linear.default_shape, triton_split_linear.split_shape
+
+        def row(n: int, k: int, gated: bool) -> LinearShape:
+            return self.row.get((n, k, gated)) or row_rule(n, k, gated)
+
+        def split(rows: int, n: int, k: int, gated: bool) -> SplitShape | None:
+            return self.split.get((n, k, gated)) or split_rule(rows, n, k, gated)
+
+        triton_linear.default_shape = row
+        split_decode.split_shape = split  # type: ignore[attr-defined]
+
+
+def keys_of(model: ModelConfig, ranks: int) -> dict[str, Key]:
+    """(n, k, gated) of one rank's products."""
+    heads = model.num_heads * model.head_dim // ranks
+    kv = 2 * model.num_kv_heads * model.head_dim // ranks
+    mlp, hidden = model.intermediate_size // ranks, model.hidden_size
+    return {
+        "gate+up": (mlp, hidden, True),
+        "down": (hidden, mlp, False),
+        "qkv": (heads + kv, hidden, False),
+        "out": (hidden, heads, False),
+        "head": (model.vocab_size // ranks, hidden, False),
+    }
+
+
+# --- compiling ----------------------------------------------------------------------------------
+
+
+def compile_some(jobs: Sequence[tuple[Key, Any, dict[str, Any]]]) -> None:
+    """Fill triton's cache; runs in a process of its own."""
+    setattr(triton_linear, "MAX_POLLS", 1)  # nobody answers here
+    for (n, k, gated), shape, how in jobs:
+        make: dict[str, Any] = {"device": torch.device("cuda", 0), "dtype": torch.bfloat16}
+        if isinstance(shape, DecodeShape):
+            compile_attention(how["model"], how["tp"], shape)
+            continue
+        rows = how["rows"]
+        x, w = torch.zeros(rows, k, **make), torch.zeros(2 * n if gated else n, k, **make)
+        out, gain = torch.zeros(rows, n, **make), torch.zeros(max(n, k), **make)
+        if how.get("turn"):
+            triton_linear.shared_linear(x, w, _fake_turn(how["turn"]), h=out, pdl=True, shape=shape)
+        elif rows == 1:
+            triton_linear.linear(
+                x, w, out=out, gated=gated, pdl=True, shape=shape,
+                gain=gain if how["norm"] else None, residual=None if how["norm"] else out,
+            )  # fmt: skip
+        else:
+            scratch = triton_split_linear.SplitScratch(make["device"], 1 << 13, 1 << 23)
+            squares = torch.zeros(how["hidden"] // how["tile"], 64, device=make["device"])
+            following = triton_split_linear.NextInput(gain=gain, x=out, squares=squares)
+            triton_split_linear.split_linear(
+                x, w, scratch, shape, out=out, gated=gated, pdl=True,
+                squares=squares if how["norm"] else None, residual=None if how["norm"] else out,
+                following=None if how["norm"] else following,
+            )  # fmt: skip
+    torch.cuda.synchronize()
+
+
+def compile_attention(model: ModelConfig, ranks: int, shape: DecodeShape) -> None:
+    """One cut of decode attention."""
+    make: dict[str, Any] = {"device": torch.device("cuda", 0), "dtype": torch.bfloat16}
+    heads, kv_heads, dim = model.num_heads // ranks, model.num_kv_heads // ranks, model.head_dim
+    qkv = torch.zeros(16, (heads + 2 * kv_heads) * dim, **make)
+    pool = torch.zeros(1, 2, kv_heads, EngineConfig(model_path="").block_size, dim, **make)
+    table = torch.zeros(64, dim // 2, device=make["device"])
+    ints = torch.zeros(64, dtype=torch.int32, device=make["device"])
+    scratch = triton_attention.DecodeScratch(16, 16 * 64, heads, dim, make["device"])
+    triton_attention.decode_attention(
+        qkv, table, table, pool, ints, ints, ints, scratch, shape,
+        num_heads=heads, scale=0.1, out=torch.zeros(16, heads * dim, **make), pdl=True,
+    )  # fmt: skip
+
+
+def _fake_turn(size: int) -> triton_reduce.Turn:
+    device = torch.device("cuda", 0)
+    capacity = (128 << 10 if size == 2 else 64 << 10) // 4
+    box = torch.zeros(2 * size * capacity, dtype=torch.int64, device=device)
+    boxes = triton_reduce.Mailboxes(
+        addresses=torch.tensor([box.data_ptr()] * size, device=device),
+        done=torch.zeros(1, dtype=torch.int32, device=device),
+        failed=torch.zeros(1, dtype=torch.int32, device=device),
+        capacity=capacity, rank=0, size=size,
+    )  # fmt: skip
+    return triton_reduce.Turn(boxes=boxes, index=0)
+
+
+def compile_all(candidates: dict[str, list[Any]], keys: dict[str, Key], args: Any) -> None:
+    """Compile every candidate, many at a time; before this process touches the device."""
+    jobs = []
+    for name, shapes in candidates.items():
+        added = name in ("out", "down")
+        how = {"rows": args.rows, "norm": not added, "hidden": keys["out"][0], "tile": 64}
+        if added and args.tp > 1:
+            how["turn"] = args.tp
+        cuts = {s if args.rows == 1 else replace(s, splits=min(s.splits, 2)) for s in shapes}
+        jobs += [(keys[name], shape, how) for shape in cuts]
+    if "attention" in args.tune:
+        how = {"model": ModelConfig.from_dict(MODELS[args.model]), "tp": args.tp}
+        few, many = (attention_shapes(DecodeShape(splits=s))[:7] for s in (8, 64))
+        jobs += [((0, 0, False), shape, how) for shape in (*few, *many)]
+    context = multiprocessing.get_context("fork")
+    workers = [
+        context.Process(target=compile_some, args=(jobs[i::_COMPILERS],)) for i in range(_COMPILERS)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+
+
+# --- measuring ----------------------------------------------------------------------------------
+
+
+class Step:
+    """A decode step of a few layers on this rank, timed as it is replayed."""
+
+    def __init__(self, args: Any, ranks: Ranks, model: ModelConfig, device: torch.device) -> None:
+        self.rows = args.rows
+        config = EngineConfig(
+            model_path="random", dtype="bfloat16", device=str(device), tp_size=ranks.size,
+            num_blocks=args.rows * 64 + 64,
+        )  # fmt: skip
+        self.runner = CudaRunner(
+            config, model, RandomSource(torch.bfloat16, device),
+            CudaOptions(max_batch=args.rows, split_products=True, graphs=False, max_chunk_tokens=64),
+            rank=ranks.rank,
+        )  # fmt: skip
+        split: Any = self.runner.model._split
+        if split is not None and split.serves(args.rows):
+            split._scratch = triton_split_linear.SplitScratch(device, 1 << 13, 1 << 23)
+        self.runner.open(args.rows * 64 + 64)
+        self.runner.start(ranks.join(device, push=True))
+        for layer in self.runner.pool.layers:
+            layer.normal_()
+        sequences = tuple(
+            SequenceStep(
+                tokens=(17,), start=args.context,
+                block_ids=tuple(range(64 * i, 64 * i + 64)), sampling=GREEDY,
+            )
+            for i in range(args.rows)
+        )  # fmt: skip
+        self.runner.run(StepBatch(sequences=sequences))
+        torch.cuda.synchronize()
+
+    def capture(self) -> torch.cuda.CUDAGraph:
+        """The step under a graph, with the shapes in force."""
+        runner, lane = self.runner, self.runner._lane
+        with torch.inference_mode():
+            with lane.active():
+                runner._decode(self.rows, False)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=lane.stream):
+                runner._decode(self.rows, False)
+        return graph
+
+    def seconds(self) -> float:
+        """Median time of the step."""
+        graph = self.capture()
+        with self.runner._lane.active():
+            for _ in range(3):
+                graph.replay()
+                spent = timed(lambda: _repeat(graph), 5) / _REPLAYS
+        torch.cuda.synchronize()
+        return spent
+
+
+def _repeat(graph: torch.cuda.CUDAGraph) -> None:
+    for _ in range(_REPLAYS):
+        graph.replay()
+
+
+class Search:
+    """Tries candidates on all ranks alike; rank 0's clock decides."""
+
+    def __init__(self, step: Step, ranks: Ranks) -> None:
+        self._step = step
+        self._ranks = ranks
+        self._asked = 0
+        self.figures: list[dict[str, Any]] = []
+
+    def best(self, name: str, shapes: Sequence[Any], use: Callable[[Any], None]) -> None:
+        """Use each shape in turn, then the best."""
+        times = []
+        for shape in shapes:
+            use(shape)
+            times.append(self._step.seconds())
+        order = sorted(range(len(shapes)), key=lambda i: times[i])
+        chosen = self._agree(order[0])
+        use(shapes[chosen])
+        if self._ranks.rank:
+            return
+        for i in order[:5] + order[-1:]:
+            shown = asdict(shapes[i]) if hasattr(shapes[i], "__slots__") else shapes[i]
+            self.figures.append({"what": name, "us": times[i] * 1e6, "shape": shown})
+            print(f"  {name} {times[i] * 1e6:.1f} us {shown}", flush=True)
+
+    def _agree(self, index: int) -> int:
+        if self._ranks.size == 1:
+            return index
+        self._asked += 1
+        key = f"choice/{self._asked}"
+        if not self._ranks.rank:
+            self._ranks.store.set(key, str(index))
+        return int(self._ranks.store.get(key))
+
+
+def search(args: Any, ranks: Ranks, step: Step, candidates: dict[str, list[Any]], keys: Any) -> Any:
+    """All products, then attention, then how much is fetched early."""
+    table = Table({}, {})
+    table.install()
+    finder = Search(step, ranks)
+    finder.best("as it is", [None, None], lambda _: None)
+    chosen: dict[Key, Any] = table.row if args.rows == 1 else table.split
+    for name, shapes in candidates.items():
+        key = keys[name]
+
+        def use(shape: Any, key: Key = key) -> None:
+            if shape is None:
+                chosen.pop(key, None)
+            else:
+                chosen[key] = shape
+
+        finder.best(name, [None, *shapes], use)
+    if "attention" in args.tune:
+        place = (args.rows, False)
+        now = step.runner._cuts[place]
+        step.runner._scratch = triton_attention.DecodeScratch(
+            args.rows, args.rows * 64, step.runner._shape.num_heads,
+            step.runner._shape.head_dim, step.runner.device,
+        )  # fmt: skip
+        finder.best("attention", [now, *attention_shapes(now)],
+                    lambda shape: step.runner._cuts.__setitem__(place, shape))  # fmt: skip
+    tune_prefetch(args, finder)
+    return finder.figures
+
+
+def tune_prefetch(args: Any, finder: Search) -> None:
+    """Columns of the weights asked for early: only where the engine wants it, or everywhere."""
+    rule = triton_linear.prefetch_tiles
+
+    def use(choice: tuple[str, int] | None) -> None:
+        triton_linear.prefetch_tiles = rule
+        if choice is None:
+            return
+        where, columns = choice
+        triton_split_linear._PREFETCH_COLUMNS = columns
+        triton_linear.prefetch_tiles = lambda block_k, wanted: (
+            -(-columns // block_k) if wanted or where == "everywhere" else 0
+        )
+
+    steps = (0, 512, 1024, 2048, 4096) if args.rows == 1 else (0, 128, 256, 512, 1024)
+    choices = [("wanted", c) for c in steps]
+    if args.rows == 1:
+        choices += [("everywhere", c) for c in steps[1:]]
+    finder.best("prefetch", [None, *choices], use)
+
+
+def timeline(step: Step, layers: int) -> list[dict[str, Any]]:
+    """Mean begin and end of each kernel of a layer, from the layer's first, in microseconds."""
+    from torch.profiler import ProfilerActivity, profile
+
+    graph = step.capture()
+    with step.runner._lane.active():
+        graph.replay()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace, step.runner._lane.active():
+        for _ in range(6):
+            graph.replay()
+        torch.cuda.synchronize()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in trace.events()
+        if str(event.device_type).endswith("CUDA")
+    )
+    at = [i for i, span in enumerate(spans) if "decode" in span[2] and "paged" in span[2]]
+    if len(at) < layers:
+        return []
+    width = at[2] - at[1]
+    rows: list[dict[str, Any]] = []
+    whole = [i for i in at if i + width < len(spans) and spans[i + width][2] == spans[i][2]]
+    for offset in range(width + 1):
+        picked = [(spans[i], spans[i + offset]) for i in whole]
+        rows.append({
+            "kernel": picked[0][1][2][:40],
+            "begins": sum(b[0] - a[0] for a, b in picked) / len(picked),
+            "ends": sum(b[1] - a[0] for a, b in picked) / len(picked),
+        })  # fmt: skip
+    for row in rows:
+        print(f"    {row['kernel']:42} {row['begins']:8.1f} {row['ends']:8.1f}", flush=True)
+    return rows
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=sorted(MODELS), default="llama-3.1-8b")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--context", type=int, default=560)
+    parser.add_argument("--tune", default="gate+up,down,qkv,out,attention")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--compile-only", action="store_true")
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace, ranks: Ranks, candidates: dict[str, list[Any]]) -> None:
+    """Search as one rank."""
+    device = torch.device("cuda", ranks.rank)
+    torch.cuda.set_device(device)
+    torch.manual_seed(7)
+    model = replace(ModelConfig.from_dict(MODELS[args.model]), num_layers=args.layers)
+    keys = keys_of(model, ranks.size)
+    copy = measure_limits(device).copy
+    with torch.inference_mode():
+        step = Step(args, ranks, model, device)
+    weights = step.runner.weights
+    layer = weights.layers[0]
+    each = sum(w.nbytes for w in (layer.qkv, layer.out, layer.gate_up, layer.down))
+    kv = args.rows * args.context * step.runner.pool.data[:, 0].nbytes
+    total = each * args.layers + weights.head.nbytes + kv // step.runner.pool.block_size
+    if not ranks.rank:
+        print(f"{args.model} tp {args.tp} rows {args.rows}: {args.layers} layers, "
+              f"bytes at copy rate {total / copy * 1e6:.1f} us, copy {copy / 1e12:.2f} TB/s")  # fmt: skip
+        before = timeline(step, args.layers)
+    elif args.layers:
+        graph = step.capture()
+        with step.runner._lane.active():
+            for _ in range(7):
+                graph.replay()
+        torch.cuda.synchronize()
+        before = []
+    figures = search(args, ranks, step, candidates, keys)
+    if args.out and not ranks.rank:
+        report = {
+            "card": f"{ranks.size} x {torch.cuda.get_device_name(device)}",
+            "command": " ".join(("python -m benchmarks.decode_shapes", *sys.argv[1:])),
+            "copy_tb_s": copy / 1e12, "floor_us": total / copy * 1e6,
+            "timeline_before": before, "figures": figures,
+        }  # fmt: skip
+        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Compile, start the other ranks, search."""
+    argv = sys.argv[1:]
+    args = parse(argv)
+    keys = keys_of(ModelConfig.from_dict(MODELS[args.model]), args.tp)
+    candidates = {
+        name: row_shapes(key[2]) if args.rows == 1 else split_shapes(args.rows, key)
+        for name, key in keys.items()
+        if name in args.tune.split(",")
+    }
+    lead = args.rank == 0
+    if lead:
+        compile_all(candidates, keys, args)
+        if args.compile_only:
+            return
+    if args.tp == 1:
+        run(args, Ranks(rank=0, size=1, store=None), candidates)
+        return
+    store = TCPStore("127.0.0.1", args.port, args.tp, is_master=lead, wait_for_workers=False)
+    command = [sys.executable, "-m", "benchmarks.decode_shapes", *argv, "--port", str(store.port)]
+    others = range(1, args.tp) if lead else ()
+    processes = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in others]
+    try:
+        run(args, Ranks(rank=args.rank, size=args.tp, store=store), candidates)
+        for process in processes:
+            process.wait(60)
+    finally:
+        for process in processes:
+            process.kill()
+
+
+if __name__ == "__main__":
+    main()
