@@ -1,3 +1,4 @@
+# ruff: noqa: SLF001 - it changes what an engine has chosen for itself
 """Launch shapes of the kernels of a decode step, chosen within the step on this card.
 
     python -m benchmarks.decode_shapes --model llama-3.1-70b --tp 4 --rows 1
@@ -131,7 +132,7 @@ def keys_of(model: ModelConfig, ranks: int) -> dict[str, Key]:
 
 def compile_some(jobs: Sequence[tuple[Key, Any, dict[str, Any]]]) -> None:
     """Fill triton's cache; runs in a process of its own."""
-    setattr(triton_linear, "MAX_POLLS", 1)  # nobody answers here
+    triton_linear.MAX_POLLS = 1  # nobody answers here
     for (n, k, gated), shape, how in jobs:
         make: dict[str, Any] = {"device": torch.device("cuda", 0), "dtype": torch.bfloat16}
         if isinstance(shape, DecodeShape):
@@ -225,7 +226,9 @@ class Step:
         )  # fmt: skip
         self.runner = CudaRunner(
             config, model, RandomSource(torch.bfloat16, device),
-            CudaOptions(max_batch=args.rows, split_products=True, graphs=False, max_chunk_tokens=64),
+            CudaOptions(
+                max_batch=args.rows, split_products=True, graphs=False, max_chunk_tokens=64
+            ),
             rank=ranks.rank,
         )  # fmt: skip
         split: Any = self.runner.model._split
@@ -426,8 +429,10 @@ def run(args: argparse.Namespace, ranks: Ranks, candidates: dict[str, list[Any]]
     kv = args.rows * args.context * step.runner.pool.data[:, 0].nbytes
     total = each * args.layers + weights.head.nbytes + kv // step.runner.pool.block_size
     if not ranks.rank:
-        print(f"{args.model} tp {args.tp} rows {args.rows}: {args.layers} layers, "
-              f"bytes at copy rate {total / copy * 1e6:.1f} us, copy {copy / 1e12:.2f} TB/s")  # fmt: skip
+        print(
+            f"{args.model} tp {args.tp} rows {args.rows}: {args.layers} layers, "
+            f"bytes at copy rate {total / copy * 1e6:.1f} us, copy {copy / 1e12:.2f} TB/s"
+        )
         before = timeline(step, args.layers)
     elif args.layers:
         graph = step.capture()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.cuda.weights import LayerWeights, ModelWeights
+from engine.cuda.weights import ModelWeights
 from engine.kernels.triton_elementwise import rms_norm
 from engine.kernels.triton_split_linear import (
     MAX_ROWS,

@@ -36,8 +36,8 @@ def row_step(
 
 @triton.jit
 def prefetch_weights(w, rows, row_ok, first, last, K, BLOCK_K: tl.constexpr, tiles):
-    """Ask the L2 cache for `tiles` tiles from column `first` on, up to `last`, a line of 64 two-byte
-    weights at a time."""
+    """Ask the L2 cache for `tiles` tiles from column `first` on, none from `last` on, a line of 64
+    two-byte weights at a time."""
     lines: tl.constexpr = BLOCK_K // 64 if BLOCK_K > 64 else 1
     for tile in range(tiles):
         at = first + tile * BLOCK_K + tl.arange(0, lines) * 64
