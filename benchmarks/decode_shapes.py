@@ -337,6 +337,9 @@ def search(args: Any, ranks: Ranks, step: Step, candidates: dict[str, list[Any]]
         )  # fmt: skip
         finder.best("attention", [now, *attention_shapes(now)],
                     lambda shape: step.runner._cuts.__setitem__(place, shape))  # fmt: skip
+        now = step.runner._cuts[place]
+        finder.best("attention prefetch", [replace(now, prefetch=n) for n in (0, 1, 2, 3, 5)],
+                    lambda shape: step.runner._cuts.__setitem__(place, shape))  # fmt: skip
     tune_prefetch(args, finder)
     return finder.figures
 

@@ -20,13 +20,15 @@ _LONG_PARTS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeShape:
-    """How decode attention is cut: splits of a context, tokens per tile, least tiles per split."""
+    """How decode attention is cut: splits of a context, tokens per tile, least tiles per split; and
+    how many tiles are fetched into the cache while the kernel before still runs."""
 
     splits: int
     tile: int = 64
     min_tiles: int = 1
     stages: int = 3
     warps: int = 2
+    prefetch: int = 0
 
 
 def decode_shape(batch: int, kv_heads: int, head_dim: int, long_context: bool) -> DecodeShape:
@@ -100,6 +102,7 @@ def decode_attention(
         scale,
         shape.splits,
         shape.min_tiles,
+        shape.prefetch,
         HEADS=num_heads,
         KV_HEADS=kv_heads,
         GROUP=group,

@@ -8,7 +8,7 @@ split to finish merges the partial results, so that no second kernel is needed.
 import triton
 import triton.language as tl
 
-from engine.kernels.jit.elementwise import pdl_wait, rotated
+from engine.kernels.jit.elementwise import pdl_wait, prefetch_lines, rotated
 
 
 @triton.jit
@@ -33,6 +33,33 @@ def write_new_token(
     v = tl.load(v_base + dims[None, :], mask=dim_ok[None, :], other=0.0)
     tl.store(cell + one + dims[None, :], k.to(qkv_row.dtype.element_ty), mask=dim_ok[None, :])
     tl.store(cell + KV_HEADS * PAGE * DIM + one + dims[None, :], v, mask=dim_ok[None, :])
+
+
+@triton.jit
+def prefetch_context(
+    head_pool,
+    table,
+    start,
+    end,
+    tiles,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_P: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Ask the L2 cache for the keys and values of the first `tiles` tiles."""
+    lines: tl.constexpr = DIM_P // 64 if DIM_P > 64 else 1
+    dims = tl.arange(0, lines) * 64
+    for tile in range(tiles):
+        tokens = start + tile * TILE + tl.arange(0, TILE)
+        ok = tokens < end
+        block = tl.load(table + tokens // PAGE, mask=ok, other=0).to(tl.int64)
+        cell = block * (2 * KV_HEADS * PAGE * DIM) + (tokens % PAGE) * DIM
+        inside = ok[:, None] & (dims < DIM)[None, :]
+        keys = head_pool + tl.where(inside, cell[:, None] + dims[None, :], 0)
+        prefetch_lines(keys)
+        prefetch_lines(keys + KV_HEADS * PAGE * DIM)
 
 
 @triton.jit
@@ -67,7 +94,7 @@ def merge_splits(
         tl.store(out_row + g * DIM + dims, value.to(out_row.dtype.element_ty), mask=dim_ok)
 
 
-@triton.jit(do_not_specialize=["splits", "min_tiles"])
+@triton.jit(do_not_specialize=["splits", "min_tiles", "prefetch"])
 def paged_decode(
     qkv,
     cos_table,
@@ -83,6 +110,7 @@ def paged_decode(
     scale,
     splits,
     min_tiles,
+    prefetch,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -111,6 +139,12 @@ def paged_decode(
     tiles = tl.cdiv(length, TILE)
     share = tl.maximum(tl.cdiv(tiles, splits), min_tiles)
     active = tl.cdiv(tiles, share)
+    page_size: tl.constexpr = PAGE * DIM
+    head_pool = pool + kvh * page_size
+    start = split * share * TILE
+    end = tl.minimum(length, start + share * TILE)
+    if PDL:
+        prefetch_context(head_pool, table, start, end, prefetch, KV_HEADS, DIM, DIM_P, PAGE, TILE)
     pdl_wait(PDL)
     if length + split == 0:
         cells = tl.arange(0, GROUP_P)[:, None] * DIM + tl.arange(0, DIM_P)[None, :]
@@ -118,10 +152,7 @@ def paged_decode(
         row = out + b.to(tl.int64) * (HEADS * DIM) + kvh * GROUP * DIM
         tl.store(row + cells, tl.zeros([GROUP_P, DIM_P], out.dtype.element_ty), mask=inside)
     if split < active:
-        start = split * share * TILE
-        end = tl.minimum(length, start + share * TILE)
         half: tl.constexpr = DIM // 2
-        page_size: tl.constexpr = PAGE * DIM
         dims = tl.arange(0, DIM_P)
         dim_ok = dims < DIM
         group = tl.arange(0, GROUP_P)
@@ -132,7 +163,6 @@ def paged_decode(
         q_base = qkv_row + (kvh * GROUP + group)[:, None] * DIM
         q = rotated(q_base, (group < GROUP)[:, None], cos, sin, dims, dim_ok, half, DIM)
         q = q.to(qkv.dtype.element_ty)
-        head_pool = pool + kvh * page_size
         if end == length:
             last = length - 1
             block = tl.load(table + last // PAGE).to(tl.int64)

@@ -15,6 +15,19 @@ def pdl_wait(PDL: tl.constexpr):
 
 
 @triton.jit
+def prefetch_lines(pointers):
+    """Ask the L2 cache for the lines of 128 bytes at `pointers`."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def rms_norm(
     x, residual, gain, out, eps, HIDDEN, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr
 ):

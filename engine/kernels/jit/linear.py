@@ -5,7 +5,7 @@ ranks fused."""
 import triton
 import triton.language as tl
 
-from engine.kernels.jit.elementwise import pdl_wait
+from engine.kernels.jit.elementwise import pdl_wait, prefetch_lines
 from engine.kernels.jit.reduce import collect_sums, push_sums
 
 
@@ -43,14 +43,7 @@ def prefetch_weights(w, rows, row_ok, first, last, K, BLOCK_K: tl.constexpr, til
         at = first + tile * BLOCK_K + tl.arange(0, lines) * 64
         inside = row_ok[:, None] & (at < last)[None, :]
         offsets = tl.where(inside, rows[:, None].to(tl.int64) * K + at[None, :], 0)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [(w + offsets).to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        prefetch_lines(w + offsets)
 
 
 @triton.jit
