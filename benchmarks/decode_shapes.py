@@ -54,7 +54,11 @@ def row_shapes(gated: bool) -> list[LinearShape]:
     else:
         cuts += [(4, 2048, 1, 8), (4, 2048, 2, 8), (8, 1024, 1, 8), (4, 1024, 3, 4), (8, 512, 3, 4)]
         cuts += [(2, 1024, 2, 2), (2, 1024, 3, 4), (1, 4096, 1, 4), (2, 4096, 1, 8), (4, 512, 4, 4)]
-    return [LinearShape(block_n=n, block_k=k, stages=s, warps=w) for n, k, s, w in cuts]
+    shapes = [LinearShape(block_n=n, block_k=k, stages=s, warps=w) for n, k, s, w in cuts]
+    if gated:
+        shapes.append(replace(shapes[5], registers=72))
+        shapes.append(replace(shapes[1], registers=96))
+    return shapes
 
 
 def split_shapes(rows: int, key: Key) -> list[SplitShape]:
@@ -83,7 +87,8 @@ def split_shapes(rows: int, key: Key) -> list[SplitShape]:
 
 def attention_shapes(now: DecodeShape) -> list[DecodeShape]:
     """Candidates for decode attention."""
-    cuts = [(64, 3, 2), (64, 2, 2), (64, 4, 2), (64, 3, 4), (128, 2, 4), (128, 3, 4), (32, 4, 2)]
+    cuts = [(64, 3, 2), (64, 2, 2), (64, 3, 4), (64, 2, 4), (32, 3, 2), (32, 3, 4), (128, 2, 4)]
+    cuts += [(16, 3, 1), (32, 3, 1), (128, 2, 8)]
     return [
         replace(now, splits=splits, tile=tile, stages=stages, warps=warps)
         for splits in sorted({max(1, now.splits // 2), now.splits, now.splits * 2})
@@ -165,7 +170,7 @@ def compile_attention(model: ModelConfig, ranks: int, shape: DecodeShape) -> Non
     make: dict[str, Any] = {"device": torch.device("cuda", 0), "dtype": torch.bfloat16}
     heads, kv_heads, dim = model.num_heads // ranks, model.num_kv_heads // ranks, model.head_dim
     qkv = torch.zeros(16, (heads + 2 * kv_heads) * dim, **make)
-    pool = torch.zeros(1, 2, kv_heads, EngineConfig(model_path="").block_size, dim, **make)
+    pool = torch.zeros(1, 2, kv_heads, EngineConfig(model_path="random").block_size, dim, **make)
     table = torch.zeros(64, dim // 2, device=make["device"])
     ints = torch.zeros(64, dtype=torch.int32, device=make["device"])
     scratch = triton_attention.DecodeScratch(16, 16 * 64, heads, dim, make["device"])
@@ -200,8 +205,8 @@ def compile_all(candidates: dict[str, list[Any]], keys: dict[str, Key], args: An
         jobs += [(keys[name], shape, how) for shape in cuts]
     if "attention" in args.tune:
         how = {"model": ModelConfig.from_dict(MODELS[args.model]), "tp": args.tp}
-        few, many = (attention_shapes(DecodeShape(splits=s))[:7] for s in (8, 64))
-        jobs += [((0, 0, False), shape, how) for shape in (*few, *many)]
+        cuts = {replace(shape, splits=8) for shape in attention_shapes(DecodeShape(splits=8))}
+        jobs += [((0, 0, False), shape, how) for shape in cuts]
     context = multiprocessing.get_context("fork")
     workers = [
         context.Process(target=compile_some, args=(jobs[i::_COMPILERS],)) for i in range(_COMPILERS)
@@ -317,17 +322,6 @@ def search(args: Any, ranks: Ranks, step: Step, candidates: dict[str, list[Any]]
     table.install()
     finder = Search(step, ranks)
     finder.best("as it is", [None, None], lambda _: None)
-    chosen: dict[Key, Any] = table.row if args.rows == 1 else table.split
-    for name, shapes in candidates.items():
-        key = keys[name]
-
-        def use(shape: Any, key: Key = key) -> None:
-            if shape is None:
-                chosen.pop(key, None)
-            else:
-                chosen[key] = shape
-
-        finder.best(name, [None, *shapes], use)
     if "attention" in args.tune:
         place = (args.rows, False)
         now = step.runner._cuts[place]
@@ -340,29 +334,29 @@ def search(args: Any, ranks: Ranks, step: Step, candidates: dict[str, list[Any]]
         now = step.runner._cuts[place]
         finder.best("attention prefetch", [replace(now, prefetch=n) for n in (0, 1, 2, 3, 5)],
                     lambda shape: step.runner._cuts.__setitem__(place, shape))  # fmt: skip
+    chosen: dict[Key, Any] = table.row if args.rows == 1 else table.split
+    for name, shapes in candidates.items():
+        key = keys[name]
+
+        def use(shape: Any, key: Key = key) -> None:
+            if shape is None:
+                chosen.pop(key, None)
+            else:
+                chosen[key] = shape
+
+        finder.best(name, [None, *shapes], use)
     tune_prefetch(args, finder)
     return finder.figures
 
 
 def tune_prefetch(args: Any, finder: Search) -> None:
-    """Columns of the weights asked for early: only where the engine wants it, or everywhere."""
-    rule = triton_linear.prefetch_tiles
+    """Columns of the weights that the products of many rows ask for early."""
 
-    def use(choice: tuple[str, int] | None) -> None:
-        triton_linear.prefetch_tiles = rule
-        if choice is None:
-            return
-        where, columns = choice
+    def use(columns: int) -> None:
         triton_split_linear._PREFETCH_COLUMNS = columns
-        triton_linear.prefetch_tiles = lambda block_k, wanted: (
-            -(-columns // block_k) if wanted or where == "everywhere" else 0
-        )
 
-    steps = (0, 512, 1024, 2048, 4096) if args.rows == 1 else (0, 128, 256, 512, 1024)
-    choices = [("wanted", c) for c in steps]
-    if args.rows == 1:
-        choices += [("everywhere", c) for c in steps[1:]]
-    finder.best("prefetch", [None, *choices], use)
+    if args.rows > 1:
+        finder.best("prefetch", [256, 128, 512, 0], use)
 
 
 def timeline(step: Step, layers: int) -> list[dict[str, Any]]:

@@ -152,15 +152,18 @@ class Bench:
         return count * (2 * length * linear + attention + 2 * weights.head.numel())
 
 
-def profile_decode(bench: Bench, batch: int, context: int, steps: int = 12) -> None:
+def profile_decode(bench: Bench, ranks: Ranks, batch: int, context: int, steps: int = 12) -> None:
     """Time per kernel of one decode step, and how long the device idles between steps."""
     from torch.profiler import ProfilerActivity, profile
 
+    ranks.meet(f"profile/{batch}")
     bench.decode(batch, context, 4)
     if bench.report.rank:
+        ranks.meet(f"profiler/{batch}")
         bench.decode(batch, context, steps)
         return
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        ranks.meet(f"profiler/{batch}")  # it takes longer to start than ranks wait for each other
         bench.decode(batch, context, steps)
         torch.cuda.synchronize()
     report_trace(bench.report, f"batch {batch}", trace.events())
@@ -210,6 +213,10 @@ class Ranks:
             return value
         self.store.set(f"{key}/{self.rank}", str(value))
         return min(int(self.store.get(f"{key}/{rank}")) for rank in range(self.size))
+
+    def meet(self, key: str) -> None:
+        """Wait until all ranks have come here."""
+        self.smallest(key, 0)
 
     def join(self, device: torch.device, push: bool) -> DeviceGroup | None:
         """The group of all ranks' GPUs."""
@@ -339,14 +346,14 @@ def run(args: argparse.Namespace, ranks: Ranks, argv: Sequence[str]) -> None:
         measure_all_reduce(group, device, report, push=args.push)
     bench = Bench(build(args, device, ranks, group, report), limits, report)
     memory_figures(bench, bench.runner.free_after_weights)
-    measure(bench, args, skip)
+    measure(bench, ranks, args, skip)
     if args.out and not ranks.rank:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
     bench.runner.close()
 
 
-def measure(bench: Bench, args: argparse.Namespace, skip: set[str]) -> None:
+def measure(bench: Bench, ranks: Ranks, args: argparse.Namespace, skip: set[str]) -> None:
     """Everything about one engine."""
     if "decode" not in skip:
         for batch in map(int, args.batches.split(",")):
@@ -363,7 +370,7 @@ def measure(bench: Bench, args: argparse.Namespace, skip: set[str]) -> None:
         bench.prefill(8, 2048, 3)
     if "profile" not in skip:
         for batch in map(int, args.profile.split(",")):
-            profile_decode(bench, batch, 608)
+            profile_decode(bench, ranks, batch, 608)
 
 
 if __name__ == "__main__":

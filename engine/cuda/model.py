@@ -175,7 +175,6 @@ class CudaModel:
                 gain=gain,
                 eps=self._shape.eps,
                 pdl=self._pdl,
-                prefetch=self.comm.size > 1,
             )
             return
         self._product(self._normed(h, gain), weight, bias, out)
@@ -225,7 +224,7 @@ class CudaModel:
 
     def _finish(self, attended: Tensor, h: Tensor, layer: LayerWeights) -> None:
         """h += attention's output projection; h += MLP of the norm of h."""
-        self._add_product(attended, layer.out, layer.out_bias, h, after_attention=True)
+        self._add_product(attended, layer.out, layer.out_bias, h)
         act = h.new_empty(h.shape[0], self._shape.intermediate)
         if h.shape[0] == 1 and layer.gate_up_bias is None:
             linear(
@@ -236,7 +235,6 @@ class CudaModel:
                 eps=self._shape.eps,
                 gated=True,
                 pdl=self._pdl,
-                prefetch=self.comm.size > 1,
             )
         else:
             self._gated_product(h, layer, act)
@@ -254,16 +252,11 @@ class CudaModel:
         weight: Tensor,
         bias: Tensor | None,
         h: Tensor,
-        *,
-        after_attention: bool = False,
     ) -> None:
-        """h += x weight^T + bias, summed over the ranks.
-
-        Attention of a short context leaves memory idle: the weights after it are fetched early.
-        """
+        """h += x weight^T + bias, summed over the ranks."""
         turn = self.comm.turn(h)
         if turn is not None:
-            shared_linear(x, weight, turn, h=h, bias=bias, pdl=self._pdl, prefetch=after_attention)
+            shared_linear(x, weight, turn, h=h, bias=bias, pdl=self._pdl)
             return
         target = self.comm.partial(h)
         residual = h if self.comm.rank == 0 else None
@@ -275,7 +268,6 @@ class CudaModel:
                 bias=bias,
                 residual=residual,
                 pdl=self._pdl,
-                prefetch=after_attention,
             )
         else:
             if residual is None:

@@ -14,6 +14,8 @@ from engine.kernels.triton_elementwise import launch_options
 #: Programs that fill a Hopper card a few times over.
 _TARGET_PROGRAMS = 528
 _MAX_SPLITS = 64
+#: Splits whose results are read together when they are merged.
+_MERGE_AT_ONCE = 16
 #: Sequences times splits where one context may be much longer than the others.
 _LONG_PARTS = 4096
 
@@ -111,7 +113,9 @@ def decode_attention(
         DIM_P=triton.next_power_of_2(dim),
         PAGE=page,
         TILE=shape.tile,
-        SPLITS_P=8 if shape.splits <= 8 else _MAX_SPLITS,
+        MERGE_P=triton.next_power_of_2(group),
+        MAX_SPLITS=_MAX_SPLITS,
+        AT_ONCE=_MERGE_AT_ONCE,
         STAGES=shape.stages,
         PDL=pdl,
         PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",

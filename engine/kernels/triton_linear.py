@@ -11,24 +11,41 @@ from engine.kernels.jit.linear import row_linear, shared_row_linear
 from engine.kernels.triton_elementwise import launch_options
 from engine.kernels.triton_reduce import MAX_POLLS, Turn
 
-#: Columns of each row of the weights that `prefetch` asks for beyond the first tile.
-_PREFETCH_COLUMNS = 2048
 #: Sums that one program of `shared_linear` collects.
 _COLLECT = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearShape:
-    """How one launch is cut: rows of the weight and columns per tile, pipeline stages, warps."""
+    """How one launch is cut: rows of the weight and columns per tile, pipeline stages, warps; at
+    most how many registers a thread may take, where the compiler is not to decide."""
 
     block_n: int
     block_k: int
     stages: int
     warps: int
+    registers: int | None = None
+
+    def options(self, pdl: bool) -> dict[str, int]:
+        """Launch keywords."""
+        limit = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.warps, **limit, **launch_options(pdl)}
+
+
+#: (n, k, gated) -> the best launch shape of the narrow shards of larger models, within a step
+#: (benchmarks.decode_shapes; 70B over four H200).
+_MEASURED = {
+    (7168, 8192, True): LinearShape(block_n=4, block_k=1024, stages=2, warps=4),
+    (8192, 7168, False): LinearShape(block_n=4, block_k=512, stages=4, warps=4),
+    (2560, 8192, False): LinearShape(block_n=4, block_k=1024, stages=3, warps=4),
+    (8192, 2048, False): LinearShape(block_n=8, block_k=512, stages=1, warps=4),
+}
 
 
 def default_shape(n: int, k: int, gated: bool) -> LinearShape:
-    """The launch shape measured best on an H100 (5 shapes of an 8B model, 13 candidates each)."""
+    """The launch shape measured best, or that of the shapes of an 8B model on an H100."""
+    if (n, k, gated) in _MEASURED:
+        return _MEASURED[n, k, gated]
     if gated:
         return LinearShape(block_n=2, block_k=1024, stages=1, warps=4)
     if n < 1 << 14 and k % 2048 == 0 and (n <= 4096 or k == 2048 or k >= 8192):
@@ -49,15 +66,12 @@ def linear(
     residual: torch.Tensor | None = None,
     gated: bool = False,
     pdl: bool = False,
-    prefetch: bool = False,
     shape: LinearShape | None = None,
 ) -> None:
     """out `[1, n]` = f(norm(x) weight^T + bias) + residual for one row.
 
     weight: `[n, k]`, or `[2 n, k]` when gated (gate rows first; f = silu(gate) * up; no bias then).
-    `gain` turns the RMS norm of x on. `residual` may be `out` itself. `prefetch` has the first
-    weights fetched into the cache while the kernel before still runs: for use after one that leaves
-    memory idle.
+    `gain` turns the RMS norm of x on. `residual` may be `out` itself.
     """
     k, n = x.shape[1], out.shape[1]
     shape = shape or default_shape(n, k, gated)
@@ -70,7 +84,6 @@ def linear(
         x if gain is None else gain,
         out,
         eps,
-        prefetch_tiles(block_k, prefetch),
         n,
         k,
         BLOCK_N=shape.block_n,
@@ -83,8 +96,7 @@ def linear(
         EVEN_N=n % shape.block_n == 0,
         EVEN_K=k % block_k == 0,
         PDL=pdl,
-        num_warps=shape.warps,
-        **launch_options(pdl),
+        **shape.options(pdl),
     )
 
 
@@ -96,7 +108,6 @@ def shared_linear(
     h: torch.Tensor,
     bias: torch.Tensor | None = None,
     pdl: bool = False,
-    prefetch: bool = False,
     shape: LinearShape | None = None,
 ) -> None:
     """h `[1, n]` += the sum over ranks of x weight^T + bias, in float32 and in the ranks' order.
@@ -118,7 +129,6 @@ def shared_linear(
         turn.index,
         MAX_POLLS,
         boxes.rank,
-        prefetch_tiles(block_k, prefetch),
         n,
         k,
         BLOCK_N=shape.block_n,
@@ -132,11 +142,5 @@ def shared_linear(
         SIZE=boxes.size,
         SIZE_P=triton.next_power_of_2(boxes.size),
         COLLECT=_COLLECT,
-        num_warps=shape.warps,
-        **launch_options(pdl),
+        **shape.options(pdl),
     )
-
-
-def prefetch_tiles(block_k: int, wanted: bool) -> int:
-    """How many tiles are fetched into the cache beyond the first."""
-    return -(-_PREFETCH_COLUMNS // block_k) if wanted else 0

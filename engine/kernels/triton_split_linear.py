@@ -17,7 +17,7 @@ MAX_ROWS = 64
 #: Outputs of a tile (for GATED, of each half), and the columns of its weights in one stage.
 _BLOCK_N, _BLOCK_K = 64, 128
 #: Shared memory that a launch may use for its stages, and the stages that were ever worth it.
-_STAGE_BYTES, _MAX_STAGES = 208 << 10, 6
+_STAGE_BYTES, _MAX_STAGES = 172 << 10, 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

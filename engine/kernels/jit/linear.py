@@ -5,7 +5,7 @@ ranks fused."""
 import triton
 import triton.language as tl
 
-from engine.kernels.jit.elementwise import pdl_wait, prefetch_lines
+from engine.kernels.jit.elementwise import pdl_wait
 from engine.kernels.jit.reduce import collect_sums, push_sums
 
 
@@ -35,24 +35,11 @@ def row_step(
 
 
 @triton.jit
-def prefetch_weights(w, rows, row_ok, first, last, K, BLOCK_K: tl.constexpr, tiles):
-    """Ask the L2 cache for `tiles` tiles from column `first` on, none from `last` on, a line of 64
-    two-byte weights at a time."""
-    lines: tl.constexpr = BLOCK_K // 64 if BLOCK_K > 64 else 1
-    for tile in range(tiles):
-        at = first + tile * BLOCK_K + tl.arange(0, lines) * 64
-        inside = row_ok[:, None] & (at < last)[None, :]
-        offsets = tl.where(inside, rows[:, None].to(tl.int64) * K + at[None, :], 0)
-        prefetch_lines(w + offsets)
-
-
-@triton.jit
 def row_sums(
     x,
     w,
     gain,
     eps,
-    prefetch,
     N,
     K,
     BLOCK_N: tl.constexpr,
@@ -68,8 +55,7 @@ def row_sums(
 
     NORM folds the RMS norm in: a tile of x is multiplied by `gain`, the sum of squares is gathered
     on the way, and the row's scale is applied to the product. The first weight tile is requested
-    before the previous kernel is waited for, so that memory does not idle between kernels, and
-    `prefetch` tiles after it are fetched into the cache.
+    before the previous kernel is waited for, so that memory does not idle between kernels.
     """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_ok = rows < N
@@ -78,10 +64,6 @@ def row_sums(
     tile_up = tile
     if GATED:
         tile_up = load_weights(w, rows + N, row_ok, cols, K, EVEN_N, EVEN_K)
-    if PDL:
-        prefetch_weights(w, rows, row_ok, BLOCK_K, K, K, BLOCK_K, prefetch)
-        if GATED:
-            prefetch_weights(w, rows + N, row_ok, BLOCK_K, K, K, BLOCK_K, prefetch)
     pdl_wait(PDL)
     squares = tl.zeros([BLOCK_K], tl.float32)
     part = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -107,7 +89,7 @@ def row_sums(
     return acc, acc_up
 
 
-@triton.jit(do_not_specialize=["prefetch"])
+@triton.jit
 def row_linear(
     x,
     w,
@@ -116,7 +98,6 @@ def row_linear(
     gain,
     out,
     eps,
-    prefetch,
     N,
     K,
     BLOCK_N: tl.constexpr,
@@ -135,7 +116,7 @@ def row_linear(
     GATED: w is [2 N, K], gate rows first, and f(gate, up) = silu(gate) * up.
     """
     acc, acc_up = row_sums(
-        x, w, gain, eps, prefetch, N, K,
+        x, w, gain, eps, N, K,
         BLOCK_N, BLOCK_K, STAGES, NORM, GATED, EVEN_N, EVEN_K, PDL,
     )  # fmt: skip
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -149,7 +130,7 @@ def row_linear(
     tl.store(out + rows, acc.to(out.dtype.element_ty), mask=ok)
 
 
-@triton.jit(do_not_specialize=["turn", "max_polls", "rank", "prefetch"])
+@triton.jit(do_not_specialize=["turn", "max_polls", "rank"])
 def shared_row_linear(
     x,
     w,
@@ -161,7 +142,6 @@ def shared_row_linear(
     turn,
     max_polls,
     rank,
-    prefetch,
     N,
     K,
     BLOCK_N: tl.constexpr,
@@ -187,7 +167,7 @@ def shared_row_linear(
     pid = tl.program_id(0)
     if pid < tiles:
         acc, _ = row_sums(
-            x, w, x, 0.0, prefetch, N, K,
+            x, w, x, 0.0, N, K,
             BLOCK_N, BLOCK_K, STAGES, False, False, EVEN_N, EVEN_K, PDL,
         )  # fmt: skip
         rows = pid * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -5,8 +5,18 @@ of outputs by splitting K, and whoever comes last adds their parts up, always in
 import triton
 import triton.language as tl
 
-from engine.kernels.jit.elementwise import pdl_wait
-from engine.kernels.jit.linear import prefetch_weights
+from engine.kernels.jit.elementwise import pdl_wait, prefetch_lines
+
+
+@triton.jit
+def prefetch_weights(w, rows, first, last, K, BLOCK_K: tl.constexpr, tiles):
+    """Ask the L2 cache for `tiles` tiles from column `first` on, none from `last` on, a line of 64
+    two-byte weights at a time."""
+    lines: tl.constexpr = BLOCK_K // 64 if BLOCK_K > 64 else 1
+    for tile in range(tiles):
+        at = first + tile * BLOCK_K + tl.arange(0, lines) * 64
+        at = tl.where(at < last, at, first)
+        prefetch_lines(w + rows[:, None].to(tl.int64) * K + at[None, :])
 
 
 @triton.jit
@@ -137,9 +147,9 @@ def split_linear(
     first = split * per_split
     last = tl.minimum(first + per_split, K)
     if PDL:
-        prefetch_weights(w, rows, rows < N, first, last, K, BLOCK_K, prefetch)
+        prefetch_weights(w, rows, first, last, K, BLOCK_K, prefetch)
         if GATED:
-            prefetch_weights(w, rows + N, rows < N, first, last, K, BLOCK_K, prefetch)
+            prefetch_weights(w, rows + N, first, last, K, BLOCK_K, prefetch)
     pdl_wait(PDL)
     if SQUARES_P:
         part = tl.arange(0, SQUARES_P)[:, None]
