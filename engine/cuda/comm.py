@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.kernels.triton_reduce import Turn
+from engine.kernels.triton_reduce import NormedSum, Turn
 
 
 class Communicator(Protocol):
@@ -30,6 +30,14 @@ class Communicator(Protocol):
 
     def turn(self, h: Tensor) -> Turn | None:
         """This reduction's number, when the product before it is to sum over the ranks itself."""
+        ...
+
+    def sums_to_norm(self, h: Tensor) -> bool:
+        """Whether sums of the shape of h can go straight into the norm that follows them."""
+        ...
+
+    def normed_sum(self, h: Tensor) -> NormedSum:
+        """Such a reduction."""
         ...
 
     def end_step(self) -> None:
@@ -64,6 +72,14 @@ class Solo:
     def turn(self, h: Tensor) -> Turn | None:
         """Never."""
         return None
+
+    def sums_to_norm(self, h: Tensor) -> bool:
+        """Never."""
+        return False
+
+    def normed_sum(self, h: Tensor) -> NormedSum:
+        """Nothing is summed here."""
+        raise NotImplementedError
 
     def end_step(self) -> None:
         """Nothing was counted."""

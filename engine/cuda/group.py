@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from engine.errors import RankLost
-from engine.kernels.triton_reduce import Mailboxes, Turn, all_reduce
+from engine.kernels.triton_reduce import Mailboxes, NormedSum, Turn, all_reduce
 
 
 class ReduceKind(StrEnum):
@@ -84,7 +84,10 @@ class DeviceGroup:
             torch.cuda.set_device(device)
             self._register(c10d.PrefixStore(f"{name}/symm", store), device)
             self._boxes = self._make_mailboxes(device) if self._table.push else None
-            self._buffer, _ = self._symmetric(self._table.two_shot, device)
+            self._buffer, buffers = self._symmetric(self._table.two_shot, device)
+            self._normed, outs = self._symmetric(self._table.two_shot, device)
+            self._signals, signals = self._symmetric(4 * (size + 1), device)
+            self._addresses = torch.tensor([buffers, outs, signals], device=device)
             # Nobody may write into a mailbox before its owner has zeroed it.
             self._nccl.allreduce([torch.zeros(1, device=device)]).wait()
             torch.cuda.synchronize(device)
@@ -160,6 +163,23 @@ class DeviceGroup:
         if self._boxes is None or h.shape[0] != 1 or h.numel() > self._boxes.capacity:
             return None
         return self._next_turn(self._boxes)
+
+    def sums_to_norm(self, h: Tensor) -> bool:
+        """Of several rows, as far as the buffers hold them."""
+        return self._boxes is not None and h.shape[0] > 1 and h.nbytes <= self._table.two_shot
+
+    def normed_sum(self, h: Tensor) -> NormedSum:
+        """A reduction of what `sums_to_norm`."""
+        assert self._boxes is not None
+        partials, outs, signals = self._addresses
+        return NormedSum(
+            turn=self._next_turn(self._boxes),
+            partial=self._buffer[: h.nbytes].view(h.dtype).view(h.shape),
+            out=self._normed[: h.nbytes].view(h.dtype).view(h.shape),
+            partials=partials,
+            outs=outs,
+            signals=signals,
+        )
 
     def _next_turn(self, boxes: Mailboxes) -> Turn:
         self._turns += 1

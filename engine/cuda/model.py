@@ -21,6 +21,7 @@ from engine.cuda.weights import LayerWeights, ModelWeights
 from engine.kernels import triton_elementwise as elementwise
 from engine.kernels.triton_attention import DecodeScratch, DecodeShape, decode_attention
 from engine.kernels.triton_linear import linear, shared_linear
+from engine.kernels.triton_reduce import reduce_normed
 from engine.model.config import ModelConfig
 from engine.model.sharding import RankShare
 
@@ -91,10 +92,14 @@ class CudaModel:
     ) -> Tensor:
         """Logits `[batch, rows of the head]` of one token per sequence of the first rows."""
         h = self._embed(rows.tokens[:batch], rows.feed, previous)
+
+        def attend(qkv: Tensor, layer: int) -> Tensor:
+            return self._attend_decode(qkv, rows, kv[layer], scratch, cut)
+
         if self._split is not None and self._split.serves(batch):
-            return self._split.decode(
-                h, lambda qkv, layer: self._attend_decode(qkv, rows, kv[layer], scratch, cut)
-            )
+            return self._split.decode(h, attend)
+        if self.comm.sums_to_norm(h):
+            return self._decode_shared(h, attend)
         qkv = h.new_empty(batch, self._shape.qkv_width)
         for layer, layer_kv in zip(self._weights.layers, kv, strict=True):
             self._qkv(h, layer, qkv)
@@ -144,6 +149,32 @@ class CudaModel:
             self._finish(attended, h, layer)
         logits = self.logits(h[:sampled]) if sampled else None
         return logits, h[sampled:] if chunks.score_rows.shape[0] else None
+
+    def _decode_shared(self, h: Tensor, attend: Callable[[Tensor, int], Tensor]) -> Tensor:
+        """Logits of embedded rows h where every sum over the ranks goes into the norm behind it."""
+        weights = self._weights
+        gains = [layer.attention_norm for layer in weights.layers[1:]] + [weights.norm]
+        x = self._normed(h, weights.layers[0].attention_norm)
+        qkv = h.new_empty(h.shape[0], self._shape.qkv_width)
+        for index, (layer, gain) in enumerate(zip(weights.layers, gains, strict=True)):
+            self._product(x, layer.qkv, layer.qkv_bias, qkv)
+            x = self._shared_product(
+                attend(qkv, index), layer.out, layer.out_bias, h, layer.mlp_norm
+            )
+            act = self._gated_product(x, layer)
+            x = self._shared_product(act, layer.down, layer.down_bias, h, gain)
+        out = h.new_empty(h.shape[0], weights.head.shape[0])
+        self._product(x, weights.head, None, out)
+        return out
+
+    def _shared_product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, gain: Tensor
+    ) -> Tensor:
+        """h += x weight^T + bias, summed over the ranks; the norm of it."""
+        into = self.comm.normed_sum(h)
+        self._product(x, weight, bias, into.partial)
+        reduce_normed(into, h, gain, self._shape.eps, pdl=self._pdl)
+        return into.out
 
     def _kept_rows(self, decodes: int, chunks: ChunkRows) -> Tensor:
         if decodes == 0 and chunks.score_rows.shape[0] == 0:
@@ -225,8 +256,8 @@ class CudaModel:
     def _finish(self, attended: Tensor, h: Tensor, layer: LayerWeights) -> None:
         """h += attention's output projection; h += MLP of the norm of h."""
         self._add_product(attended, layer.out, layer.out_bias, h)
-        act = h.new_empty(h.shape[0], self._shape.intermediate)
         if h.shape[0] == 1 and layer.gate_up_bias is None:
+            act = h.new_empty(1, self._shape.intermediate)
             linear(
                 h,
                 layer.gate_up,
@@ -237,14 +268,15 @@ class CudaModel:
                 pdl=self._pdl,
             )
         else:
-            self._gated_product(h, layer, act)
+            act = self._gated_product(self._normed(h, layer.mlp_norm), layer)
         self._add_product(act, layer.down, layer.down_bias, h)
 
-    def _gated_product(self, h: Tensor, layer: LayerWeights, act: Tensor) -> None:
-        x = self._normed(h, layer.mlp_norm)
-        gate_up = h.new_empty(h.shape[0], 2 * self._shape.intermediate)
+    def _gated_product(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        gate_up = x.new_empty(x.shape[0], 2 * self._shape.intermediate)
         self._product(x, layer.gate_up, layer.gate_up_bias, gate_up)
+        act = x.new_empty(x.shape[0], self._shape.intermediate)
         elementwise.silu_mul(gate_up, out=act, pdl=self._pdl)
+        return act
 
     def _add_product(
         self,

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from engine.kernels import triton_reduce
 from engine.kernels.jit.linear import row_linear, shared_row_linear
 from engine.kernels.triton_elementwise import launch_options
-from engine.kernels.triton_reduce import MAX_POLLS, Turn
+from engine.kernels.triton_reduce import Turn
 
 #: Sums that one program of `shared_linear` collects.
 _COLLECT = 128
@@ -127,7 +128,7 @@ def shared_linear(
         boxes.done,
         boxes.failed,
         turn.index,
-        MAX_POLLS,
+        triton_reduce.MAX_POLLS,
         boxes.rank,
         n,
         k,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from engine.kernels.jit.reduce import push_all_reduce
+from engine.kernels.jit.reduce import push_all_reduce, sum_and_norm
 from engine.kernels.triton_elementwise import launch_options
 
 #: Words (of two bfloat16) that one program reduces.
@@ -64,5 +64,55 @@ def all_reduce(partial: torch.Tensor, turn: Turn, *, out: torch.Tensor, pdl: boo
         BLOCK=_BLOCK,
         PDL=pdl,
         num_warps=8,
+        **launch_options(pdl),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormedSum:
+    """One reduction that goes straight into a norm: where this rank's partial sums are to be
+    written, and where the norm of the sum will be; both `[rows, hidden]`.
+
+    partials, outs, signals: int64 `[size]`, the addresses of every rank's; the signals are int32
+    `[size + 1]`, zero at first.
+    """
+
+    turn: Turn
+    partial: torch.Tensor
+    out: torch.Tensor
+    partials: torch.Tensor
+    outs: torch.Tensor
+    signals: torch.Tensor
+
+
+def reduce_normed(
+    into: NormedSum, h: torch.Tensor, gain: torch.Tensor, eps: float, *, pdl: bool = False
+) -> None:
+    """into.out = rms(h + the sum over ranks of into.partial) * gain, the same bits on every rank.
+
+    h `[rows, hidden]` becomes that sum in the rows that this rank owns; the others are not kept.
+    """
+    rows, hidden = h.shape
+    boxes = into.turn.boxes
+    block = triton.next_power_of_2(hidden)
+    sum_and_norm[(triton.cdiv(rows, boxes.size),)](
+        into.partials,
+        into.outs,
+        into.signals,
+        h,
+        gain,
+        boxes.done,
+        boxes.failed,
+        eps,
+        into.turn.index,
+        MAX_POLLS,
+        boxes.rank,
+        rows,
+        hidden,
+        BLOCK=block,
+        SIZE=boxes.size,
+        SIZE_P=triton.next_power_of_2(boxes.size),
+        PDL=pdl,
+        num_warps=min(16, max(4, block // 512)),
         **launch_options(pdl),
     )
