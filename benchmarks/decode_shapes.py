@@ -81,7 +81,7 @@ class Step:
         self.runner = CudaRunner(
             config, model, RandomSource(torch.bfloat16, device),
             CudaOptions(
-                max_batch=args.rows, split_products=True, graphs=False, max_chunk_tokens=64
+                max_batch=args.rows, split_rows=128, graphs=False, max_chunk_tokens=64
             ),
             rank=ranks.rank,
         )  # fmt: skip

@@ -241,7 +241,7 @@ def build(
         config,
         ModelConfig.from_dict(MODELS[args.model]),
         RandomSource(getattr(torch, args.dtype), device),
-        CudaOptions(max_batch=args.max_batch, split_products=args.split),
+        CudaOptions(max_batch=args.max_batch, split_rows=args.split_rows),
         rank=ranks.rank,
     )
     torch.cuda.synchronize()
@@ -249,6 +249,8 @@ def build(
     num_blocks = ranks.smallest("blocks", runner.choose_num_blocks())
     sized = time.perf_counter()
     runner.open(num_blocks)
+    if args.attention:
+        runner.cut_attention(*map(int, args.attention.split(",")))
     runner.start(comm)
     torch.cuda.synchronize()
     report.add(
@@ -281,7 +283,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-batch", type=int, default=256)
     parser.add_argument("--commit", default=None, help="recorded instead of asking git")
     parser.add_argument("--tp", type=int, default=1, help="ranks, one GPU each")
-    parser.add_argument("--split", action="store_true", help="the engine's own wider products")
+    parser.add_argument("--split-rows", type=int, default=64, help="most rows on its own products")
+    parser.add_argument("--attention", help="cut of decode attention: tile,stages,warps")
     parser.add_argument("--push", action="store_true", help="the engine's own small all-reduce")
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.shapes import MODELS
 from engine.config import EngineConfig
+from engine.cuda.layout import DecodeRows
 from engine.kernels import triton_attention, triton_linear, triton_reduce, triton_split_linear
 from engine.kernels.triton_attention import DecodeShape
 from engine.kernels.triton_linear import LinearShape
@@ -126,10 +127,10 @@ def compile_attention(model: ModelConfig, ranks: int, shape: DecodeShape) -> Non
     qkv = torch.zeros(16, (heads + 2 * kv_heads) * dim, **make)
     pool = torch.zeros(1, 2, kv_heads, EngineConfig(model_path="random").block_size, dim, **make)
     table = torch.zeros(64, dim // 2, device=make["device"])
-    ints = torch.zeros(64, dtype=torch.int32, device=make["device"])
+    rows = DecodeRows(16, 64, make["device"])
     scratch = triton_attention.DecodeScratch(16, 16 * 64, heads, dim, make["device"])
     triton_attention.decode_attention(
-        qkv, table, table, pool, ints, ints, ints, scratch, shape,
+        qkv, table, table, pool, rows.indptr, rows.blocks, rows.lengths, scratch, shape,
         num_heads=heads, scale=0.1, out=torch.zeros(16, heads * dim, **make), pdl=True,
     )  # fmt: skip
 

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from protocol.errors import InvalidRequest
 
+#: Rows that the engine's own products (engine.cuda.split_decode) serve at most.
+MAX_SPLIT_ROWS = 128
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaOptions:
@@ -15,16 +18,17 @@ class CudaOptions:
     max_chunk_tokens: prompt tokens of one step.
     memory_share: part of the free memory (after weights) that KV blocks and working memory may use.
     graphs: decode under CUDA graphs; off only to look for faults.
-    split_products: run products of 17 to 64 rows whose shapes were measured on the engine's own
-        kernel instead of cuBLAS.
-    push_all_reduce: reduce the smallest tensors with the engine's own kernel instead of torch's.
+    split_rows: on one GPU, decode steps of 2 to so many rows run on the engine's own products
+        instead of cuBLAS's, where their sizes allow it.
+    push_all_reduce: sum over the ranks inside the engine's own kernels instead of torch's, as far
+        as their buffers reach.
     """
 
     max_batch: int = 256
     max_chunk_tokens: int = 8192
     memory_share: float = 0.98
     graphs: bool = True
-    split_products: bool = False
+    split_rows: int = 64
     push_all_reduce: bool = False
 
     def __post_init__(self) -> None:
@@ -32,6 +36,8 @@ class CudaOptions:
         for name in ("max_batch", "max_chunk_tokens"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(f"{name} must be at least 1", param=name)
+        if not 0 <= self.split_rows <= MAX_SPLIT_ROWS:
+            raise InvalidRequest(f"split_rows must be in 0 .. {MAX_SPLIT_ROWS}", param="split_rows")
         if not 0.0 < self.memory_share <= 1.0:
             raise InvalidRequest("memory_share must be in (0, 1]", param="memory_share")
 

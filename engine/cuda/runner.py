@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -110,8 +110,8 @@ class CudaRunner:
             self.weights = loader.load(self.max_model_len)
         shape, pdl = self._shape, self._lane.overlaps_launches
         split = None
-        if options.split_products and config.tp_size == 1 and self._dtype is torch.bfloat16:
-            split = SplitDecode(self.weights, shape.eps, pdl=pdl)
+        if config.tp_size == 1 and self._dtype is torch.bfloat16:
+            split = SplitDecode(self.weights, shape.eps, options.split_rows, pdl=pdl)
         self._attention = ChunkAttention(shape.num_heads, shape.kv_heads, shape.head_dim)
         self._dense = cudnn_serves(self._dtype, shape.head_dim, self.device)
         self.model = CudaModel(
@@ -174,6 +174,13 @@ class CudaRunner:
     def open(self, num_blocks: int) -> None:
         """Make the KV pool."""
         self._open_pool(num_blocks)
+
+    def cut_attention(self, tile: int, stages: int, warps: int) -> None:
+        """Cut decode attention otherwise than the engine would; for benchmarks, before `start`."""
+        self._cuts = {
+            key: replace(cut, tile=tile, stages=stages, warps=warps)
+            for key, cut in self._cuts.items()
+        }
 
     def start(self, comm: Communicator | None = None) -> None:
         """Join the other ranks, plan prompt attention, capture the decode graphs."""

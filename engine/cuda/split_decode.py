@@ -26,24 +26,26 @@ from engine.kernels.triton_split_linear import (
 
 #: Fewer rows than this stay with torch.
 MIN_ROWS = 2
-_ROW_BLOCKS = tuple(sorted({block_rows(m) for m in range(1, MAX_ROWS + 1)}))
 
 
 class SplitDecode:
     """One rank's products; calls only put work on the current stream."""
 
-    def __init__(self, weights: ModelWeights, eps: float, *, pdl: bool) -> None:
+    def __init__(self, weights: ModelWeights, eps: float, most_rows: int, *, pdl: bool) -> None:
+        """Serves steps of 2 to `most_rows` rows, if the sizes of all products allow it."""
         self._weights = weights
         self._eps = eps
+        self._most_rows = most_rows
         self._pdl = pdl
         device = weights.head.device
         first = weights.layers[0]
         products = [(first.gate_up, True)]
         products += [(w, False) for w in (first.qkv, first.out, first.down, weights.head)]
         sizes = [(w.shape[0] // (1 + gated), w.shape[1], gated) for w, gated in products]
-        counts = [(m, *size) for m in _ROW_BLOCKS for size in sizes]
+        row_blocks = sorted({block_rows(m) for m in range(MIN_ROWS, most_rows + 1)})
+        counts = [(m, *size) for m in row_blocks for size in sizes]
         shapes = [split_shape(*count) for count in counts]
-        self._possible = None not in shapes and first.gate_up_bias is None
+        self._possible = bool(shapes) and None not in shapes and first.gate_up_bias is None
         if self._possible:
             scratch = [
                 scratch_sizes(m, n, gated, shape)
@@ -55,7 +57,7 @@ class SplitDecode:
 
     def serves(self, rows: int) -> bool:
         """Whether steps of so many rows are to run here."""
-        return self._possible and MIN_ROWS <= rows <= MAX_ROWS
+        return self._possible and MIN_ROWS <= rows <= self._most_rows
 
     def decode(self, h: Tensor, attend: Callable[[Tensor, int], Tensor]) -> Tensor:
         """Logits of embedded rows h; `attend(qkv, layer)` gives attention's output."""

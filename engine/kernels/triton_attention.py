@@ -28,7 +28,7 @@ class DecodeShape:
     splits: int
     tile: int = 64
     min_tiles: int = 1
-    stages: int = 3
+    stages: int = 2
     warps: int = 2
     prefetch: int = 0
 

@@ -48,7 +48,7 @@ def default_shape(n: int, k: int, gated: bool) -> LinearShape:
     if (n, k, gated) in _MEASURED:
         return _MEASURED[n, k, gated]
     if gated:
-        return LinearShape(block_n=2, block_k=1024, stages=1, warps=4)
+        return LinearShape(block_n=2, block_k=1024, stages=1, warps=4, registers=72)
     if n < 1 << 14 and k % 2048 == 0 and (n <= 4096 or k == 2048 or k >= 8192):
         return LinearShape(block_n=4, block_k=2048, stages=1, warps=8)
     if n >= 1 << 14 or k > 4096:

@@ -13,9 +13,10 @@ from engine.kernels.triton_elementwise import launch_options
 #: Columns of each row of the weights that are asked for while the kernel before still runs.
 _PREFETCH_COLUMNS = 256
 #: Rows of one launch.
-MAX_ROWS = 64
-#: Outputs of a tile (for GATED, of each half), and the columns of its weights in one stage.
-_BLOCK_N, _BLOCK_K = 64, 128
+MAX_ROWS = 128
+#: Outputs of a tile (for GATED, of each half) and the columns of its weights in one stage, for up
+#: to 64 rows and above.
+_FEW, _MANY = (64, 128), (128, 64)
 #: Shared memory that a launch may use for its stages, and the stages that were ever worth it.
 _STAGE_BYTES, _MAX_STAGES = 172 << 10, 6
 
@@ -38,16 +39,17 @@ def split_shape(rows: int, n: int, k: int, gated: bool) -> SplitShape | None:
     One program a multiprocessor or more, as many stages as fit: the best, or within 3 % of it, of
     those measured on an H200 for an 8B model (benchmarks.linear_shapes).
     """
-    if rows > MAX_ROWS or n % _BLOCK_N or k % _BLOCK_K:
+    block_n, block_k = _FEW if rows <= 64 else _MANY
+    if rows > MAX_ROWS or n % block_n or k % block_k:
         return None
-    tiles = n // _BLOCK_N
-    stage = (_BLOCK_N * (1 + gated) + block_rows(rows)) * _BLOCK_K * 2
+    tiles = n // block_n
+    stage = (block_n * (1 + gated) + block_rows(rows)) * block_k * 2
     return SplitShape(
-        block_n=_BLOCK_N,
-        block_k=_BLOCK_K,
-        splits=max(1, min(132 // tiles, k // _BLOCK_K // 4)),
+        block_n=block_n,
+        block_k=block_k,
+        splits=max(1, min(132 // tiles, k // block_k // 4)),
         stages=min(_MAX_STAGES, _STAGE_BYTES // stage),
-        warps=4,
+        warps=4 if rows <= 64 else 8,
     )
 
 

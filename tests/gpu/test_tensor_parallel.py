@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
+from engine.cuda.group import ReduceKind
 from tests.support.cuda import Reference, make_runner, mixed_script, tiny_config
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
@@ -36,8 +37,6 @@ def run_model(rank, size, port):
 
 def run_reductions(rank, size, port):
     """Every kind of all-reduce, many times over, in and out of a graph, against local sums."""
-    from engine.cuda.group import ReduceKind
-
     group, device = join(rank, size, port)
     for kind in ReduceKind:
         for rows in (1, 3):
@@ -48,7 +47,39 @@ def run_reductions(rank, size, port):
             stream = torch.cuda.Stream(device)
             parts = [part(peer, 99, h) for peer in range(size)]
             check(group, kind, parts, rank, h, lambda run, s=stream: replay(run, s))
+    check_normed_sums(group, rank, size, device)
     group.close()
+
+
+def check_normed_sums(group, rank, size, device):
+    """Sums that go straight into a norm, among others, in and out of a graph."""
+    from engine.kernels.triton_reduce import reduce_normed
+
+    gain = torch.rand(4096, device=device).bfloat16()
+    h = torch.zeros(1, 4096, dtype=torch.bfloat16, device=device)
+    for rows in (2, 3, 8, 64):
+        start = part(0, rows, torch.empty(rows, 4096, device=device)).bfloat16()
+        parts = [part(peer, rows + 1, start) for peer in range(size)]
+        mine = start.clone()
+
+        def run(mine=mine, parts=parts, start=start):
+            mine.copy_(start)
+            into = group.normed_sum(mine)
+            into.partial.copy_(parts[rank])
+            reduce_normed(into, mine, gain, 1e-5, pdl=True)
+            group.reduce_by(ReduceKind.PUSH, group.partial_for(ReduceKind.PUSH, h).zero_(), h)
+            group.end_step()
+            return into.out
+
+        want = start.float() + torch.stack(parts).float().sum(0)
+        want = want * torch.rsqrt(want.square().mean(-1, keepdim=True) + 1e-5) * gain.float()
+        for _ in range(20):
+            got = run().clone()
+            torch.testing.assert_close(got.float(), want, rtol=3e-2, atol=3e-2)
+        replay(run, torch.cuda.Stream(device))
+        torch.testing.assert_close(group.normed_sum(mine).out.float(), want, rtol=3e-2, atol=3e-2)
+        group.end_step()
+    assert int(group.failed) == 0
 
 
 def part(peer, turn, like):

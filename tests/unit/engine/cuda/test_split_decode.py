@@ -16,8 +16,7 @@ HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_step_on_split_products_gives_the_same_logits(device, monkeypatch, bias):
-    monkeypatch.setattr(triton_split_linear, "_BLOCK_N", 32)
-    monkeypatch.setattr(triton_split_linear, "_BLOCK_K", 32)
+    monkeypatch.setattr(triton_split_linear, "_FEW", (32, 32))
     name = str(HALF).removeprefix("torch.")
     runner = CudaRunner(
         EngineConfig(model_path="unused", dtype=name, device=str(device)),
@@ -25,7 +24,7 @@ def test_a_step_on_split_products_gives_the_same_logits(device, monkeypatch, bia
         HostSource(device, HALF),
         CudaOptions(max_batch=4),
     )
-    split = SplitDecode(runner.weights, 1e-5, pdl=False)
+    split = SplitDecode(runner.weights, 1e-5, 64, pdl=False)
     assert [split.serves(rows) for rows in (1, 2, 64, 65)] == [False, True, True, False]
     h = torch.randn(3, 96, device=device).to(HALF)
     width = runner.model._shape.num_heads * runner.model._shape.head_dim
@@ -50,4 +49,4 @@ def test_sizes_that_no_tile_divides_stay_with_torch(device):
         HostSource(device),
         CudaOptions(max_batch=4),
     )
-    assert not SplitDecode(runner.weights, 1e-5, pdl=False).serves(32)
+    assert not SplitDecode(runner.weights, 1e-5, 64, pdl=False).serves(32)
