@@ -36,8 +36,8 @@ class SplitShape:
 def split_shape(rows: int, n: int, k: int, gated: bool) -> SplitShape | None:
     """How to launch a product of so many rows; None when the kernel cannot do it.
 
-    One program a multiprocessor or more, as many stages as fit: the best, or within 3 % of it, of
-    those measured on an H200 for an 8B model (benchmarks.linear_shapes).
+    One program a multiprocessor or more, as many stages as fit: within 1 % of the best of those
+    tried in steps of an 8B model on an H200 (benchmarks.decode_shapes).
     """
     block_n, block_k = _FEW if rows <= 64 else _MANY
     if rows > MAX_ROWS or n % block_n or k % block_k:
