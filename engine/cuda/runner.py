@@ -82,6 +82,7 @@ class CudaRunner:
 
     layout: KVLayout
     pool: KVPool
+    _cuts: dict[tuple[int, bool], DecodeShape]
 
     def __init__(
         self,
