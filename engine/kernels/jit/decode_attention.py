@@ -233,18 +233,7 @@ def paged_decode(
             finished = tl.atomic_add(counters + pair, 1, sem="acq_rel", scope="gpu")
             if finished == active - 1:
                 merge_splits(
-                    partial,
-                    stats,
-                    first,
-                    active,
-                    out_row,
-                    dims,
-                    dim_ok,
-                    GROUP,
-                    MERGE_P,
-                    DIM,
-                    DIM_P,
-                    MAX_SPLITS,
-                    AT_ONCE,
-                )
+                    partial, stats, first, active, out_row, dims, dim_ok,
+                    GROUP, MERGE_P, DIM, DIM_P, MAX_SPLITS, AT_ONCE,
+                )  # fmt: skip
                 tl.store(counters + pair, 0)
