@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.kernels.triton_reduce import NormedSum, Turn
+from protocol.errors import Internal
 
 
 class Communicator(Protocol):
@@ -78,8 +79,8 @@ class Solo:
         return False
 
     def normed_sum(self, h: Tensor) -> NormedSum:
-        """Nothing is summed here."""
-        raise NotImplementedError
+        """Never asked for: raises Internal."""
+        raise Internal("a group of one has nothing to sum")
 
     def end_step(self) -> None:
         """Nothing was counted."""
