@@ -253,11 +253,6 @@ float softmax(float* scores, long n) {
   return 1.0f / _mm512_reduce_add_ps(sum);
 }
 
-// Blocks lie anywhere: the processor cannot guess which comes next.
-void fetch(const bf16* p, long n) {
-  for (long i = 0; i < n; i += 32) _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T0);
-}
-
 // Lane i of the result is the sum of all lanes of v[i].
 __m512 sums_of(const __m512 (&v)[16]) {
   __m512 twos[8], fours[4], eights[2];
@@ -278,71 +273,113 @@ __m512 sums_of(const __m512 (&v)[16]) {
   return lanes(eights[0], eights[1]);
 }
 
-// One query of G neighbouring query heads that share KV head `head`, over `context` tokens.
+// The next block of a table, fetched a piece at a time while this one is worked on: blocks lie
+// anywhere, so the processor cannot guess which comes next.
+struct Ahead {
+  const char *next, *end;
+  long piece;
+
+  Ahead(const bf16* block, long elements, long pieces)
+      : next(reinterpret_cast<const char*>(block)),
+        end(reinterpret_cast<const char*>(block + (block ? elements : 0))),
+        piece((2 * elements + pieces - 1) / pieces) {}
+
+  void fetch() {
+    for (const char* stop = std::min(end, next + piece); next < stop; next += 64)
+      _mm_prefetch(next, _MM_HINT_T0);
+  }
+};
+
+// scores[g][i] = q[g] . k[i] of G queries and n keys.
 template <int D, int G>
-void attend_one(const Attention& a, const bf16* q, const bf16* kv, const int32_t* blocks, long context,
-                long head, bf16* out) {
-  static thread_local std::vector<float> buffer;
-  const long width = (context + 15) / 16 * 16;
-  buffer.resize(G * width + 16);  // the last sixteen of a block may be stored whole
-  float* scores = buffer.data();
-  for (long t = 0; t < context; t += a.block_size) {
-    const bf16* block = keys_of(a, kv, blocks[t / a.block_size], head);
-    const long n = std::min(a.block_size, context - t);
-    fetch(block + a.kv_heads * a.block_size * D, n * D);
-    if (t + a.block_size < context) fetch(keys_of(a, kv, blocks[t / a.block_size + 1], head), n * D);
-    for (long from = 0; from < n; from += 16)
-      for (int g = 0; g < G; ++g) {
-        __m512 dots[16];
+void score(const bf16* q, const bf16* k, long n, float scale, float* scores, long width) {
+  for (long from = 0; from < n; from += 16)
+    for (int g = 0; g < G; ++g) {
+      __m512 dots[16];
 #pragma GCC unroll 16
-        for (int i = 0; i < 16; ++i) {
-          const bf16* k = block + std::min(from + i, n - 1) * D;
-          dots[i] = _mm512_setzero_ps();
-          for (int d = 0; d < D; d += 32)
-            dots[i] = dot2(dots[i], _mm512_loadu_si512(q + g * D + d), _mm512_loadu_si512(k + d));
-        }
-        const __m512 scaled = _mm512_mul_ps(sums_of(dots), _mm512_set1_ps(a.scale));
-        store(scores + g * width + t + from, scaled, first(n - from));
+      for (int i = 0; i < 16; ++i) {
+        const bf16* key = k + std::min(from + i, n - 1) * D;
+        dots[i] = _mm512_setzero_ps();
+        for (int d = 0; d < D; d += 32)
+          dots[i] = dot2(dots[i], _mm512_loadu_si512(q + g * D + d), _mm512_loadu_si512(key + d));
       }
-  }
-  __m512 share[G], sum[G][D / 16];
+      const __m512 scaled = _mm512_mul_ps(sums_of(dots), _mm512_set1_ps(scale));
+      store(scores + g * width + from, scaled, first(n - from));
+    }
+}
+
+// sums[g][d] += weights[g][i] v[i][d] over n values.
+template <int D, int G>
+void weigh(const float* weights, long width, const bf16* v, long n, float* sums) {
+  __m512 sum[G][D / 16];
 #pragma GCC unroll 4
-  for (int g = 0; g < G; ++g) {
-    share[g] = _mm512_set1_ps(softmax(scores + g * width, context));
+  for (int g = 0; g < G; ++g)
 #pragma GCC unroll 8
-    for (int d = 0; d < D / 16; ++d) sum[g][d] = _mm512_setzero_ps();
-  }
-  for (long t = 0; t < context; t += a.block_size) {
-    const bf16* v = keys_of(a, kv, blocks[t / a.block_size], head) + a.kv_heads * a.block_size * D;
-    const long n = std::min(a.block_size, context - t);
-    for (long i = 0; i < n; ++i) {
+    for (int d = 0; d < D / 16; ++d) sum[g][d] = _mm512_loadu_ps(sums + g * D + d * 16);
+  for (long i = 0; i < n; ++i) {
 #pragma GCC unroll 8
-      for (int d = 0; d < D / 16; ++d) {
-        const __m512 value = load(v + i * D + d * 16);
+    for (int d = 0; d < D / 16; ++d) {
+      const __m512 value = load(v + i * D + d * 16);
 #pragma GCC unroll 4
-        for (int g = 0; g < G; ++g)
-          sum[g][d] = _mm512_fmadd_ps(_mm512_set1_ps(scores[g * width + t + i]), value, sum[g][d]);
-      }
+      for (int g = 0; g < G; ++g)
+        sum[g][d] = _mm512_fmadd_ps(_mm512_set1_ps(weights[g * width + i]), value, sum[g][d]);
     }
   }
 #pragma GCC unroll 4
   for (int g = 0; g < G; ++g)
 #pragma GCC unroll 8
-    for (int d = 0; d < D / 16; ++d)
-      store(out + g * D + d * 16, _mm512_mul_ps(sum[g][d], share[g]));
+    for (int d = 0; d < D / 16; ++d) _mm512_storeu_ps(sums + g * D + d * 16, sum[g][d]);
 }
 
-// The same for all query heads of `head`, as many at once as there are registers for.
+// f(g, size) for the query heads of one KV head, as many at once as there are registers for.
+template <int D, class F>
+void by_registers(long group, const F& f) {
+  constexpr long most = D == 64 ? 3 : 2;
+  for (long g = 0; g < group; g += most) f(g, std::min(most, group - g));
+}
+
+// One query of every query head of KV heads `head` .. `end`, over `context` tokens.
 template <int D>
 void attend_one(const Attention& a, const bf16* q, const bf16* kv, const int32_t* blocks, long context,
-                long head, bf16* out) {
-  const long group = a.q_heads / a.kv_heads;
-  for (long g = 0, step; g < group; g += step) {
-    const long at = (head * group + g) * D, left = group - g;
-    step = left >= 3 && D == 64 ? 3 : std::min(left, 2l);
-    const auto part = step == 3 ? attend_one<D, 3> : step == 2 ? attend_one<D, 2> : attend_one<D, 1>;
-    part(a, q + at, kv, blocks, context, head, out + at);
+                long head, long end, bf16* out) {
+  static thread_local std::vector<float> scores, sums;
+  const long group = a.q_heads / a.kv_heads, heads = (end - head) * group;
+  const long width = (context + 15) / 16 * 16, size = a.block_size * D, last = (context - 1) / a.block_size;
+  scores.resize(heads * width);
+  sums.assign(heads * D, 0.0f);
+  q += head * group * D;
+  out += head * group * D;
+  for (long b = 0; b <= last; ++b) {
+    const long n = std::min(a.block_size, context - b * a.block_size);
+    const bf16* next = b < last ? keys_of(a, kv, blocks[b + 1], head) : nullptr;
+    Ahead keys(next, (end - head) * size, end - head);
+    Ahead values(next ? next + a.kv_heads * size : nullptr, (end - head) * size, end - head);
+    for (long h = 0; h < end - head; ++h) {
+      const bf16* k = keys_of(a, kv, blocks[b], head + h);
+      by_registers<D>(group, [&](long g, long count) {
+        float* to = scores.data() + (h * group + g) * width + b * a.block_size;
+        const auto part = count == 3 ? score<D, 3> : count == 2 ? score<D, 2> : score<D, 1>;
+        part(q + (h * group + g) * D, k, n, a.scale, to, width);
+      });
+    }
   }
+  for (long h = 0; h < heads; ++h) {
+    float* mine = scores.data() + h * width;
+    const __m512 share = _mm512_set1_ps(softmax(mine, context));
+    for (long i = 0; i < width; i += 16) store(mine + i, _mm512_mul_ps(load(mine + i), share));
+  }
+  for (long b = 0; b <= last; ++b) {
+    const long n = std::min(a.block_size, context - b * a.block_size);
+    for (long h = 0; h < end - head; ++h) {
+      const bf16* v = keys_of(a, kv, blocks[b], head + h) + a.kv_heads * size;
+      by_registers<D>(group, [&](long g, long count) {
+        const float* from = scores.data() + (h * group + g) * width + b * a.block_size;
+        const auto part = count == 3 ? weigh<D, 3> : count == 2 ? weigh<D, 2> : weigh<D, 1>;
+        part(from, width, v, n, sums.data() + (h * group + g) * D);
+      });
+    }
+  }
+  for (long i = 0; i < heads * D; i += 16) store(out + i, load(sums.data() + i));
 }
 
 // `queries` consecutive queries, the last of them at token seen - 1, over packed keys and values.
@@ -391,11 +428,11 @@ void attend_tile(const Attention& a, const bf16* q, long queries, long seen, con
 }
 
 void attend_one(const Attention& a, const bf16* q, const bf16* kv, const int32_t* blocks, long context,
-                long head, bf16* out) {
+                long head, long end, bf16* out) {
   switch (a.dim) {
-    case 64: return attend_one<64>(a, q, kv, blocks, context, head, out);
-    case 96: return attend_one<96>(a, q, kv, blocks, context, head, out);
-    case 128: return attend_one<128>(a, q, kv, blocks, context, head, out);
+    case 64: return attend_one<64>(a, q, kv, blocks, context, head, end, out);
+    case 96: return attend_one<96>(a, q, kv, blocks, context, head, end, out);
+    case 128: return attend_one<128>(a, q, kv, blocks, context, head, end, out);
   }
 }
 
@@ -513,24 +550,29 @@ void baton_attend(const Attention* at, const bf16* q, const bf16* kv, long seque
                        const int32_t* queries, const int32_t* contexts, const int32_t* starts,
                        const int32_t* tables, bf16* out, int threads) {
   struct Item {
-    long row, sequence, tile;
+    long row, sequence, tile, head, end;
   };
   static thread_local std::vector<Item> items;
   const Attention a = *at;
   items.clear();
+  // Heads of a decode lie side by side, and are read faster together; but every thread needs some.
+  const long together = sequences >= 4 * threads ? a.kv_heads : 1;
   for (long s = 0, row = 0; s < sequences; row += queries[s++])
-    for (long tile = 0; tile < queries[s]; tile += kQueries) items.push_back({row, s, tile});
+    for (long tile = 0; tile < queries[s]; tile += kQueries)
+      for (long head = 0, step = queries[s] == 1 ? together : 1; head < a.kv_heads; head += step)
+        items.push_back({row, s, tile, head, head + step});
   const Item* list = items.data();
   const long count = items.size();
-  pool().run(count * a.kv_heads, threads, [=](long index) {
-    const Item& item = list[count - 1 - index / a.kv_heads];  // chunks, which take longest, first
-    const long head = index % a.kv_heads, s = item.sequence, row = item.row + item.tile;
+  pool().run(count, threads, [=](long index) {
+    const Item& item = list[count - 1 - index];  // chunks, which take longest, first
+    const long s = item.sequence, row = item.row + item.tile;
     const bf16* mine = q + row * a.row_stride;
     bf16* to = out + row * a.q_heads * a.dim;
     const int32_t* blocks = tables + starts[s];
-    if (queries[s] == 1) return attend_one(a, mine, kv, blocks, contexts[s], head, to);
+    if (queries[s] == 1)
+      return attend_one(a, mine, kv, blocks, contexts[s], item.head, item.end, to);
     const long n = std::min(kQueries, queries[s] - item.tile);
-    attend_tile(a, mine, n, contexts[s] - queries[s] + item.tile + n, kv, blocks, head, to);
+    attend_tile(a, mine, n, contexts[s] - queries[s] + item.tile + n, kv, blocks, item.head, to);
   });
 }
 }
