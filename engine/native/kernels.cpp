@@ -273,23 +273,6 @@ __m512 sums_of(const __m512 (&v)[16]) {
   return lanes(eights[0], eights[1]);
 }
 
-// The next block of a table, fetched a piece at a time while this one is worked on: blocks lie
-// anywhere, so the processor cannot guess which comes next.
-struct Ahead {
-  const char *next, *end;
-  long piece;
-
-  Ahead(const bf16* block, long elements, long pieces)
-      : next(reinterpret_cast<const char*>(block)),
-        end(reinterpret_cast<const char*>(block + (block ? elements : 0))),
-        piece((2 * elements + pieces - 1) / pieces) {}
-
-  void fetch() {
-    for (const char* stop = std::min(end, next + piece); next < stop; next += 64)
-      _mm_prefetch(next, _MM_HINT_T0);
-  }
-};
-
 // scores[g][i] = q[g] . k[i] of G queries and n keys.
 template <int D, int G>
 void score(const bf16* q, const bf16* k, long n, float scale, float* scores, long width) {
@@ -351,9 +334,6 @@ void attend_one(const Attention& a, const bf16* q, const bf16* kv, const int32_t
   out += head * group * D;
   for (long b = 0; b <= last; ++b) {
     const long n = std::min(a.block_size, context - b * a.block_size);
-    const bf16* next = b < last ? keys_of(a, kv, blocks[b + 1], head) : nullptr;
-    Ahead keys(next, (end - head) * size, end - head);
-    Ahead values(next ? next + a.kv_heads * size : nullptr, (end - head) * size, end - head);
     for (long h = 0; h < end - head; ++h) {
       const bf16* k = keys_of(a, kv, blocks[b], head + h);
       by_registers<D>(group, [&](long g, long count) {
