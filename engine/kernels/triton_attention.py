@@ -9,7 +9,10 @@ import triton
 
 from engine.kernels.jit.decode_attention import paged_decode
 from engine.kernels.jit.prefill_attention import paged_prefill
+from engine.kernels.launch import Repeated
 from engine.kernels.triton_elementwise import launch_options
+
+_PAGED_PREFILL = Repeated(paged_prefill)
 
 #: Programs that fill a Hopper card a few times over.
 _TARGET_PROGRAMS = 528
@@ -159,7 +162,7 @@ def prefill_attention(
     small = chunks.max_count <= 64 or q.dtype == torch.float32
     block_m = 16 if chunks.max_count <= 16 else (64 if small or width > 128 else 128)
     tile = 32 if width > 128 or q.dtype == torch.float32 else 64
-    paged_prefill[(triton.cdiv(chunks.max_count, block_m), num_heads, chunks.counts.shape[0])](
+    _PAGED_PREFILL[(triton.cdiv(chunks.max_count, block_m), num_heads, chunks.counts.shape[0])](
         q,
         q.stride(0),
         pool,

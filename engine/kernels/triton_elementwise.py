@@ -6,6 +6,12 @@ import torch
 import triton
 
 from engine.kernels.jit import elementwise
+from engine.kernels.launch import Repeated
+
+_RMS_NORM = Repeated(elementwise.rms_norm)
+_SILU_MUL = Repeated(elementwise.silu_mul)
+_ROPE_WRITE = Repeated(elementwise.rope_write)
+_EMBED = Repeated(elementwise.embed)
 
 
 def launch_options(pdl: bool) -> dict[str, bool]:
@@ -28,7 +34,7 @@ def rms_norm(
     """
     rows, hidden = x.shape
     block = triton.next_power_of_2(hidden)
-    elementwise.rms_norm[(rows,)](
+    _RMS_NORM[(rows,)](
         x,
         x if residual is None else residual,
         gain,
@@ -48,7 +54,7 @@ def silu_mul(gate_up: torch.Tensor, *, out: torch.Tensor, pdl: bool = False) -> 
     rows, width = out.shape
     block = 1024 if rows < 1024 else 4096
     block = min(block, triton.next_power_of_2(width))
-    elementwise.silu_mul[(rows, triton.cdiv(width, block))](
+    _SILU_MUL[(rows, triton.cdiv(width, block))](
         gate_up, out, width, BLOCK=block, PDL=pdl, num_warps=4, **launch_options(pdl)
     )
 
@@ -70,7 +76,7 @@ def rope_write(
     negative for padding; cos, sin: float32 `[positions, dim / 2]`.
     """
     _, _, kv_heads, page, dim = pool.shape
-    elementwise.rope_write[(positions.shape[0],)](
+    _ROPE_WRITE[(positions.shape[0],)](
         qkv,
         cos,
         sin,
@@ -105,7 +111,7 @@ def embed(
     """
     rows, hidden = out.shape
     block = min(2048, triton.next_power_of_2(hidden))
-    elementwise.embed[(rows, triton.cdiv(hidden, block))](
+    _EMBED[(rows, triton.cdiv(hidden, block))](
         tokens,
         feed,
         previous,
