@@ -180,9 +180,6 @@ def search(args: Any, ranks: Ranks, step: Step, candidates: dict[str, list[Any]]
         )  # fmt: skip
         finder.best("attention", [now, *attention_shapes(now)],
                     lambda shape: step.runner._cuts.__setitem__(place, shape))  # fmt: skip
-        now = step.runner._cuts[place]
-        finder.best("attention prefetch", [replace(now, prefetch=n) for n in (0, 1, 2, 3, 5)],
-                    lambda shape: step.runner._cuts.__setitem__(place, shape))  # fmt: skip
     chosen: dict[Key, Any] = table.row if args.rows == 1 else table.split
     for name, shapes in candidates.items():
         key = keys[name]

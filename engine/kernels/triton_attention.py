@@ -8,6 +8,7 @@ import torch
 import triton
 
 from engine.kernels.jit.decode_attention import paged_decode
+from engine.kernels.jit.decode_attention_alone import paged_decode_alone
 from engine.kernels.jit.prefill_attention import paged_prefill
 from engine.kernels.launch import Repeated
 from engine.kernels.triton_elementwise import launch_options
@@ -17,8 +18,6 @@ _PAGED_PREFILL = Repeated(paged_prefill)
 #: Programs that fill a Hopper card a few times over.
 _TARGET_PROGRAMS = 528
 _MAX_SPLITS = 64
-#: Splits whose results are read together when they are merged.
-_MERGE_AT_ONCE = 16
 #: Sequences times splits where one context may be much longer than the others.
 _LONG_PARTS = 4096
 
@@ -26,14 +25,14 @@ _LONG_PARTS = 4096
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeShape:
     """How decode attention is cut: splits of a context, tokens per tile, least tiles per split; and
-    how many tiles are fetched into the cache while the kernel before still runs."""
+    whether by the kernel for one sequence alone."""
 
     splits: int
     tile: int = 64
     min_tiles: int = 1
-    stages: int = 2
+    stages: int = 3
     warps: int = 2
-    prefetch: int = 0
+    alone: bool = False
 
 
 def decode_shape(batch: int, kv_heads: int, head_dim: int, long_context: bool) -> DecodeShape:
@@ -49,7 +48,10 @@ def decode_shape(batch: int, kv_heads: int, head_dim: int, long_context: bool) -
     if long_context and splits < 32:
         splits = max(splits, min(32, _LONG_PARTS // batch))
         min_tiles = 16
-    return DecodeShape(splits=splits, tile=64 if head_dim <= 128 else 32, min_tiles=min_tiles)
+    tile = 64 if head_dim <= 128 else 32
+    if batch == 1 and not long_context:
+        return DecodeShape(splits=splits, tile=tile, stages=2, alone=True)
+    return DecodeShape(splits=splits, tile=tile, min_tiles=min_tiles)
 
 
 class DecodeScratch:
@@ -92,7 +94,13 @@ def decode_attention(
     """
     _, _, kv_heads, page, dim = pool.shape
     group = num_heads // kv_heads
-    paged_decode[(kv_heads, shape.splits, qkv.shape[0])](
+    merge = (
+        {"MERGE_P": triton.next_power_of_2(group), "MAX_SPLITS": _MAX_SPLITS, "AT_ONCE": 16}
+        if shape.alone
+        else {"SPLITS_P": 8 if shape.splits <= 8 else _MAX_SPLITS}
+    )
+    kernel = paged_decode_alone if shape.alone else paged_decode
+    kernel[(kv_heads, shape.splits, qkv.shape[0])](
         qkv,
         cos,
         sin,
@@ -107,7 +115,6 @@ def decode_attention(
         scale,
         shape.splits,
         shape.min_tiles,
-        shape.prefetch,
         HEADS=num_heads,
         KV_HEADS=kv_heads,
         GROUP=group,
@@ -116,13 +123,11 @@ def decode_attention(
         DIM_P=triton.next_power_of_2(dim),
         PAGE=page,
         TILE=shape.tile,
-        MERGE_P=triton.next_power_of_2(group),
-        MAX_SPLITS=_MAX_SPLITS,
-        AT_ONCE=_MERGE_AT_ONCE,
         STAGES=shape.stages,
         PDL=pdl,
         PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
         num_warps=shape.warps,
+        **merge,
         **launch_options(pdl),
     )
 

@@ -17,8 +17,9 @@ MAX_ROWS = 128
 #: Outputs of a tile (for GATED, of each half) and the columns of its weights in one stage, for up
 #: to 64 rows and above.
 _FEW, _MANY = (64, 128), (128, 64)
-#: Shared memory that a launch may use for its stages, and the stages that were ever worth it.
-_STAGE_BYTES, _MAX_STAGES = 172 << 10, 6
+#: Shared memory that a launch may use for its stages, and the stages that were ever worth it,
+#: without and with a gate.
+_STAGE_BYTES, _MAX_STAGES = 208 << 10, (6, 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ def split_shape(rows: int, n: int, k: int, gated: bool) -> SplitShape | None:
         block_n=block_n,
         block_k=block_k,
         splits=max(1, min(132 // tiles, k // block_k // 4)),
-        stages=min(_MAX_STAGES, _STAGE_BYTES // stage),
+        stages=min(_MAX_STAGES[gated], _STAGE_BYTES // stage),
         warps=4 if rows <= 64 else 8,
     )
 
