@@ -117,8 +117,8 @@ def replay(run, stream):
 def others(what, size):
     """The processes of all ranks; yields what rank 0 returned.
 
-    Rank 0 has a process of its own, too: torch numbers the exchanges of symmetric memory by process,
-    so that a group cannot form between one that has been in another group and one that has not.
+    Rank 0 has a process of its own, too: torch numbers the exchanges of symmetric memory by
+    process, so that a group cannot form between one that was in another group and one that was not.
     """
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} CUDA devices")
