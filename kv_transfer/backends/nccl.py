@@ -126,12 +126,16 @@ class NcclLink:
             self._await(slot.wired)
 
     def close(self) -> None:
-        """Abort: whatever waits on either stream of this link ends."""
+        """Abort: whatever waits on either stream of this link ends. That takes NCCL half a second,
+        for which no event loop can wait."""
         if not self._broken.is_set():
             self._broken.set()
-            self._group.abort()
+            threading.Thread(target=self._abort, name=f"kv-abort-{self._name}").start()
             for slot in self._slots:
                 slot.free.release()
+
+    def _abort(self) -> None:
+        self._group.abort()  # a method of the link: its buffers live until no kernel uses them
 
     def _sent(self, move: BlockMove, slot: _Slot, data: torch.Tensor, limit: float) -> int:
         with self._working(limit):
