@@ -65,7 +65,8 @@ class _Slot:
 
 
 class NcclLink:
-    """One end of a pair. Copies run on one stream, NCCL on another of high priority."""
+    """One end of a pair. Copies run on one stream, NCCL on another, both ahead of the model's
+    kernels: a copy that waits for a whole step holds up the wire."""
 
     ordered = True
 
@@ -85,7 +86,7 @@ class NcclLink:
         self._chunk_bytes = chunk_bytes
         self._broken = threading.Event()
         with torch.cuda.device(self._device):
-            self._stream = torch.cuda.Stream()
+            self._stream = torch.cuda.Stream(priority=-1)
             self._wire = torch.cuda.Stream(priority=-1)
             self._copied = torch.cuda.Event()
             self._pages = PageTable(self._device)

@@ -44,21 +44,11 @@ class _Config(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL:
-    return _declared(_load(ctypes.CDLL))
-
-
-@cache
-def _brief() -> ctypes.CDLL:
-    """For calls of a few microseconds: the interpreter's lock is kept, because to get it back can
-    take far longer than they do."""
-    return _declared(_load(ctypes.PyDLL))
-
-
-def _load(kind: type[ctypes.CDLL]) -> ctypes.CDLL:
     try:
-        return kind("libnccl.so.2")  # the one that torch has loaded
+        library = ctypes.CDLL("libnccl.so.2")  # the one that torch has loaded
     except OSError as error:
         raise NcclError(f"no NCCL: {error}") from error
+    return _declared(library)
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -134,7 +124,7 @@ class Communicator:
     def _post(self, name: str, address: int, num_bytes: int, stream: int, limit: float) -> None:
         with self._lock:
             self._check_there(name)
-            call = getattr(_brief(), name)
+            call = getattr(_library(), name)
             code = call(address, num_bytes, _UINT8, self._peer, self._handle, stream)
         self._settle(name, code, limit)
 
@@ -146,8 +136,8 @@ class Communicator:
                 now = time.monotonic()
                 if now > limit:
                     raise NcclError(f"{name} timed out")
-                if now > start + _SPIN_S:  # posting takes less; building a communicator, more
-                    time.sleep(_POLL_S)
+                # Posting takes less than the spin. Others need the interpreter's lock meanwhile.
+                time.sleep(0 if now < start + _SPIN_S else _POLL_S)
                 code = self._state(name)
             _check(name, code)
         except NcclError:
@@ -158,7 +148,7 @@ class Communicator:
         state = ctypes.c_int()
         with self._lock:
             self._check_there(name)
-            code = _brief().ncclCommGetAsyncError(self._handle, ctypes.byref(state))
+            code = _library().ncclCommGetAsyncError(self._handle, ctypes.byref(state))
         _check("ncclCommGetAsyncError", code)
         return state.value
 
