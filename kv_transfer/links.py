@@ -157,8 +157,10 @@ class LinkThread:
             while (operation := self._queue.get()) is not None:
                 if not self._guarded(partial(self._work, operation)):
                     return
-        finally:
+        finally:  # give back the buffers now, not when the garbage collector comes
             self._staging = torch.empty(0, dtype=torch.uint8)
+            with self._lock:
+                self._open = self._unordered = None
 
     def _guarded(self, run: Callable[[], None]) -> bool:
         """Run a part of an operation; whatever it raises breaks the link."""

@@ -145,7 +145,7 @@ class _Lane:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.stream = torch.cuda.Stream(priority=-1)  # what waits for it is the next step of decode
+        self.stream = torch.cuda.Stream()
         self._idle: list[_Flight] = []
 
     def take(self) -> _Flight:
