@@ -5,24 +5,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from kv_transfer.checksum import place_checksum
 from kv_transfer.orders import (
     CloseOrder,
     ListenOrder,
-    MoveOrder,
     Order,
-    Outcome,
-    Part,
-    PartResult,
 )
 from kv_transfer.party import Party
-from kv_transfer.plan import kv_bytes, reshard
 from kv_transfer.ranks import RankChannel, run_order
 from kv_transfer.tasks import Tasks
 from protocol.errors import HandoffFailed, StaleMessage
-from protocol.ids import WorkerRef
-from protocol.kv_layout import Cells, KVLayout
-from protocol.messages import LinkAddress, Piece
+from protocol.messages import LinkAddress
 
 
 class Peer:
@@ -57,66 +49,6 @@ async def listen(ranks: RankChannel, num_ranks: int) -> tuple[LinkAddress, ...]:
             for way in outcome.listening
         ]
     return tuple(links)
-
-
-def receive_orders(
-    piece: Piece, cells: Cells, *, me: WorkerRef, layout: KVLayout
-) -> dict[int, Order]:
-    """What each destination rank has to receive of a piece, into `cells` of decode's blocks."""
-    parts: dict[int, list[Part]] = {}
-    for slice_ in reshard(piece.prefill_layout.rank_heads, layout.rank_heads):
-        part = Part(
-            peer_rank=slice_.source_rank,
-            first_head=slice_.dest_heads[0],
-            num_heads=slice_.num_heads,
-        )
-        parts.setdefault(slice_.dest_rank, []).append(part)
-    return {
-        rank: Order(
-            receive=MoveOrder(
-                rank=rank,
-                sender_epoch=piece.prefill.epoch,
-                receiver_epoch=me.epoch,
-                link=piece.link,
-                generation=piece.generation,
-                sequence=piece.sequence,
-                cells=cells,
-                first_layer=piece.first_layer,
-                num_layers=piece.num_layers,
-                parts=tuple(own),
-                backend=piece.backend,
-            )
-        )
-        for rank, own in parts.items()
-    }
-
-
-def as_written(piece: Piece, orders: dict[int, Order]) -> list[Outcome]:
-    """The outcome of receive orders for a piece that its sender has written, when its content is
-    not to be summed."""
-    outcomes = []
-    for rank, order in orders.items():
-        move = order.receive
-        assert move is not None
-        results = []
-        for part in move.parts:
-            num_bytes = kv_bytes(
-                piece.prefill_layout,
-                num_tokens=move.cells.num_tokens,
-                num_layers=move.num_layers,
-                num_heads=part.num_heads,
-            )
-            place = place_checksum(
-                generation=move.generation,
-                sequence=move.sequence,
-                source=part.peer_rank,
-                dest=rank,
-            )
-            results.append(
-                PartResult(peer_rank=part.peer_rank, num_bytes=num_bytes, checksum=place)
-            )
-        outcomes.append(Outcome(parts=tuple(results)))
-    return outcomes
 
 
 class Peers:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kv_transfer.arrivals import Arrivals
 from kv_transfer.calls import Answer, as_failure
-from kv_transfer.config import ONE_SIDED, ChecksumKind
+from kv_transfer.config import ONE_SIDED
 from kv_transfer.credits import Credits, Holding
 from kv_transfer.deadlines import Deadlines
 from kv_transfer.incoming import Incoming, Settled, end_message, grant_message, settled
 from kv_transfer.leases import Inbound, PiecesLost, Verdict
 from kv_transfer.listeners import ReceiverListener
-from kv_transfer.meeting import accept_orders
-from kv_transfer.orders import Order, Outcome
 from kv_transfer.party import Party
-from kv_transfer.peers import Peer, Peers, as_written, listen, receive_orders
+from kv_transfer.peers import listen
 from kv_transfer.plan import check_layout
-from kv_transfer.ranks import first_error, run_orders, totals
 from kv_transfer.remembered import Attempts, Remembered
 from kv_transfer.stats import TransferStats
 from kv_transfer.tasks import Tasks
@@ -52,7 +50,7 @@ class Receiver:
         self._settled: Remembered[Settled] = Remembered(party.config.remembered)
         self._attempts = Attempts(party.config.remembered)
         self._credits = Credits()
-        self._peers = Peers(party, self._tasks)
+        self._arrivals = Arrivals(party, self._tasks, self.stats, lost=self._repair_later)
         self._deadlines = Deadlines(
             now=self._clock.monotonic,
             ring=lambda: self.expire(self._clock.monotonic()),
@@ -158,7 +156,7 @@ class Receiver:
         if dead:
             self._writers.lost(epoch)
         self._end_all(epoch, "is lost", writes=not dead)
-        await self._peers.forget(epoch)
+        await self._arrivals.forget(epoch)
 
     async def close(self) -> None:
         """End everything, tell the peers if they listen, and stop."""
@@ -174,8 +172,7 @@ class Receiver:
         HandoffFailed when the link that it names, or its layout, cannot be used."""
         check_layout(self._me.layout, meeting.prefill_layout)
         if meeting.backend and meeting.backend not in ONE_SIDED:
-            self._peers.get(meeting.prefill.epoch).use(meeting.link)
-            self._tasks.start(run_orders(self._me.ranks, accept_orders(self._me, meeting)))
+            self._arrivals.prepare(meeting)
         return Welcome(layout=self._me.layout, links=self._links)
 
     async def on_piece(self, piece: Piece) -> Ack:
@@ -189,12 +186,7 @@ class Receiver:
         if piece.prefill.epoch != piece.ticket.prefill_epoch:
             raise StaleMessage(f"piece of {piece.key} is from another incarnation", param="epoch")
         handoff.lease.check_current(piece.ticket, piece.generation)
-        check_layout(self._me.layout, piece.prefill_layout)
-        peer = self._peers.get(piece.prefill.epoch)
-        peer.use(piece.link)
-        if handoff.lease.announce(piece) is Verdict.NEW:
-            handoff.backend = piece.backend
-            self._post(handoff, piece, peer)
+        self._arrivals.announced(handoff, piece)
         return Ack()
 
     async def on_commit(self, commit: Commit) -> Ack:
@@ -209,7 +201,7 @@ class Receiver:
         handoff = self._current(commit.key, commit.ticket)
         lease = handoff.lease
         lease.check_current(commit.ticket, commit.generation)
-        self._take_written(handoff, commit)
+        self._arrivals.written(handoff, commit.written)
         try:
             await handoff.settle(self._config.op_timeout_s)
             if lease.commit(commit) is Verdict.REPEAT:
@@ -268,46 +260,6 @@ class Receiver:
         lease.deadline = min(lease.deadline, self._clock.monotonic() + self._config.lease_s)
         self._deadlines.add(lease.deadline, lease.key)
 
-    def _take_written(self, handoff: Incoming, commit: Commit) -> None:
-        """Pieces that the sender has written by itself; they are read back only to be summed."""
-        for piece in commit.written:
-            check_layout(self._me.layout, piece.prefill_layout)
-            if handoff.lease.announce(piece) is Verdict.REPEAT:
-                continue
-            handoff.backend = piece.backend
-            if self._config.checksum_kind(piece.backend) is ChecksumKind.NONE:
-                outcomes = as_written(piece, self._orders(handoff, piece))
-                self._arrived(handoff, piece, outcomes)
-            else:
-                self._post(handoff, piece, self._peers.get(piece.prefill.epoch))
-
-    def _orders(self, handoff: Incoming, piece: Piece) -> dict[int, Order]:
-        cells = handoff.lease.cells(piece)
-        return receive_orders(piece, cells, me=self._me.ref, layout=self._me.layout)
-
-    def _post(self, handoff: Incoming, piece: Piece, peer: Peer) -> None:
-        orders = self._orders(handoff, piece)
-        handoff.moving += 1
-        peer.moving += 1
-        self._tasks.start(self._receive(handoff, piece, peer, orders))
-
-    async def _receive(
-        self, handoff: Incoming, piece: Piece, peer: Peer, orders: dict[int, Order]
-    ) -> None:
-        outcomes = await run_orders(self._me.ranks, orders)
-        handoff.moving -= 1
-        peer.moving -= 1
-        error = first_error(outcomes)
-        if error is None:
-            self._arrived(handoff, piece, outcomes)
-        else:
-            if piece.link > peer.broken:
-                peer.broken = piece.link
-                self.stats.relinked += 1
-            if handoff.lease.lost(piece.sequence, piece.link):
-                self._repair_later(handoff)
-        handoff.changed.set()
-
     async def _repair(self, handoff: Incoming) -> None:
         """A lost piece has not come again: prefill may not know yet, or be dead. Its answer to the
         grant that it had before tells. It is asked once: it was silent for long already."""
@@ -329,12 +281,6 @@ class Receiver:
         if answer.error is not None and not unless():
             error = as_failure(answer.error, "prefill worker")
             self._finish(handoff, released=False, error=error, tell=answer.uncertain)
-
-    def _arrived(self, handoff: Incoming, piece: Piece, outcomes: list[Outcome]) -> None:
-        num_bytes, checksum = totals(outcomes)
-        handoff.lease.arrived(piece.sequence, piece.link, num_bytes=num_bytes, checksum=checksum)
-        self.stats.num_bytes += num_bytes
-        self.stats.num_pieces += 1
 
     def _end_all(self, epoch: int, why: str, *, writes: bool) -> None:
         for handoff in [h for h in self._live.values() if h.lease.peer.epoch == epoch]:

@@ -1,0 +1,165 @@
+"""Pieces on their way into a decode worker: what its ranks receive, and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from kv_transfer.checksum import place_checksum
+from kv_transfer.config import ChecksumKind
+from kv_transfer.incoming import Incoming
+from kv_transfer.leases import Verdict
+from kv_transfer.meeting import accept_orders
+from kv_transfer.orders import MoveOrder, Order, Outcome, Part, PartResult
+from kv_transfer.party import Party
+from kv_transfer.peers import Peer, Peers
+from kv_transfer.plan import check_layout, kv_bytes, reshard
+from kv_transfer.ranks import first_error, run_orders, totals
+from kv_transfer.stats import TransferStats
+from kv_transfer.tasks import Tasks
+from protocol.ids import WorkerRef
+from protocol.kv_layout import Cells, KVLayout
+from protocol.messages import Meeting, Piece
+
+
+class Arrivals:
+    """Has the ranks receive pieces, and tells their hand-offs. `lost` is called when one has failed
+    and nothing newer replaces it."""
+
+    def __init__(
+        self,
+        party: Party,
+        tasks: Tasks,
+        stats: TransferStats,
+        *,
+        lost: Callable[[Incoming], None],
+    ) -> None:
+        self._me = party
+        self._tasks = tasks
+        self._stats = stats
+        self._lost = lost
+        self._peers = Peers(party, tasks)
+
+    def prepare(self, meeting: Meeting) -> None:
+        """Accept a sender's links before anything moves. Raises as `Peer.use`."""
+        self._peers.get(meeting.prefill.epoch).use(meeting.link)
+        self._tasks.start(run_orders(self._me.ranks, accept_orders(self._me, meeting)))
+
+    def announced(self, handoff: Incoming, piece: Piece) -> None:
+        """A sender is about to send a piece: post receives for it on every rank. Raises, before
+        anything is posted, as `Peer.use`, `check_layout` and `Inbound.announce`."""
+        check_layout(self._me.layout, piece.prefill_layout)
+        peer = self._peers.get(piece.prefill.epoch)
+        peer.use(piece.link)
+        if handoff.lease.announce(piece) is Verdict.NEW:
+            handoff.backend = piece.backend
+            self._post(handoff, piece, peer)
+
+    def written(self, handoff: Incoming, pieces: Iterable[Piece]) -> None:
+        """Pieces that the sender has written by itself; they are read back only to be summed."""
+        for piece in pieces:
+            check_layout(self._me.layout, piece.prefill_layout)
+            if handoff.lease.announce(piece) is Verdict.REPEAT:
+                continue
+            handoff.backend = piece.backend
+            if self._me.config.checksum_kind(piece.backend) is ChecksumKind.NONE:
+                outcomes = as_written(piece, self._orders(handoff, piece))
+                self._arrived(handoff, piece, outcomes)
+            else:
+                self._post(handoff, piece, self._peers.get(piece.prefill.epoch))
+
+    async def forget(self, epoch: int) -> None:
+        """Close a sender's connections. Only when nothing is moving or it is dead."""
+        await self._peers.forget(epoch)
+
+    def _orders(self, handoff: Incoming, piece: Piece) -> dict[int, Order]:
+        cells = handoff.lease.cells(piece)
+        return receive_orders(piece, cells, me=self._me.ref, layout=self._me.layout)
+
+    def _post(self, handoff: Incoming, piece: Piece, peer: Peer) -> None:
+        orders = self._orders(handoff, piece)
+        handoff.moving += 1
+        peer.moving += 1
+        self._tasks.start(self._receive(handoff, piece, peer, orders))
+
+    async def _receive(
+        self, handoff: Incoming, piece: Piece, peer: Peer, orders: dict[int, Order]
+    ) -> None:
+        outcomes = await run_orders(self._me.ranks, orders)
+        handoff.moving -= 1
+        peer.moving -= 1
+        error = first_error(outcomes)
+        if error is None:
+            self._arrived(handoff, piece, outcomes)
+        else:
+            if piece.link > peer.broken:
+                peer.broken = piece.link
+                self._stats.relinked += 1
+            if handoff.lease.lost(piece.sequence, piece.link):
+                self._lost(handoff)
+        handoff.changed.set()
+
+    def _arrived(self, handoff: Incoming, piece: Piece, outcomes: list[Outcome]) -> None:
+        num_bytes, checksum = totals(outcomes)
+        handoff.lease.arrived(piece.sequence, piece.link, num_bytes=num_bytes, checksum=checksum)
+        self._stats.num_bytes += num_bytes
+        self._stats.num_pieces += 1
+
+
+def receive_orders(
+    piece: Piece, cells: Cells, *, me: WorkerRef, layout: KVLayout
+) -> dict[int, Order]:
+    """What each destination rank has to receive of a piece, into `cells` of decode's blocks."""
+    parts: dict[int, list[Part]] = {}
+    for slice_ in reshard(piece.prefill_layout.rank_heads, layout.rank_heads):
+        part = Part(
+            peer_rank=slice_.source_rank,
+            first_head=slice_.dest_heads[0],
+            num_heads=slice_.num_heads,
+        )
+        parts.setdefault(slice_.dest_rank, []).append(part)
+    return {
+        rank: Order(
+            receive=MoveOrder(
+                rank=rank,
+                sender_epoch=piece.prefill.epoch,
+                receiver_epoch=me.epoch,
+                link=piece.link,
+                generation=piece.generation,
+                sequence=piece.sequence,
+                cells=cells,
+                first_layer=piece.first_layer,
+                num_layers=piece.num_layers,
+                parts=tuple(own),
+                backend=piece.backend,
+            )
+        )
+        for rank, own in parts.items()
+    }
+
+
+def as_written(piece: Piece, orders: dict[int, Order]) -> list[Outcome]:
+    """The outcome of receive orders for a piece that its sender has written, when its content is
+    not to be summed."""
+    outcomes = []
+    for rank, order in orders.items():
+        move = order.receive
+        assert move is not None
+        results = []
+        for part in move.parts:
+            num_bytes = kv_bytes(
+                piece.prefill_layout,
+                num_tokens=move.cells.num_tokens,
+                num_layers=move.num_layers,
+                num_heads=part.num_heads,
+            )
+            place = place_checksum(
+                generation=move.generation,
+                sequence=move.sequence,
+                source=part.peer_rank,
+                dest=rank,
+            )
+            results.append(
+                PartResult(peer_rank=part.peer_rank, num_bytes=num_bytes, checksum=place)
+            )
+        outcomes.append(Outcome(parts=tuple(results)))
+    return outcomes
