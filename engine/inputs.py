@@ -125,8 +125,6 @@ def _check(step: SequenceStep, block_size: int, max_model_len: int) -> None:
         raise Internal("this executor runs steps one by one: tokens must be known")
     if not step.tokens or step.start < 0:
         raise Internal("a step without tokens or at a negative position")
-    if step.previous is not None:
-        raise Internal("this executor finishes a step at launch: there is no previous one to await")
     if len(step.targets) > len(step.tokens):
         raise Internal("more targets than tokens")
     if _end(step) > max_model_len:

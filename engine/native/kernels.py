@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +49,35 @@ class _Threads:
         self.count = torch.get_num_threads()
 
 
+class _Panels:
+    """Packed weights of `outputs` outputs, and the function that multiplies rows by them."""
+
+    def __init__(
+        self, function: Any, threads: _Threads, weight: Tensor, outputs: int, inputs: int
+    ) -> None:
+        self._function = function
+        self._threads = threads
+        self._weight = weight
+        self._outputs, self._inputs = outputs, inputs
+
+    def __call__(self, x: Tensor, first: Tensor | None, second: Tensor | None) -> Tensor:
+        """Rows of x times the weights, with the two tensors that the function adds."""
+        x = x.contiguous()
+        out = x.new_empty(x.shape[0], self._outputs)
+        self._function(
+            x.data_ptr(),
+            x.shape[0],
+            self._inputs,
+            self._weight.data_ptr(),
+            self._outputs,
+            _address(first),
+            _address(second),
+            out.data_ptr(),
+            self._threads.count,
+        )
+        return out
+
+
 class PackedLinear:
     """The product x W^T + b, or the sum of it and a residual; `wide`: the same for many rows."""
 
@@ -59,40 +89,22 @@ class PackedLinear:
         bias: Tensor | None,
         wide: Linear | None,
     ) -> None:
-        self._call = library.baton_linear
-        self._threads = threads
-        self._outputs, self._inputs = weight.shape
         self._bias = bias
         self._wide = wide
         self.weight = _packed(library, weight)
+        self._panels = _Panels(library.baton_linear, threads, self.weight, *weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[T, in] -> [T, out]`."""
         if self._wide is not None and x.shape[0] >= _WIDE_ROWS:
             return self._wide(x)
-        return self._run(x, None)
+        return self._panels(x, self._bias, None)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """The sum residual + x W^T + b."""
         if self._wide is not None and x.shape[0] >= _WIDE_ROWS:
             return self._wide.add(x, residual)
-        return self._run(x, residual.contiguous())
-
-    def _run(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        x = x.contiguous()
-        out = x.new_empty(x.shape[0], self._outputs)
-        self._call(
-            x.data_ptr(),
-            x.shape[0],
-            self._inputs,
-            self.weight.data_ptr(),
-            self._outputs,
-            _address(self._bias),
-            _address(residual),
-            out.data_ptr(),
-            self._threads.count,
-        )
-        return out
+        return self._panels(x, self._bias, residual.contiguous())
 
 
 class PackedGated:
@@ -106,31 +118,16 @@ class PackedGated:
         biases: tuple[Tensor | None, Tensor | None],
         wide: Product | None,
     ) -> None:
-        self._call = library.baton_gated
-        self._threads = threads
-        self._outputs, self._inputs = weights[0].shape
         self._biases = biases
         self._wide = wide
         self.weight = _packed(library, _interleaved(weights))
+        self._panels = _Panels(library.baton_gated, threads, self.weight, *weights[0].shape)
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[T, H] -> [T, I]`."""
         if self._wide is not None and x.shape[0] >= _WIDE_ROWS:
             return self._wide(x)
-        x = x.contiguous()
-        out = x.new_empty(x.shape[0], self._outputs)
-        self._call(
-            x.data_ptr(),
-            x.shape[0],
-            self._inputs,
-            self.weight.data_ptr(),
-            self._outputs,
-            _address(self._biases[0]),
-            _address(self._biases[1]),
-            out.data_ptr(),
-            self._threads.count,
-        )
-        return out
+        return self._panels(x, *self._biases)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
