@@ -9,6 +9,7 @@ end; goodput = requests that met every SLO / wall seconds, failures counted as n
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,16 +58,19 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """What a request must keep to count as good: seconds to first token, and a token after it."""
+    """What a request must keep to count as good: seconds to first token, a token after it on
+    average, and of any one gap."""
 
     ttft: float
     tpot: float
+    gap: float = math.inf
 
     def met_by(self, result: Result) -> bool:
         """Whether a request kept it; a failed one never does."""
         if result.error:
             return False
-        return result.ttft <= self.ttft and (result.tpot or 0.0) <= self.tpot
+        steady = (result.tpot or 0.0) <= self.tpot and max(result.gaps, default=0.0) <= self.gap
+        return result.ttft <= self.ttft and steady
 
 
 def read_answer(answer: Answer, *, expected_tokens: int | None) -> Result:

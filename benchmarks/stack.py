@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import shlex
 import subprocess
 import sys
@@ -67,8 +68,8 @@ def _later(text: str) -> Later:
 
 
 def _slo(text: str) -> Slo:
-    ttft, tpot = (float(part) / 1000 for part in text.split("/"))
-    return Slo(ttft=ttft, tpot=tpot)
+    ttft, tpot, *gap = (float(part) / 1000 for part in text.split("/"))
+    return Slo(ttft=ttft, tpot=tpot, gap=min(gap, default=math.inf))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -95,8 +96,8 @@ def parser() -> argparse.ArgumentParser:
         dest="slos",
         action="append",
         type=_slo,
-        metavar="TTFT/TPOT",
-        help="in milliseconds, for goodput (repeatable; default 200/20 and 500/50)",
+        metavar="TTFT/TPOT[/GAP]",
+        help="in milliseconds, for goodput (repeatable; default 200/20, 200/20/50, 500/50)",
     )
     made.add_argument(
         "--during",
@@ -247,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run every variant and write the page; 1 when a check failed or a variant did not run."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser().parse_args(arguments)
-    slos = options.slos or [Slo(ttft=0.2, tpot=0.02), Slo(ttft=0.5, tpot=0.05)]
+    slos = options.slos or [_slo(text) for text in ("200/20", "200/20/50", "500/50")]
     plans = options.plans or [Plan(name="as configured", overrides=())]
     configs = [
         load_config(options.config, overrides=[*options.overrides, *plan.overrides]).config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -65,7 +66,7 @@ def details(variants: Sequence[Variant], slos: Sequence[Slo]) -> str:
 
 def _goodput(variants: Sequence[Variant], slos: Sequence[Slo]) -> str:
     """Share of requests within each SLO, and the longest gap that most requests saw."""
-    names = [f"TTFT <= {s.ttft * 1e3:g} ms, TPOT <= {s.tpot * 1e3:g} ms" for s in slos]
+    names = [_slo(slo) for slo in slos]
     rows = []
     for variant, replay in _replays(variants):
         met = [sum(map(slo.met_by, replay.results)) for slo in slos]
@@ -78,6 +79,11 @@ def _goodput(variants: Sequence[Variant], slos: Sequence[Slo]) -> str:
     longest_gap, to_second = "longest gap of a request, ms", "token 1 to token 2, ms"
     head = ["run", *names, longest_gap, to_second, "end of prefill to decode owning it, ms"]
     return f"## Goodput and gaps (p50 / p90 / p99)\n\n{_table(head, rows)}"
+
+
+def _slo(slo: Slo) -> str:
+    text = f"TTFT <= {slo.ttft * 1e3:g} ms, TPOT <= {slo.tpot * 1e3:g} ms"
+    return text if math.isinf(slo.gap) else f"{text}, every gap <= {slo.gap * 1e3:g} ms"
 
 
 def _phases(variants: Sequence[Variant]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from typing import Any, Protocol
 
 import ray
@@ -77,9 +78,16 @@ class WorkerReplica:
         self._config = config
         self._finished = False
         self._directory = find_directory()
+        began = time.monotonic()
         name = f"{role}-{serve.get_replica_context().replica_id.unique_id}"
         self._worker = await _build(role, config, name, await self._directory.secret.remote())
+        imported = time.monotonic()
         self._ref = await self._worker.start()
+        spent = {
+            "imports_s": round(imported - began, 2),
+            "start_s": round(time.monotonic() - imported, 2),
+        }
+        log.info("worker ready", extra={"worker": name, **spent})
         settle_heap()
         await self._report()
         self._heart = asyncio.create_task(self._beat(), name="heartbeat")

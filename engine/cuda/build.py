@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from engine.config import EngineConfig
@@ -16,7 +18,10 @@ from engine.model.config import ModelConfig
 from engine.rank_messages import open_store
 from engine.ranks import RankGroup, RankInvite
 from engine.runner import _fingerprint
+from observability.logging import get_logger
 from protocol.kv_layout import DTYPE_BYTES, KVFingerprint
+
+log = get_logger(__name__)
 
 
 def rank_device(config: EngineConfig, rank: int) -> torch.device:
@@ -88,16 +93,25 @@ def build_cuda_executor(
     does not come or fails within `timeout_s`.
     """
     options = options or options_for(config)
+    began = time.monotonic()
     if group is not None:
         group.accept(timeout_s)
     runner, fingerprint = load_rank(config, 0, options)
+    loaded = time.monotonic()
     num_blocks = runner.choose_num_blocks()
     runner.open(num_blocks)
+    opened = time.monotonic()
     if group is None:
         runner.start()
     else:
         group.open(num_blocks, timeout_s)
         runner.start(_join(group.invite, 0, runner))
+    spent = {
+        "weights_s": round(loaded - began, 2),
+        "pool_s": round(opened - loaded, 2),
+        "graphs_s": round(time.monotonic() - opened, 2),
+    }
+    log.info("engine built", extra={"device": str(runner.device), **spent})
     return CudaExecutor(runner, fingerprint, group)
 
 

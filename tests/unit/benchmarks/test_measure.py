@@ -61,6 +61,13 @@ def test_goodput_wants_every_slo_met():
     assert summarise([result()]).goodput_per_s is None
 
 
+def test_a_slo_may_bound_every_gap():
+    one_stall = result(times=(1.0, 1.5, 3.5))
+    assert Slo(ttft=1.0, tpot=1.5).met_by(one_stall)
+    assert Slo(ttft=1.0, tpot=1.5, gap=2.0).met_by(one_stall)
+    assert not Slo(ttft=1.0, tpot=1.5, gap=1.9).met_by(one_stall)
+
+
 def test_no_results_is_an_error():
     with pytest.raises(ValueError, match="no request"):
         summarise([])

@@ -94,8 +94,9 @@ def test_the_page():
         ),
         Variant(name="broken", overrides=(), error="no GPU"),
     ]
-    page = details(variants, [Slo(ttft=0.2, tpot=0.3), Slo(ttft=0.05, tpot=1.0)])
+    page = details(variants, [Slo(ttft=0.2, tpot=0.3), Slo(ttft=0.05, tpot=1.0, gap=0.05)])
     assert "| nccl, x1 | 2/3 (0.80/s) | 0/3 (0.00/s) | 370.0 / 370.0 / 370.0 | 30.0 /" in page
+    assert "TTFT <= 50 ms, TPOT <= 1000 ms, every gap <= 50 ms" in page
     assert "| 2.5 / 2.5 / 2.5 |" in page
     assert "| prefill | 10.00 | 10.00 | p | tokens 9 |" in page
     assert "| transfer | 20.00 | 2.00 | router |  |" in page
@@ -126,8 +127,8 @@ def test_phases_are_pooled_in_the_order_of_a_life():
 
 
 def test_variants_slos_and_commands_on_the_command_line():
-    arguments = ["c.yaml", "--trace", "t.csv", "--variant", "nccl a.b=1 c=2", "--slo", "200/20"]
+    arguments = ["c.yaml", "--trace", "t.csv", "--variant", "nccl a.b=1 c=2", "--slo", "200/20/50"]
     options = parser().parse_args([*arguments, "--during", "8 scale --decode 2"])
     assert options.plans == [Plan(name="nccl", overrides=("a.b=1", "c=2"))]
-    assert options.slos == [Slo(ttft=0.2, tpot=0.02)]
+    assert options.slos == [Slo(ttft=0.2, tpot=0.02, gap=0.05)]
     assert options.laters == [Later(at=8.0, arguments=("scale", "--decode", "2"))]
