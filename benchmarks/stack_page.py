@@ -60,6 +60,7 @@ def details(variants: Sequence[Variant], slos: Sequence[Slo]) -> str:
     parts = [_goodput(variants, slos), _phases(variants)]
     for variant in variants:
         parts.append(_checks(variant))
+        parts += [_workers(variant, replay) for replay in variant.replays if replay.acts]
         parts += [_timeline(variant, replay) for replay in variant.replays[:1] if replay.good]
     return "\n".join(parts)
 
@@ -112,6 +113,23 @@ def handed_over(results: Sequence[Result]) -> list[float]:
         if Phase.PREFILL in spans and Phase.DECODE_QUEUE in spans:
             found.append(spans[Phase.DECODE_QUEUE]["start"] - spans[Phase.PREFILL]["end"])
     return sorted(found)
+
+
+def _workers(variant: Variant, replay: Replay) -> str:
+    """Who served when: what a change of scale did."""
+    served: dict[tuple[str, str], list[float]] = {}
+    for ask, result in zip(replay.asks, replay.results, strict=True):
+        for span in (result.timeline or {}).get("spans", ()):
+            if span["phase"] in (Phase.PREFILL, Phase.LOCAL_PREFILL, Phase.DECODE):
+                served.setdefault((span["phase"], span.get("place", "")), []).append(ask.at)
+    rows = [
+        [phase, place, str(len(at)), f"{min(at):.1f}", f"{max(at):.1f}"]
+        for (phase, place), at in sorted(served.items())
+    ]
+    longest = max((gap for result in replay.good for gap in result.gaps), default=0.0)
+    head = ["phase", "worker", "requests", "sent from s", "to s"]
+    title = f"## {variant.name}, x{replay.speed:g}: who served when\n\n"
+    return f"{title}{_table(head, rows)}\nLongest gap of any stream: {longest * 1e3:.1f} ms.\n"
 
 
 def _timeline(variant: Variant, replay: Replay) -> str:
