@@ -180,7 +180,8 @@ async def _replay_all(
         for replay in replays
         for act in replay.acts
     ]
-    return replays, [*checks_of(results, before, after), *checks]
+    scaled = bool(options.laters)
+    return replays, [*checks_of(results, before, after, scaled=scaled), *checks]
 
 
 async def _act(later: Later) -> Act:

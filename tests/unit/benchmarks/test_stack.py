@@ -75,6 +75,12 @@ def test_what_is_not_sound_is_named(after, what):
     assert what in failed
 
 
+def test_workers_that_left_take_their_counts_along():
+    results = [result()] * 4
+    assert failing(checks_of(results, figures(), figures(3), scaled=True)) == []
+    assert len(failing(checks_of(results, figures(), figures(5), scaled=True))) == 1
+
+
 def test_a_request_that_failed_fails_the_run():
     results = [result(), Result(sent=0.0, ended=1.0, error="2 output tokens instead of 3")]
     checks = list(checks_of(results, figures(), figures(2)))
