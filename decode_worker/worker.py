@@ -6,7 +6,7 @@ from decode_worker.commands import BlocksSafe, Command, Committed, HandoffEnded,
 from decode_worker.scheduler import DecodeScheduler
 from engine.ranks import RankGroup
 from kv_transfer.receiver import Receiver
-from protocol.errors import ErrorInfo
+from protocol.errors import ErrorInfo, InvalidRequest
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.messages import Commit, Submit, WorkerStatus
 from rpc import methods
@@ -86,8 +86,11 @@ class DecodeWorker:
         return self._host.status()
 
     def _accept(self, submit: Submit) -> None:
-        if submit.peer is not None and submit.ticket is not None:
-            self._receiver.offer(submit.key, submit.ticket, submit.peer)
+        if submit.peer is None:
+            return
+        if submit.ticket is None:  # nobody would ever end the hand-off that it waits for
+            raise InvalidRequest("a request with a peer needs a ticket", param="ticket")
+        self._receiver.offer(submit.key, submit.ticket, submit.peer)
 
     def _deliver(self, out: Output, snapshot: Snapshot, accepted: int) -> None:
         """Carry out what the step thread decided; runs on the event loop."""

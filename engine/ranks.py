@@ -59,7 +59,7 @@ class RankGroup:
         self._channels: dict[int, Channel] = {}
         self._order_lock = threading.Lock()
         self._lock = threading.Lock()
-        self._calls: dict[int, tuple[int, Future[bytes]]] = {}
+        self._calls: dict[int, Future[bytes]] = {}
         self._next_call = 0
         self._loaded: dict[int, Future[bytes]] = {}
         self._lost: RankLost | None = None
@@ -106,7 +106,7 @@ class RankGroup:
                 return future
             number = self._next_call
             self._next_call += 1
-            self._calls[number] = rank, future
+            self._calls[number] = future
         order = Order(command=Command.CALL, number=number, kind=kind, payload=payload)
         with self._order_lock:
             self._send(rank, codec.encode(order))
@@ -122,13 +122,16 @@ class RankGroup:
         if self._closing:
             return
         self._closing = True
+        closed = RankLost("the group is closed", param="tp")
+        with self._lock:  # whatever is asked from now on fails, too
+            self._lost = self._lost or closed
         with self._order_lock:
             for channel in self._channels.values():
                 try:
                     channel.send(codec.encode(Order(command=Command.CLOSE)))
                 except ChannelClosed:
                     log.debug("follower was gone before the group closed")
-        self._fail_calls(RankLost("the group is closed", param="tp"))
+        self._fail_calls(closed)
         self._server.close()
         self.tp.close()
 
@@ -177,7 +180,9 @@ class RankGroup:
             self._loaded[rank].set_result(b"")
         elif report.sign is Sign.ANSWER:
             with self._lock:
-                _, future = self._calls.pop(report.number)
+                future = self._calls.pop(report.number, None)
+            if future is None:  # it failed already, with another rank
+                return
             if report.error is None:
                 future.set_result(report.payload)
             else:
@@ -198,7 +203,7 @@ class RankGroup:
 
     def _fail_calls(self, error: RankLost) -> None:
         with self._lock:
-            calls = [future for _, future in self._calls.values()]
+            calls = list(self._calls.values())
             self._calls.clear()
         for future in (*calls, *self._loaded.values()):
             if not future.done():

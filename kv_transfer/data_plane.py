@@ -165,10 +165,7 @@ class DataPlane:
             link, open_link = self._end_of(order, *peer, backend, sending=sending)
             operation = self._operation(order, part, link, backend.name, sending=sending)
             operations.append(operation)
-            try:
-                self._thread(link, backend.name, open_link).submit(operation)
-            except LinkBroken as error:
-                fail(operation, error)
+            self._submit(operation, link, backend.name, open_link)
         return joined(operations)
 
     def _open(self, order: OpenOrder) -> Future[Outcome]:
@@ -178,11 +175,23 @@ class DataPlane:
             link, open_link = self._end_of(order, rank, endpoint, backend, sending=order.sending)
             operation = nothing(rank)
             operations.append(operation)
-            try:
-                self._thread(link, backend.name, open_link).submit(operation)
-            except LinkBroken as error:
-                fail(operation, error)
+            self._submit(operation, link, backend.name, open_link)
         return joined(operations)
+
+    def _submit(
+        self,
+        operation: Operation,
+        link: LinkId,
+        backend: str,
+        open_link: Callable[[], Link | BlockLink],
+    ) -> None:
+        """Never raises: an order ends with the last of its operations, however one fares."""
+        try:
+            self._thread(link, backend, open_link).submit(operation)
+        except LinkBroken as error:
+            fail(operation, error)
+        except RuntimeError as error:  # no more threads
+            fail(operation, LinkBroken(f"link {link}: {error}"))
 
     def _backend_of(self, order: MoveOrder | OpenOrder) -> Backend:
         name = order.backend or next(iter(self._backends))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kv_transfer.leases import OVER, Inbound, PiecesLost
 from kv_transfer.party import Party
@@ -54,7 +54,7 @@ class Incoming:
 @dataclass(slots=True)
 class Settled:
     """What a receiver remembers of a hand-off that is over; thousands are kept, so block ids are
-    packed."""
+    packed and pieces left out."""
 
     peer_epoch: int
     state: TransferState
@@ -65,11 +65,12 @@ class Settled:
 
 def settled(lease: Inbound) -> Settled:
     """The memory of a hand-off that is over now."""
+    commit = lease.commit_message
     return Settled(
         peer_epoch=lease.peer.epoch,
         state=lease.state,
         error=lease.error,
-        commit=lease.commit_message,
+        commit=None if commit is None else replace(commit, written=()),
         block_ids=array("I", lease.block_ids),
     )
 

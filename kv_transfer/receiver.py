@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from kv_transfer.arrivals import Arrivals
 from kv_transfer.calls import Answer, as_failure
@@ -196,7 +197,7 @@ class Receiver:
         and StaleMessage for a hand-off that is not current.
         """
         settled = self._settled.get(commit.key)
-        if settled is not None and settled.commit is not None and settled.commit == commit:
+        if settled is not None and settled.commit == replace(commit, written=()):
             return Ack()
         handoff = self._current(commit.key, commit.ticket)
         lease = handoff.lease

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine.ranks import RankGroup
 from kv_transfer.sender import Sender, TransferReport
+from observability.logging import get_logger
 from prefill_worker.commands import (
     Command,
     CommitHandoff,
@@ -15,13 +16,15 @@ from prefill_worker.commands import (
     Push,
 )
 from prefill_worker.scheduler import PrefillScheduler
-from protocol.errors import ErrorInfo, InvalidRequest
+from protocol.errors import BatonError, ErrorInfo, Internal, InvalidRequest
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.messages import Grant, Submit, WorkerStatus
 from rpc import methods
 from worker_runtime.clock import Clock, wall_clock
 from worker_runtime.host import WorkerHost, WorkerSettings
 from worker_runtime.shell import Snapshot
+
+log = get_logger(__name__)
 
 
 class PrefillWorker:
@@ -104,13 +107,21 @@ class PrefillWorker:
         first."""
         self._host.shell.deliver(out.events, snapshot, accepted)
         for handoff in out.handoffs:
-            match handoff:
-                case Push(key=key, block_ids=block_ids, first_block=first, after=step):
-                    self._sender.push(key, block_ids, first, len(block_ids), after=step)
-                case CommitHandoff(key=key, first_token=token):
-                    self._sender.commit(key, token)
-                case EndHandoff(key=key, released=released, error=error):
-                    self._host.tasks.start(self._sender.end(key, released, error))
+            try:
+                self._carry_out(handoff)
+            except (BatonError, ValueError) as error:  # the others of this turn go on
+                log.exception("a hand-off cannot go on")
+                failure = Internal(f"{type(error).__name__}: {error}").info()
+                self._host.tasks.start(self._sender.end(handoff.key, False, failure))
+
+    def _carry_out(self, handoff: Push | CommitHandoff | EndHandoff) -> None:
+        match handoff:
+            case Push(key=key, block_ids=block_ids, first_block=first, after=step):
+                self._sender.push(key, block_ids, first, len(block_ids), after=step)
+            case CommitHandoff(key=key, first_token=token):
+                self._sender.commit(key, token)
+            case EndHandoff(key=key, released=released, error=error):
+                self._host.tasks.start(self._sender.end(key, released, error))
 
     # --- the sender's listener, on the event loop -------------------------------------------------
 

@@ -20,6 +20,8 @@ from pathlib import Path
 
 #: Seconds after which a thread that only delivers a message is gone again.
 _MOMENT_S = 0.0003
+#: More than two changes of a folder can be apart and still show the same time.
+_TICK_NS = 50_000_000
 
 
 def shared_folder() -> Path:
@@ -71,7 +73,8 @@ class BusyWorkers:
         changed = self._folder.stat().st_mtime_ns
         if changed == self._listed:
             return
-        self._listed = changed
+        # Times of files are coarse: one that comes at the same moment may not change them again.
+        self._listed = changed if time.time_ns() - changed > _TICK_NS else -1
         paths = {path.name: path for path in self._folder.iterdir() if path != self._path}
         for name in self._others.keys() - paths.keys():
             os.close(self._others.pop(name))

@@ -97,7 +97,8 @@ class Flight(Generic[E]):
                 if not self._names[name]:
                     del self._names[name]
         # Steps run one after the other, so one that was launched early began when the last ended.
-        seconds = now - max(launched_at, self._landed_at)
+        # Never less than nothing: somebody may have set the clock back.
+        seconds = max(0.0, now - max(launched_at, self._landed_at))
         tokens = sum(row.num_tokens for row in rows)
         self._rate.add(tokens, seconds)
         if tokens == len(rows):
@@ -119,7 +120,8 @@ class Flight(Generic[E]):
             shortest = times[_OUTLIERS] if len(times) > _OUTLIERS else 0.0
         else:
             shortest = 0.0 if self._fastest is math.inf else _SURE_SHARE * self._fastest * tokens
-        return max(launched_at, self._landed_at) + shortest - now
+        began = max(launched_at, self._landed_at)
+        return began + shortest - now if now >= began else 0.0  # the clock was set back
 
     def tokens_per_second(self) -> float:
         """Smoothed over busy time; 0 before the first step."""

@@ -32,10 +32,11 @@ class Limits:
         ids = submit.prompt_ids
         if not ids:
             raise InvalidRequest("prompt must have at least one token", param="prompt")
-        if min(ids) < 0 or max(ids) >= self.vocab_size:
-            raise InvalidRequest(
-                f"prompt has a token id outside the vocabulary of {self.vocab_size}", param="prompt"
-            )
+        for name, some in (("prompt", ids), ("output_ids", submit.output_ids)):
+            if some and not 0 <= min(some) <= max(some) < self.vocab_size:
+                raise InvalidRequest(
+                    f"{name} has a token id outside the vocabulary of {self.vocab_size}", param=name
+                )
         submit.sampling.validate(self.vocab_size)
         max_tokens = submit.sampling.max_tokens
         if len(submit.output_ids) >= max_tokens > 0:

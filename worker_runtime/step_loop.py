@@ -8,6 +8,7 @@ flight into account (worker_runtime.flight).
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from typing import Generic, Protocol, TypeVar
 
@@ -129,7 +130,7 @@ class StepLoop(Generic[C]):
     def stalled_for(self) -> float:
         """Seconds that the step now running has taken; 0 when idle (idle is healthy)."""
         started = self._step_started
-        return 0.0 if started is None else self._clock() - started
+        return 0.0 if started is None else time.monotonic() - started
 
     def _run(self) -> None:
         try:
@@ -189,7 +190,7 @@ class StepLoop(Generic[C]):
 
     def _launch(self, batch: StepBatch, now: float) -> None:
         if self._step_started is None:
-            self._step_started = now
+            self._step_started = time.monotonic()
         if self._cores is not None:
             self._executor.use_threads(self._cores.take())
         pending = self._executor.launch(batch)
@@ -203,7 +204,7 @@ class StepLoop(Generic[C]):
         result = self._launched[0].wait()
         self._launched.popleft()
         now = self._clock()
-        self._step_started = now if self._launched else None
+        self._step_started = time.monotonic() if self._launched else None
         self.steps += 1
         self.last_step_end = now
         self._driver.apply(result, now)

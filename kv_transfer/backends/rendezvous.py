@@ -27,6 +27,7 @@ _HELLO_TIMEOUT_S = 5.0
 _UNCLAIMED_S = 60.0
 _MAX_FRAME = 1 << 20
 _BACKLOG = 128
+_PAUSE_S = 0.05
 
 
 class SocketStore(Store):
@@ -101,13 +102,13 @@ class Meeting:
 
     def close(self) -> None:
         """Stop listening, and hang up on those who still wait."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
         with self._arrived:
             waiting, self._waiting = self._waiting, {}
             self._closed = True
             self._arrived.notify_all()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
         for connection, _ in waiting.values():
             connection.close()
 
@@ -116,7 +117,10 @@ class Meeting:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                return  # closed
+                if self._closed:
+                    return
+                time.sleep(_PAUSE_S)  # the caller has gone, or this process has no file left
+                continue
             # A caller that says nothing must not keep the next one out.
             threading.Thread(
                 target=self._greet, args=(connection,), name="kv-greet", daemon=True
@@ -126,12 +130,12 @@ class Meeting:
         try:
             connection.settimeout(_HELLO_TIMEOUT_S)
             token_size, name_size = _HELLO.unpack(_read(connection, _HELLO.size))
-            token = _read(connection, token_size).decode()
+            token = _read(connection, token_size)
             name = _read(connection, name_size).decode()
         except (OSError, RuntimeError, ValueError):
             connection.close()
             return
-        if not hmac.compare_digest(token, self._token):
+        if not hmac.compare_digest(token, self._token.encode()):
             connection.close()
             return
         self._put(name, connection)

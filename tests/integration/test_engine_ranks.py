@@ -22,7 +22,7 @@ from engine.errors import ModelRefused, RankLost
 from engine.executor import Executor, build_executor
 from engine.follower import Follower
 from engine.local import LocalEngine
-from engine.rank_messages import RankInvite
+from engine.rank_messages import RankInvite, Report, Sign
 from engine.ranks import RankGroup
 from protocol import codec
 from protocol.errors import BatonError, Internal, NotFound
@@ -231,3 +231,15 @@ def test_a_rank_that_hangs_while_it_loads_ends_the_start(model: str) -> None:
     hanging.set()
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_a_call_after_the_end_fails_at_once() -> None:
+    group = RankGroup(2)
+    joined = threading.Thread(target=lambda: Follower(group.invite, 1), daemon=True)
+    joined.start()
+    group.accept(10)
+    group.close()
+    with pytest.raises(RankLost, match="closed"):
+        group.call(1, "echo", b"").result(5)
+    group._take(1, Report(sign=Sign.ANSWER, number=0))  # late: its call has failed
+    joined.join(5)

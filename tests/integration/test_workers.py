@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,12 @@ import pytest
 from engine.config import EngineConfig
 from engine.local import LocalEngine
 from protocol.errors import ErrorCode, InvalidRequest, Unavailable
+from protocol.ids import RequestKey
+from protocol.messages import Submit
 from protocol.sampling import SamplingParams
 from protocol.states import FinishReason
 from protocol.timeline import Phase
+from rpc.methods import SUBMIT
 from tests.support.pair import SMALL_STEPS, Pair, running_pair
 from tests.support.prompts import random_ids
 from tests.support.tiny import Oracle
@@ -45,6 +49,45 @@ async def test_requests_at_once_do_not_mix(pair: Pair, oracle: Oracle) -> None:
     )
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.ids() == oracle.greedy(prompt, 12)
+    await pair.idle()
+
+
+async def test_a_peer_without_a_ticket_is_refused_and_holds_nothing(pair: Pair) -> None:
+    submit = Submit(
+        key=RequestKey("no-ticket"),
+        router_id=pair.router.router_id,
+        prompt_ids=(1, 2, 3),
+        sampling=GREEDY,
+        deadline=time.time() + 1.0,
+        peer=pair.prefill_refs[0],
+    )
+    with pytest.raises(InvalidRequest) as caught:
+        await pair.router.pool.get(pair.decode_refs[0].address).call(SUBMIT, submit, timeout_s=10)
+    assert caught.value.param == "ticket"
+    await pair.idle()
+
+
+async def test_a_hand_off_that_cannot_go_on_hurts_nobody_else(
+    pair: Pair, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = pair.prefills[0]._sender
+    push = sender.push
+    broken: set[RequestKey] = set()
+
+    def failing_push(key: RequestKey, *args: object, **kwargs: object) -> None:
+        if not broken or key in broken:
+            broken.add(key)
+            raise ValueError("no such block")
+        push(key, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sender, "push", failing_push)
+    prompts = [random_ids(20, seed=i) for i in range(4)]
+    answers = await asyncio.gather(*(pair.generate(prompt, GREEDY) for prompt in prompts))
+    failed = [answer for answer in answers if answer.failures]
+    assert [f.failures[0].error.code for f in failed] == [ErrorCode.INTERNAL]
+    assert failed[0].failures[0].retriable
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer in failed or answer.ids() == oracle.greedy(prompt, 12)
     await pair.idle()
 
 

@@ -17,8 +17,10 @@ from kv_transfer.backends.gloo import GlooBackend
 from kv_transfer.backends.memory import MemoryBackend, MemoryHub
 from kv_transfer.checksum import combine, message_checksum
 from kv_transfer.config import BackendName, ChecksumKind, TransferConfig
+from kv_transfer.data_plane import DataPlane
 from kv_transfer.links import LinkThread, Operation, Waiters
-from kv_transfer.orders import PartResult
+from kv_transfer.orders import MoveOrder, Order, Part, PartResult
+from protocol.kv_layout import Cells
 from tests.support.transfer import make_layout, make_pools
 
 
@@ -155,6 +157,27 @@ def test_strangers_and_silent_callers_do_not_get_in_or_in_the_way():
     dest.close()
 
 
+def test_a_listener_outlives_calls_that_cannot_be_taken(monkeypatch):
+    accept, failures = socket.socket.accept, [OSError(24, "too many open files")] * 3
+
+    def flaky(listener):
+        if failures:
+            raise failures.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", flaky)
+    source, dest = GlooBackend("127.0.0.1"), GlooBackend("127.0.0.1")
+    host, port, _ = dest.listen().split("|")
+    with pytest.raises(LinkBroken):
+        source.connect(link_id(), f"{host}|{port}|\u00e9", 1.0)  # hung up on, not ignored
+    with ThreadPoolExecutor(2) as pool:
+        accepting = pool.submit(dest.accept, link_id(), 5.0)
+        pool.submit(source.connect, link_id(), dest.listen(), 5.0).result(5).close()
+        accepting.result(5).close()
+    assert failures == []
+    dest.close()
+
+
 def test_each_rank_has_a_port_of_its_own():
     backends = [GlooBackend("127.0.0.1") for _ in range(8)]
     assert len({backend.listen() for backend in backends}) == 8
@@ -234,6 +257,53 @@ def test_a_closed_link_thread_fails_what_is_queued_and_starts_nothing():
     new.close()
     assert old.join(5)
     assert new.join(5)
+
+
+def test_an_order_ends_after_all_of_its_messages_though_one_cannot_begin(monkeypatch):
+    """Else its blocks would be given away while another of its messages is still written."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def send(self, data, timeout_s):
+            begun.set()
+            assert go_on.wait(5)
+
+        def close(self):
+            """It is not heard while it sends."""
+
+    class Backend(MemoryBackend):
+        def connect(self, link, endpoint, timeout_s):
+            return Slow()
+
+    start, starts = threading.Thread.start, iter([True, False])
+
+    def few_threads(thread):
+        if thread.name.startswith("kv-") and not next(starts):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", few_threads)
+    pools = make_pools(make_layout(1))
+    plane = DataPlane(pools[0], TransferConfig(), backend=Backend(MemoryHub()))
+    parts = tuple(Part(peer_rank=rank, first_head=0, num_heads=1) for rank in range(2))
+    order = MoveOrder(
+        rank=0,
+        sender_epoch=1,
+        receiver_epoch=2,
+        link=1,
+        generation=1,
+        sequence=0,
+        cells=Cells(blocks=(0,), size=4, count=1),
+        first_layer=0,
+        num_layers=1,
+        parts=parts,
+    )
+    ended = plane.submit(Order(send=order))
+    assert begun.wait(5)
+    assert not ended.done()
+    go_on.set()
+    assert "new thread" in ended.result(5).error.message
+    plane.close()
 
 
 def test_an_access_can_be_revoked_only_before_it_begins():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -97,3 +98,15 @@ def test_a_killed_worker_leaves_nothing_that_counts(tmp_path: Path) -> None:
     assert BusyWorkers(tmp_path).others() == 0
     assert len(list(tmp_path.iterdir())) == 2  # the dead one's file went when somebody new came
     me.close()
+
+
+def test_a_worker_that_comes_at_the_moment_of_a_look_is_seen(tmp_path: Path) -> None:
+    first = BusyWorkers(tmp_path)
+    times = tmp_path.stat().st_mtime_ns
+    assert first.others() == 0
+    second = BusyWorkers(tmp_path)
+    second.begin()
+    os.utime(tmp_path, ns=(times, times))  # the clock of the folder has not ticked
+    assert first.others() == 1
+    second.close()
+    first.close()

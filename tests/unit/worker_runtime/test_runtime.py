@@ -69,6 +69,8 @@ class TestLimits:
             (make_submit((-1,)), "prompt", InvalidRequest),
             (make_submit((100,)), "prompt", InvalidRequest),
             (make_submit((99, 2**40)), "prompt", InvalidRequest),
+            (make_submit(output=(4, 100)), "output_ids", InvalidRequest),
+            (make_submit(output=(-1, 4)), "output_ids", InvalidRequest),
             (make_submit(temperature=-1.0), "temperature", InvalidRequest),
             (make_submit(stop_token_ids=(100,)), "stop_token_ids", InvalidRequest),
             (make_submit(output=(1,) * 5), "max_tokens", InvalidRequest),

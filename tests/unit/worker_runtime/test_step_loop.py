@@ -293,6 +293,44 @@ def test_a_step_of_decoding_sequences_lasts_as_long_as_the_last_ones_did() -> No
     assert flight.lasts(9.005) == pytest.approx(0.005)
 
 
+def test_a_clock_that_is_set_back_holds_up_no_step() -> None:
+    flight: Flight[Any] = Flight()
+    for start in (10.0, 11.0):
+        launched_rows(flight, [1000], start)
+        flight.land(start + 0.1)
+    launched_rows(flight, [1000], 7200.0)
+    assert flight.lasts(7200.0) == pytest.approx(0.075)
+    assert flight.lasts(3600.0) == 0.0  # two hours have not begun again
+    flight.land(3600.0)
+    assert 0.0 < flight.tokens_per_second() < 1e6
+
+
+def test_a_step_is_timed_by_a_clock_that_nobody_sets() -> None:
+    now = 1000.0
+    started, go_on = threading.Event(), threading.Event()
+
+    def slow(batch: StepBatch) -> StepResult:
+        started.set()
+        assert go_on.wait(5)
+        return echo(batch)
+
+    inbox = Inbox[int]()
+    loop = StepLoop(
+        name="t",
+        driver=CountingDriver(1),
+        executor=LateSteps(slow, depth=2),
+        inbox=inbox,
+        clock=lambda: now,
+    )
+    inbox.put(4)
+    loop.start()
+    assert started.wait(5)
+    now += 86400.0
+    assert 0.0 < loop.stalled_for() < 60.0
+    go_on.set()
+    assert loop.stop()
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
