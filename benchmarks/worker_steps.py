@@ -44,10 +44,9 @@ from protocol.sampling import SamplingParams
 from worker_runtime.clock import wall_clock
 from worker_runtime.commands import Submitted
 from worker_runtime.config import WorkerConfig
-from worker_runtime.driver import SchedulerDriver
 from worker_runtime.inbox import Inbox
 from worker_runtime.outlet import EventOutlet
-from worker_runtime.shell import Snapshot
+from worker_runtime.scheduler import Snapshot
 from worker_runtime.step_loop import StepLoop
 
 PEER = WorkerRef(worker_id="peer", epoch=1, role=Role.PREFILL, address="127.0.0.1:1")
@@ -100,7 +99,6 @@ class Worker:
         self,
         runner: CudaRunner,
         make: Callable[..., Any],
-        new_output: Callable[[], Any],
         on_output: Callable[[Any], None],
         depth: int,
     ) -> None:
@@ -113,20 +111,16 @@ class Worker:
         self._outlet = EventOutlet(
             epoch=1, heartbeat_s=0.5, load=lambda: self._snapshot.load, on_gone=lambda _: None
         )
-        self._loop: StepLoop[Any] = StepLoop(
+        loop = asyncio.get_running_loop()
+        self._loop: StepLoop[Any, Any] = StepLoop(
             name="steps",
-            driver=SchedulerDriver(
-                make(
-                    config=WorkerConfig(max_num_seqs=256, max_num_batched_tokens=8192),
-                    blocks=BlockAllocator(layout.num_blocks, layout.block_size),
-                    fingerprint=FINGERPRINT,
-                    place="worker",
-                ),
-                new_output=new_output,
-                is_submit=lambda command: isinstance(command, Submitted),
-                loop=asyncio.get_running_loop(),
-                deliver=self._deliver,
+            scheduler=make(
+                config=WorkerConfig(max_num_seqs=256, max_num_batched_tokens=8192),
+                blocks=BlockAllocator(layout.num_blocks, layout.block_size),
+                fingerprint=FINGERPRINT,
+                place="worker",
             ),
+            deliver=lambda *turn: loop.call_soon_threadsafe(self._deliver, *turn),
             executor=self.executor,
             inbox=self.inbox,
             clock=wall_clock,
@@ -181,7 +175,7 @@ async def decode_steps(
             for key in reserved:
                 worker.inbox.put(decode.Committed(key=key, first_token=17))
 
-    worker = Worker(runner, DecodeScheduler, decode.Output, on_output, depth)
+    worker = Worker(runner, DecodeScheduler, on_output, depth)
     for i in range(batch):
         sampling = SamplingParams(seed=i, max_tokens=steps + 1, ignore_eos=True)
         worker.inbox.put(Submitted(submit=submit(i, context, sampling)))
@@ -202,7 +196,7 @@ async def prefill_rate(runner: CudaRunner, count: int, length: int, depth: int) 
                     prefill.Delivered(key=order.key, num_bytes=0, num_pieces=0, start=0.0, end=0.0)
                 )
 
-    worker = Worker(runner, PrefillScheduler, prefill.Output, on_output, depth)
+    worker = Worker(runner, PrefillScheduler, on_output, depth)
     for i in range(count):
         request = submit(i, length, SamplingParams(temperature=0.0, ignore_eos=True))
         worker.inbox.put(Submitted(submit=request))

@@ -1,9 +1,8 @@
-"""Who gets blocks: the waiting sequences of a decode worker, by priority and age. Pure."""
+"""Who gets blocks: the waiting sequences of a decode worker, by age. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from operator import attrgetter
 
 from decode_worker.commands import Reserve
 from decode_worker.entry import ADMITTED, WAITING, Entry, State
@@ -16,8 +15,6 @@ from worker_runtime.sequence import Sequence
 #: A sequence that finds no room even with what it could share looks for that again after so long:
 #: it costs more than counting blocks.
 _LOOK_AGAIN_S = 0.25
-
-_RANK = attrgetter("rank")
 
 #: A prompt, by the name of its last full block, and the incarnation it comes from.
 _Origin = tuple[bytes, int]
@@ -38,9 +35,9 @@ class Admission:
         self.look_at: float | None = None
 
     def admit(self, entries: Collection[Entry], now: float) -> list[Reserve]:
-        """Let sequences run, or arrive: then their blocks are to be granted. Oldest first; one that
-        does not fit is passed over, until it has waited `starvation_s`: then younger ones wait for
-        it."""
+        """Let sequences run, or arrive: then their blocks are to be granted. `entries` come oldest
+        first; one that does not fit is passed over, until it has waited `starvation_s`: then
+        younger ones wait for it."""
         self.look_at = None
         waiting = [e for e in entries if e.state in WAITING]
         if not waiting:
@@ -50,7 +47,7 @@ class Admission:
             return []
         arriving = self._arriving(entries)
         reserves = []
-        for entry in sorted(waiting, key=_RANK):
+        for entry in waiting:
             spare = self._watermark if num_admitted else 0
             if self._has_no_room(entry, now, spare) or not self._take(entry, arriving, now, spare):
                 if now - entry.sequence.arrival > self._config.starvation_s:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from protocol.errors import ErrorInfo
 from protocol.ids import RequestKey
-from worker_runtime.outlet import RouterEvents
+from worker_runtime import scheduler
+from worker_runtime.commands import EndHandoff, HandoffEnded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,14 +16,6 @@ class Committed:
 
     key: RequestKey
     first_token: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HandoffEnded:
-    """The hand-off is over without a commit; without an error it was simply not needed."""
-
-    key: RequestKey
-    error: ErrorInfo | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,26 +38,12 @@ class Reserve:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndHandoff:
-    """Tell the prefill worker that the hand-off is over."""
-
-    key: RequestKey
-    released: bool
-    error: ErrorInfo | None
-
-
 @dataclass(slots=True)
-class Output:
+class Output(scheduler.Output):
     """What one turn of the step thread wants done on the event loop."""
 
-    events: dict[str, RouterEvents] = field(default_factory=dict)
     reserves: list[Reserve] = field(default_factory=list)
     ends: list[EndHandoff] = field(default_factory=list)
-
-    def of(self, router_id: str) -> RouterEvents:
-        """The events for one router."""
-        return self.events.setdefault(router_id, RouterEvents())
 
     def __bool__(self) -> bool:
         return bool(self.events or self.reserves or self.ends)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
-from worker_runtime.sequence import Sequence
+from worker_runtime import scheduler
 
 
 class State(StrEnum):
@@ -25,22 +25,15 @@ ADMITTED = (State.RUNNING, State.ARRIVING)
 
 
 @dataclass(slots=True)
-class Entry:
-    """A sequence with its state; `order` is its seniority (first arrived is served first). While it
-    waits it needs `needed` blocks, and one that found no room is looked at more closely again at
-    `look_again`."""
+class Entry(scheduler.Entry):
+    """While it waits it needs `needed` blocks, and one that found no room is looked at more closely
+    again at `look_again`."""
 
-    sequence: Sequence
     state: State
-    order: int
     needed: int
     look_again: float = 0.0
-    rank: tuple[int, int] = field(init=False)  # who is served first
-
-    def __post_init__(self) -> None:
-        self.rank = -self.sequence.submit.priority, self.order
 
     @property
-    def router_id(self) -> str:
-        """Who is told about it."""
-        return self.sequence.submit.router_id
+    def ending(self) -> bool:
+        """Whether it waits for its blocks to be safe."""
+        return self.state is State.ENDING

@@ -14,37 +14,33 @@ when it is gone.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from decode_worker.admission import Admission
 from decode_worker.commands import (
     BlocksSafe,
     Command,
     Committed,
-    EndHandoff,
-    HandoffEnded,
     Output,
 )
 from decode_worker.entry import ADMITTED, WAITING, Entry, State
 from engine.batch import StepBatch, StepResult
 from engine.kv.allocator import BlockAllocator
-from protocol.errors import DeadlineExceeded, ErrorInfo
+from protocol.errors import ErrorInfo
 from protocol.ids import RequestKey
 from protocol.kv_layout import KVFingerprint
 from protocol.logprobs import TokenLogprobs
-from protocol.messages import FailEvent, TokenEvent, WorkerLoad
+from protocol.messages import WorkerLoad
 from protocol.timeline import Phase, Span
 from worker_runtime import counters
-from worker_runtime.commands import Cancelled, RouterCommand, RouterGone, Submitted
+from worker_runtime.commands import EndHandoff, HandoffEnded
 from worker_runtime.config import WorkerConfig
-from worker_runtime.flight import Flight, Row
+from worker_runtime.flight import Row
 from worker_runtime.grammars import constrain
-from worker_runtime.prefix_cache import PrefixCache
+from worker_runtime.scheduler import Scheduler
 from worker_runtime.sequence import Sequence
 
 
-class DecodeScheduler:
-    """Decides what a decode worker does next. Not thread-safe: the step thread owns it."""
+class DecodeScheduler(Scheduler[Entry, Command, Output]):
+    """Decides what a decode worker does next."""
 
     def __init__(
         self,
@@ -54,61 +50,31 @@ class DecodeScheduler:
         fingerprint: KVFingerprint,
         place: str,
     ) -> None:
-        self._config = config
-        self._blocks = blocks
-        self._block_size = blocks.block_size
-        self._cache = PrefixCache(
-            blocks, fingerprint=fingerprint, enabled=config.enable_prefix_caching
-        )
-        self._place = place
+        super().__init__(config=config, blocks=blocks, fingerprint=fingerprint, place=place)
         self._admission = Admission(config, blocks, self._cache)
-        self._entries: dict[RequestKey, Entry] = {}
-        self._next_order = 0
         self._rows: list[Row[Entry]] = []
-        self._flight: Flight[Entry] = Flight()
         self._short: Entry | None = None
         self.num_preemptions = 0
-        self.num_finished = 0
-        self.num_failed = 0
-        self.num_cancelled = 0
-        self.num_released = 0
 
     # --- commands -------------------------------------------------------------------------------
 
-    def handle(self, command: Command | RouterCommand, now: float, out: Output) -> None:
-        """Take one command in."""
+    def new_output(self) -> Output:
+        """An empty output for the next turn."""
+        return Output()
+
+    def _enter(self, sequence: Sequence, order: int) -> Entry:
+        remote = sequence.submit.peer is not None
+        state = State.WAITING_ROOM if remote else State.WAITING
+        return Entry(sequence, order, state, self._admission.needed(sequence))
+
+    def _handoff(self, command: Command, now: float, out: Output) -> None:
         match command:
-            case Submitted(submit=submit, matcher=matcher):
-                self._submitted(Sequence.of(submit, now, matcher), now)
-            case Cancelled(keys=keys):
-                for key in keys:
-                    self._cancel(key, out)
-            case RouterGone(router_id=router_id):
-                for key in [k for k, e in self._entries.items() if e.router_id == router_id]:
-                    self._cancel(key, out)
             case Committed(key=key, first_token=token):
                 self._committed(key, token, now)
             case HandoffEnded(key=key, error=error):
                 self._handoff_ended(key, error, out)
             case BlocksSafe(key=key):
                 self._blocks_safe(key)
-
-    def _submitted(self, sequence: Sequence, now: float) -> None:
-        if sequence.key in self._entries:
-            return
-        remote = sequence.submit.peer is not None
-        sequence.mark_start(Phase.CREDIT_WAIT, now)
-        state = State.WAITING_ROOM if remote else State.WAITING
-        needed = self._admission.needed(sequence)
-        self._entries[sequence.key] = Entry(sequence, state, self._next_order, needed)
-        self._next_order += 1
-
-    def _cancel(self, key: RequestKey, out: Output) -> None:
-        entry = self._entries.get(key)
-        if entry is None or entry.state is State.ENDING:
-            return
-        self.num_cancelled += 1
-        self._drop(entry, out, released=True, error=None)
 
     def _committed(self, key: RequestKey, first_token: int, now: float) -> None:
         entry = self._entries.get(key)
@@ -160,8 +126,7 @@ class DecodeScheduler:
             out.reserves += self._admission.admit(self._entries.values(), now)
 
     def plan(self, now: float, out: Output) -> StepBatch | None:
-        """Expire, admit, and choose the tokens of the next step; None when nothing can run. The
-        step counts as launched; its result, or that of the one before, goes to `apply` next."""
+        """Decoding sequences first, then prompts, as far as the token budget goes."""
         self._expire(now, out)
         self._constrain(out)
         self.admit(now, out)
@@ -177,10 +142,10 @@ class DecodeScheduler:
 
     def _constrain(self, out: Output) -> None:
         """Masks for the sequences that have a new token; one whose grammar gives up fails."""
-        alive = (e for e in self._entries.values() if e.state is not State.ENDING)
+        alive = (e for e in self._entries.values() if not e.ending)
         for key, error in constrain(e.sequence for e in alive):
             self._fail(self._entries[key], error, retriable=False, out=out)
-            self._drop(self._entries[key], out, released=False, error=error)
+            self._leave(self._entries[key], out, released=False, error=error)
 
     def _runnable(self) -> list[tuple[Entry, int]]:
         """Decoding sequences first, so that a prompt's chunk never takes their place; then by
@@ -270,14 +235,6 @@ class DecodeScheduler:
             if entry.state is not State.RUNNING:
                 self._settle(entry)
 
-    def _scored(self, row: Row[Entry], logprobs: tuple[TokenLogprobs, ...], out: Output) -> None:
-        event = row.entry.sequence.score(logprobs, row.num_tokens)
-        if event.finish is not None:
-            event = replace(event, spans=self._spans(row.entry.sequence))
-            self.num_finished += 1
-            self._forget(row.entry)
-        out.of(row.entry.router_id).scores.append(event)
-
     def _sampled(
         self,
         entry: Entry,
@@ -293,41 +250,11 @@ class DecodeScheduler:
         finish = sequence.append(token)
         sequence.mark_start(Phase.DECODE, now)
         sequence.mark_end(Phase.DECODE, now)
-        spans = self._spans(sequence) if finish is not None else ()
-        out.of(entry.router_id).tokens.append(
-            TokenEvent(
-                key=sequence.key,
-                index=sequence.num_output - 1,
-                token=token,
-                finish=finish,
-                spans=spans,
-                logprobs=logprobs,
-            )
-        )
-        if finish is not None:
-            self.num_finished += 1
-            self._forget(entry)
+        self._tell(entry, token, logprobs, finish, out)
 
     # --- ends -----------------------------------------------------------------------------------
 
-    def _expire(self, now: float, out: Output) -> None:
-        late = [
-            e
-            for e in self._entries.values()
-            if e.state is not State.ENDING and now >= e.sequence.submit.deadline
-        ]
-        for entry in late:
-            error = DeadlineExceeded("the request's deadline passed", param="deadline").info()
-            self._fail(entry, error, retriable=False, out=out)
-            self._drop(entry, out, released=False, error=error)
-
-    def _fail(self, entry: Entry, error: ErrorInfo, *, retriable: bool, out: Output) -> None:
-        self.num_failed += 1
-        key, spans = entry.sequence.key, self._spans(entry.sequence)
-        event = FailEvent(key=key, error=error, retriable=retriable, spans=spans)
-        out.of(entry.router_id).failures.append(event)
-
-    def _drop(self, entry: Entry, out: Output, *, released: bool, error: ErrorInfo | None) -> None:
+    def _leave(self, entry: Entry, out: Output, *, released: bool, error: ErrorInfo | None) -> None:
         """Forget a sequence that did not finish; blocks that may be written to go into
         quarantine."""
         sequence = entry.sequence
@@ -339,16 +266,12 @@ class DecodeScheduler:
         self._forget(entry)
         self._settle(entry)
 
+    def _finished(self, entry: Entry, out: Output) -> None:
+        self._forget(entry)
+
     def _forget(self, entry: Entry) -> None:
         entry.state = State.GONE
         del self._entries[entry.sequence.key]
-
-    def fail_all(self, error: ErrorInfo, out: Output) -> None:
-        """End every request: the engine is broken, another worker may serve them."""
-        for entry in list(self._entries.values()):
-            if entry.state is not State.ENDING:
-                self._fail(entry, error, retriable=True, out=out)
-                self._drop(entry, out, released=False, error=error)
 
     # --- views ----------------------------------------------------------------------------------
 
@@ -367,39 +290,17 @@ class DecodeScheduler:
             quarantined_blocks=self._blocks.num_quarantined,
         )
 
-    def lasts(self, now: float) -> float:
-        """For how long the step on its way is sure to run on."""
-        return self._flight.lasts(now)
-
     def next_deadline(self) -> float | None:
         """The earliest deadline among all requests, or when admission has to be looked at again."""
-        alive = (e for e in self._entries.values() if e.state is not State.ENDING)
-        times = [e.sequence.submit.deadline for e in alive]
-        if self._admission.look_at is not None:
-            times.append(self._admission.look_at)
-        return min(times, default=None)
-
-    def cache_changes(self) -> dict[bytes, bool]:
-        """Digests that have come to or gone from the prefix cache since the last call."""
-        return self._blocks.take_changes()
+        times = (super().next_deadline(), self._admission.look_at)
+        return min((at for at in times if at is not None), default=None)
 
     def counters(self) -> dict[str, int]:
         """How requests ended here, since the start."""
-        return {
-            counters.FINISHED: self.num_finished,
-            counters.FAILED: self.num_failed,
-            counters.CANCELLED: self.num_cancelled,
-            counters.RELEASED: self.num_released,
-            counters.PREEMPTIONS: self.num_preemptions,
-            **self._cache.counters(),
-        }
+        return {**super().counters(), counters.PREEMPTIONS: self.num_preemptions}
 
-    @property
-    def num_unfinished(self) -> int:
-        """Requests that have not ended here, those in quarantine included."""
-        return len(self._entries)
-
-    def _spans(self, sequence: Sequence) -> tuple[Span, ...]:
+    def _spans(self, entry: Entry) -> tuple[Span, ...]:
+        sequence = entry.sequence
         return sequence.spans(
             self._place,
             {

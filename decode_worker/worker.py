@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decode_worker.commands import BlocksSafe, Command, Committed, HandoffEnded, Output
+from decode_worker.commands import BlocksSafe, Command, Committed, Output
 from decode_worker.scheduler import DecodeScheduler
 from engine.ranks import RankGroup
 from kv_transfer.receiver import Receiver
@@ -11,8 +11,9 @@ from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.messages import Commit, Submit, WorkerStatus
 from rpc import methods
 from worker_runtime.clock import Clock, wall_clock
+from worker_runtime.commands import HandoffEnded
 from worker_runtime.host import WorkerHost, WorkerSettings
-from worker_runtime.shell import Snapshot
+from worker_runtime.scheduler import Snapshot
 
 
 class DecodeWorker:
@@ -47,7 +48,6 @@ class DecodeWorker:
         )
         await host.serve(
             scheduler,
-            new_output=Output,
             deliver=self._deliver,
             accept=self._accept,
             whole_output=True,

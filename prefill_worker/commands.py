@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from protocol.errors import ErrorInfo
 from protocol.ids import RequestKey
-from worker_runtime.outlet import RouterEvents
+from worker_runtime import scheduler
+from worker_runtime.commands import EndHandoff, HandoffEnded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,14 +26,6 @@ class Delivered:
     num_pieces: int
     start: float
     end: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HandoffEnded:
-    """The hand-off is over without a commit, and no read of the source blocks is in flight."""
-
-    key: RequestKey
-    error: ErrorInfo | None
 
 
 Command = Granted | Delivered | HandoffEnded
@@ -58,25 +50,11 @@ class CommitHandoff:
     first_token: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndHandoff:
-    """Tell the decode worker that the hand-off is over."""
-
-    key: RequestKey
-    released: bool
-    error: ErrorInfo | None
-
-
 @dataclass(slots=True)
-class Output:
+class Output(scheduler.Output):
     """What one turn of the step thread wants done on the event loop, in this order."""
 
-    events: dict[str, RouterEvents] = field(default_factory=dict)
     handoffs: list[Push | CommitHandoff | EndHandoff] = field(default_factory=list)
-
-    def of(self, router_id: str) -> RouterEvents:
-        """The events for one router."""
-        return self.events.setdefault(router_id, RouterEvents())
 
     def __bool__(self) -> bool:
         return bool(self.events or self.handoffs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from worker_runtime.sequence import Sequence
+from worker_runtime import scheduler
 
 
 class State(StrEnum):
@@ -20,13 +20,11 @@ class State(StrEnum):
 
 
 @dataclass(slots=True)
-class Entry:
-    """A sequence with its state; `order` is its seniority, `pushed` counts blocks handed to the
-    sender, `num_found` tokens of one that has not started were in the cache when it came."""
+class Entry(scheduler.Entry):
+    """`pushed` counts blocks handed to the sender, `num_found` tokens of one that has not started
+    were in the cache when it came."""
 
-    sequence: Sequence
     state: State
-    order: int
     num_found: int = 0
     pushed: int = 0
     granted_at: float = 0.0
@@ -34,6 +32,6 @@ class Entry:
     num_pieces: int = 0
 
     @property
-    def router_id(self) -> str:
-        """Who is told about it."""
-        return self.sequence.submit.router_id
+    def ending(self) -> bool:
+        """Whether it waits until no read of its blocks is in flight."""
+        return self.state is State.ENDING

@@ -14,89 +14,47 @@ those of a sequence that is gone are freed once no step in flight writes to them
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from engine.batch import StepBatch, StepResult
-from engine.kv.allocator import BlockAllocator
 from prefill_worker.commands import (
     Command,
     CommitHandoff,
     Delivered,
-    EndHandoff,
     Granted,
-    HandoffEnded,
     Output,
     Push,
 )
 from prefill_worker.entry import Entry, State
-from protocol.errors import DeadlineExceeded, ErrorInfo
+from protocol.errors import ErrorInfo
 from protocol.ids import RequestKey
-from protocol.kv_layout import KVFingerprint
 from protocol.logprobs import TokenLogprobs
-from protocol.messages import FailEvent, SpanEvent, TokenEvent, WorkerLoad
+from protocol.messages import SpanEvent, WorkerLoad
 from protocol.timeline import Phase, Span
-from worker_runtime import counters
-from worker_runtime.commands import Cancelled, RouterCommand, RouterGone, Submitted
-from worker_runtime.config import WorkerConfig
-from worker_runtime.flight import Flight, Row
-from worker_runtime.prefix_cache import PrefixCache
+from worker_runtime.commands import EndHandoff, HandoffEnded
+from worker_runtime.flight import Row
+from worker_runtime.scheduler import Scheduler
 from worker_runtime.sequence import Sequence
 
 
-class PrefillScheduler:
-    """Decides what a prefill worker does next. Not thread-safe: the step thread owns it."""
-
-    def __init__(
-        self,
-        *,
-        config: WorkerConfig,
-        blocks: BlockAllocator,
-        fingerprint: KVFingerprint,
-        place: str,
-    ) -> None:
-        self._config = config
-        self._blocks = blocks
-        self._block_size = blocks.block_size
-        self._cache = PrefixCache(
-            blocks, fingerprint=fingerprint, enabled=config.enable_prefix_caching
-        )
-        self._place = place
-        self._entries: dict[RequestKey, Entry] = {}
-        self._next_order = 0
-        self._flight: Flight[Entry] = Flight()
-        self.num_finished = 0
-        self.num_failed = 0
-        self.num_cancelled = 0
-        self.num_released = 0
+class PrefillScheduler(Scheduler[Entry, Command, Output]):
+    """Decides what a prefill worker does next."""
 
     # --- commands -------------------------------------------------------------------------------
 
-    def handle(self, command: Command | RouterCommand, now: float, out: Output) -> None:
-        """Take one command in."""
+    def new_output(self) -> Output:
+        """An empty output for the next turn."""
+        return Output()
+
+    def _enter(self, sequence: Sequence, order: int) -> Entry:
+        return Entry(sequence, order, State.EXPECTING, self._cache.found(sequence))
+
+    def _handoff(self, command: Command, now: float, out: Output) -> None:
         match command:
-            case Submitted(submit=submit, matcher=matcher):
-                self._submitted(Sequence.of(submit, now, matcher), now)
             case Granted():
                 self._granted(command, now)
-            case Cancelled(keys=keys):
-                for key in keys:
-                    self._cancel(key, out)
-            case RouterGone(router_id=router_id):
-                gone = [k for k, e in self._entries.items() if e.router_id == router_id]
-                for key in gone:
-                    self._cancel(key, out)
             case Delivered():
                 self._delivered(command, out)
             case HandoffEnded(key=key, error=error):
                 self._handoff_ended(key, error, out)
-
-    def _submitted(self, sequence: Sequence, now: float) -> None:
-        if sequence.key in self._entries:
-            return
-        sequence.mark_start(Phase.CREDIT_WAIT, now)
-        found = self._cache.found(sequence)
-        self._entries[sequence.key] = Entry(sequence, State.EXPECTING, self._next_order, found)
-        self._next_order += 1
 
     def _granted(self, command: Granted, now: float) -> None:
         entry = self._entries.get(command.key)
@@ -107,13 +65,6 @@ class PrefillScheduler:
         entry.granted_at = now
         entry.sequence.mark_end(Phase.CREDIT_WAIT, now)
         entry.sequence.mark_start(Phase.PREFILL_QUEUE, now)
-
-    def _cancel(self, key: RequestKey, out: Output) -> None:
-        entry = self._entries.get(key)
-        if entry is None or entry.state is State.ENDING:
-            return
-        self.num_cancelled += 1
-        self._end(entry, out, released=True, error=None)
 
     def _delivered(self, command: Delivered, out: Output) -> None:
         entry = self._entries.get(command.key)
@@ -145,8 +96,7 @@ class PrefillScheduler:
         """Prompts get blocks when they are planned: those with the least work first."""
 
     def plan(self, now: float, out: Output) -> StepBatch | None:
-        """Expire, and fill the token budget with chunks; None when nothing can run. The step counts
-        as launched; its result, or that of the one before, goes to `apply` next."""
+        """Chunks of prompts, as far as the token budget goes."""
         self._expire(now, out)
         rows: list[Row[Entry]] = []
         budget = self._config.max_num_batched_tokens
@@ -161,16 +111,14 @@ class PrefillScheduler:
                 budget -= row.num_tokens
         return self._flight.launch(rows, now)
 
-    def _rank(self, entry: Entry, now: float) -> tuple[int, float, int]:
+    def _rank(self, entry: Entry, now: float) -> tuple[bool, float, int]:
         """Shortest remaining work first, so that a short prompt never sits behind a whole long one;
         every second of waiting counts as a second of work already done, so that none starves."""
         waited = now - entry.granted_at
         speed = self._flight.tokens_per_second() or float(self._config.max_num_batched_tokens)
         overdue = waited > self._config.starvation_s
         num_left = entry.sequence.num_runnable - entry.num_found
-        key = -waited if overdue else num_left / speed - waited
-        priority = entry.sequence.submit.priority
-        return (-priority if not overdue else -(2**31), key, entry.order)
+        return not overdue, -waited if overdue else num_left / speed - waited, entry.order
 
     def _start(self, entry: Entry, out: Output) -> bool:
         """Take blocks for the whole prompt, or leave the sequence waiting. Those that are filled
@@ -243,14 +191,6 @@ class PrefillScheduler:
             )
             entry.pushed = ready
 
-    def _scored(self, row: Row[Entry], logprobs: tuple[TokenLogprobs, ...], out: Output) -> None:
-        event = row.entry.sequence.score(logprobs, row.num_tokens)
-        if event.finish is not None:
-            event = replace(event, spans=self._spans(row.entry))
-            self.num_finished += 1
-            self._end(row.entry, out, released=True, error=None)
-        out.of(row.entry.router_id).scores.append(event)
-
     def _sampled(
         self,
         entry: Entry,
@@ -263,29 +203,20 @@ class PrefillScheduler:
         finish = sequence.append(token)
         sequence.mark_end(Phase.PREFILL, now)
         out.of(entry.router_id).prompts.append(sequence.prompt_event)
-        out.of(entry.router_id).tokens.append(
-            TokenEvent(
-                key=sequence.key,
-                index=sequence.num_output - 1,
-                token=token,
-                finish=finish,
-                spans=self._spans(entry) if finish is not None else (),
-                logprobs=logprobs,
-            )
-        )
+        self._tell(entry, token, logprobs, finish, out)
         if finish is None:
             entry.state = State.SENDING
             out.handoffs.append(CommitHandoff(key=sequence.key, first_token=token))
-            return
-        self.num_finished += 1
-        self._end(entry, out, released=True, error=None)
 
     # --- ends -----------------------------------------------------------------------------------
 
-    def _end(self, entry: Entry, out: Output, *, released: bool, error: ErrorInfo | None) -> None:
-        """Leave the hand-off; blocks stay held until the sender says that no read is in flight."""
+    def _leave(self, entry: Entry, out: Output, *, released: bool, error: ErrorInfo | None) -> None:
+        """Blocks stay held until the sender says that no read is in flight."""
         entry.state = State.ENDING
         out.handoffs.append(EndHandoff(key=entry.sequence.key, released=released, error=error))
+
+    def _finished(self, entry: Entry, out: Output) -> None:
+        self._leave(entry, out, released=True, error=None)
 
     def _remove(self, entry: Entry) -> None:
         entry.state = State.GONE
@@ -298,35 +229,6 @@ class PrefillScheduler:
         if sequence.num_in_flight == 0:
             self._blocks.free(sequence.block_ids)
             sequence.block_ids = []
-
-    def _expire(self, now: float, out: Output) -> None:
-        late = [
-            e
-            for e in self._entries.values()
-            if e.state is not State.ENDING and now >= e.sequence.submit.deadline
-        ]
-        for entry in late:
-            error = DeadlineExceeded("the request's deadline passed", param="deadline").info()
-            self._fail(entry, error, retriable=False, out=out)
-            self._end(entry, out, released=False, error=error)
-
-    def _fail(self, entry: Entry, error: ErrorInfo, *, retriable: bool, out: Output) -> None:
-        self.num_failed += 1
-        out.of(entry.router_id).failures.append(
-            FailEvent(
-                key=entry.sequence.key,
-                error=error,
-                retriable=retriable,
-                spans=self._spans(entry),
-            )
-        )
-
-    def fail_all(self, error: ErrorInfo, out: Output) -> None:
-        """End every request: the engine is broken, another worker may serve them."""
-        for entry in list(self._entries.values()):
-            if entry.state is not State.ENDING:
-                self._fail(entry, error, retriable=True, out=out)
-                self._end(entry, out, released=False, error=error)
 
     # --- views ----------------------------------------------------------------------------------
 
@@ -350,34 +252,6 @@ class PrefillScheduler:
             cached_blocks=self._blocks.num_cached,
             quarantined_blocks=self._blocks.num_quarantined,
         )
-
-    def lasts(self, now: float) -> float:
-        """For how long the step on its way is sure to run on."""
-        return self._flight.lasts(now)
-
-    def next_deadline(self) -> float | None:
-        """The earliest deadline among all requests."""
-        alive = (e for e in self._entries.values() if e.state is not State.ENDING)
-        return min((e.sequence.submit.deadline for e in alive), default=None)
-
-    def cache_changes(self) -> dict[bytes, bool]:
-        """Digests that have come to or gone from the prefix cache since the last call."""
-        return self._blocks.take_changes()
-
-    def counters(self) -> dict[str, int]:
-        """How requests ended here, since the start."""
-        return {
-            counters.FINISHED: self.num_finished,
-            counters.FAILED: self.num_failed,
-            counters.CANCELLED: self.num_cancelled,
-            counters.RELEASED: self.num_released,
-            **self._cache.counters(),
-        }
-
-    @property
-    def num_unfinished(self) -> int:
-        """Requests that have not ended here."""
-        return len(self._entries)
 
     def _runnable(self) -> list[Entry]:
         """Prompts with chunks to launch: not those whose token 1 is being sampled, or whose end is

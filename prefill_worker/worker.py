@@ -9,9 +9,7 @@ from prefill_worker.commands import (
     Command,
     CommitHandoff,
     Delivered,
-    EndHandoff,
     Granted,
-    HandoffEnded,
     Output,
     Push,
 )
@@ -21,8 +19,9 @@ from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.messages import Grant, Submit, WorkerStatus
 from rpc import methods
 from worker_runtime.clock import Clock, wall_clock
+from worker_runtime.commands import EndHandoff, HandoffEnded
 from worker_runtime.host import WorkerHost, WorkerSettings
-from worker_runtime.shell import Snapshot
+from worker_runtime.scheduler import Snapshot
 
 log = get_logger(__name__)
 
@@ -58,7 +57,6 @@ class PrefillWorker:
         )
         await host.serve(
             scheduler,
-            new_output=Output,
             deliver=self._deliver,
             accept=self._accept,
             whole_output=False,

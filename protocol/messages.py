@@ -45,7 +45,6 @@ class Submit:
     peer: WorkerRef | None = None
     ticket: Ticket | None = None
     local_prefill_reason: str = ""
-    priority: int = 0
     cache_salt: str = ""
     bypass_prefix_cache: bool = False
     grammar: Grammar | None = None

@@ -1,10 +1,11 @@
-"""What both schedulers are told by routers."""
+"""What both schedulers are told, and what both ask for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from grammar.matcher import Matcher
+from protocol.errors import ErrorInfo
 from protocol.ids import RequestKey
 from protocol.messages import Submit
 
@@ -32,3 +33,21 @@ class RouterGone:
 
 
 RouterCommand = Submitted | Cancelled | RouterGone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffEnded:
+    """The hand-off is over without a commit; without an error it was simply not needed. On prefill
+    no read of the source blocks is in flight any more."""
+
+    key: RequestKey
+    error: ErrorInfo | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndHandoff:
+    """Asked for: tell the other worker that the hand-off is over."""
+
+    key: RequestKey
+    released: bool
+    error: ErrorInfo | None

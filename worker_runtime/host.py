@@ -24,18 +24,18 @@ from worker_runtime.clock import Clock, wall_clock
 from worker_runtime.commands import Cancelled, RouterCommand, RouterGone, Submitted
 from worker_runtime.config import WorkerConfig
 from worker_runtime.cores import SharedCores
-from worker_runtime.driver import Deliver, Scheduler, SchedulerDriver
 from worker_runtime.grammars import Grammars
 from worker_runtime.inbox import Inbox
 from worker_runtime.limits import Limits
 from worker_runtime.ranks import Ranks, build_ranks
+from worker_runtime.scheduler import Output, Scheduler, Snapshot
 from worker_runtime.shell import Identity, Shell
-from worker_runtime.step_loop import StepLoop
+from worker_runtime.step_loop import Deliver, StepLoop
 from worker_runtime.tasks import Tasks
 from worker_runtime.threads import in_own_thread
 
 C = TypeVar("C")
-Out = TypeVar("Out")
+Out = TypeVar("Out", bound=Output)
 #: Threads that wait for a GPU must not wait the usual 5 ms for the interpreter's lock after it.
 _SWITCH_S = 50e-6
 
@@ -79,7 +79,7 @@ class WorkerHost(Generic[C, Out]):
         self.blocks: BlockAllocator
         self.shell: Shell
         self._grammars: Grammars
-        self._loop: StepLoop[C | RouterCommand]
+        self._loop: StepLoop[C, Out]
 
     async def load(self, role: Role) -> WorkerRef:
         """Load the model on every rank, run a real step, and take a control port."""
@@ -125,9 +125,8 @@ class WorkerHost(Generic[C, Out]):
 
     async def serve(
         self,
-        scheduler: Scheduler[C | RouterCommand, Out],
+        scheduler: Scheduler[Any, C, Out],
         *,
-        new_output: Callable[[], Out],
         deliver: Deliver[Out],
         accept: Callable[[Submit], None],
         whole_output: bool,
@@ -135,16 +134,16 @@ class WorkerHost(Generic[C, Out]):
         handoff_counters: Callable[[], Mapping[str, int]],
     ) -> None:
         """Start the step thread and the control server; the worker is READY when this returns."""
-        driver = SchedulerDriver(
-            scheduler,
-            new_output=new_output,
-            is_submit=lambda command: isinstance(command, Submitted),
-            loop=asyncio.get_running_loop(),
-            deliver=deliver,
-        )
+        loop = asyncio.get_running_loop()
+
+        def deliver_here(out: Out, snapshot: Snapshot, accepted: int) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(deliver, out, snapshot, accepted)
+
         self._loop = StepLoop(
             name=f"{self.settings.worker_id}-steps",
-            driver=driver,
+            scheduler=scheduler,
+            deliver=deliver_here,
             executor=self.ranks.executor,
             inbox=self.inbox,
             clock=self.clock,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from grammar.matcher import Matcher
@@ -20,7 +20,6 @@ from protocol.messages import (
     StatusQuery,
     Submit,
     Subscribe,
-    WorkerLoad,
     WorkerStatus,
 )
 from protocol.states import WorkerState, check_worker
@@ -31,6 +30,7 @@ from worker_runtime.config import WorkerConfig
 from worker_runtime.grammars import Grammars
 from worker_runtime.limits import Limits
 from worker_runtime.outlet import EventOutlet, RouterEvents
+from worker_runtime.scheduler import Snapshot
 
 log = get_logger(__name__)
 
@@ -45,17 +45,6 @@ class Progress(Protocol):
     def stalled_for(self) -> float:
         """Seconds the running step has taken; 0 when idle."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """What the step thread last said about itself. `cache`: digests that have come to (True) or
-    gone from (False) its prefix cache since the time before."""
-
-    load: WorkerLoad = field(default_factory=WorkerLoad)
-    num_unfinished: int = 0
-    counters: Mapping[str, int] | None = None
-    cache: Mapping[bytes, bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,14 +10,18 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
 
-from engine.batch import StepBatch, StepResult
+from engine.batch import StepBatch
 from engine.executor import PendingStep
 from observability.logging import get_logger
+from protocol.errors import Internal
 from worker_runtime.clock import Clock
+from worker_runtime.commands import RouterCommand, Submitted
 from worker_runtime.cores import SharedCores
 from worker_runtime.inbox import Inbox
+from worker_runtime.scheduler import Output, Scheduler, Snapshot
 
 #: How long before the end of the step on its way the next one is planned: what planning and
 #: launching have taken lately, but for the slowest few, half of that again for the other ranks of
@@ -28,48 +32,10 @@ _REMEMBERED = 32
 _OUTLIERS = 2
 
 C = TypeVar("C")
-CIn = TypeVar("CIn", contravariant=True)
+Out = TypeVar("Out", bound=Output)
+#: Takes one turn's output, what the scheduler is like after it, and how many requests it took in.
+Deliver = Callable[[Out, Snapshot, int], object]
 log = get_logger(__name__)
-
-
-class Driver(Protocol[CIn]):
-    """What a worker puts into the loop. All methods run on the step thread."""
-
-    def handle(self, command: CIn, now: float) -> None:
-        """Take one command into the scheduler's state."""
-        ...
-
-    def plan(self, now: float) -> StepBatch | None:
-        """The next step, which is launched at once, or None when nothing can run."""
-        ...
-
-    def launched(self, step: int) -> None:
-        """The planned step was launched, under this number (engine.executor.PendingStep)."""
-        ...
-
-    def apply(self, result: StepResult, now: float) -> None:
-        """Take the tokens of the oldest launched step into the scheduler's state."""
-        ...
-
-    def publish(self) -> None:
-        """Hand everything decided since the last call to the event loop."""
-        ...
-
-    def lasts(self, now: float) -> float:
-        """Seconds for which the step on its way is sure to run on; not positive when unknown."""
-        ...
-
-    def admit(self, now: float) -> None:
-        """Give what has just come in what it can have before the next step is planned."""
-        ...
-
-    def next_deadline(self) -> float | None:
-        """When something must be looked at even if no command arrives."""
-        ...
-
-    def fail_all(self, error: Exception) -> None:
-        """The engine is broken: end every request with a typed error."""
-        ...
 
 
 class StepExecutor(Protocol):
@@ -87,21 +53,27 @@ class StepExecutor(Protocol):
         ...
 
 
-class StepLoop(Generic[C]):
-    """Runs a driver on a thread of its own until `stop`, or until the engine breaks."""
+class StepLoop(Generic[C, Out]):
+    """Runs a scheduler on a thread of its own until `stop`, or until the engine breaks. What it
+    decides in a turn is handed to `deliver` in one call, on that thread."""
 
     def __init__(
         self,
         *,
         name: str,
-        driver: Driver[C],
+        scheduler: Scheduler[Any, C, Out],
+        deliver: Deliver[Out],
         executor: StepExecutor,
-        inbox: Inbox[C],
+        inbox: Inbox[C | RouterCommand],
         clock: Clock,
         cores: SharedCores | None = None,
     ) -> None:
         """With `cores`, steps share the machine's cores with those of its other workers."""
-        self._driver = driver
+        self._scheduler = scheduler
+        self._deliver = deliver
+        self._out = scheduler.new_output()
+        self._accepted = 0
+        self._last = Snapshot()
         self._cores = cores
         self._executor = executor
         self._inbox = inbox
@@ -150,14 +122,27 @@ class StepLoop(Generic[C]):
         """Until this worker is replaced, end at once whatever still comes in."""
         if self._cores is not None:
             self._cores.release()
+        info = Internal(f"the engine broke: {type(error).__name__}: {error}").info()
         while True:
-            for command in self._inbox.drain():
-                self._driver.handle(command, self._clock())
-            self._driver.fail_all(error)
-            self._driver.publish()
+            self._take_commands(self._clock())
+            self._scheduler.fail_all(info, self._out)
+            self._publish()
             if self._inbox.closed:
                 return
             self._inbox.wait(None)
+
+    def _take_commands(self, now: float) -> None:
+        for command in self._inbox.drain():
+            self._accepted += isinstance(command, Submitted)
+            self._scheduler.handle(command, now, self._out)
+
+    def _publish(self) -> None:
+        """Hand the turn over, unless nothing has happened."""
+        snapshot = self._scheduler.snapshot()
+        if self._out or self._accepted or snapshot != self._last:
+            out, accepted = self._out, self._accepted
+            self._out, self._accepted, self._last = self._scheduler.new_output(), 0, snapshot
+            self._deliver(out, snapshot, accepted)
 
     def _turn(self) -> None:
         """Take what has come, launch a step when it is time, and wait for one once `depth` are on
@@ -167,15 +152,14 @@ class StepLoop(Generic[C]):
         next step instead of the one after it.
         """
         now = self._clock()
-        for command in self._inbox.drain():
-            self._driver.handle(command, now)
-        if self._launched and (left := self._driver.lasts(now) - self._lead) > 0.0:
-            self._driver.admit(now)
-            self._driver.publish()
+        self._take_commands(now)
+        if self._launched and (left := self._scheduler.lasts(now) - self._lead) > 0.0:
+            self._scheduler.admit(now, self._out)
+            self._publish()
             self._inbox.wait(left)
             return
-        batch = self._driver.plan(now)
-        self._driver.publish()
+        batch = self._scheduler.plan(now, self._out)
+        self._publish()
         if batch is not None:
             self._launch(batch, now)
             if len(self._launched) == self._executor.depth:
@@ -185,7 +169,7 @@ class StepLoop(Generic[C]):
         else:
             if self._cores is not None:
                 self._cores.release()
-            deadline = self._driver.next_deadline()
+            deadline = self._scheduler.next_deadline()
             self._inbox.wait(None if deadline is None else max(0.0, deadline - self._clock()))
 
     def _launch(self, batch: StepBatch, now: float) -> None:
@@ -198,7 +182,9 @@ class StepLoop(Generic[C]):
         usual = sorted(self._launches)[: max(1, len(self._launches) - _OUTLIERS)]
         self._lead = _LEAD_SHARE * usual[-1] + _LEAD_S
         self._launched.append(pending)
-        self._driver.launched(pending.number)
+        self._scheduler.launched(pending.number, self._out)
+        if self._out:  # can go on beside the step
+            self._publish()
 
     def _land(self) -> None:
         result = self._launched[0].wait()
@@ -207,5 +193,5 @@ class StepLoop(Generic[C]):
         self._step_started = time.monotonic() if self._launched else None
         self.steps += 1
         self.last_step_end = now
-        self._driver.apply(result, now)
-        self._driver.publish()
+        self._scheduler.apply(result, now, self._out)
+        self._publish()

@@ -31,7 +31,6 @@ def make_submit(
     output: tuple[int, ...] = (),
     attempt: int = 0,
     router: str = "r",
-    priority: int = 0,
 ) -> Submit:
     sampling = SamplingParams(seed=seed, max_tokens=max_tokens, ignore_eos=True)
     return Submit(
@@ -42,7 +41,6 @@ def make_submit(
         sampling=sampling,
         deadline=deadline,
         peer=PEER if remote else None,
-        priority=priority,
     )
 
 

@@ -1,4 +1,4 @@
-"""Requests through scheduler, driver and step loop of a decode worker, on any engine."""
+"""Requests through scheduler and step loop of a decode worker, on any engine."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from protocol.messages import Submit
 from protocol.sampling import SamplingParams
 from worker_runtime.commands import Submitted
 from worker_runtime.config import WorkerConfig
-from worker_runtime.driver import SchedulerDriver
 from worker_runtime.inbox import Inbox
-from worker_runtime.shell import Snapshot
+from worker_runtime.scheduler import Snapshot
 from worker_runtime.step_loop import StepExecutor, StepLoop
 
 
@@ -57,14 +56,15 @@ async def served(
             deadline=time.time() + 600.0,
         )
         inbox.put(Submitted(submit=submit))
-    driver: SchedulerDriver[Any, Output] = SchedulerDriver(
-        scheduler,
-        new_output=Output,
-        is_submit=lambda command: isinstance(command, Submitted),
-        loop=asyncio.get_running_loop(),
-        deliver=deliver,
+    here = asyncio.get_running_loop()
+    loop: StepLoop[Any, Output] = StepLoop(
+        name="steps",
+        scheduler=scheduler,
+        deliver=lambda *turn: here.call_soon_threadsafe(deliver, *turn),
+        executor=executor,
+        inbox=inbox,
+        clock=time.time,
     )
-    loop = StepLoop(name="steps", driver=driver, executor=executor, inbox=inbox, clock=time.time)
     loop.start()
     await asyncio.wait_for(done.wait(), 30)
     assert await asyncio.to_thread(loop.stop)

@@ -9,14 +9,14 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from decode_worker.commands import BlocksSafe, Committed, HandoffEnded
+from decode_worker.commands import BlocksSafe, Committed
 from engine.batch import SequenceStep
 from protocol.errors import HandoffFailed
 from protocol.ids import RequestKey
 from tests.support.decode_bench import Bench, make_submit
 from tests.support.paged import expected_output
 from worker_runtime import counters
-from worker_runtime.commands import Cancelled
+from worker_runtime.commands import Cancelled, HandoffEnded
 from worker_runtime.config import WorkerConfig
 from worker_runtime.sequence import Sequence
 
@@ -268,12 +268,12 @@ def test_changes_are_told_once() -> None:
     bench = Bench(num_blocks=4)
     bench.submit(make_submit("a", PROMPT[:9], max_tokens=1))
     bench.finish()
-    came = bench.scheduler.cache_changes()
+    came = bench.scheduler.snapshot().cache
     assert list(came.values()) == [True, True]
-    assert bench.scheduler.cache_changes() == {}
+    assert bench.scheduler.snapshot().cache == {}
     bench.submit(make_submit("b", [1] * 13, max_tokens=1))
     bench.finish()
-    gone = bench.scheduler.cache_changes()
+    gone = bench.scheduler.snapshot().cache
     assert {digest for digest, here in gone.items() if not here} == set(came)
 
 
@@ -291,6 +291,6 @@ def test_no_reuse(how: str) -> None:
     bench.finish()
     assert bench.prompts[again.key] == 0
     assert bench.output(again.key) == expected_output(PROMPT, 0, 3)
-    assert (bench.scheduler.cache_changes() == {}) == (how == "off")
+    assert (bench.scheduler.snapshot().cache == {}) == (how == "off")
     assert (bench.scheduler.counters()[counters.PREFIX_CACHE_QUERIES] == 0) == (how == "off")
     assert bench.idle()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from decode_worker.commands import BlocksSafe, Committed, HandoffEnded
+from decode_worker.commands import BlocksSafe, Committed
 from protocol.errors import ErrorCode, HandoffFailed
 from protocol.ids import RequestKey
 from protocol.messages import Submit
@@ -16,7 +16,7 @@ from protocol.timeline import Phase
 from tests.support.decode_bench import Bench, make_submit
 from tests.support.paged import expected_output
 from worker_runtime import counters
-from worker_runtime.commands import Cancelled, RouterGone
+from worker_runtime.commands import Cancelled, HandoffEnded, RouterGone
 from worker_runtime.config import WorkerConfig
 
 
@@ -134,20 +134,6 @@ def test_starving_request_gets_its_turn_before_younger_ones() -> None:
             break
     assert bench.output(big) == expected_output([2] * 32, 0, 1)
     assert done_before_big < 40
-
-
-def test_priority_is_served_first() -> None:
-    config = WorkerConfig(max_num_seqs=1, max_num_batched_tokens=8, watermark=0.0)
-    bench = Bench(config=config)
-    bench.submit(make_submit("first", [1], max_tokens=1))
-    low = bench.submit(make_submit("low", [2], max_tokens=1))
-    high = bench.submit(make_submit("high", [3], max_tokens=1, priority=5))
-    order: list[RequestKey] = []
-    for _ in range(10):
-        before = set(bench.tokens)
-        bench.turn()
-        order += sorted(set(bench.tokens) - before, key=str)
-    assert order.index(high) < order.index(low)
 
 
 def test_long_local_prompt_never_stops_running_streams() -> None:

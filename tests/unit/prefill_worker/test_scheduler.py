@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from prefill_worker.commands import (
     CommitHandoff,
     Delivered,
-    EndHandoff,
     Granted,
-    HandoffEnded,
     Output,
     Push,
 )
@@ -27,7 +25,13 @@ from protocol.timeline import Phase
 from tests.support.blocks import FINGERPRINT, WatchedBlocks
 from tests.support.paged import LateSteps, PagedTokens, next_token, prompts
 from worker_runtime import counters
-from worker_runtime.commands import Cancelled, RouterGone, Submitted
+from worker_runtime.commands import (
+    Cancelled,
+    EndHandoff,
+    HandoffEnded,
+    RouterGone,
+    Submitted,
+)
 from worker_runtime.config import WorkerConfig
 
 BLOCK = 4

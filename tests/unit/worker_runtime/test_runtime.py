@@ -44,8 +44,9 @@ from worker_runtime.grammars import Grammars
 from worker_runtime.inbox import Inbox
 from worker_runtime.limits import Limits
 from worker_runtime.outlet import EventOutlet, RouterEvents
+from worker_runtime.scheduler import Snapshot
 from worker_runtime.sequence import Sequence
-from worker_runtime.shell import Identity, Shell, Snapshot
+from worker_runtime.shell import Identity, Shell
 from worker_runtime.tasks import Tasks
 
 KEY = RequestKey("q")

@@ -13,6 +13,7 @@ import pytest
 from engine.batch import SequenceStep, StepBatch, StepResult
 from engine.executor import FinishedStep, PendingStep
 from engine.local import LocalEngine
+from protocol.errors import ErrorInfo
 from protocol.ids import RequestKey
 from protocol.messages import Submit
 from protocol.sampling import SamplingParams
@@ -22,17 +23,18 @@ from tests.support.steps import served
 from tests.support.tiny import save_tiny_llama
 from worker_runtime.flight import Flight, Row
 from worker_runtime.inbox import Inbox
+from worker_runtime.scheduler import Output, Snapshot
 from worker_runtime.sequence import Sequence
 from worker_runtime.step_loop import StepLoop
 
 
-class CountingDriver:
+class CountingScheduler:
     """Runs one step for every command and notes what happened in which order."""
 
     def __init__(self, num_steps: int) -> None:
         self.todo: list[int] = []
         self.events: list[str] = []
-        self.failed: Exception | None = None
+        self.failed = ""
         self.numbers: list[int] = []
         self.done = threading.Event()
         self._num_steps = num_steps
@@ -41,10 +43,13 @@ class CountingDriver:
     def applied(self) -> list[str]:
         return [event for event in self.events if event.startswith("apply")]
 
-    def handle(self, command: int, now: float) -> None:
+    def new_output(self) -> Output:
+        return Output()
+
+    def handle(self, command: int, now: float, out: Output) -> None:
         self.todo.append(command)
 
-    def plan(self, now: float) -> StepBatch | None:
+    def plan(self, now: float, out: Output) -> StepBatch | None:
         if not self.todo:
             return None
         token = self.todo.pop(0)
@@ -52,27 +57,39 @@ class CountingDriver:
         step = SequenceStep(tokens=(token,), start=0, block_ids=(0,), sampling=SamplingParams())
         return StepBatch(sequences=(step,))
 
-    def launched(self, step: int) -> None:
+    def launched(self, step: int, out: Output) -> None:
         self.numbers.append(step)
 
-    def apply(self, result: StepResult, now: float) -> None:
+    def apply(self, result: StepResult, now: float, out: Output) -> None:
         self.events.append(f"apply {result.tokens[0]}")
 
-    def publish(self) -> None:
-        if len(self.applied) == self._num_steps or self.failed is not None:
+    def snapshot(self) -> Snapshot:
+        if len(self.applied) == self._num_steps or self.failed:
             self.done.set()
+        return Snapshot()
 
     def lasts(self, now: float) -> float:
         return 0.0
 
-    def admit(self, now: float) -> None:
+    def admit(self, now: float, out: Output) -> None:
         self.events.append("admit")
 
     def next_deadline(self) -> float | None:
         return None
 
-    def fail_all(self, error: Exception) -> None:
-        self.failed = error
+    def fail_all(self, error: ErrorInfo, out: Output) -> None:
+        self.failed = error.message
+
+
+def step_loop(scheduler: CountingScheduler, executor: Any, inbox: Any, clock=time.time):
+    return StepLoop(
+        name="t",
+        scheduler=scheduler,
+        deliver=lambda *_: None,
+        executor=executor,
+        inbox=inbox,
+        clock=clock,
+    )
 
 
 def echo(batch: StepBatch) -> StepResult:
@@ -93,27 +110,29 @@ class EchoExecutor:
         self.threads = count
 
 
-def run(executor: EchoExecutor | LateSteps, tokens: list[int]) -> tuple[CountingDriver, StepLoop]:
-    driver, inbox = CountingDriver(len(tokens)), Inbox[int]()
-    loop = StepLoop(name="t", driver=driver, executor=executor, inbox=inbox, clock=time.time)
+def run(
+    executor: EchoExecutor | LateSteps, tokens: list[int]
+) -> tuple[CountingScheduler, StepLoop]:
+    scheduler, inbox = CountingScheduler(len(tokens)), Inbox[int]()
+    loop = step_loop(scheduler, executor, inbox)
     for token in tokens:
         inbox.put(token)
     loop.start()
-    assert driver.done.wait(5)
+    assert scheduler.done.wait(5)
     assert loop.stop()
-    return driver, loop
+    return scheduler, loop
 
 
 def test_engine_on_this_thread_gets_one_step_at_a_time() -> None:
-    driver, loop = run(EchoExecutor(), [4, 5])
-    assert driver.events == ["plan 4", "apply 4", "plan 5", "apply 5"]
+    scheduler, loop = run(EchoExecutor(), [4, 5])
+    assert scheduler.events == ["plan 4", "apply 4", "plan 5", "apply 5"]
     assert loop.steps == 2
     assert loop.stalled_for() == 0.0
 
 
 def test_engine_on_a_device_gets_the_next_step_before_the_last_is_over() -> None:
-    driver, loop = run(LateSteps(echo, depth=2), [4, 5, 6])
-    assert driver.events == ["plan 4", "plan 5", "apply 4", "plan 6", "apply 5", "apply 6"]
+    scheduler, loop = run(LateSteps(echo, depth=2), [4, 5, 6])
+    assert scheduler.events == ["plan 4", "plan 5", "apply 4", "plan 6", "apply 5", "apply 6"]
     assert loop.steps == 3
     assert loop.stalled_for() == 0.0
 
@@ -121,24 +140,24 @@ def test_engine_on_a_device_gets_the_next_step_before_the_last_is_over() -> None
 @pytest.mark.parametrize("depth", [1, 2])
 def test_broken_engine_fails_everything_and_is_remembered(depth: int) -> None:
     executor = EchoExecutor() if depth == 1 else LateSteps(echo, depth)
-    driver, loop = run(executor, [4, 13])
+    scheduler, loop = run(executor, [4, 13])
     assert str(loop.broken) == "device lost"
-    assert driver.failed is loop.broken
-    assert driver.applied == ["apply 4"]
+    assert scheduler.failed == "the engine broke: RuntimeError: device lost"
+    assert scheduler.applied == ["apply 4"]
 
 
 def test_what_reaches_a_broken_engine_fails_too() -> None:
-    driver, inbox = CountingDriver(9), Inbox[int]()
-    loop = StepLoop(name="t", driver=driver, executor=EchoExecutor(), inbox=inbox, clock=time.time)
+    scheduler, inbox = CountingScheduler(9), Inbox[int]()
+    loop = step_loop(scheduler, EchoExecutor(), inbox)
     inbox.put(13)
     loop.start()
-    assert driver.done.wait(5)
-    driver.failed = None
-    driver.done.clear()
+    assert scheduler.done.wait(5)
+    scheduler.failed = ""
+    scheduler.done.clear()
     inbox.put(4)
-    assert driver.done.wait(5)
-    assert driver.failed is loop.broken
-    assert (driver.todo, driver.applied) == ([4], [])
+    assert scheduler.done.wait(5)
+    assert scheduler.failed == "the engine broke: RuntimeError: device lost"
+    assert (scheduler.todo, scheduler.applied) == ([4], [])
     assert loop.stop()
 
 
@@ -150,9 +169,9 @@ def test_stop_takes_in_what_is_on_its_way() -> None:
         assert go_on.wait(5)
         return echo(batch)
 
-    driver, inbox = CountingDriver(3), Inbox[int]()
+    scheduler, inbox = CountingScheduler(3), Inbox[int]()
     executor = LateSteps(slow, depth=2)
-    loop = StepLoop(name="t", driver=driver, executor=executor, inbox=inbox, clock=time.time)
+    loop = step_loop(scheduler, executor, inbox)
     for token in (4, 5, 6):
         inbox.put(token)
     loop.start()
@@ -161,28 +180,28 @@ def test_stop_takes_in_what_is_on_its_way() -> None:
     assert not loop.stop(0.01)
     go_on.set()
     assert loop.stop()
-    assert driver.applied == ["apply 4", "apply 5"]
+    assert scheduler.applied == ["apply 4", "apply 5"]
     assert loop.stalled_for() == 0.0
 
 
 def test_what_arrives_while_a_step_lasts_is_admitted_at_once_and_in_the_next_one() -> None:
     arriving = [5, 6]
 
-    class LastingDriver(CountingDriver):
+    class Lasting(CountingScheduler):
         def lasts(self, now: float) -> float:
             if not arriving:
                 return 0.0
             inbox.put(arriving.pop(0))
             return 1e9
 
-    driver, inbox = LastingDriver(3), Inbox[int]()
+    scheduler, inbox = Lasting(3), Inbox[int]()
     executor = LateSteps(echo, depth=2)
-    loop = StepLoop(name="t", driver=driver, executor=executor, inbox=inbox, clock=time.time)
+    loop = step_loop(scheduler, executor, inbox)
     inbox.put(4)
     loop.start()
-    assert driver.done.wait(5)
+    assert scheduler.done.wait(5)
     assert loop.stop()
-    assert driver.events == [
+    assert scheduler.events == [
         "plan 4",
         "admit",
         "admit",
@@ -199,10 +218,10 @@ def test_steps_are_planned_earlier_the_longer_launching_has_taken() -> None:
     now = [0.0]
     planned: list[float] = []
 
-    class Clocked(CountingDriver):
-        def plan(self, at: float) -> StepBatch | None:
+    class Clocked(CountingScheduler):
+        def plan(self, at: float, out: Output) -> StepBatch | None:
             planned.append(at)
-            return super().plan(at)
+            return super().plan(at, out)
 
         def lasts(self, at: float) -> float:
             return planned[-1] + 0.1 - at
@@ -219,13 +238,13 @@ def test_steps_are_planned_earlier_the_longer_launching_has_taken() -> None:
             else:
                 now[0] += timeout_s + 1e-9
 
-    driver, inbox = Clocked(3), Passing()
+    scheduler, inbox = Clocked(3), Passing()
     executor = Slow(echo, depth=2)
-    loop = StepLoop(name="t", driver=driver, executor=executor, inbox=inbox, clock=lambda: now[0])
+    loop = step_loop(scheduler, executor, inbox, lambda: now[0])
     for token in (4, 5, 6):
         inbox.put(token)
     loop.start()
-    assert driver.done.wait(5)
+    assert scheduler.done.wait(5)
     assert loop.stop()
     gaps = [b - a for a, b in pairwise(planned[:3])]
     assert gaps == pytest.approx([0.1 - 1.5 * 0.02 - 0.0005] * 2)
@@ -315,13 +334,7 @@ def test_a_step_is_timed_by_a_clock_that_nobody_sets() -> None:
         return echo(batch)
 
     inbox = Inbox[int]()
-    loop = StepLoop(
-        name="t",
-        driver=CountingDriver(1),
-        executor=LateSteps(slow, depth=2),
-        inbox=inbox,
-        clock=lambda: now,
-    )
+    loop = step_loop(CountingScheduler(1), LateSteps(slow, depth=2), inbox, lambda: now)
     inbox.put(4)
     loop.start()
     assert started.wait(5)
