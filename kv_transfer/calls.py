@@ -1,13 +1,10 @@
-"""Control calls of the hand-off: repeated when unanswered, and honest about what the peer may have
-done."""
+"""What a control call of the hand-off needs, and what its end means."""
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from kv_transfer.config import TransferConfig
 from protocol.errors import (
     BatonError,
     DeadlineExceeded,
@@ -20,8 +17,8 @@ from rpc.service import Method
 Req = TypeVar("Req")
 Rep = TypeVar("Rep")
 
-_FIRST_PAUSE_S = 0.05
-_UNANSWERED = (DeadlineExceeded, Unavailable)
+#: Errors of calls that the peer may have acted on.
+UNANSWERED = (DeadlineExceeded, Unavailable)
 
 
 class Client(Protocol):
@@ -54,31 +51,7 @@ class Answer:
     @property
     def refused(self) -> bool:
         """The peer answered, and said no."""
-        return self.error is not None and not isinstance(self.error, _UNANSWERED)
-
-
-async def call_repeatedly(
-    client: Client,
-    method: Method[Req, Rep],
-    request: Req,
-    config: TransferConfig,
-    attempts: int | None = None,
-) -> Answer:
-    """Call an idempotent method until it is answered, at most `attempts` times (None:
-    `rpc_attempts`)."""
-    error: BatonError | None = None
-    for attempt in range(attempts or config.rpc_attempts):
-        if isinstance(error, Unavailable):  # refused at once: give the peer a moment
-            await asyncio.sleep(_FIRST_PAUSE_S * 2**attempt)
-        try:
-            await client.call(method, request, timeout_s=config.rpc_timeout_s)
-        except _UNANSWERED as unanswered:
-            error = unanswered
-        except BatonError as refusal:
-            return Answer(error=refusal, uncertain=attempt > 0)
-        else:
-            return Answer(error=None, uncertain=False)
-    return Answer(error=error, uncertain=True)
+        return self.error is not None and not isinstance(self.error, UNANSWERED)
 
 
 def as_failure(error: BatonError, who: str) -> BatonError:

@@ -10,7 +10,6 @@ class BackendName(StrEnum):
     """How KV bytes travel."""
 
     AUTO = "auto"  # decode offers what its device can do; prefill takes the first that reaches it
-    MEMORY = "memory"  # within one process: tests and examples
     GLOO = "gloo"  # TCP between CPU tensors
     NCCL = "nccl"  # between GPUs of any hosts
     CUDA_IPC = "cuda_ipc"  # between GPUs of one host: prefill writes into decode's pool

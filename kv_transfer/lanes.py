@@ -6,54 +6,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import OrderedDict
-from typing import Protocol
 
 from kv_transfer.backends.base import LinkBroken
-from kv_transfer.calls import Client, call_repeatedly
-from kv_transfer.orders import CloseOrder, Order, Outcome, ReadyOrder
+from kv_transfer.orders import CloseOrder, Order, Outcome
+from kv_transfer.outgoing import PieceOut
 from kv_transfer.party import Party
 from kv_transfer.ranks import first_error, run_orders
 from kv_transfer.stats import TransferStats
 from kv_transfer.tasks import Tasks
 from protocol.errors import BatonError, HandoffFailed, StaleMessage
 from protocol.ids import WorkerRef
-from protocol.messages import Piece
 from rpc import methods
 
 #: The link used, what the ranks have answered, and what went wrong before they could.
 _Attempt = tuple[int, list[Outcome], BatonError | None]
-
-
-class PieceJob(Protocol):
-    """One piece to deliver, on whatever link is good now."""
-
-    @property
-    def alive(self) -> bool:
-        """Whether the hand-off still wants it."""
-        ...
-
-    @property
-    def one_sided(self) -> bool:
-        """Whether the ranks write it into decode's pool, which posts nothing for it."""
-        ...
-
-    @property
-    def ready(self) -> ReadyOrder | None:
-        """What to wait for before it is announced."""
-        ...
-
-    def announcement(self, link: int) -> Piece:
-        """The message that announces it."""
-        ...
-
-    def orders(self, link: int, *, discard: bool) -> dict[int, Order]:
-        """What each source rank has to send; the lane starts it at once and calls `moved` at its
-        end."""
-        ...
-
-    def moved(self) -> None:
-        """The ranks have ended what `orders` named."""
-        ...
 
 
 class Lane:
@@ -64,18 +30,17 @@ class Lane:
     Data of earlier pieces keeps moving meanwhile, up to `pipeline_depth` pieces at a time.
 
     `link` is the incarnation of the connections. As soon as it is unsure whether both sides are in
-    step,
-    it is renewed: decode then drops whatever it had posted on the old one.
+    step, it is renewed: decode then drops whatever it had posted on the old one.
     """
 
-    def __init__(self, decode: WorkerRef, client: Client, lanes: Lanes) -> None:
+    def __init__(self, decode: WorkerRef, lanes: Lanes) -> None:
         self.decode = decode
         self.users = 0
         self.refused: set[str] = set()  # backends that did not reach this worker
-        self._client = client
         self._lanes = lanes
-        self._config = lanes.config
-        self._slots = asyncio.Semaphore(lanes.config.pipeline_depth)
+        self._me = lanes.party
+        self._config = lanes.party.config
+        self._slots = asyncio.Semaphore(self._config.pipeline_depth)
         self._turn = asyncio.Lock()
         self._link = lanes.next_link()
 
@@ -84,13 +49,13 @@ class Lane:
         """The incarnation of the connections that is good now, as far as is known."""
         return self._link
 
-    async def deliver(self, job: PieceJob) -> list[Outcome]:
+    async def deliver(self, job: PieceOut) -> list[Outcome]:
         """Announce and send one piece; every source rank's outcome. Raises the decode worker's
         refusal, or HandoffFailed when the last attempt failed too. Never leaves a send in
         flight."""
         error: BatonError = HandoffFailed("no attempt was made")
         if job.ready is not None:
-            failed = first_error(await self._lanes.run({0: Order(ready=job.ready)}))
+            failed = first_error(await run_orders(self._me.ranks, {0: Order(ready=job.ready)}))
             if failed is not None:
                 raise failed
         attempt = self._write if job.one_sided else self._announce_and_send
@@ -104,7 +69,7 @@ class Lane:
             error = failure
         raise error
 
-    async def _write(self, job: PieceJob) -> _Attempt:
+    async def _write(self, job: PieceOut) -> _Attempt:
         """The grant allows it, nothing is posted for it, and the commit will name it. It ends by
         itself."""
         if not job.alive:
@@ -112,7 +77,7 @@ class Lane:
         link = self._link
         return link, await self._move(job, job.orders(link, discard=False)), None
 
-    async def _announce_and_send(self, job: PieceJob) -> _Attempt:
+    async def _announce_and_send(self, job: PieceOut) -> _Attempt:
         async with self._slots:
             link, moving = await self._announce(job)
             if moving is None:
@@ -128,7 +93,7 @@ class Lane:
         config = self._config
         return config.connect_timeout_s + config.op_timeout_s * (config.pipeline_depth + 1)
 
-    async def _announce(self, job: PieceJob) -> tuple[int, asyncio.Task[list[Outcome]] | None]:
+    async def _announce(self, job: PieceOut) -> tuple[int, asyncio.Task[list[Outcome]] | None]:
         """Take a turn: the link used and the running send, or None when the link is to be
         replaced."""
         async with self._turn:
@@ -136,7 +101,7 @@ class Lane:
                 raise StaleMessage("the hand-off is over", param="key")
             link = self._link
             piece = job.announcement(link)
-            answer = await call_repeatedly(self._client, methods.PIECE, piece, self._config)
+            answer = await self._me.call(self.decode, methods.PIECE, piece)
             if answer.error is None:
                 if link != self._link:
                     return link, None
@@ -148,9 +113,9 @@ class Lane:
                 return link, None
             raise answer.error
 
-    async def _move(self, job: PieceJob, orders: dict[int, Order]) -> list[Outcome]:
+    async def _move(self, job: PieceOut, orders: dict[int, Order]) -> list[Outcome]:
         try:
-            return await self._lanes.run(orders)
+            return await run_orders(self._me.ranks, orders)
         finally:
             job.moved()
 
@@ -166,7 +131,13 @@ class Lane:
         await self._close(self._link, forget=True)
 
     async def _close(self, link: int, *, forget: bool) -> None:
-        await self._lanes.close(self.decode.epoch, link, forget=forget)
+        close = CloseOrder(
+            sender_epoch=self._me.ref.epoch,
+            receiver_epoch=self.decode.epoch,
+            link=link,
+            forget=forget,
+        )
+        await self._me.run_everywhere(Order(close=close))
 
 
 class Lanes:
@@ -175,10 +146,9 @@ class Lanes:
     share one."""
 
     def __init__(self, party: Party, tasks: Tasks, stats: TransferStats) -> None:
-        self.config = party.config
+        self.party = party
         self.tasks = tasks
         self.stats = stats
-        self._me = party
         self._numbers = itertools.count(1)
         self._lanes: OrderedDict[int, Lane] = OrderedDict()
 
@@ -187,14 +157,14 @@ class Lanes:
         lane = self._lanes.get(decode.epoch)
         if lane is None:
             self._make_room()
-            lane = Lane(decode, self._me.clients.get(decode.address), self)
+            lane = Lane(decode, self)
             self._lanes[decode.epoch] = lane
         self._lanes.move_to_end(decode.epoch)
         return lane
 
     def lacks(self, epoch: int) -> bool:
         """Whether there is no lane to a decode worker, and room for one."""
-        return epoch not in self._lanes and len(self._lanes) < self.config.max_peers
+        return epoch not in self._lanes and len(self._lanes) < self.party.config.max_peers
 
     async def forget(self, epoch: int) -> None:
         """Close a lane's links. Only when nothing is in flight or the peer is dead."""
@@ -206,19 +176,8 @@ class Lanes:
         """A number that no link of this sender has had."""
         return next(self._numbers)
 
-    async def run(self, orders: dict[int, Order]) -> list[Outcome]:
-        """Run orders on the ranks of this worker."""
-        return await run_orders(self._me.ranks, orders)
-
-    async def close(self, receiver_epoch: int, link: int, *, forget: bool) -> None:
-        """Close the links to one decode worker up to `link`."""
-        close = CloseOrder(
-            sender_epoch=self._me.ref.epoch, receiver_epoch=receiver_epoch, link=link, forget=forget
-        )
-        await self._me.run_everywhere(Order(close=close))
-
     def _make_room(self) -> None:
-        surplus = len(self._lanes) + 1 - self.config.max_peers
+        surplus = len(self._lanes) + 1 - self.party.config.max_peers
         idle = [epoch for epoch, lane in self._lanes.items() if lane.users == 0]
         for epoch in idle[: max(0, surplus)]:
             self.tasks.start(self._lanes.pop(epoch).forget())

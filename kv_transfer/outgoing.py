@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kv_transfer.config import ONE_SIDED
 from kv_transfer.coverage import Area
-from kv_transfer.lanes import Lane
 from kv_transfer.leases import OVER, Outbound
 from kv_transfer.orders import MoveOrder, Order, Part, ReadyOrder
 from kv_transfer.plan import HeadSlice
@@ -15,6 +15,9 @@ from protocol.errors import BatonError
 from protocol.ids import WorkerRef
 from protocol.kv_layout import Cells, KVLayout
 from protocol.messages import Piece
+
+if TYPE_CHECKING:
+    from kv_transfer.lanes import Lane
 
 
 @dataclass(slots=True, eq=False)
@@ -53,8 +56,8 @@ class Finished:
 
 
 class PieceOut:
-    """One piece of one hand-off (lanes.PieceJob). `cells` lie in the source's blocks and are
-    complete after step `after` of its engine."""
+    """One piece of one hand-off, to be delivered on whatever link is good by then. `cells` lie in
+    the source's blocks and are complete after step `after` of its engine."""
 
     def __init__(
         self,

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
-from kv_transfer.calls import Answer, Clients, Rep, Req, call_repeatedly
+from kv_transfer.calls import UNANSWERED, Answer, Clients, Rep, Req
 from kv_transfer.clock import Clock
 from kv_transfer.config import TransferConfig
 from kv_transfer.leases import check_ticket
 from kv_transfer.orders import Order, Outcome, RevokeOrder
 from kv_transfer.ranks import RankChannel, first_error, run_orders
+from protocol.errors import BatonError, Unavailable
 from protocol.ids import RequestKey, WorkerRef
 from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.ticket import Ticket
 from rpc.service import Method
+
+_FIRST_PAUSE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +45,22 @@ class Party:
         request: Req,
         attempts: int | None = None,
     ) -> Answer:
-        """Call a peer until it answers, or has been asked often enough."""
+        """Call an idempotent method of a peer until it is answered, at most `attempts` times
+        (None: `rpc_attempts`)."""
         client = self.clients.get(peer.address)
-        return await call_repeatedly(client, method, request, self.config, attempts)
+        error: BatonError | None = None
+        for attempt in range(attempts or self.config.rpc_attempts):
+            if isinstance(error, Unavailable):  # refused at once: give the peer a moment
+                await asyncio.sleep(_FIRST_PAUSE_S * 2**attempt)
+            try:
+                await client.call(method, request, timeout_s=self.config.rpc_timeout_s)
+            except UNANSWERED as unanswered:
+                error = unanswered
+            except BatonError as refusal:
+                return Answer(error=refusal, uncertain=attempt > 0)
+            else:
+                return Answer(error=None, uncertain=False)
+        return Answer(error=error, uncertain=True)
 
     async def run_everywhere(self, order: Order) -> list[Outcome]:
         """Run one order on every rank."""

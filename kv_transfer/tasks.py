@@ -1,4 +1,4 @@
-"""Keeps the tasks of a sender or receiver, so that none is lost, silent, or left behind."""
+"""Keeps the tasks that callbacks start, so that none is lost, silent, or left behind."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from observability.logging import get_logger
+from protocol.errors import BatonError
 
 log = get_logger(__name__)
 
@@ -24,10 +25,10 @@ class Tasks:
         task.add_done_callback(self._done)
         return task
 
-    async def wind_up(self, grace_s: float) -> None:
+    async def wind_up(self, grace_s: float = 0.0) -> None:
         """Wait for running tasks, at most `grace_s` seconds; then cancel them and wait for their
         end."""
-        if self._tasks:
+        if self._tasks and grace_s:
             await asyncio.wait(list(self._tasks), timeout=grace_s)
         left = list(self._tasks)
         for task in left:
@@ -36,5 +37,8 @@ class Tasks:
 
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a hand-off's task failed", exc_info=error)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, BatonError):
+            log.warning("background work failed", extra={"error": error.message})
+        elif error is not None:
+            log.error("background work failed", exc_info=error)

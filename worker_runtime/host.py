@@ -16,6 +16,7 @@ from engine.ranks import RankGroup
 from grammar.matcher import Matcher
 from kv_transfer.config import TransferConfig
 from kv_transfer.party import Party
+from kv_transfer.tasks import Tasks
 from protocol.ids import Role, WorkerRef, new_epoch
 from protocol.messages import Cancel, Submit, WorkerStatus
 from protocol.states import WorkerState
@@ -31,7 +32,6 @@ from worker_runtime.ranks import Ranks, build_ranks
 from worker_runtime.scheduler import Output, Scheduler, Snapshot
 from worker_runtime.shell import Identity, Shell
 from worker_runtime.step_loop import Deliver, StepLoop
-from worker_runtime.tasks import Tasks
 from worker_runtime.threads import in_own_thread
 
 C = TypeVar("C")
@@ -204,7 +204,7 @@ class WorkerHost(Generic[C, Out]):
         self.shell.become(WorkerState.STOPPED)
         self.shell.outlet.close()
         await asyncio.to_thread(self._loop.stop)
-        await self.tasks.cancel()
+        await self.tasks.wind_up()
         await close_handoff()
         await self._server.stop()
         await self.clients.close()

@@ -17,8 +17,7 @@ _KNOWN = frozenset(name.value for name in BackendName)
 
 
 def build_backends(store: BlockStore, config: TransferConfig) -> list[Backend]:
-    """The backends that `config` names, the most direct first. Memory backends meet in a hub: build
-    those by hand."""
+    """The backends that `config` names, the most direct first."""
     wanted = config.backend
     if wanted is BackendName.AUTO:
         on_device = [BackendName.CUDA_IPC, BackendName.NCCL]
@@ -31,8 +30,6 @@ def build_backends(store: BlockStore, config: TransferConfig) -> list[Backend]:
 def _build(name: BackendName, store: BlockStore, config: TransferConfig) -> Backend:
     if name is BackendName.GLOO:
         return GlooBackend(config.host)
-    if name is BackendName.MEMORY:
-        raise ValueError("a memory backend needs to be passed to DataPlane")
     if store.device.type != "cuda":
         raise ValueError(f"transfer.backend {name} needs a GPU, the pool is on {store.device}")
     from kv_transfer.backends.cuda_ipc import CudaIpcBackend

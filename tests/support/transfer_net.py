@@ -281,7 +281,7 @@ class SimRanks:
 
     async def _run(self, rank: int, order: Order) -> Outcome:
         if order.listen is not None:
-            way = Listening(backend="memory", endpoint=f"sim-{rank}")
+            way = Listening(backend="gloo", endpoint=f"sim-{rank}")
             if self._target is not None:
                 way = Listening(backend="cuda_ipc", endpoint=f"{host_id()}|{rank}")
             return Outcome(listening=(way,))

@@ -9,7 +9,7 @@ import torch
 
 from kv_transfer.backends.base import Backend
 from kv_transfer.backends.gloo import GlooBackend
-from kv_transfer.backends.memory import MemoryBackend, MemoryHub
+from tests.support.memory_links import MemoryBackend, MemoryHub
 
 
 @pytest.fixture(autouse=True)

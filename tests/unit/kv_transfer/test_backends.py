@@ -14,13 +14,13 @@ from kv_transfer.access import Access
 from kv_transfer.backends.base import LinkBroken, LinkId
 from kv_transfer.backends.choice import build_backends
 from kv_transfer.backends.gloo import GlooBackend
-from kv_transfer.backends.memory import MemoryBackend, MemoryHub
 from kv_transfer.checksum import combine, message_checksum
 from kv_transfer.config import BackendName, ChecksumKind, TransferConfig
 from kv_transfer.data_plane import DataPlane
 from kv_transfer.links import LinkThread, Operation, Waiters
 from kv_transfer.orders import MoveOrder, Order, Part, PartResult
 from protocol.kv_layout import Cells
+from tests.support.memory_links import MemoryBackend, MemoryHub
 from tests.support.transfer import make_layout, make_pools
 
 
@@ -343,7 +343,7 @@ def test_settings_are_checked():
     with pytest.raises(ValueError, match="op_timeout_s"):
         TransferConfig(op_timeout_s=0)
     store = make_pools(make_layout(1))[0]
-    for name, reason in (("memory", "memory"), ("nccl", "needs a GPU"), ("cuda_ipc", "GPU")):
+    for name, reason in (("nccl", "needs a GPU"), ("cuda_ipc", "GPU")):
         with pytest.raises(ValueError, match=reason):
             build_backends(store, TransferConfig(backend=BackendName(name)))
     for name in ("auto", "gloo"):

@@ -9,7 +9,6 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from kv_transfer.backends.memory import MemoryBackend, MemoryHub
 from kv_transfer.config import ChecksumKind
 from kv_transfer.coverage import Area
 from kv_transfer.leases import Inbound, Outbound
@@ -20,6 +19,7 @@ from protocol.kv_layout import Cells
 from protocol.messages import Grant, Piece
 from protocol.states import TransferState
 from protocol.ticket import Ticket
+from tests.support.memory_links import MemoryBackend, MemoryHub
 from tests.support.one_sided import OneSidedBackend, OneSidedHub
 from tests.support.transfer import (
     QUICK,

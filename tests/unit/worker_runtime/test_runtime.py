@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from grammar.matcher import Matcher
+from kv_transfer.tasks import Tasks
 from observability.rate import Rate
 from protocol.errors import (
     Cancelled,
@@ -47,7 +48,6 @@ from worker_runtime.outlet import EventOutlet, RouterEvents
 from worker_runtime.scheduler import Snapshot
 from worker_runtime.sequence import Sequence
 from worker_runtime.shell import Identity, Shell
-from worker_runtime.tasks import Tasks
 
 KEY = RequestKey("q")
 LIMITS = Limits(vocab_size=100, max_model_len=50, block_size=4, num_blocks=10)
@@ -531,7 +531,7 @@ async def test_tasks_keep_and_cancel_what_runs() -> None:
     tasks.start(quick())
     tasks.start(slow())
     await asyncio.sleep(0.01)
-    await tasks.cancel()
+    await tasks.wind_up()
     assert done == ["quick", "cancelled"]
 
 

@@ -1,4 +1,4 @@
-"""Links within one process, for tests and examples: a message is one copy between two tensors."""
+"""Links within one process, in the place of gloo's: a message is one copy between two tensors."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class MemoryHub:
 class MemoryBackend:
     """One rank's end of the hub."""
 
-    name = "memory"
+    name = "gloo"
 
     def __init__(self, hub: MemoryHub) -> None:
         self._hub = hub
