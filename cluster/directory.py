@@ -8,6 +8,7 @@ the next round of reports, and routers keep the workers they know until it has (
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Any
 
@@ -64,10 +65,9 @@ class Directory:
             if (view.incarnation, view.version) != (incarnation, version) or left <= 0:
                 return view
             pause = min(left, self._table.next_expiry(time.monotonic()) + 0.01)
-            try:
-                await asyncio.wait_for(self._changed.wait(), pause)
-            except TimeoutError:
-                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._changed.wait()
 
     def _expire(self) -> None:
         if self._table.expire(time.monotonic()):

@@ -100,7 +100,8 @@ class RouterReplica:
 
     async def _tell(self, call: Any) -> None:
         try:
-            await asyncio.wait_for(call, self._config.lifecycle.expiry_s)
+            async with asyncio.timeout(self._config.lifecycle.expiry_s):
+                await call
         except (RayError, TimeoutError) as error:
             log.warning("the directory does not answer", extra={"error": str(error)})
 

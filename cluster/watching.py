@@ -23,7 +23,8 @@ async def views(directory: Any, *, pause_s: float) -> AsyncIterator[View]:
     while True:
         try:
             call = directory.watch.remote(incarnation, version, _WATCH_S)
-            view: View = await asyncio.wait_for(call, 2 * _WATCH_S)
+            async with asyncio.timeout(2 * _WATCH_S):
+                view: View = await call
         except (RayError, TimeoutError) as error:
             log.warning("the directory does not answer", extra={"error": str(error)})
             await asyncio.sleep(pause_s)

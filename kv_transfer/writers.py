@@ -66,4 +66,5 @@ class Writers:
             elif now - absent_since >= self._config.op_timeout_s:
                 return
             with suppress(TimeoutError):
-                await asyncio.wait_for(dead.wait(), self._config.repair_s)
+                async with asyncio.timeout(self._config.repair_s):
+                    await dead.wait()

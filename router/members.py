@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 
 from protocol.ids import Role, WorkerRef
@@ -55,10 +56,9 @@ class Members:
     async def changed(self, timeout_s: float) -> None:
         """Return when a worker has joined, left or been lost, or after the time."""
         event = self._changed
-        try:
-            await asyncio.wait_for(event.wait(), timeout_s)
-        except TimeoutError:
-            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await event.wait()
 
     async def refresh(self, timeout_s: float = 1.0) -> None:
         """Ask every worker for its status."""

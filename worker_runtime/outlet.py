@@ -122,7 +122,8 @@ class EventOutlet:
             yield self._batch(RouterEvents(), self.cache.take(router_id))
             while True:
                 try:
-                    step = await asyncio.wait_for(queue.get(), self._heartbeat_s)
+                    async with asyncio.timeout(self._heartbeat_s):
+                        step = await queue.get()
                 except TimeoutError:
                     step = RouterEvents()
                 if step is None:

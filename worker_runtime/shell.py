@@ -135,7 +135,8 @@ class Shell:
         if self.state is WorkerState.READY:
             self.become(WorkerState.DRAINING)
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
         except TimeoutError:
             return False
         return True

@@ -40,8 +40,9 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
         try:
-            self._template = environment.from_string(source)
-            names = meta.find_undeclared_variables(environment.parse(source))
+            tree = environment.parse(source)
+            names = meta.find_undeclared_variables(tree)
+            self._template = environment.from_string(tree)
         except jinja2.TemplateError as error:
             raise ValueError(f"chat template: {error}") from error
         self.source = source

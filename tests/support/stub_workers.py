@@ -171,7 +171,8 @@ class StubWorker:
         yield self._batch()
         while True:
             try:
-                batch = await asyncio.wait_for(queue.get(), 0.2)
+                async with asyncio.timeout(0.2):
+                    batch = await queue.get()
             except TimeoutError:
                 if self.silent:
                     continue

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import functools
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+import router.model
 from protocol.ids import Role
 from router.text.tokenizer import ModelText
 from tests.support.router_doors import Doors, MakeDoors, open_doors
 from tests.support.stub_workers import StubFleet
 from tests.support.tiny_text import smollm2_folder, write_model_text
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _read_once() -> Iterator[None]:
+    """Routers of one folder and configuration share the text half of their model."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(router.model, "ModelText", functools.cache(ModelText))
+        yield
 
 
 @pytest.fixture(scope="session")

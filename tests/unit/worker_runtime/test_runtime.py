@@ -237,6 +237,27 @@ class TestOutlet:
         assert gone == []
         await stream.aclose()  # type: ignore[attr-defined]
 
+    @pytest.mark.parametrize("ticks", range(4))
+    async def test_a_cancel_that_meets_an_event_ends_the_stream(
+        self, outlet: EventOutlet, gone: list[str], ticks: int
+    ) -> None:
+        stream = outlet.stream("r")
+        await anext(stream)
+
+        async def read() -> None:
+            async for _ in stream:
+                pass
+
+        reader = asyncio.create_task(read())
+        await asyncio.sleep(0.01)
+        outlet.publish({"r": RouterEvents()})
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        reader.cancel()
+        await asyncio.wait({reader}, timeout=5)
+        assert reader.cancelled()
+        assert gone == ["r"]
+
     async def test_end_of_a_stream_is_told_once(self, outlet: EventOutlet, gone: list[str]) -> None:
         stream = outlet.stream("r")
         await anext(stream)
