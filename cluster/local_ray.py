@@ -27,6 +27,7 @@ from protocol.errors import Unavailable
 _START_S = 60.0
 _STOP_S = 10.0
 _POLL_S = 0.02
+_DAEMONS = ("gcs_server", "raylet")
 #: Logical CPUs offered when the config names none: CPU workers are bounded by their thread counts.
 _PLENTY = 256
 
@@ -160,6 +161,15 @@ def wait_local_ray(state: RunningCluster) -> RunningCluster:
     return replace(state, address=address)
 
 
+def lost_daemons(state: RunningCluster) -> list[str]:
+    """Which of Ray's own processes an owned cluster has lost; Ray would look for them for a minute.
+    What runs goes on serving, but nothing can be asked for or mended any more."""
+    if not state.owned:
+        return []
+    names = {_name(pid) for pid in _session_members(state.pid)}
+    return [daemon for daemon in _DAEMONS if daemon not in names]
+
+
 def session_logs(state: RunningCluster) -> Path:
     """The folder in which the processes of an owned cluster write their logs."""
     return Path(state.temp_dir) / "session_latest" / "logs"
@@ -237,6 +247,13 @@ def _stat(pid: int) -> list[str]:
     except OSError:
         return []
     return text.rpartition(")")[2].split()
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _start_time(pid: int) -> int | None:

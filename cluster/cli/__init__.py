@@ -20,8 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code: 0 done, 1 failed, 2 wrong use or config, 130 interrupted."""
     options = make_parser().parse_args(argv)
     console = Console()
-    command = importlib.import_module(f"cluster.cli.{options.module}")
     try:
+        command = importlib.import_module(f"cluster.cli.{options.module}")
         return int(command.run(options, console) or 0)
     except (InvalidRequest, NotFound) as error:
         console.error(error.message)

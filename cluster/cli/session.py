@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from cluster.local_ray import RunningCluster, load_state, ray_environment
+from cluster.local_ray import RunningCluster, load_state, lost_daemons, ray_environment
 from protocol.errors import Unavailable
 
 _NO_CLUSTER = "no cluster is up here: start one with `baton up CONFIG`"
@@ -35,6 +35,8 @@ def connect(state: RunningCluster) -> None:
     """Connect this process to the cluster's Ray, once. Raises Unavailable without an answer."""
     if not state.address:
         raise Unavailable("the cluster is still starting, or its start was cut off: `baton down`")
+    if lost := lost_daemons(state):
+        raise Unavailable(f"{' and '.join(lost)} of its Ray died: `baton down` ends the rest")
     prepare(state)
     import ray
 

@@ -79,6 +79,22 @@ def test_nothing_of_the_session_is_left(tmp_path: Path, kind: str, killed: int) 
     assert (local_ray.kept_logs() / "worker.err").read_text() == "why"
 
 
+def test_daemons_that_ray_has_lost_are_named() -> None:
+    named = "import time; open('/proc/self/comm', 'w').write('raylet'); print(); time.sleep(60)"
+    head = subprocess.Popen(
+        [sys.executable, "-c", named], start_new_session=True, stdout=subprocess.PIPE
+    )
+    assert head.stdout is not None
+    head.stdout.readline()
+    head.stdout.close()
+    state = RunningCluster(address="h:1", token="", config="", pid=head.pid, started=1)
+    assert local_ray.lost_daemons(state) == ["gcs_server"]
+    head.kill()
+    head.wait()
+    assert local_ray.lost_daemons(state) == ["gcs_server", "raylet"]
+    assert local_ray.lost_daemons(RunningCluster(address="h:1", token="", config="")) == []
+
+
 def test_children_of_a_dead_head_are_ended(tmp_path: Path) -> None:
     state = start("willing", tmp_path / "ray")
     os.kill(state.pid, signal.SIGKILL)
