@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from ray.exceptions import RayError
 
 from cluster.config import ClusterConfig
 from cluster.membership import Kind, Member, View
 from cluster.serve_control import pool_statuses
-from protocol.errors import NotFound
+from protocol.errors import NotFound, Unavailable
 from protocol.messages import DrainCommand
 from protocol.states import WorkerState
 from router.admin import ClusterView, PoolView, RouterView
@@ -35,8 +38,9 @@ class ClusterAdmin:
 
     async def view(self, own: ClusterView) -> ClusterView:
         """The router's own view, with what the directory and Serve know beyond it."""
-        view: View = await self._directory.view.remote()
-        targets = await asyncio.to_thread(pool_statuses)
+        with _typed():
+            view: View = await asyncio.wait_for(self._directory.view.remote(), _CALL_S)
+            targets = await asyncio.to_thread(pool_statuses)
         pools = tuple(_with_target(pool, targets) for pool in own.pools)
         known = {router.grpc_address for router in own.routers}
         others = tuple(_router(m) for m in view.of(Kind.ROUTER) if m.grpc not in known)
@@ -46,12 +50,23 @@ class ClusterAdmin:
         """Set the targets of the pools named."""
         for kind, replicas in ((Kind.PREFILL, prefill), (Kind.DECODE, decode)):
             if replicas is not None:
-                await asyncio.to_thread(self._scale, self._config, kind, replicas)
+                with _typed():
+                    await asyncio.to_thread(self._scale, self._config, kind, replicas)
 
     async def drain(self, worker_id: str) -> None:
         """Tell one worker to refuse new work; it is replaced when it is done."""
-        view: View = await self._directory.view.remote()
+        with _typed():
+            view: View = await asyncio.wait_for(self._directory.view.remote(), _CALL_S)
         await drain_worker(view, worker_id, secret=self._secret)
+
+
+@contextmanager
+def _typed() -> Iterator[None]:
+    """What Ray raises, as the typed error of a cluster that does not answer."""
+    try:
+        yield
+    except (RayError, TimeoutError) as error:
+        raise Unavailable(f"the cluster does not answer: {type(error).__name__}") from error
 
 
 async def drain_worker(view: View, worker_id: str, *, secret: bytes) -> Member:

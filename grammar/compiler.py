@@ -96,6 +96,7 @@ def _to_llguidance(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.source, 'd')}/")
         case GrammarKind.CHOICE:
             choices = " | ".join(json.dumps(choice) for choice in json.loads(grammar.source))
-            return LLMatcher.grammar_from_lark(f"start: {choices}")
+            # A terminal: as alternatives of a rule, some thousand of them are too many.
+            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
         case GrammarKind.LARK:
             return grammar_from("grammar", grammar.source)

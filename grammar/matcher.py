@@ -43,7 +43,8 @@ class Matcher:
         """The output goes on with `tokens`."""
         self.mask = None
         if not self.state.consume_tokens(list(tokens)) and not self.error:
-            self.error = f"the output left its grammar: {self.state.get_error()}"
+            reason = self.state.get_error().split("\n", 1)[0]
+            self.error = f"the output left its grammar: {reason}"
 
     def leaves_any(self, banned: Sequence[int]) -> bool:
         """Whether the mask allows a token that is not banned."""

@@ -15,10 +15,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping
 
 from grammar.bounds import MAX_SOURCE_CHARS
+from grammar.matcher import Matcher, compute_masks
 from protocol.errors import InvalidRequest
 from protocol.grammar import Grammar, GrammarKind
 
@@ -29,6 +29,9 @@ _MEMORY_BYTES = 2 << 30
 #: Threads of workers have at least twice as much: what passes here cannot overflow theirs.
 _STACK_BYTES = 1 << 20
 _MAX_VERDICTS = 1024
+#: Characters that are tried of an output.
+_STEPS = 32
+_SPACE = 0x20
 _MAX_MESSAGE_CHARS = 2000
 
 
@@ -41,7 +44,7 @@ class Trial:
         self._start = {"special": list(special_tokens.items()), "cpu_s": cpu_s}
         self._cpu_s = cpu_s
         self._process: subprocess.Popen[bytes] | None = None
-        self._verdicts: OrderedDict[int, str] = OrderedDict()  # "" for a good one
+        self._verdicts: dict[int, str] = {}  # "" for a good one; the oldest go first
 
     def check(self, grammar: Grammar) -> None:
         """Return when the grammar compiles; blocks. Raises InvalidRequest saying why not."""
@@ -49,15 +52,25 @@ class Trial:
             raise InvalidRequest(
                 f"a grammar has at most {MAX_SOURCE_CHARS} characters, got {len(grammar.source)}"
             )
-        key = hash(grammar)
-        verdict = self._verdicts.pop(key, None)
-        if verdict is None:
-            verdict = self._ask(grammar)
-        self._verdicts[key] = verdict
+        if self.known(grammar):
+            return
+        verdict = self._verdicts[hash(grammar)] = self._ask(grammar)
         if len(self._verdicts) > _MAX_VERDICTS:
-            self._verdicts.popitem(last=False)
+            del self._verdicts[next(iter(self._verdicts))]
         if verdict:
             raise InvalidRequest(verdict)
+
+    def known(self, grammar: Grammar) -> bool:
+        """Whether the grammar has passed already; raises as `check` if it has failed. At once, from
+        any thread."""
+        verdict = self._verdicts.get(hash(grammar))
+        if verdict:
+            raise InvalidRequest(verdict)
+        return verdict is not None
+
+    def begin(self) -> None:
+        """Start the process: it takes a second of computing, which nobody should wait for."""
+        self._running()
 
     def close(self) -> None:
         """End the process. From any thread, any number of times."""
@@ -66,10 +79,7 @@ class Trial:
             _end(process)
 
     def _ask(self, grammar: Grammar) -> str:
-        process = self._process
-        if process is None or process.poll() is not None:
-            process = self._process = _spawn()
-            _tell(process, self._start)
+        process = self._running()
         _tell(process, [grammar.kind.value, grammar.source])
         answer = _answer(process)
         if answer:
@@ -78,6 +88,13 @@ class Trial:
         if _end(process) in (-signal.SIGPROF, -signal.SIGKILL):
             return f"takes more than {self._cpu_s:g} s to compile"
         return "too large or too deep to compile"
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        process = self._process
+        if process is None or process.poll() is not None:
+            process = self._process = _spawn()
+            _tell(process, self._start)
+        return process
 
 
 def _spawn() -> subprocess.Popen[bytes]:
@@ -127,12 +144,29 @@ def _serve() -> None:
         compiler, verdict = Compiler(vocabulary), ""
         signal.setitimer(signal.ITIMER_PROF, start["cpu_s"])  # its signal ends the process
         try:
-            compiler.start(Grammar(kind=GrammarKind(kind), source=source))
+            grammar, end = Grammar(kind=GrammarKind(kind), source=source), vocabulary.eos_token
+            _follow(compiler.start(grammar, ends=[end]), end)
         except InvalidRequest as error:
             verdict = error.message[:_MAX_MESSAGE_CHARS]
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(json.dumps(verdict) + "\n")
         sys.stdout.flush()
+
+
+def _follow(matcher: Matcher, end: int) -> None:
+    """Go some way into the grammar: what is too wide (an object of 3,000 optional properties) only
+    shows behind its first character. Raises InvalidRequest there."""
+    for _ in range(_STEPS):
+        allowed = int.from_bytes(matcher.mask or b"", "little") & ~(1 << end)
+        allowed = (
+            allowed >> _SPACE << _SPACE or allowed
+        )  # rather no line breaks between JSON's parts
+        if not allowed:
+            return
+        matcher.take([(allowed & -allowed).bit_length() - 1])
+        compute_masks([matcher])
+        if matcher.state.is_error():
+            raise InvalidRequest(matcher.error)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,17 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from protocol.errors import BatonError, HandoffFailed, Unavailable
+from observability.logging import get_logger
+from protocol.errors import BatonError, HandoffFailed, Internal, Unavailable
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.messages import FailEvent, PromptEvent, ScoreEvent, SpanEvent, TokenEvent
 from protocol.timeline import Phase, Span
 from router.merge import TokenMerger
+
+log = get_logger(__name__)
+E = TypeVar("E", TokenEvent, ScoreEvent)
 
 
 class Output(Protocol):
@@ -84,15 +88,7 @@ class Attempt:
             return
         if role is Role.DECODE:
             self.decode_started = self.decode_started or self._clock()
-        for token in self._merger.add(event):
-            cut = self._output.take(token)
-            if token.finish is not None:
-                self.end(Ended(outcome=Outcome.FINISHED, role=role))
-                return
-            if cut:
-                self._add_cut_span()
-                self.end(Ended(outcome=Outcome.CUT))
-                return
+        self._guarded(self._pass_on, event, role)
 
     def on_prompt(self, event: PromptEvent) -> None:
         """What became of the prompt."""
@@ -103,9 +99,7 @@ class Attempt:
         self._add_spans(event.spans, role)
         if self.ended.done():
             return
-        self._output.score(event)
-        if event.finish is not None:
-            self.end(Ended(outcome=Outcome.FINISHED, role=role))
+        self._guarded(self._score, event, role)
 
     def on_fail(self, event: FailEvent, ref: WorkerRef) -> None:
         """A worker gave up."""
@@ -152,6 +146,32 @@ class Attempt:
         """Resolve, unless it has ended already."""
         if not self.ended.done():
             self.ended.set_result(ended)
+
+    def _pass_on(self, event: TokenEvent, role: Role) -> None:
+        for token in self._merger.add(event):
+            cut = self._output.take(token)
+            if token.finish is not None:
+                self.end(Ended(outcome=Outcome.FINISHED, role=role))
+                return
+            if cut:
+                self._add_cut_span()
+                self.end(Ended(outcome=Outcome.CUT))
+                return
+
+    def _score(self, event: ScoreEvent, role: Role) -> None:
+        self._output.score(event)
+        if event.finish is not None:
+            self.end(Ended(outcome=Outcome.FINISHED, role=role))
+
+    def _guarded(self, take: Callable[[E, Role], None], event: E, role: Role) -> None:
+        """A defect in what takes this output must not reach the worker's event stream, which has
+        everybody's. Another attempt would only meet it again."""
+        try:
+            take(event, role)
+        except Exception as error:
+            log.exception("an output cannot be taken", extra={"request": self.key.request_id})
+            internal = Internal(f"{type(error).__name__}: {error}")
+            self.end(Ended(outcome=Outcome.FAILED, error=internal))
 
     def _add_cut_span(self) -> None:
         """Decode cannot report its part of an output that was cut here, so it is added here."""

@@ -110,6 +110,11 @@ class Choice:
             self.stream.finish = event.finish
             self._send("")
 
+    def let_go(self) -> None:
+        """No more events will come. Choice and generation would keep each other alive until the
+        garbage collector, which stops every stream, finds them."""
+        del self._measure, self._emit
+
     def _send(self, text: str) -> None:
         scores, ids = self._scores, self._held_ids
         delta = Delta(self.job.index, text, ids, self.stream.finish, scores)

@@ -33,6 +33,7 @@ class _Flow(Generic[T]):
     weight: float = 1.0
     had: float = 0.0  # tokens over weight
     tokens: int = 0  # waiting
+    gone: int = 0  # entries of the heap that have left
     heap: list[tuple[int, int, Entry[T]]] = field(default_factory=list)
 
 
@@ -87,8 +88,14 @@ class FairQueue(Generic[T]):
         self._num -= 1
         flow = self._flows[entry.flow]
         flow.tokens -= entry.cost
+        flow.gone += 1
         while flow.heap and flow.heap[0][2].gone:
             heapq.heappop(flow.heap)
+            flow.gone -= 1
+        if 2 * flow.gone > len(flow.heap):  # behind a first one that waits for long
+            flow.heap = [item for item in flow.heap if not item[2].gone]
+            heapq.heapify(flow.heap)
+            flow.gone = 0
 
     def charge(self, flow: str, tokens: float) -> None:
         """Count tokens that a flow has had besides what was waiting here."""

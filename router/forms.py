@@ -42,9 +42,18 @@ class OutputForms:
         if not self._has_end:
             param = "tool_choice" if request.structured is None else request.structured.param
             raise Unsupported(f"{param}: this model has no end token", param=param)
-        return await asyncio.get_running_loop().run_in_executor(
-            self._thread, self._tried, request, form
-        )
+        asked, tools = request.structured, request.tools
+        if asked is not None:
+            await self._try(asked.grammar, asked.param)
+        if tools is None or form is None:
+            return None if asked is None else asked.grammar
+        for i, tool in enumerate(tools.tools):
+            if tool in tools.callable_tools:
+                schema = Grammar(kind=GrammarKind.JSON_SCHEMA, source=tool.schema)
+                await self._try(schema, f"tools[{i}].function.parameters")
+        grammar = await asyncio.to_thread(self._with_calls, asked, tools, form)
+        await self._try(grammar, "tools")
+        return grammar
 
     def call_parser(self, request: GenerateRequest) -> CallParser | None:
         """A fresh reader of the calls in one output; None without tools."""
@@ -56,37 +65,40 @@ class OutputForms:
         forced = tools.choice is not ToolChoice.AUTO
         return CallParser(form, names, several=several, forced=forced)
 
+    def named(self, error: InvalidRequest, request: GenerateRequest) -> InvalidRequest:
+        """What a worker found wrong, naming the field where the client said the grammar."""
+        if error.param != "grammar":
+            return error
+        param = "tools" if request.structured is None else request.structured.param
+        return InvalidRequest(f"{param}: {error.message.removeprefix('grammar: ')}", param=param)
+
+    def begin(self) -> None:
+        """Be ready for the first grammar."""
+        self._thread.submit(self._trial.begin)
+
     def close(self) -> None:
         """End the thread and the process."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._trial.close()
 
-    def _tried(self, request: GenerateRequest, form: ToolFormat | None) -> Grammar | None:
-        asked, tools = request.structured, request.tools
-        if asked is not None:
-            self._try(asked.grammar, asked.param)
-        if tools is None or form is None:
-            return None if asked is None else asked.grammar
-        for i, tool in enumerate(tools.tools):
-            if tool in tools.callable_tools:
-                schema = Grammar(kind=GrammarKind.JSON_SCHEMA, source=tool.schema)
-                self._try(schema, f"tools[{i}].function.parameters")
-        grammar = Grammar(
-            kind=GrammarKind.LARK,
-            source=call_grammar(
-                form,
-                tools.callable_tools,
-                several=tools.parallel and tools.choice is not ToolChoice.NAMED,
-                answer=_answer(asked, tools),
-                special_id=self._special_ids.get,
-            ),
+    def _with_calls(
+        self, asked: StructuredOutput | None, tools: ToolUse, form: ToolFormat
+    ) -> Grammar:
+        source = call_grammar(
+            form,
+            tools.callable_tools,
+            several=tools.parallel and tools.choice is not ToolChoice.NAMED,
+            answer=_answer(asked, tools),
+            special_id=self._special_ids.get,
         )
-        self._try(grammar, "tools")
-        return grammar
+        return Grammar(kind=GrammarKind.LARK, source=source)
 
-    def _try(self, grammar: Grammar, param: str) -> None:
+    async def _try(self, grammar: Grammar, param: str) -> None:
+        """Grammars that are known wait for nobody; the others one at a time."""
         try:
-            self._trial.check(grammar)
+            if not self._trial.known(grammar):
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._thread, self._trial.check, grammar)
         except InvalidRequest as error:
             raise InvalidRequest(f"{param}: {error.message}", param=param) from None
 

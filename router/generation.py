@@ -110,6 +110,8 @@ class Generation:
             task.cancel()
         try:
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            for choice in self._choices:
+                choice.let_go()
         finally:  # the client may leave just now
             made = self.usage.completion_tokens
             self._count_as(None)

@@ -20,6 +20,7 @@ class Members:
         self._config = config
         self._members: dict[tuple[str, int], Member] = {}
         self._changed = asyncio.Event()
+        self._refreshing: asyncio.Future[list[None]] | None = None
         #: Called after each report of a worker and each change of the set.
         self.on_news: Callable[[], None] = _nothing
 
@@ -61,8 +62,11 @@ class Members:
                 await event.wait()
 
     async def refresh(self, timeout_s: float = 1.0) -> None:
-        """Ask every worker for its status."""
-        await asyncio.gather(*(member.refresh(timeout_s) for member in self.all()))
+        """Ask every worker for its status; who asks meanwhile waits for the same answers."""
+        if self._refreshing is None or self._refreshing.done():
+            answers = (member.refresh(timeout_s) for member in self.all())
+            self._refreshing = asyncio.gather(*answers)
+        await asyncio.shield(self._refreshing)
 
     async def close(self) -> None:
         """Stop following everybody."""

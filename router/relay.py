@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -137,10 +138,10 @@ class Relay:
         """Prompt tokens of these outputs that some prefill worker (without any: decode worker) has
         in its prefix cache, or is about to have."""
         members = self.members.ready(Role.PREFILL) or self.members.ready(Role.DECODE)
+        counts = Counter(job.blocks for job in jobs if not job.bypass_prefix_cache)
         return sum(
-            max((member.view(job.blocks).expected_tokens for member in members), default=0)
-            for job in jobs
-            if not job.bypass_prefix_cache
+            count * max((member.view(blocks).expected_tokens for member in members), default=0)
+            for blocks, count in counts.items()
         )
 
     async def hash_blocks(self, jobs: Sequence[SequenceJob]) -> None:
@@ -356,8 +357,10 @@ class Flight:
     async def _wait_for_spans(self, attempt: Attempt, ended: Ended) -> None:
         """Prefill's spans come on a stream of their own and may be late for a short output."""
         if self._job.wants_timeline and ended.outcome in (Outcome.FINISHED, Outcome.CUT):
+            # Well before the deadline: the output itself came in time.
+            left_s = (self._job.deadline - self._relay.clock()) / 2
             try:
-                async with asyncio.timeout(self._relay.config.timeline_wait_s):
+                async with asyncio.timeout(min(self._relay.config.timeline_wait_s, left_s)):
                     await attempt.prefill_reported.wait()
             except TimeoutError:
                 log.info("no spans from prefill", extra={"request": self._job.request_id})

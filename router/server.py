@@ -298,6 +298,8 @@ class Router:
             if service.ready is not serving:
                 serving = service.ready
                 await self._grpc.set_serving(serving)
+                if serving:
+                    self._model.forms.begin()
                 continue  # it may have changed meanwhile
             await self._members.changed(_HEALTH_CHECK_S)
 
@@ -305,8 +307,11 @@ class Router:
         """Follow the files that may change while this runs."""
         while True:
             await asyncio.sleep(_FILE_CHECK_S)
-            await self._access.refresh()
-            await self._tls.refresh()
+            try:
+                await self._access.refresh()
+                await self._tls.refresh()
+            except Exception:
+                log.exception("files are not reloaded")  # next time, perhaps
 
     def _running(self) -> InferenceService:
         if self._service is None:

@@ -20,6 +20,7 @@ from protocol.errors import (
     ErrorCode,
     Internal,
     InvalidRequest,
+    Overloaded,
     Unavailable,
 )
 from protocol.ids import Role, new_request_id
@@ -95,6 +96,7 @@ class InferenceService:
         self._config = config
         self._model = model
         self._relay = relay
+        self._num_texts = 0  # that Tokenize and Detokenize work on
         self._waiting = WaitingRoom(
             members=relay.members, config=config, metric_set=metric_set, clock=clock
         )
@@ -162,9 +164,16 @@ class InferenceService:
         )
         with traced_request as span, self.admission.enter(request.num_sequences, caller):
             errand = self._errand(request, caller, arrival, deadline)
-            span.generation = await self._prepare(request, errand, span.context)
-            async with _read_by(deadline - self.clock()), span.generation as generation:
-                yield generation
+            async with _ended_in(deadline - self.clock(), "before its turn came"):
+                span.generation = await self._prepare(request, errand, span.context)
+            # Outputs have ended by their deadline, but a client that does not read what it is sent
+            # would keep them in flight for as long as it likes.
+            unread = _ended_in(deadline + _UNREAD_S - self.clock(), "before its output was read")
+            async with unread, span.generation as generation:
+                try:
+                    yield generation
+                except InvalidRequest as error:
+                    raise self._model.forms.named(error, request) from None
             tpot_s = metering.succeeded(self.metrics, generation, end=self.clock())
             if tpot_s is not None:
                 self._waiting.finished(tpot_s)
@@ -172,6 +181,10 @@ class InferenceService:
     async def tokenize(self, fields: Mapping[str, Any], caller: Caller = ANYONE) -> Tokens:
         """Ids of `prompt`, or of `messages` and `tools` through the chat template; a few contexts
         at most."""
+        with self._text_work():
+            return await self._tokenize(fields, caller)
+
+    async def _tokenize(self, fields: Mapping[str, Any], caller: Caller) -> Tokens:
         check_fields(fields, TOKENIZE_FIELDS)
         self._model.check_name(read.text(fields, "model"), caller)
         special = read.boolean(fields, "add_special_tokens")
@@ -206,7 +219,22 @@ class InferenceService:
             raise ContextTooLong(f"{len(ids)} tokens are more than {most}", param="tokens")
         if ids:
             check_ids(ids, self._limits(), param="tokens")
-        return await self._model.decode(ids)
+        with self._text_work():
+            return await self._model.decode(ids)
+
+    @contextmanager
+    def _text_work(self) -> Iterator[None]:
+        """Bounds what Tokenize and Detokenize have waiting for the threads. Raises Overloaded."""
+        if self._num_texts >= self._config.max_requests:
+            raise Overloaded(
+                f"{self._num_texts} texts are being worked on",
+                retry_after_s=self._config.retry_after_s,
+            )
+        self._num_texts += 1
+        try:
+            yield
+        finally:
+            self._num_texts -= 1
 
     def share_limits(self, num_routers: int) -> None:
         """Give callers this router's part of what their keys may have in the cluster."""
@@ -332,13 +360,11 @@ class InferenceService:
 
 
 @asynccontextmanager
-async def _read_by(left_s: float) -> AsyncIterator[None]:
-    """End the block soon after a request's deadline: its outputs have ended by then, but a client
-    that does not read what it is sent would keep them in flight for as long as it likes."""
+async def _ended_in(left_s: float, what: str) -> AsyncIterator[None]:
+    """End the block by a deadline, with the typed error."""
     try:
-        async with asyncio.timeout(max(0.0, left_s) + _UNREAD_S):
+        async with asyncio.timeout(max(0.0, left_s)):
             yield
     except TimeoutError:
-        raise DeadlineExceeded(
-            "the request's deadline passed before its output was read", param="timeout"
-        ) from None
+        message = f"the request's deadline passed {what}"
+        raise DeadlineExceeded(message, param="timeout") from None

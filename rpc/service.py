@@ -257,12 +257,16 @@ class ControlClient:
                 raise Unavailable(f"{self.address}: the connection was closed")
             try:
                 async with asyncio.timeout(timeout_s):
-                    self._link = await Link.connect(self.address, secret=self._secret)
+                    link = await Link.connect(self.address, secret=self._secret)
             except TimeoutError:
                 raise DeadlineExceeded(f"{self.address}: no answer in time") from None
             except OSError as error:
                 raise Unavailable(f"{self.address}: cannot connect: {error}") from error
-            return self._link
+            if self._closed:  # meanwhile
+                link.hang_up()
+                raise Unavailable(f"{self.address}: the connection was closed")
+            self._link = link
+            return link
 
 
 class ClientPool:

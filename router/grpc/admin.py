@@ -7,11 +7,10 @@ from typing import Any
 
 from grpc import aio
 
-from protocol.errors import BatonError, InvalidRequest, Unsupported
+from protocol.errors import InvalidRequest, Unsupported
 from protocol.wire import inference_pb2 as pb
 from router.admin import AdminBackend, ClusterView
 from router.grpc import convert
-from router.grpc.errors import abort
 from router.keys import Caller
 
 _Context = aio.ServicerContext[Any, Any]
@@ -27,39 +26,28 @@ class AdminServicer:
         self._backend = backend
 
     async def get_cluster(
-        self, request: pb.GetClusterRequest, context: _Context, _: Caller
+        self, request: pb.GetClusterRequest, _: _Context, __: Caller
     ) -> pb.Cluster:
         """The cluster as it is."""
-        try:
-            return convert.cluster_message(await self._view())
-        except BatonError as error:
-            await abort(context, error)
+        return convert.cluster_message(await self._view())
 
-    async def scale(self, request: pb.ScaleRequest, context: _Context, _: Caller) -> pb.Cluster:
+    async def scale(self, request: pb.ScaleRequest, _: _Context, __: Caller) -> pb.Cluster:
         """Change the pools that are named; the cluster after the change was accepted."""
-        try:
-            convert.check_known(request)
-            prefill = _replicas(request, "prefill", least=0)
-            decode = _replicas(request, "decode", least=1)
-            if prefill is None and decode is None:
-                raise InvalidRequest("prefill or decode is required", param="prefill")
-            await self._steering().scale(prefill=prefill, decode=decode)
-            return convert.cluster_message(await self._view())
-        except BatonError as error:
-            await abort(context, error)
+        convert.check_known(request)
+        prefill = _replicas(request, "prefill", least=0)
+        decode = _replicas(request, "decode", least=1)
+        if prefill is None and decode is None:
+            raise InvalidRequest("prefill or decode is required", param="prefill")
+        await self._steering().scale(prefill=prefill, decode=decode)
+        return convert.cluster_message(await self._view())
 
-    async def drain(
-        self, request: pb.DrainRequest, context: _Context, _: Caller
-    ) -> pb.DrainResponse:
+    async def drain(self, request: pb.DrainRequest, _: _Context, __: Caller) -> pb.DrainResponse:
         """Drain one worker."""
-        try:
-            convert.check_known(request)
-            if not request.worker_id:
-                raise InvalidRequest("worker_id is required", param="worker_id")
-            await self._steering().drain(request.worker_id)
-            return pb.DrainResponse()
-        except BatonError as error:
-            await abort(context, error)
+        convert.check_known(request)
+        if not request.worker_id:
+            raise InvalidRequest("worker_id is required", param="worker_id")
+        await self._steering().drain(request.worker_id)
+        return pb.DrainResponse()
 
     async def _view(self) -> ClusterView:
         own = self._own_view()

@@ -9,11 +9,9 @@ from typing import Any
 
 from grpc import aio
 
-from protocol.errors import BatonError
 from protocol.wire import inference_pb2 as pb
 from router.generation import Generation
 from router.grpc import convert
-from router.grpc.errors import abort
 from router.grpc.metadata import trace_of
 from router.keys import Caller
 from router.large import off_loop
@@ -44,23 +42,20 @@ class InferenceServicer:
         Writes to the context rather than yielding: so a cancelled call unwinds here and at once.
         """
         arrival = self._service.clock()
-        try:
-            with self._service.track(Door.GRPC, "generate", overdue=partial(_overdue, context)):
-                kind, fields = convert.generate_fields(request)
-                parsed = parse_request(kind, fields)
-                token_ids = not request.HasField("return_token_ids") or request.return_token_ids
-                async with self._service.generate(
-                    parsed,
-                    caller=caller,
-                    arrival=arrival,
-                    trace=trace_of(context),
-                    time_left_s=_time_left_s(context),
-                ) as generation:
-                    last = await self._relay(parsed, generation, context, token_ids=token_ids)
-            # Off the books first: whoever has its answer can ask again at once.
-            await context.write(last)
-        except BatonError as error:
-            await abort(context, error)
+        with self._service.track(Door.GRPC, "generate", overdue=partial(_overdue, context)):
+            kind, fields = convert.generate_fields(request)
+            parsed = parse_request(kind, fields)
+            token_ids = not request.HasField("return_token_ids") or request.return_token_ids
+            async with self._service.generate(
+                parsed,
+                caller=caller,
+                arrival=arrival,
+                trace=trace_of(context),
+                time_left_s=_time_left_s(context),
+            ) as generation:
+                last = await self._relay(parsed, generation, context, token_ids=token_ids)
+        # Off the books first: whoever has its answer can ask again at once.
+        await context.write(last)
 
     async def list_models(
         self, request: pb.ListModelsRequest, context: _Context, caller: Caller
@@ -81,10 +76,7 @@ class InferenceServicer:
         self, request: pb.TokenizeRequest, context: _Context, caller: Caller
     ) -> pb.TokenizeResponse:
         """Text or chat to ids."""
-        try:
-            tokens = await self._service.tokenize(convert.tokenize_fields(request), caller)
-        except BatonError as error:
-            await abort(context, error)
+        tokens = await self._service.tokenize(convert.tokenize_fields(request), caller)
         return pb.TokenizeResponse(
             tokens=tokens.ids, count=len(tokens.ids), max_model_len=tokens.max_model_len
         )
@@ -93,10 +85,7 @@ class InferenceServicer:
         self, request: pb.DetokenizeRequest, context: _Context, caller: Caller
     ) -> pb.DetokenizeResponse:
         """Ids to text."""
-        try:
-            text = await self._service.detokenize(convert.detokenize_fields(request), caller)
-        except BatonError as error:
-            await abort(context, error)
+        text = await self._service.detokenize(convert.detokenize_fields(request), caller)
         return pb.DetokenizeResponse(prompt=text)
 
     async def _relay(

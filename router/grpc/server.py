@@ -12,7 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from observability.logging import get_logger
-from protocol.errors import BatonError, InvalidRequest, Unavailable
+from protocol.errors import BatonError, Internal, InvalidRequest, Unavailable
 from protocol.wire import inference_pb2 as pb
 from router.access import Access
 from router.grpc.admin import AdminServicer
@@ -51,7 +51,6 @@ class GrpcServer:
         self._inference = inference
         self._admin = admin
         self._options: list[tuple[str, int]] = [
-            ("grpc.max_send_message_length", max_message_bytes),
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.so_reuseport", int(reuse_port)),
             # Clients that keep connections alive with pings are welcome.
@@ -109,7 +108,8 @@ class GrpcServer:
 
 
 class _Guard:
-    """Checks the key of each call, then that its message has parsed, then hands it on."""
+    """Checks the key of each call and that its message has parsed, hands it on, and ends it with
+    the status of whatever was raised."""
 
     def __init__(self, access: Access, *, admin: bool = False) -> None:
         self._access = access
@@ -134,9 +134,12 @@ class _Guard:
                     log.info("admin call", extra={"method": method.__name__, "key": caller.name})
                 if isinstance(request, InvalidRequest):
                     raise request
+                return await method(request, context, caller)
             except BatonError as error:
                 await abort(context, error)
-            return await method(request, context, caller)
+            except Exception as error:
+                log.exception("call failed", extra={"method": method.__name__})
+                await abort(context, Internal(f"{type(error).__name__}: {error}"))
 
         return call
 

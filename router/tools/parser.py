@@ -161,7 +161,7 @@ class CallParser:
     def _open_call(self) -> bool:
         head = _HEAD.match(self._buffer)
         if head is not None:
-            return self._begin(json.loads(head[1]), head.end())
+            return self._begin(_name(head[1]), head.end())
         stripped = self._buffer.lstrip()
         if not stripped:
             return False
@@ -305,6 +305,14 @@ def _read_call(text: str) -> tuple[str, str] | None:
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
     return name, json.dumps(arguments, ensure_ascii=False)
+
+
+def _name(text: str) -> str:
+    r"""The name that a JSON string spells; empty when it is none (`"get\_weather"`)."""
+    try:
+        return str(json.loads(text))
+    except ValueError:
+        return ""
 
 
 def _beginning_length(text: str, mark: str) -> int:

@@ -6,13 +6,14 @@ import asyncio
 from typing import Any
 
 import pytest
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from cluster.admin import ClusterAdmin, drain_worker
 from cluster.config import ClusterConfig, LifecycleSection, ModelSection
 from cluster.directory import Directory
 from cluster.membership import Kind, Member, View
 from cluster.serve_control import PoolStatus
-from protocol.errors import NotFound
+from protocol.errors import NotFound, Unavailable
 from protocol.ids import Role
 from protocol.messages import Ack
 from protocol.states import WorkerState
@@ -88,6 +89,17 @@ async def test_two_directories_never_share_an_incarnation(directory: Directory) 
 # --- steering through a router's admin service ----------------------------------------------------
 
 
+OWN = ClusterView(
+    model="tiny",
+    pools=tuple(PoolView(role=role, workers=()) for role in Role),
+    routers=(
+        RouterView(
+            router_id="me", http_address="h:1", grpc_address="g:1", state="ready", requests=2
+        ),
+    ),
+)
+
+
 class Handle:
     """What an actor handle looks like to its caller."""
 
@@ -132,21 +144,27 @@ async def test_view_adds_targets_and_other_routers(
     monkeypatch.setattr("cluster.admin.pool_statuses", lambda: {Kind.DECODE: status})
     await directory.report(member("r-own", Kind.ROUTER, http="h:1", grpc="g:1"))
     await directory.report(member("r-other", Kind.ROUTER, http="h:2", grpc="g:2"))
-    own = ClusterView(
-        model="tiny",
-        pools=tuple(PoolView(role=role, workers=()) for role in Role),
-        routers=(
-            RouterView(
-                router_id="me", http_address="h:1", grpc_address="g:1", state="ready", requests=2
-            ),
-        ),
-    )
-    view = await admin.view(own)
+    view = await admin.view(OWN)
     assert {pool.role: pool.target for pool in view.pools} == {Role.PREFILL: None, Role.DECODE: 4}
     assert [(r.router_id, r.grpc_address) for r in view.routers] == [
         ("me", "g:1"),
         ("r-other", "g:2"),
     ]
+
+
+async def test_a_cluster_that_does_not_answer_is_a_typed_error(directory: Directory) -> None:
+    async def gone() -> View:
+        raise RayActorError
+
+    def no_serve(config: ClusterConfig, kind: Kind, replicas: int) -> None:
+        raise GetTimeoutError("no answer")
+
+    handle = Handle(directory)
+    handle.view = Remote(gone)
+    admin = ClusterAdmin(handle, CONFIG, secret=SECRET, scale=no_serve)
+    for call in (admin.view(OWN), admin.drain("decode-1"), admin.scale(prefill=1, decode=None)):
+        with pytest.raises(Unavailable, match="the cluster does not answer"):
+            await call
 
 
 async def test_drain_reaches_the_worker() -> None:

@@ -88,6 +88,13 @@ def test_a_choice_is_one_of_its_strings(compiler):
     assert seen == set(choices)
 
 
+def test_a_choice_may_have_ten_thousand_strings(compiler):
+    choices = [f"answer number {i}" for i in range(10_000)]
+    grammar = Grammar(kind=GrammarKind.CHOICE, source=json.dumps(choices))
+    for seed in range(3):
+        assert text_of(compiler, sample(compiler, grammar, seed)) in choices
+
+
 def test_a_grammar_may_be_lark_or_gbnf(compiler):
     for source in ('start: "a" b*\nb: "b" | "c"', 'root ::= "a" b*\nb ::= "b" | "c"'):
         text = text_of(compiler, sample(compiler, Grammar(kind=GrammarKind.LARK, source=source), 1))

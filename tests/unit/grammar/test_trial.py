@@ -100,3 +100,25 @@ def test_a_process_that_is_gone_is_replaced() -> None:
     trial.close()
     assert second.returncode is not None
     trial.close()
+
+
+def test_what_is_too_wide_behind_its_first_character_is_refused(trial: Trial) -> None:
+    """Workers would find out only once the output has begun."""
+    wide = {f"p{i}": {"type": "string"} for i in range(1000)}
+    with pytest.raises(InvalidRequest, match="items; max is 2000"):
+        trial.check(schema({"type": "object", "properties": wide}))
+    trial.check(schema({"type": "object", "properties": wide, "required": list(wide)}))
+
+
+def test_what_is_known_is_told_while_another_one_is_tried(trial: Trial) -> None:
+    good, bad = lark('start: "known"'), lark("start: unknown")
+    for grammar in (good, bad):
+        assert not trial.known(grammar)
+    trial.check(good)
+    with pytest.raises(InvalidRequest):
+        trial.check(bad)
+    trial._ask = None  # type: ignore[method-assign, assignment]
+    assert trial.known(good)
+    with pytest.raises(InvalidRequest):
+        trial.known(bad)
+    del trial._ask

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,7 +21,7 @@ from protocol.errors import GRPC_STATUS, HTTP_STATUS, ErrorCode
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
 from router.text.tokenizer import ModelText
-from tests.support.router_doors import Doors, MakeDoors, open_doors, status_of
+from tests.support.router_doors import Doors, MakeDoors, open_doors, status_of, until
 from tests.support.stub_workers import StubFleet
 from tests.support.wire_requests import to_message
 
@@ -495,3 +497,35 @@ async def expect_grpc_error(doors: Doors, request: pb.GenerateRequest, code: str
         async for _ in doors.inference.Generate(request, timeout=20):
             pass
     assert caught.value.code().name == code
+
+
+async def test_texts_that_wait_to_be_tokenised_are_bounded(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    async with make_doors(fleet, max_requests=2) as doors:
+        blocked = threading.Event()
+        for _ in range(doors.router.config.text_threads):
+            doors.router._model._short.submit(blocked.wait)
+        waiting = [
+            asyncio.create_task(doors.post("/tokenize", {"prompt": "hello"})),
+            asyncio.create_task(doors.post("/detokenize", {"tokens": [1, 2]})),
+        ]
+        await until(lambda: doors.router._service._num_texts == 2)
+        status, answer = await doors.post("/tokenize", {"prompt": "hello"})
+        assert (status, answer["error"]["code"]) == (429, "overloaded")
+        with pytest.raises(aio.AioRpcError) as caught:
+            await doors.inference.Detokenize(pb.DetokenizeRequest(tokens=[1]), timeout=10)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        blocked.set()
+        assert [status for status, _ in await asyncio.gather(*waiting)] == [200, 200]
+
+
+async def test_an_answer_may_be_larger_than_a_request(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    await fleet.add(Role.DECODE)
+    async with make_doors(fleet, max_message_bytes=1000) as doors:
+        request = pb.GenerateRequest(prompt="hello", max_tokens=100, stream=False, logprobs=True)
+        (answer,) = [message async for message in doors.inference.Generate(request, timeout=10)]
+        assert answer.ByteSize() > 1000
+        assert len(answer.choices[0].logprobs) == 100

@@ -126,3 +126,15 @@ def test_what_is_ahead_is_told_to_within_an_item_of_each_flow(
     while (entry := queue.take()) is not late:
         ahead += entry.cost
     assert abs(told - ahead) <= 3 * 100
+
+
+def test_those_who_left_take_no_room_behind_one_who_stays() -> None:
+    queue: FairQueue[str] = FairQueue()
+    push(queue, "a", 1)
+    for _ in range(1000):
+        queue.remove(push(queue, "a", 1))
+    assert (len(queue), queue.tokens, len(queue._flows["a"].heap)) == (1, 1, 1)
+    waiting = [push(queue, "a", 1) for _ in range(100)]
+    for entry in waiting[::2]:
+        queue.remove(entry)
+    assert [id(entry) for entry in drain(queue)[1:]] == [id(entry) for entry in waiting[1::2]]

@@ -11,6 +11,9 @@ import pytest
 from observability import metrics
 from protocol.errors import InvalidRequest, Overloaded, Unavailable
 from protocol.ids import Role
+from protocol.states import FinishReason
+from router.attempt import Attempt
+from router.text.stream import TextStream
 from tests.support.router_doors import Doors, MakeDoors, letters, until
 from tests.support.stub_workers import StubFleet, StubWorker
 
@@ -206,6 +209,39 @@ async def test_a_final_failure_reaches_the_client(doors: Doors) -> None:
     status, body = await complete(doors)
     assert (status, body["error"]["param"]) == (400, "prompt")
     assert idle(doors)
+
+
+async def test_a_defect_in_one_output_ends_that_output_alone(
+    doors: Doors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push = TextStream.push
+
+    def broken(self: TextStream, token: int, finish: FinishReason | None) -> str:
+        if token == 23:
+            raise ZeroDivisionError("no such text")
+        return push(self, token, finish)
+
+    monkeypatch.setattr(TextStream, "push", broken)
+    for worker in doors.fleet.workers:
+        worker.script = lambda s: [50] * 8 if s.sampling.max_tokens == 8 else [20, 21, 22, 23, 24]
+    ((status, body), (other, _)) = await asyncio.gather(
+        complete(doors, max_tokens=5), complete(doors, max_tokens=8)
+    )
+    assert (status, other) == (500, 200)
+    assert body["error"]["message"] == "ZeroDivisionError: no such text"
+    assert sum(len(worker.submitted) for worker in doors.fleet.workers) == 4  # no other attempt
+    assert idle(doors)
+
+
+async def test_an_output_that_came_in_time_waits_for_no_timeline_past_its_deadline(
+    fleet: StubFleet, make_doors: MakeDoors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.add(Role.PREFILL)
+    await fleet.add(Role.DECODE)
+    monkeypatch.setattr(Attempt, "_add_spans", lambda *_: None)  # prefill never reports
+    async with make_doors(fleet, timeline_wait_s=60.0) as doors:
+        status, _ = await complete(doors, timeline=True, timeout=1)
+        assert status == 200
 
 
 async def test_attempts_are_bounded(fleet: StubFleet, make_doors: MakeDoors) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 from pydantic import BaseModel
 
+from protocol.errors import InvalidRequest
 from protocol.grammar import Grammar, GrammarKind
 from protocol.ids import Role
 from router.structured import parse_structured
@@ -154,3 +156,30 @@ async def test_a_lost_output_is_taken_up_under_the_same_grammar(
     assert (len(second.output_ids), second.key.attempt) == (3, 1)
     assert second.grammar == first.grammar
     assert second.grammar is not None
+
+
+async def test_what_a_worker_finds_wrong_names_the_clients_field(doors: Doors) -> None:
+    for worker in doors.fleet.workers:
+        worker.fail_after, worker.fail_retriable = 1, False
+        worker.fail_error = InvalidRequest("grammar: no way on", param="grammar")
+    for field in ("guided_regex", "guided_grammar"):
+        body = {"prompt": "hello there", field: 'start: "ab"'}
+        status, answer = await doors.post("/v1/completions", body)
+        assert (status, answer["error"]["param"]) == (400, field)
+        assert answer["error"]["message"] == f"{field}: no way on"
+
+
+async def test_a_known_grammar_waits_for_no_other_and_a_deadline_holds_while_it_is_tried(
+    doors: Doors,
+) -> None:
+    body = {"prompt": "hello there", "max_tokens": 2, "guided_regex": "[a-z]+"}
+    assert (await doors.post("/v1/completions", body))[0] == 200
+    blocked = threading.Event()
+    doors.router._model.forms._thread.submit(blocked.wait)
+    try:
+        assert (await doors.post("/v1/completions", body))[0] == 200
+        late = {**body, "guided_regex": "[b-z]+", "timeout": 0.2}
+        status, answer = await doors.post("/v1/completions", late)
+        assert (status, answer["error"]["param"]) == (504, "timeout")
+    finally:
+        blocked.set()

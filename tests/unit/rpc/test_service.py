@@ -308,3 +308,15 @@ async def test_the_pool_makes_one_client_an_address_until_dropped():
         assert again is not first
         assert await again.call(CANCEL, KEYS, timeout_s=5) == Ack()
         await pool.close()
+
+
+async def test_a_connection_that_comes_about_after_the_close_is_closed():
+    async with serving({CANCEL: lambda _request: acknowledge(_request)}) as (client, server):
+        call = asyncio.create_task(client.call(CANCEL, KEYS, timeout_s=5))
+        await asyncio.sleep(0)
+        await client.close()
+        with pytest.raises(Unavailable, match="was closed"):
+            await call
+        async with asyncio.timeout(5):
+            while server.connections:
+                await asyncio.sleep(0.01)

@@ -82,6 +82,8 @@ CALLS = [
     ),
 ]
 PLAIN = [
+    (HERMES, '<tool_call>{"name": "get\\_weather", "arguments": {}}</tool_call>'),  # not JSON's \
+    (HERMES, '<tool_call>{"name": "add\n", "arguments": {}}</tool_call>'),
     (HERMES, "no call <tool at all> \n"),
     (HERMES, '<tool_call>{"name": "nobody", "arguments": {}}</tool_call>'),
     (HERMES, "<tool_call>\nhello</tool_call> "),
