@@ -253,8 +253,7 @@ class ControlClient:
         async with self._meeting:
             if self._link is not None and not self._link.broken:
                 return self._link
-            if self._closed:
-                raise Unavailable(f"{self.address}: the connection was closed")
+            self._check_open()
             try:
                 async with asyncio.timeout(timeout_s):
                     link = await Link.connect(self.address, secret=self._secret)
@@ -262,11 +261,15 @@ class ControlClient:
                 raise DeadlineExceeded(f"{self.address}: no answer in time") from None
             except OSError as error:
                 raise Unavailable(f"{self.address}: cannot connect: {error}") from error
-            if self._closed:  # meanwhile
+            if self._closed:
                 link.hang_up()
-                raise Unavailable(f"{self.address}: the connection was closed")
+            self._check_open()  # it may have been closed meanwhile
             self._link = link
             return link
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Unavailable(f"{self.address}: the connection was closed")
 
 
 class ClientPool:
