@@ -39,7 +39,7 @@ class ClusterAdmin:
     async def view(self, own: ClusterView) -> ClusterView:
         """The router's own view, with what the directory and Serve know beyond it."""
         with _typed():
-            view: View = await asyncio.wait_for(self._directory.view.remote(), _CALL_S)
+            view = await self._members()
             targets = await asyncio.to_thread(pool_statuses)
         pools = tuple(_with_target(pool, targets) for pool in own.pools)
         known = {router.grpc_address for router in own.routers}
@@ -56,8 +56,13 @@ class ClusterAdmin:
     async def drain(self, worker_id: str) -> None:
         """Tell one worker to refuse new work; it is replaced when it is done."""
         with _typed():
-            view: View = await asyncio.wait_for(self._directory.view.remote(), _CALL_S)
+            view = await self._members()
         await drain_worker(view, worker_id, secret=self._secret)
+
+    async def _members(self) -> View:
+        async with asyncio.timeout(_CALL_S):
+            view: View = await self._directory.view.remote()
+        return view
 
 
 @contextmanager
