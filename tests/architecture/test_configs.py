@@ -1,14 +1,22 @@
 """Every configuration that the project ships loads, and its settings fit each other."""
 
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
-from cluster.config_load import load_config
+from cluster.config import ClusterConfig
+from cluster.config_load import DERIVED, load_config
+from cluster.config_tree import leaf_paths
 from protocol.ids import Role
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "deploy" / "configs").glob("*.yaml"))
+PAGES = sorted(
+    [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs").glob("deploy/*")]
+)
+SECTIONS = "model|prefill|decode|router|transfer|network|ray|lifecycle|engine|worker|placement"
 
 
 def test_the_demo_configuration_is_there():
@@ -35,3 +43,28 @@ def test_both_pools_are_built_for_each_other(path):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_it_begins_by_saying_what_it_is_for(path):
     assert path.read_text().startswith("# ")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_pages_name_fields_that_exist(path):
+    """A field is written with its path, or from its section on."""
+    known = {f".{field}" for field in leaf_paths(ClusterConfig, DERIVED)}
+    text = path.read_text()
+    named = re.findall(rf"(?<![\w./])(?:{SECTIONS})(?:\.[a-z_]+)+(?==|`|: )", text)
+    unknown = {
+        name
+        for name in named
+        if not any(field.endswith(f".{name}") or f".{name}." in field for field in known)
+    }
+    assert unknown - {"engine.local"} == set()  # the module
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_parts_of_configurations_on_pages_load(path, tmp_path):
+    for part in re.findall(r"```yaml\n(.*?)```", path.read_text(), re.DOTALL):
+        tree = yaml.safe_load(part)
+        if "keys" in tree:  # an API key file
+            continue
+        whole = tmp_path / "config.yaml"
+        whole.write_text(yaml.safe_dump({"model": {"name": "model"}} | tree))
+        assert load_config(whole, environ={}).warnings == ()
