@@ -41,11 +41,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--output-tokens", type=int, default=32)
     made.add_argument("--repeats", type=int, default=2)
     made.add_argument("--vocab-size", type=int, default=49152)
-    made.add_argument("--theme", default="", help="write a report under benchmarks/results")
-    made.add_argument("--hardware", default="", help="name of the machine; default: processor")
-    made.add_argument("--server", default="", help="what was measured: version, flags")
-    made.add_argument("--config", default="", help="the config file the server was started with")
-    made.add_argument("--note", default="")
+    report.add_options(made.add_argument_group("report"))
     return made
 
 
@@ -156,23 +152,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     runs = runs_of(options, asyncio.run(run(options)))
     for one in runs:
-        sys.stdout.write(report.overview(one.label, one.repeats) + "\n")
-    if options.theme:
-        made = report.Report(
-            theme=options.theme,
-            hardware=options.hardware or report.processor(),
-            command=f"python -m benchmarks.conversations {shlex.join(arguments)}",
-            server=options.server,
-            model=options.model,
-            workload=f"{options.clients} clients, each {options.conversations} conversations of "
-            f"{options.turns} turns in a repeat, streamed completions of token ids, greedy; "
-            f"{options.system_tokens} tokens that all begin with, {options.user_tokens} new ones a "
-            f"turn; {options.repeats} repeats after a warm-up",
-            note=options.note,
-            config=options.config,
-            runs=tuple(runs),
-        )
-        sys.stdout.write(f"written: {report.write(made)}\n")
+        report.say(report.overview(one.label, one.repeats))
+    report.write_if_asked(
+        options,
+        command=f"python -m benchmarks.conversations {shlex.join(arguments)}",
+        workload=f"{options.clients} clients, each {options.conversations} conversations of "
+        f"{options.turns} turns in a repeat, streamed completions of token ids, greedy; "
+        f"{options.system_tokens} tokens that all begin with, {options.user_tokens} new ones a "
+        f"turn; {options.repeats} repeats after a warm-up",
+        runs=runs,
+    )
     return int(any(summary.failures for one in runs for summary in one.repeats))
 
 

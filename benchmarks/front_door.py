@@ -20,18 +20,15 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
-from http import HTTPStatus
 from pathlib import Path
 
 import uvloop
 
 from benchmarks import report
-from benchmarks.front_door_clients import Client, Direct, GrpcDoor, HttpDoor, Stream
-from benchmarks.measure import percentile
+from benchmarks.front_door_clients import Client, Direct, GrpcDoor, HttpDoor, Reader
+from benchmarks.measure import Result, milliseconds
 from cluster.models import find_model
 
-RESULTS = report.RESULTS / "front_door"
 _TICK = os.sysconf("SC_CLK_TCK")
 
 
@@ -134,14 +131,14 @@ async def measure(
         cpu, own, began = _cpu_s(stack.pids), time.process_time(), time.perf_counter()
         if started is not None:
             started.set()
-        answers = await _clients(client, load)
+        readers = await _clients(client, load)
         wall = time.perf_counter() - began
         cpu, own = _cpu_s(stack.pids) - cpu, time.process_time() - own
     finally:
         await client.close()
-    streams = [client.read(answer, load.tokens) for answer in answers]
-    good = [stream for stream in streams if not stream.error]
-    tokens = sum(len(stream.times) for stream in good)
+    results = [read() for read in readers]
+    good = [result for result in results if not result.error]
+    tokens = sum(len(result.chunk_times) for result in good)
     return Figures(
         way=way,
         streams=load.streams,
@@ -150,37 +147,32 @@ async def measure(
         rate=_rate(good) if load.requests == 1 else tokens / wall,
         cpu_us=cpu / max(1, tokens) * 1e6,
         load_cpu_us=own / max(1, tokens) * 1e6,
-        ttft_ms=_milliseconds([stream.times[0] - stream.sent for stream in good]),
-        gap_seen_ms=_milliseconds([gap for stream in good for gap in stream.gaps]),
+        ttft_ms=milliseconds([result.ttft for result in good]),
+        gap_seen_ms=milliseconds([gap for result in good for gap in result.gaps]),
         tokens=tokens,
-        failures=tuple(stream.error for stream in streams if stream.error),
+        failures=tuple(result.error for result in results if result.error),
     )
 
 
-async def _clients(client: Client, load: Load) -> list[object]:
+async def _clients(client: Client, load: Load) -> list[Reader]:
     """All answers. Clients start one after another over the length of one answer, so that requests
     arrive evenly; with one request each they start together."""
     spread_s = load.tokens * load.gap_s / load.streams if load.requests > 1 else 0.0
 
-    async def one(number: int) -> list[object]:
+    async def one(number: int) -> list[Reader]:
         await asyncio.sleep(number * spread_s)
         return [await client.ask(load.tokens) for _ in range(load.requests)]
 
     lists = await asyncio.gather(*(one(number) for number in range(load.streams)))
-    return [answer for answers in lists for answer in answers]
+    return [reader for readers in lists for reader in readers]
 
 
-def _rate(streams: Sequence[Stream]) -> float:
+def _rate(results: Sequence[Result]) -> float:
     """Tokens a second between the last start and the first end."""
-    begin = max(stream.times[0] for stream in streams)
-    end = min(stream.times[-1] for stream in streams)
-    inside = sum(begin <= t <= end for stream in streams for t in stream.times)
+    begin = max(result.chunk_times[0] for result in results)
+    end = min(result.chunk_times[-1] for result in results)
+    inside = sum(begin <= t <= end for result in results for t in result.chunk_times)
     return inside / (end - begin) if end > begin else 0.0
-
-
-def _milliseconds(seconds: Sequence[float]) -> dict[str, float]:
-    ordered = sorted(seconds)
-    return {f"p{p}": percentile(ordered, p) * 1000 for p in (50, 90, 99)}
 
 
 def _cpu_s(pids: Sequence[int]) -> float:
@@ -240,12 +232,12 @@ async def _many(running: Stack, way: str, load: Load, options: argparse.Namespac
     await asyncio.sleep(4.0)  # all of them have begun, none has ended
     refused, door = [], HttpDoor(f"http://{running.http}")
     for _ in range(20):
-        answer = await door.ask(4)
-        if answer.status == HTTPStatus.TOO_MANY_REQUESTS:
-            refused.append(answer.ended - answer.sent)
+        result = (await door.ask(4))()
+        if result.error.startswith("HTTP 429"):
+            refused.append(result.ended - result.sent)
         await asyncio.sleep(0.1)
     await door.close()
-    return replace(await run, refused_ms=_milliseconds(refused), num_refused=len(refused))
+    return replace(await run, refused_ms=milliseconds(refused), num_refused=len(refused))
 
 
 def _line(figures: Figures) -> str:
@@ -262,22 +254,6 @@ def _line(figures: Figures) -> str:
 
 def _times(milliseconds: dict[str, float]) -> str:
     return " / ".join(f"{value:.2f}" for value in milliseconds.values())
-
-
-def write(options: argparse.Namespace, figures: Sequence[Figures]) -> Path:
-    """All figures as JSON under results/front_door."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    facts = {
-        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "commit": report.commit(),
-        "machine": report.machine(),
-        "load_before": os.getloadavg(),
-        "command": shlex.join(["python", "-m", "benchmarks.front_door", *sys.argv[1:]]),
-        "runs": [asdict(run) for run in figures],
-    }
-    path = RESULTS / f"{report.slug(options.theme)}.json"
-    path.write_text(json.dumps(facts, indent=1) + "\n")
-    return path
 
 
 def parser() -> argparse.ArgumentParser:
@@ -316,7 +292,12 @@ def main() -> None:
     if options.only in ("", "many") and not options.serve:
         figures += many_runs(options)
     if options.theme:
-        print(write(options, figures))
+        data = {
+            "load_before": os.getloadavg(),
+            "command": shlex.join(["python", "-m", "benchmarks.front_door", *sys.argv[1:]]),
+            "runs": [asdict(run) for run in figures],
+        }
+        print(report.write_figures("front_door", options.theme, data))
 
 
 if __name__ == "__main__":

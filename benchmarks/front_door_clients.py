@@ -1,84 +1,67 @@
-"""Three ways to ask for a stream of tokens. While tokens arrive they only note bytes and times."""
+"""Three ways to ask for a stream of tokens (benchmarks.front_door, benchmarks.large_bodies)."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
 
-from grpc import aio
-
-from benchmarks.http_stream import Answer, Connection
-from benchmarks.measure import read_answer
+from benchmarks.grpc_stream import GrpcConnection, read_messages
+from benchmarks.http_stream import Connection
+from benchmarks.measure import Result, read_answer
 from benchmarks.stub_router import read_refs
 from benchmarks.stub_worker import SECRET
 from protocol.ids import RequestKey, Role
 from protocol.messages import EventBatch, Submit, Subscribe
 from protocol.sampling import SamplingParams
-from protocol.wire import inference_pb2 as pb
 from rpc.methods import EVENTS, SUBMIT
 from rpc.service import ControlClient
 
 PROMPT = "The front door of a system that serves large language models, seen from the outside."
 _TIMEOUT_S = 120.0
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stream:
-    """When a request was sent and when each of its tokens came, in seconds of perf_counter."""
-
-    sent: float
-    times: tuple[float, ...] = ()
-    error: str = ""
-
-    @property
-    def gaps(self) -> list[float]:
-        """Seconds between successive tokens."""
-        return [b - a for a, b in itertools.pairwise(self.times)]
+#: Reads an answer that has come: after the run, when nobody waits for the processor. Each token is
+#: a chunk of its result.
+Reader = Callable[[], Result]
 
 
-class Client(ABC):
-    """A way to ask. Answers are read after the run, when nobody waits for the processor."""
+class Client(Protocol):
+    """A way to ask."""
 
-    async def open(self) -> None:  # noqa: B027 - most have nothing to open
+    async def open(self) -> None:
         """Connect."""
+        ...
 
-    @abstractmethod
-    async def ask(self, tokens: int) -> Any:
-        """One request; its raw answer."""
+    async def ask(self, tokens: int) -> Reader:
+        """One request for so many tokens; an error in its result unless there are as many."""
+        ...
 
-    @abstractmethod
-    def read(self, answer: Any, tokens: int) -> Stream:
-        """What an answer says; an error unless it has `tokens` tokens."""
-
-    @abstractmethod
     async def close(self) -> None:
         """Disconnect."""
+        ...
 
 
-class HttpDoor(Client):
+class HttpDoor:
     """Server-sent events, a connection for each request in flight."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._idle: list[Connection] = []
 
-    async def ask(self, tokens: int) -> Answer:
+    async def open(self) -> None:
+        """Requests connect."""
+
+    async def ask(self, tokens: int) -> Reader:
         """POST /v1/completions."""
         connection = self._idle.pop() if self._idle else Connection(self._url)
         body = {"prompt": PROMPT, "max_tokens": tokens, "stream": True, "ignore_eos": True}
         answer = await connection.post("/v1/completions", body, timeout_s=_TIMEOUT_S)
         self._idle.append(connection)
-        return answer
-
-    def read(self, answer: Answer, tokens: int) -> Stream:
-        """One event for each token."""
-        result = read_answer(answer, expected_tokens=tokens)
-        return Stream(sent=result.sent, times=result.chunk_times, error=result.error)
+        return partial(read_answer, answer, expected_tokens=tokens)
 
     async def close(self) -> None:
         """Disconnect."""
@@ -86,58 +69,29 @@ class HttpDoor(Client):
             connection.close()
 
 
-@dataclass(slots=True)
-class _Messages:
-    sent: float
-    pieces: list[tuple[float, bytes]] = field(default_factory=list)
-    error: str = ""
-
-
-class GrpcDoor(Client):
+class GrpcDoor:
     """baton.v1.Inference/Generate over a few connections."""
 
     def __init__(self, address: str, *, channels: int) -> None:
-        options = [("grpc.use_local_subchannel_pool", 1)]
-        self._channels = [aio.insecure_channel(address, options) for _ in range(channels)]
-        self._calls: Iterator[aio.UnaryStreamMultiCallable[Any, Any]] = itertools.cycle(
-            channel.unary_stream(
-                "/baton.v1.Inference/Generate",
-                request_serializer=pb.GenerateRequest.SerializeToString,
-            )
-            for channel in self._channels
-        )
+        self._connections = [GrpcConnection(address) for _ in range(channels)]
+        self._turns = itertools.cycle(self._connections)
 
-    async def ask(self, tokens: int) -> _Messages:
-        """Generate, the messages left as bytes."""
-        request = pb.GenerateRequest(prompt=PROMPT, max_tokens=tokens, ignore_eos=True)
-        answer = _Messages(time.perf_counter())
-        call = next(self._calls)(request, timeout=_TIMEOUT_S)
-        try:
-            async for message in call:
-                answer.pieces.append((time.perf_counter(), cast(bytes, message)))
-        except aio.AioRpcError as error:
-            answer.error = f"{error.code().name}: {error.details()}"
-        return answer
+    async def open(self) -> None:
+        """The first requests connect."""
 
-    def read(self, answer: _Messages, tokens: int) -> Stream:
-        """One message for each token."""
-        times: list[float] = []
-        for when, data in answer.pieces:
-            times += [
-                when for choice in pb.GenerateResponse.FromString(data).choices if choice.text
-            ]
-        error = answer.error
-        if not error and len(times) != tokens:
-            error = f"{len(times)} messages with text instead of {tokens}"
-        return Stream(sent=answer.sent, times=tuple(times), error=error)
+    async def ask(self, tokens: int) -> Reader:
+        """Generate."""
+        body = {"prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True}
+        answer = await next(self._turns).generate(body, timeout_s=_TIMEOUT_S)
+        return partial(read_messages, answer, expected_tokens=tokens)
 
     async def close(self) -> None:
         """Disconnect."""
-        for channel in self._channels:
-            await channel.close()
+        for connection in self._connections:
+            await connection.close()
 
 
-class Direct(Client):
+class Direct:
     """Straight from the workers over the control protocol, as a router does."""
 
     def __init__(self, workers: str) -> None:
@@ -157,7 +111,7 @@ class Direct(Client):
         for event in ready:
             await event.wait()
 
-    async def ask(self, tokens: int) -> Stream:
+    async def ask(self, tokens: int) -> Reader:
         """Submit to both and wait for the last token."""
         key = RequestKey(f"direct-{next(self._numbers)}")
         times, done = self._streams[key] = ([], asyncio.Event())
@@ -176,11 +130,8 @@ class Direct(Client):
             )
         )
         await done.wait()
-        return Stream(sent=sent, times=tuple(times))
-
-    def read(self, answer: Stream, tokens: int) -> Stream:
-        """It is read already."""
-        return answer
+        result = Result(sent=sent, ended=times[-1], chunk_times=tuple(times), output_tokens=tokens)
+        return lambda: result
 
     async def close(self) -> None:
         """Disconnect."""

@@ -84,11 +84,11 @@ def _send(
 async def _streams(address: str, count: int, tokens: int) -> list[float]:
     """Gaps between tokens of streams that run all the while."""
     door = HttpDoor(f"http://{address}")
-    answers = await asyncio.gather(*(door.ask(tokens) for _ in range(count)))
+    readers = await asyncio.gather(*(door.ask(tokens) for _ in range(count)))
     await door.close()
-    read = [door.read(answer, tokens) for answer in answers]
-    assert not any(stream.error for stream in read), [s.error for s in read if s.error][:1]
-    return [gap for stream in read for gap in stream.gaps]
+    results = [read() for read in readers]
+    assert not any(result.error for result in results), [r.error for r in results if r.error][:1]
+    return [gap for result in results for gap in result.gaps]
 
 
 def measure(address: str, disturbance: Disturbance, options: argparse.Namespace) -> str:

@@ -11,14 +11,13 @@ import argparse
 import json
 import random
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks import report
 from benchmarks.measure import percentile
-from benchmarks.report import commit, machine, slug
 from grammar.compiler import Compiler
 from grammar.matcher import Matcher, compute_masks
 from grammar.vocabulary import load_vocabulary
@@ -109,21 +108,15 @@ def main() -> None:
     options = parser.parse_args()
     config = json.loads((options.folder / "config.json").read_text())
     result = {
-        "commit": commit(),
-        "machine": machine(),
-        "date": datetime.now(UTC).date().isoformat(),
         "model": options.folder.name,
         "vocab_size": config["vocab_size"],
         "threads": options.threads,
         "steps": STEPS,
         **measure(options.folder, config["vocab_size"], options.threads, options.sequences),
     }
-    text = json.dumps(result, indent=1)
-    print(text)
+    print(json.dumps(result, indent=1))
     if options.theme:
-        path = Path(__file__).parent / "results" / "grammar" / f"{slug(options.theme)}.json"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text + "\n")
+        print(report.write_figures("grammar", options.theme, result))
 
 
 if __name__ == "__main__":

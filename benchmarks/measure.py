@@ -162,16 +162,17 @@ def summarise(results: Sequence[Result], slo: Slo | None = None) -> Summary:
         output_tokens=tokens,
         output_tokens_per_s=tokens / wall if wall else 0.0,
         requests_per_s=len(good) / wall if wall else 0.0,
-        ttft_ms=_milliseconds([result.ttft for result in good]),
-        tpot_ms=_milliseconds([r.tpot for r in good if r.tpot is not None]),
-        itl_ms=_milliseconds(gaps),
-        e2e_ms=_milliseconds([result.e2e for result in good]),
+        ttft_ms=milliseconds([result.ttft for result in good]),
+        tpot_ms=milliseconds([r.tpot for r in good if r.tpot is not None]),
+        itl_ms=milliseconds(gaps),
+        e2e_ms=milliseconds([result.e2e for result in good]),
         max_gap_ms=max(gaps, default=0.0) * 1000,
         goodput_per_s=None if slo is None else sum(map(slo.met_by, results)) / wall,
     )
 
 
-def _milliseconds(seconds: Sequence[float]) -> dict[str, float]:
+def milliseconds(seconds: Sequence[float]) -> dict[str, float]:
+    """Percentiles of some times."""
     ordered = sorted(seconds)
     return {f"p{p}": percentile(ordered, p) * 1000 for p in PERCENTILES}
 

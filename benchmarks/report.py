@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -54,24 +55,72 @@ class Report:
     data: dict[str, Any] = field(default_factory=dict)
 
 
+def add_options(group: argparse._ArgumentGroup) -> None:
+    """Options of a measurement of a server that can be written down."""
+    group.add_argument("--theme", default="", help="write a report under benchmarks/results")
+    group.add_argument("--hardware", default="", help="name of the machine; default: processor")
+    group.add_argument("--server", default="", help="what was measured: version, flags")
+    group.add_argument("--config", default="", help="the config file the server was started with")
+    group.add_argument("--note", default="")
+
+
+def write_if_asked(
+    options: argparse.Namespace, *, command: str, workload: str, runs: Sequence[Run]
+) -> None:
+    """With a theme, write the report of what was measured under these options."""
+    if not options.theme:
+        return
+    made = Report(
+        theme=options.theme,
+        hardware=options.hardware or processor(),
+        command=command,
+        server=options.server,
+        model=options.model,
+        workload=workload,
+        note=options.note,
+        config=options.config,
+        runs=tuple(runs),
+    )
+    say(f"written: {write(made)}")
+
+
+def say(text: str) -> None:
+    """A line for the terminal, at once."""
+    print(text, flush=True)
+
+
+def facts(now: datetime | None = None, revision: str = "") -> dict[str, str]:
+    """When, of which commit and where something is measured. `revision`: of what was measured,
+    where this is no git checkout."""
+    now = now or datetime.now(UTC)
+    return {
+        "date": f"{now:%Y-%m-%d %H:%M} UTC",
+        "commit": revision or commit(),
+        "machine": machine(),
+    }
+
+
+def write_figures(folder: str, theme: str, data: dict[str, Any]) -> Path:
+    """Figures as JSON: `results/<folder>/<theme>.json`."""
+    path = RESULTS / folder / f"{slug(theme)}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**facts(), **data}, indent=1) + "\n")
+    return path
+
+
 def write(
     report: Report, folder: Path = RESULTS, now: datetime | None = None, revision: str = ""
 ) -> Path:
-    """Write both files; return the Markdown one. A second report of one day gets a number.
-    `revision`: of what was measured, where this is no git checkout."""
+    """Write both files; return the Markdown one. A second report of one day gets a number."""
     now = now or datetime.now(UTC)
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{slug(report.theme)}_{slug(report.hardware)}_{now:%Y-%m-%d}"
     path, number = folder / f"{stem}.md", 2
     while path.exists():
         path, number = folder / f"{stem}_{number}.md", number + 1
-    facts = {
-        "date": f"{now:%Y-%m-%d %H:%M} UTC",
-        "commit": revision or commit(),
-        "machine": machine(),
-    }
-    path.write_text(markdown(report, facts))
-    data = {**facts, "config_sha256": config_hash(report.config), **asdict(report)}
+    about = facts(now, revision)
+    path.write_text(markdown(report, about))
+    data = {**about, "config_sha256": config_hash(report.config), **asdict(report)}
     del data["details"]
     path.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
     return path

@@ -30,7 +30,10 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_server(made.add_argument_group("server"))
     _add_load(made.add_argument_group("load"))
-    _add_report(made.add_argument_group("report"))
+    group = made.add_argument_group("report")
+    report.add_options(group)
+    group.add_argument("--slo-ttft", type=float, metavar="SECONDS")
+    group.add_argument("--slo-tpot", type=float, metavar="SECONDS")
     return made
 
 
@@ -58,16 +61,6 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--speed", type=float, default=1.0, help="replay a trace this much faster")
     group.add_argument("--limit", type=int, default=200, help="requests of a trace")
     group.add_argument("--spread-ticks", action="store_true", help="for traces with coarse clocks")
-
-
-def _add_report(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--theme", default="", help="write a report under benchmarks/results")
-    group.add_argument("--hardware", default="", help="name of the machine; default: processor")
-    group.add_argument("--server", default="", help="what was measured: version, flags")
-    group.add_argument("--config", default="", help="the config file the server was started with")
-    group.add_argument("--note", default="")
-    group.add_argument("--slo-ttft", type=float, metavar="SECONDS")
-    group.add_argument("--slo-tpot", type=float, metavar="SECONDS")
 
 
 def _numbers(text: str) -> list[int]:
@@ -104,7 +97,7 @@ async def _closed(options: argparse.Namespace, clients: int, slo: Slo | None) ->
         first += max(count, len(warm))
         results = await closed_loop(target, [ask] * count, concurrency=clients, first_number=first)
         summaries.append(summarise(results, slo))
-        _say(report.overview(label, summaries))
+        report.say(report.overview(label, summaries))
     return report.Run(
         label=label,
         prompt_tokens=options.prompt_tokens,
@@ -130,7 +123,7 @@ async def _trace(options: argparse.Namespace, slo: Slo | None) -> report.Run:
         await closed_loop(target, asks[: options.warmup], concurrency=1, first_number=1_000_000)
     summary = summarise(await timed_arrivals(target, asks), slo)
     label = f"{options.trace.name} x{options.speed:g}"
-    _say(report.overview(label, [summary]))
+    report.say(report.overview(label, [summary]))
     return report.Run(
         label=label,
         prompt_tokens=summary.prompt_tokens,
@@ -178,21 +171,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         runs = asyncio.run(run(options))
     except OSError as error:
-        _say(f"{options.url}: {error}")
+        report.say(f"{options.url}: {error}")
         return 2
-    if options.theme:
-        made = report.Report(
-            theme=options.theme,
-            hardware=options.hardware or report.processor(),
-            command=command_line(arguments),
-            server=options.server,
-            model=options.model,
-            workload="; ".join(_workload(options)),
-            note=options.note,
-            config=options.config,
-            runs=tuple(runs),
-        )
-        _say(f"written: {report.write(made)}")
+    report.write_if_asked(
+        options, command=command_line(arguments), workload="; ".join(_workload(options)), runs=runs
+    )
     return int(any(summary.failures for one in runs for summary in one.repeats))
 
 
@@ -204,11 +187,6 @@ def command_line(arguments: Sequence[str]) -> str:
         hide = argument == "--api-key"
     joined = shlex.join(a for a in shown if not a.startswith("--api-key="))
     return f"python -m benchmarks.serve {joined}"
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":
