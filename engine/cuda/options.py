@@ -29,7 +29,7 @@ class CudaOptions:
     memory_share: float = 0.98
     graphs: bool = True
     split_rows: int = 64
-    push_all_reduce: bool = False
+    push_all_reduce: bool = True
 
     def __post_init__(self) -> None:
         """Raise InvalidRequest naming the first field that is out of range."""

@@ -1,25 +1,18 @@
 """Tensor-parallel ranks on several GPUs against the plain model of one rank on the CPU."""
 
-import multiprocessing
-import subprocess
-import sys
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch.distributed import TCPStore
 
-from engine.cuda.group import ReduceKind
+from engine.cuda.group import DeviceGroup, ReduceKind
+from engine.kernels.triton_reduce import reduce_normed
+from tests.support.apart import apart
 from tests.support.cuda import Reference, make_runner, mixed_script, tiny_config
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
-ME = "tests.gpu.test_tensor_parallel"
 
 
 def join(rank, size, port):
-    from engine.cuda.group import DeviceGroup
-
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     store = TCPStore("127.0.0.1", port, size, is_master=False)
@@ -27,7 +20,7 @@ def join(rank, size, port):
 
 
 def run_model(rank, size, port):
-    """One rank's whole life; also the entry point of the follower processes."""
+    """One rank's whole life; its tokens."""
     torch.cuda.set_device(rank)
     runner = make_runner(torch.device("cuda", rank), tiny_config(**HEADS), rank, size)
     group, _ = join(rank, size, port)
@@ -55,8 +48,6 @@ def run_reductions(rank, size, port):
 
 def check_normed_sums(group, rank, size, device):
     """Sums that go straight into a norm, among others, in and out of a graph."""
-    from engine.kernels.triton_reduce import reduce_normed
-
     gain = part(0, 12345, torch.empty(4096, device=device)).bfloat16()
     h = torch.zeros(1, 4096, dtype=torch.bfloat16, device=device)
     for rows in (2, 3, 8, 64):
@@ -113,41 +104,22 @@ def replay(run, stream):
     torch.cuda.synchronize()
 
 
-@contextmanager
-def others(what, size):
-    """The processes of all ranks; yields what rank 0 returned.
-
-    Rank 0 has a process of its own, too: torch numbers the exchanges of symmetric memory by
-    process, so that a group cannot form between one that was in another group and one that was not.
-    """
+def on_ranks(what, size):
+    """What rank 0 returns of `what(rank, size, port)`."""
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} CUDA devices")
     store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
-    code = f"import sys; from {ME} import {what}; {what}(*map(int, sys.argv[1:]))"
-    processes = [
-        subprocess.Popen([sys.executable, "-c", code, str(rank), str(size), str(store.port)])
-        for rank in range(1, size)
-    ]
-    try:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, mp_context=context) as pool:
-            yield pool.submit(globals()[what], 0, size, store.port).result(120)
-        assert [process.wait(40) for process in processes] == [0] * (size - 1)
-    finally:
-        for process in processes:
-            process.kill()
+    return apart([(what, (rank, size, store.port)) for rank in range(size)], timeout_s=100)[0]
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_all_reduce_gives_the_sum(size):
-    with others("run_reductions", size):
-        pass
+    on_ranks(run_reductions, size)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_give_the_tokens_of_one(size):
-    with others("run_model", size) as got:
-        pass
+    got = on_ranks(run_model, size)
     config = tiny_config(**HEADS)
     reference = Reference(config)
     reference.open(make_runner(torch.device("cuda", 0), config).layout)
