@@ -250,7 +250,8 @@ def build(
     sized = time.perf_counter()
     runner.open(num_blocks)
     if args.attention:
-        runner.cut_attention(*map(int, args.attention.split(",")))
+        changes = (change.split("=") for change in args.attention.split(","))
+        runner.cut_attention(**{name: int(value) for name, value in changes})
     runner.start(comm)
     torch.cuda.synchronize()
     report.add(
@@ -284,8 +285,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--commit", default=None, help="recorded instead of asking git")
     parser.add_argument("--tp", type=int, default=1, help="ranks, one GPU each")
     parser.add_argument("--split-rows", type=int, default=64, help="most rows on its own products")
-    parser.add_argument("--attention", help="cut of decode attention: tile,stages,warps")
-    parser.add_argument("--push", action="store_true", help="the engine's own small all-reduce")
+    parser.add_argument("--attention", help="cut of decode attention: tile=64,stages=3,...")
+    parser.add_argument(
+        "--push", action=argparse.BooleanOptionalAction, default=True, help="the engine's own sums"
+    )
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--skip", default="", help="of: decode, long, prefill, profile")

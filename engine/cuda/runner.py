@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -176,12 +177,9 @@ class CudaRunner:
         """Make the KV pool."""
         self._open_pool(num_blocks)
 
-    def cut_attention(self, tile: int, stages: int, warps: int) -> None:
+    def cut_attention(self, **changes: Any) -> None:
         """Cut decode attention otherwise than the engine would; for benchmarks, before `start`."""
-        self._cuts = {
-            key: replace(cut, tile=tile, stages=stages, warps=warps)
-            for key, cut in self._cuts.items()
-        }
+        self._cuts = {key: replace(cut, **changes) for key, cut in self._cuts.items()}
 
     def start(self, comm: Communicator | None = None) -> None:
         """Join the other ranks, plan prompt attention, capture the decode graphs."""

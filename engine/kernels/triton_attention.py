@@ -8,7 +8,6 @@ import torch
 import triton
 
 from engine.kernels.jit.decode_attention import paged_decode
-from engine.kernels.jit.decode_attention_alone import paged_decode_alone
 from engine.kernels.jit.prefill_attention import paged_prefill
 from engine.kernels.launch import Repeated
 from engine.kernels.triton_elementwise import launch_options
@@ -25,14 +24,15 @@ _LONG_PARTS = 4096
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeShape:
     """How decode attention is cut: splits of a context, tokens per tile, least tiles per split; and
-    whether by the kernel for one sequence alone."""
+    whether the new token is attended to from registers."""
 
     splits: int
     tile: int = 64
     min_tiles: int = 1
     stages: int = 3
     warps: int = 2
-    alone: bool = False
+    own: bool = True
+    at_once: int = 0
 
 
 def decode_shape(batch: int, kv_heads: int, head_dim: int, long_context: bool) -> DecodeShape:
@@ -48,10 +48,7 @@ def decode_shape(batch: int, kv_heads: int, head_dim: int, long_context: bool) -
     if long_context and splits < 32:
         splits = max(splits, min(32, _LONG_PARTS // batch))
         min_tiles = 16
-    tile = 64 if head_dim <= 128 else 32
-    if batch == 1 and not long_context:
-        return DecodeShape(splits=splits, tile=tile, stages=2, alone=True)
-    return DecodeShape(splits=splits, tile=tile, min_tiles=min_tiles)
+    return DecodeShape(splits=splits, tile=64 if head_dim <= 128 else 32, min_tiles=min_tiles)
 
 
 class DecodeScratch:
@@ -94,13 +91,7 @@ def decode_attention(
     """
     _, _, kv_heads, page, dim = pool.shape
     group = num_heads // kv_heads
-    merge = (
-        {"MERGE_P": triton.next_power_of_2(group), "MAX_SPLITS": _MAX_SPLITS, "AT_ONCE": 16}
-        if shape.alone
-        else {"SPLITS_P": 8 if shape.splits <= 8 else _MAX_SPLITS}
-    )
-    kernel = paged_decode_alone if shape.alone else paged_decode
-    kernel[(kv_heads, shape.splits, qkv.shape[0])](
+    paged_decode[(kv_heads, shape.splits, qkv.shape[0])](
         qkv,
         cos,
         sin,
@@ -123,11 +114,14 @@ def decode_attention(
         DIM_P=triton.next_power_of_2(dim),
         PAGE=page,
         TILE=shape.tile,
+        MERGE_P=triton.next_power_of_2(group),
+        MAX_SPLITS=_MAX_SPLITS,
+        AT_ONCE=shape.at_once or min(16, 1 << (shape.splits - 1).bit_length()),
+        OWN=shape.own,
         STAGES=shape.stages,
         PDL=pdl,
         PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
         num_warps=shape.warps,
-        **merge,
         **launch_options(pdl),
     )
 

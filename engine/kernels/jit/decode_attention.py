@@ -12,27 +12,16 @@ from engine.kernels.jit.elementwise import pdl_wait, rotated
 
 
 @triton.jit
-def write_new_token(
-    qkv_row,
-    cell,
-    kvh,
-    cos,
-    sin,
-    dims,
-    dim_ok,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PAGE: tl.constexpr,
+def new_token(
+    qkv_row, kvh, cos, sin, dims, ok, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr
 ):
-    """Rotate the new token's key and put key and value into their cell of the pool."""
+    """The new token's rotated key and its value, `[1, DIM_P]` in the pool's type."""
     one = tl.arange(0, 1)[:, None]
     k_base = qkv_row + (HEADS + kvh) * DIM + one
     v_base = qkv_row + (HEADS + KV_HEADS + kvh) * DIM + one
-    k = rotated(k_base, one == 0, cos, sin, dims, dim_ok, DIM // 2, DIM)
-    v = tl.load(v_base + dims[None, :], mask=dim_ok[None, :], other=0.0)
-    tl.store(cell + one + dims[None, :], k.to(qkv_row.dtype.element_ty), mask=dim_ok[None, :])
-    tl.store(cell + KV_HEADS * PAGE * DIM + one + dims[None, :], v, mask=dim_ok[None, :])
+    k = rotated(k_base, one == 0, cos, sin, dims, ok, DIM // 2, DIM)
+    v = tl.load(v_base + dims[None, :], mask=ok[None, :], other=0.0)
+    return k.to(qkv_row.dtype.element_ty), v
 
 
 @triton.jit
@@ -45,26 +34,46 @@ def merge_splits(
     dims,
     dim_ok,
     GROUP: tl.constexpr,
+    MERGE_P: tl.constexpr,
     DIM: tl.constexpr,
     DIM_P: tl.constexpr,
-    SPLITS_P: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
-    """Weigh the partial outputs of all active splits by their share of the softmax."""
-    splits = tl.arange(0, SPLITS_P)
-    ok = splits < active
-    for g in tl.static_range(GROUP):
-        at = (first + splits) * GROUP + g
-        peak = tl.load(stats + at * 2, mask=ok, other=-float("inf"), cache_modifier=".cg")
-        total = tl.load(stats + at * 2 + 1, mask=ok, other=0.0, cache_modifier=".cg")
-        part = tl.load(
-            partial + at[:, None] * DIM_P + dims[None, :],
-            mask=ok[:, None] & dim_ok[None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        weight = tl.exp2(peak - tl.max(peak, axis=0))
-        value = tl.sum(part * weight[:, None], axis=0) / tl.sum(total * weight, axis=0)
-        tl.store(out_row + g * DIM + dims, value.to(out_row.dtype.element_ty), mask=dim_ok)
+    """Weigh the partial outputs of all active splits by their share of the softmax.
+
+    The parts of AT_ONCE splits are on their way together: nothing in between waits for one.
+    """
+    group = tl.arange(0, MERGE_P)
+    in_group = group < GROUP
+    splits = tl.arange(0, MAX_SPLITS)
+    at = (first + splits)[:, None] * GROUP + group[None, :]
+    ok = (splits < active)[:, None] & in_group[None, :]
+    peaks = tl.load(stats + at * 2, mask=ok, other=-float("inf"), cache_modifier=".cg")
+    totals = tl.load(stats + at * 2 + 1, mask=ok, other=0.0, cache_modifier=".cg")
+    peak = tl.where(in_group, tl.max(peaks, axis=0), 0.0)
+    total = tl.sum(tl.where(ok, totals * tl.exp2(peaks - peak[None, :]), 0.0), axis=0)
+    total = tl.where(in_group, total, 1.0)
+    acc = tl.zeros([MERGE_P, DIM_P], tl.float32)
+    for base in range(0, active, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            there = group < tl.where(base + i < active, GROUP, 0)
+            at_split = (first + base + i) * GROUP + group
+            one = tl.load(
+                stats + at_split * 2, mask=there, other=-float("inf"), cache_modifier=".cg"
+            )
+            part = tl.load(
+                partial + at_split[:, None] * DIM_P + dims[None, :],
+                mask=there[:, None] & dim_ok[None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            acc += part * tl.where(there, tl.exp2(one - peak), 0.0)[:, None]
+    tl.store(
+        out_row + group[:, None] * DIM + dims[None, :],
+        (acc / total[:, None]).to(out_row.dtype.element_ty),
+        mask=in_group[:, None] & dim_ok[None, :],
+    )
 
 
 @triton.jit(do_not_specialize=["splits", "min_tiles"])
@@ -91,7 +100,10 @@ def paged_decode(
     DIM_P: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS_P: tl.constexpr,
+    MERGE_P: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    OWN: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -111,6 +123,18 @@ def paged_decode(
     tiles = tl.cdiv(length, TILE)
     share = tl.maximum(tl.cdiv(tiles, splits), min_tiles)
     active = tl.cdiv(tiles, share)
+    page_size: tl.constexpr = PAGE * DIM
+    head_pool = pool + kvh * page_size
+    start = split * share * TILE
+    end = tl.minimum(length, start + share * TILE)
+    last = tl.maximum(length - 1, 0)
+    half: tl.constexpr = DIM // 2
+    dims = tl.arange(0, DIM_P)
+    dim_ok = dims < DIM
+    angle = last.to(tl.int64) * half + tl.where(dims < half, dims, dims - half)
+    cos = tl.load(cos_table + angle, mask=dim_ok, other=0.0)
+    sin = tl.load(sin_table + angle, mask=dim_ok, other=0.0)
+    last_block = tl.load(table + last // PAGE, mask=length > 0, other=0).to(tl.int64)
     pdl_wait(PDL)
     if length + split == 0:
         cells = tl.arange(0, GROUP_P)[:, None] * DIM + tl.arange(0, DIM_P)[None, :]
@@ -118,33 +142,34 @@ def paged_decode(
         row = out + b.to(tl.int64) * (HEADS * DIM) + kvh * GROUP * DIM
         tl.store(row + cells, tl.zeros([GROUP_P, DIM_P], out.dtype.element_ty), mask=inside)
     if split < active:
-        start = split * share * TILE
-        end = tl.minimum(length, start + share * TILE)
-        half: tl.constexpr = DIM // 2
-        page_size: tl.constexpr = PAGE * DIM
-        dims = tl.arange(0, DIM_P)
-        dim_ok = dims < DIM
         group = tl.arange(0, GROUP_P)
-        angle = (length - 1).to(tl.int64) * half + tl.where(dims < half, dims, dims - half)
-        cos = tl.load(cos_table + angle, mask=dim_ok, other=0.0)
-        sin = tl.load(sin_table + angle, mask=dim_ok, other=0.0)
+        newest = end == length
         qkv_row = qkv + b.to(tl.int64) * (HEADS + 2 * KV_HEADS) * DIM
         q_base = qkv_row + (kvh * GROUP + group)[:, None] * DIM
         q = rotated(q_base, (group < GROUP)[:, None], cos, sin, dims, dim_ok, half, DIM)
         q = q.to(qkv.dtype.element_ty)
-        head_pool = pool + kvh * page_size
-        if end == length:
-            last = length - 1
-            block = tl.load(table + last // PAGE).to(tl.int64)
-            cell = head_pool + block * (2 * KV_HEADS * page_size) + (last % PAGE) * DIM
-            write_new_token(qkv_row, cell, kvh, cos, sin, dims, dim_ok, HEADS, KV_HEADS, DIM, PAGE)
+        new_ok = dims < tl.where(newest, DIM, 0)
+        new_k, new_v = new_token(qkv_row, kvh, cos, sin, dims, new_ok, HEADS, KV_HEADS, DIM)
+        spot = head_pool + last_block * (2 * KV_HEADS * page_size) + (last % PAGE) * DIM
+        spot += tl.arange(0, 1)[:, None] + dims[None, :]
+        tl.store(spot, new_k, mask=new_ok[None, :])
+        tl.store(spot + KV_HEADS * page_size, new_v, mask=new_ok[None, :])
+        if OWN:
+            # It is attended to from registers: nobody waits for its way through memory.
+            own = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), axis=1)
+            peak = tl.where(newest, own * (scale * 1.4426950408889634), -float("inf"))
+            total = tl.where(newest, 1.0, 0.0) + tl.zeros([GROUP_P], tl.float32)
+            acc = tl.zeros([GROUP_P, DIM_P], tl.float32) + new_v.to(tl.float32)
+            stored = tl.minimum(end, last)
+        else:
             tl.debug_barrier()
-        peak = tl.full([GROUP_P], -float("inf"), tl.float32)
-        total = tl.zeros([GROUP_P], tl.float32)
-        acc = tl.zeros([GROUP_P, DIM_P], tl.float32)
-        for at in tl.range(start, end, TILE, num_stages=STAGES):
+            peak = tl.full([GROUP_P], -float("inf"), tl.float32)
+            total = tl.zeros([GROUP_P], tl.float32)
+            acc = tl.zeros([GROUP_P, DIM_P], tl.float32)
+            stored = end
+        for at in tl.range(start, stored, TILE, num_stages=STAGES):
             tokens = at + tl.arange(0, TILE)
-            ok = tokens < end
+            ok = tokens < stored
             block = tl.load(table + tokens // PAGE, mask=ok, other=0).to(tl.int64)
             cell = head_pool + block * (2 * KV_HEADS * page_size) + (tokens % PAGE) * DIM
             k = tl.load(
@@ -186,16 +211,7 @@ def paged_decode(
             finished = tl.atomic_add(counters + pair, 1, sem="acq_rel", scope="gpu")
             if finished == active - 1:
                 merge_splits(
-                    partial,
-                    stats,
-                    first,
-                    active,
-                    out_row,
-                    dims,
-                    dim_ok,
-                    GROUP,
-                    DIM,
-                    DIM_P,
-                    SPLITS_P,
-                )
+                    partial, stats, first, active, out_row, dims, dim_ok,
+                    GROUP, MERGE_P, DIM, DIM_P, MAX_SPLITS, AT_ONCE,
+                )  # fmt: skip
                 tl.store(counters + pair, 0)

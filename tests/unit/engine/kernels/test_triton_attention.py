@@ -56,15 +56,15 @@ class Paged:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize(
-    ("splits", "alone"), [(1, False), (2, False), (8, False), (1, True), (8, True)]
+    ("splits", "own"), [(1, False), (2, False), (8, False), (1, True), (8, True)]
 )
-def test_decode_attention(device, heads, kv_heads, dim, dtype, splits, alone):
+def test_decode_attention(device, heads, kv_heads, dim, dtype, splits, own):
     lengths = [1, 16, 17, 70, 131]
     paged = Paged(lengths, kv_heads, dim, device, dtype)
     batch = len(lengths) + 1
     qkv = torch.randn(batch, (heads + 2 * kv_heads) * dim, device=device).to(dtype)
     angle = torch.rand(160, dim // 2, device=device) * 6.3
-    shape = ops.DecodeShape(splits=splits, tile=32, min_tiles=1, stages=2, alone=alone)
+    shape = ops.DecodeShape(splits=splits, tile=32, min_tiles=1, stages=2, own=own)
     scratch = ops.DecodeScratch(batch, batch * splits, heads, dim, device)
     length_row = torch.tensor([*lengths, 0], device=device, dtype=torch.int32)
     indptr = torch.cat([paged.indptr, paged.indptr[-1:]])
