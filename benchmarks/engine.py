@@ -241,7 +241,11 @@ def build(
         config,
         ModelConfig.from_dict(MODELS[args.model]),
         RandomSource(getattr(torch, args.dtype), device),
-        CudaOptions(max_batch=args.max_batch, split_rows=args.split_rows),
+        CudaOptions(
+            max_batch=args.max_batch,
+            split_rows=args.split_rows,
+            prompt_graphs=args.prompt_graphs,
+        ),
         rank=ranks.rank,
     )
     torch.cuda.synchronize()
@@ -289,6 +293,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--push", action=argparse.BooleanOptionalAction, default=True, help="the engine's own sums"
     )
+    parser.add_argument("--prompt-graphs", action="store_true", help="graphs of short prompts")
+    parser.add_argument("--prompts", default="1x8192,8x2048", help="prompts of prefill steps")
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--skip", default="", help="of: decode, long, prefill, profile")
@@ -372,8 +378,9 @@ def measure(bench: Bench, ranks: Ranks, args: argparse.Namespace, skip: set[str]
             "long context", extra_ms=(long - short) * 1e3, ratio=(long - short) / extra
         )
     if "prefill" not in skip:
-        bench.prefill(1, 8192, 5)
-        bench.prefill(8, 2048, 3)
+        for prompts in args.prompts.split(","):
+            count, length = map(int, prompts.split("x"))
+            bench.prefill(count, length, repeats=5)
     if "profile" not in skip:
         for batch in map(int, args.profile.split(",")):
             profile_decode(bench, ranks, batch, 608)

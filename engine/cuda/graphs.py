@@ -1,53 +1,45 @@
-"""Decode steps captured as CUDA graphs, one for each batch size and kind of context."""
+"""Work captured as CUDA graphs, one for each of the shapes that it is done in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVarTuple
 
 import torch
 from torch import Tensor
 
 from engine.cuda.staging import Lane
 
+Key = TypeVarTuple("Key")
 
-class GraphSet:
-    """Graphs keyed by (batch, long context); all share one memory pool, for one runs at a time.
 
-    `run(batch, long)` must do the same work at the same addresses whenever it is called.
+class GraphSet(Generic[*Key]):
+    """Graphs by key; all share one memory pool, for one runs at a time.
+
+    `run(*key)` must do the same work at the same addresses whenever it is called.
     """
 
-    def __init__(
-        self, batches: tuple[int, ...], run: Callable[[int, bool], Tensor], lane: Lane
-    ) -> None:
-        self._batches = batches
+    def __init__(self, run: Callable[[*Key], Tensor], lane: Lane) -> None:
         self._run = run
         self._lane = lane
         self._pool: Any = None
-        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[tuple[*Key], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
-    def bucket(self, batch: int) -> int | None:
-        """The smallest captured batch that holds `batch` rows."""
-        return next((n for n in self._batches if n >= batch), None)
+    def capture_all(self, keys: Iterable[tuple[*Key]]) -> None:
+        """Capture them in this order: the largest first, so that the smaller ones reuse its
+        memory."""
+        for key in keys:
+            with self._lane.active():
+                self._run(*key)
+            self._lane.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._lane.stream):
+                out = self._run(*key)
+            self._pool = graph.pool()
+            self._graphs[key] = (graph, out)
 
-    def capture_all(self) -> None:
-        """Capture every size, the largest first, so that the smaller ones reuse its memory."""
-        for batch in sorted(self._batches, reverse=True):
-            for long in (False, True):
-                self._capture(batch, long)
-
-    def _capture(self, batch: int, long: bool) -> None:
-        with self._lane.active():
-            self._run(batch, long)
-        self._lane.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._lane.stream):
-            out = self._run(batch, long)
-        self._pool = graph.pool()
-        self._graphs[(batch, long)] = (graph, out)
-
-    def replay(self, batch: int, long: bool) -> Tensor:
+    def replay(self, *key: *Key) -> Tensor:
         """Run the graph on the current stream; its output, valid until the next replay."""
-        graph, out = self._graphs[(batch, long)]
+        graph, out = self._graphs[key]
         graph.replay()
         return out

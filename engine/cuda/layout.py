@@ -4,7 +4,7 @@ graphs read them there), prompt chunks in a buffer of the step's own."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, repeat
 from typing import Any
 
 import numpy as np
@@ -137,10 +137,10 @@ def is_filtered(params: SamplingParams | None) -> bool:
 class ChunkRows:
     """Prompt chunks packed one after another, on the device.
 
-    tokens, feed (all -1), positions, slots: int32 `[tokens]`; sample_rows, score_rows: int64, rows
-    among the chunks whose logits and whose hidden states are wanted. dense: (first row, rows) of
-    the chunks that are attended to one by one, which read `padding` rows past the last; packed: all
-    others, or None.
+    tokens, feed (all -1), positions, slots (-1: none): int32 `[tokens]`; sample_rows, score_rows:
+    int64, rows among the chunks whose logits and whose hidden states are wanted. dense: (first row,
+    rows) of the chunks that are attended to one by one, which read `padding` rows past the last;
+    packed: all others, or None.
     """
 
     tokens: Tensor
@@ -175,9 +175,9 @@ class ChunkUploader:
         self._dense = dense
 
     def upload(
-        self, steps: list[SequenceStep], block_counts: list[int], block_size: int
+        self, steps: list[SequenceStep], block_counts: list[int], block_size: int, rows: int = 0
     ) -> ChunkRows:
-        """Put the chunks on the device."""
+        """Put the chunks on the device, with rows without a place behind them to make `rows`."""
         counts = [len(step.tokens) for step in steps]
         firsts = [0, *accumulate(counts)]
         total = firsts[-1]
@@ -190,12 +190,13 @@ class ChunkUploader:
             for step, n in zip(steps, block_counts, strict=True)
         ]
         positions, slots = _places(steps, tables, block_size)
+        more = max(0, rows - total)
         sent = self._send(
             [
-                np.fromiter(chain.from_iterable(s.tokens for s in steps), np.int32, total),
-                np.full(total, -1, np.int32),
-                positions,
-                slots,
+                np.fromiter(chain(*(s.tokens for s in steps), repeat(0, more)), np.int32),
+                np.full(total + more, -1, np.int32),
+                np.pad(positions, (0, more)),
+                np.pad(slots, (0, more), constant_values=-1),
                 np.array(wanted, np.int32),
                 np.array([firsts[i] for i in rest], np.int32),
                 np.array([steps[i].start for i in rest], np.int32),

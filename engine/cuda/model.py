@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.cuda.comm import Communicator
 from engine.cuda.layout import ChunkRows, DecodeRows
+from engine.cuda.pieces import PromptPieces
 from engine.cuda.prefill import ChunkAttention
 from engine.cuda.split_decode import SplitDecode
 from engine.cuda.weights import LayerWeights, ModelWeights
@@ -117,38 +118,73 @@ class CudaModel:
         scratch: DecodeScratch,
         cut: DecodeShape,
         written: Callable[[int], None] = lambda layer: None,
+        pieces: PromptPieces | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """A step with prompt chunks: (logits, hidden states).
 
         Logits of decode rows, then of the chunks' sampled rows; hidden states of their score rows,
         for `logits`. Each is None when there are none. All KV of the step is written in any case;
-        `written` is called for each layer once that layer's is on the stream.
+        `written` is called for each layer once that layer's is on the stream. `pieces`: graphs of
+        what lies between the layers' attention; for packed chunks without decodes, of one rank.
         """
         sampled = decodes + chunks.sample_rows.shape[0]
-        h = self._embed(chunks.tokens, chunks.feed, previous)
-        if decodes:
-            h = torch.cat((self._embed(rows.tokens[:decodes], rows.feed, previous), h))
-        wide = h.new_empty(h.shape[0] + chunks.padding, self._shape.qkv_width)
-        wide[h.shape[0] :].zero_()
-        last = len(kv) - 1
-        for index, (layer, layer_kv) in enumerate(zip(self._weights.layers, kv, strict=True)):
-            self._qkv(h, layer, wide[: h.shape[0]])
-            self._rope(wide[decodes:], chunks, layer_kv)
+        wanted = sampled + chunks.score_rows.shape[0]
+        attended: Tensor | None = None
+        if pieces is None:
+            h = self._embed(chunks.tokens, chunks.feed, previous)
+            if decodes:
+                h = torch.cat((self._embed(rows.tokens[:decodes], rows.feed, previous), h))
+            wide = h.new_empty(h.shape[0] + chunks.padding, self._shape.qkv_width)
+            wide[h.shape[0] :].zero_()
+        else:
+            h, attended, wide = pieces.begin(chunks)
+            self._embed(chunks.tokens, chunks.feed, previous, out=h)
+        for index, layer_kv in enumerate(kv):
+            if pieces is None:
+                self.between(index, kv, h, attended, wide, chunks.positions, chunks.slots)
+            else:
+                pieces.replay(h.shape[0], index)
             if decodes == 0:
                 written(index)
-            if index == last and sampled + chunks.score_rows.shape[0] == 0:
+            if index == len(kv) - 1 and not wanted:
                 return None, None
-            attended = self._attention(wide[decodes:], layer_kv, chunks)
+            attended = self._attention(wide[decodes:], layer_kv, chunks, attended)
             if decodes:
                 first = self._attend_decode(wide[:decodes], rows, layer_kv, scratch, cut)
                 attended = torch.cat((first, attended))
                 written(index)
-            if index == last:
-                kept = self._kept_rows(decodes, chunks)
-                attended, h = attended[kept], h[kept]
-            self._finish(attended, h, layer)
+        assert attended is not None
+        kept = self._kept_rows(decodes, chunks)
+        h = h[kept]
+        self._finish(attended[kept], h, self._weights.layers[-1])
         logits = self.logits(h[:sampled]) if sampled else None
         return logits, h[sampled:] if chunks.score_rows.shape[0] else None
+
+    def between(
+        self,
+        index: int,
+        kv: Sequence[Tensor],
+        h: Tensor,
+        attended: Tensor | None,
+        wide: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+    ) -> None:
+        """What a step with prompt chunks does between the attention of the layer before, which gave
+        `attended`, and that of layer `index`, which wants the rows of h projected in `wide`. The
+        last rows of h are the chunks'."""
+        if attended is not None and index:
+            self._finish(attended, h, self._weights.layers[index - 1])
+        self._qkv(h, self._weights.layers[index], wide[: h.shape[0]])
+        elementwise.rope_write(
+            wide[h.shape[0] - positions.shape[0] :],
+            self._weights.cos,
+            self._weights.sin,
+            positions,
+            slots,
+            kv[index],
+            self._shape.num_heads,
+        )
 
     def _decode_shared(self, h: Tensor, attend: Callable[[Tensor, int], Tensor]) -> Tensor:
         """Logits of embedded rows h where every sum over the ranks goes into the norm behind it."""
@@ -182,9 +218,12 @@ class CudaModel:
         first = torch.arange(decodes, device=chunks.sample_rows.device)
         return torch.cat((first, chunks.sample_rows + decodes, chunks.score_rows + decodes))
 
-    def _embed(self, tokens: Tensor, feed: Tensor, previous: Tensor) -> Tensor:
+    def _embed(
+        self, tokens: Tensor, feed: Tensor, previous: Tensor, out: Tensor | None = None
+    ) -> Tensor:
         table, shape = self._weights.embedding, self._shape
-        out = table.new_empty(tokens.shape[0], shape.hidden)
+        if out is None:
+            out = table.new_empty(tokens.shape[0], shape.hidden)
         partial = self.comm.partial(out)
         elementwise.embed(tokens, feed, previous, table, shape.first_id, out=partial)
         self.comm.reduce(partial, out)
@@ -241,17 +280,6 @@ class CudaModel:
             pdl=self._pdl,
         )
         return out
-
-    def _rope(self, qkv: Tensor, chunks: ChunkRows, kv: Tensor) -> None:
-        elementwise.rope_write(
-            qkv,
-            self._weights.cos,
-            self._weights.sin,
-            chunks.positions,
-            chunks.slots,
-            kv,
-            self._shape.num_heads,
-        )
 
     def _finish(self, attended: Tensor, h: Tensor, layer: LayerWeights) -> None:
         """h += attention's output projection; h += MLP of the norm of h."""

@@ -18,6 +18,7 @@ class CudaOptions:
     max_chunk_tokens: prompt tokens of one step.
     memory_share: part of the free memory (after weights) that KV blocks and working memory may use.
     graphs: decode under CUDA graphs; off only to look for faults.
+    prompt_graphs: steps of some hundreds of prompt tokens on one GPU under CUDA graphs, too.
     split_rows: on one GPU, decode steps of 2 to so many rows run on the engine's own products
         instead of cuBLAS's, where their sizes allow it.
     push_all_reduce: sum over the ranks inside the engine's own kernels instead of torch's, as far
@@ -28,6 +29,7 @@ class CudaOptions:
     max_chunk_tokens: int = 8192
     memory_share: float = 0.98
     graphs: bool = True
+    prompt_graphs: bool = False
     split_rows: int = 64
     push_all_reduce: bool = True
 
@@ -47,3 +49,8 @@ def graph_batches(max_batch: int) -> tuple[int, ...]:
     sizes = [n for n in (1, 2, 4, 8) if n < max_batch]
     sizes += range(16, max_batch, 16)
     return (*sizes, max_batch)
+
+
+def next_size(sizes: tuple[int, ...], count: int) -> int | None:
+    """The smallest of ascending sizes that holds `count`."""
+    return next((size for size in sizes if size >= count), None)

@@ -36,8 +36,11 @@ class ChunkAttention:
         self._head_dim = head_dim
         self._scale = head_dim**-0.5
 
-    def __call__(self, qkv: Tensor, pool: Tensor, chunks: ChunkRows) -> Tensor:
-        """`[tokens, heads * dim]`; rows are rotated, and their KV is in the pool.
+    def __call__(
+        self, qkv: Tensor, pool: Tensor, chunks: ChunkRows, out: Tensor | None = None
+    ) -> Tensor:
+        """`[tokens, heads * dim]`, in `out` if all chunks are packed; rows are rotated, and their
+        KV is in the pool.
 
         qkv: the chunks' rows, then `chunks.padding` finite ones.
         """
@@ -48,7 +51,8 @@ class ChunkAttention:
             length = dense_length(chunks.dense[0][1])
             if all(count == length for _, count in chunks.dense):
                 return self._batch(qkv[:tokens], length)
-        out = qkv.new_empty(tokens, self._num_heads * self._head_dim)
+        if out is None:
+            out = qkv.new_empty(tokens, self._num_heads * self._head_dim)
         if chunks.packed is not None:
             prefill_attention(
                 qkv, pool, chunks.packed, num_heads=self._num_heads, scale=self._scale, out=out

@@ -16,7 +16,8 @@ from engine.cuda.graphs import GraphSet
 from engine.cuda.layout import ChunkRows, ChunkUploader, DecodeRows
 from engine.cuda.memory import RESERVE_BYTES, blocks_that_fit
 from engine.cuda.model import CudaModel, RankShape
-from engine.cuda.options import CudaOptions, graph_batches
+from engine.cuda.options import CudaOptions, graph_batches, next_size
+from engine.cuda.pieces import PromptPieces, piece_sizes
 from engine.cuda.plan import Limits, StepPlan, plan_step
 from engine.cuda.prefill import ChunkAttention, cudnn_serves
 from engine.cuda.sampler import TokenSampler
@@ -170,6 +171,10 @@ class CudaRunner:
             self._forward_chunks(0, chunks, next(iter(self._cuts.values())))
         self._lane.synchronize()
         peak = torch.cuda.max_memory_allocated(self.device) - before
+        if self._pieces is not None:
+            shape = self._shape
+            width = 3 * shape.intermediate + 2 * shape.hidden
+            peak += self._piece_sizes[-1] * width * self._dtype.itemsize
         self._close_pool()
         return peak
 
@@ -190,7 +195,10 @@ class CudaRunner:
                 with self._lane.active():
                     self._attention.make_plans(longest, self._dtype, self.device)
             if self._graphs_on:
-                self._graphs.capture_all()
+                sizes = reversed(self._batches)
+                self._graphs.capture_all((n, long) for n in sizes for long in (False, True))
+            if self._pieces is not None:
+                self._pieces.capture(self.layout.num_layers)
 
     def _open_pool(self, num_blocks: int) -> None:
         config, model, options = self.config, self.model_config, self.options
@@ -224,18 +232,34 @@ class CudaRunner:
         )
         self._sampler = TokenSampler(batch, self.vocab_size, shape, device)
         self._out = StagingRing(batch + 1, 4, device)
-        batches = graph_batches(batch)
+        self._batches = graph_batches(batch)
         self._cuts = {
             (n, long): decode_shape(n, shape.kv_heads, shape.head_dim, long)
-            for n in batches
+            for n in self._batches
             for long in (False, True)
         }
         parts = max(n * cut.splits for (n, _), cut in self._cuts.items())
         self._scratch = DecodeScratch(batch, parts, shape.num_heads, shape.head_dim, device)
-        self._graphs = GraphSet(batches, self._decode, self._lane)
+        self._graphs = GraphSet(self._decode, self._lane)
+        with_pieces = self._graphs_on and options.prompt_graphs and config.tp_size == 1
+        self._pieces = self._make_pieces() if with_pieces else None
+
+    def _make_pieces(self) -> PromptPieces | None:
+        self._piece_sizes = piece_sizes(self.options.max_chunk_tokens)
+        if not self._piece_sizes:
+            return None
+        shape, layers = self._shape, self.pool.layers
+
+        def between(layer: int, *buffers: Tensor) -> None:
+            self.model.between(layer, layers, *buffers)
+
+        widths = shape.hidden, shape.num_heads * shape.head_dim, shape.qkv_width
+        return PromptPieces(
+            self._piece_sizes, widths, between, self._lane, self._dtype, self.device
+        )
 
     def _close_pool(self) -> None:
-        del self.pool, self._rows, self._uploader, self._scratch, self._graphs
+        del self.pool, self._rows, self._uploader, self._scratch, self._graphs, self._pieces
         torch.cuda.empty_cache()
 
     # --- running ---------------------------------------------------------------------------------
@@ -318,16 +342,26 @@ class CudaRunner:
         if not plan.results:
             return None, None
         self._rows.upload(plan.decodes, plan.feeds, plan.decode_blocks, plan.sampled)
-        bucket = self._graphs.bucket(max(count, 1)) or self.options.max_batch
+        bucket = next_size(self._batches, max(count, 1)) or self.options.max_batch
         if not plan.chunks:
             if self._graphs_on:
                 return self._graphs.replay(bucket, plan.long_context)[:count], None
             return self._decode(bucket, plan.long_context)[:count], None
-        chunks = self._uploader.upload(plan.chunks, plan.chunk_blocks, self.config.block_size)
-        return self._forward_chunks(count, chunks, self._cuts[bucket, plan.long_context])
+        rows = None
+        if self._pieces is not None and count == 0:
+            rows = next_size(self._piece_sizes, sum(len(step.tokens) for step in plan.chunks))
+        chunks = self._uploader.upload(
+            plan.chunks, plan.chunk_blocks, self.config.block_size, rows or 0
+        )
+        pieces = self._pieces if rows else None
+        return self._forward_chunks(count, chunks, self._cuts[bucket, plan.long_context], pieces)
 
     def _forward_chunks(
-        self, decodes: int, chunks: ChunkRows, cut: DecodeShape
+        self,
+        decodes: int,
+        chunks: ChunkRows,
+        cut: DecodeShape,
+        pieces: PromptPieces | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         out = self.model.step(
             self._rows,
@@ -337,7 +371,8 @@ class CudaRunner:
             self.pool.layers,
             self._scratch,
             cut,
-            *(() if self.pool.marks is None else (self.pool.marks.mark,)),
+            (lambda layer: None) if self.pool.marks is None else self.pool.marks.mark,
+            pieces,
         )
         self.model.comm.end_step()
         return out

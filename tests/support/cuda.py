@@ -105,20 +105,20 @@ class Reference:
             return run_prepared(self.model, self.kernels, self.pool.layers, step)
 
 
-def make_runner(device, config, rank=0, tp_size=1, dtype="float32"):
+def make_runner(device, config, rank=0, tp_size=1, dtype="float32", **options):
     runner = CudaRunner(
         EngineConfig(model_path="unused", dtype=dtype, device=str(device), tp_size=tp_size),
         config,
         HostSource(device, getattr(torch, dtype)),
-        CudaOptions(max_batch=8, max_chunk_tokens=128),
+        CudaOptions(max_batch=8, max_chunk_tokens=128, **options),
         rank=rank,
     )
     runner.open(NUM_BLOCKS)
     return runner
 
 
-def make_pair(device, config):
-    runner = make_runner(device, config)
+def make_pair(device, config, **options):
+    runner = make_runner(device, config, **options)
     runner.start()
     reference = Reference(config)
     reference.open(runner.layout)

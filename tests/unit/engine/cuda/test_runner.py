@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from engine.batch import StepBatch, StepResult
+from engine.cuda.graphs import GraphSet
 from engine.cuda.options import graph_batches
 from protocol.errors import Internal
 from tests.support.cuda import (
@@ -49,6 +50,25 @@ def test_prompts_chunks_and_decodes_give_the_reference_tokens(device, changes, n
         assert_same(runner.run(batch), reference.run(batch))
     got, want = runner.pool.data.cpu(), reference.pool.data
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+class Uncaptured(GraphSet):
+    """Runs what it would replay."""
+
+    def replay(self, *key):
+        return self._run(*key)
+
+
+def test_pieces_of_prompt_steps_give_the_reference_tokens(device, monkeypatch):
+    runner, reference = make_pair(device, tiny_config(), prompt_graphs=True)
+    if device.type == "cpu":
+        monkeypatch.setattr("engine.cuda.pieces.GraphSet", Uncaptured)
+        runner._pieces = runner._make_pieces()
+    first, second, _, _, _, _, _, scored, _ = mixed_script()
+    prompts = [first, StepBatch(sequences=second.sequences[:1]), scored]
+    for batch in prompts:
+        assert_same(runner.run(batch), reference.run(batch))
+    torch.testing.assert_close(runner.pool.data.cpu(), reference.pool.data, rtol=1e-4, atol=1e-4)
 
 
 def test_a_step_can_be_launched_before_the_tokens_of_the_last_are_known(pair):
