@@ -89,7 +89,7 @@ class Step:
         if split is not None and split.serves(args.rows):
             split._scratch = triton_split_linear.SplitScratch(device, 1 << 13, 1 << 23)
         self.runner.open(args.rows * 64 + 64)
-        self.runner.start(ranks.join(device, push=True))
+        self.runner.start(ranks.join(device))
         for layer in self.runner.pool.layers:
             layer.normal_()
         sequences = tuple(

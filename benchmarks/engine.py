@@ -218,11 +218,11 @@ class Ranks:
         """Wait until all ranks have come here."""
         self.smallest(key, 0)
 
-    def join(self, device: torch.device, push: bool) -> DeviceGroup | None:
+    def join(self, device: torch.device) -> DeviceGroup | None:
         """The group of all ranks' GPUs."""
         if self.size == 1:
             return None
-        return DeviceGroup(self.store, self.rank, self.size, device, name="benchmark", push=push)
+        return DeviceGroup(self.store, self.rank, self.size, device, name="benchmark")
 
 
 def build(
@@ -290,9 +290,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1, help="ranks, one GPU each")
     parser.add_argument("--split-rows", type=int, default=64, help="most rows on its own products")
     parser.add_argument("--attention", help="cut of decode attention: tile=64,stages=3,...")
-    parser.add_argument(
-        "--push", action=argparse.BooleanOptionalAction, default=True, help="the engine's own sums"
-    )
     parser.add_argument("--prompt-graphs", action="store_true", help="graphs of short prompts")
     parser.add_argument("--prompts", default="1x8192,8x2048", help="prompts of prefill steps")
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
@@ -353,9 +350,9 @@ def run(args: argparse.Namespace, ranks: Ranks, argv: Sequence[str]) -> None:
     limits = report.limits = measure_limits(device)
     report.add("limits", copy_tb_s=limits.copy / 1e12, matrix_tflops=limits.matrix / 1e12)
     torch.cuda.empty_cache()
-    group = ranks.join(device, args.push)
+    group = ranks.join(device)
     if group is not None:
-        measure_all_reduce(group, device, report, push=args.push)
+        measure_all_reduce(group, device, report)
     bench = Bench(build(args, device, ranks, group, report), limits, report)
     memory_figures(bench, bench.runner.free_after_weights)
     measure(bench, ranks, args, skip)

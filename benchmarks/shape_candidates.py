@@ -137,7 +137,7 @@ def compile_attention(model: ModelConfig, ranks: int, shape: DecodeShape) -> Non
 
 def _fake_turn(size: int) -> triton_reduce.Turn:
     device = torch.device("cuda", 0)
-    capacity = (128 << 10 if size == 2 else 64 << 10) // 4
+    capacity = 1 << 14
     box = torch.zeros(2 * size * capacity, dtype=torch.int64, device=device)
     boxes = triton_reduce.Mailboxes(
         addresses=torch.tensor([box.data_ptr()] * size, device=device),

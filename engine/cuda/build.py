@@ -132,5 +132,4 @@ def _join(invite: RankInvite, rank: int, runner: CudaRunner) -> DeviceGroup:
         invite.size,
         runner.device,
         name=f"baton-{invite.host}-{invite.port}",
-        push=runner.options.push_all_reduce,
     )

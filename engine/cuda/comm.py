@@ -11,14 +11,15 @@ from protocol.errors import Internal
 
 
 class Communicator(Protocol):
-    """Collectives of one rank, in the order of the current stream; usable inside CUDA graphs.
-
-    failed: int32 `[1]` on the device, not zero once a peer was found to be silent; or None.
-    """
+    """Collectives of one rank, in the order of the current stream; usable inside CUDA graphs."""
 
     rank: int
     size: int
-    failed: Tensor | None
+
+    @property
+    def failed(self) -> Tensor | None:
+        """int32 `[1]` on the device, not zero once a peer was found to be silent; or None."""
+        ...
 
     def partial(self, h: Tensor) -> Tensor:
         """Where this rank's partial sum is to be written for `reduce`: `h` itself, or a buffer of

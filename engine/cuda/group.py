@@ -1,9 +1,9 @@
 """Tensor-parallel collectives over NVLink: symmetric memory for small tensors, NCCL for large ones.
 
-Every decode step reduces twice a layer, so latency counts. The smallest tensors are pushed into the
-peers' memory by a kernel of our own, which the next kernel may overlap; above them torch's kernels
-read the peers' buffers: one-shot (everybody reads everything), then two-shot (reduce-scatter, then
-gather). NVLink multicast is never used.
+Every decode step reduces twice a layer, so latency counts: those sums are part of the engine's own
+kernels, which reach into the peers' memory. All others are torch's, which read the peers' buffers:
+one-shot (everybody reads everything), then two-shot (reduce-scatter, then gather). NVLink multicast
+is never used.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from engine.errors import RankLost
-from engine.kernels.triton_reduce import Mailboxes, NormedSum, Turn, all_reduce
+from engine.kernels.triton_reduce import Mailboxes, NormedSum, Turn
 
 
 class ReduceKind(StrEnum):
     """How an all-reduce is done."""
 
-    PUSH = "push"
     ONE_SHOT = "one_shot"
     TWO_SHOT = "two_shot"
     NCCL = "nccl"
@@ -35,7 +34,6 @@ class ReduceKind(StrEnum):
 class ReduceTable:
     """Which all-reduce serves which size: the largest of each kind in bytes, NCCL above."""
 
-    push: int
     one_shot: int
     two_shot: int
 
@@ -43,16 +41,16 @@ class ReduceTable:
         """The all-reduce for a tensor; symmetric memory works in units of 16 bytes a rank."""
         if h.nbytes > self.two_shot or h.nbytes % (16 * size):
             return ReduceKind.NCCL
-        if h.nbytes <= self.push and h.dtype is torch.bfloat16:
-            return ReduceKind.PUSH
         return ReduceKind.ONE_SHOT if h.nbytes <= self.one_shot else ReduceKind.TWO_SHOT
 
 
-def reduce_table(size: int, push: bool) -> ReduceTable:
-    """Crossovers measured on four H200 with NVLink, inside CUDA graphs; `push` turns PUSH on."""
-    if size == 2:
-        return ReduceTable(push=128 << 10 if push else 0, one_shot=1 << 20, two_shot=8 << 20)
-    return ReduceTable(push=64 << 10 if push else 0, one_shot=512 << 10, two_shot=8 << 20)
+def reduce_table(size: int) -> ReduceTable:
+    """Crossovers measured on four H200 with NVLink, inside CUDA graphs."""
+    return ReduceTable(one_shot=1 << 20 if size == 2 else 512 << 10, two_shot=8 << 20)
+
+
+#: Values of a row that ranks can sum within its product.
+_ROW_CAPACITY = 1 << 14
 
 
 class DeviceGroup:
@@ -66,16 +64,13 @@ class DeviceGroup:
         device: torch.device,
         *,
         name: str,
-        push: bool = False,
         timeout_s: float = 60.0,
     ) -> None:
         self.rank = rank
         self.size = size
         self._name = name
-        self._table = reduce_table(size, push)
+        self._table = reduce_table(size)
         self._turns = 0
-        self.failed: Tensor | None = None
-        self._pdl = torch.cuda.get_device_capability(device) >= (9, 0)
         nccl: Any = c10d.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = timedelta(seconds=timeout_s)
@@ -83,7 +78,7 @@ class DeviceGroup:
             self._nccl: Any = nccl(c10d.PrefixStore(f"{name}/nccl", store), rank, size, options)
             torch.cuda.set_device(device)
             self._register(c10d.PrefixStore(f"{name}/symm", store), device)
-            self._boxes = self._make_mailboxes(device) if self._table.push else None
+            self._boxes = self._make_mailboxes(device)
             self._buffer, buffers = self._symmetric(self._table.two_shot, device)
             self._normed, outs = self._symmetric(self._table.two_shot, device)
             self._signals, signals = self._symmetric(4 * (size + 1), device)
@@ -116,18 +111,20 @@ class DeviceGroup:
         return buffer, list(handle.buffer_ptrs)
 
     def _make_mailboxes(self, device: torch.device) -> Mailboxes:
-        self.failed = failed = torch.zeros(1, dtype=torch.int32, device=device)
-        capacity = self._table.push // 4
-        self._mailbox, addresses = self._symmetric(16 * self.size * capacity, device)
-        self._partial = torch.zeros(self._table.push, dtype=torch.uint8, device=device)
+        self._mailbox, addresses = self._symmetric(16 * self.size * _ROW_CAPACITY, device)
         return Mailboxes(
             addresses=torch.tensor(addresses, dtype=torch.int64, device=device),
             done=torch.zeros(1, dtype=torch.int32, device=device),
-            failed=failed,
-            capacity=capacity,
+            failed=torch.zeros(1, dtype=torch.int32, device=device),
+            capacity=_ROW_CAPACITY,
             rank=self.rank,
             size=self.size,
         )
+
+    @property
+    def failed(self) -> Tensor:
+        """int32 `[1]`, not zero once a peer was found to be silent."""
+        return self._boxes.failed
 
     def partial(self, h: Tensor) -> Tensor:
         """Where the partial sum of `h` goes."""
@@ -137,8 +134,7 @@ class DeviceGroup:
         """`h` itself for NCCL, else a buffer in its shape and dtype."""
         if kind is ReduceKind.NCCL:
             return h
-        buffer = self._partial if kind is ReduceKind.PUSH else self._buffer
-        return buffer[: h.nbytes].view(h.dtype).view(h.shape)
+        return self._buffer[: h.nbytes].view(h.dtype).view(h.shape)
 
     def reduce(self, partial: Tensor, h: Tensor) -> None:
         """h = the sum of all ranks' partial sums, the same bits on every rank."""
@@ -148,8 +144,6 @@ class DeviceGroup:
         """`reduce` in a given way; `partial` is what `partial_for` gave."""
         if kind is ReduceKind.NCCL:
             self._nccl.allreduce([h]).wait()
-        elif kind is ReduceKind.PUSH and self._boxes is not None:
-            all_reduce(partial, self._next_turn(self._boxes), out=h, pdl=self._pdl)
         elif kind is ReduceKind.ONE_SHOT:
             torch.ops.symm_mem.one_shot_all_reduce_out(partial, "sum", self._name, h)
         elif hasattr(torch.ops.symm_mem, "two_shot_all_reduce_out"):
@@ -160,20 +154,19 @@ class DeviceGroup:
 
     def turn(self, h: Tensor) -> Turn | None:
         """A turn of the mailboxes for one row that fits them; the product pushes its own sums."""
-        if self._boxes is None or h.shape[0] != 1 or h.numel() > self._boxes.capacity:
+        if h.shape[0] != 1 or h.numel() > self._boxes.capacity:
             return None
-        return self._next_turn(self._boxes)
+        return self._next_turn()
 
     def sums_to_norm(self, h: Tensor) -> bool:
         """Of several rows, as far as the buffers hold them."""
-        return self._boxes is not None and h.shape[0] > 1 and h.nbytes <= self._table.two_shot
+        return h.shape[0] > 1 and h.nbytes <= self._table.two_shot
 
     def normed_sum(self, h: Tensor) -> NormedSum:
         """A reduction of what `sums_to_norm`."""
-        assert self._boxes is not None
         partials, outs, signals = self._addresses
         return NormedSum(
-            turn=self._next_turn(self._boxes),
+            turn=self._next_turn(),
             partial=self._buffer[: h.nbytes].view(h.dtype).view(h.shape),
             out=self._normed[: h.nbytes].view(h.dtype).view(h.shape),
             partials=partials,
@@ -181,13 +174,13 @@ class DeviceGroup:
             signals=signals,
         )
 
-    def _next_turn(self, boxes: Mailboxes) -> Turn:
+    def _next_turn(self) -> Turn:
         self._turns += 1
-        return Turn(boxes=boxes, index=self._turns - 1)
+        return Turn(boxes=self._boxes, index=self._turns - 1)
 
     def end_step(self) -> None:
         """Count this step's turns on the device: a graph runs again with the same numbers."""
-        if self._boxes is not None and self._turns:
+        if self._turns:
             self._boxes.done.add_(self._turns)
             self._turns = 0
 

@@ -21,8 +21,6 @@ class CudaOptions:
     prompt_graphs: steps of some hundreds of prompt tokens on one GPU under CUDA graphs, too.
     split_rows: on one GPU, decode steps of 2 to so many rows run on the engine's own products
         instead of cuBLAS's, where their sizes allow it.
-    push_all_reduce: sum over the ranks inside the engine's own kernels instead of torch's, as far
-        as their buffers reach.
     """
 
     max_batch: int = 256
@@ -31,7 +29,6 @@ class CudaOptions:
     graphs: bool = True
     prompt_graphs: bool = False
     split_rows: int = 64
-    push_all_reduce: bool = True
 
     def __post_init__(self) -> None:
         """Raise InvalidRequest naming the first field that is out of range."""

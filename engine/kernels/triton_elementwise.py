@@ -25,24 +25,18 @@ def rms_norm(
     eps: float,
     *,
     out: torch.Tensor,
-    residual: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """out = rms(x) * gain over rows `[tokens, hidden]`.
-
-    With `residual`, first residual += x in place, and the norm is taken of the sum.
-    """
+    """out = rms(x) * gain over rows `[tokens, hidden]`."""
     rows, hidden = x.shape
     block = triton.next_power_of_2(hidden)
     _RMS_NORM[(rows,)](
         x,
-        x if residual is None else residual,
         gain,
         out,
         eps,
         hidden,
         BLOCK=block,
-        ADD=residual is not None,
         PDL=pdl,
         num_warps=min(16, max(1, block // 1024)) if block > 1024 else 4,
         **launch_options(pdl),

@@ -1,4 +1,5 @@
-"""Typed wrapper of the low-latency all-reduce."""
+"""What kernels of several ranks need to sum over them, and the typed wrapper of the one that goes
+straight into a norm."""
 
 from __future__ import annotations
 
@@ -7,18 +8,16 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from engine.kernels.jit.reduce import push_all_reduce, sum_and_norm
+from engine.kernels.jit.reduce import sum_and_norm
 from engine.kernels.triton_elementwise import launch_options
 
-#: Words (of two bfloat16) that one program reduces.
-_BLOCK = 256
 #: Looks at a silent peer before a reduction is given up: seconds, where microseconds are usual.
 MAX_POLLS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mailboxes:
-    """What one rank needs for reductions of up to `capacity` words.
+    """What one rank needs for reductions of up to `capacity` values of a row.
 
     addresses: int64 `[size]`, every rank's mailbox as this rank addresses it, each int64
     `[2, size, capacity]` and zero at first; done: int32, the reductions of all steps before, zero
@@ -39,33 +38,6 @@ class Turn:
 
     boxes: Mailboxes
     index: int
-
-
-def all_reduce(partial: torch.Tensor, turn: Turn, *, out: torch.Tensor, pdl: bool = False) -> None:
-    """out = the sum over ranks of `partial` (bfloat16, an even number), the same bits on each.
-
-    Sums are taken in float32, in the order of the ranks. Every rank must call this with the same
-    sizes in the same order.
-    """
-    words = partial.numel() // 2
-    boxes = turn.boxes
-    push_all_reduce[(triton.cdiv(words, _BLOCK),)](
-        partial.view(-1).view(torch.int32),
-        out.view(-1).view(torch.int32),
-        boxes.addresses,
-        boxes.done,
-        boxes.failed,
-        turn.index,
-        words,
-        MAX_POLLS,
-        CAPACITY=boxes.capacity,
-        RANK=boxes.rank,
-        SIZE=boxes.size,
-        BLOCK=_BLOCK,
-        PDL=pdl,
-        num_warps=8,
-        **launch_options(pdl),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ def join(rank, size, port):
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     store = TCPStore("127.0.0.1", port, size, is_master=False)
-    return DeviceGroup(store, rank, size, device, name=f"test-{port}", push=True), device
+    return DeviceGroup(store, rank, size, device, name=f"test-{port}"), device
 
 
 def run_model(rank, size, port):
@@ -60,7 +60,9 @@ def check_normed_sums(group, rank, size, device):
             into = group.normed_sum(mine)
             into.partial.copy_(parts[rank])
             reduce_normed(into, mine, gain, 1e-5, pdl=True)
-            group.reduce_by(ReduceKind.PUSH, group.partial_for(ReduceKind.PUSH, h).zero_(), h)
+            group.reduce_by(
+                ReduceKind.ONE_SHOT, group.partial_for(ReduceKind.ONE_SHOT, h).zero_(), h
+            )
             group.end_step()
             return into.out
 

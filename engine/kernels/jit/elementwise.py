@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Row-wise kernels: RMSNorm (with residual), SwiGLU, RoPE with the paged KV write, embedding."""
+"""Row-wise kernels: RMSNorm, SwiGLU, RoPE with the paged KV write, embedding."""
 
 import triton
 import triton.language as tl
@@ -28,21 +28,14 @@ def prefetch_lines(pointers):
 
 
 @triton.jit
-def rms_norm(
-    x, residual, gain, out, eps, HIDDEN, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr
-):
-    """out = rms(x [+ residual]) * gain; with ADD the sum is stored back into `residual`."""
+def rms_norm(x, gain, out, eps, HIDDEN, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """out = rms(x) * gain."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < HIDDEN
     weight = tl.load(gain + cols, mask=mask, other=0.0).to(tl.float32)
     pdl_wait(PDL)
     value = tl.load(x + row * HIDDEN + cols, mask=mask, other=0.0).to(tl.float32)
-    if ADD:
-        value += tl.load(residual + row * HIDDEN + cols, mask=mask, other=0.0).to(tl.float32)
-        stored = value.to(residual.dtype.element_ty)
-        tl.store(residual + row * HIDDEN + cols, stored, mask=mask)
-        value = stored.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / HIDDEN + eps)
     normed = (value * scale).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * HIDDEN + cols, (normed * weight).to(out.dtype.element_ty), mask=mask)

@@ -1,24 +1,11 @@
 # mypy: ignore-errors
-"""All-reduce of a small tensor by stores into the peers' memory, data and flag in one word."""
+"""Sums over ranks by stores into the peers' memory: parts of the kernel that computes what is to be
+summed, and a kernel that sums and takes the norm."""
 
 import triton
 import triton.language as tl
 
 from engine.kernels.jit.elementwise import pdl_wait
-
-
-@triton.jit
-def halves(word):
-    """The two bfloat16 of an int32, low half first, as float32."""
-    low = (word << 16).to(tl.float32, bitcast=True)
-    high = (word & -65536).to(tl.float32, bitcast=True)
-    return low, high
-
-
-@triton.jit
-def bf16_bits(value):
-    """float32 to the 16 bits of its bfloat16, in an int32."""
-    return value.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
 
 
 @triton.jit
@@ -40,66 +27,17 @@ def wait_for_words(box, ok, epoch, max_polls, failed):
 
 
 @triton.jit
-def push_word(value, epoch):
-    """32 bits and the number of their reduction in the word that travels."""
-    return (epoch.to(tl.int64) << 32) | (value.to(tl.int64) & 0xFFFFFFFF)
+def push_sums(sums, at, ok, mailboxes, epoch, CAPACITY, rank, SIZE: tl.constexpr):
+    """Send float32 sums to every rank, this one included.
 
-
-@triton.jit(do_not_specialize=["turn", "max_polls"])
-def push_all_reduce(
-    partial,
-    out,
-    mailboxes,
-    done,
-    failed,
-    turn,
-    num_words,
-    max_polls,
-    CAPACITY: tl.constexpr,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """out = the sum over ranks of `partial`, both bfloat16 seen as int32 words of two.
-
-    mailboxes: int64 addresses of every rank's mailbox, int64 `[2, SIZE, CAPACITY]`. A word travels
+    mailboxes: int64 addresses of every rank's mailbox, int64 `[2, SIZE, CAPACITY]`. A sum travels
     with the number of the reduction it belongs to, in one eight-byte store, so that the reader
     needs no other signal (the idea of NCCL's low-latency protocol). Two slots are used in turn: a
-    slot is written again only after the peers' words of the reduction between have arrived, hence
-    after they have read it. done: int32, reductions before this step, in which this one is number
-    `turn`; every rank must reduce the same sizes in the same order.
+    slot is written again only after the peers have taken part in the reduction between, hence after
+    they have read it.
     """
-    pdl_wait(PDL)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    ok = at < num_words
-    epoch = tl.load(done) + turn + 1
-    slot = (epoch & 1) * SIZE
-    word = tl.load(partial + at, mask=ok, other=0)
-    packed = push_word(word, epoch)
-    for peer in tl.static_range(SIZE):
-        if peer != RANK:
-            box = tl.load(mailboxes + peer).to(tl.pointer_type(tl.int64))
-            tl.store(box + (slot + RANK) * CAPACITY + at, packed, mask=ok)
-    mine = tl.load(mailboxes + RANK).to(tl.pointer_type(tl.int64))
-    low = tl.zeros([BLOCK], tl.float32)
-    high = tl.zeros([BLOCK], tl.float32)
-    for peer in tl.static_range(SIZE):
-        if peer == RANK:
-            part = word
-        else:
-            box = mine + (slot + peer) * CAPACITY + at
-            part = wait_for_words(box, ok, epoch, max_polls, failed).to(tl.int32)
-        part_low, part_high = halves(part)
-        low += part_low
-        high += part_high
-    tl.store(out + at, bf16_bits(low) | (bf16_bits(high) << 16), mask=ok)
-
-
-@triton.jit
-def push_sums(sums, at, ok, mailboxes, epoch, CAPACITY, rank, SIZE: tl.constexpr):
-    """Send float32 sums to every rank, this one included, one a word."""
-    words = push_word(sums.to(tl.int32, bitcast=True), epoch)
+    bits = sums.to(tl.int32, bitcast=True).to(tl.int64)
+    words = (epoch.to(tl.int64) << 32) | (bits & 0xFFFFFFFF)
     for peer in tl.static_range(SIZE):
         box = tl.load(mailboxes + peer).to(tl.pointer_type(tl.int64))
         tl.store(box + ((epoch & 1) * SIZE + rank) * CAPACITY + at, words, mask=ok)

@@ -75,3 +75,19 @@ def test_shared_linear_pushes_its_sums_and_adds_those_of_all_ranks(device, rank,
             got = (sent & 0xFFFFFFFF).to(torch.int32).view(torch.float32)
             torch.testing.assert_close(got, parts[rank], rtol=1e-5, atol=1e-4)
     assert int(group.failed) == 0
+
+
+def test_a_silent_peer_is_given_up_and_told(device, monkeypatch):
+    monkeypatch.setattr("engine.kernels.triton_reduce.MAX_POLLS", 3)
+    boxes = [torch.zeros(2, 2, 256, dtype=torch.int64, device=device) for _ in range(2)]
+    group = Mailboxes(
+        addresses=torch.tensor([box.data_ptr() for box in boxes], device=device),
+        done=torch.zeros(1, dtype=torch.int32, device=device),
+        failed=torch.zeros(1, dtype=torch.int32, device=device),
+        capacity=256,
+        rank=0,
+        size=2,
+    )
+    x, weight, h = (torch.ones(n, 64, device=device) for n in (1, 64, 1))
+    shared_linear(x, weight, Turn(boxes=group, index=0), h=h, shape=SHAPES[0])
+    assert int(group.failed) == 1
