@@ -1,52 +1,15 @@
 """A worker's step loop one step ahead, on one GPU and on ranks in processes of their own, against
 the local engine on a CPU."""
 
-import asyncio
-import multiprocessing
-
 import pytest
 import torch
 
-from engine.executor import build_executor, build_follower
 from engine.local import LocalEngine
-from engine.ranks import RankGroup
 from protocol.sampling import SamplingParams
 from tests.support.apart import apart
 from tests.support.engine import GREEDY, config, prompt
-from tests.support.steps import served
+from tests.support.step_ranks import lead
 from tests.support.tiny import save_tiny_llama
-
-
-def follow(invite, rank, settings):
-    """The whole life of a follower."""
-    build_follower(invite, rank, settings).follow({})
-
-
-def lead(settings, requests):
-    """The outputs, how many preemptions there were, and how the followers ended."""
-    size = settings.tp_size
-    group = RankGroup(size) if size > 1 else None
-    processes = [
-        multiprocessing.get_context("spawn").Process(
-            target=follow, args=(group.invite, rank, settings), daemon=True
-        )
-        for rank in range(1, size)
-    ]
-    for process in processes:
-        process.start()
-    executor = build_executor(settings, group)
-    try:
-        executor.warmup()
-        got, num_preemptions = asyncio.run(
-            served(executor, executor.layout, executor.fingerprint, requests)
-        )
-    finally:
-        if group is not None:
-            group.close()
-        executor.close()
-        for process in processes:
-            process.join(20)
-    return got, num_preemptions, [process.exitcode for process in processes]
 
 
 @pytest.mark.parametrize("num_blocks", [6, 64])
