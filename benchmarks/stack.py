@@ -39,6 +39,7 @@ from protocol.errors import BatonError
 
 _WARM_UPS = 12
 _WARM_TOKENS = 16
+_INTERRUPTED = "interrupted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +118,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(plan: Plan, config: ClusterConfig, options: argparse.Namespace) -> Variant:
-    """Up, replay, check, down. A variant that cannot be run is reported with its error."""
+    """Up, replay, check, down. A variant that cannot be run is reported with its error, and one that
+    is interrupted with the replays that it has."""
     overrides = [*options.overrides, *plan.overrides]
     began = time.perf_counter()
     try:
@@ -128,11 +130,15 @@ def run(plan: Plan, config: ClusterConfig, options: argparse.Namespace) -> Varia
     up_s = time.perf_counter() - began
     if up.returncode:
         return Variant(name=plan.name, overrides=plan.overrides, error=_last_line(up.stderr))
+    replays: list[Replay] = []
+    checks: list[Check] = []
+    error = ""
     try:
-        replays, checks = asyncio.run(_replay_all(config, options))
-        error = ""
+        checks += asyncio.run(_replay_all(config, options, replays))
+    except KeyboardInterrupt:
+        error = _INTERRUPTED
     except (BatonError, OSError, TimeoutError) as failure:
-        replays, checks, error = [], [], f"{type(failure).__name__}: {failure}"
+        error = f"{type(failure).__name__}: {failure}"
     finally:
         down = _baton("down")
     clean = down.returncode == 0 and "killed" not in down.stderr
@@ -148,8 +154,9 @@ def run(plan: Plan, config: ClusterConfig, options: argparse.Namespace) -> Varia
 
 
 async def _replay_all(
-    config: ClusterConfig, options: argparse.Namespace
-) -> tuple[list[Replay], list[Check]]:
+    config: ClusterConfig, options: argparse.Namespace, replays: list[Replay]
+) -> list[Check]:
+    """Add to `replays` one after the other; what must hold after them."""
     state = load_state()
     assert state is not None
     model = json.loads((find_model(config.model.name) / "config.json").read_text())
@@ -162,7 +169,6 @@ async def _replay_all(
     speeds = [float(speed) for speed in options.speeds.split(",")]
     await _warm_up(target, _asks(options, 1.0))
     before = await until_idle(state.http)
-    replays = []
     for number, speed in enumerate(speeds):
         # Prompts follow from the style's seed: none is sent twice, so that no cache can help.
         fresh = replace(target, style=replace(style, seed=1 + number))
@@ -181,7 +187,7 @@ async def _replay_all(
         for act in replay.acts
     ]
     scaled = bool(options.laters)
-    return replays, [*checks_of(results, before, after, scaled=scaled), *checks]
+    return [*checks_of(results, before, after, scaled=scaled), *checks]
 
 
 async def _act(later: Later) -> Act:
@@ -257,9 +263,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     variants: list[Variant] = []
     try:
-        variants.extend(
-            run(plan, config, options) for plan, config in zip(plans, configs, strict=True)
-        )
+        for plan, config in zip(plans, configs, strict=True):
+            variants.append(run(plan, config, options))
+            if variants[-1].error == _INTERRUPTED:
+                break
     except KeyboardInterrupt:
         _say(f"interrupted after {len(variants)} of {len(plans)} variants")
     page = details(variants, slos)
