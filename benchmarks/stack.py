@@ -118,8 +118,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(plan: Plan, config: ClusterConfig, options: argparse.Namespace) -> Variant:
-    """Up, replay, check, down. A variant that cannot be run is reported with its error, and one that
-    is interrupted with the replays that it has."""
+    """Up, replay, check, down. A variant that fails or is interrupted is reported with its error
+    and the replays it has."""
     overrides = [*options.overrides, *plan.overrides]
     began = time.perf_counter()
     try:

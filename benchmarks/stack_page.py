@@ -159,7 +159,7 @@ def _timeline(variant: Variant, replay: Replay) -> str:
 def _checks(variant: Variant) -> str:
     rows = [[check.what, check.seen, "yes" if check.ok else "**no**"] for check in variant.checks]
     settings = ", ".join(f"`{override}`" for override in variant.overrides) or "as configured"
-    failed = f"\n**Did not run: {variant.error}**\n" if variant.error else ""
+    failed = f"\n**Did not finish: {variant.error}**\n" if variant.error else ""
     acts = "".join(
         f"\n`baton {act.command}` {act.at:g} s into x{replay.speed:g} took {act.took:.1f} s.\n"
         for replay in variant.replays

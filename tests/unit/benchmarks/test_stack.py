@@ -109,7 +109,7 @@ def test_the_page():
     assert "`baton scale --decode 2` 8 s into x1 took 20.0 s." in page
     assert "| prefill | p | 2 | 0.0 | 1.0 |" in page
     assert "Longest gap of any stream: 370.0 ms." in page
-    assert "**Did not run: no GPU**" in page
+    assert "**Did not finish: no GPU**" in page
     assert not variants[0].sound
     rows = raw(variants)["nccl"]["replays"][0]["requests"]
     assert rows[1] == {
