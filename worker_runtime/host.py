@@ -1,14 +1,15 @@
-"""The body of a worker: engine ranks, step thread, control server. The two workers add what
-differs: a scheduler and one side of the hand-off."""
+"""What a worker of either kind is: engine ranks, step thread, control server. The two kinds add a
+scheduler and one side of the hand-off; cluster.worker_replica runs one in each replica."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from engine.config import EngineConfig
 from engine.kv.allocator import BlockAllocator
@@ -31,7 +32,7 @@ from worker_runtime.limits import Limits
 from worker_runtime.ranks import Ranks, build_ranks
 from worker_runtime.scheduler import Output, Scheduler, Snapshot
 from worker_runtime.shell import Identity, Shell
-from worker_runtime.step_loop import Deliver, StepLoop
+from worker_runtime.step_loop import StepLoop
 from worker_runtime.threads import in_own_thread
 
 C = TypeVar("C")
@@ -52,12 +53,26 @@ class WorkerSettings:
     secret: bytes
 
 
-class WorkerHost(Generic[C, Out]):
-    """Loads, serves, drains and stops one worker. All methods belong to one event loop.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handoff:
+    """A worker's side of its hand-offs: the control methods that it serves, its counters for
+    WorkerStatus, and how to end it."""
 
-    `load` first, then `serve`. `group` holds the follower ranks when the engine is tensor parallel;
-    the host closes it.
+    handlers: Mapping[Method[Any, Any], Handler]
+    counters: Callable[[], Mapping[str, int]]
+    close: Callable[[], Awaitable[None]]
+
+
+class Worker(ABC, Generic[C, Out]):
+    """One replica of a pool: an engine (one or more ranks), a scheduler, one side of the hand-off.
+
+    All methods belong to the event loop that `start` runs on. `group` holds the follower ranks when
+    the engine is tensor parallel; the worker closes it. A kind of worker says what its `role` is,
+    whether requests have their `whole_output` there, and what its scheduler and hand-off are.
     """
+
+    role: ClassVar[Role]
+    whole_output: ClassVar[bool]
 
     def __init__(
         self,
@@ -70,19 +85,111 @@ class WorkerHost(Generic[C, Out]):
         self.clock = clock
         self.inbox: Inbox[C | RouterCommand] = Inbox()
         self.tasks = Tasks()
-        self.clients = ClientPool(secret=settings.secret)
+        self._clients = ClientPool(secret=settings.secret)
         self._group = group
         self._cores: SharedCores | None = None
         self._server = ControlServer(secret=settings.secret)
         self.ref: WorkerRef
         self.ranks: Ranks
-        self.blocks: BlockAllocator
         self.shell: Shell
+        self._handoff: Handoff
         self._grammars: Grammars
         self._loop: StepLoop[C, Out]
 
-    async def load(self, role: Role) -> WorkerRef:
-        """Load the model on every rank, run a real step, and take a control port."""
+    # --- what kinds of workers differ in ---------------------------------------------------------
+
+    @abstractmethod
+    def _make_scheduler(self, **parts: Any) -> Scheduler[Any, C, Out]:
+        """Its scheduler, made of what every scheduler takes."""
+
+    @abstractmethod
+    async def _open_handoff(self, party: Party) -> Handoff:
+        """Its side of the hand-off, ready for requests."""
+
+    @abstractmethod
+    def _accept(self, submit: Submit) -> None:
+        """Tell the hand-off of a request, or refuse it with a typed error."""
+
+    @abstractmethod
+    def _carry_out(self, out: Out) -> None:
+        """Do what the step thread has decided about hand-offs."""
+
+    @abstractmethod
+    def peers_left(self, epochs: frozenset[int]) -> None:
+        """These workers have left the cluster, or are silent: end the hand-offs with them now."""
+
+    @abstractmethod
+    def peers_joined(self, workers: tuple[WorkerRef, ...]) -> None:
+        """These workers take requests."""
+
+    # --- life -----------------------------------------------------------------------------------
+
+    async def start(self) -> WorkerRef:
+        """Load the model, run a real step, serve. Returns once the worker is ready for requests."""
+        await self._load()
+        executor = self.ranks.executor
+        layout = executor.layout
+        self.ref = WorkerRef(
+            worker_id=self.settings.worker_id,
+            epoch=new_epoch(),
+            role=self.role,
+            address=self._server.bind(self.settings.worker.host),
+        )
+        self._handoff = await self._open_handoff(
+            Party(
+                ref=self.ref,
+                layout=layout,
+                fingerprint=executor.fingerprint,
+                secret=self.settings.secret,
+                ranks=self.ranks,
+                clients=self._clients,
+                config=self.settings.transfer,
+            )
+        )
+        scheduler = self._make_scheduler(
+            config=self.settings.worker,
+            blocks=BlockAllocator(layout.num_blocks, layout.block_size),
+            fingerprint=executor.fingerprint,
+            place=self.settings.worker_id,
+        )
+        self._loop = self._make_loop(scheduler)
+        self.shell = self._make_shell()
+        self._server.add(self.shell.handlers())
+        self._server.add(self._handoff.handlers)
+        await self._server.start()
+        self._loop.start()
+        self.shell.become(WorkerState.READY)
+        return self.ref
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new work, finish the old; False when `timeout_s` passed first."""
+        return await self.shell.drained(timeout_s)
+
+    async def stop(self) -> None:
+        """End at once: running requests fail for their routers, which resume them elsewhere."""
+        self.shell.become(WorkerState.STOPPED)
+        self.shell.outlet.close()
+        await asyncio.to_thread(self._loop.stop)
+        await self.tasks.wind_up()
+        await self._handoff.close()
+        await self._server.stop()
+        await self._clients.close()
+        self._grammars.close()
+        await asyncio.to_thread(self.ranks.close)
+
+    def check_health(self) -> None:
+        """Raise Internal when the engine is broken or hangs, RankLost when a rank is gone."""
+        self.shell.check_health()
+        self.ranks.check()
+
+    def status(self) -> WorkerStatus:
+        """This worker as it is now."""
+        return self.shell.status()
+
+    # --- parts ----------------------------------------------------------------------------------
+
+    async def _load(self) -> None:
+        """The model on every rank, after a real step, and what its grammars need."""
         settings = self.settings
         if _shares_cores(settings.engine):
             self._cores = SharedCores()
@@ -90,82 +197,43 @@ class WorkerHost(Generic[C, Out]):
         self.ranks = await in_own_thread(
             lambda: build_ranks(settings.engine, settings.transfer, self._group)
         )
-        vocab_size = self.ranks.executor.vocab_size
         self._grammars = await in_own_thread(
             lambda: Grammars.load(
                 Path(settings.engine.model_path),
-                vocab_size,
+                self.ranks.executor.vocab_size,
                 threads=settings.worker.grammar_threads,
             )
         )
-        layout = self.ranks.executor.layout
         if self.ranks.executor.pool.marks is not None:
             sys.setswitchinterval(_SWITCH_S)
-        self.blocks = BlockAllocator(layout.num_blocks, layout.block_size)
-        self.ref = WorkerRef(
-            worker_id=settings.worker_id,
-            epoch=new_epoch(),
-            role=role,
-            address=self._server.bind(settings.worker.host),
-        )
-        return self.ref
 
-    @property
-    def party(self) -> Party:
-        """This worker as one side of its hand-offs."""
-        return Party(
-            ref=self.ref,
-            layout=self.ranks.executor.layout,
-            fingerprint=self.ranks.executor.fingerprint,
-            secret=self.settings.secret,
-            ranks=self.ranks,
-            clients=self.clients,
-            config=self.settings.transfer,
-        )
-
-    async def serve(
-        self,
-        scheduler: Scheduler[Any, C, Out],
-        *,
-        deliver: Deliver[Out],
-        accept: Callable[[Submit], None],
-        whole_output: bool,
-        handlers: Mapping[Method[Any, Any], Handler],
-        handoff_counters: Callable[[], Mapping[str, int]],
-    ) -> None:
-        """Start the step thread and the control server; the worker is READY when this returns."""
+    def _make_loop(self, scheduler: Scheduler[Any, C, Out]) -> StepLoop[C, Out]:
         loop = asyncio.get_running_loop()
 
-        def deliver_here(out: Out, snapshot: Snapshot, accepted: int) -> None:
+        def deliver(out: Out, snapshot: Snapshot, accepted: int) -> None:
             if not loop.is_closed():
-                loop.call_soon_threadsafe(deliver, out, snapshot, accepted)
+                loop.call_soon_threadsafe(self._deliver, out, snapshot, accepted)
 
-        self._loop = StepLoop(
+        return StepLoop(
             name=f"{self.settings.worker_id}-steps",
             scheduler=scheduler,
-            deliver=deliver_here,
+            deliver=deliver,
             executor=self.ranks.executor,
             inbox=self.inbox,
             clock=self.clock,
             cores=self._cores,
         )
-        self.shell = self._make_shell(accept, whole_output, handoff_counters)
-        self._server.add(self.shell.handlers())
-        self._server.add(handlers)
-        await self._server.start()
-        self._loop.start()
-        self.shell.become(WorkerState.READY)
 
-    def _make_shell(
-        self,
-        accept: Callable[[Submit], None],
-        whole_output: bool,
-        handoff_counters: Callable[[], Mapping[str, int]],
-    ) -> Shell:
+    def _deliver(self, out: Out, snapshot: Snapshot, accepted: int) -> None:
+        """A turn of the step thread, on the event loop. Tokens go out first."""
+        self.shell.deliver(out.events, snapshot, accepted)
+        self._carry_out(out)
+
+    def _make_shell(self) -> Shell:
         executor = self.ranks.executor
 
         def accept_and_queue(submit: Submit, matcher: Matcher | None) -> None:
-            accept(submit)
+            self._accept(submit)
             self.inbox.put(Submitted(submit=submit, matcher=matcher))
 
         def cancel(message: Cancel) -> None:
@@ -183,7 +251,7 @@ class WorkerHost(Generic[C, Out]):
                 limits=limits,
                 layout=executor.layout,
                 fingerprint=executor.fingerprint,
-                whole_output=whole_output,
+                whole_output=self.whole_output,
             ),
             config=self.settings.worker,
             progress=self._loop,
@@ -192,33 +260,8 @@ class WorkerHost(Generic[C, Out]):
             grammars=self._grammars,
             cancel=cancel,
             router_gone=lambda router_id: self.inbox.put(RouterGone(router_id=router_id)),
-            handoff_counters=handoff_counters,
+            handoff_counters=self._handoff.counters,
         )
-
-    async def drain(self, timeout_s: float) -> bool:
-        """Refuse new work, finish the old; False when `timeout_s` passed first."""
-        return await self.shell.drained(timeout_s)
-
-    async def stop(self, close_handoff: Callable[[], Any]) -> None:
-        """End at once: running requests fail for their routers, which resume them elsewhere."""
-        self.shell.become(WorkerState.STOPPED)
-        self.shell.outlet.close()
-        await asyncio.to_thread(self._loop.stop)
-        await self.tasks.wind_up()
-        await close_handoff()
-        await self._server.stop()
-        await self.clients.close()
-        self._grammars.close()
-        await asyncio.to_thread(self.ranks.close)
-
-    def check_health(self) -> None:
-        """Raise Internal when the engine is broken or hangs, RankLost when a rank is gone."""
-        self.shell.check_health()
-        self.ranks.check()
-
-    def status(self) -> WorkerStatus:
-        """This worker as it is now."""
-        return self.shell.status()
 
 
 def _shares_cores(engine: EngineConfig) -> bool:

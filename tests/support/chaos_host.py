@@ -27,7 +27,7 @@ from prefill_worker.worker import PrefillWorker
 from protocol.errors import HandoffFailed
 from protocol.ids import WorkerRef
 from worker_runtime.config import WorkerConfig
-from worker_runtime.host import WorkerHost, WorkerSettings
+from worker_runtime.host import Worker, WorkerSettings
 from worker_runtime.ranks import follow_rank
 
 SECRET = b"a secret of the tests"
@@ -84,13 +84,13 @@ class Host:
         self._random = random.Random(os.getpid())
         self.prefill = PrefillWorker(settings(f"prefill-{number}", model, 2048, 1))
         self.decode = DecodeWorker(decode_settings(number, model), group=group)
-        self._sides: list[tuple[WorkerHost[Any, Any], Any]] = []
+        self._sides: list[tuple[Worker[Any, Any], Any]] = []
 
     async def start(self) -> tuple[WorkerRef, WorkerRef]:
         refs = await self.prefill.start(), await self.decode.start()
         self._sides = [
-            (self.prefill._host, self.prefill._sender),
-            (self.decode._host, self.decode._receiver),
+            (self.prefill, self.prefill._sender),
+            (self.decode, self.decode._receiver),
         ]
         return refs
 
@@ -101,7 +101,7 @@ class Host:
         if not peers:
             return False
         peer, me = self._random.choice(sorted(peers)), side.ref.epoch
-        epochs = (me, peer) if side is self.prefill._host else (peer, me)
+        epochs = (me, peer) if side is self.prefill else (peer, me)
         close = CloseOrder(sender_epoch=epochs[0], receiver_epoch=epochs[1], link=_EVERY_LINK)
         rank = self._random.randrange(side.ranks.executor.layout.tp_size)
         await side.ranks.execute(rank, Order(close=close).encode())
