@@ -148,7 +148,8 @@ class CudaModel:
                 written(index)
             if index == len(kv) - 1 and not wanted:
                 return None, None
-            attended = self._attention(wide[decodes:], layer_kv, chunks, attended)
+            out = None if pieces is None else attended
+            attended = self._attention(wide[decodes:], layer_kv, chunks, out)
             if decodes:
                 first = self._attend_decode(wide[:decodes], rows, layer_kv, scratch, cut)
                 attended = torch.cat((first, attended))
