@@ -1,11 +1,14 @@
 """What every test relies on: one thread a process, no settings from outside, no GPU by accident."""
 
+import gc
 import importlib.util
 import os
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Hundreds of thousands of objects are made while tests are collected, and all of them stay.
+gc.disable()
 # Before torch is imported, here and in child processes: two cores are shared by many processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Before anything imports triton (transformers does): without a GPU its kernels are interpreted.
@@ -33,6 +36,11 @@ def has_cuda():
 
 
 INTERPRETED = ("tests/unit/engine/kernels", "tests/unit/engine/cuda")
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items):

@@ -1,14 +1,13 @@
 """Who may import whom: the contracts of pyproject.toml, and that they cover every package."""
 
-import ast
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.sources import ROOT, imports_of
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = PROJECT["tool"]["importlinter"]["root_packages"]
 
@@ -33,14 +32,6 @@ def test_every_package_is_built_typed_checked_and_under_contract():
     assert found <= set(PROJECT["tool"]["mypy"]["packages"])
     layers = PROJECT["tool"]["importlinter"]["contracts"][0]["layers"]
     assert {part for layer in layers for part in layer.split(" | ")} == found
-
-
-def imports_of(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield node.module or ""
 
 
 @pytest.mark.parametrize("package", [name for name in PACKAGES if name != "cluster"])

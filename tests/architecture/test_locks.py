@@ -1,16 +1,15 @@
 """The lock files pin exactly, and agree with what the project asks for."""
 
-import ast
 import re
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
-from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.sources import ROOT, imports_of
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -54,15 +53,9 @@ def imported_roots():
     for path in ROOT.rglob("*.py"):
         if any(part.startswith((".", "build")) for part in path.relative_to(ROOT).parts):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [node.module or ""]
-            for root in {name.partition(".")[0] for name in names} - ours:
-                if root not in sys.stdlib_module_names:
-                    yield root, str(path.relative_to(ROOT))
+        for root in {name.partition(".")[0] for name in imports_of(path)} - ours:
+            if root not in sys.stdlib_module_names:
+                yield root, str(path.relative_to(ROOT))
 
 
 def test_everything_imported_is_locked():

@@ -3,15 +3,14 @@
 import ast
 import json
 import re
-from pathlib import Path
 
 import pytest
 import yaml
 
 from observability import metrics
 from observability.metrics import ALL_METRICS, Metric
+from tests.support.sources import ROOT, tree
 
-ROOT = Path(__file__).resolve().parents[2]
 USERS = ("router", "kv_transfer", "worker_runtime", "prefill_worker", "decode_worker", "cluster")
 NAMES = {name: value for name, value in vars(metrics).items() if isinstance(value, Metric)}
 
@@ -20,7 +19,7 @@ def used_names():
     paths = [path for package in USERS for path in (ROOT / package).rglob("*.py")]
     paths.append(ROOT / "observability" / "export.py")
     for path in paths:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "metrics":
                 yield node.attr
 

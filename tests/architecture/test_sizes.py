@@ -3,7 +3,8 @@
 import ast
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.sources import ROOT, tree
+
 FOLDERS = (
     *("protocol", "observability", "rpc", "engine", "kv_transfer", "worker_runtime"),
     *("prefill_worker", "decode_worker", "router", "cluster", "benchmarks", "examples", "scripts"),
@@ -27,9 +28,9 @@ SOURCES = python_files(*FOLDERS)
 TESTS = python_files("tests")
 
 
-def functions(text):
-    tree = ast.parse(text)
-    return [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+def functions(name):
+    nodes = ast.walk(tree(ROOT / name))
+    return [n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
 def limit_of(function):
@@ -50,15 +51,15 @@ def test_test_files_are_short():
 def test_functions_are_short():
     long = {
         f"{name}:{function.name}": function.end_lineno - function.lineno + 1
-        for name, text in SOURCES.items()
-        for function in functions(text)
+        for name in SOURCES
+        for function in functions(name)
         if function.end_lineno - function.lineno + 1 > limit_of(function)
     }
     assert long == {}
 
 
 def test_modules_say_what_they_are_for():
-    silent = [name for name, text in SOURCES.items() if not ast.get_docstring(ast.parse(text))]
+    silent = [name for name in SOURCES if not ast.get_docstring(tree(ROOT / name))]
     assert silent == []
 
 

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,13 +23,17 @@ def files():
 FILES = files()
 
 
+@cache
+def text_of(path):
+    return path.read_text(errors="replace")
+
+
 def hits(pattern, paths):
-    found = []
-    for path in paths:
-        for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1):
-            if re.search(pattern, line):
-                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:80]}")
-    return found
+    return [
+        f"{path.relative_to(ROOT)}: {match[0].strip()[:80]}"
+        for path in paths
+        for match in re.finditer(pattern, text_of(path), re.MULTILINE)
+    ]
 
 
 def test_there_is_something_to_look_at():

@@ -8,7 +8,6 @@ from typing import Any, Self
 
 import torch
 from torch.distributed import HashStore
-from transformers import AutoModelForCausalLM
 
 from engine.batch import SequenceStep, StepBatch, StepResult
 from engine.config import EngineConfig
@@ -39,6 +38,8 @@ def prompt(length: int, vocab: int = 100, seed: int = 0) -> list[int]:
 
 def hf_logits(path: str, ids: Sequence[int]) -> torch.Tensor:
     """Logits of every position, float32, by transformers."""
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.inference_mode():
         return model(torch.tensor([list(ids)])).logits[0]

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
 
 
 def model_folder() -> Path | None:
@@ -27,6 +26,8 @@ class TeacherForced:
     the highest logit of its position: by induction, that the output is the greedy one."""
 
     def __init__(self, path: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
     def differences(

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 
 def save_tiny_llama(folder: Path, *, seed: int = 0, **overrides: Any) -> str:
     """Write a random model with wide weights (so that its answers vary); return the path."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # seconds, for those who need it
+
     torch.manual_seed(seed)
     settings: dict[str, Any] = {
         "vocab_size": 128,
@@ -34,6 +35,8 @@ class Oracle:
     """transformers in float32: greedy continuations of a checkpoint."""
 
     def __init__(self, path: str) -> None:
+        from transformers import AutoModelForCausalLM
+
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:

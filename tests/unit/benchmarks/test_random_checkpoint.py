@@ -1,7 +1,6 @@
 import json
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.random_checkpoint import shards_of, write_checkpoint
 from benchmarks.shapes import MODELS
@@ -16,6 +15,8 @@ SHAPE["max_position_embeddings"] = 16384
 
 
 def test_the_folder_is_a_model_that_others_can_read(tmp_path):
+    from transformers import AutoModelForCausalLM
+
     size = write_checkpoint(SHAPE, tmp_path, seed=3)
     shards = shards_of(ModelConfig.from_dict(SHAPE))
     assert size == 2 * sum(torch.Size(s).numel() for shard in shards for s in shard.values())
@@ -37,6 +38,8 @@ def test_the_folder_is_a_model_that_others_can_read(tmp_path):
 
 
 def test_every_id_has_a_token_and_text_survives(tmp_path):
+    from transformers import AutoTokenizer
+
     write_checkpoint(SHAPE, tmp_path)
     text = ModelText(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

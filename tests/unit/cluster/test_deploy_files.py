@@ -8,10 +8,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-import ray.autoscaler
 import yaml
-from ray.autoscaler._private.util import prepare_config
-from ray.serve.schema import ServeDeploySchema
 
 from cluster.builders import read_arguments
 from cluster.config import ClusterConfig
@@ -20,13 +17,20 @@ from protocol.errors import InvalidRequest
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
 RAY_FILES = sorted((DEPLOY / "ray").glob("*.yaml"))
-SCHEMA = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text())
 LABEL = "baton.io/pool"
 POOLS = ("prefill", "decode")
 
 
 def read(path: Path) -> dict[str, Any]:
     return yaml.safe_load(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def schema() -> dict[str, Any]:
+    """Ray's, of the files that `ray up` reads."""
+    import ray.autoscaler
+
+    return json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +43,19 @@ def test_every_target_is_there() -> None:
 
 
 @pytest.mark.parametrize("path", RAY_FILES, ids=lambda p: p.name)
-def test_ray_up_file_fits_rays_schema(path: Path) -> None:
+def test_ray_up_file_fits_rays_schema(path: Path, schema: dict[str, Any]) -> None:
     config = read(path)
     config.pop("min_workers", None)  # moved into the one node type of local clusters by Ray
-    jsonschema.validate(config, SCHEMA)
+    jsonschema.validate(config, schema)
 
 
 @pytest.mark.parametrize("path", RAY_FILES, ids=lambda p: p.name)
-def test_ray_completes_the_file(path: Path) -> None:
+def test_ray_completes_the_file(path: Path, schema: dict[str, Any]) -> None:
     """Ray's own reading of the file, with its defaults filled in, is whole and valid."""
+    from ray.autoscaler._private.util import prepare_config
+
     prepared = prepare_config(read(path))
-    jsonschema.validate(prepared, SCHEMA)
+    jsonschema.validate(prepared, schema)
     types = prepared["available_node_types"]
     assert prepared["head_node_type"] in types
     assert sum(node.get("min_workers", 0) for node in types.values()) <= prepared["max_workers"]
@@ -106,6 +112,8 @@ def ray_service() -> dict[str, Any]:
 
 
 def test_rayservice_applications_are_ours(ray_service: dict[str, Any]) -> None:
+    from ray.serve.schema import ServeDeploySchema
+
     serve = ServeDeploySchema(**yaml.safe_load(ray_service["serveConfigV2"]))
     import cluster.builders as builders
 

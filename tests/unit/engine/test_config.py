@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from transformers import LlamaConfig
 
 from engine.config import EngineConfig
 from engine.errors import ModelRefused
@@ -134,6 +133,8 @@ def test_what_cannot_be_served_is_refused_by_field(changes, field):
 
 
 def test_what_transformers_writes_is_read(tmp_path):
+    from transformers import LlamaConfig
+
     LlamaConfig(
         vocab_size=99,
         hidden_size=32,

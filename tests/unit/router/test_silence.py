@@ -26,8 +26,8 @@ async def test_being_heard_keeps_it_open() -> None:
 
 
 async def test_a_stall_of_our_own_loop_does_not_count() -> None:
-    async with silence_limit(0.2) as silence:
-        time.sleep(0.5)  # noqa: ASYNC251 - the stall
+    async with silence_limit(0.1) as silence:
+        time.sleep(0.25)  # noqa: ASYNC251 - the stall
         await asyncio.sleep(0.01)
         silence.heard()
         await asyncio.sleep(0.05)

@@ -214,12 +214,12 @@ async def test_cancelled_and_late_requests_leave_nothing_behind() -> None:
 
 
 async def running_out_of_time(bench: Bench) -> None:
-    blocker = bench.turn(150)
+    blocker = bench.turn(102)
     await blocker.wait()
-    late = bench.turn(10, left_s=1.6)
+    late = bench.turn(10, left_s=1.05)
     task = asyncio.create_task(late.wait())
     await soon()
-    bench.now += 1.6
+    bench.now += 1.05
     again = bench.turn(10, left_s=10)
     with pytest.raises(DeadlineExceeded):
         await task
@@ -336,7 +336,7 @@ def test_which_tier_a_request_is_in() -> None:
 async def test_both_doors_refuse_early_and_say_when_to_come_back(
     fleet: StubFleet, make_doors: MakeDoors
 ) -> None:
-    await fleet.add(Role.PREFILL, prefill_delay_s=0.5)
+    prefill = await fleet.add(Role.PREFILL, accepting=asyncio.Event())
     await fleet.add(Role.DECODE)
     tiers = {"interactive": ServiceTier(ttft_s=0.01)}
     settings = {"dispatch_window_s": 0.001, "max_queued_requests": 1, "service_tiers": tiers}
@@ -362,6 +362,7 @@ async def test_both_doors_refuse_early_and_say_when_to_come_back(
                 grpc.StatusCode.RESOURCE_EXHAUSTED if status == 429 else grpc.StatusCode.UNAVAILABLE
             )
             assert float(trailers["retry-after"]) >= 1
+        prefill.accepting.set()
         assert [status for status, _ in await asyncio.gather(*running)] == [200, 200]
         assert doors.router.metrics.value(metrics.QUEUED_REQUESTS) == 0
 
