@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -38,9 +39,24 @@ def has_cuda():
 INTERPRETED = ("tests/unit/engine/kernels", "tests/unit/engine/cuda")
 
 
+frozen_modules = 0
+
+
+def keep_what_imports_made():
+    """Leave it out of the collector's rounds, which are seconds of CPU otherwise."""
+    global frozen_modules
+    if len(sys.modules) > frozen_modules + 100:
+        gc.freeze()
+        frozen_modules = len(sys.modules)
+
+
 def pytest_collection_finish():
-    gc.freeze()
+    keep_what_imports_made()
     gc.enable()
+
+
+def pytest_runtest_logfinish():
+    keep_what_imports_made()
 
 
 def pytest_collection_modifyitems(items):

@@ -17,8 +17,11 @@ def boundary_lengths(block: int, chunk: int) -> list[int]:
 
 
 def prompts(count: int, *, chunk: int, longest: int, vocab: int = 49_000) -> list[list[int]]:
-    """Random ids: the boundary lengths and `longest` first, the rest spread between them."""
+    """Random ids: the boundary lengths and `longest` first, then from 1 up to it in steps that grow,
+    shuffled."""
     rng = random.Random(17)
     lengths = [n for n in (*boundary_lengths(16, chunk), longest) if n <= longest]
-    lengths += [int(longest ** rng.random()) for _ in range(count - len(lengths))]
+    rest = count - len(lengths)
+    spread = [int(longest ** ((i + 0.5) / rest) ** 1.5) for i in range(rest)]
+    lengths += rng.sample(spread, len(spread))
     return [[rng.randrange(3, vocab) for _ in range(n)] for n in lengths[:count]]

@@ -70,6 +70,11 @@ def url(model_folder: Path) -> Iterator[str]:
     loop.close()
 
 
+@pytest.fixture(scope="module")
+def schema(url: str) -> schemathesis.BaseSchema:
+    return schemathesis.openapi.from_url(f"{url}/openapi.json")
+
+
 @pytest.mark.parametrize("kind", RequestKind)
 def test_every_field_that_is_served_is_described(kind: RequestKind) -> None:
     assert served_fields(kind) <= FIELDS.keys()
@@ -77,8 +82,9 @@ def test_every_field_that_is_served_is_described(kind: RequestKind) -> None:
 
 @pytest.mark.parametrize("mode", ["positive", "negative"])
 @pytest.mark.parametrize(("path", "method"), OPERATIONS)
-def test_requests_made_from_it(url: str, path: str, method: str, mode: str) -> None:
-    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+def test_requests_made_from_it(
+    schema: schemathesis.BaseSchema, path: str, method: str, mode: str
+) -> None:
     operation = schema[path][method.upper()]
     modes = {m.value: m for m in schemathesis.GenerationMode}
     session, statuses = requests.Session(), Counter[int]()
