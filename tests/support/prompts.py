@@ -17,8 +17,8 @@ def boundary_lengths(block: int, chunk: int) -> list[int]:
 
 
 def prompts(count: int, *, chunk: int, longest: int, vocab: int = 49_000) -> list[list[int]]:
-    """Random ids: the boundary lengths and `longest` first, then from 1 up to it in steps that grow,
-    shuffled."""
+    """Random ids: the boundary lengths and `longest` first, then from 1 up to it in steps that
+    grow, shuffled."""
     rng = random.Random(17)
     lengths = [n for n in (*boundary_lengths(16, chunk), longest) if n <= longest]
     rest = count - len(lengths)
