@@ -146,7 +146,7 @@ def test_unknown_environment_variable_warns_with_a_suggestion(base: Path) -> Non
         (
             "transfer.backend=carrier-pigeon",
             "transfer.backend",
-            "is not one of auto, memory, gloo, nccl, cuda_ipc",
+            "is not one of auto, gloo, nccl, cuda_ipc",
         ),
         ("model=tiny", "model", "expected a section"),
         ("model.name.x=1", "model.name.x", "model.name is a value"),
