@@ -78,8 +78,8 @@ class Behind:
         router.set_workers(read_refs(workers))
         while not router.ready:  # noqa: ASYNC110 - once, at the start
             await asyncio.sleep(0.01)
-        sys.modules[_PLACE] = router._http._config.app  # type: ignore[union-attr,assignment]  # noqa: SLF001
-        self._servicer = router._grpc._inference  # type: ignore[union-attr]  # noqa: SLF001
+        sys.modules[_PLACE] = router._http._config.app  # type: ignore[assignment]  # noqa: SLF001
+        self._servicer = router._grpc._inference  # noqa: SLF001
         settle_heap()
 
     async def Generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:  # noqa: N802

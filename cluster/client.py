@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,35 +13,7 @@ from protocol.errors import GRPC_STATUS, BatonError, ErrorCode, ErrorInfo
 from protocol.wire import inference_pb2 as wire
 from protocol.wire import inference_pb2_grpc as services
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """Sampling of one request; None leaves a field to the server."""
-
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool | None = None
-    timeline: bool | None = None
-    timeout: float | None = None
-
-    def fields(self) -> dict[str, Any]:
-        """The fields that were set, by their wire names."""
-        names = self.__dataclass_fields__
-        values = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in values.items() if value is not None and value != ()}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """One message of a conversation."""
-
-    role: str
-    content: str
+Fields = Mapping[str, Any]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,23 +46,17 @@ class InferenceClient:
         )
         self._stub: Any = services.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
 
-    def complete(self, prompt: str, options: Options, outcome: Outcome) -> Iterator[str]:
-        """Text pieces that continue `prompt`; `outcome` is filled in as they come."""
-        return self._generate(wire.GenerateRequest(prompt=prompt, **options.fields()), outcome)
+    def complete(self, prompt: str, fields: Fields, outcome: Outcome) -> Iterator[str]:
+        """Text pieces that continue `prompt`; `outcome` is filled in as they come. `fields` are
+        further ones of the request."""
+        return self._generate(wire.GenerateRequest(prompt=prompt, **fields), outcome)
 
-    def chat(self, turns: Sequence[Turn], options: Options, outcome: Outcome) -> Iterator[str]:
-        """Text pieces of the answer to a conversation; `outcome` is filled in as they come."""
-        messages = [wire.Message(role=turn.role, content=turn.content) for turn in turns]
+    def chat(
+        self, messages: Sequence[wire.Message], fields: Fields, outcome: Outcome
+    ) -> Iterator[str]:
+        """Text pieces of the answer to a conversation, in the same way."""
         chat = wire.Chat(messages=messages)
-        return self._generate(wire.GenerateRequest(chat=chat, **options.fields()), outcome)
-
-    def models(self, timeout_s: float = 5.0) -> list[str]:
-        """Names of the models served."""
-        with _typed_errors(self.address):
-            answer = self._stub.ListModels(
-                wire.ListModelsRequest(), timeout=timeout_s, metadata=self._metadata
-            )
-        return [model.id for model in answer.models]
+        return self._generate(wire.GenerateRequest(chat=chat, **fields), outcome)
 
     def close(self) -> None:
         """Close the connection; streams that run are cancelled."""

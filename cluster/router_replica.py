@@ -91,6 +91,7 @@ class RouterReplica:
         while True:
             if self._state is WorkerState.STARTING and self._router.ready:
                 self._state = WorkerState.READY
+                self._router.warm_up()
             await self._report()
             starting = self._state is WorkerState.STARTING
             await asyncio.sleep(_STARTING_S if starting else self._config.lifecycle.heartbeat_s)

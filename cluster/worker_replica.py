@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
@@ -20,44 +20,15 @@ from cluster.ranks import on_own_gpu, start_followers
 from cluster.watching import views
 from observability.logging import configure_logging, get_logger
 from protocol.errors import Unavailable
-from protocol.ids import Role, WorkerRef
-from protocol.messages import WorkerStatus
+from protocol.ids import Role
 from protocol.states import WorkerState
 from worker_runtime.threads import in_own_thread
 
+if TYPE_CHECKING:  # they import torch
+    from decode_worker.worker import DecodeWorker
+    from prefill_worker.worker import PrefillWorker
+
 log = get_logger(__name__)
-
-
-class Worker(Protocol):
-    """What the replica needs of a worker; both kinds have it."""
-
-    async def start(self) -> WorkerRef:
-        """Load, run a real step, serve."""
-        ...
-
-    async def drain(self, timeout_s: float) -> bool:
-        """Refuse new work, finish the old."""
-        ...
-
-    async def stop(self) -> None:
-        """End at once."""
-        ...
-
-    def check_health(self) -> None:
-        """Raise when the engine is broken or hangs."""
-        ...
-
-    def peers_left(self, epochs: frozenset[int]) -> None:
-        """Workers that the cluster has given up."""
-        ...
-
-    def peers_joined(self, workers: tuple[WorkerRef, ...]) -> None:
-        """Workers that take requests."""
-        ...
-
-    def status(self) -> WorkerStatus:
-        """The worker as it is now."""
-        ...
 
 
 def worker_host(config: ClusterConfig) -> str:
@@ -157,7 +128,9 @@ class WorkerReplica:
         )
 
 
-async def _build(role: Role, config: ClusterConfig, name: str, secret: bytes) -> Worker:
+async def _build(
+    role: Role, config: ClusterConfig, name: str, secret: bytes
+) -> PrefillWorker | DecodeWorker:
     """The worker and, for tensor parallelism, its followers. Followers start first: their processes
     and imports take as long as ours."""
     pool = config.pool(role)

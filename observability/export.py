@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -156,27 +156,19 @@ class _Series:
 
 
 class WorkerCollector(Collector):
-    """Exports the last status of each worker, until it is forgotten."""
+    """Exports `statuses`, the last one of each worker."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
-        self._statuses: dict[str, WorkerStatus] = {}
-
-    def update(self, status: WorkerStatus) -> None:
-        """Take a worker's newest status."""
-        self._statuses[status.ref.worker_id] = status
-
-    def forget(self, worker_id: str) -> None:
-        """Drop a worker that has left."""
-        self._statuses.pop(worker_id, None)
+        self.statuses: Sequence[WorkerStatus] = ()
 
     def collect(self) -> Iterator[Family]:
         """The families of all known workers (called by the registry)."""
-        statuses = list(self._statuses.values())
+        statuses = self.statuses
         yield from self._gauges(statuses)
         yield from self._counters(statuses)
 
-    def _gauges(self, statuses: list[WorkerStatus]) -> Iterator[Family]:
+    def _gauges(self, statuses: Sequence[WorkerStatus]) -> Iterator[Family]:
         families = {metric.name: self._family(metric) for metric in metrics.WORKER_GAUGES}
         for status in statuses:
             for metric, labels, value in _gauge_values(status):
@@ -188,7 +180,7 @@ class WorkerCollector(Collector):
             )
         yield from families.values()
 
-    def _counters(self, statuses: list[WorkerStatus]) -> Iterator[Family]:
+    def _counters(self, statuses: Sequence[WorkerStatus]) -> Iterator[Family]:
         families = {
             metric.name: self._family(metric, extra=metrics.WORKER_LABELS)
             for metric in metrics.WORKER_COUNTERS

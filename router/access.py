@@ -6,10 +6,12 @@ import asyncio
 from pathlib import Path
 
 from observability.logging import get_logger
-from router.files import Stamp, stamp
 from router.keys import ANYONE, Caller, Keyring, load_keys
 
 log = get_logger(__name__)
+
+#: Differs after any change that a writer or a mounted secret makes.
+Stamp = tuple[int, int, int]
 
 
 class Access:
@@ -54,3 +56,9 @@ class Access:
             log.error("the API keys are not reloaded", extra={"error": str(error)})
         else:
             log.info("API keys reloaded", extra={"keys": len(self._keys)})
+
+
+def stamp(path: Path) -> Stamp:
+    """What the file is now. Raises OSError when it cannot be told."""
+    status = path.stat()
+    return status.st_mtime_ns, status.st_size, status.st_ino

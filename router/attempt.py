@@ -13,7 +13,6 @@ from protocol.errors import BatonError, HandoffFailed, Internal, Unavailable
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.messages import FailEvent, PromptEvent, ScoreEvent, SpanEvent, TokenEvent
 from protocol.timeline import Phase, Span
-from router.merge import TokenMerger
 
 log = get_logger(__name__)
 E = TypeVar("E", TokenEvent, ScoreEvent)
@@ -53,6 +52,37 @@ class Ended:
     worker_id: str = ""
     error: BatonError | None = None
     retriable: bool = False
+
+
+class TokenMerger:
+    """Token 1 comes from prefill and the rest from decode, on two streams that race.
+
+    A token that is early waits for those before it; one that was already taken is dropped.
+    """
+
+    def __init__(self) -> None:
+        self.output_ids: list[int] = []
+        self._early: dict[int, TokenEvent] = {}
+
+    def add(self, event: TokenEvent) -> list[TokenEvent]:
+        """Take one token; the tokens that are now in order."""
+        if event.index != len(self.output_ids):
+            if event.index > len(self.output_ids):
+                self._early[event.index] = event
+            return []
+        self.output_ids.append(event.token)
+        ready = [event]
+        while self._early:
+            following = self._early.pop(len(self.output_ids), None)
+            if following is None:
+                break
+            self.output_ids.append(following.token)
+            ready.append(following)
+        return ready
+
+    def restart(self) -> None:
+        """A new attempt begins: what was early will be sent again."""
+        self._early.clear()
 
 
 class Attempt:

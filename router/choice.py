@@ -1,4 +1,5 @@
-"""One output of a request on its way to the client: events of workers in, deltas out."""
+"""One output of a request on its way to the client: tokens of workers in, deltas out, which either
+door writes in its own form (router.generation makes a Choice for each output)."""
 
 from __future__ import annotations
 
@@ -51,38 +52,41 @@ class Delta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestText:
-    """The text side of a request: a text stream for each choice, the texts of single tokens, and
-    the prompts, by their ids, that are to be shown before the output."""
+    """The text side of a request: a text stream for each choice, the texts of single tokens, the
+    prompts, by their ids, that are to be shown before the output, and whether each choice is wanted
+    `whole` rather than as it is made."""
 
     stream: Callable[[], TextStream]
     pieces: PieceTable
     shown: Mapping[tuple[int, ...], PromptText]
+    whole: bool
 
 
 class Choice:
-    """Holds tokens, and what belongs to them, back until their text is certain.
+    """Holds tokens, and what belongs to them, back until their text is certain, or to the end.
 
-    `measure` is told of each token before it is looked at, `emit` takes the deltas. With `shown`,
-    the text of the prompt comes before that of the output.
+    `measure` is told of each token before it is looked at, `emit` takes the deltas.
     """
 
     def __init__(
         self,
         job: SequenceJob,
-        stream: TextStream,
+        text: RequestText,
         *,
-        shown: PromptText | None,
         measure: Callable[[], None],
         emit: Callable[[Delta], None],
     ) -> None:
         self.job = job
-        self.stream = stream
-        self._shown = shown
-        self._start = "" if shown is None else shown.text
-        self._offset = len(self._start)
+        self.stream = text.stream()
+        self._whole = text.whole
+        self._shown = shown = text.shown.get(job.prompt_ids)
+        self._offset = 0 if shown is None else len(shown.text)
         self._measure = measure
         self._emit = emit
-        self._held_ids: list[int] = []
+        # What the next delta will have.
+        self._texts = [] if shown is None else [shown.text]
+        self._ids: list[int] = []
+        self._calls: list[CallDelta] = []
         self._scores: list[Score] | None = [] if job.sampling.logprobs is not None else None
         scored = job.sampling.prompt_logprobs is not None
         self._prompt_logprobs: list[TokenLogprobs] | None = [] if scored else None
@@ -95,10 +99,15 @@ class Choice:
             offset = self._offset + stream.characters
             self._scores.append(Score(event.token, event.logprobs, offset))
         text = stream.push(event.token, event.finish)
-        self._held_ids.append(event.token)
-        if text or stream.calls or stream.finish is not None:
-            self._send(text)
-        return stream.finish is not None
+        self._ids.append(event.token)
+        if text:
+            self._texts.append(text)
+        if stream.calls:
+            self._add_calls(stream.calls)
+        ended = stream.finish is not None
+        if ended or (not self._whole and (text or stream.calls)):
+            self._send()
+        return ended
 
     def score(self, event: ScoreEvent) -> None:
         """Log-probabilities of the prompt; what came before, in this attempt or another, is left
@@ -108,22 +117,27 @@ class Choice:
             self._prompt_logprobs += event.logprobs[known:]
         if event.finish is not None:
             self.stream.finish = event.finish
-            self._send("")
+            self._send()
 
     def let_go(self) -> None:
         """No more events will come. Choice and generation would keep each other alive until the
         garbage collector, which stops every stream, finds them."""
         del self._measure, self._emit
 
-    def _send(self, text: str) -> None:
-        scores, ids = self._scores, self._held_ids
-        delta = Delta(self.job.index, text, ids, self.stream.finish, scores)
-        delta.calls = self.stream.calls
-        self._held_ids = []
-        if scores is not None:
+    def _add_calls(self, calls: Sequence[CallDelta]) -> None:
+        for call in calls:
+            if self._calls and self._calls[-1].index == call.index:
+                self._calls[-1].arguments += call.arguments
+            else:
+                self._calls.append(call)
+
+    def _send(self) -> None:
+        text = self._texts[0] if len(self._texts) == 1 else "".join(self._texts)
+        delta = Delta(self.job.index, text, self._ids, self.stream.finish, self._scores)
+        delta.calls = self._calls
+        self._texts, self._ids, self._calls = [], [], []
+        if self._scores is not None:
             self._scores = []
-        if self._start:
-            delta.text, self._start = self._start + text, ""
         if self._prompt_logprobs is not None:
             delta.prompt_scores = self._prompt_scores(self._prompt_logprobs)
             self._prompt_logprobs = None

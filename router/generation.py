@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from observability import metrics
 from observability.export import MetricSet
@@ -33,6 +33,15 @@ class Usage:
     def total_tokens(self) -> int:
         """Both together."""
         return self.prompt_tokens + self.completion_tokens
+
+    def to_json(self) -> dict[str, Any]:
+        """Usage as OpenAI writes it; the gRPC message has the same names."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.total_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
 
 
 class Generation:
@@ -65,16 +74,7 @@ class Generation:
         self._turn = turn
         self._metrics: MetricSet = relay.metrics
         self._prompt_tokens = prompt_tokens
-        self._choices = [
-            Choice(
-                job,
-                text.stream(),
-                shown=text.shown.get(job.prompt_ids),
-                measure=self._measure,
-                emit=self._emit,
-            )
-            for job in jobs
-        ]
+        self._choices = [Choice(job, text, measure=self._measure, emit=self._emit) for job in jobs]
         self._flights = [Flight(relay, choice.job, choice) for choice in self._choices]
         self._spans = list(spans)
         self._tasks: list[asyncio.Task[None]] = []

@@ -26,11 +26,10 @@ from protocol.sampling import SamplingParams
 from protocol.ticket import Ticket
 from protocol.timeline import Phase, Span
 from protocol.trace import TraceContext
-from router.attempt import Attempt, Ended, Outcome, Output
+from router.attempt import Attempt, Ended, Outcome, Output, TokenMerger
 from router.config import RouterConfig
 from router.member import Member
 from router.members import Members
-from router.merge import TokenMerger
 from router.policy import Choice, Need, PolicyConfig, WorkerView, choose
 from router.prefix import PromptBlocks
 

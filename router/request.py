@@ -8,24 +8,21 @@ is greedy; choice i of n uses seed + i, so choice 0 is what n = 1 gives.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeVar
+from typing import Any
 
 from protocol.errors import InvalidRequest, Unsupported
-from protocol.sampling import MAX_LOGIT_BIASES
+from protocol.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS
 from router import fields as read
 from router import structured
 from router.fields import Fields
-from router.logprob_fields import parse_logprobs, parse_prompt_logprobs
 from router.messages import ChatMessage, parse_messages
 from router.structured import StructuredOutput, parse_structured
 from router.tools import request as tool_fields
 from router.tools.request import ToolUse, parse_tools
 from router.unserved import check_fields
-
-T = TypeVar("T")
 
 MAX_CHOICES = 16
 MAX_PROMPTS = 256
@@ -111,16 +108,19 @@ class GenerateRequest:
         return self.n * max(1, len(self.prompts))
 
 
-_COMMON = frozenset(
-    {
-        *("model", "temperature", "top_p", "top_k", "min_p", "seed", "n", "max_tokens"),
-        *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
-        *("min_tokens", "stop", "stop_token_ids", "ignore_eos", "stream", "stream_options"),
-        *("logprobs", "top_logprobs", "prompt_logprobs"),
-        *("skip_special_tokens", "include_stop_str_in_output"),
-        *("user", "timeout", "timeline", "return_token_ids", "cache_salt"),
-        *("priority", "service_tier"),
-    }
+#: Fields that are what they say: an absent one has the default of GenerateRequest.
+_PLAIN: dict[str, Callable[[Fields, str], object]] = {
+    **dict.fromkeys(("temperature", "top_p", "min_p"), read.number),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), read.number),
+    **dict.fromkeys(("seed", "n", "min_tokens", "priority"), read.integer),
+    **dict.fromkeys(("stream", "echo", "ignore_eos", "timeline", "return_token_ids"), read.boolean),
+    **dict.fromkeys(("skip_special_tokens", "include_stop_str_in_output"), read.boolean),
+    **dict.fromkeys(("model", "user", "service_tier"), read.text),
+}
+_COMMON = (
+    frozenset(_PLAIN) - {"echo"}
+    | {"top_k", "max_tokens", "logit_bias", "stop", "stop_token_ids", "stream_options"}
+    | {"logprobs", "top_logprobs", "prompt_logprobs", "cache_salt", "timeout"}
     | structured.FIELDS
 )
 _SERVED = {
@@ -144,47 +144,30 @@ def parse_request(kind: RequestKind, fields: Fields) -> GenerateRequest:
     """The request in `fields`. Raises InvalidRequest naming the first wrong field."""
     check_fields(fields, _SERVED[kind], elsewhere=_ELSEWHERE[kind])
     chat = kind is RequestKind.CHAT
+    given = {name: reader(fields, name) for name, reader in _PLAIN.items()}
+    plain: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    _check_between(plain.get("n", 1), "n", 1, MAX_CHOICES)
     max_tokens, max_tokens_param = _max_tokens(fields)
-    stream = read.boolean(fields, "stream") or False
-    include_usage, continuous_usage = _stream_options(fields, stream=stream)
+    include_usage, continuous_usage = _stream_options(fields, stream=plain.get("stream", False))
     return GenerateRequest(
         kind=kind,
-        model=read.text(fields, "model"),
         prompts=() if chat else parse_prompts(fields.get("prompt")),
         messages=parse_messages(fields.get("messages")) if chat else (),
-        temperature=_or(read.number(fields, "temperature"), 1.0),
-        top_p=_or(read.number(fields, "top_p"), 1.0),
         top_k=_top_k(fields),
-        min_p=_or(read.number(fields, "min_p"), 0.0),
-        presence_penalty=_or(read.number(fields, "presence_penalty"), 0.0),
-        frequency_penalty=_or(read.number(fields, "frequency_penalty"), 0.0),
-        repetition_penalty=_or(read.number(fields, "repetition_penalty"), 1.0),
         logit_bias=_logit_bias(fields),
-        seed=read.integer(fields, "seed"),
-        n=_within(_or(read.integer(fields, "n"), 1), "n", 1, MAX_CHOICES),
         max_tokens=max_tokens,
         max_tokens_param=max_tokens_param,
-        min_tokens=_or(read.integer(fields, "min_tokens"), 0),
         stop=_stops(fields.get("stop")),
         stop_token_ids=_stop_token_ids(fields),
-        ignore_eos=read.boolean(fields, "ignore_eos") or False,
-        logprobs=parse_logprobs(fields, chat=chat),
-        prompt_logprobs=parse_prompt_logprobs(fields),
-        echo=read.boolean(fields, "echo") or False,
-        skip_special_tokens=_or(read.boolean(fields, "skip_special_tokens"), True),
-        include_stop_str_in_output=read.boolean(fields, "include_stop_str_in_output") or False,
-        stream=stream,
+        logprobs=_logprobs(fields, chat=chat),
+        prompt_logprobs=_count(fields, "prompt_logprobs"),
         include_usage=include_usage,
         continuous_usage=continuous_usage,
-        user=read.text(fields, "user"),
         cache_salt=_cache_salt(fields),
-        priority=_or(read.integer(fields, "priority"), 0),
-        service_tier=read.text(fields, "service_tier"),
         timeout_s=_timeout(fields),
-        timeline=read.boolean(fields, "timeline") or False,
-        return_token_ids=read.boolean(fields, "return_token_ids") or False,
         structured=parse_structured(fields),
         tools=parse_tools(fields) if chat else None,
+        **plain,
     )
 
 
@@ -231,8 +214,37 @@ def _max_tokens(fields: Fields) -> tuple[int | None, str]:
     return value, name
 
 
+def _logprobs(fields: Fields, *, chat: bool) -> int | None:
+    """How many of the likeliest tokens to show beside each output token; None: nothing is shown.
+
+    `logprobs: true` with `top_logprobs`, as OpenAI's chat has it; completions may also give the
+    number itself as `logprobs`.
+    """
+    value, top = fields.get("logprobs"), _count(fields, "top_logprobs")
+    if not chat and isinstance(value, int) and not isinstance(value, bool):
+        if top is not None:
+            raise InvalidRequest(
+                "give the number as logprobs or as top_logprobs", param="top_logprobs"
+            )
+        return _count(fields, "logprobs")
+    if not chat and value is not None and not isinstance(value, bool):
+        raise read.wrong_type("logprobs", "an integer or a boolean", value)
+    if read.boolean(fields, "logprobs"):
+        return top or 0
+    if top:
+        raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    return None
+
+
+def _count(fields: Fields, name: str) -> int | None:
+    value = read.integer(fields, name)
+    if value is not None:
+        _check_between(value, name, 0, MAX_LOGPROBS)
+    return value
+
+
 def _top_k(fields: Fields) -> int:
-    value = _or(read.integer(fields, "top_k"), 0)
+    value = read.integer(fields, "top_k") or 0
     return 0 if value == -1 else value  # -1 is the other customary way to say "off"
 
 
@@ -257,8 +269,7 @@ def _stops(value: object) -> tuple[str, ...]:
     if not isinstance(value, str | list):
         raise read.wrong_type("stop", "a string or an array of strings", value)
     items = [value] if isinstance(value, str) else value
-    if len(items) > MAX_STOPS:
-        raise InvalidRequest(f"stop: at most {MAX_STOPS} strings, got {len(items)}", param="stop")
+    read.check_count(items, MAX_STOPS, "stop")
     stops = tuple(read.as_text(item, "stop") for item in items)
     for stop in stops:
         if not 0 < len(stop) <= MAX_STOP_CHARS:
@@ -325,11 +336,6 @@ def _timeout(fields: Fields) -> float | None:
     return value
 
 
-def _within(value: int, param: str, low: int, high: int) -> int:
+def _check_between(value: int, param: str, low: int, high: int) -> None:
     if not low <= value <= high:
         raise InvalidRequest(f"{param} must be between {low} and {high}, got {value}", param=param)
-    return value
-
-
-def _or(value: T | None, default: T) -> T:
-    return default if value is None else value

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
+from starlette.types import ASGIApp
+
 from observability.export import MetricSet
 from observability.logging import get_logger
 from protocol.ids import Role, WorkerRef
@@ -71,23 +73,57 @@ class Router:
             model_name=config.model_name, vllm_names=config.vllm_metric_names
         )
         self.addresses = RouterAddresses(http="", grpc="", metrics="")
-        self._secret = secret
-        self._admin = admin
-        self._clock = clock
-        self._rng = rng or random.Random()
         self._access = Access(config.api_keys_file, tiers=frozenset(config.service_tiers))
         self._tls = Tls(config.tls)
         self._tracing = tracing or make_tracing(config.otlp_endpoint, self.router_id)
         self._model = ServedModel(config)
-        self._exported: set[str] = set()
-        self._retiring = False
-        self._members: Members | None = None
-        self._service: InferenceService | None = None
-        self._http: HttpServer | None = None
-        self._scrapes: HttpServer | None = None
-        self._targets: tuple[str, ...] = ()
-        self._grpc: GrpcServer | None = None
+        self._members = Members(router_id=self.router_id, secret=secret, config=config)
+        relay = Relay(
+            router_id=self.router_id,
+            members=self._members,
+            secret=secret,
+            config=config,
+            metric_set=self.metrics,
+            clock=clock,
+            rng=rng or random.Random(),
+        )
+        self._service = InferenceService(
+            config=config,
+            model=self._model,
+            relay=relay,
+            metric_set=self.metrics,
+            clock=clock,
+            tracing=self._tracing,
+        )
+        app = make_app(
+            self._service,
+            access=self._access,
+            metrics_text=self.metrics_text,
+            max_body_bytes=config.max_body_bytes,
+            model=self._model,
+            metrics_targets=lambda: self._targets or (self.addresses.metrics,),
+            cors_origins=config.cors_origins,
+        )
+        self._http = self._listener(app)
+        self._scrapes = self._listener(make_metrics_app(self.metrics_text))
+        self._grpc = GrpcServer(
+            InferenceServicer(self._service),
+            AdminServicer(self.view, admin) if config.admin_enabled else None,
+            access=self._access,
+            credentials=self._tls.grpc_credentials(),
+            max_message_bytes=config.max_message_bytes,
+            reuse_port=config.reuse_port,
+        )
+        self._targets, self._retiring = tuple[str, ...](), False
         self._tasks: list[asyncio.Task[None]] = []
+
+    def _listener(self, app: ASGIApp) -> HttpServer:
+        return HttpServer(
+            app,
+            tls=self._tls.context,
+            keep_alive_s=self.config.keep_alive_s,
+            reuse_port=self.config.reuse_port,
+        )
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -105,20 +141,17 @@ class Router:
 
         Raises Unavailable, naming http_port, grpc_port or metrics_port, when it cannot be had.
         """
-        service = self._build()
         try:
-            assert self._http is not None
-            assert self._grpc is not None
-            assert self._scrapes is not None
             http = await self._http.start(http_host, http_port, "http_port")
             grpc = await self._grpc.start(grpc_host, grpc_port)
+            # Shared while one router takes over from another.
             scrapes = await self._scrapes.start(http_host, metrics_port, "metrics_port")
         except BaseException:
             await self.stop()
             raise
         self.addresses = RouterAddresses(http=http, grpc=grpc, metrics=scrapes)
         self._tasks = [
-            asyncio.create_task(self._keep_health(service)),
+            asyncio.create_task(self._keep_health()),
             asyncio.create_task(self._keep_files()),
         ]
         log.info("router started", extra={"http": http, "grpc": grpc, "router": self.router_id})
@@ -127,16 +160,9 @@ class Router:
     async def drain(self, timeout_s: float | None = None) -> bool:
         """Refuse new requests and wait for those in flight; whether all ended within `timeout_s`
         (the configured time if None)."""
-        service = self._running()
-        service.admission.draining = True
-        assert self._grpc is not None
+        self._service.admission.draining = True
         await self._grpc.set_serving(False)
-        try:
-            async with asyncio.timeout(self.config.drain_s if timeout_s is None else timeout_s):
-                await service.admission.idle()
-        except TimeoutError:
-            return False
-        return True
+        return await self._idle(self.config.drain_s if timeout_s is None else timeout_s)
 
     async def retire(self, timeout_s: float | None = None) -> bool:
         """Stop listening and wait for the requests in flight; whether all ended within `timeout_s`
@@ -146,21 +172,20 @@ class Router:
         at once, and open ones are told to go there (GOAWAY, or closed after their answer) instead
         of being refused as by `drain`. `stop` still has to follow.
         """
-        service = self._running()
         limit = self.config.drain_s if timeout_s is None else timeout_s
         self._retiring = True
-        assert self._grpc is not None
-        assert self._http is not None
         closing = asyncio.gather(self._grpc.stop(limit), self._http.stop(limit))
-        try:
-            async with asyncio.timeout(limit):
-                await service.admission.idle()
-        except TimeoutError:
-            ended = False
-        else:
-            ended = True
+        ended = await self._idle(limit)
         await closing
         return ended
+
+    async def _idle(self, limit_s: float) -> bool:
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._service.admission.idle()
+        except TimeoutError:
+            return False
+        return True
 
     async def stop(self) -> None:
         """Close both doors and every stream. Requests in flight end in an error; idempotent."""
@@ -168,12 +193,9 @@ class Router:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
-        if self._service is not None:
-            self._service.admission.draining = True
-        doors = (self._grpc, self._http, self._scrapes)
-        await asyncio.gather(*(door.stop() for door in doors if door is not None))
-        if self._members is not None:
-            await self._members.close()
+        self._service.admission.draining = True
+        await asyncio.gather(self._grpc.stop(), self._http.stop(), self._scrapes.stop())
+        await self._members.close()
         self._model.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
@@ -186,29 +208,31 @@ class Router:
         New ones take requests once their event stream is up; those no longer named finish what they
         have. Call on the router's event loop, after `start`.
         """
-        self._running()
-        assert self._members is not None
         self._members.set(refs)
 
     def set_routers(self, targets: Sequence[str]) -> None:
         """There are so many routers in the cluster, which answer scrapes there, this one among
         them. Call like `set_workers`."""
         self._targets = tuple(targets)
-        self._running().share_limits(max(1, len(targets)))
+        self._service.share_limits(max(1, len(targets)))
+
+    def warm_up(self) -> None:
+        """Start what the first structured request would else wait a second for: call when ready."""
+        self._model.forms.begin()
 
     @property
     def ready(self) -> bool:
         """Whether a request would be accepted now."""
-        return self._service is not None and self._service.ready
+        return self._service.ready
 
     @property
     def num_requests(self) -> int:
         """Sequences in flight."""
-        return 0 if self._service is None else self._service.admission.in_flight
+        return self._service.admission.in_flight
 
     def view(self) -> ClusterView:
         """The cluster as this router sees it."""
-        members = [] if self._members is None else self._members.all()
+        members = self._members.all()
         pools = tuple(
             PoolView(
                 role=role, workers=tuple(_worker_view(m) for m in members if m.ref.role is role)
@@ -226,80 +250,20 @@ class Router:
 
     async def metrics_text(self) -> bytes:
         """The metrics of this router and of the workers it follows, in Prometheus' text format."""
-        if self._members is not None:
-            await self._members.refresh()
-            known = {m.ref.worker_id: m.status for m in self._members.all() if m.status is not None}
-            for worker_id in self._exported - known.keys():
-                self.metrics.workers.forget(worker_id)
-            for status in known.values():
-                self.metrics.workers.update(status)
-            self._exported = set(known)
+        await self._members.refresh()
+        known = {m.ref.worker_id: m.status for m in self._members.all() if m.status is not None}
+        self.metrics.workers.statuses = tuple(known.values())
         return self.metrics.render()
 
     # --- parts ------------------------------------------------------------------------------------
 
-    def _build(self) -> InferenceService:
-        config = self.config
-        self._members = Members(router_id=self.router_id, secret=self._secret, config=config)
-        relay = Relay(
-            router_id=self.router_id,
-            members=self._members,
-            secret=self._secret,
-            config=config,
-            metric_set=self.metrics,
-            clock=self._clock,
-            rng=self._rng,
-        )
-        self._service = InferenceService(
-            config=config,
-            model=self._model,
-            relay=relay,
-            metric_set=self.metrics,
-            clock=self._clock,
-            tracing=self._tracing,
-        )
-        app = make_app(
-            self._service,
-            access=self._access,
-            metrics_text=self.metrics_text,
-            max_body_bytes=config.max_body_bytes,
-            model=self._model,
-            metrics_targets=lambda: self._targets or (self.addresses.metrics,),
-            cors_origins=config.cors_origins,
-        )
-        self._scrapes = HttpServer(
-            make_metrics_app(self.metrics_text),
-            tls=self._tls.context,
-            keep_alive_s=config.keep_alive_s,
-            reuse_port=config.reuse_port,  # while one router takes over from another
-        )
-        self._http = HttpServer(
-            app,
-            tls=self._tls.context,
-            keep_alive_s=config.keep_alive_s,
-            reuse_port=config.reuse_port,
-        )
-        self._grpc = GrpcServer(
-            InferenceServicer(self._service),
-            AdminServicer(self.view, self._admin) if config.admin_enabled else None,
-            access=self._access,
-            credentials=self._tls.grpc_credentials(),
-            max_message_bytes=config.max_message_bytes,
-            reuse_port=config.reuse_port,
-        )
-        return self._service
-
-    async def _keep_health(self, service: InferenceService) -> None:
+    async def _keep_health(self) -> None:
         """Keep grpc.health.v1 in step with readiness."""
-        assert self._members is not None
-        assert self._grpc is not None
         serving: bool | None = None
         while True:
-            if service.ready is not serving:
-                serving = service.ready
+            if self.ready is not serving:
+                serving = self.ready
                 await self._grpc.set_serving(serving)
-                if serving:
-                    self._model.forms.begin()
                 continue  # it may have changed meanwhile
             await self._members.changed(_HEALTH_CHECK_S)
 
@@ -313,14 +277,7 @@ class Router:
             except Exception:
                 log.exception("files are not reloaded")  # next time, perhaps
 
-    def _running(self) -> InferenceService:
-        if self._service is None:
-            raise RuntimeError("the router has not been started")
-        return self._service
-
     def _state(self) -> str:
-        if self._service is None:
-            return "starting"
         if self._service.admission.draining or self._retiring:
             return "draining"
         return "ready" if self._service.ready else "waiting for workers"

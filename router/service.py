@@ -339,7 +339,10 @@ class InferenceService:
             request_id=request_id,
             jobs=jobs,
             text=RequestText(
-                stream=lambda: self._text_stream(request), pieces=self._model.pieces, shown=shown
+                stream=lambda: self._text_stream(request),
+                pieces=self._model.pieces,
+                shown=shown,
+                whole=not request.stream,
             ),
             prompt_tokens=sum(map(len, prompts)),
             turn=self._waiting.turn(errand),

@@ -23,7 +23,7 @@ class Timeline:
     spans: tuple[PlacedSpan, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The timeline as a JSON object."""
+        """The timeline as a JSON object; the gRPC message has the same names."""
         return {
             "request_id": self.request_id,
             "arrival": self.arrival,

@@ -12,7 +12,7 @@ from typing import cast
 import grpc
 
 from observability.logging import get_logger
-from router.files import Stamp, stamp
+from router.access import Stamp, stamp
 
 log = get_logger(__name__)
 

@@ -143,9 +143,11 @@ def _target(parser: Any) -> None:
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--min-p", type=float)
     parser.add_argument("--seed", type=int)
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT")
+    parser.add_argument("--stop", action="append", metavar="TEXT")
     parser.add_argument("--timeout", type=float, metavar="S", help="deadline in seconds")
-    parser.add_argument("--timeline", action="store_true", help="print where the time went")
+    parser.add_argument(
+        "--timeline", action="store_true", default=None, help="print where the time went"
+    )
 
 
 def _generate(commands: Any) -> None:

@@ -8,11 +8,12 @@ from cluster.cli import down, session, up
 from cluster.cli.console import Console
 from cluster.cli.generate import open_client
 from cluster.cli.timeline import show_timeline
-from cluster.client import Options, Outcome, Turn
+from cluster.client import Outcome
 from cluster.config import ClusterConfig
 from cluster.config_load import load_config
 from cluster.local_ray import RunningCluster
 from cluster.models import SOURCES, get_model
+from protocol.wire.inference_pb2 import Message
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
@@ -42,9 +43,10 @@ def _ask(state: RunningCluster, options: argparse.Namespace, console: Console) -
     outcome = Outcome()
     console.say(f"\nquestion (over gRPC): {options.question}")
     console.piece("answer: ")
-    asked = Options(max_tokens=options.max_tokens, temperature=0.0, timeline=True, timeout=120.0)
+    message = Message(role="user", content=options.question)
+    fields = {"max_tokens": options.max_tokens, "temperature": 0, "timeline": True, "timeout": 120}
     try:
-        for piece in client.chat([Turn(role="user", content=options.question)], asked, outcome):
+        for piece in client.chat([message], fields, outcome):
             console.piece(piece)
     finally:
         client.close()

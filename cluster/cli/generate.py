@@ -6,15 +6,22 @@ import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 
 from cluster.cli.arguments import DEFAULT_GRPC
 from cluster.cli.console import Console
 from cluster.cli.timeline import show_timeline
-from cluster.client import InferenceClient, Options, Outcome, Turn
+from cluster.client import InferenceClient, Outcome
 from cluster.local_ray import load_state
 from protocol.errors import InvalidRequest
+from protocol.wire.inference_pb2 import Message
+
+_FIELDS = (
+    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "timeout"),
+    *("timeline", "ignore_eos"),
+)
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
@@ -57,20 +64,10 @@ def default_target() -> str:
     return state.grpc if state is not None and state.grpc else DEFAULT_GRPC
 
 
-def sampling(options: argparse.Namespace) -> Options:
-    """The request's options, as given on the command line."""
-    return Options(
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        min_p=options.min_p,
-        seed=options.seed,
-        stop=tuple(options.stop),
-        ignore_eos=getattr(options, "ignore_eos", None),
-        timeline=options.timeline or None,
-        timeout=options.timeout,
-    )
+def sampling(options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of the request that were given on the command line."""
+    given = {name: getattr(options, name, None) for name in _FIELDS}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def show(
@@ -89,7 +86,7 @@ def show(
 
 
 def _chat(client: InferenceClient, options: argparse.Namespace, console: Console) -> None:
-    turns = [Turn(role="system", content=options.system)] if options.system else []
+    turns = [Message(role="system", content=options.system)] if options.system else []
     if options.message is not None:
         _answer(client, turns, options.message, options, console)
         return
@@ -107,12 +104,12 @@ def _ask() -> str:
 
 def _answer(
     client: InferenceClient,
-    turns: list[Turn],
+    turns: list[Message],
     text: str,
     options: argparse.Namespace,
     console: Console,
 ) -> None:
-    turns.append(Turn(role="user", content=text))
+    turns.append(Message(role="user", content=text))
     outcome = Outcome()
     answer = show(client.chat(turns, sampling(options), outcome), outcome, options, console)
-    turns.append(Turn(role="assistant", content=answer))
+    turns.append(Message(role="assistant", content=answer))

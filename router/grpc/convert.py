@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from google.protobuf.message import Message
@@ -12,7 +13,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from protocol.errors import InvalidRequest
 from protocol.wire import inference_pb2 as pb
 from router import fields as read
-from router.admin import ClusterView, PoolView, RouterView, WorkerView
+from router.admin import ClusterView, WorkerView
 from router.choice import Delta, Score
 from router.generation import Usage
 from router.messages import MAX_MESSAGES
@@ -213,80 +214,27 @@ def _logprob(score: Score, count: int, pieces: PieceTable) -> pb.TokenLogprob:
 
 def usage_message(usage: Usage) -> pb.Usage:
     """Usage."""
-    return pb.Usage(
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        total_tokens=usage.total_tokens,
-        prompt_tokens_details=pb.PromptTokensDetails(cached_tokens=usage.cached_tokens),
-    )
+    return pb.Usage(**usage.to_json())
 
 
 def timeline_message(timeline: Timeline) -> pb.Timeline:
     """A timeline with its spans."""
-    spans = [
-        pb.Span(
-            phase=placed.span.phase.value,
-            start=placed.span.start,
-            end=placed.span.end,
-            place=placed.span.place,
-            counts=placed.span.counts,
-            note=placed.span.note,
-            choice=placed.choice,
-            attempt=placed.attempt,
-        )
-        for placed in timeline.spans
-    ]
-    return pb.Timeline(
-        request_id=timeline.request_id,
-        arrival=timeline.arrival,
-        first_token=timeline.first_token,
-        end=timeline.end,
-        spans=spans,
-    )
+    return pb.Timeline(**timeline.to_json())
 
 
 def cluster_message(view: ClusterView) -> pb.Cluster:
     """A view of the cluster."""
     return pb.Cluster(
         model=view.model,
-        pools=[_pool(pool) for pool in view.pools],
-        routers=[_router(router) for router in view.routers],
-    )
-
-
-def _pool(pool: PoolView) -> pb.Pool:
-    return pb.Pool(
-        role=pool.role.value,
-        target=pool.target,
-        workers=[_worker(worker) for worker in pool.workers],
+        pools=[
+            pb.Pool(role=pool.role, target=pool.target, workers=map(_worker, pool.workers))
+            for pool in view.pools
+        ],
+        routers=[pb.RouterInfo(**asdict(router)) for router in view.routers],
     )
 
 
 def _worker(worker: WorkerView) -> pb.Worker:
-    load = worker.load
-    return pb.Worker(
-        worker_id=worker.ref.worker_id,
-        epoch=worker.ref.epoch,
-        address=worker.ref.address,
-        state=worker.state,
-        running=load.running,
-        waiting=load.waiting,
-        waiting_tokens=load.waiting_tokens,
-        free_blocks=load.free_blocks,
-        held_blocks=load.held_blocks,
-        cached_blocks=load.cached_blocks,
-        quarantined_blocks=load.quarantined_blocks,
-        total_blocks=load.total_blocks,
-        tokens_per_second=load.tokens_per_second,
-        in_flight=worker.in_flight,
-    )
-
-
-def _router(router: RouterView) -> pb.RouterInfo:
-    return pb.RouterInfo(
-        router_id=router.router_id,
-        http_address=router.http_address,
-        grpc_address=router.grpc_address,
-        state=router.state,
-        requests=router.requests,
-    )
+    ref = asdict(worker.ref)
+    del ref["role"]  # of the whole pool
+    return pb.Worker(**ref, **asdict(worker.load), state=worker.state, in_flight=worker.in_flight)

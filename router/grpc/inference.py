@@ -97,7 +97,6 @@ class InferenceServicer:
         token_ids: bool,
     ) -> pb.GenerateResponse:
         """Pass the output on; the last message, not sent yet."""
-        whole = _Whole(len(generation.prompts))
         message = self._first(generation)
         if request.service_tier is not None:
             message.service_tier = generation.tier_name
@@ -112,17 +111,16 @@ class InferenceServicer:
                 if request.return_token_ids and delta.index not in opened:
                     opened.add(delta.index)
                     choice.prompt_token_ids.extend(generation.prompts[delta.index])
-                if not request.stream:
-                    whole.add(choice)
-                    continue
                 message.choices.append(choice)
+                if not request.stream:
+                    continue
                 num_tokens += len(delta.token_ids)
                 if request.continuous_usage:
                     so_far = replace(generation.usage, completion_tokens=num_tokens)
                     message.usage.CopyFrom(convert.usage_message(so_far))
                 await context.write(message)
                 message = pb.GenerateResponse()
-        message.choices.extend(whole.choices())
+        message.choices.sort(key=lambda choice: choice.index)
         message.usage.CopyFrom(convert.usage_message(generation.usage))
         if request.timeline:
             timeline = generation.timeline()
@@ -138,35 +136,6 @@ class InferenceServicer:
             model=self._service.model_name,
             created=int(generation.arrival),
         )
-
-
-class _Whole:
-    """Gathers the choices of a request that is not streamed."""
-
-    def __init__(self, count: int) -> None:
-        self._parts: list[list[pb.Choice]] = [[] for _ in range(count)]
-
-    def add(self, choice: pb.Choice) -> None:
-        """Take the next part of a choice."""
-        self._parts[choice.index].append(choice)
-
-    def choices(self) -> list[pb.Choice]:
-        """Each choice in one piece."""
-        return [self._joined(parts) for parts in self._parts if parts]
-
-    def _joined(self, parts: list[pb.Choice]) -> pb.Choice:
-        joined = pb.Choice()
-        for part in parts:
-            joined.MergeFrom(part)  # appends the ids; text, a single value, is set below
-        joined.text = "".join(part.text for part in parts)
-        deltas = list(joined.tool_calls)
-        del joined.tool_calls[:]
-        for delta in deltas:
-            if delta.HasField("id"):
-                joined.tool_calls.append(delta)
-            else:
-                joined.tool_calls[delta.index].arguments += delta.arguments
-        return joined
 
 
 def _time_left_s(context: _Context) -> float | None:

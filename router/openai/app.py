@@ -1,4 +1,4 @@
-"""The paths of the HTTP door."""
+"""The paths of the HTTP door, each in a few lines over router.service (made by router.server)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -26,7 +26,8 @@ from router.large import off_loop
 from router.model import ModelInfo, ServedModel
 from router.openai.answers import JSON_TYPE, Answer, cancelled_when_gone
 from router.openai.body import read_object
-from router.openai.chunks import ChunkWriter, Collector
+from router.openai.chunks import ChunkWriter
+from router.openai.chunks import answer as answer_bytes
 from router.openai.document import openapi_document
 from router.openai.errors import error_body, error_headers, error_status
 from router.openai.guard import Guard, caller_of, trace_of
@@ -34,6 +35,12 @@ from router.request import GenerateRequest, RequestKind, parse_request
 from router.service import Door, InferenceService
 
 _Ending = Callable[[], Awaitable[None]]
+MetricsText = Callable[[], Awaitable[bytes]]
+_POST = ("POST",)
+_ENDPOINTS = {
+    RequestKind.CHAT: "chat_completions",
+    RequestKind.COMPLETION: "completions",
+}
 #: How long browsers remember what they may.
 _CORS_AGE_S = 3600
 #: Paths of OpenAI's API that clients know and that are not served.
@@ -56,7 +63,7 @@ def make_app(
     service: InferenceService,
     *,
     access: Access,
-    metrics_text: Callable[[], Awaitable[bytes]],
+    metrics_text: MetricsText,
     max_body_bytes: int,
     model: ServedModel,
     metrics_targets: Callable[[], Sequence[str]],
@@ -64,7 +71,7 @@ def make_app(
 ) -> ASGIApp:
     """The ASGI application. `metrics_text` renders /metrics, `metrics_targets` names where each
     router has its own; `model` is what /openapi.json is about; pages of `cors_origins` may call."""
-    door = _Paths(service, metrics_text, max_body_bytes)
+    door = _Door(service, max_body_bytes)
     document = openapi_document(
         version=_version(),
         names=sorted(model.names),
@@ -72,29 +79,29 @@ def make_app(
         vocab_size=model.vocab_size,
     )
 
-    async def serve_document(_: Request) -> Response:
-        return _json(document)
-
     async def serve_targets(_: Request) -> Response:
         # https://prometheus.io/docs/prometheus/latest/http_sd/
-        return JSONResponse([{"targets": list(metrics_targets()), "labels": {}}])
+        return _json([{"targets": list(metrics_targets()), "labels": {}}])
 
     routes = [
-        Route("/v1/chat/completions", door.generate(RequestKind.CHAT), methods=["POST"]),
-        Route("/v1/completions", door.generate(RequestKind.COMPLETION), methods=["POST"]),
-        Route("/v1/models", door.models, methods=["GET"]),
-        Route("/v1/models/{model:path}", door.model, methods=["GET"]),
-        Route("/tokenize", door.operation(door.tokenize), methods=["POST"]),
-        Route("/detokenize", door.operation(door.detokenize), methods=["POST"]),
-        Route("/health", door.health, methods=["GET"]),
-        Route("/ready", door.ready, methods=["GET"]),
-        Route("/metrics", door.metrics, methods=["GET"]),
-        Route("/metrics/targets", serve_targets, methods=["GET"]),
-        Route("/version", door.version, methods=["GET"]),
-        Route("/openapi.json", serve_document, methods=["GET"]),
+        Route(
+            "/v1/chat/completions", _App(partial(door.generate, RequestKind.CHAT)), methods=_POST
+        ),
+        Route(
+            "/v1/completions", _App(partial(door.generate, RequestKind.COMPLETION)), methods=_POST
+        ),
+        Route("/tokenize", _App(partial(door.operate, door.tokenize)), methods=_POST),
+        Route("/detokenize", _App(partial(door.operate, door.detokenize)), methods=_POST),
+        Route("/v1/models", door.models),
+        Route("/v1/models/{model:path}", door.model),
+        Route("/health", _constant({"status": "ok"})),  # the event loop turns
+        Route("/ready", door.ready),
+        Route("/metrics", _metrics(metrics_text)),
+        Route("/metrics/targets", serve_targets),
+        Route("/version", _constant({"version": _version()})),
+        Route("/openapi.json", _constant(document)),
     ]
-    handlers: dict[Any, Any] = {HTTPException: _http_exception, Exception: _exception}
-    paths = Starlette(routes=routes, exception_handlers=handlers)
+    paths = Starlette(routes=routes, exception_handlers=_HANDLERS)
     paths.router.redirect_slashes = False  # behind a proxy they would lead past it
     app: ASGIApp = Guard(paths, access)
     if not cors_origins:
@@ -109,60 +116,46 @@ def make_app(
     )
 
 
-def make_metrics_app(metrics_text: Callable[[], Awaitable[bytes]]) -> ASGIApp:
+def make_metrics_app(metrics_text: MetricsText) -> ASGIApp:
     """/metrics and nothing else: of one router, where several share the port of the doors."""
-
-    async def serve(_: Request) -> Response:
-        return await _metrics(metrics_text)
-
-    handlers: dict[Any, Any] = {HTTPException: _http_exception, Exception: _exception}
-    return Starlette(routes=[Route("/metrics", serve)], exception_handlers=handlers)
+    return Starlette(
+        routes=[Route("/metrics", _metrics(metrics_text))], exception_handlers=_HANDLERS
+    )
 
 
-async def _metrics(metrics_text: Callable[[], Awaitable[bytes]]) -> Response:
-    return Response(await metrics_text(), headers={"content-type": CONTENT_TYPE})
+class _App:
+    """Tells Starlette that this is an application, not a function of a request."""
+
+    def __init__(self, run: ASGIApp) -> None:
+        self._run = run
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._run(scope, receive, send)
 
 
-class _Paths:
-    def __init__(
-        self,
-        service: InferenceService,
-        metrics_text: Callable[[], Awaitable[bytes]],
-        max_body_bytes: int,
-    ) -> None:
+class _Door:
+    def __init__(self, service: InferenceService, max_body_bytes: int) -> None:
         self._service = service
-        self._metrics_text = metrics_text
         self._max_body_bytes = max_body_bytes
-        self._version = _version()
 
-    # --- generate ---------------------------------------------------------------------------------
-
-    def generate(self, kind: RequestKind) -> ASGIApp:
-        """The endpoint of one kind of request, as a plain ASGI application."""
-        endpoint = "chat_completions" if kind is RequestKind.CHAT else "completions"
-
-        async def run(scope: Scope, receive: Receive, send: Send) -> None:
-            arrival = self._service.clock()
-            answer = Answer(scope, send)
-            try:
-                with self._service.track(Door.HTTP, endpoint):
-                    fields = await read_object(scope, receive, limit=self._max_body_bytes)
-                    request = parse_request(kind, fields)
-                    async with (
-                        cancelled_when_gone(receive),
-                        self._service.generate(
-                            request,
-                            caller=caller_of(scope),
-                            arrival=arrival,
-                            trace=trace_of(scope),
-                        ) as generation,
-                    ):
-                        ending = await self._relay(request, generation, answer)
-                await answer.ended(ending)
-            except BatonError as error:
-                await answer.error(error)
-
-        return _AsgiEndpoint(run)
+    async def generate(self, kind: RequestKind, scope: Scope, receive: Receive, send: Send) -> None:
+        """POST /v1/chat/completions and /v1/completions."""
+        arrival = self._service.clock()
+        answer = Answer(scope, send)
+        try:
+            with self._service.track(Door.HTTP, _ENDPOINTS[kind]):
+                fields = await read_object(scope, receive, limit=self._max_body_bytes)
+                request = parse_request(kind, fields)
+                async with (
+                    cancelled_when_gone(receive),
+                    self._service.generate(
+                        request, caller=caller_of(scope), arrival=arrival, trace=trace_of(scope)
+                    ) as generation,
+                ):
+                    ending = await self._relay(request, generation, answer)
+            await answer.ended(ending)
+        except BatonError as error:
+            await answer.error(error)
 
     async def _relay(
         self, request: GenerateRequest, generation: Generation, answer: Answer
@@ -180,26 +173,21 @@ class _Paths:
                 size = sum(delta.num_scores for delta in deltas) if request.scored else 0
                 await answer.part(await off_loop(partial(writer.events, deltas), size=size))
             return partial(answer.part, writer.last(), last=True)
-        collector = Collector(request, generation, model=model)
-        async for deltas in generation:
-            collector.add(deltas)
-        body = await off_loop(collector.body, size=collector.num_scores)
+        whole = [delta async for deltas in generation for delta in deltas]
+        write = partial(answer_bytes, request, generation, whole, model=model)
+        body = await off_loop(write, size=sum(delta.num_scores for delta in whole))
         return partial(answer.whole, 200, body, [JSON_TYPE, *headers])
 
-    # --- the rest ---------------------------------------------------------------------------------
-
-    def operation(self, run_operation: _Operation) -> ASGIApp:
-        """The endpoint of an operation from one JSON object to another."""
-
-        async def run(scope: Scope, receive: Receive, send: Send) -> None:
-            answer = Answer(scope, send)
-            try:
-                fields = await read_object(scope, receive, limit=self._max_body_bytes)
-                await answer.object(await run_operation(fields, caller_of(scope)))
-            except BatonError as error:
-                await answer.error(error)
-
-        return _AsgiEndpoint(run)
+    async def operate(
+        self, operation: _Operation, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """The path of an operation from one JSON object to another."""
+        answer = Answer(scope, send)
+        try:
+            fields = await read_object(scope, receive, limit=self._max_body_bytes)
+            await answer.object(await operation(fields, caller_of(scope)))
+        except BatonError as error:
+            await answer.error(error)
 
     async def tokenize(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
         """POST /tokenize: `prompt` or `messages` to ids."""
@@ -217,45 +205,33 @@ class _Paths:
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
         served = self._service.models(caller_of(request.scope))
-        data = [_model_json(model) for model in served]
-        return _json({"object": "list", "data": data})
+        return _json({"object": "list", "data": list(map(_model_json, served))})
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{id}."""
-        try:
-            name, caller = request.path_params["model"], caller_of(request.scope)
-            return _json(_model_json(self._service.find_model(name, caller)))
-        except BatonError as error:
-            return _error(error)
-
-    async def health(self, _: Request) -> Response:
-        """GET /health: this process is alive and its event loop turns."""
-        return _json({"status": "ok"})
+        name, caller = request.path_params["model"], caller_of(request.scope)
+        return _json(_model_json(self._service.find_model(name, caller)))
 
     async def ready(self, _: Request) -> Response:
         """GET /ready: a request would be accepted now."""
         if self._service.ready:
             return _json({"status": "ready"})
         state = "draining" if self._service.admission.draining else "no decode worker is ready"
-        return _error(Unavailable(f"not ready: {state}", retry_after_s=1))
-
-    async def metrics(self, _: Request) -> Response:
-        """GET /metrics, in Prometheus' text format."""
-        return await _metrics(self._metrics_text)
-
-    async def version(self, _: Request) -> Response:
-        """GET /version."""
-        return _json({"version": self._version})
+        raise Unavailable(f"not ready: {state}", retry_after_s=1)
 
 
-class _AsgiEndpoint:
-    """Tells Starlette that this is an application, not a function of a request."""
+def _constant(value: dict[str, Any]) -> Callable[[Request], Awaitable[Response]]:
+    async def serve(_: Request) -> Response:
+        return _json(value)
 
-    def __init__(self, run: ASGIApp) -> None:
-        self._run = run
+    return serve
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._run(scope, receive, send)
+
+def _metrics(metrics_text: MetricsText) -> Callable[[Request], Awaitable[Response]]:
+    async def serve(_: Request) -> Response:
+        return Response(await metrics_text(), headers={"content-type": CONTENT_TYPE})
+
+    return serve
 
 
 def _model_json(model: ModelInfo) -> dict[str, Any]:
@@ -268,7 +244,7 @@ def _model_json(model: ModelInfo) -> dict[str, Any]:
     }
 
 
-def _json(value: dict[str, Any]) -> Response:
+def _json(value: object) -> Response:
     return Response(json.dumps(value).encode(), media_type="application/json")
 
 
@@ -298,7 +274,16 @@ async def _http_exception(request: Request, error: HTTPException) -> Response:
 
 
 async def _exception(_: Request, error: Exception) -> Response:
-    return _error(Internal(f"{type(error).__name__}: {error}"))
+    if not isinstance(error, BatonError):
+        error = Internal(f"{type(error).__name__}: {error}")
+    return _error(error)
+
+
+_HANDLERS: dict[Any, Any] = {
+    HTTPException: _http_exception,
+    BatonError: _exception,
+    Exception: _exception,
+}
 
 
 def _version() -> str:

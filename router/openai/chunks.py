@@ -1,4 +1,5 @@
-"""OpenAI's response objects. What is the same in every chunk of a stream is serialised once."""
+"""OpenAI's response objects, whole or in chunks (written by router.openai.app). What is the same in
+every chunk of a stream is serialised once."""
 
 from __future__ import annotations
 
@@ -8,12 +9,12 @@ from typing import Any
 
 from protocol.states import FinishReason
 from router.choice import Delta
-from router.generation import Generation, Usage
+from router.generation import Generation
 from router.large import encode as _encode
 from router.large import encode_in_pieces
-from router.openai.calls import calls_json, delta_json
 from router.openai.logprobs import logprobs_json, prompt_logprobs_json
 from router.request import GenerateRequest, RequestKind
+from router.tools.parser import CallDelta
 
 DONE = b"data: [DONE]\n\n"
 
@@ -50,7 +51,7 @@ class ChunkWriter:
                 out.append(self._event(delta.index, self._first, "null", ""))
             self._started.add(delta.index)
             if self._tools:
-                text = f',"delta":{_encode(delta_json(delta))}'
+                text = f',"delta":{_encode(_delta_json(delta))}'
             else:
                 text = f"{self._before_text}{_encode(delta.text)}{self._after_text}"
             if delta.scores is None and delta.prompt_scores is None:
@@ -63,7 +64,7 @@ class ChunkWriter:
         """What comes after the last token: usage and timeline, if asked for, and the end mark."""
         fields: list[str] = []
         if self._include_usage:
-            fields.append(f'"usage":{_encode(usage_json(self._generation.usage))}')
+            fields.append(f'"usage":{_encode(self._generation.usage.to_json())}')
         if self._timeline:
             fields.append(f'"timeline":{_encode(self._generation.timeline().to_json())}')
         if not fields:
@@ -82,14 +83,14 @@ class ChunkWriter:
         usage = self._usage_null
         if self._continuous_usage:
             so_far = replace(self._generation.usage, completion_tokens=self._num_tokens)
-            usage = f',"usage":{_encode(usage_json(so_far))}'
+            usage = f',"usage":{_encode(so_far.to_json())}'
         return (
             f'data: {self._head}"choices":[{{"index":{index}{content},"logprobs":{logprobs},'
             f'"finish_reason":{finish}{extra}}}]{usage}{end}}}\n\n'
         )
 
     def _scored_event(self, delta: Delta, text: str, extra: str) -> str:
-        logprobs = encode_in_pieces(logprobs_json(self._request, self._pieces, [delta]))
+        logprobs = encode_in_pieces(logprobs_json(self._request, self._pieces, delta))
         prompt, end = prompt_logprobs_json(self._request, self._pieces, delta), ""
         if prompt is not None:
             field = f',"prompt_logprobs":{encode_in_pieces(prompt)}'
@@ -104,73 +105,52 @@ class ChunkWriter:
         return extra
 
 
-class Collector:
-    """Gathers the deltas of a request that is not streamed."""
-
-    def __init__(self, request: GenerateRequest, generation: Generation, *, model: str) -> None:
-        self._request = request
-        self._generation = generation
-        self._model = model
-        count = len(generation.prompts)
-        self._deltas: list[list[Delta]] = [[] for _ in range(count)]
-        self.num_scores = 0
-
-    def add(self, deltas: Sequence[Delta]) -> None:
-        """Take deltas in order."""
-        for delta in deltas:
-            self._deltas[delta.index].append(delta)
-            self.num_scores += delta.num_scores
-
-    def body(self) -> bytes:
-        """The response, once every choice has finished."""
-        head = _head(self._request, self._generation, model=self._model, stream=False)
-        choices = [self._choice(*item) for item in enumerate(self._deltas)]
-        rest: dict[str, Any] = {"choices": choices, "usage": usage_json(self._generation.usage)}
-        if self._request.kind is RequestKind.CHAT and self._request.prompt_logprobs is not None:
-            rest["prompt_logprobs"] = self._prompt_logprobs(self._deltas[0])
-        if self._request.timeline:
-            rest["timeline"] = self._generation.timeline().to_json()
-        return (head + encode_in_pieces(rest)[1:]).encode()
-
-    def _choice(self, index: int, deltas: Sequence[Delta]) -> dict[str, Any]:
-        text = "".join(delta.text for delta in deltas)
-        finish = self._generation.finishes[index]
-        choice: dict[str, Any] = {"index": index}
-        if self._request.kind is RequestKind.CHAT:
-            choice["message"] = _message(text, calls_json(deltas))
-        else:
-            choice["text"] = text
-        logprobs = logprobs_json(self._request, self._generation.pieces, deltas)
-        choice |= {"logprobs": logprobs, "finish_reason": None if finish is None else finish.value}
-        if self._request.return_token_ids:
-            choice["token_ids"] = [token for delta in deltas for token in delta.token_ids]
-            choice["prompt_token_ids"] = self._generation.prompts[index]
-        if (
-            self._request.kind is RequestKind.COMPLETION
-            and self._request.prompt_logprobs is not None
-        ):
-            choice["prompt_logprobs"] = self._prompt_logprobs(deltas)
-        return choice
-
-    def _prompt_logprobs(self, deltas: Sequence[Delta]) -> list[dict[str, Any] | None] | None:
-        return prompt_logprobs_json(self._request, self._generation.pieces, deltas[0])
+def answer(
+    request: GenerateRequest, generation: Generation, deltas: Sequence[Delta], *, model: str
+) -> bytes:
+    """The response of a request that is not streamed, from the one delta of each choice."""
+    chat = request.kind is RequestKind.CHAT
+    pieces, choices = generation.pieces, list[dict[str, Any]]()
+    rest: dict[str, Any] = {"choices": choices, "usage": generation.usage.to_json()}
+    for delta in sorted(deltas, key=lambda delta: delta.index):
+        choice: dict[str, Any] = {"index": delta.index}
+        choice |= {"message": _message(delta)} if chat else {"text": delta.text}
+        choice["logprobs"] = logprobs_json(request, pieces, delta)
+        choice["finish_reason"] = delta.finish
+        if request.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+            choice["prompt_token_ids"] = generation.prompts[delta.index]
+        prompt = prompt_logprobs_json(request, pieces, delta)
+        if prompt is not None:
+            (rest if chat else choice).setdefault("prompt_logprobs", prompt)
+        choices.append(choice)
+    if request.timeline:
+        rest["timeline"] = generation.timeline().to_json()
+    head = _head(request, generation, model=model, stream=False)
+    return (head + encode_in_pieces(rest)[1:]).encode()
 
 
-def _message(text: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-    if calls:
-        message |= {"content": text or None, "tool_calls": calls}
+def _message(delta: Delta) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
+    if delta.calls:
+        message |= {"content": delta.text or None, "tool_calls": list(map(_call, delta.calls))}
     return message
 
 
-def usage_json(usage: Usage) -> dict[str, Any]:
-    """Usage as OpenAI writes it."""
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.total_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }
+def _delta_json(delta: Delta) -> dict[str, Any]:
+    """The `delta` of a chat chunk: text, parts of calls, or neither."""
+    fields: dict[str, Any] = {"content": delta.text} if delta.text else {}
+    if delta.calls:
+        fields["tool_calls"] = [{"index": call.index, **_call(call)} for call in delta.calls]
+    return fields
+
+
+def _call(call: CallDelta) -> dict[str, Any]:
+    """A call, or a later part of one, which has neither id nor name."""
+    if call.id is None:
+        return {"function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _head(request: GenerateRequest, generation: Generation, *, model: str, stream: bool) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from protocol.logprobs import TokenLogprobs
@@ -12,12 +12,12 @@ from router.text.pieces import PieceTable
 
 
 def logprobs_json(
-    request: GenerateRequest, pieces: PieceTable, deltas: Sequence[Delta]
+    request: GenerateRequest, pieces: PieceTable, delta: Delta
 ) -> dict[str, Any] | None:
-    """`logprobs` of a choice, or of the part of it that these deltas are; None if not asked for."""
+    """`logprobs` of a choice, or of the part of it that a delta is; None if not asked for."""
     if request.logprobs is None:
         return None
-    scores = [score for delta in deltas for score in _shown(request, delta)]
+    scores = list(_shown(request, delta))
     if request.kind is RequestKind.CHAT:
         shown = [_chat_entry(s, request.logprobs, pieces) for s in scores if s.logprobs]
         return {"content": shown, "refusal": None}

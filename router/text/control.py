@@ -25,24 +25,16 @@ class ControlTokens:
     """The spellings to look for, of one tokenizer."""
 
     def __init__(self, *, special: Sequence[str], plain: Sequence[str], encode: _Encode) -> None:
-        self._special = _pattern(special)
-        self._all = _pattern([*special, *plain])
-        self._encode = encode
-
-    def marks(self) -> Marks:
-        """A fresh set of marks, for one prompt."""
-        return Marks(self._special, self._all, self._encode)
+        self.special = _pattern(special)
+        self.all = _pattern([*special, *plain])
+        self.encode = encode
 
 
 class Marks:
     """The spellings found in one prompt. The marks are random, so content cannot contain them."""
 
-    def __init__(
-        self, special: re.Pattern[str] | None, everything: re.Pattern[str] | None, encode: _Encode
-    ) -> None:
-        self._special = special
-        self._all = everything
-        self._encode = encode
+    def __init__(self, tokens: ControlTokens) -> None:
+        self._tokens = tokens
         self._nonce = ""
         self._found: list[str] = []
 
@@ -54,7 +46,7 @@ class Marks:
     def hide(self, content: str, role: ChatRole) -> str:
         """`content` with a mark for each control token it spells."""
         trusted = role in (ChatRole.SYSTEM, ChatRole.ASSISTANT)
-        pattern = self._special if trusted else self._all
+        pattern = self._tokens.special if trusted else self._tokens.all
         if pattern is None or pattern.search(content) is None:
             return content
         self._nonce = self._nonce or secrets.token_hex(8)
@@ -65,7 +57,7 @@ class Marks:
         ids: list[int] = []
         parts = re.split(f"\ue000{self._nonce}:([0-9]+)\ue001", prompt)
         for i, part in enumerate(parts):
-            ids += self._spelled(self._found[int(part)]) if i % 2 else self._encode(part)
+            ids += self._spelled(self._found[int(part)]) if i % 2 else self._tokens.encode(part)
         return tuple(ids)
 
     def _mark(self, match: re.Match[str]) -> str:
@@ -74,12 +66,13 @@ class Marks:
 
     def _spelled(self, token: str) -> list[int]:
         """The token's spelling as ordinary ids: cut where neither part is a control token."""
-        if len(token) < 2 or self._all is None:
+        known = self._tokens.all
+        if len(token) < 2 or known is None:
             return []  # a single character cannot be spelled any other way
         for cut in range(1, len(token)):
             parts = token[:cut], token[cut:]
-            if not any(self._all.search(part) for part in parts):
-                return [i for part in parts for i in self._encode(part)]
+            if not any(known.search(part) for part in parts):
+                return [i for part in parts for i in self._tokens.encode(part)]
         return []
 
 

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from protocol.errors import ContextTooLong
 from router.messages import ChatMessage
 from router.text.chat import load_templates, token_text
-from router.text.control import ControlTokens
+from router.text.control import ControlTokens, Marks
 from router.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_table
 from router.text.pieces import PieceTable
 
@@ -98,7 +98,7 @@ class ModelText:
         Raises InvalidRequest when the model has no template or the template refuses the messages,
         ContextTooLong when the prompt has far more than `limit` tokens.
         """
-        marks = self._control.marks() if self._neutralise else None
+        marks = Marks(self._control) if self._neutralise else None
         hide = (lambda text, _role: text) if marks is None else marks.hide
         prompt = self.chat.render(messages, tools, hide)
         if limit is not None and self.longer_than(prompt, limit):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from cluster.client import InferenceClient, Options, Outcome
+from cluster.client import InferenceClient, Outcome
 from protocol.errors import BatonError
 from tests.cluster.conftest import MODEL, Baton
 from tests.support.doors import Doors
@@ -20,9 +20,13 @@ TOKENS = 24
 
 def answer(client: InferenceClient, prompt: str, *, tokens: int = TOKENS) -> Outcome:
     outcome = Outcome()
-    options = Options(
-        max_tokens=tokens, temperature=0.0, ignore_eos=True, timeline=True, timeout=120.0
-    )
+    options = {
+        "max_tokens": tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "timeline": True,
+        "timeout": 120.0,
+    }
     for _ in client.complete(prompt, options, outcome):
         pass
     return outcome
@@ -74,7 +78,7 @@ class Load:
 
     def ask(self, address: str) -> None:
         client = InferenceClient(address)
-        options = Options(max_tokens=TOKENS, temperature=0.0, ignore_eos=True, timeout=120.0)
+        options = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True, "timeout": 120.0}
         while not self.stop.is_set():
             outcome, last, worst = Outcome(), 0.0, 0.0
             try:

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.client import InferenceClient, Options, Outcome, Turn
+from cluster.client import InferenceClient, Outcome
+from protocol.wire.inference_pb2 import Message
 from tests.cluster.conftest import MODEL, Baton, session_processes
 from tests.cluster.load import LONG, TOKENS, answer, load, wait_until
 
@@ -36,8 +37,8 @@ def post(live: Baton, path: str, body: dict[str, object]) -> dict[str, object]:
 
 def test_chat_over_grpc(client: InferenceClient) -> None:
     outcome = Outcome()
-    turns = [Turn(role="user", content=QUESTION)]
-    options = Options(max_tokens=20, temperature=0.0, timeline=True)
+    turns = [Message(role="user", content=QUESTION)]
+    options = {"max_tokens": 20, "temperature": 0.0, "timeline": True}
     text = "".join(client.chat(turns, options, outcome))
     assert "Paris" in text
     assert outcome.finish_reason == "stop"

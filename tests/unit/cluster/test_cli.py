@@ -224,9 +224,9 @@ def test_options_of_a_request() -> None:
     options = parse(
         "generate", "x", "--temperature", "0", "--stop", "a", "--stop", "b", "--seed", "7"
     )
-    assert sampling(options).fields() == {"temperature": 0.0, "stop": ("a", "b"), "seed": 7}
-    assert sampling(parse("generate", "x", "--ignore-eos")).fields() == {"ignore_eos": True}
-    assert sampling(parse("chat", "x", "--timeline")).fields() == {"timeline": True}
+    assert sampling(options) == {"temperature": 0.0, "stop": ["a", "b"], "seed": 7}
+    assert sampling(parse("generate", "x", "--ignore-eos")) == {"ignore_eos": True}
+    assert sampling(parse("chat", "x", "--timeline")) == {"timeline": True}
 
 
 def test_default_target_is_the_running_cluster() -> None:

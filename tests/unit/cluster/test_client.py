@@ -11,7 +11,7 @@ import pytest
 
 from cluster.cli.console import Console
 from cluster.cli.timeline import show_timeline
-from cluster.client import InferenceClient, Options, Outcome, Turn
+from cluster.client import InferenceClient, Outcome
 from protocol.errors import ContextTooLong, InvalidRequest, Overloaded, Unavailable
 from protocol.wire import inference_pb2 as wire
 from protocol.wire import inference_pb2_grpc as services
@@ -66,7 +66,7 @@ def client(servicer: Servicer) -> Iterator[InferenceClient]:
 
 def test_stream(client: InferenceClient, servicer: Servicer) -> None:
     outcome = Outcome()
-    options = Options(max_tokens=3, temperature=0.0, stop=("x", "y"))
+    options = {"max_tokens": 3, "temperature": 0.0, "stop": ("x", "y")}
     assert list(client.complete("hi", options, outcome)) == ["Hello", " you"]
     assert outcome.token_ids == [1, 2, 3]
     assert (outcome.finish_reason, outcome.prompt_tokens, outcome.completion_tokens) == (
@@ -81,14 +81,13 @@ def test_stream(client: InferenceClient, servicer: Servicer) -> None:
 
 
 def test_chat_sends_the_turns(client: InferenceClient, servicer: Servicer) -> None:
-    turns = [Turn(role="system", content="be brief"), Turn(role="user", content="hi")]
-    assert "".join(client.chat(turns, Options(), Outcome())) == "Hello you"
+    turns = [
+        wire.Message(role="system", content="be brief"),
+        wire.Message(role="user", content="hi"),
+    ]
+    assert "".join(client.chat(turns, {}, Outcome())) == "Hello you"
     messages = servicer.requests[0].chat.messages
     assert [(m.role, m.content) for m in messages] == [("system", "be brief"), ("user", "hi")]
-
-
-def test_models(client: InferenceClient) -> None:
-    assert client.models() == ["tiny"]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +111,7 @@ def test_errors_arrive_typed(
     named = (*trailers.items(), ("baton-error-param", "top_p"))
     servicer.failure = (grpc.StatusCode[code], "top_p must be less", named)
     with pytest.raises(error, match="top_p must be less") as caught:
-        list(client.complete("hi", Options(), Outcome()))
+        list(client.complete("hi", {}, Outcome()))
     assert type(caught.value) is error
     assert caught.value.param == "top_p"
 
@@ -120,7 +119,7 @@ def test_errors_arrive_typed(
 def test_nobody_there() -> None:
     client = InferenceClient("127.0.0.1:1")
     with pytest.raises(Unavailable, match="no router answers at 127"):
-        client.models()
+        list(client.complete("hi", {}, Outcome()))
     client.close()
 
 
@@ -128,7 +127,7 @@ def test_timeline_is_shown_in_order(
     client: InferenceClient, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outcome = Outcome()
-    list(client.complete("hi", Options(timeline=True), outcome))
+    list(client.complete("hi", {"timeline": True}, outcome))
     assert outcome.timeline is not None
     show_timeline(outcome.timeline, outcome, Console())
     lines = capsys.readouterr().out.splitlines()

@@ -146,7 +146,7 @@ def test_vllm_names_repeat_exactly_the_shared_figures():
     page = MetricSet(model_name="m", vllm_names=True)
     page.count(metrics.REQUEST_SUCCESS, finished_reason="stop")
     page.observe(metrics.INTER_TOKEN_LATENCY, 0.02)
-    page.workers.update(status(held_blocks=25, total_blocks=100))
+    page.workers.statuses = [status(held_blocks=25, total_blocks=100)]
     found = samples(page.render())
     assert of(found, "vllm:request_success_total", finished_reason="stop") == 1
     assert of(found, "vllm:inter_token_latency_seconds_count") == 1
@@ -163,7 +163,7 @@ def test_vllm_names_are_off_by_default():
 
 def test_worker_gauges_come_from_its_load():
     page = MetricSet(model_name="m")
-    page.workers.update(
+    page.workers.statuses = [
         status(
             running=3,
             waiting=2,
@@ -175,7 +175,7 @@ def test_worker_gauges_come_from_its_load():
             quarantined_blocks=2,
             tokens_per_second=55.5,
         )
-    )
+    ]
     found = samples(page.render())
     where = {"role": "decode", "worker": "decode-0"}
     assert of(found, "baton_worker_requests_running", **where) == 3
@@ -197,7 +197,7 @@ def test_worker_counters_and_unknown_ones():
         counter_key(metrics.HANDOFFS, outcome="committed"): 9,
         "something_newer_total": 1,
     }
-    page.workers.update(status(counters=counters, steps=70))
+    page.workers.statuses = [status(counters=counters, steps=70)]
     found = samples(page.render())
     where = {"role": "decode", "worker": "decode-0"}
     assert of(found, "baton_num_preemptions_total", **where) == 4
@@ -208,14 +208,12 @@ def test_worker_counters_and_unknown_ones():
 
 def test_workers_are_counted_by_state_and_forgotten():
     page = MetricSet(model_name="m")
-    page.workers.update(status("decode-0"))
-    page.workers.update(status("decode-1"))
-    page.workers.update(status("prefill-0", Role.PREFILL))
+    decodes = [status("decode-0"), status("decode-1")]
+    page.workers.statuses = [*decodes, status("prefill-0", Role.PREFILL)]
     found = samples(page.render())
     assert of(found, "baton_workers", role="decode", state="ready") == 2
     assert of(found, "baton_workers", role="prefill", state="ready") == 1
-    page.workers.forget("decode-1")
-    page.workers.forget("unknown")
+    page.workers.statuses = decodes[:1]
     found = samples(page.render())
     assert of(found, "baton_workers", role="decode", state="ready") == 1
     assert not any(("worker", "decode-1") in labels for _, labels in found)

@@ -11,7 +11,7 @@ from protocol.ids import RequestKey
 from protocol.messages import TokenEvent
 from protocol.states import FinishReason
 from router.admission import Admission
-from router.merge import TokenMerger
+from router.attempt import TokenMerger
 from router.reservations import Reservations
 
 A, B = RequestKey("a"), RequestKey("b")

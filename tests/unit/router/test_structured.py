@@ -174,6 +174,7 @@ async def test_a_known_grammar_waits_for_no_other_and_a_deadline_holds_while_it_
 ) -> None:
     body = {"prompt": "hello there", "max_tokens": 2, "guided_regex": "[a-z]+"}
     assert (await doors.post("/v1/completions", body))[0] == 200
+    doors.router.warm_up()
     blocked = threading.Event()
     doors.router._model.forms._thread.submit(blocked.wait)
     try:

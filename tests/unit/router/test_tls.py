@@ -16,7 +16,7 @@ from grpc import aio
 
 from cluster.cli.arguments import make_parser
 from cluster.cli.generate import open_client
-from cluster.client import Options, Outcome
+from cluster.client import Outcome
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
 from protocol.wire import inference_pb2_grpc as services
@@ -115,7 +115,7 @@ async def test_mutual_tls_on_both_doors(
         )
         client = open_client(router.addresses.grpc, options)
         outcome = Outcome()
-        stream = client.complete("hello", Options(max_tokens=4), outcome)
+        stream = client.complete("hello", {"max_tokens": 4}, outcome)
         await asyncio.to_thread(list, stream)
         client.close()
         assert outcome.completion_tokens == 4
