@@ -26,47 +26,38 @@ class Access:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._state = AccessState.ALLOWED
-        self._revoked = False
         self.over: Future[None] = Future()
 
     @contextmanager
-    def entered(self, *, last: bool = True) -> Iterator[bool]:
-        """Yields whether the pool may be touched inside the block. Only after a block that is not
-        the `last` may it be entered again."""
+    def entered(self) -> Iterator[bool]:
+        """Yields whether the pool may be touched inside the block, once."""
         allowed = self.enter()
         try:
             yield allowed
         finally:
             if allowed:
-                self.leave(last=last)
+                self.leave()
 
     def enter(self) -> bool:
         """Whether the pool may be touched from here on, until `leave`."""
-        return self._step(AccessState.ALLOWED, AccessState.ACTIVE)
-
-    def leave(self, *, last: bool = True) -> None:
-        """The pool is touched no more, only for now unless this was the `last` time."""
         with self._lock:
-            over = last or self._revoked
-            self._state = AccessState.OVER if over else AccessState.ALLOWED
-        if over:
-            self.over.set_result(None)
+            allowed = self._state is AccessState.ALLOWED
+            if allowed:
+                self._state = AccessState.ACTIVE
+            return allowed
+
+    def leave(self) -> None:
+        """The pool is touched no more."""
+        with self._lock:
+            self._state = AccessState.OVER
+        self.over.set_result(None)
 
     def revoke(self) -> Future[None]:
-        """Forbid the access from now on; returns `over`, which waits for a block that was
-        entered."""
+        """Forbid the access from now on; returns `over`, which waits for one that was entered."""
         with self._lock:
-            self._revoked = True
-            begun = self._state is not AccessState.ALLOWED
-            if not begun:
+            allowed = self._state is AccessState.ALLOWED
+            if allowed:
                 self._state = AccessState.OVER
-        if not begun:
+        if allowed:
             self.over.set_result(None)
         return self.over
-
-    def _step(self, current: AccessState, target: AccessState) -> bool:
-        with self._lock:
-            if self._state is not current:
-                return False
-            self._state = target
-            return True

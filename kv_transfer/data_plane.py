@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -298,7 +298,7 @@ class DataPlane:
             checksum = combine([place, content])
             return PartResult(peer_rank=part.peer_rank, num_bytes=size, checksum=checksum)
 
-        def begin(link: BlockLink) -> Iterable[End]:
+        def begin(link: BlockLink) -> End:
             run = link.send_blocks if sending else link.recv_blocks
             return run(move, self._config.op_timeout_s)
 

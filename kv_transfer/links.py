@@ -4,7 +4,7 @@ Moves of a link without an order need no thread to begin them."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,7 @@ class Moving:
     """How a BlockLink runs an operation: `begin` yields the Ends of its parts, `result` takes the
     sum of what they return. Moves of one `lane` end in order."""
 
-    begin: Callable[[BlockLink], Iterable[End]]
+    begin: Callable[[BlockLink], End]
     result: Callable[[int], PartResult]
     lane: int
 
@@ -185,19 +185,14 @@ class LinkThread:
     def _begin(self, operation: Operation, link: BlockLink) -> None:
         move = operation.move
         assert move is not None
-        if not link.ordered:
-            ends = list(move.begin(link))
-            over = partial(self._end, operation, move, ends)
-            self._waiters.put(move.lane, partial(self._guarded, over))
-            return
-        sums: list[int] = []
-        for end in move.begin(link):
-            self._own.put(0, partial(self._guarded, partial(_add, sums, end)))
-        over = partial(self._end, operation, move, [lambda: sum(sums)])
-        self._own.put(0, partial(self._guarded, over))
+        over = partial(self._guarded, partial(self._end, operation, move, move.begin(link)))
+        if link.ordered:
+            self._own.put(0, over)
+        else:
+            self._waiters.put(move.lane, over)
 
-    def _end(self, operation: Operation, move: Moving, ends: Iterable[End]) -> None:
-        self._complete(operation, move.result(sum(end() for end in ends)))
+    def _end(self, operation: Operation, move: Moving, end: End) -> None:
+        self._complete(operation, move.result(end()))
 
     def _complete(self, operation: Operation, result: PartResult) -> None:
         with self._lock:
@@ -264,12 +259,8 @@ class LinkThread:
 def nothing(peer_rank: int) -> Operation:
     """An operation that only needs the link to be open."""
     result = PartResult(peer_rank=peer_rank, num_bytes=0, checksum=0)
-    move = Moving(begin=lambda _: (), result=lambda _: result, lane=0)
+    move = Moving(begin=lambda _: lambda: 0, result=lambda _: result, lane=0)
     return Operation(access=Access(), work=lambda *_: result, move=move)
-
-
-def _add(sums: list[int], end: End) -> None:
-    sums.append(end())
 
 
 def fail(operation: Operation, error: BatonError) -> None:

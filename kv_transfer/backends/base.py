@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -108,7 +108,7 @@ class BlockMove:
     lane: int = 0
 
 
-#: Blocks until a part of a move is over; the checksum of its content. Raises LinkBroken.
+#: Blocks until a move is over; the checksum of its content. Raises LinkBroken.
 End = Callable[[], int]
 
 
@@ -117,21 +117,21 @@ class BlockLink(Protocol):
     """A link that moves blocks between GPU pools itself. Any failure is final and raises
     LinkBroken; `close` may be called from any thread.
 
-    Moves go part by part: a part has begun when its End is yielded, and nothing waits for it until
-    somebody calls the End, which has to happen whatever becomes of the link. With `ordered`, one
-    thread begins all moves and another calls all Ends in the order in which they came; without, any
-    thread may begin a move at any time, and only Ends of one lane keep their order.
+    A move has begun when its End is returned, and nothing waits for it until somebody calls the
+    End, which has to happen whatever becomes of the link. With `ordered`, one thread begins all
+    moves and another calls all Ends in the order in which they came; without, any thread may begin
+    a move at any time, and only Ends of one lane keep their order.
 
     Blocks are touched only inside `move.access`.
     """
 
     ordered: bool
 
-    def send_blocks(self, move: BlockMove, timeout_s: float) -> Iterable[End]:
+    def send_blocks(self, move: BlockMove, timeout_s: float) -> End:
         """Send the blocks."""
         ...
 
-    def recv_blocks(self, move: BlockMove, timeout_s: float) -> Iterable[End]:
+    def recv_blocks(self, move: BlockMove, timeout_s: float) -> End:
         """Fill the blocks. On a one-sided link they were written already: sums what is there."""
         ...
 

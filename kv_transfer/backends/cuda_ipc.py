@@ -94,7 +94,7 @@ class CudaIpcLink:
         self._closed = False
         self._target = None if endpoint is None else backend.enter(endpoint)
 
-    def send_blocks(self, move: BlockMove, timeout_s: float) -> list[End]:
+    def send_blocks(self, move: BlockMove, timeout_s: float) -> End:
         """Launch a write; the pool stays mapped until it is over. A kernel that runs cannot be
         interrupted, and ends by itself: `timeout_s` is not needed."""
         with self._lock:
@@ -103,13 +103,13 @@ class CudaIpcLink:
             target = self._backend.enter(self._endpoint)
         if not move.access.enter():
             self._backend.leave(self._endpoint)
-            return []
+            return lambda: 0
         try:
             flight = None if move.discard else self._backend.launch(move, target)
         except BaseException:
             self._leave(move)
             raise
-        return [lambda: self._end(move, flight)]
+        return lambda: self._end(move, flight)
 
     def _end(self, move: BlockMove, flight: _Flight | None) -> int:
         try:
@@ -122,9 +122,9 @@ class CudaIpcLink:
         assert self._endpoint is not None
         self._backend.leave(self._endpoint)
 
-    def recv_blocks(self, move: BlockMove, timeout_s: float) -> list[End]:
+    def recv_blocks(self, move: BlockMove, timeout_s: float) -> End:
         """The checksum of what the peer has written, if one is asked for."""
-        return [lambda: self._sum(move)]
+        return lambda: self._sum(move)
 
     def _sum(self, move: BlockMove) -> int:
         with move.access.entered() as allowed:

@@ -1,11 +1,11 @@
 """Links between GPUs of any hosts: a two-party NCCL communicator for each pair of ranks.
 
 Small messages waste NVLink, so blocks are gathered into large staging buffers by one kernel, sent,
-and scattered by one kernel. A few buffers take turns, across hand-offs: the link's thread fills or
-posts the next ones while one is on the wire, another thread empties them, so the wire does not wait
-for either. The host waits for GPU work only where blocks are touched, so that a hand-off can be
-revoked between two buffers. Both sides post only once the sender's data is ready (the piece
-protocol), and every wait ends at a deadline, which aborts the communicator.
+and scattered by one kernel. Two buffers take turns, across hand-offs, and the device orders it all:
+copies on one stream, NCCL on another, events between them. The host only queues, pieces ahead of
+the wire, so the wire never waits for Python. Both sides post only once the sender's data is ready
+(the piece protocol), and every wait ends at a deadline, which aborts the communicator; whatever is
+queued then runs to its end before anybody may have the blocks.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import itertools
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from kv_transfer.backends.cuda_ipc import shape_of
 from kv_transfer.backends.rendezvous import Meeting, SocketStore, call
 from kv_transfer.backends.watch import Watch
 from kv_transfer.checksum import content_checksum
+from kv_transfer.config import ChecksumKind
 from kv_transfer.cuda.copying import (
     Extent,
     PageTable,
@@ -39,7 +41,7 @@ from kv_transfer.cuda.nccl import Communicator, unique_id
 from kv_transfer.store import PagedStore
 
 _SENDER, _RECEIVER = 0, 1
-_BUFFERS = 3  # one on the wire, one before and one after it
+BUFFERS = 2  # one on the wire, the other being filled or emptied
 _WARM_BYTES = 1 << 20
 
 
@@ -55,18 +57,26 @@ class _Chunk:
 
 
 class _Slot:
-    """A staging buffer. Whoever acquired `free` has it, until the message in it was dealt with;
-    `wired` is over once the wire is done with it."""
+    """A staging buffer: `full` once a message is in it, `free` once that has been dealt with."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self.free = threading.Semaphore()
-        self.wired = torch.cuda.Event()
+        self.full = torch.cuda.Event()
+        self.free = torch.cuda.Event()
+
+
+class _Flight:
+    """What one move holds while it is under way."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.pages = PageTable(device)
+        self.done = torch.cuda.Event()
+        self.checksum = 0
 
 
 class NcclLink:
-    """One end of a pair. Copies run on one stream, NCCL on another, both ahead of the model's
-    kernels: a copy that waits for a whole step holds up the wire."""
+    """One end of a pair. Both streams run ahead of the model's kernels: a copy that waits for a
+    whole step holds up the wire."""
 
     ordered = True
 
@@ -85,46 +95,27 @@ class NcclLink:
         self._device = backend.store.device
         self._chunk_bytes = chunk_bytes
         self._broken = threading.Event()
+        self._idle: deque[_Flight] = deque()
         with torch.cuda.device(self._device):
             self._stream = torch.cuda.Stream(priority=-1)
             self._wire = torch.cuda.Stream(priority=-1)
-            self._copied = torch.cuda.Event()
-            self._pages = PageTable(self._device)
-            self._slots = [_Slot(chunk_bytes, self._device) for _ in range(_BUFFERS)]
+            self._slots = [_Slot(chunk_bytes, self._device) for _ in range(BUFFERS)]
         self._turns = itertools.cycle(self._slots)
 
-    def send_blocks(self, move: BlockMove, timeout_s: float) -> Iterator[End]:
-        """Gather and post, buffer by buffer; a part is over when it has left."""
-        limit = time.monotonic() + timeout_s
-        chunks = self._chunks(move)
-        for chunk in chunks:
-            with self._working(limit):
-                slot = self._take(limit)
-                data = slot.data[: chunk.num_bytes]
-                with self._touching(move, last=chunk is chunks[-1]) as allowed:
-                    if allowed and not move.discard:
-                        self._copy(move, chunk, data, gather=True)
-                    self._post(slot, data, limit, sending=True)
-            yield partial(self._sent, move, slot, data, limit)
+    def send_blocks(self, move: BlockMove, timeout_s: float) -> End:
+        """Queue gathers and sends; over when all has left."""
+        return self._begin(move, timeout_s, sending=True)
 
-    def recv_blocks(self, move: BlockMove, timeout_s: float) -> Iterator[End]:
-        """Post, buffer by buffer; a part is over when it was received and scattered."""
-        limit = time.monotonic() + timeout_s
-        chunks = self._chunks(move)
-        for chunk in chunks:
-            with self._working(limit):
-                slot = self._take(limit)
-                data = slot.data[: chunk.num_bytes]
-                self._post(slot, data, limit, sending=False)
-            last = chunk is chunks[-1]
-            yield partial(self._received, move, slot, data, chunk, limit, last=last)
+    def recv_blocks(self, move: BlockMove, timeout_s: float) -> End:
+        """Queue receives and scatters; over when all is there."""
+        return self._begin(move, timeout_s, sending=False)
 
     def warm(self, *, sending: bool, limit: float) -> None:
         """Move a first message: NCCL connects its channels on it."""
         with self._working(limit):
-            slot = self._slots[0]
-            self._post(slot, slot.data[:_WARM_BYTES], limit, sending=sending)
-            self._await(slot.wired)
+            self._post(self._slots[0].data[:_WARM_BYTES], limit, sending=sending)
+            self._wire.synchronize()
+            self._check()
 
     def close(self) -> None:
         """Abort: whatever waits on either stream of this link ends. That takes NCCL half a second,
@@ -132,84 +123,99 @@ class NcclLink:
         if not self._broken.is_set():
             self._broken.set()
             threading.Thread(target=self._abort, name=f"kv-abort-{self._name}").start()
-            for slot in self._slots:
-                slot.free.release()
 
     def _abort(self) -> None:
         self._group.abort()  # a method of the link: its buffers live until no kernel uses them
 
-    def _sent(self, move: BlockMove, slot: _Slot, data: torch.Tensor, limit: float) -> int:
-        with self._working(limit):
-            self._await(slot.wired)
-            checksum = content_checksum(data, move.checksum)
-            slot.free.release()
-        return checksum
+    def _begin(self, move: BlockMove, timeout_s: float, *, sending: bool) -> End:
+        limit = time.monotonic() + timeout_s
+        entered = move.access.enter()
+        touches = entered and not move.discard
+        queue = self._send if sending else self._receive
+        try:
+            with self._working(limit):
+                flight = self._idle.popleft() if self._idle else _Flight(self._device)
+                flight.checksum = 0
+                size = self._cell_bytes(move)
+                (pages,) = flight.pages.load(self._shape.pages(move.cells, size))
+                for chunk in self._chunks(move):
+                    data = queue(move, chunk, pages if touches else None, limit)
+                    if move.checksum is not ChecksumKind.NONE:  # waits for it
+                        flight.checksum += content_checksum(data, move.checksum)
+                flight.done.record(self._wire if sending else self._stream)
+        except BaseException:
+            if entered:
+                move.access.leave()
+            raise
+        return partial(self._end, move, flight, limit, entered=entered)
 
-    def _received(
-        self,
-        move: BlockMove,
-        slot: _Slot,
-        data: torch.Tensor,
-        chunk: _Chunk,
-        limit: float,
-        *,
-        last: bool,
-    ) -> int:
-        with self._working(limit):
-            self._await(slot.wired)
-            checksum = content_checksum(data, move.checksum)
-            with self._touching(move, last=last) as allowed:
-                if allowed:
-                    self._copy(move, chunk, data, gather=False)
-            slot.free.release()
-        return checksum
+    def _end(self, move: BlockMove, flight: _Flight, limit: float, *, entered: bool) -> int:
+        try:
+            with self._working(limit):
+                flight.done.synchronize()  # an abort ends it
+                self._check()
+        finally:
+            if entered:
+                move.access.leave()
+        self._idle.append(flight)
+        return flight.checksum
 
-    def _take(self, limit: float) -> _Slot:
+    def _send(
+        self, move: BlockMove, chunk: _Chunk, pages: torch.Tensor | None, limit: float
+    ) -> torch.Tensor:
         slot = next(self._turns)
-        if not slot.free.acquire(timeout=max(0.0, limit - time.monotonic())):
-            self.close()
-        self._check()
-        return slot
+        data = slot.data[: chunk.num_bytes]
+        self._stream.wait_event(slot.free)
+        if pages is not None:
+            self._copy(move, chunk, pages, data, gather=True)
+        slot.full.record(self._stream)
+        self._wire.wait_event(slot.full)
+        self._post(data, limit, sending=True)
+        slot.free.record(self._wire)
+        return data
 
-    @contextmanager
-    def _touching(self, move: BlockMove, *, last: bool) -> Iterator[bool]:
-        """Inside, a copy of blocks may be launched; however it ends, no copy is running after."""
-        with move.access.entered(last=last) as allowed:
-            try:
-                yield allowed
-            finally:
-                self._copied.synchronize()
+    def _receive(
+        self, move: BlockMove, chunk: _Chunk, pages: torch.Tensor | None, limit: float
+    ) -> torch.Tensor:
+        slot = next(self._turns)
+        data = slot.data[: chunk.num_bytes]
+        self._wire.wait_event(slot.free)
+        self._post(data, limit, sending=False)
+        slot.full.record(self._wire)
+        self._stream.wait_event(slot.full)
+        if pages is not None:
+            self._copy(move, chunk, pages, data, gather=False)
+        slot.free.record(self._stream)
+        return data
 
-    def _post(self, slot: _Slot, data: torch.Tensor, limit: float, *, sending: bool) -> None:
-        """Queue a message, a send behind the last copy; its host work overlaps that copy."""
-        if sending:
-            self._wire.wait_event(self._copied)
+    def _post(self, data: torch.Tensor, limit: float, *, sending: bool) -> None:
         post = self._group.send if sending else self._group.recv
         post(data.data_ptr(), data.numel(), self._wire.cuda_stream, limit)
-        slot.wired.record(self._wire)
-
-    def _await(self, event: torch.cuda.Event) -> None:
-        event.synchronize()  # an abort ends it
-        self._check()
 
     def _check(self) -> None:
         if self._broken.is_set():
             raise LinkBroken(f"link {self._name} was closed or timed out")
 
-    def _copy(self, move: BlockMove, chunk: _Chunk, data: torch.Tensor, *, gather: bool) -> None:
+    def _copy(
+        self,
+        move: BlockMove,
+        chunk: _Chunk,
+        pages: torch.Tensor,
+        data: torch.Tensor,
+        *,
+        gather: bool,
+    ) -> None:
         """One kernel between pool and buffer."""
         if gather and move.after and self._store.marks is not None:
             self._store.marks.follow(move.after, chunk.first_layer + chunk.num_layers - 1)
         size = self._cell_bytes(move)
-        end = chunk.first_cell + chunk.num_cells
-        (pages,) = self._pages.load(self._shape.pages(move.cells, size)[chunk.first_cell : end])
         pool = pool_rows(
             self._store.data.data_ptr(),
             self._shape,
             first_layer=chunk.first_layer,
             first_head=move.first_head,
             cell_bytes=size,
-            pages=pages,
+            pages=pages[chunk.first_cell : chunk.first_cell + chunk.num_cells],
         )
         extent = Extent(
             num_layers=chunk.num_layers,
@@ -220,7 +226,6 @@ class NcclLink:
         staged = dense_rows(data.data_ptr(), extent)
         sides: tuple[Rows, Rows] = (pool, staged) if gather else (staged, pool)
         copy_rows(*sides, extent, ctas=self._backend.copy_ctas)
-        self._copied.record(self._stream)
 
     def _chunks(self, move: BlockMove) -> list[_Chunk]:
         """Whole layers, as many as a buffer holds; or, where it holds none, as many cells of one:
@@ -242,20 +247,24 @@ class NcclLink:
 
     @contextmanager
     def _working(self, limit: float) -> Iterator[None]:
-        """On the link's device and stream, and closed at `limit` or by a failure."""
+        """On the link's device and copy stream, and closed at `limit` or by a failure. After one
+        nothing of this link runs any more."""
         try:
             with (
                 self._backend.watch.guard(limit, self.close),
                 torch.cuda.device(self._device),
                 torch.cuda.stream(self._stream),
             ):
+                self._check()
                 yield
-        except RuntimeError as error:
+        except BaseException as error:
             self.close()
+            self._group.abort()  # waits for whoever aborts
+            self._stream.synchronize()
+            self._wire.synchronize()
+            if not isinstance(error, RuntimeError) or isinstance(error, LinkBroken):
+                raise
             raise LinkBroken(f"link {self._name}: {error}") from error
-        finally:
-            if self._broken.is_set():
-                self._group.abort()  # wait for whoever aborts: no kernel uses the buffers then
 
 
 class NcclBackend:

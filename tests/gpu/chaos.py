@@ -18,36 +18,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import multiprocessing
-import os
 import random
 import sys
-import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from decode_worker.worker import DecodeWorker
 from engine.config import EngineConfig
-from engine.ranks import RankGroup
 from kv_transfer.config import BackendName, TransferConfig
-from kv_transfer.orders import CloseOrder, Order
-from prefill_worker.worker import PrefillWorker
-from protocol.errors import BatonError, HandoffFailed
-from protocol.ids import RequestKey, Role, WorkerRef
+from protocol.errors import BatonError
+from protocol.ids import RequestKey, Role
 from protocol.sampling import SamplingParams
+from tests.gpu.chaos_worker import PATIENCE_S, Process
 from tests.support.pair import SECRET, FakeRouter
 from tests.support.tiny import save_tiny_llama
 from worker_runtime.config import WorkerConfig
 from worker_runtime.host import WorkerSettings
-from worker_runtime.ranks import follow_rank
 
-PATIENCE_S = 60.0
 SHAPE = {
     "vocab_size": 1024,
     "hidden_size": 512,
@@ -58,133 +47,6 @@ SHAPE = {
     "max_position_embeddings": 8192,
     "initializer_range": 0.1,
 }
-
-
-class Host:
-    """One worker with its ranks, told what to do over a pipe."""
-
-    def __init__(self, role: Role, settings: WorkerSettings) -> None:
-        self._role = role
-        size = settings.engine.tp_size
-        self._group = RankGroup(size) if size > 1 else None
-        self._followers = [
-            multiprocessing.get_context("spawn").Process(
-                target=follow_rank,
-                args=(self._group.invite, rank, settings.engine, settings.transfer),
-                daemon=True,
-            )
-            for rank in range(1, size)
-            if self._group is not None
-        ]
-        for follower in self._followers:
-            follower.start()
-        kind = PrefillWorker if role is Role.PREFILL else DecodeWorker
-        self._worker: Any = kind(settings, group=self._group)
-        self._size = size
-        self._random = random.Random(settings.worker_id)
-
-    @property
-    def _end(self) -> Any:
-        return self._worker._sender if self._role is Role.PREFILL else self._worker._receiver
-
-    async def start(self) -> WorkerRef:
-        return await self._worker.start()
-
-    async def meet(self, peer: WorkerRef) -> None:
-        """Learn of a peer, as from the cluster."""
-        self._worker.peers_joined((peer,))
-
-    async def give_up(self) -> str:
-        """End a random hand-off here, as soon as one moves."""
-        for _ in range(100):
-            live = [key for key, each in self._end._live.items() if each.backend]
-            if live:
-                await self._end.end(self._random.choice(live), False, HandoffFailed("chaos").info())
-                return "gave up"
-            await asyncio.sleep(0.01)
-        return "nothing"
-
-    async def snap(self, sender: int, receiver: int) -> str:
-        """Break the links of a random rank between two workers."""
-        close = Order(close=CloseOrder(sender_epoch=sender, receiver_epoch=receiver, link=1 << 40))
-        rank = self._random.randrange(self._size)
-        await self._worker.ranks.execute(rank, close.encode())
-        return "snapped"
-
-    async def lose(self, epoch: int) -> str:
-        """Take a peer for lost."""
-        self._worker.peers_left(frozenset({epoch}))
-        return "lost its peer"
-
-    async def figures(self) -> dict[str, Any]:
-        load = self._worker.status().load
-        cuda = torch.cuda.is_available()
-        return {
-            "left": [
-                load.running,
-                load.waiting,
-                load.held_blocks,
-                load.quarantined_blocks,
-                self._end.num_live,
-            ],
-            "threads": threading.active_count(),
-            "gpu_mib": torch.cuda.memory_allocated() >> 20 if cuda else 0,
-            "stats": dict(self._end.stats.counters()),
-        }
-
-    async def stop(self) -> list[int | None]:
-        await self._worker.stop()
-        for follower in self._followers:
-            follower.join(20)
-        return [follower.exitcode for follower in self._followers]
-
-
-def child(role: Role, settings: WorkerSettings, gpus: list[str], pipe: Connection) -> None:
-    """The life of a worker process."""
-    if settings.engine.device != "cpu":
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = [str(gpu) for gpu in range(256)] if seen is None else seen.split(",")
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[int(gpu)] for gpu in gpus)
-    asyncio.run(serve(role, settings, pipe))
-    os._exit(0)
-
-
-async def serve(role: Role, settings: WorkerSettings, pipe: Connection) -> None:
-    host = Host(role, settings)
-    while True:
-        name, args = await asyncio.to_thread(pipe.recv)
-        try:
-            answer: Any = await getattr(host, name)(*args)
-        except Exception as error:  # noqa: BLE001 - the parent has to know
-            answer = RuntimeError(f"{type(error).__name__}: {error}")
-        pipe.send(answer)
-        if name == "stop":
-            return
-
-
-class Process:
-    """The parent's handle of a worker process."""
-
-    def __init__(self, role: Role, settings: WorkerSettings, gpus: list[str]) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, other = context.Pipe()
-        self._child = context.Process(target=child, args=(role, settings, gpus, other))
-        self._child.start()
-        self._turn = asyncio.Lock()
-        self.role = role
-        self.ref: WorkerRef
-
-    async def do(self, name: str, *args: Any) -> Any:
-        async with self._turn:
-            self._pipe.send((name, args))
-            async with asyncio.timeout(PATIENCE_S * 3):
-                answer = await asyncio.to_thread(self._pipe.recv)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def kill(self) -> None:
-        self._child.kill()
 
 
 @dataclass(frozen=True)

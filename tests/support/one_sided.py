@@ -58,13 +58,13 @@ class OneSidedLink:
         self._target = target
         self._closed = False
 
-    def send_blocks(self, move: BlockMove, timeout_s: float) -> list[End]:
+    def send_blocks(self, move: BlockMove, timeout_s: float) -> End:
         if self._closed:
             raise LinkBroken("closed")
-        return [lambda: self._send(move)]
+        return lambda: self._send(move)
 
-    def recv_blocks(self, move: BlockMove, timeout_s: float) -> list[End]:
-        return [lambda: self._recv(move)]
+    def recv_blocks(self, move: BlockMove, timeout_s: float) -> End:
+        return lambda: self._recv(move)
 
     def _send(self, move: BlockMove) -> int:
         layers = range(move.first_layer, move.first_layer + move.num_layers)

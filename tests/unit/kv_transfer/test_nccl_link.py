@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kv_transfer import checksum
 from kv_transfer.access import Access
 from kv_transfer.backends import nccl
 from kv_transfer.backends.base import BlockMove, LinkBroken
@@ -26,64 +27,104 @@ PAGE = TOKENS * DIM * 2
 BLOCK = 2 * HEADS * PAGE  # of one layer
 
 
-STREAMS = {}
+class Device:
+    """Streams of work that run in order, each as soon as what it waits for is over."""
+
+    def __init__(self):
+        self.changed = threading.Condition()
+        self.streams = []
+        self.current = None
+        self.copies = 0
+
+    def queue(self, stream, ready, run):
+        with self.changed:
+            stream.work.append((ready, run))
+        self.step()
+
+    def step(self):
+        with self.changed:
+            while any(stream.step() for stream in self.streams):
+                pass
+            self.changed.notify_all()
+
+    def wait(self, over):
+        with self.changed:
+            assert self.changed.wait_for(over, 10)
 
 
 class Stream:
     def __init__(self, priority=0):
-        self.cuda_stream = len(STREAMS)
-        self.last = None
-        STREAMS[self.cuda_stream] = self
+        self.cuda_stream = len(DEVICE.streams)
+        self.work = deque()
+        DEVICE.streams.append(self)
+
+    def step(self):
+        if not self.work or not self.work[0][0]():
+            return False
+        self.work.popleft()[1]()
+        return True
 
     def wait_event(self, event):
-        pass  # copies are over at once here
+        number = event.recorded
+        DEVICE.queue(self, lambda: event.over >= number, lambda: None)
+
+    def synchronize(self):
+        DEVICE.wait(lambda: not self.work)
 
 
 class Event:
     def __init__(self, **_):
-        self.last = None
+        self.recorded = self.over = 0
 
     def record(self, stream):
-        self.last = stream.last
+        self.recorded += 1
+        number = self.recorded
+        DEVICE.queue(stream, lambda: True, lambda: setattr(self, "over", number))
 
     def synchronize(self):
-        if self.last is not None:
-            self.last.result(10)
+        number = self.recorded
+        DEVICE.wait(lambda: self.over >= number)
 
 
 class Wire:
-    """Carries one message for each `pass_on`, once both sides have posted."""
+    """Carries one message for each `pass_on`, once both sides have come to theirs."""
 
     def __init__(self):
         self.posts = {"send": deque(), "recv": deque()}
-        self.lock = threading.Lock()
+        self.waiting = {"send": deque(), "recv": deque()}
         self.open = 0
+        self.gone = set()
 
     def pass_on(self, count):
-        with self.lock:
+        with DEVICE.changed:
             self.open += count
-            self._step()
+        DEVICE.step()
 
     def post(self, kind, address, size, stream):
-        done = Future()
-        STREAMS[stream].last = done
-        with self.lock:
-            self.posts[kind].append((address, size, done))
-            self._step()
+        post = SimpleNamespace(address=address, size=size, there=False, over=False)
+        self.posts[kind].append(post)
 
-    def _step(self):
-        while self.open and all(self.posts.values()):
+        def over():  # asked only once the stream has come to it
+            if not post.there:
+                post.there = True
+                self.waiting[kind].append(post)
+            self._carry()
+            return post.over or kind in self.gone
+
+        DEVICE.queue(DEVICE.streams[stream], over, lambda: None)
+
+    def _carry(self):
+        while self.open and all(self.waiting.values()) and not self.gone:
             self.open -= 1
-            source, target = self.posts["send"].popleft(), self.posts["recv"].popleft()
-            assert source[1] == target[1]
-            ctypes.memmove(target[0], source[0], source[1])
-            source[2].set_result(None)
-            target[2].set_result(None)
+            source, target = self.waiting["send"].popleft(), self.waiting["recv"].popleft()
+            assert source.size == target.size
+            ctypes.memmove(target.address, source.address, source.size)
+            source.over = target.over = True
 
     def abort(self, kind):
-        with self.lock:
-            while self.posts[kind]:
-                self.posts[kind].popleft()[2].set_result(None)
+        with DEVICE.changed:
+            self.gone.add(kind)
+        DEVICE.step()
 
 
 class Group:
@@ -106,7 +147,22 @@ class Group:
         self._wire.abort(self._kind)
 
 
+DEVICE = Device()
+CURRENT = threading.local()
+
+
+@contextlib.contextmanager
+def on(stream):
+    CURRENT.stream = stream
+    yield
+
+
 def copy_rows(source, target, extent, *, ctas):
+    DEVICE.queue(CURRENT.stream, lambda: True, lambda: copy_now(source, target, extent))
+
+
+def copy_now(source, target, extent):
+    DEVICE.copies += 1
     counts = (extent.num_layers, extent.num_cells, 2, extent.num_heads)
     for layer, cell, half, head in itertools.product(*map(range, counts)):
         ends = []
@@ -115,6 +171,11 @@ def copy_rows(source, target, extent, *, ctas):
             within = layer * rows.layer + page * rows.page + half * rows.half + head * rows.head
             ends.append(rows.address + within)
         ctypes.memmove(ends[1], ends[0], extent.cell_bytes)
+
+
+def content_checksum(data, kind):
+    CURRENT.stream.synchronize()
+    return checksum.content_checksum(data, kind)
 
 
 class Pages:
@@ -129,11 +190,13 @@ class Pages:
 def links(monkeypatch):
     """(sender, receiver, wire, source pool, target pool), for messages of so many bytes."""
     monkeypatch.setattr(nccl, "copy_rows", copy_rows)
+    monkeypatch.setattr(nccl, "content_checksum", content_checksum)
     monkeypatch.setattr(nccl, "PageTable", Pages)
+    DEVICE.streams.clear()
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", on)
     made = []
 
     def make(chunk_bytes):
@@ -173,7 +236,7 @@ def move(blocks, **changes):
         "first_head": 0,
         "num_heads": HEADS,
         "access": Access(),
-        "checksum": ChecksumKind.SUM,
+        "checksum": ChecksumKind.NONE,
     }
     return BlockMove(**fields | changes)
 
@@ -191,35 +254,6 @@ def in_thread(run):
     return result
 
 
-def all_ends(parts):
-    """Begin a move while another thread ends its parts, as a link's threads do; the sums."""
-    ends = deque()
-    ready = threading.Semaphore(0)
-
-    def end_all():
-        sums = []
-        while True:
-            ready.acquire(timeout=10)
-            end = ends.popleft()
-            if end is None:
-                return sums
-            sums.append(end())
-
-    ending = in_thread(end_all)
-
-    def begin_all():
-        try:
-            for end in parts:
-                ends.append(end)
-                ready.release()
-        finally:
-            ends.append(None)
-            ready.release()
-        return ending.result(10)
-
-    return in_thread(begin_all)
-
-
 @pytest.mark.parametrize(
     "chunk_bytes",
     [BLOCK, 2 * BLOCK, 5 * BLOCK, 5 * 3 * BLOCK, 99 * BLOCK],
@@ -229,84 +263,89 @@ def test_messages_of_any_size_carry_the_same_bits(links, chunk_bytes):
     sender, receiver, wire, source, target = links(chunk_bytes)
     expected = target.clone()
     wire.pass_on(1000)
-    for ids, peer, layers in [
-        ((3, 1, 4, 9, 5), (2, 6, 11, 8, 0), slice(0, 4)),
-        ((0, 2), (7, 1), slice(1, 3)),
+    for ids, peer, layers, kind in [
+        ((3, 1, 4, 9, 5), (2, 6, 11, 8, 0), slice(0, 4), ChecksumKind.NONE),
+        ((3, 1, 4, 9, 5), (11, 6, 2, 8, 0), slice(0, 4), ChecksumKind.SUM),
+        ((0, 2), (7, 1), slice(1, 3), ChecksumKind.CRC32),
     ]:
         size = {"first_layer": layers.start, "num_layers": layers.stop - layers.start}
-        sent = all_ends(sender.send_blocks(move(ids, **size), 10))
-        received = all_ends(receiver.recv_blocks(move(peer, **size), 10))
-        assert sent.result(10) == received.result(10)
+        mine, theirs = move(ids, checksum=kind, **size), move(peer, checksum=kind, **size)
+        sent = in_thread(lambda mine=mine: sender.send_blocks(mine, 10)())
+        assert receiver.recv_blocks(theirs, 10)() == sent.result(10)
+        assert (sent.result() == 0) == (kind is ChecksumKind.NONE)
         expected[layers][:, list(peer)] = source[layers][:, list(ids)]
         assert torch.equal(target, expected)
 
 
-def test_messages_of_later_moves_are_under_way_before_earlier_ones_are_over(links):
-    sender, receiver, wire, source, target = links(5 * 4 * BLOCK)
+@pytest.mark.parametrize("chunk_bytes", [2 * BLOCK, 5 * 4 * BLOCK])
+def test_moves_are_queued_ahead_of_the_wire(links, chunk_bytes):
+    sender, receiver, wire, source, target = links(chunk_bytes)
     before = target.clone()
     pairs = [((0, 1, 2, 3), (4, 5, 6, 7)), ((8, 9), (1, 0)), ((10, 11), (2, 3))]
     ends = []
-    for ids, peer in pairs:  # nothing ends yet, and none of them blocks
-        ends += [*sender.send_blocks(move(ids), 10), *receiver.recv_blocks(move(peer), 10)]
-    assert [len(posts) for posts in wire.posts.values()] == [3, 3]
-    wire.pass_on(3)
-    assert torch.equal(target, before)  # received, and touched by nobody
+    for ids, peer in pairs:  # none of them blocks
+        ends += [sender.send_blocks(move(ids), 10), receiver.recv_blocks(move(peer), 10)]
+    assert torch.equal(target, before)
+    assert len(wire.posts["send"]) == len(wire.posts["recv"])
+    wire.pass_on(len(wire.posts["send"]))
     for end in ends:
-        end()
+        assert end() == 0
     for ids, peer in pairs:
         assert torch.equal(target[:, list(peer)], source[:, list(ids)])
 
 
-def test_a_full_link_waits_for_its_oldest_message(links):
-    sender, receiver, wire, source, target = links(BLOCK)
-    first = in_thread(lambda: [*sender.send_blocks(move(range(4), num_layers=1), 10)])
-    second = all_ends(receiver.recv_blocks(move(range(4), num_layers=1), 10))
-    with pytest.raises(TimeoutError):
-        first.result(0.1)
-    assert len(wire.posts["send"]) == 3
+def test_a_buffer_is_filled_again_only_after_it_has_left(links):
+    sender, receiver, wire, *_ = links(BLOCK)
+    DEVICE.copies = 0
+    end = sender.send_blocks(move(range(5), num_layers=1), 10)
+    assert DEVICE.copies == nccl.BUFFERS
+    over = receiver.recv_blocks(move(range(5), num_layers=1), 10)
+    wire.pass_on(1)
+    assert DEVICE.copies == nccl.BUFFERS + 2  # one of each side
     wire.pass_on(4)
-    sender._slots[0].free.release()  # what the first End does
-    assert len(first.result(10)) == 4
-    second.result(10)
-    assert torch.equal(target[0, :4], source[0, :4])
+    end(), over()
+    assert DEVICE.copies == 10
 
 
 @pytest.mark.parametrize("side", ["sender", "receiver"])
-def test_a_revoked_move_touches_nothing_more_and_keeps_the_ends_in_step(links, side):
+def test_a_revoked_move_touches_nothing_and_keeps_the_ends_in_step(links, side):
     sender, receiver, wire, source, target = links(BLOCK)
     before = target.clone()
     sending, receiving = (move(range(3), num_layers=1) for _ in range(2))
-    sent, received = sender.send_blocks(sending, 10), receiver.recv_blocks(receiving, 10)
-    wire.pass_on(1)
-    for end in [next(sent), next(received)]:
-        end()
     revoked = sending if side == "sender" else receiving
     assert revoked.access.revoke().done()
-    rest = all_ends(sent), all_ends(received)
-    wire.pass_on(2)
-    for future in rest:
-        future.result(10)
-    assert torch.equal(target[0, 0], source[0, 0])
+    ends = [sender.send_blocks(sending, 10), receiver.recv_blocks(receiving, 10)]
+    wire.pass_on(3)
+    for end in ends:
+        end()
     if side == "receiver":
-        assert torch.equal(target[0, 1:], before[0, 1:])
-    again = (
-        all_ends(sender.send_blocks(move([7]), 10)),
-        all_ends(receiver.recv_blocks(move([9]), 10)),
-    )
+        assert torch.equal(target, before)
+    ends = [sender.send_blocks(move([7]), 10), receiver.recv_blocks(move([9]), 10)]
     wire.pass_on(LAYERS)
-    for future in again:
-        future.result(10)
+    for end in ends:
+        end()
     assert torch.equal(target[:, 9], source[:, 7])
+
+
+def test_blocks_revoked_under_way_are_safe_once_the_wire_is_done(links):
+    sender, receiver, wire, *_ = links(BLOCK)
+    sending, receiving = (move(range(3), num_layers=1) for _ in range(2))
+    ends = [sender.send_blocks(sending, 10), receiver.recv_blocks(receiving, 10)]
+    safe = [sending.access.revoke(), receiving.access.revoke()]
+    assert not any(future.done() for future in safe)
+    wire.pass_on(3)
+    for end, future in zip(ends, safe, strict=True):
+        end()
+        assert future.done()
 
 
 @pytest.mark.parametrize("how", ["closed", "timed out"])
 def test_whatever_waits_on_a_broken_link_ends(links, how):
-    sender, receiver, _, _, target = links(BLOCK)
-    before = target.clone()
+    sender, receiver, *_ = links(BLOCK)
     timeout = 10 if how == "closed" else 0.2
     mine, theirs = move(range(8)), move(range(8))
-    sent = all_ends(sender.send_blocks(mine, timeout))
-    received = all_ends(receiver.recv_blocks(theirs, timeout))
+    sent = in_thread(sender.send_blocks(mine, timeout))
+    received = in_thread(receiver.recv_blocks(theirs, timeout))
     if how == "closed":
         with pytest.raises(TimeoutError):
             sent.result(0.1)
@@ -317,6 +356,8 @@ def test_whatever_waits_on_a_broken_link_ends(links, how):
             future.result(5)
     for touched in (mine, theirs):
         assert touched.access.revoke().done()
-    assert torch.equal(target, before)
+    assert not any(stream.work for stream in DEVICE.streams)
+    late = move([1])
     with pytest.raises(LinkBroken):
-        next(iter(sender.send_blocks(move([1]), 1)))
+        sender.send_blocks(late, 1)
+    assert late.access.revoke().done()
