@@ -14,7 +14,8 @@ through CUDA IPC. Then, for each backend, layout and prompt length:
 
 Rates are in GB/s of KV; the ratios are to the best raw rate of the same kind of link in this run.
 Between degrees of tensor parallelism the ranks of a side take its GPUs in turn, several on one
-where there are fewer; the raw rate is then that of one GPU times the GPUs of the smaller side.
+where there are fewer; the raw rate is then that of one GPU times the GPUs of the smaller side. With
+more than two GPUs every rank is a process of its own, as in a worker.
 """
 
 from __future__ import annotations
@@ -133,8 +134,9 @@ class Bench:
         )
         self.num_blocks = num_blocks
         layouts = [_layout(layers, size, num_blocks) for size in tp]
-        self.prefill.start("build", layouts[0], config)
-        self.decode.start("build", layouts[1], config)
+        apart = len(args.prefill_gpus) + len(args.decode_gpus) > 2
+        self.prefill.start("build", layouts[0], config, apart)
+        self.decode.start("build", layouts[1], config, apart)
         self.refs = self.prefill.result(), self.decode.result()
 
     def handoffs(self, blocks: int, count: int) -> list[Handoff]:
@@ -192,7 +194,7 @@ class Bench:
         self.run(self.handoffs(blocks, 1), 1)
         alone = [self.run(self.handoffs(blocks, 1), 1)[0] for _ in range(self.args.repeats)]
         times = [end - start for start, end in alone]
-        count = max(4, min(slots, 64))  # the first and the last stand alone for a moment
+        count = max(4, min(slots, 256))  # the first and the last stand alone for a moment
         rates = []
         before = self.both("loop_seconds")
         for _ in range(self.args.repeats):
@@ -339,6 +341,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512, 2048, 8192, 32768])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--reshard", nargs="*", default=["2-1", "1-2", "2-2", "4-1", "2-4"])
+    parser.add_argument("--pool-gib", type=int, default=48)
     parser.add_argument("--no-steps", dest="steps", action="store_false")
     parser.add_argument("--no-ahead", dest="ahead", action="store_false")
     parser.add_argument("--window", type=int, default=8)
@@ -364,7 +367,9 @@ def main() -> None:
         bench.measure_raw()
         for backend, layout, tp, lengths in _cases(args):
             longest = max(lengths) // _BLOCK
-            bench.build(backend, LAYERS[layout], tp, max(4 * longest, 6144))
+            block = _BLOCK * LAYERS[layout] * 2 * _HEADS * _HEAD_DIM * 2
+            blocks = max(4 * longest, (args.pool_gib << 30) // block)
+            bench.build(backend, LAYERS[layout], tp, blocks)
             bench.check()
             for tokens in lengths:
                 cases.append(bench.case(backend, layout, tp, tokens))

@@ -49,7 +49,7 @@ class Process:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = [str(gpu) for gpu in range(256)] if visible is None else visible.split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] for gpu in gpus)
-        self._child = context.Process(target=_child, args=(role, other), daemon=True)
+        self._child = context.Process(target=_child, args=(role, other))
         self._child.start()
         if visible is None:
             del os.environ["CUDA_VISIBLE_DEVICES"]

@@ -11,15 +11,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.handoff_ranks import Ranks
 from benchmarks.raw_links import DEVICE, Decoding, Prompting, raw_copies, raw_messages
-from engine.kv.pool import KVPool
 from kv_transfer.config import TransferConfig
 from kv_transfer.cuda.driver import export_memory
 from kv_transfer.cuda.nccl import unique_id
-from kv_transfer.data_plane import DataPlane
 from kv_transfer.listeners import TransferReport
 from kv_transfer.party import Party
-from kv_transfer.ranks import LocalRanks
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from protocol.errors import ErrorInfo
@@ -91,22 +89,19 @@ class Side:
         self._role = role
         self._clients = ClientPool(secret=SECRET)
         self._server: ControlServer | None = None
-        self._planes: list[DataPlane] = []
-        self._pools: list[KVPool] = []
+        self._ranks: Ranks | None = None
         self._end: Any = None
         self._decoding: Decoding | None = None
         self._prompting: Prompting | None = None
 
-    async def build(self, layout: KVLayout, config: TransferConfig) -> WorkerRef:
-        """A worker of this layout, its ranks on the GPUs in turn; the one before is closed."""
+    async def build(
+        self, layout: KVLayout, config: TransferConfig, apart: bool = False
+    ) -> WorkerRef:
+        """A worker of this layout, its ranks on the GPUs in turn and those after the first `apart`,
+        in processes of their own; the worker before is closed."""
         await self.drop()
         self._layout = layout
-        gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-        self._pools = [
-            KVPool(layout, rank, torch.bfloat16, gpus[rank % len(gpus)])
-            for rank in range(layout.tp_size)
-        ]
-        self._planes = [DataPlane(pool, config) for pool in self._pools]
+        self._ranks = await asyncio.to_thread(Ranks, layout, config, apart=apart)
         self._server = ControlServer(secret=SECRET)
         address = self._server.bind()
         ref = WorkerRef(
@@ -118,7 +113,7 @@ class Side:
             layout=layout,
             fingerprint=_fingerprint(layout),
             secret=SECRET,
-            ranks=LocalRanks(self._planes),
+            ranks=self._ranks,
             clients=self._clients,
             config=config,
         )
@@ -144,53 +139,33 @@ class Side:
         if self._server is None:
             return
         await self._end.close()
-        for plane in self._planes:
-            await asyncio.to_thread(plane.close)
+        assert self._ranks is not None
+        await asyncio.to_thread(self._ranks.close)
         await self._server.stop()
-        self._server, self._end, self._planes, self._pools = None, None, [], []
+        self._server, self._end, self._ranks = None, None, None
         self._prompting = None
         torch.cuda.empty_cache()
 
     async def fill(self, blocks: Sequence[int], seed: int) -> None:
         """Random bits, the same on both sides for the same seed."""
-        ids = torch.tensor(blocks)
-        for layer, bits in enumerate(_random_layers(self._layout, len(blocks), seed)):
-            for pool, (first, last) in zip(self._pools, self._layout.rank_heads, strict=True):
-                pool.data[layer, ids.to(pool.device)] = bits[:, :, first:last].to(pool.device)
-        for pool in self._pools:
-            torch.cuda.synchronize(pool.device)
+        self._everywhere("fill", blocks, seed)
 
     async def fill_late(self, handoff: Handoff, seed: int) -> None:
         """Prefill: as `fill`, by a step that takes its time over each layer and is pushed before it
         has begun."""
-        ids = torch.tensor(handoff.source, device=DEVICE)
-        layers = _random_layers(self._layout, len(handoff.source), seed)
-        marks = [pool.marks for pool in self._pools if pool.marks is not None]
-        torch.cuda.synchronize()
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for each in marks:
-                each.begin()
-            for layer, bits in enumerate(layers):
-                torch.cuda._sleep(5_000_000)  # noqa: SLF001
-                for pool, (first, last) in zip(self._pools, self._layout.rank_heads, strict=True):
-                    pool.data[layer, ids] = bits[:, :, first:last]
-                for each in marks:
-                    each.mark(layer)
-            steps = [each.end() for each in marks]
         blocks = handoff.source
+        steps = self._everywhere("fill_late", blocks, seed)
         self._end.push(handoff.key, blocks, 0, len(blocks), after=steps[0])
         self._end.commit(handoff.key, 1)
         await asyncio.wait_for(self._events.times[handoff.key], PATIENCE_S)
 
     async def wrong_layers(self, blocks: Sequence[int], seed: int) -> int:
         """Layers, over all ranks, that do not hold exactly what `fill` put into the other side."""
-        ids = torch.tensor(blocks)
-        wrong = 0
-        for layer, bits in enumerate(_random_layers(self._layout, len(blocks), seed)):
-            for pool, (first, last) in zip(self._pools, self._layout.rank_heads, strict=True):
-                got = pool.data[layer, ids.to(pool.device)].view(torch.int16)
-                wrong += not torch.equal(got.to(DEVICE), bits[:, :, first:last].view(torch.int16))
-        return wrong
+        return sum(self._everywhere("wrong_layers", blocks, seed))
+
+    def _everywhere(self, name: str, *args: Any) -> list[Any]:
+        assert self._ranks is not None
+        return self._ranks.everywhere(name, *args)
 
     async def meet(self, decode: WorkerRef) -> None:
         """Prefill: get the links ready."""
@@ -228,7 +203,9 @@ class Side:
         """Prefill: one request after the other, its prompt in chunks of so many blocks. Each chunk
         is pushed as soon as it is launched, as a worker does."""
         if self._prompting is None:
-            marks = [pool.marks for pool in self._pools if pool.marks is not None]
+            assert self._ranks is not None
+            pools = (rank.pool for rank in self._ranks.near())
+            marks = [pool.marks for pool in pools if pool.marks is not None]
             self._prompting = Prompting(self._layout.num_layers, marks)
         results = []
         for handoff in handoffs:
@@ -296,7 +273,8 @@ class Side:
 
     async def backends(self) -> list[str]:
         """By which ways anything was moved."""
-        return sorted({way for plane in self._planes for way in plane.ways})
+        assert self._ranks is not None
+        return sorted({way for rank in self._ranks.near() for way in rank.plane.ways})
 
     async def relinked(self) -> int:
         """How often links were given up."""
@@ -354,19 +332,6 @@ class Side:
         await asyncio.to_thread(self._decoding.stop)
         self._decoding = None
         torch.cuda.empty_cache()
-
-
-def _random_layers(layout: KVLayout, num_blocks: int, seed: int) -> list[torch.Tensor]:
-    """Bits for a row of tokens, which do not depend on the blocks that it lies in."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    shape = (num_blocks, layout.block_size, 2, layout.num_kv_heads, layout.head_dim)
-    rows = (
-        torch.randint(
-            -32768, 32767, shape, dtype=torch.int16, device=DEVICE, generator=generator
-        ).view(torch.bfloat16)
-        for _ in range(layout.num_layers)
-    )
-    return [row.permute(0, 2, 3, 1, 4).contiguous() for row in rows]
 
 
 def _fingerprint(layout: KVLayout) -> KVFingerprint:

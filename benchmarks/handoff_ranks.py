@@ -1,0 +1,185 @@
+"""The ranks of one side of the hand-off benchmark: all in the side's process, or every other than
+the first in a process of its own, as a worker's are."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import multiprocessing
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from engine.kv.pool import KVPool
+from kv_transfer.config import TransferConfig
+from kv_transfer.data_plane import DataPlane
+from kv_transfer.orders import Order, Outcome
+from protocol.kv_layout import KVLayout
+
+
+class Rank:
+    """One rank's pool and data plane."""
+
+    def __init__(self, layout: KVLayout, rank: int, config: TransferConfig) -> None:
+        self._layout = layout
+        self._device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(self._device)
+        self._heads = slice(*layout.rank_heads[rank])
+        self.pool = KVPool(layout, rank, torch.bfloat16, self._device)
+        self.plane = DataPlane(self.pool, config)
+
+    def fill(self, blocks: Sequence[int], seed: int) -> None:
+        """Random bits, the same on both sides for the same seed."""
+        ids = torch.tensor(blocks, device=self._device)
+        for layer, bits in enumerate(random_layers(self._layout, len(blocks), seed, self._device)):
+            self.pool.data[layer, ids] = bits[:, :, self._heads]
+        torch.cuda.synchronize(self._device)
+
+    def fill_late(self, blocks: Sequence[int], seed: int) -> int:
+        """The same by a step that takes its time over each layer; its number, before it has run."""
+        ids = torch.tensor(blocks, device=self._device)
+        layers = random_layers(self._layout, len(blocks), seed, self._device)
+        marks = self.pool.marks
+        assert marks is not None
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+            with torch.cuda.stream(torch.cuda.Stream()):
+                marks.begin()
+                for layer, bits in enumerate(layers):
+                    torch.cuda._sleep(5_000_000)  # noqa: SLF001
+                    self.pool.data[layer, ids] = bits[:, :, self._heads]
+                    marks.mark(layer)
+                return marks.end()
+
+    def wrong_layers(self, blocks: Sequence[int], seed: int) -> int:
+        """Layers that do not hold exactly what `fill` put into the other side."""
+        ids = torch.tensor(blocks, device=self._device)
+        wrong = 0
+        for layer, bits in enumerate(random_layers(self._layout, len(blocks), seed, self._device)):
+            got = self.pool.data[layer, ids].view(torch.int16)
+            wrong += not torch.equal(got, bits[:, :, self._heads].view(torch.int16))
+        return wrong
+
+    def close(self) -> None:
+        """Break the links."""
+        self.plane.close()
+
+
+class FarRank:
+    """The same in a process of its own. Answers come in any order."""
+
+    def __init__(self, layout: KVLayout, rank: int, config: TransferConfig) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        self._child = context.Process(target=_serve, args=(other, layout, rank, config))
+        self._child.start()
+        other.close()
+        self._numbers = itertools.count()
+        self._calls: dict[int, Future[Any]] = {}
+        self._lock = threading.Lock()
+        threading.Thread(target=self._listen, daemon=True).start()
+        self.call("ready").result(120)
+
+    def call(self, name: str, *args: Any) -> Future[Any]:
+        """Begin a method of Rank there, or an order."""
+        future: Future[Any] = Future()
+        with self._lock:
+            number = next(self._numbers)
+            self._calls[number] = future
+            self._pipe.send((number, name, args))
+        return future
+
+    def close(self) -> None:
+        """End the process."""
+        self.call("close").result(30)
+        self._pipe.close()
+        self._child.join(10)
+        self._child.kill()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                number, answer = self._pipe.recv()
+            except (EOFError, OSError):
+                return
+            self._calls.pop(number).set_result(answer)
+
+
+class Ranks:
+    """All ranks of a side (kv_transfer.ranks.RankChannel), those after the first `apart` or not."""
+
+    def __init__(self, layout: KVLayout, config: TransferConfig, *, apart: bool) -> None:
+        kind = FarRank if apart else Rank
+        self.first = Rank(layout, 0, config)
+        rest = [kind(layout, rank, config) for rank in range(1, layout.tp_size)]
+        torch.cuda.set_device(0)
+        self._ranks: list[Rank | FarRank] = [self.first, *rest]
+
+    async def execute(self, rank: int, order: bytes) -> bytes:
+        """Run one order on one rank; its outcome."""
+        found = self._ranks[rank]
+        call = found.plane.execute if isinstance(found, Rank) else partial(found.call, "order")
+        answer: bytes = await asyncio.wrap_future(call(order))
+        return answer
+
+    def submit(self, rank: int, order: Order) -> Future[Outcome] | None:
+        """The same for a rank of this process."""
+        found = self._ranks[rank]
+        return found.plane.submit(order) if isinstance(found, Rank) else None
+
+    def everywhere(self, name: str, *args: Any) -> list[Any]:
+        """Call a method of every rank; what they return."""
+        far = [rank.call(name, *args) for rank in self._ranks if isinstance(rank, FarRank)]
+        near = [getattr(rank, name)(*args) for rank in self._ranks if isinstance(rank, Rank)]
+        return near + [call.result(120) for call in far]
+
+    def near(self) -> list[Rank]:
+        """Those in this process."""
+        return [rank for rank in self._ranks if isinstance(rank, Rank)]
+
+    def close(self) -> None:
+        """End all."""
+        for rank in self._ranks:
+            rank.close()
+
+
+def random_layers(
+    layout: KVLayout, num_blocks: int, seed: int, device: torch.device
+) -> list[torch.Tensor]:
+    """Bits for a row of tokens, which do not depend on the blocks that it lies in."""
+    generator = torch.Generator(device).manual_seed(seed)
+    shape = (num_blocks, layout.block_size, 2, layout.num_kv_heads, layout.head_dim)
+    rows = (
+        torch.randint(
+            -32768, 32767, shape, dtype=torch.int16, device=device, generator=generator
+        ).view(torch.bfloat16)
+        for _ in range(layout.num_layers)
+    )
+    return [row.permute(0, 2, 3, 1, 4).contiguous() for row in rows]
+
+
+def _serve(pipe: Connection, layout: KVLayout, number: int, config: TransferConfig) -> None:
+    rank = Rank(layout, number, config)
+    sending = threading.Lock()
+
+    def answer(call: int, result: Any) -> None:
+        with sending:
+            pipe.send((call, result))
+
+    def ended(call: int, future: Future[bytes]) -> None:
+        answer(call, future.result())
+
+    while True:
+        try:
+            call, name, args = pipe.recv()
+        except EOFError:
+            return
+        if name == "order":
+            rank.plane.execute(*args).add_done_callback(partial(ended, call))
+        else:
+            answer(call, None if name == "ready" else getattr(rank, name)(*args))
