@@ -97,7 +97,6 @@ class FarRank:
     def close(self) -> None:
         """End the process."""
         self.call("close").result(30)
-        self._pipe.close()
         self._child.join(10)
         self._child.kill()
 
@@ -183,3 +182,5 @@ def _serve(pipe: Connection, layout: KVLayout, number: int, config: TransferConf
             rank.plane.execute(*args).add_done_callback(partial(ended, call))
         else:
             answer(call, None if name == "ready" else getattr(rank, name)(*args))
+        if name == "close":
+            return
