@@ -46,10 +46,12 @@ class Arrivals:
 
     def announced(self, handoff: Incoming, piece: Piece) -> None:
         """A sender is about to send a piece: post receives for it on every rank. Raises, before
-        anything is posted, as `Peer.use`, `check_layout` and `Inbound.announce`."""
+        anything is posted, as `Peer.use`, `Peer.take`, `check_layout` and `Inbound.announce`."""
         check_layout(self._me.layout, piece.prefill_layout)
         peer = self._peers.get(piece.prefill.epoch)
         peer.use(piece.link)
+        if not handoff.lease.knows(piece):
+            peer.take(piece.turn)
         if handoff.lease.announce(piece) is Verdict.NEW:
             handoff.backend = piece.backend
             self._post(handoff, piece, peer)

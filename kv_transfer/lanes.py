@@ -25,9 +25,10 @@ _Attempt = tuple[int, list[Outcome], BatonError | None]
 class Lane:
     """All pieces to one decode worker pass here.
 
-    Both sides run the messages of a link in order, so the order must be the same on both: a piece
-    is announced only when the one before was acknowledged, and its data queued behind that one's.
-    Data of earlier pieces keeps moving meanwhile, up to `pipeline_depth` pieces at a time.
+    Both sides run the messages of a link in order, so the order must be the same on both: every
+    announcement carries its turn, decode takes none that comes too late for it, and data is queued
+    in the order of the turns. Announcements do not wait for each other, and data of earlier pieces
+    keeps moving meanwhile, up to `pipeline_depth` pieces at a time.
 
     `link` is the incarnation of the connections. As soon as it is unsure whether both sides are in
     step, it is renewed: decode then drops whatever it had posted on the old one.
@@ -41,8 +42,8 @@ class Lane:
         self._me = lanes.party
         self._config = lanes.party.config
         self._slots = asyncio.Semaphore(self._config.pipeline_depth)
-        self._turn = asyncio.Lock()
-        self._link = lanes.next_link()
+        self._last: asyncio.Future[None] | None = None  # done once the last turn is over
+        self._link = lanes.next_number()
 
     @property
     def link(self) -> int:
@@ -80,6 +81,8 @@ class Lane:
     async def _announce_and_send(self, job: PieceOut) -> _Attempt:
         async with self._slots:
             link, moving = await self._announce(job)
+            while moving is None and link == self._link:  # too late for its turn: the next one
+                link, moving = await self._announce(job)
             if moving is None:
                 return link, [], LinkBroken("link replaced")
             # Not cancelled: the hand-off has to know until when its blocks are read.
@@ -94,24 +97,29 @@ class Lane:
         return config.connect_timeout_s + config.op_timeout_s * (config.pipeline_depth + 1)
 
     async def _announce(self, job: PieceOut) -> tuple[int, asyncio.Task[list[Outcome]] | None]:
-        """Take a turn: the link used and the running send, or None when the link is to be
-        replaced."""
-        async with self._turn:
-            if not job.alive:
-                raise StaleMessage("the hand-off is over", param="key")
-            link = self._link
-            piece = job.announcement(link)
+        """Take a turn: the link used and the running send, or None when that came to nothing."""
+        if not job.alive:
+            raise StaleMessage("the hand-off is over", param="key")
+        before, turn = self._last, asyncio.get_running_loop().create_future()
+        self._last = turn
+        link = self._link
+        piece = job.announcement(link, self._lanes.next_number())
+        try:
             answer = await self._me.call(self.decode, methods.PIECE, piece)
+            if before is not None and not before.done():
+                await asyncio.wait({before})
             if answer.error is None:
                 if link != self._link:
                     return link, None
                 orders = job.orders(link, discard=not job.alive)
                 return link, self._lanes.tasks.start(self._move(job, orders))
-            if answer.uncertain:
+            if answer.uncertain or answer.error.param == "link":
                 self.renew(link)
-            if answer.refused and answer.error.param == "link":
+            if answer.refused and answer.error.param in ("link", "turn"):
                 return link, None
             raise answer.error
+        finally:
+            turn.set_result(None)
 
     async def _move(self, job: PieceOut, orders: dict[int, Order]) -> list[Outcome]:
         try:
@@ -122,7 +130,7 @@ class Lane:
     def renew(self, link: int) -> None:
         """Leave a link that may be broken or out of step; what is blocked on it fails at once."""
         if link == self._link:
-            self._link = self._lanes.next_link()
+            self._link = self._lanes.next_number()
             self._lanes.stats.relinked += 1
             self._lanes.tasks.start(self._close(link, forget=False))
 
@@ -142,8 +150,8 @@ class Lane:
 
 class Lanes:
     """A sender's lanes by decode epoch, made on first use; the least recently used idle one is
-    closed when there are more than `max_peers`. Numbers all links, so that no two incarnations
-    share one."""
+    closed when there are more than `max_peers`. Numbers all links and turns, so that no two share
+    one."""
 
     def __init__(self, party: Party, tasks: Tasks, stats: TransferStats) -> None:
         self.party = party
@@ -172,8 +180,8 @@ class Lanes:
         if lane is not None:
             await lane.forget()
 
-    def next_link(self) -> int:
-        """A number that no link of this sender has had."""
+    def next_number(self) -> int:
+        """A number for a link or a turn, higher than any before."""
         return next(self._numbers)
 
     def _make_room(self) -> None:

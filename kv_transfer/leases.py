@@ -178,6 +178,11 @@ class Inbound(_Lease):
                 param="generation",
             )
 
+    def knows(self, piece: Piece) -> bool:
+        """Whether it was announced before, on the same link."""
+        known = self._arrivals.get(piece.sequence)
+        return known is not None and known.piece.link == piece.link
+
     def announce(self, piece: Piece) -> Verdict:
         """A piece wants in. NEW: post receives for it. A piece known before is posted again only on
         a newer link, and only if it has not arrived."""

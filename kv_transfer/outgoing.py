@@ -43,7 +43,7 @@ class Outgoing:
         """The pieces that the commit has to name, because nothing announced them."""
         if self.backend not in ONE_SIDED:
             return ()
-        return tuple(piece.announcement(0) for piece in self.pieces.values())
+        return tuple(piece.announcement(0, 0) for piece in self.pieces.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class PieceOut:
         """Whether the ranks write it into decode's pool."""
         return self._handoff.backend in ONE_SIDED
 
-    def announcement(self, link: int) -> Piece:
+    def announcement(self, link: int, turn: int) -> Piece:
         """The message that announces it."""
         lease, area = self._handoff.lease, self._area
         return Piece(
@@ -112,6 +112,7 @@ class PieceOut:
             prefill=self._me,
             prefill_layout=self._layout,
             link=link,
+            turn=turn,
             backend=self._handoff.backend,
         )
 

@@ -19,12 +19,13 @@ from protocol.messages import LinkAddress
 
 class Peer:
     """The connections from one incarnation of a prefill worker: the newest incarnation of them that
-    was named, and the newest known to be broken."""
+    was named, the newest known to be broken, and the turn of the last piece that was posted."""
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self.link = 0
         self.broken = 0
+        self.turn = 0
         self.moving = 0
 
     def use(self, link: int) -> None:
@@ -35,6 +36,13 @@ class Peer:
         if link <= self.broken:
             raise HandoffFailed(f"link {link} is broken", param="link")
         self.link = link
+
+    def take(self, turn: int) -> None:
+        """Post a piece next. Raises HandoffFailed naming `turn` when one of a later turn was: its
+        sender will not send in that order."""
+        if turn <= self.turn:
+            raise HandoffFailed(f"turn {turn} is past, {self.turn} was posted", param="turn")
+        self.turn = turn
 
 
 async def listen(ranks: RankChannel, num_ranks: int) -> tuple[LinkAddress, ...]:

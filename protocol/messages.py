@@ -255,7 +255,9 @@ class Piece:
     The reply (Ack) means that decode has checked the ticket and posted its receives; only then does
     the sender write. `sequence` counts the pieces of one hand-off from 0. `link` is the
     incarnation of the sender's connections to this decode worker: a higher one voids whatever was
-    posted on a lower. `backend` is the one of the grant's links that the data takes. With a
+    posted on a lower. `turn` grows from piece to piece of a sender: decode posts in that order, the
+    sender sends in it, and a piece that comes too late for it is refused, naming `turn`. `backend`
+    is the one of the grant's links that the data takes. With a
     one-sided one nothing is posted, the grant alone allows the write, and the commit carries the
     piece.
     """
@@ -271,6 +273,7 @@ class Piece:
     prefill: WorkerRef
     prefill_layout: KVLayout
     link: int = 0
+    turn: int = 0
     backend: str = ""
 
 

@@ -84,7 +84,7 @@ class Chaos:
         if world.can_push():
             choices.append(lambda: world.step(choose(world.can_push()), self.random.randint(1, 3)))
         if world.network.letters:
-            choices += [lambda: world.network.deliver(choose(world.network.letters))] * 2
+            choices += [lambda: world.network.deliver(choose(world.network.next()))] * 2
         if world.fabric.can_send():
             choices.append(lambda: world.fabric.send(choose(world.fabric.can_send())))
         if world.fabric.can_receive():

@@ -27,6 +27,7 @@ from kv_transfer.orders import (
 )
 from protocol import codec
 from protocol.errors import BatonError, DeadlineExceeded
+from rpc import methods
 
 
 class SimSide(Protocol):
@@ -89,6 +90,11 @@ class Network:
 
     def get(self, address: str) -> _Caller:
         return _Caller(self, address)
+
+    def next(self) -> list[Letter]:
+        """Those that may come next: without a fault, announcements of pieces keep their order."""
+        pieces = [each for each in self.letters if each.method is methods.PIECE]
+        return [each for each in self.letters if each not in pieces[1:]]
 
     def deliver(self, letter: Letter) -> None:
         """The peer gets it; the caller gets the reply when there is one."""

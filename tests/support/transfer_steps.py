@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from protocol.ids import RequestKey
 from protocol.messages import Piece
 from tests.support.transfer import fill, make_layout, random_kv
@@ -25,6 +27,9 @@ async def ready(pair, key=KEY, source=SOURCE, dest=DEST, seed=1):
     return kv
 
 
+_turns = itertools.count(1)
+
+
 def piece_of(pair, grant, **fields):
     """All that the first hand-off moves, as one piece."""
     whole = {
@@ -39,6 +44,7 @@ def piece_of(pair, grant, **fields):
         "prefill": pair.prefill.ref,
         "prefill_layout": LAYOUT,
         "link": 1,
+        "turn": next(_turns),
     }
     return Piece(**(whole | fields))
 
