@@ -14,6 +14,7 @@ from kv_transfer.ranks import RankChannel
 from protocol import codec
 from protocol.errors import DeadlineExceeded, ErrorCode, ErrorInfo, HandoffFailed
 from protocol.ids import RequestKey
+from rpc import methods
 from tests.support.transfer import QUICK, Pair, differing, fill, random_kv
 from tests.support.transfer_steps import (
     DEST,
@@ -242,6 +243,50 @@ async def test_a_decode_worker_that_does_not_answer_fails_the_handoff_in_time(me
         kv = await ready(pair, OTHER, MORE, LAND)
         await finish(pair, OTHER, MORE)
         assert differing(pair.decode.pools, LAYOUT, LAND, kv) == []
+
+
+async def test_announcements_do_not_wait_for_each_other(memory):
+    config = replace(QUICK, max_piece_bytes=1)
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory, config=config) as pair:
+        waiting = 0
+        enough = asyncio.Event()
+
+        async def together(address, method, request):
+            nonlocal waiting
+            if method is methods.PIECE:
+                waiting += 1
+                if waiting == config.pipeline_depth:
+                    asyncio.get_running_loop().call_soon(enough.set)
+                await enough.wait()
+
+        kv = await ready(pair)
+        pair.clients.intercept = together
+        async with asyncio.timeout(5):
+            await finish(pair)
+        assert differing(pair.decode.pools, LAYOUT, DEST, kv) == []
+        turns = [piece.turn for piece in moves(pair.clients, "Piece")]
+        assert turns == sorted(set(turns))
+        assert len(turns) == len(SOURCE)
+
+
+async def test_a_piece_that_is_overtaken_takes_another_turn_on_the_same_link(memory):
+    config = replace(QUICK, max_piece_bytes=1)
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory, config=config) as pair:
+        overtaken = []
+
+        async def late(address, method, request):
+            if method is methods.PIECE and request.sequence == 1 and not overtaken:
+                overtaken.append(request.turn)
+                await asyncio.sleep(0.05)
+
+        kv = await ready(pair)
+        pair.clients.intercept = late
+        await finish(pair)
+        assert differing(pair.decode.pools, LAYOUT, DEST, kv) == []
+        pieces = [each for each in moves(pair.clients, "Piece") if each.sequence == 1]
+        assert len(pieces) == 2
+        assert pieces[0].turn == overtaken[0] < pieces[1].turn
+        assert pair.sender.stats.relinked == pair.receiver.stats.relinked == 0
 
 
 async def test_leases_end_by_themselves(memory):
