@@ -17,6 +17,8 @@ class EngineConfig:
     block_size: tokens per KV block; the two pools of a cluster may differ in it.
     num_blocks: size of the pool; when None it follows from kv_memory_bytes (per rank), and when
         that is None too from the memory that is free.
+    spare_bytes: memory of each GPU that is left to others when the pool is sized from what is free;
+        workers leave what their links need.
     max_model_len: longest sequence, prompt plus output; None takes the model's own limit.
     tp_size: tensor-parallel ranks, one process each.
     decode_copy_bytes: memory that a CPU engine may spend on dense copies of the KV of running
@@ -35,6 +37,7 @@ class EngineConfig:
     block_size: int = 16
     num_blocks: int | None = None
     kv_memory_bytes: int | None = None
+    spare_bytes: int = 0
     max_model_len: int | None = None
     tp_size: int = 1
     decode_copy_bytes: int = 512 << 20
@@ -51,8 +54,9 @@ class EngineConfig:
             raise InvalidRequest(f"dtype {self.dtype!r} is not one of {known}", param="dtype")
         for name in ("block_size", "tp_size", "max_step_tokens", "max_running"):
             _at_least_one(name, getattr(self, name))
-        if self.decode_copy_bytes < 0:
-            raise InvalidRequest("decode_copy_bytes is negative", param="decode_copy_bytes")
+        for name in ("decode_copy_bytes", "spare_bytes"):
+            if getattr(self, name) < 0:
+                raise InvalidRequest(f"{name} is negative", param=name)
         for name in ("num_blocks", "kv_memory_bytes", "max_model_len", "num_threads"):
             value = getattr(self, name)
             if value is not None:

@@ -45,7 +45,9 @@ class TransferConfig:
     pipeline_depth: announced pieces on their way to one decode worker at a time.
     max_piece_bytes: upper size of a piece over all ranks; larger pushes are split.
     device_piece_bytes: the same between GPUs, where one control call moves more.
-    staging_bytes: one message of an nccl link; three of them are held for each.
+    staging_bytes: one message of an nccl link, which holds two of them.
+    staging_memory_bytes: what all nccl links of a rank hold, left free when its KV pool is sized;
+    no link takes more than a quarter of what is left, so many links send smaller messages.
     nccl_ctas: thread blocks of an nccl link, which the GPU's other kernels have to share with it.
     staging_ctas: thread blocks of the copy of a message out of blocks or into them.
     copy_ctas: thread blocks of a cuda_ipc write.
@@ -66,6 +68,7 @@ class TransferConfig:
     max_piece_bytes: int = 64 << 20
     device_piece_bytes: int = 512 << 20
     staging_bytes: int = 128 << 20
+    staging_memory_bytes: int = 1 << 30
     nccl_ctas: int = 32
     staging_ctas: int = 32
     copy_ctas: int = 66
@@ -82,6 +85,12 @@ class TransferConfig:
     def piece_bytes(self, backend: str) -> int:
         """Upper size of a piece that travels by `backend`."""
         return self.device_piece_bytes if backend in ON_DEVICE else self.max_piece_bytes
+
+    @property
+    def device_memory_bytes(self) -> int:
+        """Memory of a GPU that its links need."""
+        staged = self.backend in (BackendName.AUTO, BackendName.NCCL)
+        return self.staging_memory_bytes if staged else 0
 
     def checksum_kind(self, backend: str) -> ChecksumKind:
         """How the bytes of a piece that travels by `backend` are summed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.config import EngineConfig
 from engine.executor import Executor, build_executor, build_follower
@@ -53,7 +53,8 @@ class Ranks:
 
 def build_ranks(engine: EngineConfig, transfer: TransferConfig, group: RankGroup | None) -> Ranks:
     """Load rank 0, wait for the followers, run one real step. Blocking: seconds to minutes."""
-    executor = build_executor(engine, group)
+    spare = engine.spare_bytes + transfer.device_memory_bytes
+    executor = build_executor(replace(engine, spare_bytes=spare), group)
     executor.warmup()
     return Ranks(executor=executor, plane=DataPlane(executor.pool, transfer), group=group)
 

@@ -153,7 +153,7 @@ class CudaRunner:
             working_bytes=self._measure_working_memory(),
             block_bytes=size,
             share=self.options.memory_share,
-            reserve_bytes=RESERVE_BYTES,
+            reserve_bytes=RESERVE_BYTES + self.config.spare_bytes,
         )
 
     def _measure_working_memory(self) -> int:

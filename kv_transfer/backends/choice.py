@@ -33,7 +33,8 @@ def _build(name: BackendName, store: BlockStore, config: TransferConfig) -> Back
     if store.device.type != "cuda":
         raise ValueError(f"transfer.backend {name} needs a GPU, the pool is on {store.device}")
     from kv_transfer.backends.cuda_ipc import CudaIpcBackend
-    from kv_transfer.backends.nccl import NcclBackend
+    from kv_transfer.backends.nccl import BUFFERS, NcclBackend
+    from kv_transfer.cuda.staging import Staging
 
     paged = cast(PagedStore, store)
     if name is BackendName.CUDA_IPC:
@@ -41,7 +42,7 @@ def _build(name: BackendName, store: BlockStore, config: TransferConfig) -> Back
     return NcclBackend(
         paged,
         host=config.host,
-        staging_bytes=config.staging_bytes,
+        staging=Staging(config.staging_memory_bytes, largest=config.staging_bytes, count=BUFFERS),
         ctas=config.nccl_ctas,
         copy_ctas=config.staging_ctas,
     )

@@ -38,6 +38,7 @@ from kv_transfer.cuda.copying import (
     pool_rows,
 )
 from kv_transfer.cuda.nccl import Communicator, unique_id
+from kv_transfer.cuda.staging import Staging
 from kv_transfer.store import PagedStore
 
 _SENDER, _RECEIVER = 0, 1
@@ -126,6 +127,7 @@ class NcclLink:
 
     def _abort(self) -> None:
         self._group.abort()  # a method of the link: its buffers live until no kernel uses them
+        self._backend.staging.give(self._chunk_bytes)
 
     def _begin(self, move: BlockMove, timeout_s: float, *, sending: bool) -> End:
         limit = time.monotonic() + timeout_s
@@ -273,13 +275,13 @@ class NcclBackend:
     name = "nccl"
 
     def __init__(
-        self, store: PagedStore, *, host: str, staging_bytes: int, ctas: int, copy_ctas: int
+        self, store: PagedStore, *, host: str, staging: Staging, ctas: int, copy_ctas: int
     ) -> None:
         self.store = store
+        self.staging = staging
         self.copy_ctas = copy_ctas
         self.watch = Watch("kv-nccl-watch")
         self._host = host
-        self._staging_bytes = staging_bytes
         self._ctas = ctas
         self._lock = threading.Lock()
         self._meeting: Meeting | None = None
@@ -320,24 +322,35 @@ class NcclBackend:
 
     def _build(self, link: LinkId, connection: socket.socket, me: int, limit: float) -> NcclLink:
         with connection:
+            size = self.staging.take(self._block_bytes)
             try:
-                name, chunk_bytes = self._agree(SocketStore(connection, limit), me)
+                name, agreed = self._agree(SocketStore(connection, limit), me, size)
+                self.staging.give(size - agreed)
+                size = agreed
                 with torch.cuda.device(self.store.device):
                     torch.cuda.current_stream().synchronize()  # NCCL needs a current context
                     group = Communicator(name, me, ctas=self._ctas, limit=limit)
-                made = NcclLink(link, group, self, chunk_bytes)
+                made = NcclLink(link, group, self, size)
             except (OSError, RuntimeError, ValueError) as error:
+                self.staging.give(size)
                 raise LinkBroken(f"link {link}: {error}") from error
         made.warm(sending=me == _SENDER, limit=limit)
         return made
 
-    def _agree(self, store: SocketStore, me: int) -> tuple[bytes, int]:
-        """The communicator's name and the size of a message, both as the sender says."""
+    @property
+    def _block_bytes(self) -> int:
+        """A block of one layer: less cannot be a message."""
+        shape = shape_of(self.store)
+        return 2 * shape.num_heads * shape.page
+
+    def _agree(self, store: SocketStore, me: int, size: int) -> tuple[bytes, int]:
+        """The communicator's name, as the sender says, and the size of a message, which is the
+        smaller of what the two would take."""
         if me == _SENDER:
-            shape = shape_of(self.store)
-            block = 2 * shape.num_heads * shape.page  # of one layer: less cannot be a message
-            name, size = unique_id(), max(self._staging_bytes, block)
+            name = unique_id()
             store.set("nccl", name + size.to_bytes(8, "big"))
-            return name, size
+            return name, int.from_bytes(store.get("size"), "big")
         told = store.get("nccl")
-        return told[:-8], int.from_bytes(told[-8:], "big")
+        size = min(size, int.from_bytes(told[-8:], "big"))
+        store.set("size", size.to_bytes(8, "big"))
+        return told[:-8], size

@@ -20,6 +20,7 @@ from kv_transfer.backends import nccl
 from kv_transfer.backends.base import BlockMove, LinkBroken
 from kv_transfer.backends.watch import Watch
 from kv_transfer.config import ChecksumKind
+from kv_transfer.cuda.staging import Staging
 from protocol.kv_layout import Cells
 
 LAYERS, BLOCKS, HEADS, TOKENS, DIM = 4, 12, 2, 2, 4
@@ -216,7 +217,10 @@ def links(monkeypatch):
                 dtype=torch.bfloat16,
                 marks=None,
             )
-            backend = SimpleNamespace(store=store, watch=Watch("test"), copy_ctas=1)
+            staging = Staging(1 << 30, largest=chunk_bytes, count=nccl.BUFFERS)
+            backend = SimpleNamespace(
+                store=store, watch=Watch("test"), copy_ctas=1, staging=staging
+            )
             link = nccl.NcclLink("link", Group(wire, kind), backend, chunk_bytes)
             ends.append((link, data))
             made.append(link)
@@ -361,3 +365,18 @@ def test_whatever_waits_on_a_broken_link_ends(links, how):
     with pytest.raises(LinkBroken):
         sender.send_blocks(late, 1)
     assert late.access.revoke().done()
+
+
+def test_links_share_a_budget_of_buffers():
+    mib = 1 << 20
+    staging = Staging(1024 * mib, largest=128 * mib, count=2)
+    sizes = [staging.take(64) for _ in range(12)]
+    assert sizes[:3] == [128 * mib, 64 * mib, 64 * mib]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] == 16 * mib
+    assert 2 * sum(sizes) <= 1024 * mib
+    for size in sizes:
+        staging.give(size)
+    assert staging.take(64) == 128 * mib
+    assert Staging(0, largest=mib, count=2).take(64) == mib  # less is not worth a message
+    assert Staging(0, largest=mib, count=2).take(3 * mib) == 3 * mib
