@@ -37,6 +37,7 @@ from kv_transfer.cuda.copying import (
     load_copies,
     pool_rows,
 )
+from kv_transfer.cuda.driver import Event
 from kv_transfer.cuda.nccl import Communicator, unique_id
 from kv_transfer.cuda.staging import Staging
 from kv_transfer.store import PagedStore
@@ -44,6 +45,7 @@ from kv_transfer.store import PagedStore
 _SENDER, _RECEIVER = 0, 1
 BUFFERS = 2  # one on the wire, the other being filled or emptied
 _WARM_BYTES = 1 << 20
+_STRETCH, _STRETCHES = 16, 4  # messages; so many times as many may be queued
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,8 @@ class _Slot:
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self.full = torch.cuda.Event()
-        self.free = torch.cuda.Event()
+        self.full = Event()
+        self.free = Event()
 
 
 class _Flight:
@@ -97,6 +99,8 @@ class NcclLink:
         self._chunk_bytes = chunk_bytes
         self._broken = threading.Event()
         self._idle: deque[_Flight] = deque()
+        self._marks: deque[torch.cuda.Event] = deque()
+        self._num_queued = 0
         with torch.cuda.device(self._device):
             self._stream = torch.cuda.Stream(priority=-1)
             self._wire = torch.cuda.Stream(priority=-1)
@@ -141,6 +145,7 @@ class NcclLink:
                 size = self._cell_bytes(move)
                 (pages,) = flight.pages.load(self._shape.pages(move.cells, size))
                 for chunk in self._chunks(move):
+                    self._keep_short()
                     data = queue(move, chunk, pages if touches else None, limit)
                     if move.checksum is not ChecksumKind.NONE:  # waits for it
                         flight.checksum += content_checksum(data, move.checksum)
@@ -150,6 +155,17 @@ class NcclLink:
                 move.access.leave()
             raise
         return partial(self._end, move, flight, limit, entered=entered)
+
+    def _keep_short(self) -> None:
+        """Wait where the device's queues would get full: whoever then queues more waits with the
+        interpreter's lock, and nobody could give the link up."""
+        self._num_queued += 1
+        if self._num_queued % _STRETCH == 0:
+            mark = torch.cuda.Event()
+            mark.record(self._stream)
+            self._marks.append(mark)
+            if len(self._marks) > _STRETCHES:
+                self._marks.popleft().synchronize()
 
     def _end(self, move: BlockMove, flight: _Flight, limit: float, *, entered: bool) -> int:
         try:
@@ -167,11 +183,11 @@ class NcclLink:
     ) -> torch.Tensor:
         slot = next(self._turns)
         data = slot.data[: chunk.num_bytes]
-        self._stream.wait_event(slot.free)
+        slot.free.hold(self._stream)
         if pages is not None:
             self._copy(move, chunk, pages, data, gather=True)
         slot.full.record(self._stream)
-        self._wire.wait_event(slot.full)
+        slot.full.hold(self._wire)
         self._post(data, limit, sending=True)
         slot.free.record(self._wire)
         return data
@@ -181,10 +197,10 @@ class NcclLink:
     ) -> torch.Tensor:
         slot = next(self._turns)
         data = slot.data[: chunk.num_bytes]
-        self._wire.wait_event(slot.free)
+        slot.free.hold(self._wire)
         self._post(data, limit, sending=False)
         slot.full.record(self._wire)
-        self._stream.wait_event(slot.full)
+        slot.full.hold(self._stream)
         if pages is not None:
             self._copy(move, chunk, pages, data, gather=False)
         slot.free.record(self._stream)

@@ -1,4 +1,5 @@
-"""The few calls of the CUDA driver that share one process's GPU memory with another.
+"""The few calls of the CUDA driver that share one process's GPU memory with another, or that are
+made so often that torch's take too long.
 
 torch shares tensors too, but opens them under the owner's device, where a kernel of another device
 may not address them; opened here they belong to the importer's current device.
@@ -9,7 +10,11 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 
+import torch
+
+_NAME = "libcuda.so.1"
 _LAZY_PEER_ACCESS = 1
+_NO_TIMING = 2
 HANDLE_BYTES = 64
 
 
@@ -25,7 +30,7 @@ class DriverError(RuntimeError):
 def driver() -> ctypes.CDLL:
     """The driver. Raises DriverError when there is none."""
     try:
-        library = ctypes.CDLL("libcuda.so.1")
+        library = ctypes.CDLL(_NAME)
     except OSError as error:
         raise DriverError(f"no CUDA driver: {error}") from error
     library.cuIpcOpenMemHandle_v2.argtypes = (
@@ -39,13 +44,47 @@ def driver() -> ctypes.CDLL:
     library.cuModuleLoadData.argtypes = (pointer, pointer)
     library.cuModuleGetFunction.argtypes = (pointer, pointer, ctypes.c_char_p)
     library.cuFuncSetAttribute.argtypes = (pointer, ctypes.c_int, ctypes.c_int)
-    library.cuLaunchKernel.argtypes = (pointer, *[number] * 7, pointer, pointer, pointer)
+    library.cuEventCreate.argtypes = (pointer, number)
+    library.cuEventDestroy_v2.argtypes = (pointer,)
     library.cuMemGetAddressRange_v2.argtypes = (
         ctypes.POINTER(ctypes.c_uint64),
         ctypes.POINTER(ctypes.c_size_t),
         ctypes.c_uint64,
     )
     return library
+
+
+@cache
+def quick() -> ctypes.PyDLL:
+    """The calls that only queue. They keep the interpreter's lock: to get it back from a busy event
+    loop takes ten times as long as they do."""
+    library = ctypes.PyDLL(_NAME)
+    pointer, number = ctypes.c_void_p, ctypes.c_uint
+    library.cuLaunchKernel.argtypes = (pointer, *[number] * 7, pointer, pointer, pointer)
+    library.cuEventRecord.argtypes = (pointer, pointer)
+    library.cuStreamWaitEvent.argtypes = (pointer, pointer, number)
+    return library
+
+
+class Event:
+    """A point in a stream of the current device, for other streams to wait for."""
+
+    def __init__(self) -> None:
+        self._handle = ctypes.c_void_p()
+        check("cuEventCreate", driver().cuEventCreate(ctypes.byref(self._handle), _NO_TIMING))
+
+    def record(self, stream: torch.cuda.Stream) -> None:
+        """Move it to the end of what is queued on `stream`."""
+        check("cuEventRecord", quick().cuEventRecord(self._handle, stream.cuda_stream))
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """What is queued on `stream` from now on waits for it, unless it was never recorded."""
+        code = quick().cuStreamWaitEvent(stream.cuda_stream, self._handle, 0)
+        check("cuStreamWaitEvent", code)
+
+    def __del__(self) -> None:
+        if self._handle:
+            driver().cuEventDestroy_v2(self._handle)
 
 
 def check(name: str, code: int) -> None:

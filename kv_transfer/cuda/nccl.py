@@ -12,12 +12,13 @@ import threading
 import time
 from functools import cache
 
+_NAME = "libnccl.so.2"  # the one that torch has loaded
 _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8 = 1
 _ID_BYTES = 128
 _UNSET = -(1 << 31)
 _MAGIC, _CONFIG_VERSION = 0xCAFEBEEF, 21800  # the fields below are those of NCCL 2.18
-_SPIN_S, _POLL_S = 200e-6, 20e-6
+_POLL_S = 20e-6  # posting takes 100; others need the interpreter's lock meanwhile
 
 
 class NcclError(RuntimeError):
@@ -45,14 +46,10 @@ class _Config(ctypes.Structure):
 @cache
 def _library() -> ctypes.CDLL:
     try:
-        library = ctypes.CDLL("libnccl.so.2")  # the one that torch has loaded
+        library = ctypes.CDLL(_NAME)
     except OSError as error:
         raise NcclError(f"no NCCL: {error}") from error
-    return _declared(library)
-
-
-def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    pointer = ctypes.c_void_p
     library.ncclGetErrorString.restype = ctypes.c_char_p
     library.ncclGetUniqueId.argtypes = (ctypes.POINTER(_UniqueId),)
     library.ncclCommInitRankConfig.argtypes = (
@@ -62,10 +59,19 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
         ctypes.c_int,
         ctypes.POINTER(_Config),
     )
+    library.ncclCommAbort.argtypes = (pointer,)
+    return library
+
+
+@cache
+def _quick() -> ctypes.PyDLL:
+    """The calls that a non-blocking communicator returns from at once. They keep the interpreter's
+    lock: to get it back from a busy event loop takes longer than they do."""
+    library = ctypes.PyDLL(_NAME)
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
     for call in (library.ncclSend, library.ncclRecv):
         call.argtypes = (pointer, size, ctypes.c_int, ctypes.c_int, pointer, pointer)
     library.ncclCommGetAsyncError.argtypes = (pointer, ctypes.POINTER(ctypes.c_int))
-    library.ncclCommAbort.argtypes = (pointer,)
     return library
 
 
@@ -124,20 +130,17 @@ class Communicator:
     def _post(self, name: str, address: int, num_bytes: int, stream: int, limit: float) -> None:
         with self._lock:
             self._check_there(name)
-            call = getattr(_library(), name)
+            call = getattr(_quick(), name)
             code = call(address, num_bytes, _UINT8, self._peer, self._handle, stream)
         self._settle(name, code, limit)
 
     def _settle(self, name: str, code: int, limit: float) -> None:
         """Wait until NCCL's own thread is done with a call."""
-        start = time.monotonic()
         try:
             while code == _IN_PROGRESS:
-                now = time.monotonic()
-                if now > limit:
+                if time.monotonic() > limit:
                     raise NcclError(f"{name} timed out")
-                # Posting takes less than the spin. Others need the interpreter's lock meanwhile.
-                time.sleep(0 if now < start + _SPIN_S else _POLL_S)
+                time.sleep(_POLL_S)
                 code = self._state(name)
             _check(name, code)
         except NcclError:
@@ -148,7 +151,7 @@ class Communicator:
         state = ctypes.c_int()
         with self._lock:
             self._check_there(name)
-            code = _library().ncclCommGetAsyncError(self._handle, ctypes.byref(state))
+            code = _quick().ncclCommGetAsyncError(self._handle, ctypes.byref(state))
         _check("ncclCommGetAsyncError", code)
         return state.value
 

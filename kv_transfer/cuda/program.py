@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from kv_transfer.cuda.driver import DriverError, check, driver
+from kv_transfer.cuda.driver import DriverError, check, driver, quick
 
 _DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
@@ -54,7 +54,7 @@ class Kernel:
     def launch(self, blocks: int, stream: int, *args: ctypes.Structure) -> None:
         """Queue it on a raw stream of its device, which must be the current one."""
         pointers = (ctypes.c_void_p * len(args))(*(ctypes.addressof(arg) for arg in args))
-        code = driver().cuLaunchKernel(
+        code = quick().cuLaunchKernel(
             self._function,
             blocks,
             1,

@@ -65,10 +65,6 @@ class Stream:
         self.work.popleft()[1]()
         return True
 
-    def wait_event(self, event):
-        number = event.recorded
-        DEVICE.queue(self, lambda: event.over >= number, lambda: None)
-
     def synchronize(self):
         DEVICE.wait(lambda: not self.work)
 
@@ -81,6 +77,10 @@ class Event:
         self.recorded += 1
         number = self.recorded
         DEVICE.queue(stream, lambda: True, lambda: setattr(self, "over", number))
+
+    def hold(self, stream):
+        number = self.recorded
+        DEVICE.queue(stream, lambda: self.over >= number, lambda: None)
 
     def synchronize(self):
         number = self.recorded
@@ -196,6 +196,7 @@ def links(monkeypatch):
     DEVICE.streams.clear()
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(nccl, "Event", Event)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "stream", on)
     made = []
@@ -309,6 +310,24 @@ def test_a_buffer_is_filled_again_only_after_it_has_left(links):
     wire.pass_on(4)
     end(), over()
     assert DEVICE.copies == 10
+
+
+def test_only_so_much_is_queued(links, monkeypatch):
+    monkeypatch.setattr(nccl, "_STRETCH", 2)
+    monkeypatch.setattr(nccl, "_STRETCHES", 1)
+    sender, receiver, wire, source, target = links(BLOCK)
+    mine, theirs = move(range(9), num_layers=1), move(range(9), num_layers=1)
+    begun = [
+        in_thread(lambda: sender.send_blocks(mine, 10)),
+        in_thread(lambda: receiver.recv_blocks(theirs, 10)),
+    ]
+    with pytest.raises(TimeoutError):
+        begun[0].result(0.1)
+    assert len(wire.posts["send"]) < 9
+    wire.pass_on(9)
+    for future in begun:
+        future.result(10)()
+    assert torch.equal(target[0, :9], source[0, :9])
 
 
 @pytest.mark.parametrize("side", ["sender", "receiver"])
