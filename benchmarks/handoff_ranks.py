@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from cluster.heap import settle_heap
 from engine.kv.pool import KVPool
 from kv_transfer.config import TransferConfig
 from kv_transfer.data_plane import DataPlane
@@ -164,6 +165,7 @@ def random_layers(
 
 def _serve(pipe: Connection, layout: KVLayout, number: int, config: TransferConfig) -> None:
     rank = Rank(layout, number, config)
+    settle_heap()
     sending = threading.Lock()
 
     def answer(call: int, result: Any) -> None:

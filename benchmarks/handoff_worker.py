@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.handoff_ranks import Ranks
 from benchmarks.raw_links import DEVICE, Decoding, Prompting, raw_copies, raw_messages
+from cluster.heap import settle_heap
 from kv_transfer.config import TransferConfig
 from kv_transfer.cuda.driver import export_memory
 from kv_transfer.cuda.nccl import unique_id
@@ -132,6 +133,7 @@ class Side:
                 }
             )
         await self._server.start()
+        settle_heap()
         return ref
 
     async def drop(self) -> None:

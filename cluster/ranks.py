@@ -11,6 +11,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.config import ClusterConfig, PoolSection
+from cluster.heap import settle_heap
 from engine.config import EngineConfig
 from kv_transfer.config import TransferConfig
 
@@ -36,7 +37,7 @@ class FollowerRank:
         """Load the shard and obey rank 0 to the end; arguments of `follow_rank`."""
         from worker_runtime.ranks import follow_rank
 
-        follow_rank(invite, rank, on_own_gpu(engine), transfer)
+        follow_rank(invite, rank, on_own_gpu(engine), transfer, loaded=settle_heap)
 
 
 def process_env(pool: PoolSection) -> dict[str, str]:

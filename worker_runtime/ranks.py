@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -60,11 +61,18 @@ def build_ranks(engine: EngineConfig, transfer: TransferConfig, group: RankGroup
 
 
 def follow_rank(
-    invite: RankInvite, rank: int, engine: EngineConfig, transfer: TransferConfig
+    invite: RankInvite,
+    rank: int,
+    engine: EngineConfig,
+    transfer: TransferConfig,
+    *,
+    loaded: Callable[[], None] = lambda: None,
 ) -> None:
-    """The whole life of a follower process: load its share, obey rank 0, end with it. Blocking."""
+    """The whole life of a follower process: load its share, call `loaded`, obey rank 0, end with
+    it. Blocking."""
     executor = build_follower(invite, rank, engine)
     plane = DataPlane(executor.pool, transfer)
+    loaded()
     try:
         executor.follow({TRANSFER: plane.execute})
     finally:
