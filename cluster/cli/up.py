@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import secrets
 import signal
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,7 @@ from cluster.models import find_model
 from protocol.errors import InvalidRequest, Unavailable
 
 _LOCAL = "local"
+_LOOK_S = 0.5
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
@@ -63,7 +67,8 @@ def bring_up(config: ClusterConfig, source: str, console: Console) -> RunningClu
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # to be asked to stop is Ctrl-C, too
     state = _reach_ray(config, source, console)
     try:
-        state = _start(config, state, console)
+        with _leaving_with(state, console):
+            state = _start(config, state, console)
     except BaseException:
         console.step("stopping what was started")
         down.take_down(state, console, now=True)
@@ -72,6 +77,25 @@ def bring_up(config: ClusterConfig, source: str, console: Console) -> RunningClu
         raise
     save_state(state)
     return state
+
+
+@contextlib.contextmanager
+def _leaving_with(state: RunningCluster, console: Console) -> Iterator[None]:
+    """End this process when the head does, by `baton down` elsewhere or by itself: nothing is left
+    to stop then, and Ray's client would call for it in vain for a minute."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_LOOK_S):
+            if not state.alive:
+                console.error("the cluster was taken down meanwhile")
+                os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def show_endpoints(state: RunningCluster, config: ClusterConfig, console: Console) -> None:

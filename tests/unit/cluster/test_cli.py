@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -283,3 +285,16 @@ def test_a_new_key_is_shown_once_with_the_entry_that_lets_it_in(
     caller = load_keys(path, tiers=frozenset()).caller(f"Bearer {key}")
     assert (caller.name, caller.admin) == ("team-a", True)
     assert key not in path.read_text()
+
+
+def test_a_start_ends_with_the_cluster_that_it_starts(monkeypatch, capsys):
+    exits: queue.Queue[int] = queue.Queue()
+    monkeypatch.setattr(up_command, "_LOOK_S", 0.01)
+    monkeypatch.setattr(up_command.os, "_exit", exits.put)
+    here = RunningCluster(address="h:1", token="", config="")
+    with up_command._leaving_with(here, Console()), pytest.raises(queue.Empty):
+        exits.get(timeout=0.1)
+    gone = replace(here, pid=os.getpid(), started=-1)
+    with up_command._leaving_with(gone, Console()):
+        assert exits.get(timeout=10) == 1
+    assert "the cluster was taken down meanwhile" in capsys.readouterr().err
