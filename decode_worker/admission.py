@@ -39,12 +39,10 @@ class Admission:
         first; one that does not fit is passed over, until it has waited `starvation_s`: then
         younger ones wait for it."""
         self.look_at = None
-        waiting = [e for e in entries if e.state in WAITING]
-        if not waiting:
-            return []
         num_admitted = sum(e.state in ADMITTED for e in entries)
-        if num_admitted >= self._config.max_num_seqs:
+        if num_admitted >= self._config.max_num_seqs or num_admitted == len(entries):
             return []
+        waiting = [e for e in entries if e.state in WAITING]
         arriving = self._arriving(entries)
         reserves = []
         for entry in waiting:
@@ -66,11 +64,10 @@ class Admission:
         here."""
         return entry.needed + spare > self._blocks.num_available and now < entry.look_again
 
-    def credits(self, waiting: Iterable[Entry]) -> int:
+    def credits(self, num_promised: int) -> int:
         """Blocks that a new request could get: free and cached ones, less the watermark and less
         what those already waiting will take."""
-        promised = sum(entry.needed for entry in waiting)
-        return max(0, self._blocks.num_available - self._watermark - promised)
+        return max(0, self._blocks.num_available - self._watermark - num_promised)
 
     def needed(self, sequence: Sequence) -> int:
         """Blocks for everything known plus the next token, if there is to be one."""

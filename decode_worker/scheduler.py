@@ -142,8 +142,10 @@ class DecodeScheduler(Scheduler[Entry, Command, Output]):
 
     def _constrain(self, out: Output) -> None:
         """Masks for the sequences that have a new token; one whose grammar gives up fails."""
-        alive = (e for e in self._entries.values() if not e.ending)
-        for key, error in constrain(e.sequence for e in alive):
+        constrained = [
+            e.sequence for e in self._entries.values() if e.sequence.matcher and not e.ending
+        ]
+        for key, error in constrain(constrained):
             self._fail(self._entries[key], error, retriable=False, out=out)
             self._leave(self._entries[key], out, released=False, error=error)
 
@@ -277,12 +279,19 @@ class DecodeScheduler(Scheduler[Entry, Command, Output]):
 
     def load(self) -> WorkerLoad:
         """Figures for the routers."""
-        waiting = [e for e in self._entries.values() if e.state in WAITING]
+        running = waiting = tokens = promised = 0
+        for entry in self._entries.values():  # one pass: thousands may wait, and steps are short
+            if entry.state in WAITING:
+                waiting += 1
+                tokens += entry.sequence.num_uncomputed
+                promised += entry.needed
+            elif entry.state in ADMITTED:
+                running += 1
         return WorkerLoad(
-            running=sum(e.state in ADMITTED for e in self._entries.values()),
-            waiting=len(waiting),
-            waiting_tokens=sum(e.sequence.num_uncomputed for e in waiting),
-            free_blocks=self._admission.credits(waiting),
+            running=running,
+            waiting=waiting,
+            waiting_tokens=tokens,
+            free_blocks=self._admission.credits(promised),
             total_blocks=self._blocks.num_blocks,
             tokens_per_second=self._flight.tokens_per_second(),
             held_blocks=self._blocks.num_held,

@@ -1,6 +1,7 @@
 """Moves KV blocks between workers: credits, leases, tickets, plans, backends. Knows no models or
 schedulers.
 
-Reading order: plan (what goes where), leases (the life of one hand-off), sender and receiver (rank
-0 of either worker, on its event loop), data_plane and backends (every rank, in threads).
+Reading order. Pure: plan and coverage (what goes where), leases (the life of one hand-off). Rank 0
+of a prefill worker, on its event loop: sender, outgoing, lanes; of a decode worker: receiver,
+incoming, arrivals, peers, writers. Every rank, in threads: orders, data_plane, links, backends.
 """

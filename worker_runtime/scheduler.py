@@ -6,6 +6,7 @@ thread of its own, and hands each turn's `Output` and `Snapshot` to the event lo
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -98,6 +99,7 @@ class Scheduler(ABC, Generic[E, C, Out]):
         self._place = place
         self._entries: dict[RequestKey, E] = {}
         self._next_order = 0
+        self._due = math.inf  # no deadline comes before this
         self._flight: Flight[E] = Flight()
         self.num_finished = 0
         self.num_failed = 0
@@ -162,6 +164,7 @@ class Scheduler(ABC, Generic[E, C, Out]):
                     sequence.mark_start(Phase.CREDIT_WAIT, now)
                     self._entries[submit.key] = self._enter(sequence, self._next_order)
                     self._next_order += 1
+                    self._due = min(self._due, submit.deadline)
             case Cancelled(keys=keys):
                 self._cancel(keys, out)
             case RouterGone(router_id=router_id):
@@ -220,13 +223,15 @@ class Scheduler(ABC, Generic[E, C, Out]):
 
     def _expire(self, now: float, out: Out) -> None:
         """End the requests whose deadline has come."""
-        late = [
-            e for e in self._entries.values() if now >= e.sequence.submit.deadline and not e.ending
-        ]
-        for entry in late:
-            error = DeadlineExceeded("the request's deadline passed", param="deadline").info()
-            self._fail(entry, error, retriable=False, out=out)
-            self._leave(entry, out, released=False, error=error)
+        if now < self._due:
+            return
+        for entry in list(self._entries.values()):
+            if now >= entry.sequence.submit.deadline and not entry.ending:
+                error = DeadlineExceeded("the request's deadline passed", param="deadline").info()
+                self._fail(entry, error, retriable=False, out=out)
+                self._leave(entry, out, released=False, error=error)
+        earliest = self._earliest()
+        self._due = math.inf if earliest is None else earliest
 
     def fail_all(self, error: ErrorInfo, out: Out) -> None:
         """End every request: the engine is broken, another worker may serve them."""
@@ -252,6 +257,10 @@ class Scheduler(ABC, Generic[E, C, Out]):
 
     def next_deadline(self) -> float | None:
         """When something must be looked at even if no command arrives."""
+        return self._earliest()
+
+    def _earliest(self) -> float | None:
+        """The earliest deadline of all requests."""
         alive = (e for e in self._entries.values() if not e.ending)
         return min((e.sequence.submit.deadline for e in alive), default=None)
 
