@@ -29,7 +29,6 @@ FILES = tuple(
         *("tls.cert_file", "tls.key_file", "tls.client_ca_file"),
     )
 )
-_CONTAINERS = ("dict", "tuple")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,8 +86,8 @@ class TokenMerger:
 
 
 class Attempt:
-    """The sink of one attempt's events. `ended` resolves exactly once; events after it are dropped,
-    except spans, which are kept until the attempt is detached."""
+    """Takes the events of one attempt, on the event loop. `ended` resolves exactly once; what comes
+    after is dropped, except spans, which are kept until the attempt is detached."""
 
     def __init__(
         self,

@@ -6,19 +6,14 @@ import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
-from typing import Protocol
 
 from observability.logging import get_logger
 from protocol.errors import BatonError, StaleMessage, Unavailable
-from protocol.ids import RequestKey, Role, WorkerRef
+from protocol.ids import RequestKey, WorkerRef
 from protocol.messages import (
     Ack,
     Cancel,
     EventBatch,
-    FailEvent,
-    PromptEvent,
-    ScoreEvent,
-    SpanEvent,
     StatusQuery,
     Submit,
     Subscribe,
@@ -27,6 +22,7 @@ from protocol.messages import (
     WorkerStatus,
 )
 from protocol.states import WorkerState
+from router.attempt import Attempt
 from router.config import RouterConfig
 from router.policy import WorkerView
 from router.prefix import PrefixView, PromptBlocks
@@ -42,34 +38,6 @@ _LAST_RETRY_S = 1.0
 _CANCEL_TRIES = 3
 #: Tokens of a batch that are handed out before the event loop does anything else.
 _TOKENS_AT_ONCE = 64
-
-
-class EventSink(Protocol):
-    """Who takes the events of one attempt. Called on the event loop; must not block or raise."""
-
-    def on_token(self, event: TokenEvent, role: Role) -> None:
-        """One output token."""
-        ...
-
-    def on_prompt(self, event: PromptEvent) -> None:
-        """What became of the prompt."""
-        ...
-
-    def on_scores(self, event: ScoreEvent, role: Role) -> None:
-        """Log-probabilities of the prompt."""
-        ...
-
-    def on_fail(self, event: FailEvent, ref: WorkerRef) -> None:
-        """The attempt ended on this worker without finishing."""
-        ...
-
-    def on_spans(self, event: SpanEvent) -> None:
-        """A part of the timeline."""
-        ...
-
-    def on_lost(self, ref: WorkerRef, reason: str) -> None:
-        """The worker's event stream broke: what it still does for this router is over."""
-        ...
 
 
 class Member:
@@ -105,7 +73,7 @@ class Member:
         self._on_change = on_change
         self._on_report = on_report
         self._client: ControlClient | None = None
-        self._sinks: dict[RequestKey, EventSink] = {}
+        self._sinks: dict[RequestKey, Attempt] = {}
         self._submits: dict[RequestKey, asyncio.Task[Ack]] = {}
         self._cancels: set[RequestKey] = set()
         self._cancel_after_submit: set[RequestKey] = set()
@@ -162,9 +130,9 @@ class Member:
     # --- requests ---------------------------------------------------------------------------------
 
     def attach(
-        self, key: RequestKey, sink: EventSink, prompt: PromptBlocks, *, tokens: int, blocks: int
+        self, key: RequestKey, sink: Attempt, prompt: PromptBlocks, *, tokens: int, blocks: int
     ) -> None:
-        """Route the events of an attempt to `sink` and count it: `tokens` to compute, `blocks` to
+        """Give the events of an attempt to `sink` and count it: `tokens` to compute, `blocks` to
         hold. Undone by `detach`."""
         self._sinks[key] = sink
         self.prefix.expect(key, self._blocks_of(prompt))

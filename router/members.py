@@ -22,7 +22,7 @@ class Members:
         self._changed = asyncio.Event()
         self._refreshing: asyncio.Future[list[None]] | None = None
         #: Called after each report of a worker and each change of the set.
-        self.on_news: Callable[[], None] = _nothing
+        self.on_news: Callable[[], None] = lambda: None
 
     def set(self, refs: Sequence[WorkerRef]) -> None:
         """Follow exactly these workers: new ones are connected to, others leave once their requests
@@ -31,7 +31,14 @@ class Members:
         for key, ref in wanted.items():
             member = self._members.get(key)
             if member is None or not member.stay():
-                self._members[key] = self._make(ref)
+                self._members[key] = Member(
+                    ref,
+                    router_id=self._router_id,
+                    secret=self._secret,
+                    config=self._config,
+                    on_change=self._on_change,
+                    on_report=lambda: self.on_news(),
+                )
         for key, member in list(self._members.items()):
             if key not in wanted and not member.leaving:
                 member.leave()
@@ -73,19 +80,6 @@ class Members:
         await asyncio.gather(*(member.close() for member in self.all()))
         self._members.clear()
 
-    def _make(self, ref: WorkerRef) -> Member:
-        return Member(
-            ref,
-            router_id=self._router_id,
-            secret=self._secret,
-            config=self._config,
-            on_change=self._on_change,
-            on_report=self._on_report,
-        )
-
-    def _on_report(self) -> None:
-        self.on_news()
-
     def _on_change(self, member: Member) -> None:
         key = (member.ref.worker_id, member.ref.epoch)
         if member.closed and self._members.get(key) is member:
@@ -93,7 +87,3 @@ class Members:
         event, self._changed = self._changed, asyncio.Event()
         event.set()
         self.on_news()
-
-
-def _nothing() -> None:
-    """Nobody listens."""

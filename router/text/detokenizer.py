@@ -10,23 +10,10 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 _REPLACEMENT = "\ufffd"
 #: A character has at most 4 bytes; byte-wise tokens beyond that are not going to become one.
 _MAX_HELD_TOKENS = 8
-
-
-class Detokenizer(Protocol):
-    """Incremental decoding of one sequence."""
-
-    def push(self, token: int) -> str:
-        """The text that is complete with this token; often empty."""
-        ...
-
-    def flush(self) -> str:
-        """The rest, at the end of the sequence."""
-        ...
 
 
 class ByteDetokenizer:
@@ -83,6 +70,9 @@ class WindowDetokenizer:
     def _texts(self) -> tuple[str, str]:
         before = self._decode(self._window[: self._num_emitted]) if self._num_emitted else ""
         return before, self._decode(self._window)
+
+
+Detokenizer = ByteDetokenizer | WindowDetokenizer
 
 
 def byte_table(tokens: Sequence[str | None]) -> list[bytes]:
