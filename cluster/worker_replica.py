@@ -103,8 +103,10 @@ class WorkerReplica:
 
     async def _finish(self) -> None:
         """Drained on demand: wait for the last request, then let Serve replace this replica."""
-        await self._worker.drain(self._config.lifecycle.drain_s)
-        self._finished = True
+        try:
+            await self._worker.drain(self._config.lifecycle.drain_s)
+        finally:
+            self._finished = True
 
     async def _report(self) -> None:
         await self._tell(self._directory.report.remote(self._member(self._worker.status().state)))

@@ -5,6 +5,7 @@ Secrets and prompt text are never passed to a logger.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -26,7 +27,14 @@ class KeyValueFormatter(logging.Formatter):
         """The record with its extra fields appended."""
         line = super().format(record)
         pairs = {k: v for k, v in vars(record).items() if k not in _STANDARD}
-        return line + "".join(f" {key}={value}" for key, value in sorted(pairs.items()))
+        return line + "".join(f" {key}={_shown(value)}" for key, value in sorted(pairs.items()))
+
+
+def _shown(value: object) -> str:
+    """A value that cannot be taken for several, or for another line."""
+    text = str(value)
+    plain = text.isprintable() and not set(text) & set(' "=')
+    return text if plain else json.dumps(text, ensure_ascii=False)
 
 
 def get_logger(name: str) -> logging.Logger:

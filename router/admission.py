@@ -41,8 +41,8 @@ class Admission:
         self._idle.set()
 
     @contextmanager
-    def enter(self, sequences: int, caller: Caller = ANYONE) -> Iterator[None]:
-        """Count `sequences` of a caller for the length of the block.
+    def enter(self, sequences: int, caller: Caller = ANYONE, *, param: str = "n") -> Iterator[None]:
+        """Count `sequences` of a caller for the length of the block; `param` asked for so many.
 
         Raises Unavailable while draining, Overloaded when a bound would be passed, InvalidRequest
         when a bound is too small for it at any time.
@@ -50,7 +50,7 @@ class Admission:
         most = min(self._limit, caller.max_requests or self._limit)
         if sequences > most:
             raise InvalidRequest(
-                f"n asks for {sequences} sequences, at most {most} can run", param="n"
+                f"{param} asks for {sequences} sequences, at most {most} can run", param=param
             )
         if self.draining:
             raise Unavailable("this router is draining", retry_after_s=self._retry_after_s)

@@ -256,6 +256,9 @@ class Member:
             return f"silent for {self._config.silence_s} s"
         except BatonError as error:
             return error.message
+        except Exception as error:
+            log.exception("following a worker failed", extra={"worker": self.ref.worker_id})
+            return f"{type(error).__name__}: {error}"
         finally:
             self._client = None
             await client.close()

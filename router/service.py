@@ -162,7 +162,9 @@ class InferenceService:
             model=self.model_name,
             clock=self.clock,
         )
-        with traced_request as span, self.admission.enter(request.num_sequences, caller):
+        param = "n" if request.n > 1 else "prompt"
+        admitted = self.admission.enter(request.num_sequences, caller, param=param)
+        with traced_request as span, admitted:
             errand = self._errand(request, caller, arrival, deadline)
             async with _ended_in(deadline - self.clock(), "before its turn came"):
                 span.generation = await self._prepare(request, errand, span.context)

@@ -499,6 +499,17 @@ async def expect_grpc_error(doors: Doors, request: pb.GenerateRequest, code: str
     assert caught.value.code().name == code
 
 
+async def test_more_sequences_than_can_ever_run_name_the_field_that_asks_for_them(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    await fleet.add(Role.DECODE)
+    async with make_doors(fleet, max_requests=2) as doors:
+        for fields, param in (({"prompt": ["a", "b", "c"]}, "prompt"), ({"n": 3}, "n")):
+            status, answer = await doors.post("/v1/completions", {"prompt": "a", **fields})
+            assert (status, answer["error"]["param"]) == (400, param)
+            assert answer["error"]["message"].startswith(f"{param} asks for 3 sequences")
+
+
 async def test_texts_that_wait_to_be_tokenised_are_bounded(
     fleet: StubFleet, make_doors: MakeDoors
 ) -> None:
