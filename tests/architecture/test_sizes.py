@@ -1,6 +1,7 @@
 """A file or a function that has grown too long is split by noun before it is committed."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 from tests.support.sources import ROOT, tree
@@ -28,9 +29,15 @@ SOURCES = python_files(*FOLDERS)
 TESTS = python_files("tests")
 
 
-def functions(name):
-    nodes = ast.walk(tree(ROOT / name))
-    return [n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+@cache
+def outline(name):
+    """Whether a file has a docstring, and its functions that are too long with their lengths."""
+    module = tree(ROOT / name)
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    functions = [node for node in ast.walk(module) if isinstance(node, kinds)]
+    lengths = {f: f.end_lineno - f.lineno + 1 for f in functions}
+    long = {f"{name}:{f.name}": n for f, n in lengths.items() if n > limit_of(f)}
+    return bool(ast.get_docstring(module)), long
 
 
 def limit_of(function):
@@ -49,18 +56,11 @@ def test_test_files_are_short():
 
 
 def test_functions_are_short():
-    long = {
-        f"{name}:{function.name}": function.end_lineno - function.lineno + 1
-        for name in SOURCES
-        for function in functions(name)
-        if function.end_lineno - function.lineno + 1 > limit_of(function)
-    }
-    assert long == {}
+    assert [outline(name)[1] for name in SOURCES if outline(name)[1]] == []
 
 
 def test_modules_say_what_they_are_for():
-    silent = [name for name in SOURCES if not ast.get_docstring(tree(ROOT / name))]
-    assert silent == []
+    assert [name for name in SOURCES if not outline(name)[0]] == []
 
 
 def test_no_module_is_called_a_drawer():

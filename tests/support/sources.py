@@ -1,4 +1,5 @@
-"""The project's own Python files, each parsed once."""
+"""What the project's own Python files are made of. Trees are not kept: the collector would walk
+through all of them whenever it runs."""
 
 from __future__ import annotations
 
@@ -9,9 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@cache
 def tree(path: Path) -> ast.Module:
-    """The syntax tree of a file; not to be changed."""
+    """The syntax tree of a file."""
     return ast.parse(path.read_text())
 
 
