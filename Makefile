@@ -17,6 +17,8 @@ SETUP = @$(or $(PYTHON),$(error Python 3.11 or newer is needed: set PYTHON=...))
 PYTEST := $(RUN)/python -m pytest
 # Tests are spread over the cores, a file at a time; those of a cluster need all of them.
 SPREAD := -n auto --dist loadfile --no-loadscope-reorder
+# Unit tests wait for timers, too: one process more than there are cores.
+UNIT := tests/architecture tests/unit -m "not slow" $(SPREAD) -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
 ##@ Run
 
@@ -44,8 +46,8 @@ test: env-dev model ## Everything: unit, architecture, integration and cluster t
 	$(PYTEST) tests/cluster tests/gpu $(ARGS)
 
 .PHONY: test-unit
-test-unit: env-dev ## Unit and architecture tests: no Ray, no model, a minute or two on two cores
-	$(PYTEST) tests/unit tests/architecture -m "not slow" $(SPREAD) $(ARGS)
+test-unit: env-dev ## Unit and architecture tests: no Ray, no model, a minute on two cores
+	$(PYTEST) $(UNIT) $(ARGS)
 
 .PHONY: test-integration
 test-integration: env-dev model ## Processes and the real model, no Ray
@@ -72,7 +74,7 @@ check: env-dev ## What must hold before a commit: format, lint, types, imports, 
 	$(RUN)/mypy
 	$(RUN)/lint-imports --no-logo
 	@$(MAKE) --no-print-directory proto-check
-	$(PYTEST) tests/unit tests/architecture -m "not slow" -q $(SPREAD) $(ARGS)
+	$(PYTEST) $(UNIT) -q $(ARGS)
 
 .PHONY: fix
 fix: env-dev ## Format, and mend what the linter can mend

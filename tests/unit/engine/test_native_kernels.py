@@ -256,15 +256,6 @@ def fresh(monkeypatch, tmp_path):
     build.load_library.cache_clear()
 
 
-def test_it_is_built_once(fresh):
-    assert build.load_library() is not None
-    (built,) = (fresh / "native").iterdir()
-    before = built.stat().st_mtime_ns
-    build.load_library.cache_clear()
-    assert build.load_library() is not None
-    assert built.stat().st_mtime_ns == before
-
-
 def _compiler(folder: Path, body: str) -> str:
     path = folder / "cxx"
     path.write_text(f"#!/bin/sh\n{body}\n")

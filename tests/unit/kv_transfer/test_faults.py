@@ -183,7 +183,7 @@ async def test_a_link_that_dies_between_pieces_is_replaced_and_nothing_fails(bac
 async def test_a_send_that_never_comes_is_made_again_on_new_links(backends):
     """Prefill's ranks swallow an order: its deadline passes, the piece moves at the next
     attempt."""
-    config = replace(QUICK, op_timeout_s=0.2, connect_timeout_s=0.2, repair_s=0.1)
+    config = replace(QUICK, op_timeout_s=0.1, connect_timeout_s=0.1, repair_s=0.05)
     gates: list[Gate] = []
 
     def gate(ranks: RankChannel) -> RankChannel:

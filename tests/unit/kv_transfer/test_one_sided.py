@@ -31,7 +31,7 @@ from tests.support.transfer import QUICK, Pair, differing, fill, make_layout, ra
 KEY, OTHER = RequestKey("a"), RequestKey("b")
 SOURCE, DEST = (3, 1, 4, 9, 5), (8, 2, 7, 1, 15)
 LAYOUT = make_layout(2)
-HASTY = replace(QUICK, op_timeout_s=0.4, rpc_timeout_s=0.2, rpc_attempts=1, repair_s=0.05)
+HASTY = replace(QUICK, op_timeout_s=0.2, rpc_timeout_s=0.2, rpc_attempts=1, repair_s=0.05)
 
 
 @pytest.fixture

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+import router.forms
 import router.model
+from grammar.trial import Trial
+from protocol.grammar import Grammar
 from protocol.ids import Role
 from router.text.tokenizer import ModelText
 from tests.support.router_doors import Doors, MakeDoors, open_doors
@@ -16,12 +20,33 @@ from tests.support.stub_workers import StubFleet
 from tests.support.tiny_text import smollm2_folder, write_model_text
 
 
+class SharedTrial(Trial):
+    """One process tries the grammars of all routers with the same special tokens."""
+
+    lock = threading.Lock()
+
+    def check(self, grammar: Grammar) -> None:
+        with self.lock:
+            super().check(grammar)
+
+    def close(self) -> None:
+        """The next router goes on with it."""
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _read_once() -> Iterator[None]:
-    """Routers of one folder and configuration share the text half of their model."""
+def _made_once() -> Iterator[None]:
+    """What routers of the same model share, so that each is up in milliseconds."""
+    trials: dict[str, SharedTrial] = {}
+
+    def trial(special: dict[int, str]) -> SharedTrial:
+        return trials.setdefault(str(special), SharedTrial(special))
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(router.model, "ModelText", functools.cache(ModelText))
+        patch.setattr(router.forms, "Trial", trial)
         yield
+    for shared in trials.values():
+        Trial.close(shared)
 
 
 @pytest.fixture(scope="session")

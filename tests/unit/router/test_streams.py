@@ -126,12 +126,12 @@ async def test_a_character_cut_by_max_tokens_ends_in_a_replacement_every_way(doo
 
 async def test_a_large_answer_arrives_whole(fleet: StubFleet, make_doors: MakeDoors) -> None:
     word = letters("0123456789abcdef")
-    await fleet.add(Role.DECODE, script=lambda s: word * 120, num_blocks=256)
+    await fleet.add(Role.DECODE, script=lambda s: word * 80, num_blocks=256)
     async with make_doors(fleet, max_model_len=4096) as doors:
         doors.router._model.context = 4096
-        whole = await over_http(doors, "completion", stream=False, max_tokens=1920)
-        streamed = await over_grpc(doors, stream=True, max_tokens=1920)
-    assert whole == streamed == ("0123456789abcdef" * 120, "length")
+        whole = await over_http(doors, "completion", stream=False, max_tokens=1280)
+        streamed = await over_grpc(doors, stream=True, max_tokens=1280)
+    assert whole == streamed == ("0123456789abcdef" * 80, "length")
 
 
 async def test_the_first_token_is_sent_before_the_second_is_made(
@@ -170,7 +170,7 @@ async def test_usage_in_every_chunk(doors: Doors) -> None:
     assert (status, answer["error"]["param"]) == (400, "stream_options.continuous_usage_stats")
 
 
-STREAMS = 200
+STREAMS = 100
 
 
 @pytest.mark.parametrize("door", ["http", "grpc"])

@@ -7,7 +7,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from http import HTTPStatus
-from pathlib import Path
 
 import pytest
 import requests
@@ -26,6 +25,7 @@ from router.openai.document import FIELDS, openapi_document
 from router.request import RequestKind, served_fields
 from tests.support.router_doors import open_doors
 from tests.support.stub_workers import StubFleet
+from tests.support.tiny_text import write_model_text
 
 CHECKS = (
     not_a_server_error,
@@ -45,8 +45,9 @@ OPERATIONS = [
 
 
 @pytest.fixture(scope="module")
-def url(model_folder: Path) -> Iterator[str]:
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A router over stub workers on a loop of its own, as schemathesis calls from outside one."""
+    model_folder = write_model_text(tmp_path_factory.mktemp("model"))
     found: list[str] = []
     ready, loop = threading.Event(), asyncio.new_event_loop()
     stop = asyncio.Event()
