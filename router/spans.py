@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from observability.logging import get_logger
@@ -14,41 +15,20 @@ from router.generation import Generation
 from router.request import GenerateRequest
 
 if TYPE_CHECKING:  # its packages are optional
-    from observability.tracing import RequestSpan, Tracing
+    from observability.tracing import Tracing
 
 log = get_logger(__name__)
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 
 
+@dataclass(slots=True)
 class RequestTrace:
     """Set `generation` once there is one. `context` goes on to the workers: the request's own span
     if this router makes spans, else the client's."""
 
-    def __init__(self, span: RequestSpan | None, incoming: TraceContext | None) -> None:
-        self.context = incoming if span is None else span.context
-        self.generation: Generation | None = None
-        self._span = span
-
-    def end(self, error: BaseException | None, *, model: str, end: float) -> None:
-        """Make the spans."""
-        span, generation = self._span, self.generation
-        if span is None:
-            return
-        attributes: dict[str, str | int | float | bool] = {"gen_ai.request.model": model}
-        if generation is not None:
-            usage = generation.usage
-            attributes["gen_ai.response.id"] = generation.request_id
-            attributes["gen_ai.usage.input_tokens"] = usage.prompt_tokens
-            attributes["gen_ai.usage.output_tokens"] = usage.completion_tokens
-            if generation.first_token:
-                first_s = generation.first_token - generation.arrival
-                attributes["baton.time_to_first_token"] = first_s
-            if span.recording:
-                for placed in generation.spans:
-                    place = {"baton.choice": placed.choice, "baton.attempt": placed.attempt}
-                    span.phase(placed.span, place)
-        span.end(attributes, error=None if error is None else _code(error), end=end)
+    context: TraceContext | None
+    generation: Generation | None = None
 
 
 @contextmanager
@@ -61,19 +41,36 @@ def traced(
     model: str,
     clock: Callable[[], float],
 ) -> Iterator[RequestTrace]:
-    """The trace of a request that runs in the block."""
-    span = None
-    if tracing is not None:
-        span = tracing.begin(f"{request.kind} {model}", incoming, start=arrival)
-    trace = RequestTrace(span, incoming)
-    error: BaseException | None = None
+    """The trace of a request that runs in the block; its spans are made at the end."""
+    if tracing is None:
+        yield RequestTrace(incoming)
+        return
+    span = tracing.begin(f"{request.kind} {model}", incoming, start=arrival)
+    trace, code = RequestTrace(span.context), None
     try:
         yield trace
-    except BaseException as caught:
-        error = caught
+    except BaseException as error:
+        code = _code(error)
         raise
     finally:
-        trace.end(error, model=model, end=clock())
+        attributes = {"gen_ai.request.model": model} | _described(trace.generation)
+        if trace.generation is not None and span.recording:
+            for placed in trace.generation.spans:
+                place = {"baton.choice": placed.choice, "baton.attempt": placed.attempt}
+                span.phase(placed.span, place)
+        span.end(attributes, error=code, end=clock())
+
+
+def _described(generation: Generation | None) -> dict[str, str | int | float]:
+    if generation is None:
+        return {}
+    usage, first = generation.usage, generation.first_token
+    return {
+        "gen_ai.response.id": generation.request_id,
+        "gen_ai.usage.input_tokens": usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": usage.completion_tokens,
+        **({"baton.time_to_first_token": first - generation.arrival} if first else {}),
+    }
 
 
 def make_tracing(endpoint: str, router_id: str) -> Tracing | None:

@@ -39,26 +39,28 @@ def _bounds(low: float | None, high: float | None) -> Schema:
     return {name: bound for name, bound in bounds.items() if bound is not None}
 
 
+def _object(properties: dict[str, Schema], *required: str) -> Schema:
+    return {"type": "object", "properties": properties, "required": list(required)}
+
+
 _BOOLEAN = _nullable({"type": "boolean"})
 _TEXT = _nullable({"type": "string"})
 _OBJECT: Schema = {"type": "object"}
 _STOP: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
-_PART: Schema = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}
+_COUNT: Schema = {"type": "integer", "minimum": 0}
+_PART = _object({"type": {"const": "text"}, "text": {"type": "string"}}, "type", "text")
 _CONTENT: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}
 
 
+def _body(properties: dict[str, Schema], *required: str) -> Schema:
+    """What a client sends. Unknown fields are refused unless null."""
+    return _object(properties, *required) | {"additionalProperties": {"type": "null"}}
+
+
 def _message(roles: Sequence[str], *required: str, **properties: Schema) -> Schema:
-    """A message of one of these roles. Other fields are refused unless null."""
-    return {
-        "type": "object",
-        "properties": {"role": {"enum": list(roles)}, "name": _TEXT} | properties,
-        "required": ["role", *required],
-        "additionalProperties": {"type": "null"},
-    }
+    """A message of one of these roles."""
+    fields = {"role": {"enum": list(roles)}, "name": _TEXT} | properties
+    return _body(fields, "role", *required)
 
 
 _CALLS: Schema = {"type": "array", "items": _OBJECT}
@@ -130,35 +132,32 @@ FIELDS: dict[str, Schema] = {
     "parallel_tool_calls": _BOOLEAN,
 }
 
-_ERROR: Schema = {
-    "type": "object",
-    "properties": {
-        "error": {
-            "type": "object",
-            "properties": {
+_ERROR = _object(
+    {
+        "error": _object(
+            {
                 "message": {"type": "string"},
                 "type": {"type": "string"},
                 "param": _TEXT,
                 "code": {"enum": [*ErrorCode, "model_not_found"]},
             },
-            "required": ["message", "type", "param", "code"],
-        }
+            *("message", "type", "param", "code"),
+        )
     },
-    "required": ["error"],
-}
-_USAGE: Schema = {
-    "type": "object",
-    "properties": {
-        name: {"type": "integer", "minimum": 0}
-        for name in ("prompt_tokens", "completion_tokens", "total_tokens")
-    },
-    "required": ["prompt_tokens", "completion_tokens", "total_tokens"],
-}
-_MODEL: Schema = {
-    "type": "object",
-    "properties": {"id": {"type": "string"}, "object": {"const": "model"}},
-    "required": ["id", "object", "created", "owned_by"],
-}
+    "error",
+)
+_USED = ("prompt_tokens", "completion_tokens", "total_tokens")
+_USAGE = _object(dict.fromkeys(_USED, _COUNT), *_USED)
+_MODEL = _object(
+    {"id": {"type": "string"}, "object": {"const": "model"}},
+    *("id", "object", "created", "owned_by"),
+)
+_MODELS = _object({"data": {"type": "array", "items": _MODEL}}, "object", "data")
+_TOKENS = _object(
+    {"tokens": {"type": "array", "items": _COUNT}, "count": _COUNT, "max_model_len": _COUNT},
+    *("tokens", "count", "max_model_len"),
+)
+_MODEL_NAME = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
 
 
 def openapi_document(
@@ -175,21 +174,27 @@ def openapi_document(
         "max_completion_tokens": _integer(0, context),
         "min_tokens": _integer(0, context),
     }
+    tokenize = {name: fields[name] for name in ("model", "tools", "tool_choice")} | {
+        "prompt": _TEXT,
+        "messages": _nullable(fields["messages"]),
+        "add_special_tokens": _BOOLEAN,
+    }
+    detokenize = {"model": fields["model"], "tokens": ids | {"minItems": 0}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Baton", "version": version},
         "paths": {
             "/v1/chat/completions": _generate(RequestKind.CHAT, "messages", fields),
             "/v1/completions": _generate(RequestKind.COMPLETION, "prompt", fields),
-            "/v1/models": {"get": _operation(_list_of(_MODEL))},
-            "/v1/models/{model}": {"get": _operation(_MODEL) | {"parameters": [_model_name()]}},
-            "/tokenize": {"post": _text_operation(_tokenize_body(fields), _tokens())},
+            "/v1/models": {"get": _operation(_MODELS)},
+            "/v1/models/{model}": {"get": _operation(_MODEL) | {"parameters": [_MODEL_NAME]}},
+            "/tokenize": {"post": _text_operation(_body(tokenize), _TOKENS)},
             "/detokenize": {
-                "post": _text_operation(_detokenize_body(fields, ids), _one("prompt", "string"))
+                "post": _text_operation(_body(detokenize, "tokens"), _text_field("prompt"))
             },
-            "/health": {"get": _operation(_one("status", "string"))},
-            "/ready": {"get": _operation(_one("status", "string"))},
-            "/version": {"get": _operation(_one("version", "string"))},
+            "/health": {"get": _operation(_text_field("status"))},
+            "/ready": {"get": _operation(_text_field("status"))},
+            "/version": {"get": _operation(_text_field("version"))},
             "/metrics/targets": {"get": _operation({"type": "array"})},
             "/metrics": {"get": _operation({"type": "string"}, media="text/plain")},
             "/openapi.json": {"get": _operation(_OBJECT)},
@@ -201,9 +206,8 @@ def openapi_document(
 def _generate(kind: RequestKind, required: str, fields: dict[str, Schema]) -> Schema:
     body = _body({name: fields.get(name, {}) for name in sorted(served_fields(kind))}, required)
     name = "chat.completion" if kind is RequestKind.CHAT else "text_completion"
-    answer = {
-        "type": "object",
-        "properties": {
+    answer = _object(
+        {
             "id": {"type": "string"},
             "object": {"const": name},
             "created": {"type": "integer"},
@@ -211,21 +215,11 @@ def _generate(kind: RequestKind, required: str, fields: dict[str, Schema]) -> Sc
             "choices": {"type": "array", "minItems": 1},
             "usage": _USAGE,
         },
-        "required": ["id", "object", "created", "model", "choices", "usage"],
-    }
+        *("id", "object", "created", "model", "choices", "usage"),
+    )
     operation = _text_operation(body, answer)
     operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     return {"post": operation}
-
-
-def _body(properties: dict[str, Schema], *required: str) -> Schema:
-    """A request's body. Unknown fields are refused unless null."""
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(required),
-        "additionalProperties": {"type": "null"},
-    }
 
 
 def _text_operation(body: Schema, answer: Schema) -> Schema:
@@ -243,43 +237,8 @@ def _operation(answer: Schema, *, media: str = "application/json") -> Schema:
     }
 
 
-def _model_name() -> Schema:
-    return {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-
-
-def _list_of(item: Schema) -> Schema:
-    data = {"type": "array", "items": item}
-    return {"type": "object", "properties": {"data": data}, "required": ["object", "data"]}
-
-
-def _one(name: str, kind: str) -> Schema:
-    return {"type": "object", "properties": {name: {"type": kind}}, "required": [name]}
-
-
-def _tokenize_body(fields: dict[str, Schema]) -> Schema:
-    properties = {
-        "model": fields["model"],
-        "prompt": _TEXT,
-        "messages": _nullable(fields["messages"]),
-        "add_special_tokens": _BOOLEAN,
-        "tools": fields["tools"],
-        "tool_choice": fields["tool_choice"],
-    }
-    return _body(properties)
-
-
-def _tokens() -> Schema:
-    ids = {"type": "array", "items": {"type": "integer", "minimum": 0}}
-    count = {"type": "integer", "minimum": 0}
-    return {
-        "type": "object",
-        "properties": {"tokens": ids, "count": count, "max_model_len": count},
-        "required": ["tokens", "count", "max_model_len"],
-    }
-
-
-def _detokenize_body(fields: dict[str, Schema], ids: Schema) -> Schema:
-    return _body({"model": fields["model"], "tokens": ids | {"minItems": 0}}, "tokens")
+def _text_field(name: str) -> Schema:
+    return _object({name: {"type": "string"}}, name)
 
 
 def _ids(vocab_size: int) -> Schema:
