@@ -20,6 +20,7 @@ from engine.kv.pool import KVPool
 from kv_transfer.config import TransferConfig
 from kv_transfer.data_plane import DataPlane
 from kv_transfer.orders import Order, Outcome
+from protocol import codec
 from protocol.kv_layout import KVLayout
 
 
@@ -120,17 +121,13 @@ class Ranks:
         torch.cuda.set_device(0)
         self._ranks: list[Rank | FarRank] = [self.first, *rest]
 
-    async def execute(self, rank: int, order: bytes) -> bytes:
+    async def run(self, rank: int, order: Order) -> Outcome:
         """Run one order on one rank; its outcome."""
         found = self._ranks[rank]
-        call = found.plane.execute if isinstance(found, Rank) else partial(found.call, "order")
-        answer: bytes = await asyncio.wrap_future(call(order))
-        return answer
-
-    def submit(self, rank: int, order: Order) -> Future[Outcome] | None:
-        """The same for a rank of this process."""
-        found = self._ranks[rank]
-        return found.plane.submit(order) if isinstance(found, Rank) else None
+        if isinstance(found, Rank):
+            return await asyncio.wrap_future(found.plane.submit(order))
+        answer: bytes = await asyncio.wrap_future(found.call("order", order.encode()))
+        return codec.decode(Outcome, answer)
 
     def everywhere(self, name: str, *args: Any) -> list[Any]:
         """Call a method of every rank; what they return."""

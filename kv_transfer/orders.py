@@ -122,7 +122,7 @@ class Order:
     ready: ReadyOrder | None = None
 
     def encode(self) -> bytes:
-        """The bytes for RankChannel.execute."""
+        """The bytes for DataPlane.execute, to send to a rank in another process."""
         return codec.encode(self)
 
 

@@ -4,36 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import Future
-from functools import cache
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from kv_transfer.checksum import combine
 from kv_transfer.data_plane import DataPlane
 from kv_transfer.orders import Order, Outcome
-from protocol import codec
 from protocol.errors import BatonError, HandoffFailed, Internal
 
 
 class RankChannel(Protocol):
     """Carries orders to ranks.
 
-    `execute` hands its order over before it first suspends, and each rank starts its orders in the
+    `run` hands its order over before it first suspends, and each rank starts its orders in the
     order of these calls. It raises only when the rank cannot be reached (it is dead, or the group
     is).
     """
 
-    async def execute(self, rank: int, order: bytes) -> bytes:
-        """Run one order on one rank; its outcome."""
-        ...
-
-
-@runtime_checkable
-class NearRanks(Protocol):
-    """A RankChannel that reaches some ranks without the codec."""
-
-    def submit(self, rank: int, order: Order) -> Future[Outcome] | None:
-        """Run one order on one rank of this process, as DataPlane.submit; None for other ranks."""
+    async def run(self, rank: int, order: Order) -> Outcome:
+        """Run one order on one rank; its outcome, errors inside it."""
         ...
 
 
@@ -43,28 +31,15 @@ class LocalRanks:
     def __init__(self, planes: Sequence[DataPlane]) -> None:
         self._planes = planes
 
-    async def execute(self, rank: int, order: bytes) -> bytes:
-        """Run one order on one rank; its outcome."""
-        return await asyncio.wrap_future(self._planes[rank].execute(order))
-
-    def submit(self, rank: int, order: Order) -> Future[Outcome] | None:
+    async def run(self, rank: int, order: Order) -> Outcome:
         """Run one order on one rank."""
-        return self._planes[rank].submit(order)
-
-
-@cache
-def _has_near(kind: type) -> bool:
-    """Whether channels of this class are NearRanks; asked anew, that takes longer than a call."""
-    return issubclass(kind, NearRanks)
+        return await asyncio.wrap_future(self._planes[rank].submit(order))
 
 
 async def run_order(ranks: RankChannel, rank: int, order: Order) -> Outcome:
     """The outcome of one order, errors inside it: never raises, except when cancelled."""
     try:
-        near = ranks.submit(rank, order) if _has_near(type(ranks)) else None  # type: ignore[attr-defined]
-        if near is not None:
-            return await asyncio.wrap_future(near)
-        return codec.decode(Outcome, await ranks.execute(rank, order.encode()))
+        return await ranks.run(rank, order)
     except BatonError as error:
         return Outcome(error=error.info())
     except Exception as error:  # noqa: BLE001 - the hand-off must end whatever the trouble

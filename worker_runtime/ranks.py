@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from engine.config import EngineConfig
@@ -14,6 +13,7 @@ from engine.ranks import RankGroup
 from kv_transfer.config import TransferConfig
 from kv_transfer.data_plane import DataPlane
 from kv_transfer.orders import Order, Outcome
+from protocol import codec
 
 #: Name of the command with which rank 0 gives a follower a transfer order.
 TRANSFER = "transfer"
@@ -21,23 +21,20 @@ TRANSFER = "transfer"
 
 @dataclass(slots=True, kw_only=True)
 class Ranks:
-    """Rank 0's executor and data plane, and the followers behind their group. `execute` makes it a
+    """Rank 0's executor and data plane, and the followers behind their group. `run` makes it a
     kv_transfer RankChannel."""
 
     executor: Executor
     plane: DataPlane
     group: RankGroup | None
 
-    async def execute(self, rank: int, order: bytes) -> bytes:
+    async def run(self, rank: int, order: Order) -> Outcome:
         """Run one transfer order on a rank. Followers take it in order with their steps, so that a
         send after a step finds that step's KV. Raises RankLost when the rank is gone."""
         if rank == 0 or self.group is None:
-            return await asyncio.wrap_future(self.plane.execute(order))
-        return await asyncio.wrap_future(self.group.call(rank, TRANSFER, order))
-
-    def submit(self, rank: int, order: Order) -> Future[Outcome] | None:
-        """The same for a rank of this process; None for the others."""
-        return self.plane.submit(order) if rank == 0 or self.group is None else None
+            return await asyncio.wrap_future(self.plane.submit(order))
+        answer = await asyncio.wrap_future(self.group.call(rank, TRANSFER, order.encode()))
+        return codec.decode(Outcome, answer)
 
     def check(self) -> None:
         """Raise RankLost when a follower is gone."""

@@ -72,7 +72,7 @@ class Host:
         """Break the links of a random rank between two workers."""
         close = Order(close=CloseOrder(sender_epoch=sender, receiver_epoch=receiver, link=1 << 40))
         rank = self._random.randrange(self._size)
-        await self._worker.ranks.execute(rank, close.encode())
+        await self._worker.ranks.run(rank, close)
         return "snapped"
 
     async def lose(self, epoch: int) -> str:

@@ -104,7 +104,7 @@ class Host:
         epochs = (me, peer) if side is self.prefill else (peer, me)
         close = CloseOrder(sender_epoch=epochs[0], receiver_epoch=epochs[1], link=_EVERY_LINK)
         rank = self._random.randrange(side.ranks.executor.layout.tp_size)
-        await side.ranks.execute(rank, Order(close=close).encode())
+        await side.ranks.run(rank, Order(close=close))
         return True
 
     async def give_up(self) -> bool:

@@ -282,8 +282,9 @@ class SimRanks:
         self._side = side
         self._target = target
 
-    async def execute(self, rank: int, order: bytes) -> bytes:
-        return codec.encode(await self._run(rank, codec.decode(Order, order)))
+    async def run(self, rank: int, order: Order) -> Outcome:
+        outcome = await self._run(rank, codec.decode(Order, order.encode()))
+        return codec.decode(Outcome, codec.encode(outcome))
 
     async def _run(self, rank: int, order: Order) -> Outcome:
         if order.listen is not None:

@@ -9,9 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kv_transfer.orders import Order
+from kv_transfer.orders import Order, Outcome
 from kv_transfer.ranks import RankChannel
-from protocol import codec
 from protocol.errors import DeadlineExceeded, ErrorCode, ErrorInfo, HandoffFailed
 from protocol.ids import RequestKey
 from rpc import methods
@@ -40,12 +39,12 @@ class Gate:
         self.over = asyncio.Event()  # lets go of what was swallowed
         self.held: list[asyncio.Event] = []
 
-    async def execute(self, rank: int, order: bytes) -> bytes:
-        if codec.decode(Order, order).send is not None and self.swallow_sends:
+    async def run(self, rank: int, order: Order) -> Outcome:
+        if order.send is not None and self.swallow_sends:
             self.swallow_sends -= 1
             await self.over.wait()
             raise HandoffFailed("swallowed")
-        return await self._ranks.execute(rank, order)
+        return await self._ranks.run(rank, order)
 
 
 # --- aborts ---------------------------------------------------------------------------------------
