@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 #: New containers before the youngest generation is looked at, and how rarely the older ones are. A
-#: look takes a microsecond or three for each container that is new and garbage (requests leave
+#: look takes a microsecond or three for each container that is new and garbage (gRPC's calls leave
 #: cycles behind): few at a time, 20,000 at once stopped all streams for 12 to 66 ms.
 _THRESHOLDS = (1_000, 400, 50)
 

@@ -26,7 +26,7 @@ class RouterConfig:
     dispatch_window_s: seconds of prefill work that workers are given ahead; what is beyond waits in
         the router, where callers get their fair shares.
     service_tiers: classes of requests by name: what each is promised and its weight.
-    max_body_bytes, max_message_bytes: largest HTTP body and gRPC message. Parsing a body holds up
+    max_body_bytes, max_message_bytes: largest HTTP body and gRPC message read. Parsing one holds up
         every stream for about 10 ms a MiB, so not much more than prompts can use.
     cors_origins: origins whose pages may call from a browser, "*" for all; none by default.
     default_timeout_s, max_timeout_s: deadline of a request that names none, and the longest
