@@ -26,7 +26,7 @@ class KeyValueFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The record with its extra fields appended."""
         line = super().format(record)
-        pairs = {k: v for k, v in vars(record).items() if k not in _STANDARD}
+        pairs = {k: v for k, v in vars(record).items() if k not in _STANDARD and k[0] != "_"}
         return line + "".join(f" {key}={_shown(value)}" for key, value in sorted(pairs.items()))
 
 
