@@ -9,6 +9,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cmath>
@@ -16,6 +17,7 @@
 #include <cstring>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -148,7 +150,7 @@ inline __m512 exp(__m512 x) {
 // Weights [N, K] lie in panels of 32 outputs: [N / 32][K / 2][32][2], so that one register holds the
 // next two inputs' weights of 16 outputs.
 
-constexpr long kPanel = 32, kTile = 12, kRowBlock = 192;
+constexpr long kPanel = 32, kTile = 12, kAlone = 8, kRowBlock = 192;
 
 inline __m512 dot2(__m512 sum, __m512i a, __m512i b) {
 #ifdef __AVX512BF16__
@@ -162,17 +164,22 @@ inline __m512 dot2(__m512 sum, __m512i a, __m512i b) {
 #endif
 }
 
-// R rows of x times one panel over `pairs` pairs of inputs, into out [R][32].
-template <int R>
-void tile(const bf16* x, long stride, const bf16* panel, long pairs, float* out) {
+// R rows of x times one panel over `pairs` pairs of inputs, into out [R][32]. Weights are asked for
+// early: those of this panel, or else one cache line for each pair from `later` on.
+template <int R, bool kLater>
+void tile(const bf16* x, long stride, const bf16* panel, long pairs, float* out, const bf16* later) {
   __m512 sum[R][2];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
   for (long k = 0; k < pairs; ++k) {
     const __m512i w0 = _mm512_loadu_si512(panel + k * 64);
     const __m512i w1 = _mm512_loadu_si512(panel + k * 64 + 32);
-    _mm_prefetch(reinterpret_cast<const char*>(panel + k * 64 + 1024), _MM_HINT_T0);
-    _mm_prefetch(reinterpret_cast<const char*>(panel + k * 64 + 1056), _MM_HINT_T0);
+    if constexpr (kLater) {
+      _mm_prefetch(reinterpret_cast<const char*>(later + k * 32), _MM_HINT_T1);
+    } else {
+      _mm_prefetch(reinterpret_cast<const char*>(panel + k * 64 + 1024), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(panel + k * 64 + 1056), _MM_HINT_T0);
+    }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       int two;
@@ -189,11 +196,18 @@ void tile(const bf16* x, long stride, const bf16* panel, long pairs, float* out)
   }
 }
 
-void tile(long rows, const bf16* x, long stride, const bf16* panel, long pairs, float* out) {
-  using Fn = void (*)(const bf16*, long, const bf16*, long, float*);
-  static constexpr Fn kTiles[] = {tile<1>, tile<2>, tile<3>, tile<4>,  tile<5>,  tile<6>,
-                                  tile<7>, tile<8>, tile<9>, tile<10>, tile<11>, tile<12>};
-  kTiles[rows - 1](x, stride, panel, pairs, out);
+using Tile = void (*)(const bf16*, long, const bf16*, long, float*, const bf16*);
+
+template <bool kLater, int... R>
+constexpr std::array<Tile, kTile> tiles(std::integer_sequence<int, R...>) {
+  return {tile<R + 1, kLater>...};
+}
+
+void tile(long rows, const bf16* x, long stride, const bf16* panel, long pairs, float* out,
+          const bf16* later) {
+  static constexpr auto kNow = tiles<false>(std::make_integer_sequence<int, kTile>());
+  static constexpr auto kAhead = tiles<true>(std::make_integer_sequence<int, kTile>());
+  (later ? kAhead : kNow)[rows - 1](x, stride, panel, pairs, out, later);
 }
 
 // All rows of x [m, 2 pairs] times one panel; done(row, sums[32]) for each row.
@@ -201,10 +215,13 @@ template <class Done>
 void rows_times_panel(const bf16* x, long m, long stride, const bf16* panel, long pairs,
                       const Done& done) {
   alignas(64) float out[kTile * kPanel];
-  const long tiles = (m + kTile - 1) / kTile;
+  const long tiles = m > kAlone ? std::max<long>(2, (m + kTile - 1) / kTile) : 1;
   for (long t = 0, row = 0; t < tiles; ++t) {
     const long rows = (m - row + tiles - t - 1) / (tiles - t);
-    tile(rows, x + row * stride, stride, panel, pairs, out);
+    // Of two tiles, each brings half of the next panel into the second cache, so that memory is
+    // read all the time. One tile alone waits for memory; with more, the weights are read once.
+    const bf16* later = tiles == 2 ? panel + (64 + t * 32) * pairs : nullptr;
+    tile(rows, x + row * stride, stride, panel, pairs, out, later);
     for (long r = 0; r < rows; ++r) done(row + r, out + r * kPanel);
     row += rows;
   }
