@@ -78,6 +78,7 @@ def test_what_is_not_sound_is_named(after, what):
 def test_workers_that_left_take_their_counts_along():
     results = [result()] * 4
     assert failing(checks_of(results, figures(), figures(3), scaled=True)) == []
+    assert failing(checks_of(results, figures(), figures(3, moved=0), scaled=True)) == []
     assert len(failing(checks_of(results, figures(), figures(5), scaled=True))) == 1
 
 
