@@ -15,7 +15,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 SETUP = @$(or $(PYTHON),$(error Python 3.11 or newer is needed: set PYTHON=...)) scripts/setup_env.py $(VENV)
 PYTEST := $(RUN)/python -m pytest
-# Tests are spread over the cores, a file at a time; those of a cluster need all of them.
+# Tests are spread over the cores, a file at a time, those of clusters and GPUs one after another.
 SPREAD := -n auto --dist loadfile --no-loadscope-reorder
 # Unit tests wait for timers, too: one process more than there are cores.
 UNIT := tests/architecture tests/unit -m "not slow" $(SPREAD) -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
@@ -42,8 +42,7 @@ model: env ## Fetch and convert $(MODEL), once
 
 .PHONY: test
 test: env-dev model ## Everything: unit, architecture, integration and cluster tests (a quarter of an hour on two cores)
-	$(PYTEST) tests/architecture tests/unit tests/integration $(SPREAD) $(ARGS)
-	$(PYTEST) tests/cluster tests/gpu $(ARGS)
+	$(PYTEST) tests/cluster tests/gpu tests/unit tests/integration tests/architecture $(SPREAD) $(ARGS)
 
 .PHONY: test-unit
 test-unit: env-dev ## Unit and architecture tests: no Ray, no model, a minute on two cores

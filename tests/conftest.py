@@ -36,6 +36,22 @@ def has_cuda():
     return torch.cuda.is_available()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A file at a time, but clusters and GPUs, which there is one of, in one process."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return (
+                "one"
+                if nodeid.startswith(("tests/cluster/", "tests/gpu/"))
+                else super()._split_scope(nodeid)
+            )
+
+    return Scheduling(config, log)
+
+
 INTERPRETED = ("tests/unit/engine/kernels", "tests/unit/engine/cuda")
 
 
