@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import logging
 import os
 import sys
 
@@ -12,6 +13,8 @@ from hypothesis import HealthCheck, settings
 gc.disable()
 # Before torch is imported, here and in child processes: two cores are shared by many processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Threads of the tokenizers' pool do not survive a fork: whoever waits for them hangs.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Before anything imports triton (transformers does): without a GPU its kernels are interpreted.
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -43,15 +46,13 @@ def pytest_xdist_make_scheduler(config, log):
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid):
-            return (
-                "one"
-                if nodeid.startswith(("tests/cluster/", "tests/gpu/"))
-                else super()._split_scope(nodeid)
-            )
+            alone = nodeid.startswith(("tests/cluster/", "tests/gpu/"))
+            return "alone" if alone else super()._split_scope(nodeid)
 
     return Scheduling(config, log)
 
 
+UNIT_TIMEOUT_S = 120
 INTERPRETED = ("tests/unit/engine/kernels", "tests/unit/engine/cuda")
 
 
@@ -69,6 +70,10 @@ def keep_what_imports_made():
 def pytest_collection_finish():
     keep_what_imports_made()
     gc.enable()
+    # pytest puts its handlers on each logger that does not propagate, six times a test.
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 def pytest_runtest_logfinish():
@@ -82,6 +87,9 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.slow)  # without a GPU, triton interprets kernels
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    for item in items:
+        if "tests/unit/" in item.nodeid and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(UNIT_TIMEOUT_S))
     # Where files are spread over the cores, those that take long must not be the last to begin.
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
