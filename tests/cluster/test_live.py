@@ -8,10 +8,12 @@ import signal
 import urllib.request
 from collections.abc import Iterator
 
+import grpc
 import pytest
 
 from cluster.client import InferenceClient, Outcome
-from protocol.wire.inference_pb2 import Message
+from protocol.wire import inference_pb2 as wire
+from protocol.wire import inference_pb2_grpc as services
 from tests.cluster.conftest import MODEL, Baton, session_processes
 from tests.cluster.load import LONG, TOKENS, answer, load, wait_until
 
@@ -37,7 +39,7 @@ def post(live: Baton, path: str, body: dict[str, object]) -> dict[str, object]:
 
 def test_chat_over_grpc(client: InferenceClient) -> None:
     outcome = Outcome()
-    turns = [Message(role="user", content=QUESTION)]
+    turns = [wire.Message(role="user", content=QUESTION)]
     options = {"max_tokens": 20, "temperature": 0.0, "timeline": True}
     text = "".join(client.chat(turns, options, outcome))
     assert "Paris" in text
@@ -70,8 +72,11 @@ def test_both_doors_agree(live: Baton, client: InferenceClient) -> None:
     assert len(over_grpc.token_ids) == TOKENS
 
 
-def test_ready_and_models(live: Baton, client: InferenceClient) -> None:
-    assert client.models() == [MODEL]
+def test_ready_and_models(live: Baton) -> None:
+    with grpc.insecure_channel(str(live.state()["grpc"])) as channel:
+        request = wire.ListModelsRequest()
+        reply = services.InferenceStub(channel).ListModels(request, timeout=10)
+    assert [model.id for model in reply.models] == [MODEL]
     with urllib.request.urlopen(f"http://{live.state()['http']}/ready", timeout=10) as reply:
         assert reply.status == 200
 
