@@ -39,7 +39,7 @@ def tiny_config(**changes):
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": 96,
         "intermediate_size": 160,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 2,
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
         "head_dim": 16,

@@ -40,7 +40,7 @@ def flat(result: StepResult) -> dict:
     return entries
 
 
-BIASED = {"attention_bias": True, "tie_word_embeddings": True}
+BIASED = {"attention_bias": True, "tie_word_embeddings": True, "num_hidden_layers": 3}
 
 
 @pytest.mark.parametrize(("changes", "num_batches"), [({}, None), (BIASED, 3)])
