@@ -290,7 +290,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1, help="ranks, one GPU each")
     parser.add_argument("--split-rows", type=int, default=64, help="most rows on its own products")
     parser.add_argument("--attention", help="cut of decode attention: tile=64,stages=3,...")
-    parser.add_argument("--prompt-graphs", action="store_true", help="graphs of short prompts")
+    parser.add_argument(
+        "--prompt-graphs", action=argparse.BooleanOptionalAction, default=True,
+        help="graphs of short prompts",
+    )  # fmt: skip
     parser.add_argument("--prompts", default="1x8192,8x2048", help="prompts of prefill steps")
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)

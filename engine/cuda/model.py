@@ -301,6 +301,8 @@ class CudaModel:
         self._add_product(act, layer.down, layer.down_bias, h)
 
     def _gated_product(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        if self._split is not None and self._split.gates(x.shape[0]):
+            return self._split.gated(x, layer.gate_up)
         gate_up = x.new_empty(x.shape[0], 2 * self._shape.intermediate)
         self._product(x, layer.gate_up, layer.gate_up_bias, gate_up)
         act = x.new_empty(x.shape[0], self._shape.intermediate)

@@ -16,13 +16,14 @@ from engine.cuda.graphs import GraphSet
 from engine.cuda.layout import DENSE_TOKENS, ChunkRows
 from engine.cuda.staging import Lane
 
-#: cuBLAS computes rows in tiles of this many, so that rounding up to it costs next to nothing.
-_ROWS = 128
+#: Rows are rounded up to a multiple of this; more of them than the most outlast their launches.
+_ROWS, _MOST_ROWS = 64, 512
+assert _MOST_ROWS < DENSE_TOKENS  # all chunks are packed
 
 
 def piece_sizes(max_tokens: int) -> tuple[int, ...]:
-    """Rows of the steps that graphs serve: longer ones outlast their launches."""
-    return tuple(range(_ROWS, min(DENSE_TOKENS - 1, max_tokens) + 1, _ROWS))
+    """Rows of the steps that graphs serve."""
+    return tuple(range(_ROWS, min(_MOST_ROWS, max_tokens) + 1, _ROWS))
 
 
 class PromptPieces:
@@ -48,13 +49,12 @@ class PromptPieces:
         self._h, self._attended, self._wide = (
             torch.zeros(rows, width, dtype=dtype, device=device) for width in widths
         )
-        self._places = torch.full((2, rows), -1, dtype=torch.int32, device=device)
+        self._positions = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._slots = torch.full((rows,), -1, dtype=torch.int32, device=device)
         self._graphs = GraphSet(self._run, lane)
 
     def capture(self, num_layers: int) -> None:
         """Capture all sizes, the largest first. Nothing is written to the KV pool."""
-        self._places[0].zero_()
-        self._places[1].fill_(-1)
         self._graphs.capture_all(
             (rows, layer) for rows in reversed(self._sizes) for layer in range(num_layers)
         )
@@ -62,8 +62,8 @@ class PromptPieces:
     def begin(self, chunks: ChunkRows) -> tuple[Tensor, Tensor, Tensor]:
         """Where a step's hidden states, attention's output and its input lie."""
         rows = chunks.positions.shape[0]
-        self._places[0, :rows].copy_(chunks.positions)
-        self._places[1, :rows].copy_(chunks.slots)
+        self._positions[:rows].copy_(chunks.positions)
+        self._slots[:rows].copy_(chunks.slots)
         return self._h[:rows], self._attended[:rows], self._wide[:rows]
 
     def replay(self, rows: int, layer: int) -> None:
@@ -72,6 +72,6 @@ class PromptPieces:
 
     def _run(self, rows: int, layer: int) -> Tensor:
         h, wide = self._h[:rows], self._wide[:rows]
-        positions, slots = self._places[:, :rows]
+        positions, slots = self._positions[:rows], self._slots[:rows]
         self._between(layer, h, self._attended[:rows], wide, positions, slots)
         return wide

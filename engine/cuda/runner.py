@@ -243,6 +243,9 @@ class CudaRunner:
         self._graphs = GraphSet(self._decode, self._lane)
         with_pieces = self._graphs_on and options.prompt_graphs and config.tp_size == 1
         self._pieces = self._make_pieces() if with_pieces else None
+        if device.type == "cuda":
+            # All this was filled on another stream than the one that steps run on.
+            torch.cuda.synchronize(device)
 
     def _make_pieces(self) -> PromptPieces | None:
         self._piece_sizes = piece_sizes(self.options.max_chunk_tokens)

@@ -59,6 +59,17 @@ class SplitDecode:
         """Whether steps of so many rows are to run here."""
         return self._possible and MIN_ROWS <= rows <= self._most_rows
 
+    def gates(self, rows: int) -> bool:
+        """Whether `gated` beats cuBLAS and a kernel for the activation, though `serves` does not:
+        above 64 rows, where its tiles fill the card without sharing one."""
+        n = self._weights.layers[0].down.shape[1]
+        shape = split_shape(rows, n, self._weights.head.shape[1], gated=True)
+        return self._possible and 64 < rows <= MAX_ROWS and shape is not None and shape.splits == 1
+
+    def gated(self, x: Tensor, weight: Tensor) -> Tensor:
+        """silu(x gate^T) * (x up^T)."""
+        return self._product(x, weight, None, gated=True)
+
     def decode(self, h: Tensor, attend: Callable[[Tensor, int], Tensor]) -> Tensor:
         """Logits of embedded rows h; `attend(qkv, layer)` gives attention's output."""
         weights = self._weights

@@ -103,7 +103,6 @@ def paged_decode(
     MERGE_P: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    OWN: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -154,22 +153,13 @@ def paged_decode(
         spot += tl.arange(0, 1)[:, None] + dims[None, :]
         tl.store(spot, new_k, mask=new_ok[None, :])
         tl.store(spot + KV_HEADS * page_size, new_v, mask=new_ok[None, :])
-        if OWN:
-            # It is attended to from registers: nobody waits for its way through memory.
-            own = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), axis=1)
-            peak = tl.where(newest, own * (scale * 1.4426950408889634), -float("inf"))
-            total = tl.where(newest, 1.0, 0.0) + tl.zeros([GROUP_P], tl.float32)
-            acc = tl.zeros([GROUP_P, DIM_P], tl.float32) + new_v.to(tl.float32)
-            stored = tl.minimum(end, last)
-        else:
-            tl.debug_barrier()
-            peak = tl.full([GROUP_P], -float("inf"), tl.float32)
-            total = tl.zeros([GROUP_P], tl.float32)
-            acc = tl.zeros([GROUP_P, DIM_P], tl.float32)
-            stored = end
-        for at in tl.range(start, stored, TILE, num_stages=STAGES):
+        tl.debug_barrier()
+        peak = tl.full([GROUP_P], -float("inf"), tl.float32)
+        total = tl.zeros([GROUP_P], tl.float32)
+        acc = tl.zeros([GROUP_P, DIM_P], tl.float32)
+        for at in tl.range(start, end, TILE, num_stages=STAGES):
             tokens = at + tl.arange(0, TILE)
-            ok = tokens < stored
+            ok = tokens < end
             block = tl.load(table + tokens // PAGE, mask=ok, other=0).to(tl.int64)
             cell = head_pool + block * (2 * KV_HEADS * page_size) + (tokens % PAGE) * DIM
             k = tl.load(

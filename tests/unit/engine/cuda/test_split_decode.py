@@ -42,6 +42,25 @@ def test_a_step_on_split_products_gives_the_same_logits(device, monkeypatch, bia
     assert (got.double() - want.double()).norm() / want.double().norm() < 2e-2
 
 
+def test_a_gated_product_of_more_rows(device, monkeypatch):
+    monkeypatch.setattr(triton_split_linear, "_FEW", (32, 32))
+    monkeypatch.setattr(triton_split_linear, "_MANY", (32, 32))
+    name = str(HALF).removeprefix("torch.")
+    runner = CudaRunner(
+        EngineConfig(model_path="unused", dtype=name, device=str(device)),
+        tiny_config(vocab_size=224),
+        HostSource(device, HALF),
+        CudaOptions(max_batch=4),
+    )
+    split = SplitDecode(runner.weights, 1e-5, 64, pdl=False)
+    assert [split.gates(rows) for rows in (64, 65, 128, 129)] == [False, True, True, False]
+    x = torch.randn(70, 96, device=device).to(HALF)
+    weight = runner.weights.layers[0].gate_up
+    gate, up = (x.double() @ weight.double().T).chunk(2, dim=1)
+    want = torch.nn.functional.silu(gate) * up
+    assert (split.gated(x, weight).double() - want).norm() / want.norm() < 1e-2
+
+
 def test_sizes_that_no_tile_divides_stay_with_torch(device):
     runner = CudaRunner(
         EngineConfig(model_path="unused", dtype="float32", device=str(device)),

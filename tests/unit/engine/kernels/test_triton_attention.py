@@ -55,16 +55,14 @@ class Paged:
     [(2, 2, 64), (8, 2, 96), (8, 1, 128), (9, 3, 64), (4, 2, 256)],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-@pytest.mark.parametrize(
-    ("splits", "own"), [(1, False), (2, False), (8, False), (1, True), (8, True)]
-)
-def test_decode_attention(device, heads, kv_heads, dim, dtype, splits, own):
+@pytest.mark.parametrize("splits", [1, 2, 8])
+def test_decode_attention(device, heads, kv_heads, dim, dtype, splits):
     lengths = [1, 16, 17, 70, 131]
     paged = Paged(lengths, kv_heads, dim, device, dtype)
     batch = len(lengths) + 1
     qkv = torch.randn(batch, (heads + 2 * kv_heads) * dim, device=device).to(dtype)
     angle = torch.rand(160, dim // 2, device=device) * 6.3
-    shape = ops.DecodeShape(splits=splits, tile=32, min_tiles=1, stages=2, own=own)
+    shape = ops.DecodeShape(splits=splits, tile=32, min_tiles=1, stages=2)
     scratch = ops.DecodeScratch(batch, batch * splits, heads, dim, device)
     length_row = torch.tensor([*lengths, 0], device=device, dtype=torch.int32)
     indptr = torch.cat([paged.indptr, paged.indptr[-1:]])
