@@ -57,15 +57,17 @@ def _plan(text: str) -> Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Later:
-    """Arguments of `baton` for `at` seconds into a replay."""
+    """Arguments of `baton` for `at` seconds into a replay: into each, or one, counted from 1."""
 
     at: float
+    replay: int | None = None
     arguments: tuple[str, ...]
 
 
 def _later(text: str) -> Later:
-    at, *arguments = shlex.split(text)
-    return Later(at=float(at), arguments=tuple(arguments))
+    when, *arguments = shlex.split(text)
+    at, _, replay = when.partition("@")
+    return Later(at=float(at), replay=int(replay) if replay else None, arguments=tuple(arguments))
 
 
 def _slo(text: str) -> Slo:
@@ -106,9 +108,9 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         type=_later,
-        metavar="'SECONDS ARGUMENT ...'",
-        help="run `baton ARGUMENT ...` so many seconds into each replay (repeatable): "
-        "'8 scale --decode 2'",
+        metavar="'SECONDS[@REPLAY] ARGUMENT ...'",
+        help="run `baton ARGUMENT ...` so many seconds into each replay, or into one (repeatable): "
+        "'8@2 scale --decode 2'",
     )
     made.add_argument("--theme", default="", help="write a page under benchmarks/results")
     made.add_argument("--hardware", default="")
@@ -169,16 +171,23 @@ async def _replay_all(
     speeds = [float(speed) for speed in options.speeds.split(",")]
     await _warm_up(target, _asks(options, 1.0))
     before = await until_idle(state.http)
-    for number, speed in enumerate(speeds):
+    for number, speed in enumerate(speeds, start=1):
         # Prompts follow from the style's seed: none is sent twice, so that no cache can help.
-        fresh = replace(target, style=replace(style, seed=1 + number))
+        fresh = replace(target, style=replace(style, seed=number))
         asks = _asks(options, speed)
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_act(later)) for later in options.laters]
+            tasks = [
+                group.create_task(_act(later))
+                for later in options.laters
+                if later.replay in (None, number)
+            ]
             results = await timed_arrivals(fresh, asks)
         acts = tuple(task.result() for task in tasks)
-        replays.append(Replay(speed=speed, asks=tuple(asks), results=tuple(results), acts=acts))
-        _say(report.overview(f"x{speed:g}", [summarise(results)]))
+        replay = Replay(
+            number=number, speed=speed, asks=tuple(asks), results=tuple(results), acts=acts
+        )
+        replays.append(replay)
+        _say(report.overview(replay.name, [summarise(results)]))
     results = [result for replay in replays for result in replay.results]
     after = await until_idle(state.http)
     checks = [
@@ -241,7 +250,7 @@ def runs_of(variants: Sequence[Variant], slo: Slo) -> list[report.Run]:
             summary = summarise(replay.results, slo)
             found.append(
                 report.Run(
-                    label=f"{variant.name}, x{replay.speed:g}",
+                    label=f"{variant.name}, {replay.name}",
                     prompt_tokens=summary.prompt_tokens,
                     output_tokens=summary.output_tokens,
                     concurrency=None,

@@ -25,12 +25,18 @@ class Act:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """One pass over the trace; results are in the order of the asks."""
+    """One pass over the trace, counted from 1; results are in the order of the asks."""
 
+    number: int = 1
     speed: float
     asks: tuple[Ask, ...]
     results: tuple[Result, ...]
     acts: tuple[Act, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Its speed, and which it is behind the first."""
+        return f"x{self.speed:g}" + (f" (replay {self.number})" if self.number > 1 else "")
 
     @property
     def good(self) -> list[Result]:
@@ -76,7 +82,7 @@ def _goodput(variants: Sequence[Variant], slos: Sequence[Slo]) -> str:
         second = sorted(r.gaps[0] for r in replay.good if r.gaps)
         cells = [f"{n}/{len(replay.results)} ({n / wall:.2f}/s)" for n in met]
         gaps = [_ms(values) for values in (longest, second, handed_over(replay.good))]
-        rows.append([f"{variant.name}, x{replay.speed:g}", *cells, *gaps])
+        rows.append([f"{variant.name}, {replay.name}", *cells, *gaps])
     longest_gap, to_second = "longest gap of a request, ms", "token 1 to token 2, ms"
     head = ["run", *names, longest_gap, to_second, "end of prefill to decode owning it, ms"]
     return f"## Goodput and gaps (p50 / p90 / p99)\n\n{_table(head, rows)}"
@@ -92,7 +98,7 @@ def _phases(variants: Sequence[Variant]) -> str:
     for variant, replay in _replays(variants):
         found = phases(replay.good)
         cells = (_ms(found[phase]) if phase in found else "" for phase in Phase)
-        rows.append([f"{variant.name}, x{replay.speed:g}", *cells])
+        rows.append([f"{variant.name}, {replay.name}", *cells])
     return f"## Phases of all requests, ms (p50 / p90 / p99)\n\n{_table(['run', *Phase], rows)}"
 
 
@@ -128,7 +134,7 @@ def _workers(variant: Variant, replay: Replay) -> str:
     ]
     longest = max((gap for result in replay.good for gap in result.gaps), default=0.0)
     head = ["phase", "worker", "requests", "sent from s", "to s"]
-    title = f"## {variant.name}, x{replay.speed:g}: who served when\n\n"
+    title = f"## {variant.name}, {replay.name}: who served when\n\n"
     return f"{title}{_table(head, rows)}\nLongest gap of any stream: {longest * 1e3:.1f} ms.\n"
 
 
@@ -161,7 +167,7 @@ def _checks(variant: Variant) -> str:
     settings = ", ".join(f"`{override}`" for override in variant.overrides) or "as configured"
     failed = f"\n**Did not finish: {variant.error}**\n" if variant.error else ""
     acts = "".join(
-        f"\n`baton {act.command}` {act.at:g} s into x{replay.speed:g} took {act.took:.1f} s.\n"
+        f"\n`baton {act.command}` {act.at:g} s into {replay.name} took {act.took:.1f} s.\n"
         for replay in variant.replays
         for act in replay.acts
     )

@@ -137,7 +137,11 @@ def test_phases_are_pooled_in_the_order_of_a_life():
 
 def test_variants_slos_and_commands_on_the_command_line():
     arguments = ["c.yaml", "--trace", "t.csv", "--variant", "nccl a.b=1 c=2", "--slo", "200/20/50"]
-    options = parser().parse_args([*arguments, "--during", "8 scale --decode 2"])
+    during = ["--during", "8 scale --decode 2", "--during", "0.5@3 down"]
+    options = parser().parse_args([*arguments, *during])
     assert options.plans == [Plan(name="nccl", overrides=("a.b=1", "c=2"))]
     assert options.slos == [Slo(ttft=0.2, tpot=0.02, gap=0.05)]
-    assert options.laters == [Later(at=8.0, arguments=("scale", "--decode", "2"))]
+    assert options.laters == [
+        Later(at=8.0, arguments=("scale", "--decode", "2")),
+        Later(at=0.5, replay=3, arguments=("down",)),
+    ]
