@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVarTuple
 
@@ -27,7 +28,19 @@ class GraphSet(Generic[*Key]):
 
     def capture_all(self, keys: Iterable[tuple[*Key]]) -> None:
         """Capture them in this order: the largest first, so that the smaller ones reuse its
-        memory."""
+        memory.
+
+        Nothing is collected meanwhile: graphs of an engine that is gone, freed then, would end the
+        capture.
+        """
+        gc.collect()
+        gc.disable()
+        try:
+            self._capture(keys)
+        finally:
+            gc.enable()
+
+    def _capture(self, keys: Iterable[tuple[*Key]]) -> None:
         for key in keys:
             with self._lane.active():
                 self._run(*key)

@@ -27,7 +27,7 @@ class CudaOptions:
     max_chunk_tokens: int = 8192
     memory_share: float = 0.98
     graphs: bool = True
-    prompt_graphs: bool = False
+    prompt_graphs: bool = True
     split_rows: int = 64
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ from engine.cuda.layout import DENSE_TOKENS, ChunkRows
 from engine.cuda.staging import Lane
 
 #: Rows are rounded up to a multiple of this; more of them than the most outlast their launches.
-_ROWS, _MOST_ROWS = 64, 512
+_ROWS, _MOST_ROWS = 128, 512
 assert _MOST_ROWS < DENSE_TOKENS  # all chunks are packed
 
 
