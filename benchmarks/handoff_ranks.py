@@ -34,6 +34,7 @@ class Rank:
         self._heads = slice(*layout.rank_heads[rank])
         self.pool = KVPool(layout, rank, torch.bfloat16, self._device)
         self.plane = DataPlane(self.pool, config)
+        self._kept: list[torch.Tensor] = []
 
     def fill(self, blocks: Sequence[int], seed: int) -> None:
         """Random bits, the same on both sides for the same seed."""
@@ -46,6 +47,7 @@ class Rank:
         """The same by a step that takes its time over each layer; its number, before it has run."""
         ids = torch.tensor(blocks, device=self._device)
         layers = random_layers(self._layout, len(blocks), seed, self._device)
+        self._kept = [ids, *layers]  # the step has yet to read them
         marks = self.pool.marks
         assert marks is not None
         with torch.cuda.device(self._device):

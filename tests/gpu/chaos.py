@@ -65,7 +65,7 @@ class Tally:
     answers: int = 0
     tokens: int = 0
     resumed: int = 0
-    wrong: list[int] = field(default_factory=list)
+    wrong: list[tuple[int, int]] = field(default_factory=list)  # request, first wrong token
     faults: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
     slowest_s: float = 0.0
@@ -144,8 +144,10 @@ class Run:
             own = random.Random(number)
             while time.monotonic() < end:
                 index = own.choice(stable)
-                if await self.answer(self.requests[index]) != expected[index]:
-                    self.tally.wrong.append(index)
+                got = await self.answer(self.requests[index])
+                parting = first_difference(expected[index], got)
+                if parting is not None:
+                    self.tally.wrong.append((index, parting))
 
         faults = asyncio.create_task(self._faults(end))
         async with asyncio.timeout(self.args.seconds + 3 * PATIENCE_S):
@@ -185,6 +187,12 @@ class Run:
                 break
             await asyncio.sleep(0.1)
         return found
+
+
+def first_difference(expected: list[int], got: list[int]) -> int | None:
+    """Where two answers of one length part."""
+    pairs = enumerate(zip(expected, got, strict=True))
+    return next((at for at, (one, other) in pairs if one != other), None)
 
 
 def settings_for(
