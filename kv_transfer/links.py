@@ -4,6 +4,7 @@ Moves of a link without an order need no thread to begin them."""
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -239,6 +240,7 @@ class LinkThread:
         return self._staging[:num_bytes]
 
     def _break(self, error: BatonError) -> None:
+        _forget_frames(error)
         with self._lock:
             if self._failure is not None:
                 return
@@ -261,6 +263,13 @@ def nothing(peer_rank: int) -> Operation:
     result = PartResult(peer_rank=peer_rank, num_bytes=0, checksum=0)
     move = Moving(begin=lambda _: lambda: 0, result=lambda _: result, lane=0)
     return Operation(access=Access(), work=lambda *_: result, move=move)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """What broke a link is kept for those who come later; its frames would keep the buffers."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def fail(operation: Operation, error: BatonError) -> None:
