@@ -49,7 +49,7 @@ class TransferConfig:
     staging_memory_bytes: what all nccl links of a rank hold, left free when its KV pool is sized;
     no link takes more than a quarter of what is left, so many links send smaller messages.
     nccl_ctas: thread blocks of an nccl link, which the GPU's other kernels have to share with it:
-    over NVLink 4 carry 130 GB/s, 8 carry 255, 32 all 370; a network card needs few.
+    over NVLink 4 carry 125 GB/s of hand-offs, 32 carry 285; a network card needs few.
     staging_ctas: thread blocks of the copy of a message out of blocks or into them.
     copy_ctas: thread blocks of a cuda_ipc write.
     max_peers: peers whose links are kept open; the least recently used idle one is closed.
