@@ -23,10 +23,11 @@ TRANSFER = TransferConfig(remembered=32)
 NUM_REQUESTS = 150
 
 
-async def serve(stack: Stack, client: httpx.AsyncClient, chance: random.Random) -> None:
-    """Requests with prompts of their own, streamed and not; every fifth client leaves early."""
+async def serve(stack: Stack, chance: random.Random) -> None:
+    """Requests with prompts of their own, streamed and not; every fifth client leaves early. At the
+    end their connections are closed: those belong to clients, not to requests."""
 
-    async def one(number: int) -> None:
+    async def one(client: httpx.AsyncClient, number: int) -> None:
         prompt = [chance.randrange(3, 500) for _ in range(chance.choice([1, 20, 40]))]
         body = {"prompt": prompt, "max_tokens": chance.choice([1, 3, 6]), "stream": number % 2 == 0}
         call = asyncio.create_task(client.post("/v1/completions", json=body))
@@ -35,11 +36,19 @@ async def serve(stack: Stack, client: httpx.AsyncClient, chance: random.Random) 
             call.cancel()
         await asyncio.wait([call])
 
-    for first in range(0, NUM_REQUESTS, 30):
-        await asyncio.gather(*(one(first + i) for i in range(30)))
+    async with httpx.AsyncClient(base_url=f"http://{stack.http}", timeout=60) as client:
+        for first in range(0, NUM_REQUESTS, 30):
+            await asyncio.gather(*(one(client, first + i) for i in range(30)))
     await stack.pair.idle()
-    while stack.router.num_requests:
+    while stack.router.num_requests or connections(stack):
         await asyncio.sleep(0.01)
+
+
+def connections(stack: Stack) -> int:
+    """How many clients the HTTP door still talks to."""
+    server = stack.router._http._server
+    assert server is not None
+    return len(server.server_state.connections)
 
 
 def traced() -> int:
@@ -52,22 +61,19 @@ async def test_requests_leave_nothing_in_memory(tmp_path: Path) -> None:
     write_model_text(tmp_path)
     save_tiny_llama(tmp_path, vocab_size=512)
     chance = random.Random(5)
-    async with (
-        running_stack(
-            str(tmp_path),
-            prefill_config=CONFIG,
-            decode_config=CONFIG,
-            transfer=TRANSFER,
-            prefill_blocks=48,
-            decode_blocks=48,
-        ) as stack,
-        httpx.AsyncClient(base_url=f"http://{stack.http}", timeout=60) as client,
-    ):
+    async with running_stack(
+        str(tmp_path),
+        prefill_config=CONFIG,
+        decode_config=CONFIG,
+        transfer=TRANSFER,
+        prefill_blocks=48,
+        decode_blocks=48,
+    ) as stack:
         tracemalloc.start()
         try:
-            await serve(stack, client, chance)
+            await serve(stack, chance)
             before = traced()
-            await serve(stack, client, chance)
+            await serve(stack, chance)
             growth = (traced() - before) / NUM_REQUESTS
         finally:
             tracemalloc.stop()
