@@ -71,9 +71,9 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """Running processes: those that tokens pass through, the doors, the stub workers' own words."""
+    """Running processes: the router and its doors, the stub workers' own words."""
 
-    pids: tuple[int, ...]
+    pid: int
     http: str
     grpc: str
     workers: str
@@ -94,10 +94,8 @@ def stack(options: argparse.Namespace, gap_s: float) -> Iterator[Stack]:
     with _process("stub_worker", *common, "--gap-ms", str(gap_s * 1000)) as (_, workers):
         extra = ["--profile", options.profile] if options.profile else []
         extra += ["--max-requests", str(options.many)]
-        router = "stub_serve" if options.serve else "stub_router"
-        with _process(router, *common, "--workers", workers, *extra) as (pid, doors):
-            facts = {"pids": (pid,)} | json.loads(doors)
-            yield Stack(workers=workers, **facts)
+        with _process("stub_router", *common, "--workers", workers, *extra) as (pid, doors):
+            yield Stack(pid=pid, workers=workers, **json.loads(doors))
 
 
 @contextmanager
@@ -128,12 +126,12 @@ async def measure(
     await client.open()
     try:
         await asyncio.gather(*(client.ask(4) for _ in range(load.streams)))  # connections, caches
-        cpu, own, began = _cpu_s(stack.pids), time.process_time(), time.perf_counter()
+        cpu, own, began = _cpu_s(stack.pid), time.process_time(), time.perf_counter()
         if started is not None:
             started.set()
         readers = await _clients(client, load)
         wall = time.perf_counter() - began
-        cpu, own = _cpu_s(stack.pids) - cpu, time.process_time() - own
+        cpu, own = _cpu_s(stack.pid) - cpu, time.process_time() - own
     finally:
         await client.close()
     results = [read() for read in readers]
@@ -175,10 +173,10 @@ def _rate(results: Sequence[Result]) -> float:
     return inside / (end - begin) if end > begin else 0.0
 
 
-def _cpu_s(pids: Sequence[int]) -> float:
-    """Processor seconds of processes so far, user and system."""
-    stats = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids)
-    return sum(int(fields[11]) + int(fields[12]) for fields in stats) / _TICK
+def _cpu_s(pid: int) -> float:
+    """Processor seconds of a process so far, user and system."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICK
 
 
 # --- the runs -------------------------------------------------------------------------------------
@@ -270,7 +268,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--grpc-channels", type=int, default=4, help="connections of the load")
     made.add_argument("--only", choices=("pace", "rates", "many"), default="")
     made.add_argument("--many", type=int, default=2000, help="streams at once, of a token a second")
-    made.add_argument("--serve", action="store_true", help="the router behind Ray Serve's proxies")
     made.add_argument("--profile", default="", help="file for a profile of the router")
     made.add_argument("--theme", default="", help="write results/front_door/<theme>.json")
     return made
@@ -289,7 +286,7 @@ def main() -> None:
         figures += pace_runs(options)
     if options.only in ("", "rates"):
         figures += rate_runs(options)
-    if options.only in ("", "many") and not options.serve:
+    if options.only in ("", "many"):
         figures += many_runs(options)
     if options.theme:
         data = {

@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--gap-ms", type=float, default=20.0, help="between two tokens of a stream")
     options = parser.parse_args()
     options.model_path, options.profile = find_model(options.model), ""
-    options.many, options.serve = 1024, False
+    options.many = 1024
     print("| beside | answers | /health p50 / p99 / max ms | gap p50 / p99 / max ms |")
     print("| --- | --- | --- | --- |")
     with front_door.stack(options, options.gap_ms / 1000) as running:

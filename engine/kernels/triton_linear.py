@@ -34,7 +34,7 @@ class LinearShape:
 
 
 #: (n, k, gated) -> the best launch shape of the narrow shards of larger models, within a step
-#: (benchmarks.decode_shapes; 70B over four H200).
+#: (70B over four H200; benchmarks/results/engine).
 _MEASURED = {
     (7168, 8192, True): LinearShape(block_n=4, block_k=1024, stages=2, warps=4),
     (8192, 7168, False): LinearShape(block_n=4, block_k=512, stages=4, warps=4),

@@ -38,7 +38,7 @@ def split_shape(rows: int, n: int, k: int, gated: bool) -> SplitShape | None:
     """How to launch a product of so many rows; None when the kernel cannot do it.
 
     One program a multiprocessor or more, as many stages as fit: within 1 % of the best of those
-    tried in steps of an 8B model on an H200 (benchmarks.decode_shapes).
+    tried in steps of an 8B model on an H200 (benchmarks/results/engine).
     """
     block_n, block_k = _FEW if rows <= 64 else _MANY
     if rows > MAX_ROWS or n % block_n or k % block_k:
