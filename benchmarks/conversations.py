@@ -22,8 +22,7 @@ from benchmarks import report
 from benchmarks.http_stream import Answer, Connection
 from benchmarks.measure import Result, read_answer, summarise
 from benchmarks.serve import first_model
-
-_FIRST_PLAIN_TOKEN = 256
+from benchmarks.workload import random_ids
 
 
 def parser() -> argparse.ArgumentParser:
@@ -97,8 +96,7 @@ async def _client(
 
 
 def _ids(options: argparse.Namespace, name: str, count: int) -> list[int]:
-    ids = range(_FIRST_PLAIN_TOKEN, options.vocab_size)
-    return random.Random(name).choices(ids, k=count)
+    return random_ids(random.Random(name), count, options.vocab_size)
 
 
 def _body(options: argparse.Namespace, prompt: list[int]) -> dict[str, object]:

@@ -10,13 +10,11 @@ is printed beside the limit that bounds it: the copy rate (bytes) or the matrix 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -25,7 +23,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from benchmarks.gpu_limits import Limits, Report, measure_all_reduce, measure_limits
+from benchmarks.gpu_limits import Report, begin_report, measure_all_reduce
 from benchmarks.shapes import MODELS
 from engine.batch import SequenceStep, StepBatch
 from engine.config import EngineConfig
@@ -43,9 +41,9 @@ GREEDY = SamplingParams(temperature=0.0)
 class Bench:
     """One engine and the figures of its limits."""
 
-    def __init__(self, runner: CudaRunner, limits: Limits, report: Report) -> None:
+    def __init__(self, runner: CudaRunner, report: Report) -> None:
         self.runner = runner
-        self.limits = limits
+        self.limits = report.limits
         self.report = report
         self._next = 0
 
@@ -241,11 +239,7 @@ def build(
         config,
         ModelConfig.from_dict(MODELS[args.model]),
         RandomSource(getattr(torch, args.dtype), device),
-        CudaOptions(
-            max_batch=args.max_batch,
-            split_rows=args.split_rows,
-            prompt_graphs=args.prompt_graphs,
-        ),
+        options_of(args),
         rank=ranks.rank,
     )
     torch.cuda.synchronize()
@@ -253,9 +247,6 @@ def build(
     num_blocks = ranks.smallest("blocks", runner.choose_num_blocks())
     sized = time.perf_counter()
     runner.open(num_blocks)
-    if args.attention:
-        changes = (change.split("=") for change in args.attention.split(","))
-        runner.cut_attention(**{name: int(value) for name, value in changes})
     runner.start(comm)
     torch.cuda.synchronize()
     report.add(
@@ -276,40 +267,41 @@ def memory_figures(bench: Bench, free_before: int) -> None:
     )  # fmt: skip
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def engine_parser(description: str) -> argparse.ArgumentParser:
+    """Options of every benchmark of an engine."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--model", choices=sorted(MODELS), default="llama-3.1-8b")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--steps", type=int, default=48)
-    parser.add_argument("--batches", default="1,32,128,256")
-    parser.add_argument("--profile", default="64", help="batches with a table of kernels")
+    parser.add_argument("--commit", default="", help="recorded instead of asking git")
     parser.add_argument("--max-batch", type=int, default=256)
-    parser.add_argument("--commit", default=None, help="recorded instead of asking git")
-    parser.add_argument("--tp", type=int, default=1, help="ranks, one GPU each")
     parser.add_argument("--split-rows", type=int, default=64, help="most rows on its own products")
-    parser.add_argument("--attention", help="cut of decode attention: tile=64,stages=3,...")
     parser.add_argument(
         "--prompt-graphs", action=argparse.BooleanOptionalAction, default=True,
         help="graphs of short prompts",
     )  # fmt: skip
+    return parser
+
+
+def options_of(args: argparse.Namespace) -> CudaOptions:
+    """What they ask of the engine."""
+    return CudaOptions(
+        max_batch=args.max_batch, split_rows=args.split_rows, prompt_graphs=args.prompt_graphs
+    )
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Command line."""
+    parser = engine_parser(__doc__)
+    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--batches", default="1,32,128,256")
+    parser.add_argument("--profile", default="64", help="batches with a table of kernels")
+    parser.add_argument("--tp", type=int, default=1, help="ranks, one GPU each")
     parser.add_argument("--prompts", default="1x8192,8x2048", help="prompts of prefill steps")
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--skip", default="", help="of: decode, long, prefill, profile")
     return parser.parse_args(argv)
-
-
-def commit() -> str:
-    """The commit that is measured."""
-    try:
-        run = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return run.stdout.strip()
 
 
 def followers(argv: Sequence[str], size: int, port: int) -> list[subprocess.Popen[bytes]]:
@@ -343,25 +335,14 @@ def run(args: argparse.Namespace, ranks: Ranks, argv: Sequence[str]) -> None:
     device = torch.device("cuda", ranks.rank)
     torch.cuda.set_device(device)
     torch.manual_seed(7)
-    report = Report(
-        card=f"{ranks.size} x {torch.cuda.get_device_name(device)}",
-        torch=f"{torch.__version__}, python {platform.python_version()}",
-        commit=args.commit or commit(),
-        command=" ".join(("python -m benchmarks.engine", *argv)),
-        rank=ranks.rank,
-    )
-    limits = report.limits = measure_limits(device)
-    report.add("limits", copy_tb_s=limits.copy / 1e12, matrix_tflops=limits.matrix / 1e12)
-    torch.cuda.empty_cache()
+    report = begin_report("engine", argv, args, device, ranks.rank, ranks.size)
     group = ranks.join(device)
     if group is not None:
         measure_all_reduce(group, device, report)
-    bench = Bench(build(args, device, ranks, group, report), limits, report)
+    bench = Bench(build(args, device, ranks, group, report), report)
     memory_figures(bench, bench.runner.free_after_weights)
     measure(bench, ranks, args, skip)
-    if args.out and not ranks.rank:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
+    report.write(args.out)
     bench.runner.close()
 
 

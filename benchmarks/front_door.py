@@ -25,7 +25,8 @@ from pathlib import Path
 import uvloop
 
 from benchmarks import report
-from benchmarks.front_door_clients import Client, Direct, GrpcDoor, HttpDoor, Reader
+from benchmarks.front_door_clients import Client, Direct, GrpcDoor, HttpDoor
+from benchmarks.load import Reader
 from benchmarks.measure import Result, milliseconds
 from cluster.models import find_model
 
@@ -251,7 +252,7 @@ def _line(figures: Figures) -> str:
 
 
 def _times(milliseconds: dict[str, float]) -> str:
-    return " / ".join(f"{value:.2f}" for value in milliseconds.values())
+    return report.times(milliseconds, digits=2)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
 from benchmarks.grpc_stream import GrpcConnection, read_messages
 from benchmarks.http_stream import Connection
+from benchmarks.load import Reader
 from benchmarks.measure import Result, read_answer
 from benchmarks.stub_router import read_refs
 from benchmarks.stub_worker import SECRET
@@ -23,10 +23,6 @@ from rpc.service import ControlClient
 
 PROMPT = "The front door of a system that serves large language models, seen from the outside."
 _TIMEOUT_S = 120.0
-
-#: Reads an answer that has come: after the run, when nobody waits for the processor. Each token is
-#: a chunk of its result.
-Reader = Callable[[], Result]
 
 
 class Client(Protocol):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import argparse
+import json
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+from benchmarks.report import commit
 from engine.cuda.group import DeviceGroup, ReduceKind
 
 
@@ -31,8 +36,8 @@ class Report:
     torch: str
     commit: str
     command: str
-    rank: int = 0
-    limits: Limits | None = None
+    rank: int
+    limits: Limits
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, what: str, **figures: Any) -> None:
@@ -42,6 +47,35 @@ class Report:
         self.rows.append({"what": what, **figures})
         shown = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in figures.items())
         print(f"{what}: {'  '.join(shown)}", flush=True)
+
+    def write(self, path: Path | None) -> None:
+        """Leave all figures in a file, where one is asked for; rank 0 does."""
+        if path is not None and not self.rank:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+
+def begin_report(
+    module: str,
+    argv: Sequence[str],
+    args: argparse.Namespace,
+    device: torch.device,
+    rank: int = 0,
+    ranks: int = 1,
+) -> Report:
+    """Measure this card's limits."""
+    limits = Limits(copy=_copy_rate(device), matrix=_matrix_rate(device))
+    torch.cuda.empty_cache()
+    report = Report(
+        card=f"{ranks} x {torch.cuda.get_device_name(device)}",
+        torch=f"{torch.__version__}, python {platform.python_version()}",
+        commit=args.commit or commit(),
+        command=" ".join((f"python -m benchmarks.{module}", *argv)),
+        rank=rank,
+        limits=limits,
+    )
+    report.add("limits", copy_tb_s=limits.copy / 1e12, matrix_tflops=limits.matrix / 1e12)
+    return report
 
 
 def timed(run: Callable[[], object], repeats: int) -> float:
@@ -57,12 +91,8 @@ def timed(run: Callable[[], object], repeats: int) -> float:
     return float(median(times))
 
 
-def measure_limits(device: torch.device) -> Limits:
-    """Copy rate of 4 GiB and rate of an 8192^3 bf16 product, on random data."""
-    return Limits(copy=_copy_rate(device), matrix=_matrix_rate(device))
-
-
 def _copy_rate(device: torch.device) -> float:
+    """Of 4 GiB."""
     source = torch.randint(0, 1 << 30, (1 << 29,), dtype=torch.int64, device=device)
     target = torch.empty_like(source)
     target.copy_(source)
@@ -70,6 +100,7 @@ def _copy_rate(device: torch.device) -> float:
 
 
 def _matrix_rate(device: torch.device) -> float:
+    """Of an 8192^3 product of random data."""
     a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
     torch.mm(a, b.t())
     return 2 * 8192**3 / timed(lambda: torch.mm(a, b.t()), 10)

@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -34,8 +33,10 @@ from typing import Any
 
 import torch
 
+from benchmarks import report
 from benchmarks.handoff_process import Process
 from benchmarks.handoff_worker import SECRET, Handoff
+from benchmarks.measure import milliseconds
 from kv_transfer.config import BackendName, TransferConfig
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import KVLayout
@@ -268,10 +269,8 @@ class Bench:
         self.decode.do("stop_steps")
         result = {"backend": backend, "handoffs_per_s": moved}
         for name, steps in (("quiet", quiet), ("busy", busy)):
-            ordered = sorted(steps)
-            result[f"{name}_p50_ms"] = 1e3 * ordered[len(ordered) // 2]
-            result[f"{name}_p99_ms"] = 1e3 * ordered[int(len(ordered) * 0.99)]
-            result[f"{name}_steps"] = len(ordered)
+            result |= {f"{name}_{p}_ms": spent for p, spent in milliseconds(steps).items()}
+            result[f"{name}_steps"] = len(steps)
         return result
 
 
@@ -313,22 +312,16 @@ def _print(case: Case) -> None:
 
 
 def _machine() -> dict[str, str]:
-    def said(*command: str) -> str:
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-        except (OSError, subprocess.CalledProcessError):
-            return "unknown"
-        return done.stdout.strip()
-
-    gpus = said("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    gpus = report.output_of(
+        "nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"
+    )
     return {
         "gpus": gpus.replace("\n", "; "),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "python": platform.python_version(),
-        "commit": said("git", "rev-parse", "--short", "HEAD"),
         "command": " ".join(sys.argv),
-        "date": time.strftime("%Y-%m-%d"),
+        **report.facts(),
     }
 
 

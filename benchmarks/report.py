@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -128,10 +128,8 @@ def write(
 
 def markdown(report: Report, facts: dict[str, str]) -> str:
     """The page: a table of medians over repeats, then how to make it again."""
-    head = (
-        "| run | tokens in / out | output tok/s | TTFT ms | TPOT ms | ITL ms | E2E ms | failed |\n"
-        "| --- | --- | --- | --- | --- | --- | --- | --- |\n"
-    )
+    names = ("TTFT ms", "TPOT ms", "ITL ms", "E2E ms")
+    head = ["run", "tokens in / out", "output tok/s", *names, "failed"]
     about = {
         **facts,
         "model": report.model,
@@ -143,28 +141,34 @@ def markdown(report: Report, facts: dict[str, str]) -> str:
     }
     lines = "".join(f"- {name}: {value}\n" for name, value in about.items() if value)
     return (
-        f"# {report.theme}, {report.hardware}\n\n{head}{''.join(map(_row, report.runs))}\n"
+        f"# {report.theme}, {report.hardware}\n\n{table(head, map(_row, report.runs))}\n"
         "Latencies are p50 / p90 / p99; each row is the repeat with the median rate; in brackets, "
         "the rates of all repeats. Definitions: benchmarks/measure.py.\n\n" + lines
     ) + (f"\n{report.details}" if report.details else "")
 
 
-def _row(run: Run) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def _row(run: Run) -> Sequence[str]:
     typical = run.typical()
     rates = ", ".join(f"{summary.output_tokens_per_s:.0f}" for summary in run.repeats)
-    times = (typical.ttft_ms, typical.tpot_ms, typical.itl_ms, typical.e2e_ms)
-    cells = (
+    spent = (typical.ttft_ms, typical.tpot_ms, typical.itl_ms, typical.e2e_ms)
+    return (
         run.label,
         f"{run.prompt_tokens} / {run.output_tokens}",
         f"**{typical.output_tokens_per_s:.1f}** ({rates})",
-        *(_times(values) for values in times),
+        *map(times, spent),
         str(sum(summary.failures for summary in run.repeats)),
     )
-    return "| " + " | ".join(cells) + " |\n"
 
 
-def _times(milliseconds: dict[str, float]) -> str:
-    return " / ".join(f"{value:.1f}" for value in milliseconds.values())
+def times(milliseconds: dict[str, float], digits: int = 1) -> str:
+    """Percentiles, one behind the other."""
+    return " / ".join(f"{value:.{digits}f}" for value in milliseconds.values())
 
 
 def overview(label: str, summaries: Sequence[Summary]) -> str:
@@ -173,8 +177,8 @@ def overview(label: str, summaries: Sequence[Summary]) -> str:
     text = (
         f"{label}: {last.output_tokens_per_s:.1f} tok/s"
         f" (median of {len(summaries)}: {median(s.output_tokens_per_s for s in summaries):.1f}),"
-        f" TTFT {_times(last.ttft_ms)} ms, TPOT {_times(last.tpot_ms)} ms,"
-        f" ITL {_times(last.itl_ms)} ms, failed {last.failures}/{last.requests}"
+        f" TTFT {times(last.ttft_ms)} ms, TPOT {times(last.tpot_ms)} ms,"
+        f" ITL {times(last.itl_ms)} ms, failed {last.failures}/{last.requests}"
     )
     return text + "".join(f"\n  {count} x {error}" for error, count in last.errors.items())
 
@@ -191,14 +195,15 @@ def commit() -> str:
 
 
 def _git(*arguments: str) -> str:
-    run = subprocess.run(
-        ["git", *arguments],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return run.stdout.strip()
+    return output_of("git", "-C", str(RESULTS), *arguments)
+
+
+def output_of(*command: str) -> str:
+    """What a command says; empty where it fails or there is none."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def config_hash(config: str) -> str:

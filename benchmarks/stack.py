@@ -187,7 +187,7 @@ async def _replay_all(
             number=number, speed=speed, asks=tuple(asks), results=tuple(results), acts=acts
         )
         replays.append(replay)
-        _say(report.overview(replay.name, [summarise(results)]))
+        report.say(report.overview(replay.name, [summarise(results)]))
     results = [result for replay in replays for result in replay.results]
     after = await until_idle(state.http)
     checks = [
@@ -277,9 +277,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if variants[-1].error == _INTERRUPTED:
                 break
     except KeyboardInterrupt:
-        _say(f"interrupted after {len(variants)} of {len(plans)} variants")
+        report.say(f"interrupted after {len(variants)} of {len(plans)} variants")
     page = details(variants, slos)
-    _say(page)
+    report.say(page)
     if options.theme:
         made = report.Report(
             theme=options.theme,
@@ -296,14 +296,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             details=page,
             data=raw(variants),
         )
-        _say(f"written: {report.write(made, revision=options.commit)}")
+        report.say(f"written: {report.write(made, revision=options.commit)}")
     sound = [variant.sound and not variant.error for variant in variants]
     return int(not all(sound) or len(sound) < len(plans))
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

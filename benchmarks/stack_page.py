@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.measure import Result, Slo, percentile
+from benchmarks.measure import Result, Slo, milliseconds
+from benchmarks.report import table, times
 from benchmarks.stack_checks import Check
 from benchmarks.workload import Ask
 from protocol.timeline import Phase
@@ -85,7 +86,7 @@ def _goodput(variants: Sequence[Variant], slos: Sequence[Slo]) -> str:
         rows.append([f"{variant.name}, {replay.name}", *cells, *gaps])
     longest_gap, to_second = "longest gap of a request, ms", "token 1 to token 2, ms"
     head = ["run", *names, longest_gap, to_second, "end of prefill to decode owning it, ms"]
-    return f"## Goodput and gaps (p50 / p90 / p99)\n\n{_table(head, rows)}"
+    return f"## Goodput and gaps (p50 / p90 / p99)\n\n{table(head, rows)}"
 
 
 def _slo(slo: Slo) -> str:
@@ -99,7 +100,7 @@ def _phases(variants: Sequence[Variant]) -> str:
         found = phases(replay.good)
         cells = (_ms(found[phase]) if phase in found else "" for phase in Phase)
         rows.append([f"{variant.name}, {replay.name}", *cells])
-    return f"## Phases of all requests, ms (p50 / p90 / p99)\n\n{_table(['run', *Phase], rows)}"
+    return f"## Phases of all requests, ms (p50 / p90 / p99)\n\n{table(['run', *Phase], rows)}"
 
 
 def phases(results: Sequence[Result]) -> dict[Phase, list[float]]:
@@ -135,7 +136,7 @@ def _workers(variant: Variant, replay: Replay) -> str:
     longest = max((gap for result in replay.good for gap in result.gaps), default=0.0)
     head = ["phase", "worker", "requests", "sent from s", "to s"]
     title = f"## {variant.name}, {replay.name}: who served when\n\n"
-    return f"{title}{_table(head, rows)}\nLongest gap of any stream: {longest * 1e3:.1f} ms.\n"
+    return f"{title}{table(head, rows)}\nLongest gap of any stream: {longest * 1e3:.1f} ms.\n"
 
 
 def _timeline(variant: Variant, replay: Replay) -> str:
@@ -159,7 +160,7 @@ def _timeline(variant: Variant, replay: Replay) -> str:
         f"## {variant.name}: one request, {result.prompt_tokens} + {result.output_tokens} tokens, "
         f"TTFT {result.ttft * 1e3:.1f} ms, all {result.e2e * 1e3:.1f} ms at its client\n\n"
     )
-    return title + _table(["phase", "at ms", "for ms", "where", "what"], rows)
+    return title + table(["phase", "at ms", "for ms", "where", "what"], rows)
 
 
 def _checks(variant: Variant) -> str:
@@ -172,7 +173,7 @@ def _checks(variant: Variant) -> str:
         for act in replay.acts
     )
     title = f"## {variant.name}: {settings}; up in {variant.up_s:.1f} s\n{failed}{acts}\n"
-    return title + _table(["what must hold", "seen", "holds"], rows)
+    return title + table(["what must hold", "seen", "holds"], rows)
 
 
 def raw(variants: Sequence[Variant]) -> dict[str, Any]:
@@ -227,10 +228,5 @@ def _seconds(span: dict[str, Any]) -> float:
     return float(span["end"] - span["start"])
 
 
-def _ms(ordered: Sequence[float]) -> str:
-    return " / ".join(f"{percentile(ordered, p) * 1e3:.1f}" for p in (50, 90, 99))
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+def _ms(seconds: Sequence[float]) -> str:
+    return times(milliseconds(seconds))

@@ -11,24 +11,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from itertools import pairwise
-from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
 import decode_worker.commands as decode
 import prefill_worker.commands as prefill
-from benchmarks.engine import Bench, Ranks, build, commit, report_trace
-from benchmarks.gpu_limits import Report, measure_limits
-from benchmarks.shapes import MODELS
+from benchmarks.engine import Bench, Ranks, build, engine_parser, report_trace
+from benchmarks.gpu_limits import begin_report
+from benchmarks.measure import milliseconds
 from decode_worker.scheduler import DecodeScheduler
 from engine.batch import StepBatch, StepResult
 from engine.cuda.executor import CudaExecutor
@@ -213,13 +208,11 @@ def measure(bench: Bench, args: argparse.Namespace) -> None:
     report = bench.report
     for batch in map(int, args.batches.split(",")):
         bare = bench.decode(batch, args.context, args.steps, SamplingParams(seed=3))
-        figures = {}
+        figures: dict[str, float] = {}
         for depth in (1, 2):
-            gaps = sorted(
-                asyncio.run(decode_steps(bench.runner, batch, args.context, args.steps, depth))
-            )
-            figures[f"depth{depth}_ms"] = median(gaps) * 1e3
-            figures[f"depth{depth}_p99_ms"] = gaps[int(0.99 * (len(gaps) - 1))] * 1e3
+            steps = decode_steps(bench.runner, batch, args.context, args.steps, depth)
+            spent = milliseconds(asyncio.run(steps))
+            figures |= {f"depth{depth}_ms": spent["p50"], f"depth{depth}_p99_ms": spent["p99"]}
         report.add(
             f"decode worker, batch {batch}, context {args.context}",
             engine_ms=bare * 1e3,
@@ -246,18 +239,13 @@ def profile_worker(bench: Bench, batch: int, args: argparse.Namespace) -> None:
     report_trace(bench.report, f"decode worker, batch {batch}", trace.events(), num_kernels=0)
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=sorted(MODELS), default="llama-3.1-8b")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--out", type=Path)
+    parser = engine_parser(__doc__)
     parser.add_argument("--batches", default="1,64,256")
     parser.add_argument("--context", type=int, default=608)
     parser.add_argument("--steps", type=int, default=96)
     parser.add_argument("--switch-ms", type=float, help="sys.setswitchinterval, Python's own is 5")
-    parser.add_argument("--commit", default=None, help="recorded instead of asking git")
-    parser.set_defaults(max_batch=256, split=False)
     return parser.parse_args(argv)
 
 
@@ -269,20 +257,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.setswitchinterval(args.switch_ms * 1e-3)
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
-    report = Report(
-        card=torch.cuda.get_device_name(device),
-        torch=f"{torch.__version__}, python {platform.python_version()}",
-        commit=args.commit or commit(),
-        command=" ".join(("python -m benchmarks.worker_steps", *argv)),
-    )
-    limits = report.limits = measure_limits(device)
-    torch.cuda.empty_cache()
+    report = begin_report("worker_steps", argv, args, device)
     runner = build(args, device, Ranks(rank=0, size=1, store=None), None, report)
-    bench = Bench(runner, limits, report)
+    bench = Bench(runner, report)
     measure(bench, args)
     profile_worker(bench, 64, args)
-    if args.out:
-        args.out.write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
+    report.write(args.out)
     runner.close()
 
 

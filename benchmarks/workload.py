@@ -71,9 +71,13 @@ class Style:
         elif self.text:
             body["prompt"] = _text(source, ask.prompt_tokens)
         else:
-            ids = range(_FIRST_PLAIN_TOKEN, self.vocab_size)
-            body["prompt"] = source.choices(ids, k=ask.prompt_tokens)
+            body["prompt"] = random_ids(source, ask.prompt_tokens, self.vocab_size)
         return body
+
+
+def random_ids(source: random.Random, count: int, vocab_size: int) -> list[int]:
+    """Plain tokens."""
+    return source.choices(range(_FIRST_PLAIN_TOKEN, vocab_size), k=count)
 
 
 def _text(source: random.Random, num_words: int) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -181,10 +180,6 @@ class CudaRunner:
     def open(self, num_blocks: int) -> None:
         """Make the KV pool."""
         self._open_pool(num_blocks)
-
-    def cut_attention(self, **changes: Any) -> None:
-        """Cut decode attention otherwise than the engine would; for benchmarks, before `start`."""
-        self._cuts = {key: replace(cut, **changes) for key, cut in self._cuts.items()}
 
     def start(self, comm: Communicator | None = None) -> None:
         """Join the other ranks, plan prompt attention, capture the decode graphs."""
