@@ -70,7 +70,7 @@ class Arrivals:
                 self._post(handoff, piece, self._peers.get(piece.prefill.epoch))
 
     async def forget(self, epoch: int) -> None:
-        """Close a sender's connections. Only when nothing is moving or it is dead."""
+        """Close a sender's connections; what is moving on them fails."""
         await self._peers.forget(epoch)
 
     def _orders(self, handoff: Incoming, piece: Piece) -> dict[int, Order]:

@@ -190,8 +190,6 @@ class DataPlane:
             self._thread(link, backend, open_link).submit(operation)
         except LinkBroken as error:
             fail(operation, error)
-        except RuntimeError as error:  # no more threads
-            fail(operation, LinkBroken(f"link {link}: {error}"))
 
     def _backend_of(self, order: MoveOrder | OpenOrder) -> Backend:
         name = order.backend or next(iter(self._backends))
@@ -239,7 +237,8 @@ class DataPlane:
                 predecessor=current,
                 waiters=self._waiters,
             )
-            self._links[ends] = thread
+            self._links[ends] = thread  # whether it starts or not: what follows must not start anew
+            thread.start()
             return thread
 
     def _operation(

@@ -135,8 +135,10 @@ class Lane:
             self._lanes.tasks.start(self._close(link, forget=False))
 
     async def forget(self) -> None:
-        """Close the links for good. Only when nothing is in flight or the peer is dead."""
-        await self._close(self._link, forget=True)
+        """Close the links for good; what is in flight fails. An announcement that is under way
+        takes the number that follows: no link is opened a second time."""
+        link, self._link = self._link, self._lanes.next_number()
+        await self._close(link, forget=True)
 
     async def _close(self, link: int, *, forget: bool) -> None:
         close = CloseOrder(
@@ -175,7 +177,7 @@ class Lanes:
         return epoch not in self._lanes and len(self._lanes) < self.party.config.max_peers
 
     async def forget(self, epoch: int) -> None:
-        """Close a lane's links. Only when nothing is in flight or the peer is dead."""
+        """Close a lane's links; what is in flight fails."""
         lane = self._lanes.pop(epoch, None)
         if lane is not None:
             await lane.forget()

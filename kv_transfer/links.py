@@ -93,7 +93,8 @@ def _wait_all(queue: _Queue) -> None:
 
 
 class LinkThread:
-    """Opens a link on its first operation and runs operations one after the other in a thread.
+    """Opens a link on its first operation and runs operations one after the other in a thread,
+    which `start` starts.
 
     `submit` and `close` may be called from any thread and do not block. `predecessor` is the
     incarnation this one replaces and closes: nothing starts here while that one still touches the
@@ -125,7 +126,15 @@ class LinkThread:
         self.revoked: list[Access] = []
         self._staging = torch.empty(0, dtype=torch.uint8, device=device)
         self._thread = threading.Thread(target=self._run, name=f"kv-{link}", daemon=True)
-        self._thread.start()
+
+    def start(self) -> None:
+        """Start the thread. Raises LinkBroken when there is none to be had: then this link is
+        broken."""
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self.close(str(error))
+            raise LinkBroken(f"link {self.link}: {error}") from error
 
     def submit(self, operation: Operation) -> None:
         """Queue an operation; its future fails with LinkBroken when the link does."""
@@ -148,7 +157,8 @@ class LinkThread:
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the thread's end."""
-        self._thread.join(timeout_s)
+        if self._thread.ident is not None:  # it has started
+            self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:

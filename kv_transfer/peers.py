@@ -12,6 +12,7 @@ from kv_transfer.orders import (
 )
 from kv_transfer.party import Party
 from kv_transfer.ranks import RankChannel, run_order
+from kv_transfer.remembered import Remembered
 from kv_transfer.tasks import Tasks
 from protocol.errors import HandoffFailed, StaleMessage
 from protocol.messages import LinkAddress
@@ -19,12 +20,13 @@ from protocol.messages import LinkAddress
 
 class Peer:
     """The connections from one incarnation of a prefill worker: the newest incarnation of them that
-    was named, the newest known to be broken, and the turn of the last piece that was posted."""
+    was named, the newest known to be broken, and the turn of the last piece that was posted.
+    Whatever was named up to `broken` is over: its sender may be alive and think otherwise."""
 
-    def __init__(self, epoch: int) -> None:
+    def __init__(self, epoch: int, broken: int = 0) -> None:
         self.epoch = epoch
-        self.link = 0
-        self.broken = 0
+        self.link = broken
+        self.broken = broken
         self.turn = 0
         self.moving = 0
 
@@ -61,25 +63,27 @@ async def listen(ranks: RankChannel, num_ranks: int) -> tuple[LinkAddress, ...]:
 
 class Peers:
     """The prefill workers heard of lately; the connections of the least recently used idle one are
-    closed when there are more than `max_peers`."""
+    closed when there are more than `max_peers`. Which were closed is remembered: a worker that was
+    only silent may still send on them what this side has dropped."""
 
     def __init__(self, party: Party, tasks: Tasks) -> None:
         self._me = party
         self._limit = party.config.max_peers
         self._tasks = tasks
         self._peers: OrderedDict[int, Peer] = OrderedDict()
+        self._closed: Remembered[int, int] = Remembered(party.config.remembered)  # links by epoch
 
     def get(self, epoch: int) -> Peer:
         """The peer of this epoch, now the most recently used."""
         peer = self._peers.get(epoch)
         if peer is None:
             self._make_room()
-            peer = self._peers[epoch] = Peer(epoch)
+            peer = self._peers[epoch] = Peer(epoch, self._closed.take(epoch) or 0)
         self._peers.move_to_end(epoch)
         return peer
 
     async def forget(self, epoch: int) -> None:
-        """Close a peer's connections. Only when nothing is moving or the peer is dead."""
+        """Close a peer's connections; what is moving on them fails."""
         peer = self._peers.pop(epoch, None)
         if peer is not None:
             await self._close(peer)
@@ -92,6 +96,7 @@ class Peers:
             self._tasks.start(self._close(peer))
 
     async def _close(self, peer: Peer) -> None:
+        self._closed.put(peer.epoch, peer.link)
         close = CloseOrder(
             sender_epoch=peer.epoch, receiver_epoch=self._me.ref.epoch, link=peer.link, forget=True
         )

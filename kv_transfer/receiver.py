@@ -48,7 +48,7 @@ class Receiver:
         self._one_sided = False
         self._writers = Writers(party.config, party.clock)
         self._live: dict[RequestKey, Incoming] = {}
-        self._settled: Remembered[Settled] = Remembered(party.config.remembered)
+        self._settled: Remembered[RequestKey, Settled] = Remembered(party.config.remembered)
         self._attempts = Attempts(party.config.remembered)
         self._credits = Credits()
         self._arrivals = Arrivals(party, self._tasks, self.stats, lost=self._repair_later)

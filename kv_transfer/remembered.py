@@ -8,28 +8,29 @@ from typing import Generic, TypeVar
 from protocol.errors import StaleMessage
 from protocol.ids import RequestKey
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 
-class Remembered(Generic[T]):
+class Remembered(Generic[K, T]):
     """The last `limit` records by key; the oldest is forgotten first."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._records: OrderedDict[RequestKey, T] = OrderedDict()
+        self._records: OrderedDict[K, T] = OrderedDict()
 
-    def put(self, key: RequestKey, record: T) -> None:
+    def put(self, key: K, record: T) -> None:
         """Remember."""
         self._records[key] = record
         self._records.move_to_end(key)
         while len(self._records) > self._limit:
             self._records.popitem(last=False)
 
-    def get(self, key: RequestKey) -> T | None:
+    def get(self, key: K) -> T | None:
         """The record of `key`, if it is still known."""
         return self._records.get(key)
 
-    def take(self, key: RequestKey) -> T | None:
+    def take(self, key: K) -> T | None:
         """Forget and return the record of `key`."""
         return self._records.pop(key, None)
 
@@ -41,7 +42,7 @@ class Attempts:
     """The newest attempt seen of each request; older ones are refused."""
 
     def __init__(self, limit: int) -> None:
-        self._newest: Remembered[int] = Remembered(limit)
+        self._newest: Remembered[RequestKey, int] = Remembered(limit)
 
     def admit(self, key: RequestKey) -> list[RequestKey]:
         """Note an attempt; the older attempts that it replaces. Raises StaleMessage when it is the

@@ -56,8 +56,8 @@ class Sender:
         self._listener = listener
         self._tasks = Tasks()
         self._live: dict[RequestKey, Outgoing] = {}
-        self._finished: Remembered[Finished] = Remembered(party.config.remembered)
-        self._early: Remembered[Grant] = Remembered(party.config.remembered)
+        self._finished: Remembered[RequestKey, Finished] = Remembered(party.config.remembered)
+        self._early: Remembered[RequestKey, Grant] = Remembered(party.config.remembered)
         self._attempts = Attempts(party.config.remembered)
         self._lanes = Lanes(party, self._tasks, self.stats)
         self._deadlines = Deadlines(

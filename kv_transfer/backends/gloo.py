@@ -11,6 +11,7 @@ import threading
 import time
 from datetime import timedelta
 from typing import Protocol, cast
+from zlib import crc32
 
 import torch
 from torch._C._distributed_c10d import ProcessGroupGloo, Work
@@ -31,7 +32,8 @@ class _Group(Protocol):
 
 
 class GlooLink:
-    """One end of a two-party group. Tags count the messages: ends out of step fail, never mix."""
+    """One end of a two-party group. Tags tell the message's number and size: ends out of step fail,
+    never mix. (Gloo ends the process when a message is longer than what waits for it.)"""
 
     def __init__(self, link: LinkId, group: _Group, me: int) -> None:
         self._name = str(link)
@@ -52,8 +54,8 @@ class GlooLink:
         group = self._group
         if group is None:
             raise LinkBroken(f"link {self._name} is closed")
-        tag = self._count
-        self._count = (self._count + 1) % _POISON_TAG
+        tag = crc32(b"%d %d" % (self._count, data.numel())) % _POISON_TAG
+        self._count += 1
         try:
             post = group.send if what == "send" else group.recv
             post([data], 1 - self._me, tag).wait(timedelta(seconds=timeout_s))

@@ -22,7 +22,12 @@ from tests.cluster.load import LONG, wait_until
 from tests.cluster.test_lifecycle import assert_nothing_stays
 from tests.support.certificates import Authority, Pair
 
-SCHEMA = {"type": "object", "properties": {"sky": {"enum": ["blue", "green"]}}, "required": ["sky"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"sky": {"enum": ["blue", "green"]}},
+    "required": ["sky"],
+    "additionalProperties": False,  # or the model may write on until it is cut off
+}
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,7 @@ def test_both_doors_serve_who_has_a_certificate_and_a_key(secured: Secured) -> N
             messages=[{"role": "user", "content": "What colour is the sky?"}],
             response_format=form,
             max_tokens=60,
+            temperature=0.0,
         )
         assert (
             json.loads(answer.choices[0].message.content)["sky"]

@@ -50,6 +50,21 @@ def data(value, size=1 << 16):
     return torch.full((size,), value, dtype=torch.uint8)
 
 
+def small_move(sequence=0, num_peers=1):
+    return MoveOrder(
+        rank=0,
+        sender_epoch=1,
+        receiver_epoch=2,
+        link=1,
+        generation=1,
+        sequence=sequence,
+        cells=Cells(blocks=(0,), size=4, count=1),
+        first_layer=0,
+        num_layers=1,
+        parts=tuple(Part(peer_rank=rank, first_head=0, num_heads=1) for rank in range(num_peers)),
+    )
+
+
 def test_messages_arrive_in_order(ends):
     source, dest = ends
     got = [data(0), data(0, 5), data(0)]
@@ -73,6 +88,18 @@ def test_a_receive_times_out_and_breaks_the_link(ends):
     with pytest.raises(LinkBroken):
         for _ in range(3):  # the first may still fit the network's buffers
             source.send(data(1, 1 << 22), 2.0)
+
+
+@pytest.mark.parametrize("size", [1 << 15, 1 << 17])
+def test_a_message_of_another_size_breaks_the_link_and_nothing_else(ends, size):
+    source, dest = ends
+    got = data(7, size)
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(source.send, data(1), 0.5)
+        with pytest.raises(LinkBroken):
+            dest.recv(got, 0.5)
+        sending.exception(5)  # its bytes may have been taken by the network
+    assert torch.equal(got, data(7, size))
 
 
 @pytest.mark.parametrize("which", ["own", "other"])
@@ -226,6 +253,7 @@ def test_a_closed_link_thread_fails_what_is_queued_and_starts_nothing():
         predecessor=None,
         waiters=Waiters(),
     )
+    old.start()
     running, queued = operation(slow), operation(later)
     old.submit(running)
     old.submit(queued)
@@ -238,6 +266,7 @@ def test_a_closed_link_thread_fails_what_is_queued_and_starts_nothing():
         predecessor=old,
         waiters=Waiters(),
     )
+    new.start()
     fresh = operation(later)
     new.submit(fresh)
     with pytest.raises(LinkBroken):
@@ -285,24 +314,29 @@ def test_an_order_ends_after_all_of_its_messages_though_one_cannot_begin(monkeyp
     monkeypatch.setattr(threading.Thread, "start", few_threads)
     pools = make_pools(make_layout(1))
     plane = DataPlane(pools[0], TransferConfig(), backend=Backend(MemoryHub()))
-    parts = tuple(Part(peer_rank=rank, first_head=0, num_heads=1) for rank in range(2))
-    order = MoveOrder(
-        rank=0,
-        sender_epoch=1,
-        receiver_epoch=2,
-        link=1,
-        generation=1,
-        sequence=0,
-        cells=Cells(blocks=(0,), size=4, count=1),
-        first_layer=0,
-        num_layers=1,
-        parts=parts,
-    )
-    ended = plane.submit(Order(send=order))
+    ended = plane.submit(Order(send=small_move(num_peers=2)))
     assert begun.wait(5)
     assert not ended.done()
     go_on.set()
     assert "new thread" in ended.result(5).error.message
+    plane.close()
+
+
+def test_a_link_without_a_thread_is_broken_for_what_follows(monkeypatch):
+    """Else the next message would be the first of this end and the second of the other."""
+
+    def no_threads(thread):
+        raise RuntimeError("can't start new thread")
+
+    plane = DataPlane(
+        make_pools(make_layout(1))[0], TransferConfig(), backend=MemoryBackend(MemoryHub())
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_threads)
+        first = plane.submit(Order(receive=small_move()))
+        assert "new thread" in first.result(5).error.message
+    second = plane.submit(Order(receive=small_move(sequence=1)))
+    assert "new thread" in second.result(5).error.message
     plane.close()
 
 

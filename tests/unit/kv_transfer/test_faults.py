@@ -192,13 +192,21 @@ async def test_a_send_that_never_comes_is_made_again_on_new_links(backends):
     async with Pair(
         source=LAYOUT, dest=LAYOUT, backends=backends, config=config, wrap=gate
     ) as pair:
+        asked = asyncio.Event()
+
+        async def watch(address, method, request):
+            if method is methods.GRANT and len(moves(pair.clients, "Grant")) > 1:
+                asked.set()
+            if method is methods.PIECE and len(moves(pair.clients, "Piece")) > 1:
+                await asked.wait()  # decode wants to know whether prefill is still there
+
         kv = await ready(pair)
+        pair.clients.intercept = watch
         gates[0].swallow_sends = 2  # both ranks of one piece
-        await finish(pair)
+        async with asyncio.timeout(10):
+            await finish(pair)
         assert differing(pair.decode.pools, LAYOUT, DEST, kv) == []
         assert pair.decode.events.ends == pair.prefill.events.ends == []
-        asked = [g for g in moves(pair.clients, "Grant") if g.key == KEY]
-        assert len(asked) > 1  # decode wanted to know whether prefill is still there
         gates[0].over.set()
 
 
@@ -317,6 +325,40 @@ async def test_a_lost_peer_ends_its_handoffs_at_once(memory):
         assert "lost" in pair.decode.events.ended_with(KEY).message
         assert "lost" in pair.prefill.events.ended_with(KEY).message
         assert moves(pair.clients, "End") == []
+
+
+async def test_links_of_a_worker_that_was_only_silent_are_not_taken_again(backends):
+    """Decode has dropped what it had posted; prefill lives, and may have that queued to send."""
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends) as pair:
+        await ready(pair)
+        (grant,) = moves(pair.clients, "Grant")
+        await pair.receiver.on_piece(piece_of(pair, grant))
+        await pair.receiver.peer_lost(pair.prefill.ref.epoch, dead=False)
+        kv = await ready(pair, OTHER, MORE, LAND)
+        await finish(pair, OTHER, MORE)
+        refused, taken = [piece.link for piece in moves(pair.clients, "Piece")]
+        assert refused == 1 < taken
+        assert differing(pair.decode.pools, LAYOUT, LAND, kv) == []
+
+
+async def test_nothing_is_sent_on_links_that_were_given_up_meanwhile(memory):
+    """Decode is found silent while a piece is announced, and answers then."""
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
+
+        async def lost(address, method, request):
+            if method is methods.PIECE:
+                pair.clients.intercept = None
+                await pair.sender.peer_lost(pair.decode.ref.epoch)
+
+        await ready(pair)
+        pair.clients.intercept = lost
+        pair.sender.push(KEY, SOURCE, 0, 5)
+        await pair.prefill.events.wait(lambda e: e.is_over(KEY))
+        await pair.decode.events.wait(lambda e: e.safe)
+        assert [plane._links for plane in pair.prefill.planes] == [{}, {}]
+        kv = await ready(pair, OTHER, MORE, LAND)
+        await finish(pair, OTHER, MORE)
+        assert differing(pair.decode.pools, LAYOUT, LAND, kv) == []
 
 
 async def test_corrupted_bytes_are_found_at_commit(memory):

@@ -343,7 +343,7 @@ def test_old_attempts_are_refused_and_replaced():
 
 
 def test_memory_is_bounded():
-    remembered: Remembered[int] = Remembered(2)
+    remembered: Remembered[RequestKey, int] = Remembered(2)
     for attempt in range(3):
         remembered.put(RequestKey("a", attempt), attempt)
     assert len(remembered) == 2
