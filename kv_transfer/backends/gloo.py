@@ -33,7 +33,7 @@ class _Group(Protocol):
 
 class GlooLink:
     """One end of a two-party group. Tags tell the message's number and size: ends out of step fail,
-    never mix. (Gloo ends the process when a message is longer than what waits for it.)"""
+    never mix. Gloo would end the process when a message is longer than what waits for it."""
 
     def __init__(self, link: LinkId, group: _Group, me: int) -> None:
         self._name = str(link)
