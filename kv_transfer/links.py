@@ -4,7 +4,6 @@ Moves of a link without an order need no thread to begin them."""
 from __future__ import annotations
 
 import threading
-import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -276,9 +275,10 @@ def nothing(peer_rank: int) -> Operation:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """What broke a link is kept for those who come later; its frames would keep the buffers."""
+    """What broke a link is kept for those who come later; its frames would keep the buffers, those
+    that still run and cannot be cleared, too."""
     while error is not None:
-        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
         error = error.__cause__ or error.__context__
 
 

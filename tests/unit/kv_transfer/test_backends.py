@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,7 +18,7 @@ from kv_transfer.backends.gloo import GlooBackend
 from kv_transfer.checksum import combine, message_checksum
 from kv_transfer.config import BackendName, ChecksumKind, TransferConfig
 from kv_transfer.data_plane import DataPlane
-from kv_transfer.links import LinkThread, Operation, Waiters
+from kv_transfer.links import LinkThread, Moving, Operation, Waiters
 from kv_transfer.orders import MoveOrder, Order, Part, PartResult
 from protocol.kv_layout import Cells
 from tests.support.memory_links import MemoryBackend, MemoryHub
@@ -320,6 +321,48 @@ def test_an_order_ends_after_all_of_its_messages_though_one_cannot_begin(monkeyp
     go_on.set()
     assert "new thread" in ended.result(5).error.message
     plane.close()
+
+
+@pytest.mark.parametrize("fails", ["begin", "end"])
+def test_a_broken_link_keeps_no_buffers_until_it_is_replaced(fails):
+    class Ordered:
+        ordered = True
+
+        def send_blocks(self, move, timeout_s):
+            def end():
+                raise LinkBroken(f"the communicator is gone, ordered: {self.ordered}")
+
+            return end if fails == "end" else end()
+
+        recv_blocks = send_blocks
+
+        def close(self):
+            """Nothing is held outside."""
+
+    made = []
+
+    def opened():
+        link = Ordered()
+        made.append(weakref.ref(link))
+        return link
+
+    thread = LinkThread(
+        link_id(),
+        open_link=opened,
+        device=torch.device("cpu"),
+        predecessor=None,
+        waiters=Waiters(),
+    )
+    thread.start()
+    moving = Moving(begin=lambda link: link.send_blocks(None, 1.0), result=lambda _: None, lane=0)
+    failing = Operation(access=Access(), move=moving)
+    thread.submit(failing)
+    assert "communicator is gone" in str(failing.result.exception(5))
+    assert thread.join(5)
+    for other in threading.enumerate():
+        if other.name == "kv-wait-0":
+            other.join(5)
+    assert made[0]() is None
 
 
 def test_a_link_without_a_thread_is_broken_for_what_follows(monkeypatch):
