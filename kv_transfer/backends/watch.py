@@ -46,6 +46,7 @@ class Watch:
     def _run(self) -> None:
         while (expired := self._next()) is not None:
             expired()
+            del expired  # whose it is may be over, and hold buffers
 
     def _next(self) -> Callable[[], None] | None:
         with self._changed:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -43,6 +44,21 @@ def test_what_overruns_is_ended_in_the_order_of_deadlines(watch):
     assert [name for name, _ in rung] == ["first", "second"]
     assert rung[0][1] >= now + 0.1
     assert rung[1][1] >= now + 0.2
+
+
+def test_what_was_ended_is_not_kept(watch):
+    closed, gone = threading.Event(), threading.Event()
+
+    class Link:
+        def close(self):
+            closed.set()
+
+    link = Link()
+    weakref.finalize(link, gone.set)
+    with watch.guard(time.monotonic(), link.close):
+        assert closed.wait(5)
+    del link
+    assert gone.wait(5)
 
 
 def test_a_section_that_fails_is_no_longer_guarded(watch):
