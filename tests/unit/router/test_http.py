@@ -215,9 +215,8 @@ async def test_the_bound_on_requests(fleet: StubFleet, make_doors: MakeDoors) ->
         body = {"prompt": "hello", "max_tokens": 20}
         running = [asyncio.create_task(doors.post("/v1/completions", body)) for _ in range(4)]
         await until(lambda: doors.router.num_requests == 4)
-        start = time.monotonic()
         async with doors.http.post(doors.url + "/v1/completions", json=body) as response:
-            assert time.monotonic() - start < 0.2
+            assert not any(task.done() for task in running)  # at once
             assert response.status == 429
             assert response.headers["retry-after"] == "3"
             error = (await response.json())["error"]
@@ -288,16 +287,16 @@ async def test_health_answers_while_a_huge_prompt_is_refused(doors: Doors, path:
     """5 MB of text: neither does it hold up the event loop nor is all of it tokenised."""
     body = json.dumps({"prompt": "hello world " * 420_000}).encode()
     big = asyncio.create_task(doors.post(path, body))
-    worst, start = 0.0, time.monotonic()
+    worst, start = 0.0, time.process_time()
     while not big.done():
-        begin = time.monotonic()
+        begin = time.thread_time()  # the loop's own: what else runs on the machine does not count
         async with doors.http.get(doors.url + "/health") as response:
             assert response.status == 200
-        worst = max(worst, time.monotonic() - begin)
+        worst = max(worst, time.thread_time() - begin)
     status, answer = await big
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
-    assert worst < 0.4  # room for a busy machine; seconds if it ran on the loop
-    assert time.monotonic() - start < 3
+    assert worst < 0.4  # seconds if it ran on the loop
+    assert time.process_time() - start < 3
 
 
 async def test_a_long_prompt_that_fits_is_tokenised_whole(doors: Doors) -> None:

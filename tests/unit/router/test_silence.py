@@ -15,7 +15,7 @@ async def test_silence_ends_the_block() -> None:
     with pytest.raises(TimeoutError):
         async with silence_limit(0.1):
             await asyncio.sleep(5)
-    assert 0.09 < time.monotonic() - start < 1.0
+    assert 0.09 < time.monotonic() - start < 4
 
 
 async def test_being_heard_keeps_it_open() -> None:
