@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 from starlette.types import Scope
@@ -10,9 +11,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 #: Bytes of a request's head that are read before it counts as endless.
 MAX_HEAD_BYTES = 1 << 16
-#: For a client to send the head of a request, from when it connects or begins one.
+#: For a client to send the head of a request, from when it connects or begins one, and what is left
+#: of a body that has been answered.
 HEAD_S = 60.0
 _HANG_UP = "baton.hang_up"
+_HEAD_END = b"\r\n\r\n"
+_OFFER = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 
 class HttpConnection(HttpToolsProtocol):
@@ -20,8 +24,10 @@ class HttpConnection(HttpToolsProtocol):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._head_bytes: int | None = 0  # of the head that is being read
+        self._head_bytes: int | None = 0  # of the head that is being read; None in a body
+        self._num_heads = 0
         self._patience: asyncio.TimerHandle | None = None
+        self._answering: Any = None  # the request whose answer is being made
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Expect a request."""
@@ -29,31 +35,46 @@ class HttpConnection(HttpToolsProtocol):
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Expect nothing."""
+        """Expect nothing. uvicorn tells the request that came last, which may not have begun."""
+        if self._answering is not None and not self._answering.response_complete:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
         super().connection_lost(exc)
         self._head_came()
 
     def data_received(self, data: bytes) -> None:
         """Count what comes before the end of a head."""
-        super().data_received(data)
-        if self._head_bytes is None:
+        in_head, heads = self._head_bytes, self._num_heads
+        super().data_received(data if in_head is None else _declined(data))
+        if in_head is None or heads != self._num_heads:
             return
-        self._head_bytes += len(data)
+        self._head_bytes = in_head + len(data)
         if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response(f"The head is larger than {MAX_HEAD_BYTES} bytes.")
 
     def on_message_begin(self) -> None:
         """A head begins."""
         super().on_message_begin()
-        self._head_bytes = 0
         self._expect_head()
 
     def on_headers_complete(self) -> None:
         """It is there."""
         self._head_came()
         self._head_bytes = None
+        self._num_heads += 1
         self.scope[_HANG_UP] = self.transport.abort  # type: ignore[literal-required]
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """What comes now is another head."""
+        super().on_message_complete()
+        self._head_bytes = 0
+
+    def on_response_complete(self) -> None:
+        """The next request may come; what is still sent of an answered one keeps nobody here."""
+        super().on_response_complete()
+        if self._head_bytes is None and self.cycle.response_complete:
+            self._expect_head()
 
     def timeout_keep_alive_handler(self) -> None:
         """Idle for too long; an answer that is still there will not be read either."""
@@ -61,6 +82,10 @@ class HttpConnection(HttpToolsProtocol):
             self.transport.abort()
         else:
             super().timeout_keep_alive_handler()
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
 
     def _expect_head(self) -> None:
         self._head_came()
@@ -70,6 +95,13 @@ class HttpConnection(HttpToolsProtocol):
         if self._patience is not None:
             self._patience.cancel()
             self._patience = None
+
+
+def _declined(data: bytes) -> bytes:
+    """A head without the offer to speak another protocol (`Upgrade: h2c`, as Java's clients send it
+    by default): the parser would take a body for that protocol. Whoever offers goes on without."""
+    head, end, rest = data.partition(_HEAD_END)
+    return _OFFER.sub(b"\r\nnot-taken:", head) + end + rest if _OFFER.search(head) else data
 
 
 def hang_up(scope: Scope) -> None:
