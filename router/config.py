@@ -28,6 +28,8 @@ class RouterConfig:
     service_tiers: classes of requests by name: what each is promised and its weight.
     max_body_bytes, max_message_bytes: largest HTTP body and gRPC message read. Parsing one holds up
         every stream for about 10 ms a MiB, so not much more than prompts can use.
+    max_connections: open connections of each door, the idle ones included; beyond it HTTP answers
+        503 and gRPC hangs up. To be below half of the files that the process may open.
     cors_origins: origins whose pages may call from a browser, "*" for all; none by default.
     default_timeout_s, max_timeout_s: deadline of a request that names none, and the longest
         allowed.
@@ -70,6 +72,7 @@ class RouterConfig:
     service_tiers: dict[str, ServiceTier] = field(default_factory=dict)
     max_body_bytes: int = 8 << 20
     max_message_bytes: int = 8 << 20
+    max_connections: int = 4096
     cors_origins: tuple[str, ...] = ()
     default_timeout_s: float = 600.0
     max_timeout_s: float = 3600.0
@@ -130,7 +133,7 @@ class RouterConfig:
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 _POSITIVE = (
     *("max_requests", "max_queued_requests", "max_queued_tokens", "dispatch_window_s"),
-    *("max_body_bytes", "max_message_bytes", "default_timeout_s"),
+    *("max_body_bytes", "max_message_bytes", "max_connections", "default_timeout_s"),
     *("max_timeout_s", "max_attempts", "resume_wait_s", "silence_s", "submit_timeout_s"),
     "prefix_tokens_per_sequence",
     *("connect_timeout_s", "timeline_wait_s", "retry_after_s", "keep_alive_s"),

@@ -12,6 +12,7 @@ from uuid import uuid4
 
 from starlette.types import ASGIApp
 
+from observability import metrics
 from observability.export import MetricSet
 from observability.logging import get_logger
 from protocol.ids import Role, WorkerRef
@@ -111,8 +112,7 @@ class Router:
             AdminServicer(self.view, admin) if config.admin_enabled else None,
             access=self._access,
             credentials=self._tls.grpc_credentials(),
-            max_message_bytes=config.max_message_bytes,
-            reuse_port=config.reuse_port,
+            config=config,
         )
         self._targets, self._retiring = tuple[str, ...](), False
         self._tasks: list[asyncio.Task[None]] = []
@@ -122,6 +122,8 @@ class Router:
             app,
             tls=self._tls.context,
             keep_alive_s=self.config.keep_alive_s,
+            max_connections=self.config.max_connections,
+            on_refusal=lambda: self.metrics.count(metrics.REFUSALS, reason="connections"),
             reuse_port=self.config.reuse_port,
         )
 

@@ -15,6 +15,7 @@ from observability.logging import get_logger
 from protocol.errors import BatonError, Internal, InvalidRequest, Unavailable
 from protocol.wire import inference_pb2 as pb
 from router.access import Access
+from router.config import RouterConfig
 from router.grpc.admin import AdminServicer
 from router.grpc.errors import abort
 from router.grpc.inference import InferenceServicer
@@ -28,6 +29,12 @@ log = get_logger(__name__)
 
 #: Calls that have arrived and whose handler has not begun.
 _MAX_PENDING = 1 << 20
+#: Open calls of one connection: each costs 20 kB before its message has come and its key is looked
+#: at. Far above what clients have, as those beyond it in one burst fail.
+_MAX_STREAMS = 1 << 14
+#: Before a connection is to be made anew; no shorter than the longest request.
+_LEAST_AGE_S = 3600.0
+_MAX_MS = (1 << 31) - 1
 
 INFERENCE = "baton.v1.Inference"
 ADMIN = "baton.v1.Admin"
@@ -43,16 +50,21 @@ class GrpcServer:
         *,
         access: Access,
         credentials: grpc.ServerCredentials | None,
-        max_message_bytes: int,
-        reuse_port: bool,
+        config: RouterConfig,
     ) -> None:
+        age_ms = min(int(max(_LEAST_AGE_S, config.max_timeout_s) * 1000), _MAX_MS)
         self._access = access
         self._credentials = credentials
         self._inference = inference
         self._admin = admin
         self._options: list[tuple[str, int]] = [
-            ("grpc.max_receive_message_length", max_message_bytes),
-            ("grpc.so_reuseport", int(reuse_port)),
+            ("grpc.max_receive_message_length", config.max_message_bytes),
+            ("grpc.so_reuseport", int(config.reuse_port)),
+            ("grpc.max_allowed_incoming_connections", config.max_connections),
+            ("grpc.max_concurrent_streams", _MAX_STREAMS),
+            # After this and as much again a call ends that is never sent, or never read.
+            ("grpc.max_connection_age_ms", age_ms),
+            ("grpc.max_connection_age_grace_ms", age_ms),
             # Clients that keep connections alive with pings are welcome.
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),

@@ -12,11 +12,10 @@ from starlette.types import Receive, Scope, Send
 
 from protocol.errors import BatonError, Cancelled
 from router.openai.connection import hang_up
-from router.openai.errors import error_body, error_headers, error_status
+from router.openai.errors import JSON_TYPE, error_body, error_headers, error_status
 
 Headers = list[tuple[bytes, bytes]]
 
-JSON_TYPE = (b"content-type", b"application/json")
 #: The last one keeps proxies like nginx from holding events back.
 STREAM_HEADERS: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

@@ -24,12 +24,12 @@ from router.generation import Generation
 from router.keys import Caller
 from router.large import off_loop
 from router.model import ModelInfo, ServedModel
-from router.openai.answers import JSON_TYPE, Answer, cancelled_when_gone
+from router.openai.answers import Answer, cancelled_when_gone
 from router.openai.body import read_object
 from router.openai.chunks import ChunkWriter
 from router.openai.chunks import answer as answer_bytes
 from router.openai.document import openapi_document
-from router.openai.errors import error_body, error_headers, error_status
+from router.openai.errors import JSON_TYPE, error_body, error_headers, error_status
 from router.openai.guard import Guard, caller_of, trace_of
 from router.request import GenerateRequest, RequestKind, parse_request
 from router.service import Door, InferenceService

@@ -7,7 +7,10 @@ import re
 from typing import Any
 
 from starlette.types import Scope
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from protocol.errors import Unavailable
+from router.openai.errors import JSON_TYPE, error_body, error_headers, error_status
 
 #: Bytes of a request's head that are read before it counts as endless.
 MAX_HEAD_BYTES = 1 << 16
@@ -30,9 +33,12 @@ class HttpConnection(HttpToolsProtocol):
         self._answering: Any = None  # the request whose answer is being made
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Expect a request."""
+        """Expect a request, if there is room for one more."""
         super().connection_made(transport)
-        self._expect_head()
+        if self.connections.admit():  # type: ignore[attr-defined]
+            self._expect_head()
+        else:
+            self._refuse()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Expect nothing. uvicorn tells the request that came last, which may not have begun."""
@@ -82,6 +88,18 @@ class HttpConnection(HttpToolsProtocol):
             self.transport.abort()
         else:
             super().timeout_keep_alive_handler()
+
+    def _refuse(self) -> None:
+        error = Unavailable("too many connections are open")
+        body = error_body(error)
+        headers = [
+            *(JSON_TYPE, *error_headers(error), (b"connection", b"close")),
+            (b"content-length", b"%d" % len(body)),
+        ]
+        lines = [name + b": " + value + b"\r\n" for name, value in headers]
+        status = STATUS_LINE[error_status(error)]
+        self.transport.write(b"".join([status, *lines, b"\r\n", body]))
+        self.transport.close()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._answering = cycle

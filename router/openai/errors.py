@@ -8,6 +8,7 @@ import math
 from protocol.errors import HTTP_STATUS, BatonError, ErrorCode
 from router.present import presentable
 
+JSON_TYPE = (b"content-type", b"application/json")
 _TYPES = {
     ErrorCode.UNAUTHENTICATED: "authentication_error",
     ErrorCode.PERMISSION_DENIED: "permission_error",

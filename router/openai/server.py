@@ -7,7 +7,7 @@ import contextlib
 import math
 import socket
 import ssl
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import uvicorn
@@ -23,8 +23,16 @@ class HttpServer:
     """Serves an application from `start` until `stop`. Listens directly: tokens pass no proxy."""
 
     def __init__(
-        self, app: ASGIApp, *, tls: ssl.SSLContext | None, keep_alive_s: int, reuse_port: bool
+        self,
+        app: ASGIApp,
+        *,
+        tls: ssl.SSLContext | None,
+        keep_alive_s: int,
+        max_connections: int,
+        on_refusal: Callable[[], None],
+        reuse_port: bool,
     ) -> None:
+        """`on_refusal` is called for each connection beyond `max_connections`."""
         self._config = uvicorn.Config(
             app,
             http=HttpConnection,
@@ -39,6 +47,7 @@ class HttpServer:
         )
         self._config.load()
         self._config.ssl = tls
+        self._max_connections, self._on_refusal = max_connections, on_refusal
         self._reuse_port = reuse_port
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
@@ -47,7 +56,8 @@ class HttpServer:
         """Bind (port 0: any free one) and serve; the `host:port` that was bound. Raises Unavailable
         naming `param` when it cannot be had."""
         listener = _bind(host, port, param, reuse_port=self._reuse_port)
-        self._server = _Server(self._config)
+        connections = _Connections(self._max_connections, self._on_refusal)
+        self._server = _Server(self._config, connections)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
         up = asyncio.create_task(self._server.up.wait())
         await asyncio.wait({up, self._task}, return_when=asyncio.FIRST_COMPLETED)
@@ -70,11 +80,11 @@ class HttpServer:
 class _Server(uvicorn.Server):
     """uvicorn without its signal handlers: the process belongs to somebody else."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, connections: _Connections) -> None:
         super().__init__(config)
         self.up = asyncio.Event()
         self._leaving = asyncio.Event()
-        self._connections = self.server_state.connections = _Connections()
+        self._connections = self.server_state.connections = connections
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, and say so."""
@@ -120,15 +130,24 @@ class _Server(uvicorn.Server):
 class _Connections(set[Any]):
     """The open connections; `none` is set while there are none."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int, on_refusal: Callable[[], None]) -> None:
         super().__init__()
         self.none = asyncio.Event()
         self.none.set()
+        self._most = most
+        self._on_refusal = on_refusal
 
     def add(self, connection: Any) -> None:
         """One is open."""
         super().add(connection)
         self.none.clear()
+
+    def admit(self) -> bool:
+        """Whether the one that was added last may stay."""
+        if len(self) <= self._most:
+            return True
+        self._on_refusal()
+        return False
 
     def discard(self, connection: Any) -> None:
         """One is closed."""

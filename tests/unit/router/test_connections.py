@@ -1,5 +1,5 @@
-"""What HTTP connections carry beside one request after the other: offers to speak something else,
-requests sent ahead, clients that leave or never finish."""
+"""Connections: how many, and what they carry beside one request after the other: offers to speak
+something else, requests sent ahead, clients that leave, never finish or never read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from observability import metrics
 from protocol.ids import Role
+from protocol.wire import inference_pb2 as pb
 from tests.support.router_doors import Doors, MakeDoors, until
 from tests.support.stub_workers import StubFleet
 
@@ -103,3 +105,86 @@ async def test_who_never_ends_a_body_that_was_answered_is_hung_up_on(
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(0.02):
                         await raw.reader.readexactly(1)
+
+
+async def test_connections_have_a_bound(fleet: StubFleet, make_doors: MakeDoors) -> None:
+    await fleet.add(Role.DECODE)
+    async with make_doors(fleet, max_connections=2) as doors, contextlib.AsyncExitStack() as open_:
+        for _ in range(2):
+            raw = await open_.enter_async_context(connected(doors))
+            raw.writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert (await raw.answer())[0] == 200
+        async with connected(doors) as third:
+            head = (await third.reader.readuntil(b"\r\n\r\n")).decode()
+            assert head.startswith("HTTP/1.1 503 ")
+            assert {"retry-after: 1", "connection: close"} <= set(head.split("\r\n"))
+            assert json.loads(await third.reader.read())["error"]["code"] == "unavailable"
+        refusals = doors.router.metrics.value(metrics.REFUSALS, reason="connections")
+        assert refusals == 1
+        raw.writer.write(post())
+        assert (await raw.answer())[0] == 200
+        raw.writer.close()
+        await until(lambda: len(doors.router._http._server._connections) == 1)
+        async with connected(doors) as fourth:
+            fourth.writer.write(post())
+            assert (await fourth.answer())[0] == 200
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    head = len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big")
+    return head + payload
+
+
+def header(name: bytes, value: bytes) -> bytes:
+    return b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value
+
+
+_GENERATE = b"".join(
+    header(name, value)
+    for name, value in (
+        *((b":method", b"POST"), (b":scheme", b"http"), (b":authority", b"x")),
+        *((b":path", b"/baton.v1.Inference/Generate"), (b"te", b"trailers")),
+        (b"content-type", b"application/grpc"),
+    )
+)
+_SETTINGS, _HEADERS, _DATA = 4, 1, 0
+
+
+@contextlib.asynccontextmanager
+async def deaf(doors: Doors) -> AsyncIterator[Raw]:
+    """A gRPC connection whose client has room for nothing."""
+    reader, writer = await asyncio.open_connection(*doors.router.addresses.grpc.split(":"))
+    no_window = (4).to_bytes(2, "big") + bytes(4)
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(_SETTINGS, 0, 0, no_window))
+    try:
+        yield Raw(reader, writer)
+    finally:
+        writer.close()
+
+
+async def test_a_call_that_is_never_sent_or_never_read_ends_with_its_connection(
+    fleet: StubFleet, make_doors: MakeDoors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.grpc.server._LEAST_AGE_S", 1.0)
+    worker = await fleet.add(Role.DECODE)
+    message = pb.GenerateRequest(prompt="hello there you", max_tokens=3).SerializeToString()
+    async with make_doors(fleet, max_timeout_s=1.0, default_timeout_s=1.0) as doors:
+        before = len(asyncio.all_tasks())
+        async with deaf(doors) as raw:
+            raw.writer.write(frame(_HEADERS, 4, 1, _GENERATE) + frame(_HEADERS, 4, 3, _GENERATE))
+            raw.writer.write(frame(_DATA, 1, 1, b"\0" + len(message).to_bytes(4, "big") + message))
+            await until(lambda: worker.submitted)
+            assert len(asyncio.all_tasks()) > before
+            async with asyncio.timeout(10):
+                await raw.reader.read()  # to the end: hung up on
+        await until(lambda: len(asyncio.all_tasks()) <= before)
+
+
+async def test_grpc_connections_have_a_bound(fleet: StubFleet, make_doors: MakeDoors) -> None:
+    await fleet.add(Role.DECODE)
+    async with make_doors(fleet, max_connections=1) as doors:
+        assert await doors.inference.ListModels(pb.ListModelsRequest())
+        async with deaf(doors) as raw, asyncio.timeout(10):
+            with contextlib.suppress(ConnectionResetError):
+                assert await raw.reader.read() == b""
+        assert await doors.inference.ListModels(pb.ListModelsRequest())
