@@ -73,6 +73,10 @@ class TimedExecutor:
         """As the engine takes it."""
         self._executor.use_threads(count)
 
+    def enter_thread(self) -> None:
+        """As the engine wants it."""
+        self._executor.enter_thread()
+
 
 class _Timed:
     def __init__(self, step: PendingStep, tokens: int, landed: list[tuple[float, int]]) -> None:

@@ -59,6 +59,10 @@ class Executor(Protocol):
         """Threads of the CPU that steps take from now on, on rank 0."""
         ...
 
+    def enter_thread(self) -> None:
+        """Make what libraries keep for each thread, before this one launches its first step."""
+        ...
+
     def warmup(self) -> None:
         """Run one real step, in block 0, before anything is served."""
         ...
@@ -109,6 +113,9 @@ class RankExecutor:
     def use_threads(self, count: int) -> None:
         """Threads of rank 0's kernels from now on."""
         self._runner.kernels.use_threads(count)
+
+    def enter_thread(self) -> None:
+        """Nothing: no thread keeps anything."""
 
     def warmup(self) -> None:
         """A prompt chunk, then a decode."""

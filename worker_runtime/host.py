@@ -157,7 +157,7 @@ class Worker(ABC, Generic[C, Out]):
         self._server.add(self.shell.handlers())
         self._server.add(self._handoff.handlers)
         await self._server.start()
-        self._loop.start()
+        await asyncio.to_thread(self._loop.start)
         self.shell.become(WorkerState.READY)
         return self.ref
 

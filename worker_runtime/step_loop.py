@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
 
 from engine.batch import StepBatch
@@ -52,6 +53,10 @@ class StepExecutor(Protocol):
         """Run the steps that are launched from now on with `count` threads."""
         ...
 
+    def enter_thread(self) -> None:
+        """Get this thread ready to launch steps."""
+        ...
+
 
 class StepLoop(Generic[C, Out]):
     """Runs a scheduler on a thread of its own until `stop`, or until the engine breaks. What it
@@ -79,6 +84,7 @@ class StepLoop(Generic[C, Out]):
         self._inbox = inbox
         self._clock = clock
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._entered: Future[None] = Future()
         self._launched: deque[PendingStep] = deque()
         self._step_started: float | None = None
         # Seconds that planning and launching each of the last steps took.
@@ -89,8 +95,10 @@ class StepLoop(Generic[C, Out]):
         self.broken: Exception | None = None
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread; returns once the engine is ready for its steps, and raises what the
+        engine raises."""
         self._thread.start()
+        self._entered.result()
 
     def stop(self, timeout_s: float = 10.0) -> bool:
         """End after the steps on their way; False when they did not end in time."""
@@ -106,6 +114,7 @@ class StepLoop(Generic[C, Out]):
 
     def _run(self) -> None:
         try:
+            self._enter()
             while not self._inbox.closed:
                 self._turn()
             while self._launched:
@@ -117,6 +126,14 @@ class StepLoop(Generic[C, Out]):
         finally:
             if self._cores is not None:
                 self._cores.close()
+
+    def _enter(self) -> None:
+        try:
+            self._executor.enter_thread()
+        except BaseException as error:
+            self._entered.set_exception(error)
+            raise
+        self._entered.set_result(None)
 
     def _fail_all(self, error: Exception) -> None:
         """Until this worker is replaced, end at once whatever still comes in."""

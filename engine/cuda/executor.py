@@ -47,6 +47,11 @@ class CudaExecutor:
     def use_threads(self, count: int) -> None:
         """Nothing: a step takes one thread, which launches."""
 
+    def enter_thread(self) -> None:
+        """Plan prompt attention again: what the thread that loaded has planned is its own. Equally
+        long prompts in one step are too rare to start later for."""
+        self._runner.plan_attention(1)
+
     def warmup(self) -> None:
         """Have every kernel compiled that a step can need."""
         for batch in warmup_steps(

@@ -4,8 +4,8 @@ cuDNN is about twice as fast as the triton kernel on Hopper, but wants contiguou
 per length. So it serves long chunks that start at position 0, one call a sequence (or one for all,
 when they are equally long): their keys lie in the projection's own rows, and a call may run past
 the end of its sequence, for causality keeps later keys out and later rows are dropped. Lengths are
-rounded up, so that few plans exist; all are made at start. Everything else (short chunks, history,
-other head sizes, float32) goes through the paged kernel.
+rounded up, so that few plans exist; each thread makes its own before it runs steps. Everything else
+(short chunks, history, other head sizes, float32) goes through the paged kernel.
 """
 
 from __future__ import annotations
@@ -74,11 +74,14 @@ class ChunkAttention:
         )[0]
         return attended.transpose(1, 2).reshape(qkv.shape[0], -1)
 
-    def make_plans(self, max_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Have cuDNN plan all that steps of up to `max_tokens` can ask of it."""
+    def make_plans(
+        self, max_tokens: int, max_prompts: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Have cuDNN plan all that steps of up to `max_tokens` can ask of it, in which at most
+        `max_prompts` are equally long. For this thread: torch keeps the plans of each apart."""
         longest = dense_length(max_tokens)
         width = (self._num_heads + 2 * self._kv_heads) * self._head_dim
         qkv = torch.zeros(longest, width, dtype=dtype, device=device)
         for length in range(DENSE_TOKENS, longest + 1, DENSE_STEP):
-            for count in range(1, longest // length + 1):
+            for count in range(1, min(max_prompts, longest // length) + 1):
                 self._batch(qkv[: count * length], length)

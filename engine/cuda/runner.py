@@ -184,16 +184,20 @@ class CudaRunner:
     def start(self, comm: Communicator | None = None) -> None:
         """Join the other ranks, plan prompt attention, capture the decode graphs."""
         self.model.comm = comm or Solo()
-        longest = min(self.options.max_chunk_tokens, self.max_model_len)
+        self.plan_attention(self.options.max_batch)
         with torch.inference_mode():
-            if self._dense:
-                with self._lane.active():
-                    self._attention.make_plans(longest, self._dtype, self.device)
             if self._graphs_on:
                 sizes = reversed(self._batches)
                 self._graphs.capture_all((n, long) for n in sizes for long in (False, True))
             if self._pieces is not None:
                 self._pieces.capture(self.layout.num_layers)
+
+    def plan_attention(self, max_prompts: int) -> None:
+        """Plan attention of up to `max_prompts` long prompts at once, for steps of this thread."""
+        if self._dense:
+            longest = min(self.options.max_chunk_tokens, self.max_model_len)
+            with torch.inference_mode(), self._lane.active():
+                self._attention.make_plans(longest, max_prompts, self._dtype, self.device)
 
     def _open_pool(self, num_blocks: int) -> None:
         config, model, options = self.config, self.model_config, self.options

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from decode_worker.worker import DecodeWorker
 from engine.config import EngineConfig
+from engine.executor import RankExecutor
 from engine.local import LocalEngine
 from protocol.errors import ErrorCode, InvalidRequest, Unavailable
 from protocol.ids import RequestKey
 from protocol.messages import Submit
 from protocol.sampling import SamplingParams
-from protocol.states import FinishReason
+from protocol.states import FinishReason, WorkerState
 from protocol.timeline import Phase
 from rpc.methods import SUBMIT
 from tests.support.pair import SMALL_STEPS, Pair, running_pair
@@ -40,6 +43,28 @@ async def test_greedy_ids_equal_transformers_at_every_kind_of_length(
         assert answer.finish is FinishReason.LENGTH
         assert sorted(answer.tokens) == list(range(12))
     await pair.idle()
+
+
+async def test_a_worker_is_ready_once_the_thread_of_its_steps_is(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, may_go_on = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def enter(_: RankExecutor) -> None:
+        loop.call_soon_threadsafe(entered.set)
+        assert may_go_on.wait(30)
+
+    monkeypatch.setattr(RankExecutor, "enter_thread", enter)
+    worker = DecodeWorker(pair.decodes[0].settings)
+    starting = asyncio.create_task(worker.start())
+    await entered.wait()
+    assert worker.status().state is WorkerState.STARTING
+    assert not starting.done()
+    may_go_on.set()
+    await starting
+    assert worker.status().state is WorkerState.READY
+    await worker.stop()
 
 
 async def test_requests_at_once_do_not_mix(pair: Pair, oracle: Oracle) -> None:

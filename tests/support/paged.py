@@ -101,6 +101,9 @@ class LateSteps:
         self.number += 1
         return self
 
+    def enter_thread(self) -> None:
+        """Nothing to get ready."""
+
     def wait(self) -> StepResult:
         """Run the oldest step of the queue."""
         batch = self.launched[0]

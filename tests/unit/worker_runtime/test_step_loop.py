@@ -109,6 +109,9 @@ class EchoExecutor:
     def use_threads(self, count: int) -> None:
         self.threads = count
 
+    def enter_thread(self) -> None:
+        pass
+
 
 def run(
     executor: EchoExecutor | LateSteps, tokens: list[int]
@@ -135,6 +138,57 @@ def test_engine_on_a_device_gets_the_next_step_before_the_last_is_over() -> None
     assert scheduler.events == ["plan 4", "plan 5", "apply 4", "plan 6", "apply 5", "apply 6"]
     assert loop.steps == 3
     assert loop.stalled_for() == 0.0
+
+
+class EnteredExecutor(EchoExecutor):
+    """Notes in which thread it is got ready, and takes its time."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.calls: list[tuple[str, str]] = []
+        self.may_enter = threading.Event()
+        self._error = error
+
+    def enter_thread(self) -> None:
+        assert self.may_enter.wait(5)
+        self.calls.append(("enter", threading.current_thread().name))
+        if self._error is not None:
+            raise self._error
+
+    def launch(self, batch: StepBatch) -> FinishedStep:
+        self.calls.append(("launch", threading.current_thread().name))
+        return super().launch(batch)
+
+
+def test_the_thread_of_the_steps_is_ready_before_the_first_and_before_start_returns() -> None:
+    scheduler, inbox, executor = CountingScheduler(1), Inbox[int](), EnteredExecutor()
+    loop = step_loop(scheduler, executor, inbox)
+    inbox.put(4)
+    starting = threading.Thread(target=loop.start)
+    starting.start()
+    starting.join(0.05)
+    assert starting.is_alive()
+    executor.may_enter.set()
+    starting.join(5)
+    assert not starting.is_alive()
+    assert executor.calls[0] == ("enter", "t")
+    assert scheduler.done.wait(5)
+    assert loop.stop()
+    assert executor.calls == [("enter", "t"), ("launch", "t")]
+
+
+def test_an_engine_that_cannot_be_got_ready_fails_the_start_and_what_waits() -> None:
+    scheduler, inbox = CountingScheduler(1), Inbox[int]()
+    executor = EnteredExecutor(RuntimeError("no plan"))
+    executor.may_enter.set()
+    loop = step_loop(scheduler, executor, inbox)
+    inbox.put(4)
+    with pytest.raises(RuntimeError, match="no plan"):
+        loop.start()
+    assert scheduler.done.wait(5)
+    assert loop.stop()
+    assert str(loop.broken) == "no plan"
+    assert scheduler.applied == []
+    assert executor.calls == [("enter", "t")]
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -1,9 +1,13 @@
 """The CUDA runner against the plain model, on a GPU or (tiny) in triton's interpreter."""
 
+import threading
+from dataclasses import replace
+
 import pytest
 import torch
 
 from engine.batch import StepBatch, StepResult
+from engine.cuda.executor import CudaExecutor
 from engine.cuda.graphs import GraphSet
 from engine.cuda.options import graph_batches
 from protocol.errors import Internal
@@ -12,6 +16,7 @@ from tests.support.cuda import (
     NUM_BLOCKS,
     SEEDED,
     make_pair,
+    make_runner,
     mixed_script,
     seq,
     tiny_config,
@@ -116,6 +121,30 @@ def test_steps_outside_the_limits_are_refused_before_anything_runs(pair):
     ):
         with pytest.raises(Internal):
             runner.launch(StepBatch(sequences=(bad,)))
+
+
+def test_the_thread_that_runs_steps_plans_prompt_attention_for_itself(device, monkeypatch):
+    """One prompt of each length; the thread that loads plans for several at once, too."""
+    planned = []
+
+    def attend(self, qkv, length):
+        planned.append((threading.current_thread().name, qkv.shape[0] // length, length))
+
+    monkeypatch.setattr("engine.cuda.prefill.ChunkAttention._batch", attend)
+    runner = make_runner(device, tiny_config())
+    runner.options = replace(runner.options, max_chunk_tokens=2100)
+    runner.max_model_len, runner._dense, runner._graphs_on = 4096, True, False
+    runner.start()
+    here = threading.current_thread().name
+    assert planned == [(here, 1, 1024), (here, 2, 1024)] + [
+        (here, 1, length) for length in (1536, 2048, 2560)
+    ]
+    planned.clear()
+    executor = CudaExecutor(runner, fingerprint=None)
+    steps = threading.Thread(target=executor.enter_thread, name="steps")
+    steps.start()
+    steps.join()
+    assert planned == [("steps", 1, length) for length in (1024, 1536, 2048, 2560)]
 
 
 def test_graph_batches_hold_every_batch():
