@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster.config import ClusterConfig, PoolSection
+from cluster.config import ClusterConfig, NetworkSection, PoolSection
 from engine.model.config import ModelConfig
 from engine.model.sharding import allowed_degrees
 from protocol.errors import BatonError, InvalidRequest
@@ -62,6 +63,22 @@ def check_config(config: ClusterConfig, model_path: Path) -> None:
     _check_length(config, model)
     for role in Role:
         _check_pool(config, role, model)
+
+
+def check_doors(network: NetworkSection) -> None:
+    """Raise InvalidRequest when a front door cannot be opened on this machine. Routers share their
+    ports, so they would share them with those of another cluster, too."""
+    host = network.host
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    doors = ("host", 0), ("http_port", network.http_port), ("grpc_port", network.grpc_port)
+    for name, port in (*doors, ("metrics_port", network.metrics_port)):
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                where = f"{host!r}" if name == "host" else f"{port} of {host}"
+                raise _refuse(f"network.{name}", f"{where}: {error.strerror}") from None
 
 
 def check_resources(demands: Sequence[Demand], nodes: Sequence[Node]) -> None:
@@ -173,11 +190,11 @@ def _check_pool(config: ClusterConfig, role: Role, model: ModelConfig) -> None:
 
 
 def _check_device(pool: PoolSection, where: str) -> None:
-    on_gpu, gpus = pool.engine.device.startswith("cuda"), pool.placement.gpus
-    if on_gpu and pool.engine.device != "cuda":
+    on_gpu, gpus = pool.engine.device == "cuda", pool.placement.gpus
+    if not on_gpu and pool.engine.device != "cpu":
         raise _refuse(
             f"{where}.engine.device",
-            f"must be 'cuda': Ray picks the GPU, got {pool.engine.device!r}",
+            f"must be 'cpu' or 'cuda' (Ray picks the GPU), got {pool.engine.device!r}",
         )
     if on_gpu and gpus != 1:
         raise _refuse(

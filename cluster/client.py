@@ -34,7 +34,7 @@ class InferenceClient:
         self,
         address: str,
         *,
-        api_key: str | None = None,
+        api_key: str = "",
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
         self.address = address
@@ -63,7 +63,7 @@ class InferenceClient:
         self._channel.close()
 
     def _generate(self, request: wire.GenerateRequest, outcome: Outcome) -> Iterator[str]:
-        with _typed_errors(self.address):
+        with _typed_errors(self.address, outcome):
             call = self._stub.Generate(request, metadata=self._metadata)
             try:
                 for message in call:
@@ -87,14 +87,14 @@ def _take(message: wire.GenerateResponse, outcome: Outcome) -> Iterator[str]:
 
 
 @contextmanager
-def _typed_errors(address: str) -> Iterator[None]:
+def _typed_errors(address: str, outcome: Outcome) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        raise _typed(error, address) from error
+        raise _typed(error, address, began=bool(outcome.token_ids)) from error
 
 
-def _typed(error: Any, address: str) -> BatonError:
+def _typed(error: Any, address: str, *, began: bool) -> BatonError:
     """The error that the server named in its trailers; else the nearest one of the status."""
     trailers = dict(error.trailing_metadata() or ())
     status = error.code().name
@@ -104,6 +104,10 @@ def _typed(error: Any, address: str) -> BatonError:
         code = codes[0] if codes else ErrorCode.INTERNAL
     text = error.details() or status
     if status == "UNAVAILABLE" and "baton-error-code" not in trailers:
-        text = f"no router answers at {address} over gRPC (if it wants TLS: --tls or --tls-ca)"
+        text = (
+            f"the router at {address} hung up"
+            if began
+            else f"no router answers at {address} over gRPC (if it wants TLS: --tls or --tls-ca)"
+        )
     info = ErrorInfo(code=ErrorCode(code), message=text, param=trailers.get("baton-error-param"))
     return info.to_error()

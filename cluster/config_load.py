@@ -80,11 +80,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise InvalidRequest(f"no configuration file {path}", param=str(path)) from error
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"cannot read {path}: {error}", param=str(path)) from error
-    try:
-        tree = yaml.load(text, Loader=_UniqueKeys)
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise InvalidRequest(f"{path} is not valid YAML: {reason}", param=str(path)) from error
+    tree = _parse(text, str(path))
     if not isinstance(tree, dict):
         raise InvalidRequest(f"{path} must hold sections of fields", param=str(path))
     return tree
@@ -96,11 +92,11 @@ class _UniqueKeys(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _value in node.value:
-            if key.value in seen:
+            if str(key.value) in seen:
                 raise yaml.MarkedYAMLError(
                     problem=f"{key.value!r} is given twice", problem_mark=key.start_mark
                 )
-            seen.add(key.value)
+            seen.add(str(key.value))
         return super().construct_mapping(node, deep)
 
 
@@ -139,14 +135,13 @@ def _assign(tree: dict[str, Any], path: str, text: str) -> None:
                 f"{path}: {'.'.join(walked)} is a value, not a section", param=path
             )
         node = child
-    node[last] = _container(text)
+    # Lists and maps are read as YAML; everything else stays text.
+    node[last] = _parse(text, path) if text.startswith(("[", "{")) else text
 
 
-def _container(text: str) -> object:
-    """Lists and maps are read as YAML; everything else stays text."""
-    if text[:1] in "[{" and text:
-        try:
-            return yaml.safe_load(text)
-        except yaml.YAMLError:
-            return text
-    return text
+def _parse(text: str, where: str) -> object:
+    try:
+        return yaml.load(text, Loader=_UniqueKeys)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise InvalidRequest(f"{where} is not valid YAML: {reason}", param=where) from error

@@ -122,14 +122,14 @@ def spawn_local_ray(section: RaySection, config_name: str) -> RunningCluster:
     ready.parent.mkdir(parents=True, exist_ok=True)
     ready.unlink(missing_ok=True)
     token = secrets.token_hex(32)
-    # Ray puts Unix sockets below this folder, whose paths must stay short.
-    temp_dir = tempfile.mkdtemp(prefix="baton-", dir="/tmp")
-    options = {
-        "num_cpus": section.num_cpus or _PLENTY,
-        "object_store_bytes": section.object_store_bytes,
-        "temp_dir": temp_dir,
-    }
     with log.open("w") as sink:
+        # Ray puts Unix sockets below this folder, whose paths must stay short.
+        temp_dir = tempfile.mkdtemp(prefix="baton-", dir="/tmp")
+        options = {
+            "num_cpus": section.num_cpus or _PLENTY,
+            "object_store_bytes": section.object_store_bytes,
+            "temp_dir": temp_dir,
+        }
         head = subprocess.Popen(
             [sys.executable, "-m", "cluster.head", str(ready), json.dumps(options)],
             stdin=subprocess.DEVNULL,
@@ -150,11 +150,11 @@ def spawn_local_ray(section: RaySection, config_name: str) -> RunningCluster:
 
 
 def wait_local_ray(state: RunningCluster) -> RunningCluster:
-    """The same cluster with its address, once it answers. Raises Unavailable, leaving nothing."""
+    """The same cluster with its address, once it answers. Raises Unavailable; what is left of it is
+    then still to be stopped."""
     deadline = time.monotonic() + _START_S
     while not _ready_file().exists():
         if not state.alive or time.monotonic() > deadline:
-            stop_local_ray(state)
             raise Unavailable(f"Ray did not start: {_last_line(head_log())} (see {head_log()})")
         time.sleep(_POLL_S)
     address = json.loads(_ready_file().read_text())["address"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code: 0 done, 1 failed, 2 wrong use or config, 130 interrupted."""
     options = make_parser().parse_args(argv)
     console = Console()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a narrow locale shows most of an answer, too
     try:
         command = importlib.import_module(f"cluster.cli.{options.module}")
         return int(command.run(options, console) or 0)
@@ -35,4 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader of our output has gone; keep the interpreter from complaining about it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except UnicodeError as error:
+        console.error(f"text must be UTF-8: {error}")
+        return EXIT_USAGE
+    except OSError as error:
+        console.error(str(error))
         return EXIT_FAILED

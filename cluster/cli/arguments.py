@@ -140,9 +140,9 @@ def _target(parser: Any) -> None:
     parser.add_argument("--max-tokens", type=_positive, metavar="N")
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--top-p", type=float)
-    parser.add_argument("--top-k", type=int)
+    parser.add_argument("--top-k", type=partial(_count, least=-1))
     parser.add_argument("--min-p", type=float)
-    parser.add_argument("--seed", type=int)
+    parser.add_argument("--seed", type=_count)
     parser.add_argument("--stop", action="append", metavar="TEXT")
     parser.add_argument("--timeout", type=float, metavar="S", help="deadline in seconds")
     parser.add_argument(
@@ -212,8 +212,8 @@ def _count(text: str, least: int = 0) -> int:
         value = int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"not a whole number: {text!r}") from None
-    if value < least:
-        raise argparse.ArgumentTypeError(f"must be at least {least}: {value}")
+    if not least <= value < 1 << 63:  # as wide as the fields of a request
+        raise argparse.ArgumentTypeError(f"must be between {least} and 2^63 - 1: {value}")
     return value
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from cluster.cli import down, session, up
+from cluster.cli import session, up
 from cluster.cli.arguments import BENCH_OPTIONS
 from cluster.cli.console import Console
 from protocol.errors import Unavailable
@@ -30,7 +30,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     try:
         return _measure(f"http://{state.http}", options)
     finally:
-        down.take_down(state, console, now=False)
+        up.stop(state, console, now=False)
 
 
 def _measure(url: str, options: argparse.Namespace) -> int:

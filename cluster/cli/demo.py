@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from cluster.cli import down, session, up
+from cluster.cli import session, up
 from cluster.cli.console import Console
 from cluster.cli.generate import open_client
 from cluster.cli.timeline import show_timeline
@@ -26,7 +26,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         _show_pools(console)
     finally:
         if not options.keep:
-            down.take_down(state, console, now=False)
+            up.stop(state, console, now=False)
             console.step("the cluster is down, no process of it is left")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ssl
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,21 +42,30 @@ def run(options: argparse.Namespace, console: Console) -> None:
 
 def open_client(address: str, options: argparse.Namespace) -> InferenceClient:
     """A client of the router at `address`, with the key and certificates of the command line."""
-    credentials = None
-    if options.tls or options.tls_ca or options.tls_cert:
-        credentials = grpc.ssl_channel_credentials(
-            _pem("--tls-ca", options.tls_ca),
-            _pem("--tls-key", options.tls_key),
-            _pem("--tls-cert", options.tls_cert),
-        )
-    return InferenceClient(address, api_key=options.api_key, credentials=credentials)
+    key = options.api_key or ""
+    if not (key.isascii() and key.isprintable()):
+        raise InvalidRequest("--api-key must be printable ASCII", param="--api-key")
+    return InferenceClient(address, api_key=key, credentials=_credentials(options))
 
 
-def _pem(flag: str, path: str | None) -> bytes | None:
+def _credentials(options: argparse.Namespace) -> grpc.ChannelCredentials | None:
+    ca, cert, key = options.tls_ca, options.tls_cert, options.tls_key
+    if bool(cert) != bool(key):
+        raise InvalidRequest("--tls-cert and --tls-key go together", param="--tls-cert")
+    if not (options.tls or ca or cert):
+        return None
+    # What is wrong with a file is told by ssl; gRPC finds no router then, or aborts.
+    context, files = ssl.create_default_context(), f"--tls-ca {ca}"
     try:
-        return None if path is None else Path(path).read_bytes()
+        if ca:
+            context.load_verify_locations(ca)
+        if cert:
+            files = f"--tls-cert {cert} with --tls-key {key}"
+            context.load_cert_chain(cert, key)
     except OSError as error:
-        raise InvalidRequest(f"{flag} {path}: {error.strerror}", param=flag) from None
+        raise InvalidRequest(f"{files}: {error.strerror}", param=files.split()[0]) from None
+    pems = (Path(path).read_bytes() if path else None for path in (ca, key, cert))
+    return grpc.ssl_channel_credentials(*pems)
 
 
 def default_target() -> str:
@@ -75,9 +85,14 @@ def show(
 ) -> str:
     """Print a stream as it comes; its whole text."""
     pieces = []
-    for piece in stream:
-        pieces.append(piece)
-        console.piece(piece)
+    try:
+        for piece in stream:
+            pieces.append(piece)
+            console.piece(piece)
+    except BaseException:
+        if pieces:
+            console.say()  # what went wrong gets a line of its own
+        raise
     console.say()
     if options.timeline and outcome.timeline is not None:
         console.say()

@@ -22,7 +22,9 @@ def run(options: argparse.Namespace, console: Console) -> None:
     }
     wanted = {kind: count for kind, count in given.items() if count is not None}
     if not wanted:
-        raise InvalidRequest("say which pool: --prefill N and/or --decode M", param="--prefill")
+        raise InvalidRequest(
+            "say which pool: --prefill N, --decode M or --router R", param="--prefill"
+        )
     for kind in (Kind.DECODE, Kind.ROUTER):
         if wanted.get(kind) == 0:
             raise InvalidRequest(f"--{kind} must be at least 1", param=f"--{kind}")

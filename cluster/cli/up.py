@@ -14,14 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cluster.checks import Node, check_config, check_resources, demands_of
+from cluster.checks import Node, check_config, check_doors, check_resources, demands_of
 from cluster.cli import down, session
 from cluster.cli.console import Console
 from cluster.config import ClusterConfig
 from cluster.config_load import load_config
+from cluster.home import file_lock, run_dir
 from cluster.local_ray import (
     RunningCluster,
-    forget_state,
     kept_logs,
     load_state,
     save_state,
@@ -35,6 +35,7 @@ from cluster.models import find_model
 from protocol.errors import InvalidRequest, Unavailable
 
 _LOCAL = "local"
+_STOPPING = (signal.SIGINT, signal.SIGTERM)
 _LOOK_S = 0.5
 
 
@@ -45,7 +46,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     show_endpoints(state, config, console)
     if options.foreground:
         _hold(console)
-        down.take_down(state, console, now=False)
+        stop(state, console, now=False)
 
 
 def read_config(options: argparse.Namespace, console: Console) -> ClusterConfig:
@@ -60,23 +61,42 @@ def read_config(options: argparse.Namespace, console: Console) -> ClusterConfig:
 def bring_up(config: ClusterConfig, source: str, console: Console) -> RunningCluster:
     """Start the cluster and wait until it serves. On failure, Ctrl-C or SIGTERM nothing of it is
     left."""
-    existing = load_state()
-    if existing is not None:
-        raise InvalidRequest(f"a cluster is up already ({existing.config}): `baton down` first")
-    sweep()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # to be asked to stop is Ctrl-C, too
-    state = _reach_ray(config, source, console)
+    with file_lock(run_dir() / "up.lock"):  # of two commands at once, one starts
+        existing = load_state()
+        if existing is not None:
+            raise InvalidRequest(f"a cluster is up already ({existing.config}): `baton down` first")
+        sweep()
+        state = _claim(config, source)
     try:
+        state = _reach_ray(state, console)
         with _leaving_with(state, console):
             state = _start(config, state, console)
+        save_state(state)
     except BaseException:
         console.step("stopping what was started")
-        down.take_down(state, console, now=True)
+        stop(state, console, now=True)
         if state.owned:
             console.step(f"logs: {kept_logs()}")
         raise
-    save_state(state)
     return state
+
+
+def stop(state: RunningCluster, console: Console, *, now: bool) -> None:
+    """Take down what this command started. Ctrl-C cuts only the wait for running requests short,
+    so that no process is left behind."""
+    try:
+        if not now:
+            down.take_down(state, console, now=False)
+            return
+    except KeyboardInterrupt:
+        console.step("stopping at once")
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _STOPPING}
+    try:
+        down.take_down(state, console, now=True)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -107,22 +127,28 @@ def show_endpoints(state: RunningCluster, config: ClusterConfig, console: Consol
         console.step(f"logs: {session_logs(state)}")
 
 
-def _reach_ray(config: ClusterConfig, source: str, console: Console) -> RunningCluster:
+def _claim(config: ClusterConfig, source: str) -> RunningCluster:
+    """The Ray to use; one of our own starts, where `baton down` finds it even if we are killed."""
     path = str(Path(source).absolute())
     if config.ray.address != _LOCAL:
         return RunningCluster(address=config.ray.address, token="", config=path)
+    check_doors(config.network)
     spawned = spawn_local_ray(config.ray, path)
-    save_state(spawned)  # so that `baton down` finds it even if this command is killed
     try:
-        session.prepare(spawned)
-        import cluster.deployments  # noqa: F401 - takes a second, in which Ray starts
-
-        state = wait_local_ray(spawned)
+        save_state(spawned)
     except BaseException:
         stop_local_ray(spawned)
-        forget_state()
         raise
-    console.step("Ray is up")
+    return spawned
+
+
+def _reach_ray(state: RunningCluster, console: Console) -> RunningCluster:
+    if state.owned:
+        session.prepare(state)
+        import cluster.deployments  # noqa: F401 - takes a second, in which Ray starts
+
+        state = wait_local_ray(state)
+        console.step("Ray is up")
     return state
 
 
@@ -167,6 +193,6 @@ def _nodes(ray: Any) -> list[Node]:
 
 def _hold(console: Console) -> None:
     console.step("running; Ctrl-C stops the cluster")
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    signal.sigwait({signal.SIGINT, signal.SIGTERM})
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+    signal.sigwait(_STOPPING)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)

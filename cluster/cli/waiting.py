@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 
@@ -87,4 +88,4 @@ def _reasons(statuses: Mapping[Kind, PoolStatus]) -> str:
 def _last_line(text: str) -> str:
     """The line of a traceback that says what is wrong."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "no reason given"
+    return re.sub(r"^protocol\.errors\.\w+: ", "", lines[-1]) if lines else "no reason given"

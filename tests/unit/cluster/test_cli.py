@@ -5,24 +5,31 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import serve
+from cluster.checks import check_doors
 from cluster.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, main
 from cluster.cli import models as models_command
 from cluster.cli import up as up_command
 from cluster.cli.arguments import BENCH_OPTIONS, DEFAULT_QUESTION, make_parser
 from cluster.cli.bench import load_options
 from cluster.cli.console import Console
-from cluster.cli.generate import default_target, sampling
-from cluster.config import ClusterConfig, ModelSection
+from cluster.cli.generate import default_target, sampling, show
+from cluster.client import Outcome
+from cluster.config import ClusterConfig, ModelSection, NetworkSection
+from cluster.home import file_lock, run_dir
 from cluster.local_ray import RunningCluster, load_state, save_state
-from protocol.errors import Internal
+from protocol.errors import Internal, InvalidRequest
 from router.keys import load_keys
 
 
@@ -117,6 +124,8 @@ def test_bench_measures_what_was_named(
         ["drain"],
         ["generate"],
         ["generate", "x", "--max-tokens", "0"],
+        ["generate", "x", "--seed", "9223372036854775808"],
+        ["generate", "x", "--top-k", "-2"],
         ["models"],
         ["models", "get"],
     ],
@@ -170,20 +179,129 @@ def test_no_router(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no router answers at 127.0.0.1:1" in error
 
 
-def test_interrupt_and_defect(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--tls-cert", "c.pem"], "--tls-cert and --tls-key go together"),
+        (["--tls-key", "k.pem"], "--tls-cert and --tls-key go together"),
+        (["--tls-ca", __file__], f"--tls-ca {__file__}: "),
+        (["--tls-ca", "nowhere.pem"], "--tls-ca nowhere.pem: No such file or directory"),
+        (["--tls-cert", __file__, "--tls-key", "k"], f"--tls-cert {__file__} with --tls-key k: "),
+        (["--api-key", "a\nb"], "--api-key must be printable ASCII"),
+        (["--system", "\udcff"], "text must be UTF-8"),
+    ],
+)
+def test_what_no_router_can_be_called_with(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def raising(error: BaseException):
-        def run(options, console) -> None:
-            raise error
+    code, error = one_line_error(["chat", "hi", *argv], capsys)
+    assert code == EXIT_USAGE
+    assert message in error
 
-        return run
 
-    monkeypatch.setattr(models_command, "run", raising(KeyboardInterrupt()))
-    assert main(["models", "list"]) == EXIT_INTERRUPTED
-    monkeypatch.setattr(models_command, "run", raising(Internal("it broke")))
-    assert main(["models", "list"]) == EXIT_FAILED
-    assert "it broke" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (KeyboardInterrupt(), EXIT_INTERRUPTED, "interrupted"),
+        (Internal("it broke"), EXIT_FAILED, "it broke"),
+        (OSError(28, "No space left", "/a/b"), EXIT_FAILED, "[Errno 28] No space left: '/a/b'"),
+    ],
+)
+def test_interrupt_and_defect(
+    error: BaseException,
+    code: int,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(options, console) -> None:
+        raise error
+
+    monkeypatch.setattr(models_command, "run", run)
+    assert one_line_error(["models", "list"], capsys) == (code, f"baton: error: {message}\n")
+
+
+def test_an_answer_shows_in_a_narrow_locale() -> None:
+    code = (
+        "import cluster.cli.status as s; s.run = lambda _, console: console.say('caf\xe9 \u65e5');"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code} import cluster.cli as c; c.main(['status'])"],
+        capture_output=True,
+        check=True,
+        cwd=Path(__file__).resolve().parents[3],
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+    )
+    assert done.stdout == b"caf\xe9 ?\n"
+
+
+def test_an_error_in_the_middle_of_an_answer_has_a_line_of_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def stream() -> Iterator[str]:
+        yield "half"
+        raise Internal("it broke")
+
+    with pytest.raises(Internal):
+        show(stream(), Outcome(), parse("chat", "x"), Console())
+    assert capsys.readouterr().out == "half\n"
+
+
+@pytest.mark.parametrize("door", ["http_port", "grpc_port", "metrics_port"])
+def test_a_port_that_another_cluster_shares_is_taken(
+    door: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(up_command, "spawn_local_ray", None)
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        network = NetworkSection(**({"http_port": 0, "grpc_port": 0} | {door: port}))
+        config = ClusterConfig(model=ModelSection(name="m"), network=network)
+        with pytest.raises(InvalidRequest, match=f"network.{door}: {port} of 127.0.0.1: Address"):
+            up_command.bring_up(config, "c.yaml", Console())
+
+
+def test_a_host_that_is_not_here_is_named() -> None:
+    with pytest.raises(InvalidRequest, match=r"network\.host: '203\.0\.113\.7': "):
+        check_doors(NetworkSection(host="203.0.113.7"))
+
+
+def test_of_two_starts_at_once_one_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second looks for a cluster only when the first one can be found."""
+    locked = threading.Event()
+
+    def other_start() -> None:
+        with file_lock(run_dir() / "up.lock"):
+            locked.set()
+            time.sleep(0.1)
+            save_state(RunningCluster(address="", token="", config="first.yaml"))
+
+    monkeypatch.setattr(up_command, "spawn_local_ray", None)
+    other = threading.Thread(target=other_start)
+    other.start()
+    locked.wait(10)
+    with pytest.raises(InvalidRequest, match=r"up already \(first.yaml\)"):
+        up_command.bring_up(ClusterConfig(model=ModelSection(name="m")), "c", Console())
+    other.join(10)
+
+
+@pytest.mark.parametrize("now", [False, True])
+def test_impatience_leaves_no_process_behind(now: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends the wait for requests; another one does not end the clearing up."""
+    calls: list[bool] = []
+
+    def take_down(state: RunningCluster, console: Console, *, now: bool) -> None:
+        calls.append(now)
+        signal.raise_signal(signal.SIGINT)
+        calls.append(now)
+
+    monkeypatch.setattr(up_command.down, "take_down", take_down)
+    before = signal.getsignal(signal.SIGINT)
+    up_command.stop(RunningCluster(address="h:1", token="", config="c"), Console(), now=now)
+    assert calls == ([True, True] if now else [False, True, True])
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_asked_to_stop_while_starting_is_an_interrupt(
@@ -193,7 +311,7 @@ def test_asked_to_stop_while_starting_is_an_interrupt(
         os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError("the signal was not taken")
 
-    monkeypatch.setattr(up_command, "_reach_ray", killed)
+    monkeypatch.setattr(up_command, "_claim", killed)
     before = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(KeyboardInterrupt):

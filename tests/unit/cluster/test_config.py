@@ -153,6 +153,8 @@ def test_unknown_environment_variable_warns_with_a_suggestion(base: Path) -> Non
         ("prefill.placement.labels=x", "prefill.placement.labels", "expected a map"),
         ("prefill.placement.resources.x=many", "prefill.placement.resources.x", "number"),
         ("model.aliases={a: b}", "model.aliases", "expected a list"),
+        ("model.aliases=[a", "model.aliases", "not valid YAML"),
+        ("prefill.placement.env={A: b, A: c}", "prefill.placement.env", "'A' is given twice"),
         # ranges, as each package states them
         ("prefill.replicas=-1", "prefill.replicas", "negative"),
         ("router.replicas=0", "router.replicas", "at least 1"),
@@ -197,6 +199,7 @@ def test_malformed_override(base: Path, override: str) -> None:
         ("- a\n- b\n", "sections of fields"),
         ("", "sections of fields"),
         ("model: {name: a, name: b}", "given twice"),
+        ("? [model]\n: {name: a}", "unhashable key"),
         ("model: {name: a}\nmodel: {name: b}", "given twice"),
         ("prefill: {replicas: 1}", "model.name: is required"),
         ("model: {}", "model.name: is required"),
@@ -250,6 +253,7 @@ def test_empty_section_is_all_defaults(tmp_path: Path) -> None:
         (["decode.engine.tp_size=5"], "decode.engine.tp_size", "9 query and 3 KV heads"),
         (["decode.engine.device=cuda"], "decode.placement.gpus", "must be 1"),
         (["decode.engine.device=cuda:1"], "decode.engine.device", "Ray picks the GPU"),
+        (["prefill.engine.device=tpu"], "prefill.engine.device", "'cpu' or 'cuda'"),
         (["prefill.placement.gpus=1"], "prefill.placement.gpus", "device is 'cpu'"),
     ],
 )

@@ -66,6 +66,7 @@ def test_pool_that_is_only_being_deployed() -> None:
 def test_last_line_is_the_reason() -> None:
     text = "Traceback (most recent call last):\n  File x\nValueError: no room\n\n"
     assert _last_line(text) == "ValueError: no room"
+    assert _last_line("protocol.errors.Unsupported: device: no\n") == "device: no"
     assert _last_line(" \n") == "no reason given"
 
 
