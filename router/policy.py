@@ -217,12 +217,17 @@ def local_reason(
 def choose_prefill(need: Need, views: Sequence[WorkerView], rng: random.Random) -> WorkerView:
     """Where the prompt would be done first, and with the least work: seconds until token 1 plus
     seconds of computing for it, so that an idle worker has to be twice as quick to be worth
-    computing what another has, or is about to have. Ties at random; `views` must not be empty."""
-    rate = _mean_rate(views)
+    computing what another has, or is about to have. Ties at random; `views` must not be empty.
+
+    An idle worker is taken to be as quick as the quickest: the rate it reports is of whatever it
+    was last given, and another one would never be measured if the slower was never asked again."""
+    mean = _mean_rate(views)
+    fastest = max(_rate(view, mean) for view in views)
 
     def cost_s(view: WorkerView) -> float:
         uncached = need.prompt_tokens - view.expected_tokens
-        return backlog_s(view, rate) + 2 * uncached / _rate(view, rate)
+        rate = _rate(view, mean) if _backlog(view) else fastest
+        return backlog_s(view, mean) + 2 * uncached / rate
 
     best = _least(views, lambda view: (cost_s(view),), rng)
     assert best is not None
@@ -232,7 +237,7 @@ def choose_prefill(need: Need, views: Sequence[WorkerView], rng: random.Random) 
 def backlog_s(view: WorkerView, unknown_rate: float) -> float:
     """Seconds until a prefill worker would reach a new prompt. A worker that has not measured its
     rate yet is taken to run at `unknown_rate` tokens per second."""
-    return (view.load.waiting_tokens + view.unseen_tokens) / _rate(view, unknown_rate)
+    return _backlog(view) / _rate(view, unknown_rate)
 
 
 def room(view: WorkerView) -> int:
@@ -243,6 +248,10 @@ def room(view: WorkerView) -> int:
 def sequences(view: WorkerView) -> int:
     """Sequences that a worker has or is about to have."""
     return view.load.running + view.load.waiting + view.unseen_sequences
+
+
+def _backlog(view: WorkerView) -> int:
+    return view.load.waiting_tokens + view.unseen_tokens
 
 
 def _rate(view: WorkerView, unknown_rate: float) -> float:

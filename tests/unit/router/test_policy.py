@@ -105,6 +105,20 @@ def test_prefill_by_seconds_not_by_tokens() -> None:
     assert choose_prefill(NEED, [slow, busy], random.Random(0)).ref.worker_id == "slow"
 
 
+def test_idle_prefill_workers_share_the_work_whatever_they_last_measured() -> None:
+    """What each computes is what its next report is about, so nobody may be left out for good."""
+    rng = random.Random(2)
+    idle = [prefill("a", tokens_per_second=1000.0), prefill("b", tokens_per_second=400.0)]
+    idle.append(prefill("c"))
+    picks = Counter(choose_prefill(NEED, idle, rng).ref.worker_id for _ in range(600))
+    assert set(picks) == set("abc")
+    assert max(picks.values()) < 240
+    holder = prefill("holder", cached_tokens=16, tokens_per_second=400.0)
+    assert choose_prefill(NEED, [*idle, holder], rng) is holder
+    busy = prefill("busy", waiting_tokens=1, tokens_per_second=1000.0)
+    assert choose_prefill(NEED, [busy, idle[1]], rng) is idle[1]
+
+
 def test_a_worker_without_a_measured_rate_is_taken_as_average() -> None:
     new = prefill("new", waiting_tokens=100)
     known = prefill("known", waiting_tokens=200, tokens_per_second=50.0)
