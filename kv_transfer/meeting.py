@@ -34,10 +34,10 @@ async def meet(party: Party, lane: Lane) -> None:
 
 
 async def _meet(party: Party, lane: Lane, link: int) -> None:
-    client = party.clients.get(lane.decode.address)
+    address, clients = lane.decode.address, party.clients
     limit = party.config.rpc_timeout_s
     meeting = Meeting(prefill=party.ref, prefill_layout=party.layout)
-    welcome = await client.call(methods.MEET, meeting, timeout_s=limit)
+    welcome = await clients.get(address).call(methods.MEET, meeting, timeout_s=limit)
     check_layout(party.layout, welcome.layout)
     backend = choose_backend(
         party.config.backend,
@@ -47,7 +47,7 @@ async def _meet(party: Party, lane: Lane, link: int) -> None:
     )
     if backend not in ONE_SIDED:  # decode's ranks have to wait for ours
         meeting = replace(meeting, link=link, backend=backend)
-        await client.call(methods.MEET, meeting, timeout_s=limit)
+        await clients.get(address).call(methods.MEET, meeting, timeout_s=limit)
     failure = first_error(
         await run_orders(party.ranks, _connect(party, lane.decode, welcome, link, backend))
     )

@@ -47,11 +47,11 @@ class Party:
     ) -> Answer:
         """Call an idempotent method of a peer until it is answered, at most `attempts` times
         (None: `rpc_attempts`)."""
-        client = self.clients.get(peer.address)
         error: BatonError | None = None
         for attempt in range(attempts or self.config.rpc_attempts):
             if isinstance(error, Unavailable):  # refused at once: give the peer a moment
                 await asyncio.sleep(_FIRST_PAUSE_S * 2**attempt)
+            client = self.clients.get(peer.address)
             try:
                 await client.call(method, request, timeout_s=self.config.rpc_timeout_s)
             except UNANSWERED as unanswered:

@@ -267,13 +267,20 @@ class ControlClient:
             self._link = link
             return link
 
+    @property
+    def unused(self) -> bool:
+        """Whether there is no connection, and none is being made."""
+        connected = self._link is not None and not self._link.broken
+        return not connected and not self._meeting.locked()
+
     def _check_open(self) -> None:
         if self._closed:
             raise Unavailable(f"{self.address}: the connection was closed")
 
 
 class ClientPool:
-    """One ControlClient per address, made on first use."""
+    """One ControlClient per address, made on first use and forgotten some time after its peer has
+    hung up: to be asked for anew for each call."""
 
     def __init__(self, *, secret: bytes) -> None:
         self._secret = secret
@@ -283,14 +290,9 @@ class ClientPool:
         """The client of `address`."""
         client = self._clients.get(address)
         if client is None:
+            self._clients = {at: kept for at, kept in self._clients.items() if not kept.unused}
             client = self._clients[address] = ControlClient(address, secret=self._secret)
         return client
-
-    async def drop(self, address: str) -> None:
-        """Forget a peer that has left."""
-        client = self._clients.pop(address, None)
-        if client is not None:
-            await client.close()
 
     async def close(self) -> None:
         """Close every connection."""

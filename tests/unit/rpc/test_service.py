@@ -296,17 +296,21 @@ async def test_a_message_of_megabytes_passes():
     assert seen == [50_000]
 
 
-async def test_the_pool_makes_one_client_an_address_until_dropped():
+async def test_the_pool_has_one_client_an_address_and_none_of_peers_that_left():
     async with serving({CANCEL: acknowledge}) as (_, server):
         pool = ClientPool(secret=SECRET)
         first = pool.get(server.address)
         assert pool.get(server.address) is first
         assert await first.call(CANCEL, KEYS, timeout_s=5) == Ack()
-        await pool.drop(server.address)
-        await pool.drop("unknown:1")
-        again = pool.get(server.address)
-        assert again is not first
-        assert await again.call(CANCEL, KEYS, timeout_s=5) == Ack()
+        for _ in range(3):
+            async with serving({CANCEL: acknowledge}) as (_, leaving):
+                assert await pool.get(leaving.address).call(CANCEL, KEYS, timeout_s=5) == Ack()
+                assert pool.get(server.address) is first
+            with pytest.raises(Unavailable):
+                await pool.get(leaving.address).call(CANCEL, KEYS, timeout_s=5)
+        last = pool.get("127.0.0.1:1")
+        assert pool._clients == {server.address: first, "127.0.0.1:1": last}
+        assert await first.call(CANCEL, KEYS, timeout_s=5) == Ack()
         await pool.close()
 
 
