@@ -31,8 +31,8 @@ from engine.cuda.comm import Communicator
 from engine.cuda.group import DeviceGroup
 from engine.cuda.options import CudaOptions
 from engine.cuda.runner import CudaRunner, PendingTokens
-from engine.cuda.weights import RandomSource
 from engine.model.config import ModelConfig
+from engine.model.weights import RandomSource
 from protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)

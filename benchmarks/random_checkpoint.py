@@ -24,8 +24,8 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.shapes import MODELS
-from engine.cuda.weights import RandomSource
 from engine.model.config import ModelConfig
+from engine.model.weights import RandomSource
 
 _WRITERS = 8
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"

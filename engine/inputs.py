@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-from torch import Tensor
 
 from engine.batch import SequenceStep, StepBatch
 from engine.kernels.base import StepInputs
@@ -31,9 +30,17 @@ class PreparedStep:
     scored: LogprobRows | None
 
 
-def prepare_step(
-    batch: StepBatch, *, block_size: int, num_blocks: int, vocab_size: int, max_model_len: int
-) -> PreparedStep:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """What a step may refer to; schedulers plan within it."""
+
+    block_size: int
+    num_blocks: int
+    vocab_size: int
+    max_model_len: int
+
+
+def prepare_step(batch: StepBatch, limits: StepLimits) -> PreparedStep:
     """Decodes first, longest context first, then longer chunks; results map back by `sampled`.
 
     Raises Internal when an id, a block or a position is out of range: schedulers never plan that,
@@ -41,17 +48,14 @@ def prepare_step(
     """
     order = sorted(range(len(batch.sequences)), key=lambda i: _rank(batch.sequences[i]))
     steps = [batch.sequences[i] for i in order]
-    for step in steps:
-        _check(step, block_size, max_model_len)
-        check_mask(step, vocab_size)
+    if any(step.previous is not None for step in steps):
+        raise Internal("this executor runs steps one by one: tokens must be known")
+    num_blocks = [check_step(step, limits) for step in steps]
     token_ids = torch.tensor([token for step in steps for token in step.tokens])
     positions = torch.tensor(
         [position for step in steps for position in range(step.start, _end(step))]
     )
-    slots = torch.tensor([slot for step in steps for slot in _slots(step, block_size)])
-    _check_range("token id", token_ids, vocab_size)
-    block_ids = tuple(step.block_ids[: -(-_end(step) // block_size)] for step in steps)
-    _check_blocks(block_ids, num_blocks)
+    slots = torch.tensor([slot for step in steps for slot in _slots(step, limits.block_size)])
     rows, sampled = _sample_rows(order, steps)
     inputs = StepInputs(
         token_ids=token_ids,
@@ -59,7 +63,7 @@ def prepare_step(
         slots=slots,
         queries=tuple(len(step.tokens) for step in steps),
         contexts=tuple(_end(step) for step in steps),
-        block_ids=block_ids,
+        block_ids=tuple(s.block_ids[:n] for s, n in zip(steps, num_blocks, strict=True)),
         num_decodes=sum(len(step.tokens) == 1 for step in steps),
         sample_rows=torch.tensor(rows, dtype=torch.int64),
         score_rows=torch.tensor(_score_rows(steps), dtype=torch.int64),
@@ -120,36 +124,31 @@ def _sampling(steps: list[SequenceStep]) -> SamplingInputs:
     )
 
 
-def _check(step: SequenceStep, block_size: int, max_model_len: int) -> None:
-    if step.previous is not None:
-        raise Internal("this executor runs steps one by one: tokens must be known")
+def check_step(step: SequenceStep, limits: StepLimits) -> int:
+    """How many blocks the step needs; raises Internal when something is out of range."""
+    end = _end(step)
     if not step.tokens or step.start < 0:
         raise Internal("a step without tokens or at a negative position")
     if len(step.targets) > len(step.tokens):
         raise Internal("more targets than tokens")
-    if _end(step) > max_model_len:
-        raise Internal(f"position {_end(step)} is past max_model_len {max_model_len}")
-    if len(step.block_ids) * block_size < _end(step):
-        raise Internal(f"{len(step.block_ids)} blocks do not hold {_end(step)} tokens")
+    if end > limits.max_model_len:
+        raise Internal(f"position {end} is past max_model_len {limits.max_model_len}")
+    if step.previous is not None and len(step.tokens) != 1:
+        raise Internal("only a single token can come from the step before")
+    if min(step.tokens) < 0 or max(step.tokens) >= limits.vocab_size:
+        raise Internal(f"token id outside 0 .. {limits.vocab_size - 1}")
+    if step.allowed is not None:
+        _check_mask(step.allowed, limits.vocab_size)
+    count = -(-end // limits.block_size)
+    if len(step.block_ids) < count:
+        raise Internal(f"{len(step.block_ids)} blocks do not hold {end} tokens")
+    if min(step.block_ids) < 0 or max(step.block_ids) >= limits.num_blocks:
+        raise Internal(f"block outside 0 .. {limits.num_blocks - 1}")
+    return count
 
 
-def check_mask(step: SequenceStep, vocab_size: int) -> None:
-    """Raise Internal when a step's mask is not one of this vocabulary, or allows nothing."""
-    if step.allowed is None:
-        return
-    if len(step.allowed) != mask_bytes(vocab_size):
-        raise Internal(f"a mask of {len(step.allowed)} bytes for {vocab_size} ids")
-    if not any(step.allowed):
+def _check_mask(allowed: bytes, vocab_size: int) -> None:
+    if len(allowed) != mask_bytes(vocab_size):
+        raise Internal(f"a mask of {len(allowed)} bytes for {vocab_size} ids")
+    if not any(allowed):
         raise Internal("a mask that allows no token")
-
-
-def _check_range(what: str, values: Tensor, limit: int) -> None:
-    low, high = values.aminmax()
-    if int(low) < 0 or int(high) >= limit:
-        raise Internal(f"{what} outside 0 .. {limit - 1}: {int(low)} .. {int(high)}")
-
-
-def _check_blocks(tables: tuple[tuple[int, ...], ...], num_blocks: int) -> None:
-    low, high = min(map(min, tables)), max(map(max, tables))
-    if low < 0 or high >= num_blocks:
-        raise Internal(f"block outside 0 .. {num_blocks - 1}: {low} .. {high}")

@@ -9,16 +9,17 @@ from torch import Tensor
 
 from engine.batch import StepBatch, StepResult
 from engine.config import EngineConfig
-from engine.inputs import PreparedStep, prepare_step
+from engine.inputs import PreparedStep, StepLimits, prepare_step
 from engine.kernels.base import Geometry, Kernels
 from engine.kernels.cpu import CpuKernels
 from engine.kv.pool import KVPool
 from engine.loader import Checkpoint
 from engine.model.config import ModelConfig
 from engine.model.llama import LlamaModel
-from engine.model.sharding import RankShare, rank_heads, share_of
+from engine.model.sharding import RankShare, share_of
+from engine.model.weights import WeightLoader
 from engine.native import kernels as native
-from engine.sizing import num_kv_blocks
+from engine.sizing import kv_layout, num_kv_blocks
 from engine.tp import TensorParallel
 from protocol.errors import Unsupported
 from protocol.kv_layout import KVFingerprint, KVLayout
@@ -55,7 +56,8 @@ class RankRunner:
             source = Checkpoint(config.model_path, self._dtype, self._device)
             source.check()
             self.fingerprint = _fingerprint(config, model, source.digest())
-            self.model = LlamaModel(model, share, source, self.kernels, tp, self.max_model_len)
+            loader = WeightLoader(model, share, source, self._device)
+            self.model = LlamaModel(loader, self.kernels, tp, self.max_model_len)
         self._tp = tp
 
     def choose_num_blocks(self) -> int:
@@ -64,14 +66,12 @@ class RankRunner:
 
     def open(self, num_blocks: int) -> None:
         """Make the KV pool."""
-        self.layout = KVLayout(
-            num_layers=self.model_config.num_layers,
-            num_kv_heads=self.model_config.num_kv_heads,
-            head_dim=self.model_config.head_dim,
+        self.layout = kv_layout(self.config, self.model_config, num_blocks)
+        self._limits = StepLimits(
             block_size=self.config.block_size,
             num_blocks=num_blocks,
-            dtype=self.config.dtype,
-            rank_heads=rank_heads(self.model_config, self._tp.size),
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
         )
         self.pool = KVPool(self.layout, self._tp.rank, self._dtype, self._device)
         if self.config.decode_copy_bytes and isinstance(self.kernels, CpuKernels):
@@ -81,13 +81,7 @@ class RankRunner:
 
     def prepare(self, batch: StepBatch) -> PreparedStep:
         """Lay the batch out in rows; raises Internal when it is not sound."""
-        return prepare_step(
-            batch,
-            block_size=self.layout.block_size,
-            num_blocks=self.layout.num_blocks,
-            vocab_size=self.vocab_size,
-            max_model_len=self.max_model_len,
-        )
+        return prepare_step(batch, self._limits)
 
     def run(self, step: PreparedStep) -> StepResult:
         """Run one step; on ranks other than 0 every token is None."""

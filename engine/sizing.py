@@ -1,4 +1,4 @@
-"""How many KV blocks fit."""
+"""How many KV blocks fit, and how they are laid out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine.config import EngineConfig
 from engine.errors import ModelRefused
 from engine.model.config import ModelConfig
 from engine.model.sharding import rank_heads
-from protocol.kv_layout import DTYPE_BYTES
+from protocol.kv_layout import DTYPE_BYTES, KVLayout
 
 #: Without any setting a CPU engine takes this share of the free memory, up to a cap.
 _FREE_SHARE = 8
@@ -29,6 +29,19 @@ def num_kv_blocks(config: EngineConfig, model: ModelConfig) -> int:
             param="kv_memory_bytes",
         )
     return blocks
+
+
+def kv_layout(config: EngineConfig, model: ModelConfig, num_blocks: int) -> KVLayout:
+    """Of a pool of so many blocks."""
+    return KVLayout(
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        dtype=config.dtype,
+        rank_heads=rank_heads(model, config.tp_size),
+    )
 
 
 def block_bytes(config: EngineConfig, model: ModelConfig) -> int:

@@ -18,13 +18,13 @@ from engine.cuda.layout import ChunkRows, DecodeRows
 from engine.cuda.pieces import PromptPieces
 from engine.cuda.prefill import ChunkAttention
 from engine.cuda.split_decode import SplitDecode
-from engine.cuda.weights import LayerWeights, ModelWeights
 from engine.kernels import triton_elementwise as elementwise
 from engine.kernels.triton_attention import DecodeScratch, DecodeShape, decode_attention
 from engine.kernels.triton_linear import linear, shared_linear
 from engine.kernels.triton_reduce import reduce_normed
 from engine.model.config import ModelConfig
 from engine.model.sharding import RankShare
+from engine.model.weights import LayerWeights, ModelWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

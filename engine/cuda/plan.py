@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from engine.batch import SequenceStep, StepBatch
 from engine.cuda.layout import is_filtered
-from engine.inputs import check_mask
+from engine.inputs import StepLimits, check_step
 from engine.kernels.logprobs import LogprobRows
 from engine.kernels.masks import TokenMasks
 from engine.kernels.penalties import Penalties
@@ -17,13 +17,9 @@ LONG_CONTEXT = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What a step may hold; schedulers plan within it. `pinned`: its plans go to a GPU."""
+class Limits(StepLimits):
+    """What a step may hold, too. `pinned`: its plans go to a GPU."""
 
-    block_size: int
-    num_blocks: int
-    vocab_size: int
-    max_model_len: int
     max_batch: int
     max_chunk_tokens: int
     pinned: bool = False
@@ -68,8 +64,8 @@ def plan_step(batch: StepBatch, limits: Limits, previous: list[int | None]) -> S
     chunk_order = [i for i in order if not _is_decode(batch.sequences[i])]
     decodes = [batch.sequences[i] for i in decode_order]
     chunks = [batch.sequences[i] for i in chunk_order]
-    decode_blocks = [_check(step, limits) for step in decodes]
-    chunk_blocks = [_check(step, limits) for step in chunks]
+    decode_blocks = [check_step(step, limits) for step in decodes]
+    chunk_blocks = [check_step(step, limits) for step in chunks]
     _check_totals(decodes, chunks, limits)
     results: list[int | None] = [None] * len(order)
     for row, i in enumerate(decode_order):
@@ -109,28 +105,6 @@ def _feed(step: SequenceStep, previous: list[int | None]) -> int:
     if row is None:
         raise Internal(f"sequence {step.previous} of the step before sampled nothing to go on from")
     return row
-
-
-def _check(step: SequenceStep, limits: Limits) -> int:
-    """How many blocks the step needs."""
-    end = step.start + len(step.tokens)
-    if not step.tokens or step.start < 0:
-        raise Internal("a step without tokens or at a negative position")
-    if len(step.targets) > len(step.tokens):
-        raise Internal("more targets than tokens")
-    if end > limits.max_model_len:
-        raise Internal(f"position {end} is past max_model_len {limits.max_model_len}")
-    if step.previous is not None and len(step.tokens) != 1:
-        raise Internal("only a single token can come from the step before")
-    if min(step.tokens) < 0 or max(step.tokens) >= limits.vocab_size:
-        raise Internal(f"token id outside 0 .. {limits.vocab_size - 1}")
-    check_mask(step, limits.vocab_size)
-    count = -(-end // limits.block_size)
-    if len(step.block_ids) < count:
-        raise Internal(f"{len(step.block_ids)} blocks do not hold {end} tokens")
-    if min(step.block_ids) < 0 or max(step.block_ids) >= limits.num_blocks:
-        raise Internal(f"block outside 0 .. {limits.num_blocks - 1}")
-    return count
 
 
 def _check_totals(decodes: list[SequenceStep], chunks: list[SequenceStep], limits: Limits) -> None:

@@ -22,15 +22,14 @@ from engine.cuda.prefill import ChunkAttention, cudnn_serves
 from engine.cuda.sampler import TokenSampler
 from engine.cuda.split_decode import SplitDecode
 from engine.cuda.staging import Lane, StagingRing, to_device, to_host
-from engine.cuda.weights import WeightLoader
 from engine.errors import RankLost
 from engine.kernels.logprobs import LogprobRows
 from engine.kernels.triton_attention import DecodeScratch, DecodeShape, decode_shape
 from engine.kv.pool import KVPool
 from engine.model.config import ModelConfig
-from engine.model.llama import WeightSource
-from engine.model.sharding import rank_heads, share_of
-from engine.sizing import block_bytes
+from engine.model.sharding import share_of
+from engine.model.weights import WeightLoader, WeightSource
+from engine.sizing import block_bytes, kv_layout
 from protocol.kv_layout import KVLayout
 from protocol.logprobs import TokenLogprobs
 from protocol.sampling import SamplingParams
@@ -159,7 +158,7 @@ class CudaRunner:
         """Everything but weights and KV at the peak of the largest step of prompt tokens."""
         tokens = min(self.options.max_chunk_tokens, self.max_model_len - 1)
         before = torch.cuda.memory_allocated(self.device)
-        self._open_pool(1)
+        self.open(1)
         torch.cuda.reset_peak_memory_stats(self.device)
         blocks = -(-tokens // self.config.block_size)
         probe = SequenceStep(
@@ -178,38 +177,9 @@ class CudaRunner:
         return peak
 
     def open(self, num_blocks: int) -> None:
-        """Make the KV pool."""
-        self._open_pool(num_blocks)
-
-    def start(self, comm: Communicator | None = None) -> None:
-        """Join the other ranks, plan prompt attention, capture the decode graphs."""
-        self.model.comm = comm or Solo()
-        self.plan_attention(self.options.max_batch)
-        with torch.inference_mode():
-            if self._graphs_on:
-                sizes = reversed(self._batches)
-                self._graphs.capture_all((n, long) for n in sizes for long in (False, True))
-            if self._pieces is not None:
-                self._pieces.capture(self.layout.num_layers)
-
-    def plan_attention(self, max_prompts: int) -> None:
-        """Plan attention of up to `max_prompts` long prompts at once, for steps of this thread."""
-        if self._dense:
-            longest = min(self.options.max_chunk_tokens, self.max_model_len)
-            with torch.inference_mode(), self._lane.active():
-                self._attention.make_plans(longest, max_prompts, self._dtype, self.device)
-
-    def _open_pool(self, num_blocks: int) -> None:
-        config, model, options = self.config, self.model_config, self.options
-        self.layout = KVLayout(
-            num_layers=model.num_layers,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            block_size=config.block_size,
-            num_blocks=num_blocks,
-            dtype=config.dtype,
-            rank_heads=rank_heads(model, config.tp_size),
-        )
+        """Make the KV pool, and what steps need beside it."""
+        config, options = self.config, self.options
+        self.layout = kv_layout(config, self.model_config, num_blocks)
         self._limits = Limits(
             block_size=config.block_size,
             num_blocks=num_blocks,
@@ -245,6 +215,24 @@ class CudaRunner:
         if device.type == "cuda":
             # All this was filled on another stream than the one that steps run on.
             torch.cuda.synchronize(device)
+
+    def start(self, comm: Communicator | None = None) -> None:
+        """Join the other ranks, plan prompt attention, capture the decode graphs."""
+        self.model.comm = comm or Solo()
+        self.plan_attention(self.options.max_batch)
+        with torch.inference_mode():
+            if self._graphs_on:
+                sizes = reversed(self._batches)
+                self._graphs.capture_all((n, long) for n in sizes for long in (False, True))
+            if self._pieces is not None:
+                self._pieces.capture(self.layout.num_layers)
+
+    def plan_attention(self, max_prompts: int) -> None:
+        """Plan attention of up to `max_prompts` long prompts at once, for steps of this thread."""
+        if self._dense:
+            longest = min(self.options.max_chunk_tokens, self.max_model_len)
+            with torch.inference_mode(), self._lane.active():
+                self._attention.make_plans(longest, max_prompts, self._dtype, self.device)
 
     def _make_pieces(self) -> PromptPieces | None:
         self._piece_sizes = piece_sizes(self.options.max_chunk_tokens)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.cuda.weights import ModelWeights
 from engine.kernels.triton_elementwise import rms_norm
 from engine.kernels.triton_split_linear import (
     MAX_ROWS,
@@ -23,6 +22,7 @@ from engine.kernels.triton_split_linear import (
     split_linear,
     split_shape,
 )
+from engine.model.weights import ModelWeights
 
 #: Fewer rows than this stay with torch.
 MIN_ROWS = 2

@@ -11,13 +11,13 @@ from engine.tp import TensorParallel
 class RowParallelLinear:
     """x W^T + b with W split by input columns: every rank holds a partial sum, all-reduced here.
 
-    The bias must be given on rank 0 only, so that it counts once.
+    The bias is given on rank 0 only, so that it counts once.
     """
 
     def __init__(
         self, kernels: Kernels, weight: Tensor, bias: Tensor | None, tp: TensorParallel
     ) -> None:
-        self._linear = kernels.linear(weight, bias if tp.rank == 0 else None)
+        self._linear = kernels.linear(weight, bias)
         self._tp = tp
         self._fuses = kernels.fuses_residual
 

@@ -7,111 +7,33 @@ block adds and the next norm sums, or None where the device has fused that sum i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.kernels.base import Kernels, Linear, Product, StepInputs
+from engine.kernels.base import Kernels, StepInputs
 from engine.layers.linear import RowParallelLinear
-from engine.layers.rotary import rotary_tables
 from engine.layers.vocabulary import VocabularyEmbedding, VocabularyHead
-from engine.model.config import ModelConfig
-from engine.model.sharding import RankShare, Span
+from engine.model.weights import LayerWeights, WeightLoader
 from engine.tp import TensorParallel
-
-
-class WeightSource(Protocol):
-    """Where weights come from: slices of named tensors, in the dtype and on the device wanted."""
-
-    def read(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        *,
-        rows: Span | None = None,
-        columns: Span | None = None,
-    ) -> Tensor:
-        """The slice of tensor `name`, whose whole shape must be `shape`."""
-        ...
 
 
 class LlamaLayer:
     """Attention and MLP of one decoder layer."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        share: RankShare,
-        index: int,
-        source: WeightSource,
-        kernels: Kernels,
-        tp: TensorParallel,
+        self, weights: LayerWeights, eps: float, kernels: Kernels, tp: TensorParallel
     ) -> None:
         self._kernels = kernels
-        self._eps = config.rms_norm_eps
-        self._config = config
-        self._source = source
-        self._prefix = f"model.layers.{index}."
-        self._attention_norm = self._norm("input_layernorm")
-        self._mlp_norm = self._norm("post_attention_layernorm")
-        self._qkv = self._load_qkv(share)
-        self._out = self._load_row(
-            "self_attn.o_proj",
-            config.num_heads * config.head_dim,
-            _times(share.q_heads, config.head_dim),
-            config.attention_bias,
-            tp,
-        )
-        self._gate_up = self._load_gate_up(share)
-        self._down = self._load_row(
-            "mlp.down_proj", config.intermediate_size, share.intermediate, config.mlp_bias, tp
-        )
-        del self._source
-
-    def _norm(self, name: str) -> Tensor:
-        return self._source.read(f"{self._prefix}{name}.weight", (self._config.hidden_size,))
-
-    def _column(
-        self, name: str, total: int, rows: Span, bias: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        shape = (total, self._config.hidden_size)
-        weight = self._source.read(f"{self._prefix}{name}.weight", shape, rows=rows)
-        if not bias:
-            return weight, None
-        return weight, self._source.read(f"{self._prefix}{name}.bias", (total,), rows=rows)
-
-    def _load_qkv(self, share: RankShare) -> Linear:
-        config, dim = self._config, self._config.head_dim
-        parts = [
-            self._column(
-                f"self_attn.{name}_proj", heads * dim, _times(span, dim), config.attention_bias
-            )
-            for name, heads, span in (
-                ("q", config.num_heads, share.q_heads),
-                ("k", config.num_kv_heads, share.kv_heads),
-                ("v", config.num_kv_heads, share.kv_heads),
-            )
-        ]
-        biases = [bias for _, bias in parts if bias is not None]
-        weight = torch.cat([weight for weight, _ in parts])
-        return self._kernels.linear(weight, torch.cat(biases) if biases else None)
-
-    def _load_gate_up(self, share: RankShare) -> Product:
-        config = self._config
-        (gate, gate_bias), (up, up_bias) = (
-            self._column(name, config.intermediate_size, share.intermediate, config.mlp_bias)
-            for name in ("mlp.gate_proj", "mlp.up_proj")
-        )
-        return self._kernels.gated_linear(gate, up, gate_bias, up_bias)
-
-    def _load_row(
-        self, name: str, total: int, columns: Span, bias: bool, tp: TensorParallel
-    ) -> RowParallelLinear:
-        hidden = self._config.hidden_size
-        weight = self._source.read(f"{self._prefix}{name}.weight", (hidden, total), columns=columns)
-        added = self._source.read(f"{self._prefix}{name}.bias", (hidden,)) if bias else None
-        return RowParallelLinear(self._kernels, weight, added, tp)
+        self._eps = eps
+        self._attention_norm, self._mlp_norm = weights.attention_norm, weights.mlp_norm
+        self._qkv = kernels.linear(weights.qkv, weights.qkv_bias)
+        self._out = RowParallelLinear(kernels, weights.out, weights.out_bias, tp)
+        gate, up = weights.gate_up.chunk(2)
+        biases = (None, None) if weights.gate_up_bias is None else weights.gate_up_bias.chunk(2)
+        self._gate_up = kernels.gated_linear(gate, up, *biases)
+        self._down = RowParallelLinear(kernels, weights.down, weights.down_bias, tp)
 
     def attention_inputs(
         self, h: Tensor, delta: Tensor | None, kv: Tensor, plan: Any
@@ -132,29 +54,23 @@ class LlamaModel:
 
     def __init__(
         self,
-        config: ModelConfig,
-        share: RankShare,
-        source: WeightSource,
+        loader: WeightLoader,
         kernels: Kernels,
         tp: TensorParallel,
         max_positions: int,
     ) -> None:
+        config = loader.config
         self._kernels = kernels
         self._eps = config.rms_norm_eps
-        cos, sin = rotary_tables(config.rope, config.head_dim, max_positions)
-        self._cos = cos.to(kernels.geometry.device)
-        self._sin = sin.to(kernels.geometry.device)
-        shape = (config.vocab_size, config.hidden_size)
-        table = _padded(source.read("model.embed_tokens.weight", shape, rows=share.vocab), share)
-        self._embedding = VocabularyEmbedding(kernels, table, share, tp)
+        self._cos, self._sin = loader.rotations(max_positions)
+        table = loader.embedding()
+        self._embedding = VocabularyEmbedding(kernels, table, loader.share, tp)
         self._layers = [
-            LlamaLayer(config, share, index, source, kernels, tp)
+            LlamaLayer(loader.layer(index), self._eps, kernels, tp)
             for index in range(config.num_layers)
         ]
-        self._norm = source.read("model.norm.weight", (config.hidden_size,))
-        if not config.tie_word_embeddings:
-            table = _padded(source.read("lm_head.weight", shape, rows=share.vocab), share)
-        self._head = VocabularyHead(kernels, table, config.vocab_size, tp)
+        self._norm = loader.norm()
+        self._head = VocabularyHead(kernels, loader.head(table), config.vocab_size, tp)
         kernels.loaded()
 
     def forward(
@@ -194,14 +110,3 @@ class LlamaModel:
         x, _ = self._kernels.add_rms_norm(h, delta, self._norm, self._eps)
         logits = self._head(x[:num_sampled]) if num_sampled else None
         return logits, x[num_sampled:] if num_scored else None
-
-
-def _times(span: Span, factor: int) -> Span:
-    return span[0] * factor, span[1] * factor
-
-
-def _padded(table: Tensor, share: RankShare) -> Tensor:
-    missing = share.vocab_rows - table.shape[0]
-    if missing == 0:
-        return table
-    return torch.cat((table, table.new_zeros(missing, table.shape[1])))

@@ -6,7 +6,7 @@ from engine.batch import SequenceStep, StepBatch
 from engine.config import EngineConfig
 from engine.cuda.options import CudaOptions
 from engine.cuda.runner import CudaRunner
-from engine.inputs import prepare_step
+from engine.inputs import StepLimits, prepare_step
 from engine.kernels.base import Geometry
 from engine.kernels.cpu import CpuKernels
 from engine.kernels.masks import mask_bytes
@@ -14,6 +14,7 @@ from engine.kv.pool import KVPool
 from engine.model.config import ModelConfig
 from engine.model.llama import LlamaModel
 from engine.model.sharding import share_of
+from engine.model.weights import WeightLoader
 from engine.runner import run_prepared
 from engine.tp import TensorParallel
 from protocol.sampling import SamplingParams
@@ -88,19 +89,20 @@ class Reference:
             )
         )
         self.config = config
-        self.model = LlamaModel(config, share, HostSource(), self.kernels, tp, 160)
+        loader = WeightLoader(config, share, HostSource(), torch.device("cpu"))
+        self.model = LlamaModel(loader, self.kernels, tp, 160)
 
     def open(self, layout):
         self.pool = KVPool(layout, 0, torch.float32, torch.device("cpu"))
 
     def run(self, batch):
-        step = prepare_step(
-            batch,
+        limits = StepLimits(
             block_size=16,
             num_blocks=NUM_BLOCKS,
             vocab_size=self.config.vocab_size,
             max_model_len=160,
         )
+        step = prepare_step(batch, limits)
         with torch.inference_mode():
             return run_prepared(self.model, self.kernels, self.pool.layers, step)
 

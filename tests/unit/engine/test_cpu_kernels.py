@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.batch import StepBatch
-from engine.inputs import prepare_step
+from engine.inputs import StepLimits, prepare_step
 from engine.kernels import cpu, onednn, reference
 from engine.kernels.base import Geometry, StepInputs
 from tests.support.engine import chunk
@@ -38,9 +38,8 @@ def step_of(lengths: list[tuple[int, int]]) -> StepInputs:
         blocks, free = free[:needed], free[needed:]
         steps.append(chunk([1] * now, before, blocks))
     batch = StepBatch(sequences=tuple(steps))
-    return prepare_step(
-        batch, block_size=BLOCK, num_blocks=NUM_BLOCKS, vocab_size=2, max_model_len=200
-    ).inputs
+    limits = StepLimits(block_size=BLOCK, num_blocks=NUM_BLOCKS, vocab_size=2, max_model_len=200)
+    return prepare_step(batch, limits).inputs
 
 
 def tables(inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

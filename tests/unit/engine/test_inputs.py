@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from engine.batch import StepBatch
-from engine.inputs import prepare_step
+from engine.inputs import StepLimits, prepare_step
 from protocol.errors import Internal
 from tests.support.engine import chunk
 
 
 def prepare(*steps, **limits):
     settings = {"block_size": 4, "num_blocks": 10, "vocab_size": 50, "max_model_len": 32} | limits
-    return prepare_step(StepBatch(sequences=steps), **settings)
+    return prepare_step(StepBatch(sequences=steps), StepLimits(**settings))
 
 
 def test_decodes_come_first_longest_context_first_and_results_map_back():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.batch import StepBatch
-from engine.inputs import prepare_step
+from engine.inputs import StepLimits, prepare_step
 from engine.kernels import reference
 from engine.kernels.base import Geometry, StepInputs
 from engine.kernels.cpu import CpuKernels
@@ -39,6 +39,7 @@ LAYOUT = KVLayout(
     dtype="float32",
     rank_heads=((0, 2),),
 )
+LIMITS = StepLimits(block_size=BLOCK, num_blocks=NUM_BLOCKS, vocab_size=1, max_model_len=400)
 COS, SIN = torch.ones(400, DIM // 2), torch.zeros(400, DIM // 2)
 
 
@@ -82,9 +83,7 @@ class World:
         """Run a step; every row of every layer must attend to what the plain pool holds."""
         steps = [chunk([0] * n, s.length, s.blocks) for s, n in work]
         batch = StepBatch(sequences=tuple(steps))
-        inputs = prepare_step(
-            batch, block_size=BLOCK, num_blocks=NUM_BLOCKS, vocab_size=1, max_model_len=400
-        ).inputs
+        inputs = prepare_step(batch, LIMITS).inputs
         plan = self.kernels.prepare(inputs, COS, SIN)
         starts = torch.tensor([0, *inputs.queries]).cumsum(0)
         width = max(map(len, inputs.block_ids))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.batch import StepBatch
-from engine.inputs import prepare_step
+from engine.inputs import StepLimits, prepare_step
 from engine.kernels import reference
 from engine.kernels.base import Geometry, StepInputs
 from engine.kernels.cpu import CpuPlan
@@ -54,10 +54,7 @@ def step_of(lengths: list[tuple[int, int]], block: int) -> StepInputs:
         steps.append(chunk([1] * now, before, blocks))
     return prepare_step(
         StepBatch(sequences=tuple(steps)),
-        block_size=block,
-        num_blocks=NUM_BLOCKS,
-        vocab_size=2,
-        max_model_len=1000,
+        StepLimits(block_size=block, num_blocks=NUM_BLOCKS, vocab_size=2, max_model_len=1000),
     ).inputs
 
 

@@ -1,16 +1,31 @@
-"""One rank's weights on its device, with the projections that share an input fused into one."""
+"""One rank's weights, with the projections that share an input fused into one."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine.layers.rotary import rotary_tables
 from engine.model.config import ModelConfig
-from engine.model.llama import WeightSource
 from engine.model.sharding import RankShare, Span
+
+
+class WeightSource(Protocol):
+    """Where weights come from: slices of named tensors, in the dtype and on the device wanted."""
+
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: Span | None = None,
+        columns: Span | None = None,
+    ) -> Tensor:
+        """The slice of tensor `name`, whose whole shape must be `shape`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,36 +65,53 @@ class WeightLoader:
     def __init__(
         self, config: ModelConfig, share: RankShare, source: WeightSource, device: torch.device
     ) -> None:
-        self._config = config
-        self._share = share
+        self.config = config
+        self.share = share
         self._source = source
         self._device = device
 
     def load(self, max_positions: int) -> ModelWeights:
         """Everything, layer by layer."""
-        config = self._config
-        cos, sin = rotary_tables(config.rope, config.head_dim, max_positions)
-        embedding = self._vocabulary("model.embed_tokens.weight")
-        tied = config.tie_word_embeddings
+        cos, sin = self.rotations(max_positions)
+        embedding = self.embedding()
         return ModelWeights(
             embedding=embedding,
-            layers=tuple(self._layer(index) for index in range(config.num_layers)),
-            norm=self._source.read("model.norm.weight", (config.hidden_size,)),
-            head=embedding if tied else self._vocabulary("lm_head.weight"),
-            cos=cos.to(self._device),
-            sin=sin.to(self._device),
+            layers=tuple(self.layer(index) for index in range(self.config.num_layers)),
+            norm=self.norm(),
+            head=self.head(embedding),
+            cos=cos,
+            sin=sin,
         )
 
+    def rotations(self, max_positions: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of so many positions."""
+        cos, sin = rotary_tables(self.config.rope, self.config.head_dim, max_positions)
+        return cos.to(self._device), sin.to(self._device)
+
+    def embedding(self) -> Tensor:
+        """This rank's rows of the vocabulary, zeros behind them up to `vocab_rows`."""
+        return self._vocabulary("model.embed_tokens.weight")
+
+    def head(self, embedding: Tensor) -> Tensor:
+        """The same of the head, which may be the embedding."""
+        tied = self.config.tie_word_embeddings
+        return embedding if tied else self._vocabulary("lm_head.weight")
+
+    def norm(self) -> Tensor:
+        """That of the whole model."""
+        return self._norm("model.norm")
+
     def _vocabulary(self, name: str) -> Tensor:
-        shape = (self._config.vocab_size, self._config.hidden_size)
-        table = self._source.read(name, shape, rows=self._share.vocab)
-        missing = self._share.vocab_rows - table.shape[0]
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        table = self._source.read(name, shape, rows=self.share.vocab)
+        missing = self.share.vocab_rows - table.shape[0]
         if missing == 0:
             return table
         return torch.cat((table, table.new_zeros(missing, table.shape[1])))
 
-    def _layer(self, index: int) -> LayerWeights:
-        config, share = self._config, self._share
+    def layer(self, index: int) -> LayerWeights:
+        """One decoder layer."""
+        config, share = self.config, self.share
         prefix, dim = f"model.layers.{index}.", config.head_dim
         q = (config.num_heads * dim, _times(share.q_heads, dim))
         kv = (config.num_kv_heads * dim, _times(share.kv_heads, dim))
@@ -103,13 +135,13 @@ class WeightLoader:
         )
 
     def _norm(self, name: str) -> Tensor:
-        return self._source.read(f"{name}.weight", (self._config.hidden_size,))
+        return self._source.read(f"{name}.weight", (self.config.hidden_size,))
 
     def _rows(self, name: str, total: int, rows: Span) -> Tensor:
-        return self._source.read(f"{name}.weight", (total, self._config.hidden_size), rows=rows)
+        return self._source.read(f"{name}.weight", (total, self.config.hidden_size), rows=rows)
 
     def _columns(self, name: str, total: int, columns: Span) -> Tensor:
-        shape = (self._config.hidden_size, total)
+        shape = (self.config.hidden_size, total)
         return self._source.read(f"{name}.weight", shape, columns=columns)
 
     def _biases(self, parts: list[tuple[str, int, Span]], wanted: bool) -> Tensor | None:
@@ -120,9 +152,9 @@ class WeightLoader:
         )
 
     def _row_bias(self, name: str, wanted: bool) -> Tensor | None:
-        if not wanted or self._share.rank:
+        if not wanted or self.share.rank:
             return None
-        return self._source.read(f"{name}.bias", (self._config.hidden_size,))
+        return self._source.read(f"{name}.bias", (self.config.hidden_size,))
 
 
 class RandomSource:
