@@ -10,6 +10,7 @@ from pathlib import Path
 from cluster.config import ClusterConfig, NetworkSection, PoolSection
 from engine.model.config import ModelConfig
 from engine.model.sharding import allowed_degrees
+from kv_transfer.config import BackendName
 from protocol.errors import BatonError, InvalidRequest
 from protocol.ids import Role
 from router.access import Access
@@ -186,10 +187,10 @@ def _check_pool(config: ClusterConfig, role: Role, model: ModelConfig) -> None:
             f"{pool.engine.tp_size} does not suit {model.num_heads} query and "
             f"{model.num_kv_heads} KV heads; allowed: {', '.join(map(str, allowed))}",
         )
-    _check_device(pool, where)
+    _check_device(pool, where, config.transfer.backend)
 
 
-def _check_device(pool: PoolSection, where: str) -> None:
+def _check_device(pool: PoolSection, where: str, backend: BackendName) -> None:
     on_gpu, gpus = pool.engine.device == "cuda", pool.placement.gpus
     if not on_gpu and pool.engine.device != "cpu":
         raise _refuse(
@@ -199,6 +200,10 @@ def _check_device(pool: PoolSection, where: str) -> None:
     if on_gpu and gpus != 1:
         raise _refuse(
             f"{where}.placement.gpus", f"must be 1 for each rank on device cuda, got {gpus}"
+        )
+    if not on_gpu and backend in (BackendName.NCCL, BackendName.CUDA_IPC):
+        raise _refuse(
+            "transfer.backend", f"{backend} needs GPUs, but {where}.engine.device is 'cpu'"
         )
     if not on_gpu and gpus:
         raise _refuse(

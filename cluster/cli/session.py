@@ -6,12 +6,14 @@ import contextlib
 import io
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from typing import Any
 
 from cluster.local_ray import RunningCluster, load_state, lost_daemons, ray_environment
 from protocol.errors import Unavailable
 
+_REACH_S = 5.0
 _NO_CLUSTER = "no cluster is up here: start one with `baton up CONFIG`"
 
 
@@ -42,7 +44,10 @@ def connect(state: RunningCluster) -> None:
 
     if ray.is_initialized():
         return
+    host, colon, port = state.address.rpartition(":")
     try:
+        if colon:  # Ray would try for minutes
+            socket.create_connection((host, int(port)), timeout=_REACH_S).close()
         # Ray prints what it thinks of the cluster; the command has its own words.
         with contextlib.redirect_stderr(io.StringIO()):
             ray.init(
@@ -51,7 +56,7 @@ def connect(state: RunningCluster) -> None:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise Unavailable(
             f"the Ray cluster at {state.address} does not answer: {reason}"

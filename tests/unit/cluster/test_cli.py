@@ -327,6 +327,13 @@ def test_a_start_that_was_cut_off_is_said(capsys: pytest.CaptureFixture[str]) ->
     assert "cut off: `baton down`" in error
 
 
+def test_a_ray_that_is_not_there_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    save_state(RunningCluster(address="127.0.0.1:1", token="", config="c"))
+    code, error = one_line_error(["status"], capsys)
+    assert code == EXIT_FAILED
+    assert "the Ray cluster at 127.0.0.1:1 does not answer: [Errno 111]" in error
+
+
 def test_models_list_and_path(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = home / "models" / "mine"
     folder.mkdir(parents=True)

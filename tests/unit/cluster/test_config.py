@@ -253,6 +253,7 @@ def test_empty_section_is_all_defaults(tmp_path: Path) -> None:
         (["decode.engine.tp_size=5"], "decode.engine.tp_size", "9 query and 3 KV heads"),
         (["decode.engine.device=cuda"], "decode.placement.gpus", "must be 1"),
         (["decode.engine.device=cuda:1"], "decode.engine.device", "Ray picks the GPU"),
+        (["transfer.backend=nccl"], "transfer.backend", "needs GPUs, but prefill"),
         (["prefill.engine.device=tpu"], "prefill.engine.device", "'cpu' or 'cuda'"),
         (["prefill.placement.gpus=1"], "prefill.placement.gpus", "device is 'cpu'"),
     ],

