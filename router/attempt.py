@@ -105,6 +105,7 @@ class Attempt:
         self.decode_started: float | None = None  # when its first token came
         self.num_cached_tokens: int | None = None  # of the prompt, once that is known
         self._merger = merger
+        self._num_known = len(merger.output_ids)  # of earlier attempts
         self._output = output
         self._clock = clock
         self._prefill = prefill
@@ -153,7 +154,7 @@ class Attempt:
         nothing from prefill is missing."""
         if ref.role is Role.PREFILL:
             self.prefill_reported.set()
-            if self.decode_started is not None and self._merger.output_ids:
+            if self.decode_started is not None and len(self._merger.output_ids) > self._num_known:
                 return
         error_class = HandoffFailed if ref.role is Role.PREFILL else Unavailable
         self.end(

@@ -10,9 +10,10 @@ import pytest
 
 from observability import metrics
 from protocol.errors import InvalidRequest, Overloaded, Unavailable
-from protocol.ids import Role
+from protocol.ids import RequestKey, Role
+from protocol.messages import ScoreEvent, TokenEvent
 from protocol.states import FinishReason
-from router.attempt import Attempt
+from router.attempt import Attempt, Outcome, TokenMerger
 from router.text.stream import TextStream
 from tests.support.router_doors import Doors, MakeDoors, letters, until
 from tests.support.stub_workers import StubFleet, StubWorker
@@ -186,6 +187,49 @@ async def test_a_lost_prefill_worker_after_its_commit_matters_to_nobody(
         await prefill.stop()
         assert await running == expected(30)
         assert len(decode.submitted) == 1
+
+
+@pytest.mark.parametrize("known", [[], [20, 21, 22]], ids=["first", "resumed"])
+@pytest.mark.parametrize("first_came", [False, True])
+async def test_a_lost_prefill_worker_matters_while_its_token_is_missing(
+    doors: Doors, known: list[int], first_came: bool
+) -> None:
+    """Decode has gone on from a token that the router has never seen."""
+    prefill = doors.fleet.refs[0]
+    merger, key = TokenMerger(), RequestKey("r", 1)
+    merger.output_ids += known
+    output = Taken()
+    attempt = Attempt(key, merger=merger, output=output, prefill=prefill, clock=time.time)
+    first = len(known)
+    attempt.on_token(TokenEvent(key=key, index=first + 1, token=31), Role.DECODE)
+    if first_came:
+        attempt.on_token(TokenEvent(key=key, index=first, token=30), Role.PREFILL)
+    attempt.on_lost(prefill, "gone")
+    ended = attempt.result()
+    if first_came:
+        assert (ended, output.tokens) == (None, [30, 31])
+    else:
+        assert ended is not None
+        assert (ended.outcome, ended.worker_id, ended.retriable) == (
+            Outcome.LOST,
+            prefill.worker_id,
+            True,
+        )
+        assert output.tokens == []
+
+
+class Taken:
+    """An output that only notes its tokens."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def take(self, event: TokenEvent) -> bool:
+        self.tokens.append(event.token)
+        return False
+
+    def score(self, event: ScoreEvent) -> None:
+        raise AssertionError("nothing is scored")
 
 
 async def test_a_retriable_failure_moves_on_to_another_worker(
