@@ -131,7 +131,9 @@ def _claim(config: ClusterConfig, source: str) -> RunningCluster:
     """The Ray to use; one of our own starts, where `baton down` finds it even if we are killed."""
     path = str(Path(source).absolute())
     if config.ray.address != _LOCAL:
-        return RunningCluster(address=config.ray.address, token="", config=path)
+        state = RunningCluster(address=config.ray.address, token="", config=path)
+        session.connect(state)
+        return state
     check_doors(config.network)
     spawned = spawn_local_ray(config.ray, path)
     try:
