@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -13,6 +13,8 @@ from router import fields as read
 
 MAX_MESSAGES = 1 << 13
 _MAX_PARTS = 1 << 10
+#: Parts and tool calls of all messages together: each takes microseconds on the event loop.
+_MAX_ITEMS = 1 << 13
 
 
 class ChatRole(StrEnum):
@@ -56,7 +58,23 @@ def parse_messages(value: object) -> tuple[ChatMessage, ...]:
     if not messages:
         raise InvalidRequest("messages must not be empty", param="messages")
     read.check_count(messages, MAX_MESSAGES, "messages")
+    check_items(len(_listed(m, "content")) + len(_listed(m, "tool_calls")) for m in messages)
     return tuple(_message(item, f"messages[{i}]") for i, item in enumerate(messages))
+
+
+def check_items(counts: Iterable[int]) -> None:
+    """Raise InvalidRequest when messages have too many parts and tool calls, so many each: before
+    anybody looks at them."""
+    total = sum(counts)
+    if total > _MAX_ITEMS:
+        raise InvalidRequest(
+            f"messages: at most {_MAX_ITEMS} parts and tool calls, got {total}", param="messages"
+        )
+
+
+def _listed(message: object, name: str) -> list[Any]:
+    items = message.get(name) if isinstance(message, dict) else None
+    return items if isinstance(items, list) else []
 
 
 def _message(value: object, path: str) -> ChatMessage:

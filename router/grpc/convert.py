@@ -16,7 +16,7 @@ from router import fields as read
 from router.admin import ClusterView, WorkerView
 from router.choice import Delta, Score
 from router.generation import Usage
-from router.messages import MAX_MESSAGES
+from router.messages import MAX_MESSAGES, check_items
 from router.request import MAX_PROMPTS, GenerateRequest, RequestKind
 from router.text.pieces import PieceTable
 from router.timeline import Timeline
@@ -108,6 +108,7 @@ def _prompt(prompt: pb.Prompt) -> str | Sequence[int] | None:
 
 def _messages(chat: pb.Chat) -> list[dict[str, Any]]:
     read.check_count(chat.messages, MAX_MESSAGES, "messages")
+    check_items(len(message.parts) + len(message.tool_calls) for message in chat.messages)
     return [_message(message, f"messages[{i}]") for i, message in enumerate(chat.messages)]
 
 

@@ -426,11 +426,20 @@ async def test_json_inside_a_request_is_as_deep_as_templates_can_follow(
         await expect_grpc_error(shared, request, "INVALID_ARGUMENT")
 
 
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 HUGE: dict[str, tuple[dict[str, Any], str]] = {
     "messages": ({"messages": HI * 9000}, "messages"),
     "parts": (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 2000}]},
         "messages[0].content",
+    ),
+    "parts of many messages": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 1000}] * 9},
+        "messages",
+    ),
+    "calls of many messages": (
+        {"messages": [{"role": "assistant", "tool_calls": [CALL] * 1000}] * 9},
+        "messages",
     ),
     "biases": ({"prompt": "hi", "logit_bias": {str(i): 1.0 for i in range(60_000)}}, "logit_bias"),
     "prompts": ({"prompt": ["hi"] * 50_000}, "prompt"),
