@@ -181,7 +181,9 @@ WORKER_WAITING_TOKENS = _gauge(
     "worker_waiting_tokens", "Prompt tokens accepted, not yet computed.", *WORKER_LABELS
 )
 WORKER_TOKEN_RATE = _gauge(
-    "worker_tokens_per_second", "Measured rate: prompt or output tokens.", *WORKER_LABELS
+    "worker_tokens_per_second",
+    "Measured rate: prompt tokens of steps with much to do, or output tokens.",
+    *WORKER_LABELS,
 )
 KV_CACHE_USAGE = _gauge(
     "kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", *WORKER_LABELS, vllm=True

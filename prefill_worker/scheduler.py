@@ -109,7 +109,10 @@ class PrefillScheduler(Scheduler[Entry, Command, Output]):
             if row is not None:
                 rows.append(row)
                 budget -= row.num_tokens
-        return self._flight.launch(rows, now)
+        # How fast work in line gets done: a few tokens alone take as long as many.
+        full = budget <= self._config.max_num_batched_tokens // 2
+        full = full or len(rows) == self._config.max_num_seqs
+        return self._flight.launch(rows, now, timed=full)
 
     def _rank(self, entry: Entry, now: float) -> tuple[bool, float, int]:
         """Shortest remaining work first, so that a short prompt never sits behind a whole long one;

@@ -153,7 +153,7 @@ class WorkerLoad:
     waiting_tokens: int = 0  # prompt tokens not yet computed (prefill: the backlog)
     free_blocks: int = 0  # credits: blocks that a new sequence could get now, cached ones included
     total_blocks: int = 0
-    tokens_per_second: float = 0.0  # measured prefill rate, or decode rate over all sequences
+    tokens_per_second: float = 0.0  # prefill: of steps with much to do; decode: of all sequences
     held_blocks: int = 0
     cached_blocks: int = 0
     quarantined_blocks: int = 0

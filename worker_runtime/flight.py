@@ -48,7 +48,7 @@ class Flight(Generic[E]):
     """Launched steps, oldest first. At most one may be in flight when the next one is launched."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[list[Row[E]], float]] = deque()
+        self._steps: deque[tuple[list[Row[E]], float, bool]] = deque()
         self._names: Counter[bytes] = Counter()
         self._claimed: set[bytes] = set()
         self._landed_at = -math.inf
@@ -66,12 +66,13 @@ class Flight(Generic[E]):
         self._claimed.update(names)
         return True
 
-    def launch(self, rows: list[Row[E]], now: float) -> StepBatch | None:
-        """The step that runs `rows`, which from now on are in flight; None without rows."""
+    def launch(self, rows: list[Row[E]], now: float, *, timed: bool = True) -> StepBatch | None:
+        """The step that runs `rows`, which from now on are in flight; None without rows. `timed`:
+        whether its rate is one that this worker is to be known by."""
         self._claimed.clear()
         if not rows:
             return None
-        self._steps.append((rows, now))
+        self._steps.append((rows, now, timed))
         for row in rows:
             if row.names:  # most have none, and updating with nothing is slow
                 self._names.update(row.names)
@@ -89,7 +90,7 @@ class Flight(Generic[E]):
 
     def land(self, now: float) -> list[Row[E]]:
         """The oldest step is over: its rows, in the order of the batch."""
-        rows, launched_at = self._steps.popleft()
+        rows, launched_at, timed = self._steps.popleft()
         for row in rows:
             row.entry.sequence.land(row.num_tokens, samples=row.samples)
             for name in row.names:
@@ -100,7 +101,8 @@ class Flight(Generic[E]):
         # Never less than nothing: somebody may have set the clock back.
         seconds = max(0.0, now - max(launched_at, self._landed_at))
         tokens = sum(row.num_tokens for row in rows)
-        self._rate.add(tokens, seconds)
+        if timed:
+            self._rate.add(tokens, seconds)
         if tokens == len(rows):
             self._decodes.append((tokens, seconds))
         if seconds >= _TELLING_S:
@@ -113,7 +115,7 @@ class Flight(Generic[E]):
         knows."""
         if not self._steps:
             return 0.0
-        rows, launched_at = self._steps[-1]
+        rows, launched_at, _ = self._steps[-1]
         tokens = sum(row.num_tokens for row in rows)
         if tokens == len(rows):
             times = sorted(s * min(1.0, tokens / n) for n, s in self._decodes)
@@ -124,5 +126,5 @@ class Flight(Generic[E]):
         return began + shortest - now if now >= began else 0.0  # the clock was set back
 
     def tokens_per_second(self) -> float:
-        """Smoothed over busy time; 0 before the first step."""
+        """Smoothed over the time of timed steps; 0 before the first."""
         return self._rate.per_second()

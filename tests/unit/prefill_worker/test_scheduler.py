@@ -205,6 +205,26 @@ def test_nothing_runs_and_nothing_is_held_before_the_grant() -> None:
     assert bench.turn()
 
 
+def test_a_few_tokens_alone_say_nothing_of_how_fast_work_gets_done() -> None:
+    """By the rate of one short prompt, routers would refuse what can well be served in time."""
+    bench = Bench(depth=2)  # a step lasts a second
+    bench.submit(make_submit("short", list(range(3))))
+    while bench.turn():
+        pass
+    assert bench.scheduler.load().tokens_per_second == 0.0
+    bench.submit(make_submit("long", list(range(50, 50 + 25))))
+    while bench.turn():
+        pass
+    assert bench.scheduler.load().tokens_per_second == pytest.approx(8.0)
+    for name in "abcd":
+        bench.submit(make_submit(name, [ord(name)] * 2))
+    for name in "efgh":
+        bench.submit(make_submit(name, [ord(name)]))
+    while bench.turn():
+        pass
+    assert 4.0 < bench.scheduler.load().tokens_per_second < 8.0  # four sequences, four tokens
+
+
 def test_blocks_that_decode_already_has_are_not_pushed() -> None:
     bench = Bench()
     key = bench.submit(make_submit("a", list(range(14))), cached=2)
