@@ -108,23 +108,19 @@ def check_resources(demands: Sequence[Demand], nodes: Sequence[Node]) -> None:
 
 def demands_of(config: ClusterConfig) -> tuple[Demand, ...]:
     """What each pool asks of Ray."""
-    pools = (("prefill", config.prefill), ("decode", config.decode))
-    return (
+    router = config.router
+    wishes = [("router", router.replicas, router.placement, 1)]
+    for role in Role:
+        pool = config.pool(role)
+        wishes.append((role.value, pool.replicas, pool.placement, pool.engine.tp_size))
+    return tuple(
         Demand(
-            pool="router",
-            replicas=config.router.replicas,
-            bundles=(config.router.placement.bundle(),),
-            labels=config.router.placement.labels,
-        ),
-        *(
-            Demand(
-                pool=name,
-                replicas=pool.replicas,
-                bundles=(pool.placement.bundle(),) * pool.engine.tp_size,
-                labels=pool.placement.labels,
-            )
-            for name, pool in pools
-        ),
+            pool=name,
+            replicas=replicas,
+            bundles=(placement.bundle(),) * ranks,
+            labels=placement.labels,
+        )
+        for name, replicas, placement, ranks in wishes
     )
 
 

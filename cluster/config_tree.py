@@ -24,10 +24,10 @@ _LIKE_ENOUGH = 0.65
 _POWER = {"b": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
-def build(cls: type[T], tree: object, *, derived: Derived, root: type | None = None) -> T:
+def build(cls: type[T], tree: object, *, derived: Derived) -> T:
     """The dataclass `cls` from a tree of dicts, lists and scalars. Raises InvalidRequest whose
     `param` is the dotted path at fault."""
-    return typing.cast(T, _build(cls, tree, "", _Context(root or cls, derived)))
+    return typing.cast(T, _build(cls, tree, "", _Context(cls, derived)))
 
 
 def leaf_paths(cls: type, derived: Derived) -> dict[str, Any]:

@@ -5,25 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from typing import Any
 
 import ray
-from ray.exceptions import RayError
 
 from cluster.admin import ClusterAdmin
 from cluster.config import ClusterConfig
-from cluster.directory import find_directory
 from cluster.heap import settle_heap
 from cluster.membership import Following, Kind, Member
 from cluster.models import find_model
-from cluster.watching import views
-from observability.logging import configure_logging, get_logger
+from cluster.watching import Registration
+from observability.logging import configure_logging
 from protocol.errors import Unavailable
 from protocol.ids import new_epoch
 from protocol.states import WorkerState
 from router.server import Router
-
-log = get_logger(__name__)
 
 _STARTING_S = 0.2
 #: Hosts to listen on that nobody can be sent to.
@@ -38,18 +33,19 @@ class RouterReplica:
         # One text at a time, in threads of ours: the tokenizer's own would only take cores.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._config = config
-        self._directory = find_directory()
+        self._registration = Registration(config.lifecycle)
         self._state = WorkerState.STARTING
         self._epoch = new_epoch()
         self._following = Following(grace_s=config.lifecycle.expiry_s)
         # Serve makes routers from the module that defines `scale`, so it cannot be imported above.
         from cluster.deployments import scale
 
-        secret = await self._directory.secret.remote()
+        directory = self._registration.directory
+        secret = await directory.secret.remote()
         self._router = Router(
             config.router_config(find_model(config.model.name)),
             secret=secret,
-            admin=ClusterAdmin(self._directory, config, secret=secret, scale=scale),
+            admin=ClusterAdmin(directory, config, secret=secret, scale=scale),
         )
         network = config.network
         await self._router.start(
@@ -73,15 +69,14 @@ class RouterReplica:
         """Leave: stop listening, finish what runs, end."""
         self._state = WorkerState.DRAINING
         self._heart.cancel()
-        await self._report()
+        await self._registration.report(self._member())
         await self._router.retire()
         self._watch.cancel()
         await self._router.stop()
-        await self._tell(self._directory.leave.remote(self._router.router_id, self._epoch))
+        await self._registration.leave(self._member())
 
     async def _follow(self) -> None:
-        pause_s = self._config.lifecycle.heartbeat_s
-        async for view in views(self._directory, pause_s=pause_s):
+        async for view in self._registration.views():
             self._router.set_workers(self._following.take(view, time.monotonic()))
             routers = view.of(Kind.ROUTER, WorkerState.STARTING, WorkerState.READY)
             self._router.set_routers([member.metrics for member in routers])
@@ -92,19 +87,9 @@ class RouterReplica:
             if self._state is WorkerState.STARTING and self._router.ready:
                 self._state = WorkerState.READY
                 self._router.warm_up()
-            await self._report()
+            await self._registration.report(self._member())
             starting = self._state is WorkerState.STARTING
             await asyncio.sleep(_STARTING_S if starting else self._config.lifecycle.heartbeat_s)
-
-    async def _report(self) -> None:
-        await self._tell(self._directory.report.remote(self._member()))
-
-    async def _tell(self, call: Any) -> None:
-        try:
-            async with asyncio.timeout(self._config.lifecycle.expiry_s):
-                await call
-        except (RayError, TimeoutError) as error:
-            log.warning("the directory does not answer", extra={"error": str(error)})
 
     def _member(self) -> Member:
         addresses = self._router.addresses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,14 +45,9 @@ def set_replicas(kind: Kind, replicas: int) -> bool:
 
 def pool_statuses() -> dict[Kind, PoolStatus]:
     """Every pool that Serve knows."""
-    details = _details()
-    found: dict[Kind, PoolStatus] = {}
-    for kind in Kind:
-        application = details.get(kind.value)
-        if application is None:
-            continue
-        found[kind] = _pool_status(kind, application)
-    return found
+    details = ray.get(_controller().get_serve_instance_details.remote())
+    known = details.get("applications", {})
+    return {kind: _pool_status(kind, known[kind.value]) for kind in Kind if kind.value in known}
 
 
 def undeploy(timeout_s: float) -> bool:
@@ -73,16 +69,9 @@ def _controller() -> Any:
         raise NotFound("Ray Serve does not run on this cluster") from error
 
 
-def _details() -> dict[str, Any]:
-    details = ray.get(_controller().get_serve_instance_details.remote())
-    return dict(details.get("applications", {}))
-
-
 def _pool_status(kind: Kind, application: Mapping[str, Any]) -> PoolStatus:
     deployment = application.get("deployments", {}).get(kind.value, {})
-    counts: dict[str, int] = {}
-    for replica in deployment.get("replicas", ()):
-        counts[replica["state"]] = counts.get(replica["state"], 0) + 1
+    counts = Counter(replica["state"] for replica in deployment.get("replicas", ()))
     messages = (application.get("message", ""), deployment.get("message", ""))
     states = (application.get("status"), deployment.get("status"))
     return PoolStatus(

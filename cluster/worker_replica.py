@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 from ray import serve
-from ray.exceptions import RayError
 
 from cluster.config import AUTO, ClusterConfig
-from cluster.directory import find_directory
 from cluster.heap import settle_heap
 from cluster.membership import Departures, Kind, Member
 from cluster.models import find_model
 from cluster.ranks import on_own_gpu, start_followers
-from cluster.watching import views
+from cluster.watching import Registration
 from observability.logging import configure_logging, get_logger
 from protocol.errors import Unavailable
 from protocol.ids import Role
@@ -48,10 +46,11 @@ class WorkerReplica:
         configure_logging()
         self._config = config
         self._finished = False
-        self._directory = find_directory()
+        self._registration = Registration(config.lifecycle)
         began = time.monotonic()
         name = f"{role}-{serve.get_replica_context().replica_id.unique_id}"
-        self._worker = await _build(role, config, name, await self._directory.secret.remote())
+        secret = await self._registration.directory.secret.remote()
+        self._worker = await _build(role, config, name, secret)
         imported = time.monotonic()
         self._ref = await self._worker.start()
         spent = {
@@ -79,10 +78,10 @@ class WorkerReplica:
         self._watch.cancel()
         draining = asyncio.ensure_future(self._worker.drain(self._config.lifecycle.drain_s))
         await asyncio.sleep(0)  # let it refuse new work before routers hear of it
-        await self._tell(self._directory.report.remote(self._member(WorkerState.DRAINING)))
+        await self._registration.report(self._member(WorkerState.DRAINING))
         if not await draining:
             log.warning("drain ran out of time", extra={"worker": self._ref.worker_id})
-        await self._tell(self._directory.leave.remote(self._ref.worker_id, self._ref.epoch))
+        await self._registration.leave(self._member(WorkerState.DRAINING))
         await self._worker.stop()
 
     async def _beat(self) -> None:
@@ -96,8 +95,7 @@ class WorkerReplica:
     async def _follow(self) -> None:
         """Tell the worker who is there, and whose hand-offs can be given up."""
         departures = Departures()
-        pause_s = self._config.lifecycle.heartbeat_s
-        async for view in views(self._directory, pause_s=pause_s):
+        async for view in self._registration.views():
             self._worker.peers_left(departures.take(view))
             self._worker.peers_joined(view.ready_workers())
 
@@ -109,14 +107,7 @@ class WorkerReplica:
             self._finished = True
 
     async def _report(self) -> None:
-        await self._tell(self._directory.report.remote(self._member(self._worker.status().state)))
-
-    async def _tell(self, call: Any) -> None:
-        try:
-            async with asyncio.timeout(self._config.lifecycle.expiry_s):
-                await call
-        except (RayError, TimeoutError) as error:
-            log.warning("the directory does not answer", extra={"error": str(error)})
+        await self._registration.report(self._member(self._worker.status().state))
 
     def _member(self, state: WorkerState) -> Member:
         return Member(

@@ -57,12 +57,9 @@ def _ask(state: RunningCluster, options: argparse.Namespace, console: Console) -
 
 def _show_pools(console: Console) -> None:
     with session.connected() as directory:
-        import ray
+        view, secret = session.ask(directory.view, directory.secret)
+    from cluster.cli.status import show_members
 
-        from cluster.cli.status import show_members
-
-        view = ray.get(directory.view.remote())
-        secret = ray.get(directory.secret.remote())
     console.say()
     show_members(view, secret, console)
     console.say()

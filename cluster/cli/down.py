@@ -6,10 +6,12 @@ import argparse
 
 from cluster.cli import session
 from cluster.cli.console import Console
+from cluster.config import LifecycleSection
 from cluster.local_ray import RunningCluster, forget_state, stop_local_ray, sweep
-from protocol.errors import BatonError
+from protocol.errors import BatonError, Unavailable
 
-_DRAIN_LIMIT_S = 90.0
+#: What ending replicas may take beyond the time that their requests have.
+_GRACE_S = 30.0
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
@@ -45,11 +47,17 @@ def _drain(state: RunningCluster, console: Console) -> None:
     from cluster.directory import find_directory
     from cluster.serve_control import undeploy
 
+    directory, drain_s = None, LifecycleSection().drain_s
     try:
-        if not undeploy(_DRAIN_LIMIT_S):
-            console.warn(f"requests were still running after {_DRAIN_LIMIT_S:.0f} s")
-        ray.kill(find_directory())
-    except ValueError:
-        console.step("no directory was left")
+        try:
+            directory = find_directory()
+            drain_s = session.ask(directory.config)[0].lifecycle.drain_s
+        except (ValueError, Unavailable):
+            console.step("no directory answers")
+        console.step(f"draining: running requests have {drain_s:.0f} s")
+        if not undeploy(drain_s + _GRACE_S):
+            console.warn(f"the replicas did not end within {drain_s + _GRACE_S:.0f} s")
+        if directory is not None:
+            ray.kill(directory)
     finally:
         session.disconnect()

@@ -12,11 +12,8 @@ from cluster.cli.console import Console
 def run(options: argparse.Namespace, console: Console) -> None:
     """Send the drain command."""
     with session.connected() as directory:
-        import ray
-
+        view, secret = session.ask(directory.view, directory.secret)
         from cluster.admin import drain_worker
 
-        view = ray.get(directory.view.remote())
-        secret = ray.get(directory.secret.remote())
         member = asyncio.run(drain_worker(view, options.worker, secret=secret))
     console.say(f"{member.name} is {member.state}; it is replaced once its requests have ended")

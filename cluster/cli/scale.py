@@ -29,13 +29,11 @@ def run(options: argparse.Namespace, console: Console) -> None:
         if wanted.get(kind) == 0:
             raise InvalidRequest(f"--{kind} must be at least 1", param=f"--{kind}")
     with session.connected() as directory:
-        import ray
-
         from cluster.cli.waiting import wait_for
         from cluster.deployments import scale
 
         session.quiet_serve()
-        config = ray.get(directory.config.remote())
+        (config,) = session.ask(directory.config)
         for kind, count in wanted.items():
             scale(config, kind, count)
         if not options.no_wait:

@@ -14,6 +14,7 @@ from cluster.local_ray import RunningCluster, load_state, lost_daemons, ray_envi
 from protocol.errors import Unavailable
 
 _REACH_S = 5.0
+_ANSWER_S = 10.0
 _NO_CLUSTER = "no cluster is up here: start one with `baton up CONFIG`"
 
 
@@ -61,6 +62,18 @@ def connect(state: RunningCluster) -> None:
         raise Unavailable(
             f"the Ray cluster at {state.address} does not answer: {reason}"
         ) from error
+
+
+def ask(*methods: Any) -> list[Any]:
+    """What methods of the directory answer. Raises Unavailable when it does not."""
+    import ray
+    from ray.exceptions import RayError
+
+    try:
+        answers: list[Any] = ray.get([method.remote() for method in methods], timeout=_ANSWER_S)
+    except RayError as error:
+        raise Unavailable(f"the directory does not answer: {type(error).__name__}") from error
+    return answers
 
 
 def quiet_serve() -> None:

@@ -20,10 +20,7 @@ _CALL_S = 5.0
 def run(_options: argparse.Namespace, console: Console) -> None:
     """Show the running cluster."""
     with session.connected() as directory:
-        import ray
-
-        view: View = ray.get(directory.view.remote())
-        secret: bytes = ray.get(directory.secret.remote())
+        view, secret = session.ask(directory.view, directory.secret)
         from cluster.serve_control import pool_statuses
 
         pools = pool_statuses()

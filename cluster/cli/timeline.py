@@ -7,7 +7,7 @@ from cluster.client import Outcome
 from protocol.timeline import Phase
 from protocol.wire import inference_pb2 as wire
 
-_NAMES = {
+_NAMES: dict[str, str] = {
     Phase.TOKENIZE: "tokenise",
     Phase.ROUTE: "route",
     Phase.QUEUE: "wait for a turn",
@@ -26,7 +26,7 @@ def show_timeline(timeline: wire.Timeline, outcome: Outcome, console: Console) -
     spans = sorted(timeline.spans, key=lambda span: (span.start, span.end))
     rows = [
         (
-            _NAMES.get(Phase(span.phase), span.phase) if span.phase in list(Phase) else span.phase,
+            _NAMES.get(span.phase, span.phase),
             f"{1e3 * (span.start - timeline.arrival):.1f}",
             f"{1e3 * (span.end - span.start):.1f}",
             span.place or "router",

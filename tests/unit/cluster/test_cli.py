@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,10 +27,10 @@ from cluster.cli.bench import load_options
 from cluster.cli.console import Console
 from cluster.cli.generate import default_target, sampling, show
 from cluster.client import Outcome
-from cluster.config import ClusterConfig, ModelSection, NetworkSection
+from cluster.config import ClusterConfig, LifecycleSection, ModelSection, NetworkSection
 from cluster.home import file_lock, run_dir
 from cluster.local_ray import RunningCluster, load_state, save_state
-from protocol.errors import Internal, InvalidRequest
+from protocol.errors import Internal, InvalidRequest, Unavailable
 from router.keys import load_keys
 
 
@@ -285,6 +286,31 @@ def test_of_two_starts_at_once_one_starts(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(InvalidRequest, match=r"up already \(first.yaml\)"):
         up_command.bring_up(ClusterConfig(model=ModelSection(name="m")), "c", Console())
     other.join(10)
+
+
+@pytest.mark.parametrize(("answers", "drain_s"), [(True, 300.0), (False, 60.0)])
+def test_requests_have_the_configured_time_to_end(
+    answers: bool, drain_s: float, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    limits: list[float] = []
+    config = ClusterConfig(model=ModelSection(name="m"), lifecycle=LifecycleSection(drain_s=300.0))
+
+    def ask(*_: object) -> list[ClusterConfig]:
+        if not answers:
+            raise Unavailable("the directory does not answer")
+        return [config]
+
+    monkeypatch.setattr("cluster.cli.session.connect", lambda _: None)
+    monkeypatch.setattr("cluster.cli.session.disconnect", lambda: None)
+    monkeypatch.setattr("cluster.cli.session.ask", ask)
+    monkeypatch.setattr("cluster.directory.find_directory", lambda: SimpleNamespace(config=None))
+    monkeypatch.setattr("cluster.serve_control.undeploy", lambda limit: limits.append(limit))
+    monkeypatch.setattr("ray.kill", lambda _: None)
+    up_command.down.take_down(
+        RunningCluster(address="h:1", token="", config="c"), Console(), now=False
+    )
+    assert limits == [drain_s + 30.0]
+    assert f"running requests have {drain_s:.0f} s" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("now", [False, True])
