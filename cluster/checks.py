@@ -78,8 +78,9 @@ def check_doors(network: NetworkSection) -> None:
             try:
                 probe.bind((host, port))
             except OSError as error:
-                where = f"{host!r}" if name == "host" else f"{port} of {host}"
-                raise _refuse(f"network.{name}", f"{where}: {error.strerror}") from None
+                raise _refuse(
+                    f"network.{name}", f"cannot listen on {host}:{port}: {error.strerror}"
+                ) from None
 
 
 def check_resources(demands: Sequence[Demand], nodes: Sequence[Node]) -> None:

@@ -13,20 +13,13 @@ from tests.cluster.conftest import ROOT, Baton
 from tests.cluster.load import LONG, TOKENS, ask, load, wait_until
 
 
-def test_taken_port_is_named_and_nothing_stays(baton: Baton) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        done = baton.run(
-            *baton.up_arguments(
-                "local-cpu.yaml", "prefill.replicas=0", f"network.http_port={port}"
-            ),
-            check=False,
-        )
+def test_a_pool_that_cannot_start_is_named_and_nothing_stays(baton: Baton) -> None:
+    fields = ["prefill.replicas=0", "network.worker_host=203.0.113.7"]
+    done = baton.run(*baton.up_arguments("local-cpu.yaml", *fields), check=False)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("baton: error: ")
-    assert f"127.0.0.1:{port}" in done.stderr.splitlines()[-1]
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("baton: error: the decode pool cannot start: ")
+    assert "203.0.113.7" in last
     assert "Traceback" not in done.stderr
     assert_nothing_stays(baton)
 
