@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
 from cluster.membership import Kind
 from protocol.errors import NotFound
+
+_LOOK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,20 +48,37 @@ def set_replicas(kind: Kind, replicas: int) -> bool:
 
 def pool_statuses() -> dict[Kind, PoolStatus]:
     """Every pool that Serve knows."""
-    details = ray.get(_controller().get_serve_instance_details.remote())
-    known = details.get("applications", {})
+    known = _applications()
     return {kind: _pool_status(kind, known[kind.value]) for kind in Kind if kind.value in known}
 
 
 def undeploy(timeout_s: float) -> bool:
-    """Drain and end everything that Serve runs; False when that took longer than `timeout_s`."""
+    """Drain and end the pools, and Serve itself unless it runs something else, too; False when that
+    took longer than `timeout_s`."""
     try:
+        if _applications().keys() - set(Kind):
+            return _delete_pools(time.monotonic() + timeout_s)
         ray.get(_controller().graceful_shutdown.remote(), timeout=timeout_s)
     except (NotFound, RayActorError):
         return True  # no controller, or it has ended as asked
     except GetTimeoutError:
         return False
     return True
+
+
+def _delete_pools(deadline: float) -> bool:
+    ray.get(_controller().delete_apps.remote([kind.value for kind in Kind]))
+    while pool_statuses():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_S)
+    return True
+
+
+def _applications() -> Mapping[str, Any]:
+    details = ray.get(_controller().get_serve_instance_details.remote())
+    applications: Mapping[str, Any] = details.get("applications", {})
+    return applications
 
 
 def _controller() -> Any:

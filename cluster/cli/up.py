@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from cluster.checks import Node, check_config, check_doors, check_resources, demands_of
 from cluster.cli import down, session
@@ -133,6 +132,7 @@ def _claim(config: ClusterConfig, source: str) -> RunningCluster:
     if config.ray.address != _LOCAL:
         state = RunningCluster(address=config.ray.address, token="", config=path)
         session.connect(state)
+        _check_free(config)
         return state
     check_doors(config.network)
     spawned = spawn_local_ray(config.ray, path)
@@ -156,22 +156,13 @@ def _reach_ray(state: RunningCluster, console: Console) -> RunningCluster:
 
 def _start(config: ClusterConfig, state: RunningCluster, console: Console) -> RunningCluster:
     session.connect(state)
-    import ray
-
     from cluster.cli.waiting import wait_ready
     from cluster.deployments import deploy
-    from cluster.directory import NAME, NAMESPACE, create_directory, find_directory
+    from cluster.directory import create_directory
 
     session.quiet_serve()
-    try:
-        find_directory()
-    except ValueError:
-        if not config.ray.autoscaling:
-            check_resources(demands_of(config), _nodes(ray))
-    else:
-        raise Unavailable(
-            f"a Baton cluster runs on this Ray already (actor {NAME} in namespace {NAMESPACE})"
-        )
+    if state.owned:
+        _check_free(config)
     create_directory(config, secret=secrets.token_bytes(32))
     deploy(config)
     console.step("deployed; loading the model")
@@ -181,8 +172,25 @@ def _start(config: ClusterConfig, state: RunningCluster, console: Console) -> Ru
     return replace(state, http=router.http, grpc=router.grpc)
 
 
-def _nodes(ray: Any) -> list[Node]:
+def _check_free(config: ClusterConfig) -> None:
+    """Raise unless the Ray that we are connected to has no Baton on it, and room for ours. With a
+    Ray of others this must come before anything that a failure would take down."""
+    from cluster.directory import NAME, NAMESPACE, find_directory
+
+    try:
+        find_directory()
+    except ValueError:
+        if not config.ray.autoscaling:
+            check_resources(demands_of(config), _nodes())
+    else:
+        raise Unavailable(
+            f"a Baton cluster runs on this Ray already (actor {NAME} in namespace {NAMESPACE})"
+        )
+
+
+def _nodes() -> list[Node]:
     """What each node offers now."""
+    import ray
     from ray._private.state import available_resources_per_node
 
     free = available_resources_per_node()

@@ -28,7 +28,7 @@ from cluster.cli.bench import load_options
 from cluster.cli.console import Console
 from cluster.cli.generate import default_target, sampling, show
 from cluster.client import Outcome
-from cluster.config import ClusterConfig, LifecycleSection, ModelSection, NetworkSection
+from cluster.config import ClusterConfig, LifecycleSection, ModelSection, NetworkSection, RaySection
 from cluster.home import file_lock, run_dir
 from cluster.local_ray import RunningCluster, load_state, save_state
 from protocol.errors import Internal, InvalidRequest, Unavailable
@@ -269,6 +269,20 @@ def test_a_port_that_another_cluster_shares_is_taken(
 def test_a_host_that_is_not_here_is_named() -> None:
     with pytest.raises(InvalidRequest, match=r"network\.host: cannot listen on 203\.0\.113\.7:0"):
         check_doors(NetworkSection(host="203.0.113.7"))
+
+
+def test_a_start_that_is_refused_takes_nothing_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a Ray of others a cluster may run that was started elsewhere."""
+    monkeypatch.setattr("cluster.cli.session.connect", lambda _: None)
+    monkeypatch.setattr("cluster.directory.find_directory", lambda: None)
+    monkeypatch.setattr(up_command.down, "take_down", None)
+    config = ClusterConfig(model=ModelSection(name="m"), ray=RaySection(address="h:1"))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(Unavailable, match="a Baton cluster runs on this Ray already"):
+            up_command.bring_up(config, "c.yaml", Console())
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_of_two_starts_at_once_one_starts(monkeypatch: pytest.MonkeyPatch) -> None:

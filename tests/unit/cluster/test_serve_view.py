@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
+from cluster import serve_control
 from cluster.cli.status import _worker_row
 from cluster.cli.waiting import _last_line, _progress, _raise_failed, _reached
 from cluster.config import ClusterConfig, ModelSection, PlacementSection, PoolSection
@@ -56,6 +59,47 @@ def test_unhealthy_is_not_failed() -> None:
     status = _pool_status(Kind.DECODE, details(**given))
     assert not status.failed
     _raise_failed({Kind.DECODE: status})
+
+
+class Controller:
+    """Serve's controller: applications go at the second look after they were deleted."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = list(names)
+        self.doomed: list[str] = []
+        self.shut_down = False
+
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(remote=lambda *arguments: getattr(self, f"_{name}")(*arguments))
+
+    def _get_serve_instance_details(self) -> dict[str, object]:
+        found = {"applications": {name: details() for name in self.names}}
+        self.names = [name for name in self.names if name not in self.doomed]
+        return found
+
+    def _delete_apps(self, names: list[str]) -> None:
+        self.doomed += names
+
+    def _graceful_shutdown(self) -> None:
+        self.shut_down = True
+
+
+@pytest.mark.parametrize(
+    ("names", "left", "shut_down"),
+    [
+        (["router", "decode"], ["router", "decode"], True),
+        (["router", "chatbot", "decode"], ["chatbot"], False),
+    ],
+)
+def test_only_pools_of_ours_end(
+    names: list[str], left: list[str], shut_down: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether Serve is shut down as a whole depends on who else runs on it."""
+    controller = Controller(*names)
+    monkeypatch.setattr(serve_control, "_controller", lambda: controller)
+    monkeypatch.setattr(serve_control.ray, "get", lambda value, timeout=None: value)
+    assert serve_control.undeploy(10.0)
+    assert (controller.names, controller.shut_down) == (left, shut_down)
 
 
 def test_pool_that_is_only_being_deployed() -> None:
