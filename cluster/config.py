@@ -62,6 +62,8 @@ class NetworkSection:
 class PlacementSection:
     """What Ray reserves for each rank of a replica (for a router: for the replica).
 
+    cpus: logical CPUs, for placement only (what is used is set by thread counts). gpus: 1 on device
+    cuda, else 0. memory_bytes: of the node's memory; None reserves none.
     resources: custom Ray resources by name. labels: node labels that must match, so that each pool
     keeps to its own nodes. env: environment of the processes, set before they import anything.
     """

@@ -14,9 +14,10 @@ class EngineConfig:
 
     model_path: folder with config.json and *.safetensors.
     dtype: of weights, activations and KV.
+    device: `cpu` or `cuda`.
     block_size: tokens per KV block; the two pools of a cluster may differ in it.
-    num_blocks: size of the pool; when None it follows from kv_memory_bytes (per rank), and when
-        that is None too from the memory that is free.
+    num_blocks, kv_memory_bytes: size of the pool, in blocks or in bytes of each rank; with neither
+        it follows from the memory that is free.
     spare_bytes: memory of each GPU that is left to others when the pool is sized from what is free;
         workers leave what their links need.
     max_model_len: longest sequence, prompt plus output; None takes the model's own limit.

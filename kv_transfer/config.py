@@ -34,6 +34,10 @@ class ChecksumKind(StrEnum):
 class TransferConfig:
     """Settings of one worker's hand-offs. Times in seconds; both sides should agree on them.
 
+    backend: how KV travels. `auto`: between CPUs gloo, between GPUs cuda_ipc where one host has
+    both, else nccl.
+    checksum: what a commit proves that the bytes arrived by. `auto`: crc32 through host memory,
+    none between GPUs.
     lease_s: from the grant to the commit, whatever the ticket still allows.
     op_timeout_s: one message on one link, once both sides may post it.
     connect_timeout_s: building one link.

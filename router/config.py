@@ -48,11 +48,13 @@ class RouterConfig:
         for.
     retry_after_s: what refused clients are told.
     keep_alive_s: idle HTTP connections live this long; above what load balancers use (60 to 75 s).
+    text_threads: threads that template, tokenise and parse, off the event loop.
     neutralise_control_tokens: whether a role marker inside chat content is read as plain text.
     chat_template: a file to use instead of the model's own chat template.
     tool_format: how the model writes tool calls (hermes, llama or mistral); told from the template
         when empty.
     reuse_port: whether several routers of one host may share a port (SO_REUSEPORT).
+    admin_enabled: whether the gRPC door serves baton.v1.Admin, which scales and drains.
     drain_s: how long a drain waits for requests in flight.
     api_keys_file: YAML file of the keys that may call (docs/security.md), read again when it
         changes; empty: no key is needed.

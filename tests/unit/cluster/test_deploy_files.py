@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,14 @@ def test_pools_have_node_types_of_their_own(name: str, gpu_cluster: ClusterConfi
         assert types[pool]["max_workers"] >= types[pool]["min_workers"] >= 1
         assert any("nvidia-smi" in line for line in types[pool]["initialization_commands"])
     assert types["prefill"]["node_config"] != types["decode"]["node_config"]
+
+
+@pytest.mark.parametrize("path", RAY_FILES, ids=lambda p: p.name)
+def test_the_head_node_has_the_configuration_that_is_started_there(path: Path) -> None:
+    config = re.search(r"baton up (/\S+)/(\S+)", path.read_text())
+    assert config is not None
+    source = DEPLOY.parent / read(path)["file_mounts"][config[1]]
+    assert (source / config[2]).is_file()
 
 
 def test_onprem_machines_label_themselves() -> None:
