@@ -69,8 +69,9 @@ class EventOutlet:
     """Fans step events out to subscribed routers. Lives on the event loop; not thread-safe.
 
     A stream that ends means that its router is gone: `on_gone(router_id)` lets the worker cancel
-    the router's requests. A second stream with the same id replaces the first. Changes of `cache`
-    travel with whatever is sent next.
+    the router's requests. A second stream with the same id replaces the first, whose end, noticed
+    by the router alone, has cost it those requests too. Changes of `cache` travel with whatever is
+    sent next.
 
     A router that has taken nothing off its stream for `patience_s` while events wait is frozen: it
     counts as gone, and what waits is dropped.
@@ -118,6 +119,7 @@ class EventOutlet:
         self.cache.open(router_id)
         if replaced is not None:
             replaced.end()
+            self._on_gone(router_id)
         try:
             yield self._batch(RouterEvents(), self.cache.take(router_id))
             while True:
