@@ -28,6 +28,8 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
     "store": (False,),
+    "moderation": (),
+    "prompt_cache_options": (),
     "spaces_between_special_tokens": (True,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
