@@ -96,14 +96,17 @@ class PrefillScheduler(Scheduler[Entry, Command, Output]):
         """Prompts get blocks when they are planned: those with the least work first."""
 
     def plan(self, now: float, out: Output) -> StepBatch | None:
-        """Chunks of prompts, as far as the token budget goes."""
+        """Chunks of prompts, as far as the token budget goes. One that has waited too long and finds
+        no room has what becomes free: younger ones do not start before it."""
         self._expire(now, out)
         rows: list[Row[Entry]] = []
+        starts = True
         budget = self._config.max_num_batched_tokens
         for entry in sorted(self._runnable(), key=lambda e: self._rank(e, now)):
             if budget == 0 or len(rows) == self._config.max_num_seqs:
                 break
-            if entry.state is State.GRANTED and not self._start(entry, out):
+            if entry.state is State.GRANTED and not (starts and self._start(entry, out)):
+                starts = starts and not self._is_overdue(entry, now)
                 continue
             row = self._chunk(entry, budget, now, out)
             if row is not None:
@@ -119,9 +122,12 @@ class PrefillScheduler(Scheduler[Entry, Command, Output]):
         every second of waiting counts as a second of work already done, so that none starves."""
         waited = now - entry.granted_at
         speed = self._flight.tokens_per_second() or float(self._config.max_num_batched_tokens)
-        overdue = waited > self._config.starvation_s
+        overdue = self._is_overdue(entry, now)
         num_left = entry.sequence.num_runnable - entry.num_found
         return not overdue, -waited if overdue else num_left / speed - waited, entry.order
+
+    def _is_overdue(self, entry: Entry, now: float) -> bool:
+        return now - entry.granted_at > self._config.starvation_s
 
     def _start(self, entry: Entry, out: Output) -> bool:
         """Take blocks for the whole prompt, or leave the sequence waiting. Those that are filled

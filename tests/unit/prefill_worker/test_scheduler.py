@@ -295,6 +295,23 @@ def test_long_prompt_is_not_starved_by_a_stream_of_short_ones() -> None:
     raise AssertionError("the long prompt never finished")
 
 
+def test_prompt_that_has_waited_too_long_for_room_gets_what_becomes_free() -> None:
+    config = WorkerConfig(max_num_seqs=4, max_num_batched_tokens=16, starvation_s=5.0)
+    bench = Bench(num_blocks=8, config=config)
+    long = make_submit("long", [1] * 28)
+    shorts = [make_submit(f"s{i}", [2] * 7 + [i]) for i in range(30)]
+    for i, short in enumerate(shorts):  # two of which hold half of the pool at any time
+        bench.submit(short)
+        if i == 2:
+            bench.submit(long)
+        bench.turn()
+        for event in bench.tokens:
+            if event.key in {each.key for each in shorts[: max(0, i - 1)]}:
+                bench.deliver(event.key)
+    began_before = [short.key for short in shorts[:7]]
+    assert [event.key for event in bench.tokens] == [*began_before, long.key]
+
+
 def test_prompt_without_room_waits_and_lets_others_pass() -> None:
     bench = Bench(num_blocks=6)
     first = bench.submit(make_submit("first", [1] * 16))
