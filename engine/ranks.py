@@ -100,6 +100,7 @@ class RankGroup:
     def call(self, rank: int, kind: str, payload: bytes) -> Future[bytes]:
         """Run the follower's handler of `kind`, in order with steps; its answer or typed error."""
         future: Future[bytes] = Future()
+        future.set_running_or_notify_cancel()  # whoever stops waiting does not stop the call
         with self._lock:
             if self._lost is not None:
                 future.set_exception(self._lost)

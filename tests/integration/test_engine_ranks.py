@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -231,6 +234,29 @@ def test_a_rank_that_hangs_while_it_loads_ends_the_start(model: str) -> None:
     hanging.set()
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_an_answer_to_a_caller_that_has_left_breaks_nothing() -> None:
+    group = RankGroup(2)
+    answer: Future[bytes] = Future()
+    handlers = {"later": lambda _: answer, "echo": lambda payload: payload}
+    obeying = threading.Thread(
+        target=lambda: Follower(group.invite, 1).follow(Mock(), handlers), daemon=True
+    )
+    obeying.start()
+    group.accept(10)
+
+    async def call_and_leave() -> None:
+        waiting = asyncio.wrap_future(group.call(1, "later", b""))
+        waiting.cancel()
+        await asyncio.sleep(0)
+
+    asyncio.run(call_and_leave())
+    answer.set_result(b"late")
+    assert group.call(1, "echo", b"next").result(5) == b"next"
+    group.close()
+    obeying.join(5)
+    assert not obeying.is_alive()
 
 
 def test_a_call_after_the_end_fails_at_once() -> None:
