@@ -96,8 +96,8 @@ class PrefillScheduler(Scheduler[Entry, Command, Output]):
         """Prompts get blocks when they are planned: those with the least work first."""
 
     def plan(self, now: float, out: Output) -> StepBatch | None:
-        """Chunks of prompts, as far as the token budget goes. One that has waited too long and finds
-        no room has what becomes free: younger ones do not start before it."""
+        """Chunks of prompts, as far as the token budget goes. One that has waited too long and has
+        no room gets what becomes free: younger ones do not start before it."""
         self._expire(now, out)
         rows: list[Row[Entry]] = []
         starts = True
