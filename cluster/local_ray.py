@@ -6,7 +6,9 @@ hide when it is stopped, whatever state it is in.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import secrets
 import shutil
@@ -15,9 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import cluster
 from cluster.config import RaySection
@@ -58,7 +60,10 @@ class RunningCluster:
     @property
     def alive(self) -> bool:
         """Whether the head process still runs; taken for granted for clusters of others."""
-        return not self.owned or _start_time(self.pid) == self.started
+        if not self.owned:
+            return True
+        head = _process(self.pid)
+        return head is not None and head.started == self.started and not head.ended
 
 
 def load_state() -> RunningCluster | None:
@@ -139,12 +144,14 @@ def spawn_local_ray(section: RaySection, config_name: str) -> RunningCluster:
             env=_environment(token),
             cwd="/",
         )
+    process = _process(head.pid)
+    assert process is not None  # ours to collect, so even an early end leaves it there
     return RunningCluster(
         address="",
         token=token,
         config=config_name,
         pid=head.pid,
-        started=_start_time(head.pid) or 0,
+        started=process.started,
         temp_dir=temp_dir,
     )
 
@@ -166,7 +173,7 @@ def lost_daemons(state: RunningCluster) -> list[str]:
     What runs goes on serving, but nothing can be asked for or mended any more."""
     if not state.owned:
         return []
-    names = {_name(pid) for pid in _session_members(state.pid)}
+    names = {process.name for process in _session_members(state.pid)}
     return [daemon for daemon in _DAEMONS if daemon not in names]
 
 
@@ -192,21 +199,18 @@ def _ready_file() -> Path:
 def stop_local_ray(state: RunningCluster) -> int:
     """End every process of an owned cluster: ask first, then kill. Returns how many had to be
     killed."""
-    if _start_time(state.pid) == state.started:
-        os.kill(state.pid, signal.SIGTERM)
-    elif _stat(state.pid):
+    head = _process(state.pid)
+    if head is not None and head.started != state.started:
         # Linux gives no new process the number of a session that has members: ours has none left.
         _clear(state)
         return 0
-    deadline = time.monotonic() + _STOP_S
-    while (left := list(_session_members(state.pid))) and time.monotonic() < deadline:
-        _reap(state.pid)
-        time.sleep(_POLL_S)
-    for pid in left:
-        _kill(pid)
-    while list(_session_members(state.pid)):
-        _reap(state.pid)
-        time.sleep(_POLL_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(state.pid, signal.SIGTERM)
+    left = _wait_for_end(state.pid, _STOP_S)
+    for process in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+    _wait_for_end(state.pid, math.inf)
     _clear(state)
     return len(left)
 
@@ -231,34 +235,48 @@ def _environment(token: str) -> dict[str, str]:
     return env
 
 
-def _session_members(session: int) -> Iterator[int]:
-    """Living processes of a session, zombies left out."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            fields = _stat(int(entry.name))
-            if fields and int(fields[3]) == session and fields[0] != "Z":
-                yield int(entry.name)
+class _Process(NamedTuple):
+    """What /proc/PID/stat says of a process. ended: it only waits to be collected (a zombie).
+    started: clock ticks since boot."""
+
+    pid: int
+    name: str
+    ended: bool
+    session: int
+    started: int
 
 
-def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on (proc(5)); empty when it is gone."""
+def _process(pid: int) -> _Process | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return []
-    return text.rpartition(")")[2].split()
+        return None
+    head, _, tail = text.rpartition(")")
+    fields = tail.split()  # from the third of proc(5) on
+    return _Process(
+        pid=pid,
+        name=head.partition("(")[2],
+        ended=fields[0] == "Z",
+        session=int(fields[3]),
+        started=int(fields[19]),
+    )
 
 
-def _name(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""
+def _session_members(session: int) -> list[_Process]:
+    """Living processes of a session."""
+    pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    found = (_process(pid) for pid in pids)
+    return [p for p in found if p is not None and p.session == session and not p.ended]
 
 
-def _start_time(pid: int) -> int | None:
-    fields = _stat(pid)
-    return int(fields[19]) if fields and fields[0] != "Z" else None
+def _wait_for_end(session: int, limit_s: float) -> list[_Process]:
+    """Wait until a session has no living process; those left when the time is over."""
+    deadline = time.monotonic() + limit_s
+    while (left := _session_members(session)) and time.monotonic() < deadline:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(session, os.WNOHANG)  # the head, if it is our own child
+        time.sleep(_POLL_S)
+    return left
 
 
 def _clear(state: RunningCluster) -> None:
@@ -268,21 +286,6 @@ def _clear(state: RunningCluster) -> None:
         shutil.rmtree(kept_logs(), ignore_errors=True)
         shutil.move(source.resolve(), kept_logs())
     shutil.rmtree(state.temp_dir, ignore_errors=True)
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-
-
-def _reap(pid: int) -> None:
-    """Collect the head if it is our own child."""
-    try:
-        os.waitpid(pid, os.WNOHANG)
-    except ChildProcessError:
-        return
 
 
 def _last_line(log: Path) -> str:

@@ -50,14 +50,14 @@ def start(kind: str, temp_dir: Path) -> RunningCluster:
     assert head.stdout is not None
     assert head.stdout.readline() == b"up\n"
     head.stdout.close()
-    started = local_ray._start_time(head.pid)
-    assert started is not None
+    process = local_ray._process(head.pid)
+    assert process is not None
     return RunningCluster(
         address="h:1",
         token="",
         config="c",
         pid=head.pid,
-        started=started,
+        started=process.started,
         temp_dir=str(temp_dir),
     )
 
@@ -69,11 +69,11 @@ def test_nothing_of_the_session_is_left(tmp_path: Path, kind: str, killed: int) 
     logs.mkdir(parents=True)
     (logs / "worker.err").write_text("why")
     (tmp_path / "ray" / "session_latest").symlink_to(logs.parent)
-    assert len(list(local_ray._session_members(state.pid))) == 2
+    assert len(local_ray._session_members(state.pid)) == 2
     save_state(state)
     assert load_state() == state
     assert stop_local_ray(state) == killed
-    assert list(local_ray._session_members(state.pid)) == []
+    assert local_ray._session_members(state.pid) == []
     assert not (tmp_path / "ray").exists()
     assert load_state() is None
     assert (local_ray.kept_logs() / "worker.err").read_text() == "why"
@@ -95,17 +95,19 @@ def test_daemons_that_ray_has_lost_are_named() -> None:
     assert local_ray.lost_daemons(RunningCluster(address="h:1", token="", config="")) == []
 
 
-def test_children_of_a_dead_head_are_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("collected", [True, False])
+def test_children_of_a_dead_head_are_ended(collected: bool, tmp_path: Path) -> None:
+    """Also by the command that started the head, while nobody has asked how it ended."""
     state = start("willing", tmp_path / "ray")
     os.kill(state.pid, signal.SIGKILL)
-    os.waitpid(state.pid, 0)
+    os.waitid(os.P_PID, state.pid, os.WEXITED | (0 if collected else os.WNOWAIT))
     assert not state.alive
     save_state(state)
     assert load_state() is None
     assert local_ray.sweep()
     assert not local_ray.sweep()
     assert not (tmp_path / "ray").exists()
-    assert list(local_ray._session_members(state.pid)) == []
+    assert local_ray._session_members(state.pid) == []
 
 
 def test_a_reused_pid_is_not_touched(tmp_path: Path) -> None:
@@ -120,7 +122,7 @@ def test_a_reused_pid_is_not_touched(tmp_path: Path) -> None:
     assert local_ray.sweep()
     time.sleep(0.05)
     assert state.alive
-    assert len(list(local_ray._session_members(state.pid))) == 2
+    assert len(local_ray._session_members(state.pid)) == 2
     stop_local_ray(state)
 
 
