@@ -22,8 +22,6 @@ class EngineConfig:
         workers leave what their links need.
     max_model_len: longest sequence, prompt plus output; None takes the model's own limit.
     tp_size: tensor-parallel ranks, one process each.
-    decode_copy_bytes: memory that a CPU engine may spend on dense copies of the KV of running
-        sequences, which make decode steps faster; 0 keeps none.
     num_threads: threads of CPU kernels. With None, the workers of
         a machine that have work share its cores, step by step; tensor-parallel ranks and
         `engine.local` then take torch's own number.
@@ -41,7 +39,6 @@ class EngineConfig:
     spare_bytes: int = 0
     max_model_len: int | None = None
     tp_size: int = 1
-    decode_copy_bytes: int = 512 << 20
     num_threads: int | None = None
     max_step_tokens: int = 512
     max_running: int = 64
@@ -55,9 +52,8 @@ class EngineConfig:
             raise InvalidRequest(f"dtype {self.dtype!r} is not one of {known}", param="dtype")
         for name in ("block_size", "tp_size", "max_step_tokens", "max_running"):
             _at_least_one(name, getattr(self, name))
-        for name in ("decode_copy_bytes", "spare_bytes"):
-            if getattr(self, name) < 0:
-                raise InvalidRequest(f"{name} is negative", param=name)
+        if self.spare_bytes < 0:
+            raise InvalidRequest("spare_bytes is negative", param="spare_bytes")
         for name in ("num_blocks", "kv_memory_bytes", "max_model_len", "num_threads"):
             value = getattr(self, name)
             if value is not None:

@@ -48,7 +48,7 @@ class RankRunner:
         )
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._device = torch.device(config.device)
-        geometry = _geometry(config, model, share, self._dtype, self._device)
+        geometry = _geometry(config, model, share, self._dtype)
         self.kernels = _kernels(geometry)
         if config.num_threads is not None:
             self.kernels.use_threads(config.num_threads)
@@ -74,10 +74,6 @@ class RankRunner:
             max_model_len=self.max_model_len,
         )
         self.pool = KVPool(self.layout, self._tp.rank, self._dtype, self._device)
-        if self.config.decode_copy_bytes and isinstance(self.kernels, CpuKernels):
-            self.kernels.mirror_decodes(
-                self.pool.data, self.pool.versions, self.config.decode_copy_bytes
-            )
 
     def prepare(self, batch: StepBatch) -> PreparedStep:
         """Lay the batch out in rows; raises Internal when it is not sound."""
@@ -136,11 +132,7 @@ def _kernels(geometry: Geometry) -> CpuKernels | native.NativeKernels:
 
 
 def _geometry(
-    config: EngineConfig,
-    model: ModelConfig,
-    share: RankShare,
-    dtype: torch.dtype,
-    device: torch.device,
+    config: EngineConfig, model: ModelConfig, share: RankShare, dtype: torch.dtype
 ) -> Geometry:
     return Geometry(
         num_q_heads=share.num_q_heads,
@@ -149,7 +141,6 @@ def _geometry(
         block_size=config.block_size,
         scale=model.head_dim**-0.5,
         dtype=dtype,
-        device=device,
     )
 
 

@@ -25,7 +25,6 @@ class Geometry:
     block_size: int
     scale: float
     dtype: torch.dtype
-    device: torch.device
 
     @property
     def group_size(self) -> int:
@@ -79,7 +78,7 @@ class Linear(Product, Protocol):
     """The product x W^T + b."""
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """The sum residual + x W^T + b as one operation; only asked where `fuses_residual`."""
+        """The sum residual + x W^T + b."""
         ...
 
 
@@ -91,7 +90,6 @@ class Kernels(Protocol):
     """
 
     geometry: Geometry
-    fuses_residual: bool
 
     def loaded(self) -> None:
         """Called once, when all weights of the model have been given to `linear`."""
@@ -115,10 +113,8 @@ class Kernels(Protocol):
         """Rows of `table`: `[T] -> [T, H]`."""
         ...
 
-    def add_rms_norm(
-        self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """(norm(x + delta), x + delta), both `[T, H]`; without delta (norm(x), x)."""
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The norm x / sqrt(mean(x^2) + eps) * weight of each row: `[T, H]`."""
         ...
 
     def rope_and_write_kv(self, qkv: Tensor, kv: Tensor, plan: Any) -> Tensor:

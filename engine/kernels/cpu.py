@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from engine.kernels.base import Geometry, Linear, Product, StepInputs
 from engine.kernels.memory import advise_huge_pages
-from engine.kernels.mirror import BlockVersions, DecodeMirror, MirrorPlan
 from engine.kernels.onednn import PackedGated, PackedLinear, packs
 from engine.kernels.sampling import SamplingInputs, sample
 
@@ -78,28 +77,16 @@ class CpuPlan:
     cos: Tensor
     sin: Tensor
     kv_rows: Tensor
-    mirror: MirrorPlan | None
     groups: tuple[AttentionGroup, ...]
 
 
 class CpuKernels:
     """engine.kernels.base.Kernels on the CPU."""
 
-    fuses_residual = True
-
     def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
         self._packs = packs(geometry.dtype)
         self._weights: list[Tensor] = []
-        self._mirror: DecodeMirror | None = None
-
-    def mirror_decodes(self, pool: Tensor, versions: BlockVersions, limit_bytes: int) -> None:
-        """Keep dense copies of running sequences' KV in up to `limit_bytes`.
-
-        `pool`: `[layer, block, 2, K, B, D]`. From then on every layer that steps are given must be
-        one of its layers, and everybody else who writes to it must tell `versions`.
-        """
-        self._mirror = DecodeMirror(pool, versions, self.geometry, limit_bytes)
 
     def use_threads(self, count: int) -> None:
         """Threads of every operator of this process from now on."""
@@ -131,22 +118,15 @@ class CpuKernels:
 
     def prepare(self, inputs: StepInputs, cos: Tensor, sin: Tensor) -> CpuPlan:
         """Row indexes, masks and rotations of the step."""
-        mirrored = None
-        if self._mirror is not None:
-            mirrored = self._mirror.place(inputs, similar_decodes(inputs, 0))
-        return make_plan(inputs, cos, sin, self.geometry, mirrored)
+        return make_plan(inputs, cos, sin, self.geometry)
 
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """`[T] -> [T, H]`."""
         return functional.embedding(token_ids, table)
 
-    def add_rms_norm(
-        self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """(norm(x + delta), x + delta)."""
-        if delta is not None:
-            x = x + delta
-        return rms_norm(x, weight, eps), x
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The norm of each row."""
+        return functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
     def rope_and_write_kv(self, qkv: Tensor, kv: Tensor, plan: CpuPlan) -> Tensor:
         """Rotated q; k and v are written."""
@@ -161,14 +141,8 @@ class CpuKernels:
         return sample(logits, inputs)
 
 
-def make_plan(
-    inputs: StepInputs,
-    cos: Tensor,
-    sin: Tensor,
-    geometry: Geometry,
-    mirror: MirrorPlan | None = None,
-) -> CpuPlan:
-    """Compute once what every layer needs; rows that are mirrored need no pages."""
+def make_plan(inputs: StepInputs, cos: Tensor, sin: Tensor, geometry: Geometry) -> CpuPlan:
+    """Compute once what every layer needs."""
     row_cos, row_sin = cos[inputs.positions], sin[inputs.positions]
     blocks = inputs.slots // geometry.block_size
     offsets = inputs.slots % geometry.block_size
@@ -178,33 +152,19 @@ def make_plan(
         cos=torch.cat((row_cos, row_cos), -1)[:, None].to(geometry.dtype),
         sin=torch.cat((-row_sin, row_sin), -1)[:, None].to(geometry.dtype),
         kv_rows=kv_rows + offsets[:, None],
-        mirror=mirror,
-        groups=(
-            *_decode_groups(inputs, 0 if mirror is None else mirror.num_rows, geometry),
-            *_chunk_groups(inputs, geometry),
-        ),
+        groups=(*_decode_groups(inputs, geometry), *_chunk_groups(inputs, geometry)),
     )
 
 
-def similar_decodes(inputs: StepInputs, first: int) -> int:
-    """The end of the decodes from `first` on that are long enough to be padded to its length.
-
-    Decodes come longest context first.
-    """
-    if first == inputs.num_decodes:
-        return first
-    shortest = len(inputs.block_ids[first]) * (1 - _MAX_PADDING)
-    last = first + 1
-    while last < inputs.num_decodes and len(inputs.block_ids[last]) >= shortest:
-        last += 1
-    return last
-
-
-def _decode_groups(inputs: StepInputs, first: int, geometry: Geometry) -> list[AttentionGroup]:
-    """Decodes from `first` on, cut into groups of similar length."""
+def _decode_groups(inputs: StepInputs, geometry: Geometry) -> list[AttentionGroup]:
+    """Decodes, longest context first, cut into groups that can be padded to one length."""
     groups = []
+    first = 0
     while first < inputs.num_decodes:
-        last = similar_decodes(inputs, first)
+        shortest = len(inputs.block_ids[first]) * (1 - _MAX_PADDING)
+        last = first + 1
+        while last < inputs.num_decodes and len(inputs.block_ids[last]) >= shortest:
+            last += 1
         groups.append(_decode_group(inputs, first, last, geometry))
         first = last
     return groups
@@ -259,11 +219,6 @@ def _pages(tables: Tensor, geometry: Geometry) -> Tensor:
     return ((tables[None, :, None, :] * 2 + kind) * heads + head).flatten()
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm: x / sqrt(mean(x^2) + eps) * weight."""
-    return functional.rms_norm(x, (x.shape[-1],), weight, eps)
-
-
 def rope_and_write_kv(qkv: Tensor, kv: Tensor, plan: CpuPlan, geometry: Geometry) -> Tensor:
     """Rotate q and k in place, write k and v, return q `[T, Q, D]`, a view of `qkv`."""
     q_heads, kv_heads, dim = geometry.num_q_heads, geometry.num_kv_heads, geometry.head_dim
@@ -273,9 +228,6 @@ def rope_and_write_kv(qkv: Tensor, kv: Tensor, plan: CpuPlan, geometry: Geometry
     swapped = turning.roll(dim // 2, -1)
     torch.addcmul(turning * plan.cos, swapped, plan.sin, out=turning)
     kv.view(-1, dim).index_put_((plan.kv_rows,), heads[:, q_heads:])
-    if (mirror := plan.mirror) is not None:
-        copy = mirror.layers[kv.data_ptr()]
-        copy.view(-1, dim).index_put_((mirror.write_rows,), heads[: mirror.num_rows, q_heads:])
     return heads[:, :q_heads]
 
 
@@ -283,9 +235,6 @@ def paged_attention(q: Tensor, kv: Tensor, plan: CpuPlan, geometry: Geometry) ->
     """Attention group by group: `[T, Q, D] -> [T, Q D]`."""
     pages = kv.view(-1, geometry.block_size * geometry.head_dim)
     parts = [_attend(q[group.rows], pages, group, geometry) for group in plan.groups]
-    if (mirror := plan.mirror) is not None:
-        copy = mirror.layers[kv.data_ptr()]
-        parts.insert(0, _attend_mirrored(q[: mirror.num_rows], copy, mirror, geometry))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -297,15 +246,6 @@ def _attend(q: Tensor, pages: Tensor, group: AttentionGroup, geometry: Geometry)
     if group.queries == 1:
         return _attend_decodes(q, k, v, group.mask, geometry)
     return _attend_chunk(q, k, v, group, geometry)
-
-
-def _attend_mirrored(q: Tensor, copy: Tensor, plan: MirrorPlan, geometry: Geometry) -> Tensor:
-    """Decodes whose keys and values lie in one piece each."""
-    if plan.order is not None:
-        q = q.index_select(0, plan.order)
-    k, v = copy[:, : plan.num_rows * geometry.num_kv_heads].unbind()
-    out = _attend_decodes(q, k, v, plan.mask, geometry)
-    return out if plan.back is None else out.index_select(0, plan.back)
 
 
 def _attend_decodes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, geometry: Geometry) -> Tensor:

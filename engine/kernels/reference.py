@@ -17,14 +17,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (normed * weight.float()).to(x.dtype)
 
 
-def add_rms_norm(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + delta), x + delta); without delta (rms_norm(x), x)."""
-    total = x if delta is None else x + delta
-    return rms_norm(total, weight, eps), total
-
-
 def rope_and_write_kv(
     qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: Tensor, num_q_heads: int
 ) -> Tensor:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from engine.kernels.memory import empty_on_huge_pages
-from engine.kernels.mirror import BlockVersions
 from engine.kv.marks import StepMarks
 from protocol.kv_layout import Cells, KVLayout
 
@@ -45,7 +44,6 @@ class KVPool:
         else:
             self.data = torch.zeros(shape, dtype=dtype, device=device)
         self.layers: tuple[Tensor, ...] = self.data.unbind()
-        self.versions = BlockVersions(layout.num_blocks)
         #: Where steps on a GPU are; None when a step is over once it was launched.
         self.marks = StepMarks(layout.num_layers) if device.type == "cuda" else None
 
@@ -76,7 +74,6 @@ class KVPool:
         else:
             blocks, numbers = map(self._index, cells.places(self.block_size // cells.size))
             self._cells(cells.size, layers, heads)[:, blocks, numbers] = data
-        self.versions.wrote(cells.blocks)
 
     def _index(self, numbers: Sequence[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self.device)

@@ -19,15 +19,8 @@ class RowParallelLinear:
     ) -> None:
         self._linear = kernels.linear(weight, bias)
         self._tp = tp
-        self._fuses = kernels.fuses_residual
 
-    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(residual, delta): their sum is residual + x W^T + b; delta is None once it is added.
-
-        Where the device fuses the sum, rank 0 brings the residual into the all-reduce.
-        """
-        if not self._fuses:
-            return residual, self._tp.all_reduce(self._linear(x))
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The sum residual + x W^T + b; rank 0 brings the residual into the all-reduce."""
         first = self._tp.rank == 0
-        total = self._linear.add(x, residual) if first else self._linear(x)
-        return self._tp.all_reduce(total), None
+        return self._tp.all_reduce(self._linear.add(x, residual) if first else self._linear(x))

@@ -1,7 +1,6 @@
 """Llama-family decoder over paged KV, one rank's share of it.
 
-Shapes as in engine.kernels.base. The residual stream travels as (h, delta): delta is what the last
-block adds and the next norm sums, or None where the device has fused that sum into the product.
+Shapes as in engine.kernels.base; h is the residual stream.
 """
 
 from __future__ import annotations
@@ -35,17 +34,15 @@ class LlamaLayer:
         self._gate_up = kernels.gated_linear(gate, up, *biases)
         self._down = RowParallelLinear(kernels, weights.down, weights.down_bias, tp)
 
-    def attention_inputs(
-        self, h: Tensor, delta: Tensor | None, kv: Tensor, plan: Any
-    ) -> tuple[Tensor, Tensor]:
-        """(q, h): this layer's k and v are written into `kv`."""
-        x, h = self._kernels.add_rms_norm(h, delta, self._attention_norm, self._eps)
-        return self._kernels.rope_and_write_kv(self._qkv(x), kv, plan), h
+    def query(self, h: Tensor, kv: Tensor, plan: Any) -> Tensor:
+        """What attends, rotated; this layer's k and v are written into `kv`."""
+        x = self._kernels.rms_norm(h, self._attention_norm, self._eps)
+        return self._kernels.rope_and_write_kv(self._qkv(x), kv, plan)
 
-    def finish(self, attended: Tensor, h: Tensor) -> tuple[Tensor, Tensor | None]:
+    def finish(self, attended: Tensor, h: Tensor) -> Tensor:
         """Everything after attention: output projection, then the MLP."""
-        h, delta = self._out(attended, h)
-        x, h = self._kernels.add_rms_norm(h, delta, self._mlp_norm, self._eps)
+        h = self._out(attended, h)
+        x = self._kernels.rms_norm(h, self._mlp_norm, self._eps)
         return self._down(self._gate_up(x), h)
 
 
@@ -83,30 +80,29 @@ class LlamaModel:
         step is in `kv` afterwards.
         """
         plan = self._kernels.prepare(inputs, self._cos, self._sin)
-        h, delta = self._embedding(inputs.token_ids.to(self._cos.device)), None
+        h = self._embedding(inputs.token_ids)
         for layer, layer_kv in zip(self._layers[:-1], kv[:-1], strict=True):
-            q, h = layer.attention_inputs(h, delta, layer_kv, plan)
-            h, delta = layer.finish(self._kernels.paged_attention(q, layer_kv, plan), h)
-        return self._last(h, delta, inputs, kv[-1], plan)
+            q = layer.query(h, layer_kv, plan)
+            h = layer.finish(self._kernels.paged_attention(q, layer_kv, plan), h)
+        return self._last(h, inputs, kv[-1], plan)
 
     def logits(self, x: Tensor) -> Tensor | None:
         """Logits of hidden states `[n, H]`, on rank 0; all ranks must ask for the same rows."""
         return self._head(x)
 
     def _last(
-        self, h: Tensor, delta: Tensor | None, inputs: StepInputs, kv: Tensor, plan: Any
+        self, h: Tensor, inputs: StepInputs, kv: Tensor, plan: Any
     ) -> tuple[Tensor | None, Tensor | None]:
         """The last layer, beyond its KV only for the rows that are looked at."""
         layer = self._layers[-1]
-        q, h = layer.attention_inputs(h, delta, kv, plan)
+        q = layer.query(h, kv, plan)
         num_sampled, num_scored = inputs.sample_rows.shape[0], inputs.score_rows.shape[0]
         if num_sampled + num_scored == 0:
             return None, None
         attended = self._kernels.paged_attention(q, kv, plan)
         if not inputs.samples_all:
-            rows = torch.cat((inputs.sample_rows, inputs.score_rows)).to(h.device)
+            rows = torch.cat((inputs.sample_rows, inputs.score_rows))
             attended, h = attended[rows], h[rows]
-        h, delta = layer.finish(attended, h)
-        x, _ = self._kernels.add_rms_norm(h, delta, self._norm, self._eps)
+        x = self._kernels.rms_norm(layer.finish(attended, h), self._norm, self._eps)
         logits = self._head(x[:num_sampled]) if num_sampled else None
         return logits, x[num_sampled:] if num_scored else None

@@ -148,8 +148,6 @@ class NativePlan:
 class NativeKernels:
     """engine.kernels.base.Kernels on the CPU this library was built for."""
 
-    fuses_residual = True
-
     def __init__(self, geometry: Geometry, matrix_unit: bool | None = None) -> None:
         """`matrix_unit`: whether torch runs steps of many rows; None asks the processor."""
         library = load_library()
@@ -228,14 +226,10 @@ class NativeKernels:
         """`[T] -> [T, H]`."""
         return functional.embedding(token_ids, table)
 
-    def add_rms_norm(
-        self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """(norm(x + delta), x + delta)."""
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The norm of each row."""
         if self._wide is not None and x.shape[0] >= _WIDE_ROWS:
-            return self._wide.add_rms_norm(x, delta, weight, eps)
-        if delta is not None:
-            x = x + delta
+            return self._wide.rms_norm(x, weight, eps)
         x = x.contiguous()
         out = torch.empty_like(x)
         self._library.baton_rms_norm(
@@ -247,7 +241,7 @@ class NativeKernels:
             out.data_ptr(),
             self._threads.count,
         )
-        return out, x
+        return out
 
     def rope_and_write_kv(self, qkv: Tensor, kv: Tensor, plan: NativePlan | CpuPlan) -> Tensor:
         """Rotated q, a view of `qkv`; k and v are written."""

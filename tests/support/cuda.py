@@ -85,7 +85,6 @@ class Reference:
                 block_size=16,
                 scale=config.head_dim**-0.5,
                 dtype=torch.float32,
-                device=torch.device("cpu"),
             )
         )
         self.config = config

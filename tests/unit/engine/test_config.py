@@ -40,7 +40,7 @@ LLAMA3 = {
         ("kv_memory_bytes", 0),
         ("max_model_len", 0),
         ("num_threads", 0),
-        ("decode_copy_bytes", -1),
+        ("spare_bytes", -1),
         ("max_step_tokens", 0),
         ("max_running", 0),
     ],
