@@ -81,14 +81,14 @@ class Bench:
         gaps = [b - a for a, b in pairwise(marks[4:])]
         return median(gaps)
 
-    def report_decode(self, batch: int, context: int, steps: int, floor_of: str = "") -> float:
+    def report_decode(self, batch: int, context: int, steps: int) -> float:
         """Measure a decode shape and set it against the bytes it must read."""
         seconds = self.decode(batch, context, steps)
         weights = self.weight_bytes()
         kv = batch * (context + steps // 2) * self.token_bytes()
         floor = (weights + kv) / self.limits.copy
         self.report.add(
-            f"decode batch {batch} context {context}{floor_of}",
+            f"decode batch {batch} context {context}",
             ms=seconds * 1e3,
             tokens_per_s=batch / seconds,
             gigabytes=(weights + kv) / 1e9,

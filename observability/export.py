@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -44,16 +44,14 @@ class MetricSet:
         self,
         *,
         model_name: str,
-        definitions: Iterable[Metric] = REQUEST_METRICS,
         vllm_names: bool = False,
     ) -> None:
         self._model_name = model_name
         self._vllm_names = vllm_names
         self._registry = CollectorRegistry(auto_describe=False)
-        definitions = tuple(definitions)
-        self._metrics = {metric.name: self._register(metric) for metric in definitions}
+        self._metrics = {metric.name: self._register(metric) for metric in REQUEST_METRICS}
         self._children: dict[tuple[str, tuple[str, ...]], Any] = {}
-        for metric in definitions:
+        for metric in REQUEST_METRICS:
             if not metric.labels:
                 self._child(metric, {})  # exported as 0 before its first event
         self.workers = WorkerCollector(model_name)

@@ -42,11 +42,11 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(f"baton.{name}")
 
 
-def configure_logging(level: str | None = None) -> None:
-    """Send Baton's records to standard error. `level` defaults to BATON_LOG_LEVEL or WARNING."""
+def configure_logging() -> None:
+    """Send Baton's records to standard error. BATON_LOG_LEVEL says from which level on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(KeyValueFormatter())
     root = logging.getLogger("baton")
     root.handlers = [handler]
     root.propagate = False
-    root.setLevel(level or os.environ.get("BATON_LOG_LEVEL", "WARNING"))
+    root.setLevel(os.environ.get("BATON_LOG_LEVEL", "WARNING"))

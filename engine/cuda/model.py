@@ -102,10 +102,9 @@ class CudaModel:
         if self.comm.sums_to_norm(h):
             return self._decode_shared(h, attend)
         qkv = h.new_empty(batch, self._shape.qkv_width)
-        for layer, layer_kv in zip(self._weights.layers, kv, strict=True):
+        for index, layer in enumerate(self._weights.layers):
             self._qkv(h, layer, qkv)
-            attended = self._attend_decode(qkv, rows, layer_kv, scratch, cut)
-            self._finish(attended, h, layer)
+            self._finish(attend(qkv, index), h, layer)
         return self.logits(h)
 
     def step(
@@ -238,15 +237,8 @@ class CudaModel:
     ) -> None:
         """out = norm(h) weight^T + bias."""
         if h.shape[0] == 1:
-            linear(
-                h,
-                weight,
-                out=out,
-                bias=bias,
-                gain=gain,
-                eps=self._shape.eps,
-                pdl=self._pdl,
-            )
+            eps = self._shape.eps
+            linear(h, weight, out=out, bias=bias, gain=gain, eps=eps, pdl=self._pdl)
             return
         self._product(self._normed(h, gain), weight, bias, out)
 
@@ -309,13 +301,7 @@ class CudaModel:
         elementwise.silu_mul(gate_up, out=act, pdl=self._pdl)
         return act
 
-    def _add_product(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        h: Tensor,
-    ) -> None:
+    def _add_product(self, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor) -> None:
         """h += x weight^T + bias, summed over the ranks."""
         turn = self.comm.turn(h)
         if turn is not None:
@@ -324,14 +310,7 @@ class CudaModel:
         target = self.comm.partial(h)
         residual = h if self.comm.rank == 0 else None
         if h.shape[0] == 1:
-            linear(
-                x,
-                weight,
-                out=target,
-                bias=bias,
-                residual=residual,
-                pdl=self._pdl,
-            )
+            linear(x, weight, out=target, bias=bias, residual=residual, pdl=self._pdl)
         else:
             if residual is None:
                 torch.mm(x, weight.t(), out=target)

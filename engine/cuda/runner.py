@@ -29,7 +29,7 @@ from engine.kv.pool import KVPool
 from engine.model.config import ModelConfig
 from engine.model.sharding import share_of
 from engine.model.weights import WeightLoader, WeightSource
-from engine.sizing import block_bytes, kv_layout
+from engine.sizing import block_bytes, kv_layout, num_kv_blocks
 from protocol.kv_layout import KVLayout
 from protocol.logprobs import TokenLogprobs
 from protocol.sampling import SamplingParams
@@ -133,23 +133,14 @@ class CudaRunner:
 
     def choose_num_blocks(self) -> int:
         """How many blocks fit on this rank beside weights and working memory."""
-        if self.config.num_blocks is not None:
-            return self.config.num_blocks
-        size = block_bytes(self.config, self.model_config)
-        if self.config.kv_memory_bytes is not None:
-            return blocks_that_fit(
-                free_bytes=self.config.kv_memory_bytes,
-                working_bytes=0,
-                block_bytes=size,
-                share=1.0,
-                reserve_bytes=0,
-            )
+        if self.config.num_blocks or self.config.kv_memory_bytes:
+            return num_kv_blocks(self.config, self.model_config)
         torch.cuda.empty_cache()
         self.free_after_weights, _ = torch.cuda.mem_get_info(self.device)
         return blocks_that_fit(
             free_bytes=self.free_after_weights,
             working_bytes=self._measure_working_memory(),
-            block_bytes=size,
+            block_bytes=block_bytes(self.config, self.model_config),
             share=self.options.memory_share,
             reserve_bytes=RESERVE_BYTES + self.config.spare_bytes,
         )

@@ -96,7 +96,6 @@ def embed(
     first_id: int,
     *,
     out: torch.Tensor,
-    pdl: bool = False,
 ) -> None:
     """Rows of the (vocabulary slice of the) table; ids held by other ranks give zero rows.
 
@@ -115,6 +114,4 @@ def embed(
         table.shape[0],
         hidden,
         BLOCK=block,
-        PDL=pdl,
-        **launch_options(pdl),
     )

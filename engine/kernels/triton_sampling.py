@@ -8,7 +8,6 @@ import torch
 import triton
 
 from engine.kernels.jit.sampling import pick_rank, sample_rows, sampling_floor
-from engine.kernels.triton_elementwise import launch_options
 
 _CHUNK = 4096
 
@@ -50,7 +49,6 @@ def sample(
     out: torch.Tensor,
     values: torch.Tensor | None = None,
     first_id: int = 0,
-    pdl: bool = False,
 ) -> None:
     """out `[rows]` int32: the next token of each row of `logits` `[rows, vocabulary]`.
 
@@ -92,9 +90,7 @@ def sample(
         CHUNKS_P=triton.next_power_of_2(chunks),
         BLOCK=_CHUNK,
         FILTERED=sampling.filtered,
-        PDL=pdl,
         num_warps=8,
-        **launch_options(pdl),
     )
 
 

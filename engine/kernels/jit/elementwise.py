@@ -127,13 +127,11 @@ def embed(
     num_ids,
     HIDDEN,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """out[r] = table[token - first_id], zero outside the table.
 
     token = previous[feed[r]] where feed[r] >= 0, else tokens[r].
     """
-    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(feed + row)

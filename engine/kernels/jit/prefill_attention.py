@@ -112,48 +112,12 @@ def paged_prefill(
         total = tl.zeros([BLOCK_M], tl.float32)
         log2_scale = scale * 1.4426950408889634
         acc, peak, total = attend_tiles(
-            query,
-            q_at,
-            acc,
-            peak,
-            total,
-            table,
-            head_pool,
-            0,
-            full,
-            length,
-            log2_scale,
-            dims,
-            dim_ok,
-            KV_HEADS,
-            DIM,
-            PAGE,
-            TILE,
-            False,
-            STAGES,
-            PRECISION,
-        )
+            query, q_at, acc, peak, total, table, head_pool, 0, full, length, log2_scale,
+            dims, dim_ok, KV_HEADS, DIM, PAGE, TILE, False, STAGES, PRECISION,
+        )  # fmt: skip
         acc, peak, total = attend_tiles(
-            query,
-            q_at,
-            acc,
-            peak,
-            total,
-            table,
-            head_pool,
-            full,
-            length,
-            length,
-            log2_scale,
-            dims,
-            dim_ok,
-            KV_HEADS,
-            DIM,
-            PAGE,
-            TILE,
-            True,
-            STAGES,
-            PRECISION,
-        )
+            query, q_at, acc, peak, total, table, head_pool, full, length, length, log2_scale,
+            dims, dim_ok, KV_HEADS, DIM, PAGE, TILE, True, STAGES, PRECISION,
+        )  # fmt: skip
         acc = acc / total[:, None]
         tl.store(out + rows[:, None] * out_stride + at, acc.to(out.dtype.element_ty), mask=q_mask)

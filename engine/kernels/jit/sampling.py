@@ -4,8 +4,6 @@
 import triton
 import triton.language as tl
 
-from engine.kernels.jit.elementwise import pdl_wait
-
 
 @triton.jit
 def mix32(x):
@@ -149,7 +147,6 @@ def sample_rows(
     CHUNKS_P: tl.constexpr,
     BLOCK: tl.constexpr,
     FILTERED: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """tokens[r] = argmax(logits[r] / temperature + noise) over what the filter leaves; its value.
 
@@ -158,7 +155,6 @@ def sample_rows(
     Temperature 0 takes the plain argmax. Ties go to the lowest id. keys: `[rows, 2]` int32. The
     last chunk of a row to finish picks among the chunks' best.
     """
-    pdl_wait(PDL)
     index = tl.program_id(0)
     chunk = tl.program_id(1)
     temperature = tl.load(temperatures + index)
