@@ -26,6 +26,7 @@ from kv_transfer.orders import CloseOrder, Order
 from prefill_worker.worker import PrefillWorker
 from protocol.errors import HandoffFailed
 from protocol.ids import WorkerRef
+from tests.support.processes import obey
 from worker_runtime.config import WorkerConfig
 from worker_runtime.host import Worker, WorkerSettings
 from worker_runtime.ranks import follow_rank
@@ -158,33 +159,8 @@ def host_process(number: int, model: str, pipe: Connection) -> None:
 
 
 async def _serve(host: Host, pipe: Connection) -> None:
-    loop = asyncio.get_running_loop()
     pipe.send(("ready", await host.start()))
-    over = asyncio.Event()
-    tasks: set[asyncio.Task[None]] = set()
-
-    async def obey(number: int, name: str, args: tuple[Any, ...]) -> None:
-        try:
-            result = await getattr(host, name)(*args)
-        except Exception as error:  # noqa: BLE001 - it is the supervisor's to judge
-            result = error
-        pipe.send((number, result))
-
-    def begin(command: tuple[int, str, tuple[Any, ...]]) -> None:
-        task = loop.create_task(obey(*command))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-
-    def read() -> None:
-        try:
-            while True:
-                loop.call_soon_threadsafe(begin, pipe.recv())
-        except (EOFError, OSError):
-            loop.call_soon_threadsafe(over.set)
-
-    threading.Thread(target=read, daemon=True).start()
-    await over.wait()
-    os._exit(0)
+    await obey(host, pipe)
 
 
 def follower_process(number: int, model: str, invite: RankInvite) -> None:

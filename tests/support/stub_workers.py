@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from protocol.errors import BatonError, Unavailable
 from protocol.ids import RequestKey, Role, WorkerRef, new_epoch
-from protocol.kv_layout import KVFingerprint, KVLayout
+from protocol.kv_layout import KVLayout
 from protocol.logprobs import TokenLogprobs
 from protocol.messages import (
     Ack,
@@ -30,19 +30,10 @@ from protocol.states import FinishReason, WorkerState
 from protocol.timeline import Phase, Span
 from rpc.methods import CANCEL, EVENTS, STATUS, SUBMIT
 from rpc.service import ControlServer
+from tests.support.blocks import FINGERPRINT
 
 #: All output tokens of a request, from index 0, as long as it likes.
 Script = Callable[[Submit], Sequence[int]]
-
-FINGERPRINT = KVFingerprint(
-    model="stub",
-    weights="0",
-    num_layers=1,
-    num_kv_heads=1,
-    head_dim=8,
-    dtype="float32",
-    rope="none",
-)
 
 
 def stub_logprobs(token: int, count: int) -> TokenLogprobs:

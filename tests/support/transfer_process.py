@@ -24,7 +24,7 @@ from protocol.ids import RequestKey, Role, WorkerRef, new_epoch
 from protocol.ticket import Ticket
 from rpc import methods
 from rpc.service import ClientPool, ControlServer
-from tests.support.processes import forks
+from tests.support.processes import forks, obey
 from tests.support.transfer import (
     SECRET,
     Side,
@@ -158,36 +158,7 @@ def _target(fd: str) -> str:
 
 def _child(role: Role, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    asyncio.run(_serve(_Host(role), pipe))
-
-
-async def _serve(host: _Host, pipe: Connection) -> None:
-    loop = asyncio.get_running_loop()
-    running: set[asyncio.Task[None]] = set()
-    closed = asyncio.Event()
-
-    async def answer(number: int, name: str, args: tuple[Any, ...]) -> None:
-        try:
-            result = await getattr(host, name)(*args)
-        except Exception as error:  # noqa: BLE001 - it is the test's to judge
-            result = error
-        pipe.send((number, result))
-
-    def start(command: tuple[int, str, tuple[Any, ...]]) -> None:
-        task = loop.create_task(answer(*command))
-        running.add(task)
-        task.add_done_callback(running.discard)
-
-    def read() -> None:
-        try:
-            while True:
-                loop.call_soon_threadsafe(start, pipe.recv())
-        except (EOFError, OSError):
-            loop.call_soon_threadsafe(closed.set)
-
-    threading.Thread(target=read, daemon=True).start()
-    await closed.wait()
-    os._exit(0)
+    asyncio.run(obey(_Host(role), pipe))
 
 
 class Process:

@@ -10,6 +10,7 @@ import torch
 from kv_transfer.backends.base import Backend
 from kv_transfer.backends.gloo import GlooBackend
 from tests.support.memory_links import MemoryBackend, MemoryHub
+from tests.support.one_sided import OneSidedBackend, OneSidedHub
 
 
 @pytest.fixture(autouse=True)
@@ -17,16 +18,28 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+def _backends(kind: str) -> Callable[[], Backend]:
+    hub, pools = MemoryHub(), OneSidedHub()
+    makers: dict[str, Callable[[], Backend]] = {
+        "memory": lambda: MemoryBackend(hub),
+        "gloo": lambda: GlooBackend("127.0.0.1"),
+        "one-sided": lambda: OneSidedBackend(pools),
+    }
+    return makers[kind]
+
+
 @pytest.fixture(params=["memory", "gloo"])
 def backends(request: pytest.FixtureRequest) -> Callable[[], Backend]:
     """Makes backends that can reach each other."""
-    if request.param == "gloo":
-        return lambda: GlooBackend("127.0.0.1")
-    hub = MemoryHub()
-    return lambda: MemoryBackend(hub)
+    return _backends(request.param)
+
+
+@pytest.fixture(params=["memory", "gloo", "one-sided"])
+def any_backends(request: pytest.FixtureRequest) -> Callable[[], Backend]:
+    """Those with which the sender writes into decode's pool by itself, too."""
+    return _backends(request.param)
 
 
 @pytest.fixture
 def memory() -> Callable[[], Backend]:
-    hub = MemoryHub()
-    return lambda: MemoryBackend(hub)
+    return _backends("memory")

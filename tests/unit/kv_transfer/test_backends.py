@@ -21,6 +21,7 @@ from kv_transfer.data_plane import DataPlane
 from kv_transfer.links import LinkThread, Moving, Operation, Waiters
 from kv_transfer.orders import MoveOrder, Order, Part, PartResult
 from protocol.kv_layout import Cells
+from tests.support.held import Held
 from tests.support.memory_links import MemoryBackend, MemoryHub
 from tests.support.transfer import make_layout, make_pools
 
@@ -227,14 +228,13 @@ def done(access):
 
 def test_a_closed_link_thread_fails_what_is_queued_and_starts_nothing():
     hub = MemoryHub()
-    entered, release = threading.Event(), threading.Event()
+    held = Held()
     order = []
 
     def slow(access):
         with access.entered() as allowed:
             order.append(allowed)
-            entered.set()
-            release.wait(5)
+            held()
             order.append("end of the old")
         return PartResult(peer_rank=0, num_bytes=0, checksum=0)
 
@@ -257,7 +257,7 @@ def test_a_closed_link_thread_fails_what_is_queued_and_starts_nothing():
     running, queued = operation(slow), operation(later)
     old.submit(running)
     old.submit(queued)
-    assert entered.wait(5)
+    assert held.begun()
     old.close()
     new = LinkThread(
         link_id(2),
@@ -274,7 +274,7 @@ def test_a_closed_link_thread_fails_what_is_queued_and_starts_nothing():
     time.sleep(0.05)
     assert not running.result.done()  # it is still inside the pool
     assert not fresh.result.done()  # and so the new link waits
-    release.set()
+    held.release()
     with pytest.raises(LinkBroken):
         running.result.result(5)
     fresh.result.result(5)
@@ -290,12 +290,11 @@ def test_a_closed_link_thread_fails_what_is_queued_and_starts_nothing():
 
 def test_an_order_ends_after_all_of_its_messages_though_one_cannot_begin(monkeypatch):
     """Else its blocks would be given away while another of its messages is still written."""
-    begun, go_on = threading.Event(), threading.Event()
+    held = Held()
 
     class Slow:
         def send(self, data, timeout_s):
-            begun.set()
-            assert go_on.wait(5)
+            held()
 
         def close(self):
             """It is not heard while it sends."""
@@ -315,9 +314,9 @@ def test_an_order_ends_after_all_of_its_messages_though_one_cannot_begin(monkeyp
     pools = make_pools(make_layout(1))
     plane = DataPlane(pools[0], TransferConfig(), backend=Backend(MemoryHub()))
     ended = plane.submit(Order(send=small_move(num_peers=2)))
-    assert begun.wait(5)
+    assert held.begun()
     assert not ended.done()
-    go_on.set()
+    held.release()
     assert "new thread" in ended.result(5).error.message
     plane.close()
 

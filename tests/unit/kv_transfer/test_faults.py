@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from dataclasses import replace
 
 import pytest
@@ -14,6 +13,7 @@ from kv_transfer.ranks import RankChannel
 from protocol.errors import DeadlineExceeded, ErrorCode, ErrorInfo, HandoffFailed
 from protocol.ids import RequestKey
 from rpc import methods
+from tests.support.held import Held
 from tests.support.transfer import QUICK, Pair, differing, fill, random_kv
 from tests.support.transfer_steps import (
     DEST,
@@ -52,23 +52,18 @@ class Gate:
 
 async def test_blocks_are_safe_only_after_a_running_scatter_and_no_later_one_starts(backends):
     """Abort in the middle of a write; the next owner of the blocks must not be overwritten."""
-    entered, release = threading.Event(), threading.Event()
+    held = Held()
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends) as pair:
-
-        def slow() -> None:
-            entered.set()
-            assert release.wait(5)
-
         await ready(pair)
-        pair.decode.pools[0].before_scatter = slow
+        pair.decode.pools[0].before_scatter = held
         pair.sender.push(KEY, SOURCE[:2], 0, 2)
         pair.sender.push(KEY, SOURCE[2:], 2, 3)
-        await asyncio.to_thread(entered.wait, 5)
+        assert await asyncio.to_thread(held.begun)
         await pair.receiver.end(KEY, False, ErrorInfo(code=ErrorCode.CANCELLED, message="gone"))
         assert pair.decode.events.ended_with(KEY).code is ErrorCode.CANCELLED
         await asyncio.sleep(0.1)
         assert pair.decode.events.safe == []
-        release.set()
+        held.release()
         await pair.decode.events.wait(lambda e: e.safe)
         fill(pair.decode.pools, LAYOUT, DEST, torch.zeros_like(random_kv(LAYOUT, 5, seed=0)))
         await pair.prefill.events.wait(lambda e: e.is_over(KEY))
@@ -78,21 +73,16 @@ async def test_blocks_are_safe_only_after_a_running_scatter_and_no_later_one_sta
 
 
 async def test_source_blocks_are_free_only_after_a_running_gather(memory):
-    entered, release = threading.Event(), threading.Event()
+    held = Held()
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
-
-        def slow() -> None:
-            entered.set()
-            assert release.wait(5)
-
         await ready(pair)
-        pair.prefill.pools[1].before_gather = slow
+        pair.prefill.pools[1].before_gather = held
         pair.sender.push(KEY, SOURCE, 0, 5)
-        await asyncio.to_thread(entered.wait, 5)
+        assert await asyncio.to_thread(held.begun)
         ending = asyncio.create_task(pair.sender.end(KEY, True))
         await asyncio.sleep(0.1)
         assert pair.prefill.events.ends == []
-        release.set()
+        held.release()
         await ending
         assert pair.prefill.events.ends == [(KEY, None)]
         await pair.decode.events.wait(lambda e: e.safe)

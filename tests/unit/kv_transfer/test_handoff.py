@@ -19,58 +19,52 @@ from tests.support.transfer import (
     make_layout,
     random_kv,
 )
+from tests.support.transfer_steps import DEST, KEY, SOURCE
 
-KEY = RequestKey("a")
 SIZES = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4)]
-SOURCE, DEST = (3, 1, 4, 9, 5), (8, 2, 7, 1, 15)
 
 
-@pytest.mark.parametrize(("source_tp", "dest_tp"), SIZES)
-async def test_every_pair_of_degrees_moves_the_same_bits(backends, source_tp, dest_tp):
-    source, dest = make_layout(source_tp), make_layout(dest_tp)
+async def moved(backends, source, dest, config=QUICK):
+    """Hand five blocks over; what prefill was told."""
     kv = random_kv(source, 5, seed=1)
-    async with Pair(source=source, dest=dest, backends=backends) as pair:
+    async with Pair(source=source, dest=dest, backends=backends, config=config) as pair:
         fill(pair.prefill.pools, source, SOURCE, kv)
         await pair.run(KEY, SOURCE, DEST)
         assert differing(pair.decode.pools, dest, DEST, kv) == []
         assert pair.sender.num_live == pair.receiver.num_live == 0
-        _, report = pair.prefill.events.commits[0]
-        assert report.num_pieces == 3
-        assert report.num_bytes == 5 * source.token_bytes() * source.block_size
-        assert report.start <= report.end
+        return pair.prefill.events.commits[0][1]
+
+
+@pytest.mark.parametrize(("source_tp", "dest_tp"), SIZES)
+async def test_every_pair_of_degrees_moves_the_same_bits(backends, source_tp, dest_tp):
+    source = make_layout(source_tp)
+    report = await moved(backends, source, make_layout(dest_tp))
+    assert report.num_pieces == 3
+    assert report.num_bytes == 5 * source.token_bytes() * source.block_size
+    assert report.start <= report.end
 
 
 @pytest.mark.parametrize(("source_tp", "dest_tp"), [(1, 3), (3, 1), (3, 3)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_three_heads(backends, source_tp, dest_tp, dtype):
     source = make_layout(source_tp, num_kv_heads=3, dtype=dtype)
-    dest = make_layout(dest_tp, num_kv_heads=3, dtype=dtype)
-    kv = random_kv(source, 5, seed=2)
-    async with Pair(source=source, dest=dest, backends=backends) as pair:
-        fill(pair.prefill.pools, source, SOURCE, kv)
-        await pair.run(KEY, SOURCE, DEST)
-        assert differing(pair.decode.pools, dest, DEST, kv) == []
+    await moved(backends, source, make_layout(dest_tp, num_kv_heads=3, dtype=dtype))
 
 
 @pytest.mark.parametrize(("source_tp", "dest_tp"), [(4, 1), (1, 4), (4, 4), (8, 2), (2, 8)])
 async def test_replicated_heads_go_once_to_each_destination(memory, source_tp, dest_tp):
     source, dest = (make_layout(tp, num_kv_heads=2) for tp in (source_tp, dest_tp))
-    kv = random_kv(source, 5, seed=3)
-    async with Pair(source=source, dest=dest, backends=memory) as pair:
-        fill(pair.prefill.pools, source, SOURCE, kv)
-        await pair.run(KEY, SOURCE, DEST)
-        assert differing(pair.decode.pools, dest, DEST, kv) == []
-        _, report = pair.prefill.events.commits[0]
-        copies = max(dest_tp // 2, 1)
-        assert report.num_bytes == copies * 5 * source.token_bytes() * source.block_size
+    report = await moved(memory, source, dest)
+    copies = max(dest_tp // 2, 1)
+    assert report.num_bytes == copies * 5 * source.token_bytes() * source.block_size
 
 
 @pytest.mark.parametrize("num_cached", [0, 1, 4, 5])
 @pytest.mark.parametrize("chunk", [1, 2, 5])
-async def test_cached_blocks_are_neither_sent_nor_touched(backends, num_cached, chunk):
+async def test_cached_blocks_are_neither_sent_nor_touched(any_backends, num_cached, chunk):
     layout = make_layout(2)
     kv, other = random_kv(layout, 5, seed=1), random_kv(layout, 5, seed=2)
-    async with Pair(source=layout, dest=layout, backends=backends) as pair:
+    async with Pair(source=layout, dest=layout, backends=any_backends) as pair:
         fill(pair.prefill.pools, layout, SOURCE, kv)
         fill(pair.decode.pools, layout, DEST, other)
         await pair.run(KEY, SOURCE, DEST, num_cached=num_cached, chunk=chunk)
@@ -82,11 +76,12 @@ async def test_cached_blocks_are_neither_sent_nor_touched(backends, num_cached, 
         assert (commit.num_pieces == 0) == (num_cached == 5)
 
 
-async def test_layer_groups_and_large_pushes_are_split_and_joined(backends):
+async def test_layer_groups_and_large_pushes_are_split_and_joined(any_backends):
     layout = make_layout(1, num_layers=5)
     kv = random_kv(layout, 5, seed=1)
-    config = replace(QUICK, max_piece_bytes=2 * 5 * 4 * 2 * 4 * 8 * 4)  # two blocks
-    async with Pair(source=layout, dest=layout, backends=backends, config=config) as pair:
+    size = 2 * 5 * 4 * 2 * 4 * 8 * 4  # two blocks
+    config = replace(QUICK, max_piece_bytes=size, device_piece_bytes=size)
+    async with Pair(source=layout, dest=layout, backends=any_backends, config=config) as pair:
         fill(pair.prefill.pools, layout, SOURCE, kv)
         pair.submit(KEY, 5)
         await pair.receiver.reserve(KEY, DEST, 0)
@@ -102,12 +97,7 @@ async def test_layer_groups_and_large_pushes_are_split_and_joined(backends):
 @pytest.mark.parametrize("kind", list(ChecksumKind))
 async def test_checksum_kinds(memory, kind):
     layout = make_layout(2, dtype="bfloat16")
-    kv = random_kv(layout, 5, seed=1)
-    config = replace(QUICK, checksum=kind)
-    async with Pair(source=layout, dest=layout, backends=memory, config=config) as pair:
-        fill(pair.prefill.pools, layout, SOURCE, kv)
-        await pair.run(KEY, SOURCE, DEST)
-        assert differing(pair.decode.pools, layout, DEST, kv) == []
+    await moved(memory, layout, layout, replace(QUICK, checksum=kind))
 
 
 async def test_many_handoffs_at_once_share_the_links(backends):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from dataclasses import replace
 
 import pytest
@@ -22,15 +21,13 @@ from protocol.errors import (
     StaleMessage,
     Unavailable,
 )
-from protocol.ids import RequestKey
 from protocol.messages import LinkAddress
 from rpc import methods
+from tests.support.held import Held
 from tests.support.one_sided import OneSidedBackend, OneSidedHub
 from tests.support.transfer import QUICK, Pair, differing, fill, make_layout, random_kv
+from tests.support.transfer_steps import DEST, KEY, LAYOUT, OTHER, SOURCE, ready
 
-KEY, OTHER = RequestKey("a"), RequestKey("b")
-SOURCE, DEST = (3, 1, 4, 9, 5), (8, 2, 7, 1, 15)
-LAYOUT = make_layout(2)
 HASTY = replace(QUICK, op_timeout_s=0.2, rpc_timeout_s=0.2, rpc_attempts=1, repair_s=0.05)
 
 
@@ -44,11 +41,11 @@ def backends(pools):
     return lambda: OneSidedBackend(pools)
 
 
-async def ready(pair, key=KEY, source=SOURCE, dest=DEST, seed=1):
-    kv = random_kv(LAYOUT, len(source), seed)
-    fill(pair.prefill.pools, LAYOUT, source, kv)
-    pair.submit(key, len(dest))
-    await pair.receiver.reserve(key, dest, 0)
+async def sent(pair):
+    """All of it, and the commit."""
+    kv = await ready(pair)
+    pair.sender.push(KEY, SOURCE, 0, 5)
+    pair.sender.commit(KEY, 1)
     return kv
 
 
@@ -69,35 +66,6 @@ async def test_every_pair_of_degrees_moves_the_same_bits(backends, source_tp, de
         assert pair.receiver.stats.num_bytes == 5 * source.token_bytes() * source.block_size
 
 
-@pytest.mark.parametrize("num_cached", [0, 2, 5])
-async def test_cached_blocks_are_neither_sent_nor_touched(backends, num_cached):
-    kv, other = random_kv(LAYOUT, 5, seed=1), random_kv(LAYOUT, 5, seed=2)
-    async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends) as pair:
-        fill(pair.prefill.pools, LAYOUT, SOURCE, kv)
-        fill(pair.decode.pools, LAYOUT, DEST, other)
-        await pair.run(KEY, SOURCE, DEST, num_cached=num_cached)
-        cached, fresh = DEST[:num_cached], DEST[num_cached:]
-        assert differing(pair.decode.pools, LAYOUT, cached, other[:, :num_cached]) == []
-        assert differing(pair.decode.pools, LAYOUT, fresh, kv[:, num_cached:]) == []
-
-
-async def test_layer_groups_and_large_pushes_are_split_and_joined(backends):
-    layout = make_layout(1, num_layers=5)
-    kv = random_kv(layout, 5, seed=1)
-    config = replace(QUICK, device_piece_bytes=2 * 5 * 4 * 2 * 4 * 8 * 4)  # two blocks
-    async with Pair(source=layout, dest=layout, backends=backends, config=config) as pair:
-        fill(pair.prefill.pools, layout, SOURCE, kv)
-        pair.submit(KEY, 5)
-        await pair.receiver.reserve(KEY, DEST, 0)
-        pair.sender.push(KEY, SOURCE, 0, 5, first_layer=2, num_layers=1)
-        pair.sender.push(KEY, SOURCE, 0, 5, first_layer=0, num_layers=2)
-        pair.sender.push(KEY, SOURCE, 0, 5, first_layer=3)
-        pair.sender.commit(KEY, 1)
-        await pair.decode.events.wait(lambda e: e.is_over(KEY))
-        assert differing(pair.decode.pools, layout, DEST, kv) == []
-        assert pair.decode.events.commits[0][1].num_pieces == 9
-
-
 async def test_content_that_changed_on_the_way_is_refused(backends):
     config = replace(QUICK, checksum=ChecksumKind.SUM)
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends, config=config) as pair:
@@ -107,9 +75,7 @@ async def test_content_that_changed_on_the_way_is_refused(backends):
                 pair.decode.pools[0].layers[1][DEST[2]] += 1
 
         pair.clients.intercept = corrupt
-        await ready(pair)
-        pair.sender.push(KEY, SOURCE, 0, 5)
-        pair.sender.commit(KEY, 1)
+        await sent(pair)
         await pair.decode.events.wait(lambda e: e.safe)
         assert pair.decode.events.ended_with(KEY).param == "checksum"
 
@@ -131,9 +97,7 @@ async def test_one_message_lost_or_repeated_changes_nothing(backends, method, ho
                 raise DeadlineExceeded("lost")
 
         pair.clients.intercept = fault
-        kv = await ready(pair)
-        pair.sender.push(KEY, SOURCE, 0, 5)
-        pair.sender.commit(KEY, 1)
+        kv = await sent(pair)
         await pair.prefill.events.wait(lambda e: e.is_over(KEY))
         assert hit
         assert len(pair.decode.events.commits) == len(pair.prefill.events.commits) == 1
@@ -161,9 +125,7 @@ async def test_a_commit_that_names_other_pieces_gets_nothing(backends, change):
                     await pair.receiver.on_commit(forged)
 
         pair.clients.intercept = forge
-        await ready(pair)
-        pair.sender.push(KEY, SOURCE, 0, 5)
-        pair.sender.commit(KEY, 1)
+        await sent(pair)
         await pair.prefill.events.wait(lambda e: e.is_over(KEY))
         await pair.decode.events.wait(lambda e: e.is_over(KEY))
 
@@ -171,25 +133,26 @@ async def test_a_commit_that_names_other_pieces_gets_nothing(backends, change):
 # --- nothing may be reused while somebody may write it --------------------------------------------
 
 
+async def writing(pair):
+    """Prefill's ranks write until they are let go."""
+    held = Held()
+    for pool in pair.decode.pools:
+        pool.before_scatter = held
+    await ready(pair)
+    pair.sender.push(KEY, SOURCE, 0, 5)
+    assert await asyncio.to_thread(held.begun)
+    return held
+
+
 async def test_blocks_wait_for_a_write_in_progress(backends):
     """Decode leaves while a rank of prefill writes: the blocks are safe only after that."""
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends) as pair:
-        begun, go_on = threading.Event(), threading.Event()
-
-        def slow():
-            begun.set()
-            assert go_on.wait(10)
-
-        for pool in pair.decode.pools:
-            pool.before_scatter = slow
-        await ready(pair)
-        pair.sender.push(KEY, SOURCE, 0, 5)
-        await asyncio.to_thread(begun.wait, 10)
+        held = await writing(pair)
         await pair.receiver.end(KEY, True)
         assert pair.receiver.num_blocks(Holding.QUARANTINED) == 5
         await asyncio.sleep(0.1)
         assert pair.decode.events.safe == []
-        go_on.set()
+        held.release()
         await pair.decode.events.wait(lambda e: e.safe)
         assert pair.decode.events.safe == [(KEY, DEST)]
         assert pair.receiver.num_blocks(Holding.QUARANTINED) == 0
@@ -197,35 +160,31 @@ async def test_blocks_wait_for_a_write_in_progress(backends):
 
 async def test_a_sender_that_leaves_says_so_after_its_last_write(backends):
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends) as pair:
-        begun, go_on = threading.Event(), threading.Event()
-
-        def slow():
-            begun.set()
-            assert go_on.wait(10)
-
-        pair.decode.pools[1].before_scatter = slow
-        await ready(pair)
-        pair.sender.push(KEY, SOURCE, 0, 5)
-        await asyncio.to_thread(begun.wait, 10)
+        held = await writing(pair)
         leaving = asyncio.create_task(pair.sender.end(KEY, True))
         await asyncio.sleep(0.1)
         assert pair.decode.events.ends == pair.decode.events.safe == []
-        go_on.set()
+        held.release()
         await leaving
         await pair.decode.events.wait(lambda e: e.safe)
         assert pair.decode.events.ended_with(KEY) is None
 
 
+def frozen(pair):
+    """Nothing that decode asks of prefill is answered."""
+
+    async def silent(address, method, request):
+        if address == pair.prefill.ref.address:
+            await asyncio.sleep(0.05)
+            raise DeadlineExceeded("frozen")
+
+    return silent
+
+
 async def test_a_frozen_senders_blocks_stay_quarantined_until_it_answers(backends):
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends, config=HASTY) as pair:
         await ready(pair)
-
-        async def silent(address, method, request):
-            if address == pair.prefill.ref.address:
-                await asyncio.sleep(0.05)
-                raise DeadlineExceeded("frozen")
-
-        pair.clients.intercept = silent
+        pair.clients.intercept = frozen(pair)
         await pair.receiver.end(KEY, True)
         await asyncio.sleep(3 * HASTY.op_timeout_s)
         assert pair.decode.events.safe == []
@@ -239,13 +198,7 @@ async def test_a_silent_sender_is_given_up_at_once_and_its_blocks_later(backends
     """The membership has taken it off: it may be dead, or frozen and thaw."""
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends, config=HASTY) as pair:
         await ready(pair)
-
-        async def silent(address, method, request):
-            if address == pair.prefill.ref.address:
-                await asyncio.sleep(0.05)
-                raise DeadlineExceeded("frozen")
-
-        pair.clients.intercept = silent
+        pair.clients.intercept = frozen(pair)
         await pair.receiver.peer_lost(pair.prefill.ref.epoch, dead=False)
         assert pair.decode.events.ended_with(KEY).code is ErrorCode.HANDOFF_FAILED
         await asyncio.sleep(2 * HASTY.op_timeout_s)

@@ -15,9 +15,10 @@ from observability.metrics import (
     split_counter_key,
 )
 from protocol.ids import Role, WorkerRef
-from protocol.kv_layout import KVFingerprint, KVLayout
+from protocol.kv_layout import KVLayout
 from protocol.messages import WorkerLoad, WorkerStatus
 from protocol.states import WorkerState
+from tests.support.blocks import FINGERPRINT
 
 LAYOUT = KVLayout(
     num_layers=2,
@@ -27,15 +28,6 @@ LAYOUT = KVLayout(
     num_blocks=100,
     dtype="float32",
     rank_heads=((0, 2),),
-)
-FINGERPRINT = KVFingerprint(
-    model="m",
-    weights="w",
-    num_layers=2,
-    num_kv_heads=2,
-    head_dim=8,
-    dtype="float32",
-    rope="r",
 )
 
 

@@ -9,18 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.kv_layout import KVFingerprint
 from protocol.prefix import HINT_BYTES, chain_seed, extend_chain, hints, split_hints
+from tests.support.blocks import FINGERPRINT
 
-FINGERPRINT = KVFingerprint(
-    model="m",
-    weights="w",
-    num_layers=2,
-    num_kv_heads=2,
-    head_dim=8,
-    dtype="float32",
-    rope="r",
-)
 SEED = chain_seed(FINGERPRINT)
 IDS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
@@ -61,7 +52,7 @@ def test_chains_agree_exactly_as_far_as_full_blocks_do(a: list[int], b: list[int
 @pytest.mark.parametrize(
     "change",
     [
-        *({"model": "n"}, {"weights": "v"}, {"num_layers": 3}, {"num_kv_heads": 1}),
+        *({"model": "n"}, {"weights": "v"}, {"num_layers": 3}, {"num_kv_heads": 2}),
         *({"head_dim": 16}, {"dtype": "bfloat16"}, {"rope": "q"}),
     ],
 )

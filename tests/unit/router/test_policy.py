@@ -21,7 +21,7 @@ from router.policy import (
     choose_decode,
     choose_prefill,
 )
-from tests.support.stub_workers import FINGERPRINT
+from tests.support.blocks import FINGERPRINT
 
 NEED = Need(prompt_tokens=100, total_tokens=200)
 

@@ -12,8 +12,9 @@ from protocol.kv_layout import KVFingerprint
 from protocol.prefix import HINT_BYTES, CacheChange, chain_seed, extend_chain, hints
 from protocol.wire import inference_pb2 as pb
 from router.prefix import PrefixView, PromptBlocks
+from tests.support.blocks import FINGERPRINT
 from tests.support.router_doors import MakeDoors, until
-from tests.support.stub_workers import FINGERPRINT, StubFleet, StubWorker
+from tests.support.stub_workers import StubFleet, StubWorker
 
 PROMPT = [30 + i for i in range(40)]  # two full blocks and a half
 

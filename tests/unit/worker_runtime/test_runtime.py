@@ -24,7 +24,7 @@ from protocol.errors import (
 )
 from protocol.grammar import Grammar, GrammarKind
 from protocol.ids import RequestKey, Role, WorkerRef
-from protocol.kv_layout import KVFingerprint, KVLayout
+from protocol.kv_layout import KVLayout
 from protocol.messages import (
     Cancel,
     DrainCommand,
@@ -40,6 +40,7 @@ from protocol.sampling import SamplingParams
 from protocol.states import WorkerState
 from rpc import methods
 from rpc.service import ControlClient, ControlServer
+from tests.support.blocks import FINGERPRINT
 from worker_runtime.config import WorkerConfig
 from worker_runtime.grammars import Grammars
 from worker_runtime.inbox import Inbox
@@ -371,19 +372,10 @@ class TestShell:
             dtype="float32",
             rank_heads=((0, 1),),
         )
-        fingerprint = KVFingerprint(
-            model="m",
-            weights="w",
-            num_layers=1,
-            num_kv_heads=1,
-            head_dim=8,
-            dtype="float32",
-            rope="r",
-        )
         return Shell(
             ref=WorkerRef(worker_id="d0", epoch=9, role=Role.DECODE, address="x"),
             identity=Identity(
-                limits=LIMITS, layout=layout, fingerprint=fingerprint, whole_output=True
+                limits=LIMITS, layout=layout, fingerprint=FINGERPRINT, whole_output=True
             ),
             config=WorkerConfig(max_waiting=2, heartbeat_s=0.05, stall_s=1.0),
             progress=progress,

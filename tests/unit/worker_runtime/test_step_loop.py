@@ -18,6 +18,7 @@ from protocol.ids import RequestKey
 from protocol.messages import Submit
 from protocol.sampling import SamplingParams
 from tests.support.engine import GREEDY, config, prompt, whole_runner
+from tests.support.held import Held
 from tests.support.paged import LateSteps
 from tests.support.steps import served
 from tests.support.tiny import save_tiny_llama
@@ -216,11 +217,10 @@ def test_what_reaches_a_broken_engine_fails_too() -> None:
 
 
 def test_stop_takes_in_what_is_on_its_way() -> None:
-    started, go_on = threading.Event(), threading.Event()
+    held = Held()
 
     def slow(batch: StepBatch) -> StepResult:
-        started.set()
-        assert go_on.wait(5)
+        held()
         return echo(batch)
 
     scheduler, inbox = CountingScheduler(3), Inbox[int]()
@@ -229,10 +229,10 @@ def test_stop_takes_in_what_is_on_its_way() -> None:
     for token in (4, 5, 6):
         inbox.put(token)
     loop.start()
-    assert started.wait(5)
+    assert held.begun()
     assert loop.stalled_for() > 0.0
     assert not loop.stop(0.01)
-    go_on.set()
+    held.release()
     assert loop.stop()
     assert scheduler.applied == ["apply 4", "apply 5"]
     assert loop.stalled_for() == 0.0
@@ -380,21 +380,20 @@ def test_a_clock_that_is_set_back_holds_up_no_step() -> None:
 
 def test_a_step_is_timed_by_a_clock_that_nobody_sets() -> None:
     now = 1000.0
-    started, go_on = threading.Event(), threading.Event()
+    held = Held()
 
     def slow(batch: StepBatch) -> StepResult:
-        started.set()
-        assert go_on.wait(5)
+        held()
         return echo(batch)
 
     inbox = Inbox[int]()
     loop = step_loop(CountingScheduler(1), LateSteps(slow, depth=2), inbox, lambda: now)
     inbox.put(4)
     loop.start()
-    assert started.wait(5)
+    assert held.begun()
     now += 86400.0
     assert 0.0 < loop.stalled_for() < 60.0
-    go_on.set()
+    held.release()
     assert loop.stop()
 
 
