@@ -2,7 +2,8 @@
 
 Workers and routers report themselves about once a second; routers follow `watch`, a long poll. The
 actor is restarted by Ray if it dies: it comes back empty under a new incarnation and fills up with
-the next round of reports, and routers keep the workers they know until it has (see Watcher).
+the next round of reports, and routers keep the workers they know until it has
+(membership.Following).
 """
 
 from __future__ import annotations

@@ -284,7 +284,8 @@ def _clear(state: RunningCluster) -> None:
     source = session_logs(state)
     if source.is_dir():
         shutil.rmtree(kept_logs(), ignore_errors=True)
-        shutil.move(source.resolve(), kept_logs())
+        with contextlib.suppress(OSError):  # a full disk does not keep the rest from being cleared
+            shutil.move(source.resolve(), kept_logs())
     shutil.rmtree(state.temp_dir, ignore_errors=True)
 
 

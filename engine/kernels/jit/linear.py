@@ -158,9 +158,9 @@ def shared_row_linear(
 ):
     """h[1, N] += the sum over ranks of x[1, K] @ w[N, K]^T + bias, without a kernel of its own.
 
-    The programs of the product push their sums to every rank, as `push_all_reduce` does words; the
-    programs after them each wait for COLLECT sums of all ranks and add them to h. They come last,
-    and are few, so that they never keep the others from running.
+    The programs of the product push their sums to every rank (`push_sums`); the programs after them
+    each wait for COLLECT sums of all ranks and add them to h. They come last, and are few, so that
+    they never keep the others from running.
     """
     epoch = tl.load(done) + turn + 1
     tiles = tl.cdiv(N, BLOCK_N)

@@ -79,6 +79,19 @@ def test_nothing_of_the_session_is_left(tmp_path: Path, kind: str, killed: int) 
     assert (local_ray.kept_logs() / "worker.err").read_text() == "why"
 
 
+def test_a_full_disk_keeps_nothing_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def move(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(local_ray.shutil, "move", move)
+    state = start("willing", tmp_path / "ray")
+    (tmp_path / "ray" / "session_latest" / "logs").mkdir(parents=True)
+    assert stop_local_ray(state) == 0
+    assert not (tmp_path / "ray").exists()
+
+
 def test_daemons_that_ray_has_lost_are_named() -> None:
     named = "import time; open('/proc/self/comm', 'w').write('raylet'); print(); time.sleep(60)"
     head = subprocess.Popen(
