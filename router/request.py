@@ -78,7 +78,6 @@ class GenerateRequest:
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
-    user: str | None = None
     cache_salt: str = ""
     priority: int = 0
     service_tier: str | None = None
@@ -115,11 +114,11 @@ _PLAIN: dict[str, Callable[[Fields, str], object]] = {
     **dict.fromkeys(("seed", "n", "min_tokens", "priority"), read.integer),
     **dict.fromkeys(("stream", "echo", "ignore_eos", "timeline", "return_token_ids"), read.boolean),
     **dict.fromkeys(("skip_special_tokens", "include_stop_str_in_output"), read.boolean),
-    **dict.fromkeys(("model", "user", "service_tier"), read.text),
+    **dict.fromkeys(("model", "service_tier"), read.text),
 }
 _COMMON = (
     frozenset(_PLAIN) - {"echo"}
-    | {"top_k", "max_tokens", "logit_bias", "stop", "stop_token_ids", "stream_options"}
+    | {"user", "top_k", "max_tokens", "logit_bias", "stop", "stop_token_ids", "stream_options"}
     | {"logprobs", "top_logprobs", "prompt_logprobs", "cache_salt", "timeout"}
     | structured.FIELDS
 )
@@ -144,6 +143,9 @@ def parse_request(kind: RequestKind, fields: Fields) -> GenerateRequest:
     """The request in `fields`. Raises InvalidRequest naming the first wrong field."""
     check_fields(fields, _SERVED[kind], elsewhere=_ELSEWHERE[kind])
     chat = kind is RequestKind.CHAT
+    read.text(
+        fields, "user"
+    )  # without effect: it may be large, and would be kept as long as the rest
     given = {name: reader(fields, name) for name, reader in _PLAIN.items()}
     plain: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     _check_between(plain.get("n", 1), "n", 1, MAX_CHOICES)

@@ -144,8 +144,7 @@ class _Door:
         answer = Answer(scope, send)
         try:
             with self._service.track(Door.HTTP, _ENDPOINTS[kind]):
-                fields = await read_object(scope, receive, limit=self._max_body_bytes)
-                request = parse_request(kind, fields)
+                request = parse_request(kind, await self._object(scope, receive))
                 async with (
                     cancelled_when_gone(receive),
                     self._service.generate(
@@ -156,6 +155,9 @@ class _Door:
             await answer.ended(ending)
         except BatonError as error:
             await answer.error(error)
+
+    async def _object(self, scope: Scope, receive: Receive) -> dict[str, Any]:
+        return await read_object(scope, receive, limit=self._max_body_bytes)
 
     async def _relay(
         self, request: GenerateRequest, generation: Generation, answer: Answer
@@ -184,7 +186,7 @@ class _Door:
         """The path of an operation from one JSON object to another."""
         answer = Answer(scope, send)
         try:
-            fields = await read_object(scope, receive, limit=self._max_body_bytes)
+            fields = await self._object(scope, receive)
             await answer.object(await operation(fields, caller_of(scope)))
         except BatonError as error:
             await answer.error(error)

@@ -45,8 +45,10 @@ async def read_object(scope: Scope, receive: Receive, *, limit: int) -> dict[str
             body = await _read(scope, receive, limit)
     except TimeoutError:
         raise DeadlineExceeded(f"the body did not come in {_BODY_S:g} s") from None
-    if encoding != "identity":
-        body = await asyncio.to_thread(_unzipped, body, limit)
+    if (
+        encoding != "identity"
+    ):  # in one go, so that no more than threads can have is unzipped at once
+        return await asyncio.to_thread(lambda: parse_object(_unzipped(body, limit)))
     if len(body) <= _LARGE:
         return parse_object(body)
     return await asyncio.to_thread(parse_object, body)

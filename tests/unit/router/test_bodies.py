@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import gzip
 import json
 from array import array
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from protocol.errors import InvalidRequest
 from protocol.ids import Role
+from router.openai import body as body_module
 from router.openai.body import parse_object
 from router.openai.pieces import MAX_STRUCTURE, loads_in_pieces
-from tests.support.router_doors import Doors, MakeDoors
+from tests.support.router_doors import Doors, MakeDoors, until
 from tests.support.stub_workers import StubFleet
 
 MANY = [(7 * i) % 50_000 for i in range(10_000)]
@@ -107,6 +112,40 @@ async def test_a_small_body_cannot_become_a_huge_one(
         assert len(bomb) < 100_000
         status, answer, _ = await post(doors, bomb, "gzip")
         assert (status, answer["error"]["code"]) == (413, "payload_too_large")
+
+
+async def test_no_more_is_unzipped_at_once_than_is_parsed_at_once(
+    doors: Doors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or some megabytes of requests become gigabytes that wait for a thread."""
+    done: list[str] = []
+    for name in ("_unzipped", "parse_object"):
+        work = getattr(body_module, name)
+
+        def noted(*arguments: object, name: str = name, work: Callable = work) -> object:
+            done.append(name)
+            return work(*arguments)
+
+        monkeypatch.setattr(body_module, name, noted)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    large = gzip.compress(json.dumps(HELLO | {"user": "x" * 1_000_000}).encode())
+    answers = await asyncio.gather(*(post(doors, large, "gzip") for _ in range(8)))
+    assert {status for status, _, _ in answers} == {200}
+    assert done == ["_unzipped", "parse_object"] * 8
+
+
+async def test_what_has_no_effect_is_not_kept(doors: Doors) -> None:
+    """While the request runs, which may be an hour."""
+    gate = doors.fleet.workers[1].gate = asyncio.Event()
+    notes = {"user": "u" * 100_001, "metadata": {"note": "m" * 100_002}}
+    body = HELLO | notes | {"prompt": "hello there you", "max_tokens": 5}
+    running = asyncio.create_task(doors.post("/v1/completions", json.dumps(body).encode()))
+    await until(lambda: doors.fleet.workers[1].running)
+    del body, notes
+    kept = [value for value in gc.get_objects() if isinstance(value, dict) and "metadata" in value]
+    assert not [value for value in kept if isinstance(value["metadata"], dict)]
+    gate.set()
+    assert (await running)[0] == 200
 
 
 APP = "https://app.example.com"
