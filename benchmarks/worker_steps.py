@@ -26,9 +26,8 @@ from benchmarks.gpu_limits import begin_report
 from benchmarks.measure import milliseconds
 from decode_worker.scheduler import DecodeScheduler
 from engine.batch import StepBatch, StepResult
-from engine.cuda.executor import CudaExecutor
 from engine.cuda.runner import CudaRunner
-from engine.executor import PendingStep
+from engine.executor import PendingStep, RankExecutor
 from engine.kv.allocator import BlockAllocator
 from prefill_worker.scheduler import PrefillScheduler
 from protocol import codec
@@ -60,7 +59,7 @@ FINGERPRINT = KVFingerprint(
 class TimedExecutor:
     """Notes when each step had landed, and how many tokens it ran."""
 
-    def __init__(self, executor: CudaExecutor, depth: int) -> None:
+    def __init__(self, executor: RankExecutor, depth: int) -> None:
         self.depth = depth
         self.landed: list[tuple[float, int]] = []
         self._executor = executor
@@ -103,7 +102,7 @@ class Worker:
     ) -> None:
         layout = runner.layout
         self.inbox: Inbox[Any] = Inbox()
-        self.executor = TimedExecutor(CudaExecutor(runner, None), depth)  # type: ignore[arg-type]
+        self.executor = TimedExecutor(RankExecutor(runner, None), depth)  # type: ignore[arg-type]
         self.idle = asyncio.Event()
         self._snapshot = Snapshot()
         self._on_output = on_output

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from engine.batch import SequenceStep, StepBatch, StepResult
+from engine.batch import StepBatch, StepResult
 from engine.config import EngineConfig
 from engine.errors import ModelRefused
 from engine.follower import Follower, Handler
@@ -16,7 +16,6 @@ from engine.runner import RankRunner
 from engine.tp import TensorParallel
 from protocol.errors import InvalidRequest
 from protocol.kv_layout import KVFingerprint, KVLayout
-from protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from engine.cuda.runner import CudaRunner
@@ -37,7 +36,7 @@ class Executor(Protocol):
     """One engine, all of its ranks. Steps run in the order of launch; one caller at a time.
 
     depth: how many launched steps keep it busy without a gap: 1 when `launch` returns with the step
-    over, else 2.
+    over, else 2: the next may be launched before its tokens are known (SequenceStep.previous).
     """
 
     depth: int
@@ -72,72 +71,54 @@ class Executor(Protocol):
         ...
 
 
-class FinishedStep:
-    """A step that ran while it was launched."""
-
-    number = 0
-
-    def __init__(self, result: StepResult) -> None:
-        self._result = result
-
-    def wait(self) -> StepResult:
-        """The tokens."""
-        return self._result
-
-
 class RankExecutor:
-    """Executor of rank 0 in this process: alone, or with the followers of a group. Synchronous."""
+    """Executor of rank 0 in this process: alone, or with the followers of a group."""
 
-    depth = 1
-
-    def __init__(self, runner: RankRunner, group: RankGroup | None = None) -> None:
+    def __init__(
+        self,
+        runner: RankRunner | CudaRunner,
+        fingerprint: KVFingerprint,
+        group: RankGroup | None = None,
+    ) -> None:
         self._runner = runner
+        self._closed = False
         self._group = group
+        self.depth = runner.depth
         self.layout = runner.layout
-        self.fingerprint = runner.fingerprint
+        self.fingerprint = fingerprint
         self.vocab_size = runner.vocab_size
         self.max_model_len = runner.max_model_len
         self.pool = runner.pool
 
     def launch(self, batch: StepBatch) -> PendingStep:
-        """Run the step."""
-        return FinishedStep(self.run(batch))
-
-    def run(self, batch: StepBatch) -> StepResult:
-        """Check the batch, have the followers start on it, run it here."""
-        step = self._runner.prepare(batch)
+        """Check the batch, have the followers start on it, start it here."""
+        step: Any = self._runner.prepare(batch)
         if self._group is not None:
             self._group.step(batch)
-        return self._runner.run(step)
+        return self._runner.submit(step)
+
+    def run(self, batch: StepBatch) -> StepResult:
+        """`launch` and `wait`."""
+        return self.launch(batch).wait()
 
     def use_threads(self, count: int) -> None:
         """Threads of rank 0's kernels from now on."""
-        self._runner.kernels.use_threads(count)
+        self._runner.use_threads(count)
 
     def enter_thread(self) -> None:
-        """Nothing: no thread keeps anything."""
+        """What the runner wants of the thread that runs steps."""
+        self._runner.enter_thread()
 
     def warmup(self) -> None:
-        """A prompt chunk, then a decode."""
-        for batch in warmup_batches(self.layout.block_size, self.max_model_len):
+        """A step for every kernel that any step can need."""
+        for batch in self._runner.warmup_batches():
             self.run(batch)
 
     def close(self) -> None:
-        """Leave the tensor group; the followers end with their RankGroup."""
-        self._runner.close()
-
-
-def warmup_batches(block_size: int, max_model_len: int) -> list[StepBatch]:
-    """A prompt of a few tokens and the decode after it, both in block 0."""
-    tokens = max(1, min(8, block_size - 1, max_model_len - 1))
-    sampling = SamplingParams(temperature=1.0)
-    shapes = [((0,) * tokens, 0), ((0,), min(tokens, block_size - 1))]
-    return [
-        StepBatch(
-            sequences=(SequenceStep(tokens=ids, start=start, block_ids=(0,), sampling=sampling),)
-        )
-        for ids, start in shapes
-    ]
+        """Leave the tensor group; the followers end with their RankGroup. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._runner.close()
 
 
 def build_executor(
@@ -158,13 +139,13 @@ def build_executor(
     if group is None:
         runner = RankRunner(config, TensorParallel())
         runner.open(runner.choose_num_blocks())
-        return RankExecutor(runner)
+        return RankExecutor(runner, runner.fingerprint)
     group.accept(timeout_s)
     runner = RankRunner(config, group.tp)
     num_blocks = runner.choose_num_blocks()
     runner.open(num_blocks)
     group.open(num_blocks, timeout_s)
-    return RankExecutor(runner, group)
+    return RankExecutor(runner, runner.fingerprint, group)
 
 
 class FollowerExecutor:

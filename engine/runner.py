@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.batch import StepBatch, StepResult
+from engine.batch import SequenceStep, StepBatch, StepResult
 from engine.config import EngineConfig
 from engine.inputs import PreparedStep, StepLimits, prepare_step
 from engine.kernels.base import Geometry, Kernels
@@ -24,6 +24,20 @@ from engine.tp import TensorParallel
 from protocol.errors import Unsupported
 from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.logprobs import TokenLogprobs
+from protocol.sampling import SamplingParams
+
+
+class FinishedStep:
+    """A step that ran while it was launched."""
+
+    number = 0
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def wait(self) -> StepResult:
+        """The tokens."""
+        return self._result
 
 
 class RankRunner:
@@ -32,6 +46,7 @@ class RankRunner:
     `open` must come between: the size of the KV pool is rank 0's decision.
     """
 
+    depth = 1
     layout: KVLayout
     pool: KVPool
 
@@ -79,18 +94,43 @@ class RankRunner:
         """Lay the batch out in rows; raises Internal when it is not sound."""
         return prepare_step(batch, self._limits)
 
-    def run(self, step: PreparedStep) -> StepResult:
+    def submit(self, step: PreparedStep) -> FinishedStep:
         """Run one step; on ranks other than 0 every token is None."""
         with torch.inference_mode():
-            return run_prepared(self.model, self.kernels, self.pool.layers, step)
+            result = run_prepared(self.model, self.kernels, self.pool.layers, step)
+        return FinishedStep(result)
 
     def follow_step(self, batch: StepBatch) -> None:
         """Run this rank's part of a step that rank 0 has prepared already."""
-        self.run(self.prepare(batch))
+        self.submit(self.prepare(batch))
+
+    def use_threads(self, count: int) -> None:
+        """Threads of the kernels from now on."""
+        self.kernels.use_threads(count)
+
+    def enter_thread(self) -> None:
+        """Nothing: no thread keeps anything."""
+
+    def warmup_batches(self) -> list[StepBatch]:
+        """A prompt chunk, then a decode."""
+        return warmup_batches(self.config.block_size, self.max_model_len)
 
     def close(self) -> None:
         """Leave the tensor-parallel group."""
         self._tp.close()
+
+
+def warmup_batches(block_size: int, max_model_len: int) -> list[StepBatch]:
+    """A prompt of a few tokens and the decode after it, both in block 0."""
+    tokens = max(1, min(8, block_size - 1, max_model_len - 1))
+    sampling = SamplingParams(temperature=1.0)
+    shapes = [((0,) * tokens, 0), ((0,), min(tokens, block_size - 1))]
+    return [
+        StepBatch(
+            sequences=(SequenceStep(tokens=ids, start=start, block_ids=(0,), sampling=sampling),)
+        )
+        for ids, start in shapes
+    ]
 
 
 def run_prepared(

@@ -7,11 +7,11 @@ import time
 import torch
 
 from engine.config import EngineConfig
-from engine.cuda.executor import CudaExecutor
 from engine.cuda.group import DeviceGroup
 from engine.cuda.options import CudaOptions
 from engine.cuda.runner import CudaRunner
 from engine.errors import ModelRefused
+from engine.executor import RankExecutor
 from engine.follower import Follower
 from engine.loader import Checkpoint
 from engine.model.config import ModelConfig
@@ -86,7 +86,7 @@ def build_cuda_executor(
     *,
     timeout_s: float = 600.0,
     options: CudaOptions | None = None,
-) -> CudaExecutor:
+) -> RankExecutor:
     """Load rank 0, wait for the followers of `group`, make pools and graphs on all ranks.
 
     Raises ModelRefused naming what cannot be served or does not fit, and RankLost when a follower
@@ -106,13 +106,14 @@ def build_cuda_executor(
     else:
         group.open(num_blocks, timeout_s)
         runner.start(_join(group.invite, 0, runner))
+        runner.watch = group.check
     spent = {
         "weights_s": round(loaded - began, 2),
         "pool_s": round(opened - loaded, 2),
         "graphs_s": round(time.monotonic() - opened, 2),
     }
     log.info("engine built", extra={"device": str(runner.device), **spent})
-    return CudaExecutor(runner, fingerprint, group)
+    return RankExecutor(runner, fingerprint, group)
 
 
 def load_follower(

@@ -22,6 +22,7 @@ from engine.cuda.prefill import ChunkAttention, cudnn_serves
 from engine.cuda.sampler import TokenSampler
 from engine.cuda.split_decode import SplitDecode
 from engine.cuda.staging import Lane, StagingRing, to_device, to_host
+from engine.cuda.warmup import warmup_steps
 from engine.errors import RankLost
 from engine.kernels.logprobs import LogprobRows
 from engine.kernels.triton_attention import DecodeScratch, DecodeShape, decode_shape
@@ -80,6 +81,7 @@ class CudaRunner:
     `launch` never waits for the device.
     """
 
+    depth = 2
     layout: KVLayout
     pool: KVPool
     _cuts: dict[tuple[int, bool], DecodeShape]
@@ -302,6 +304,22 @@ class CudaRunner:
     def follow_step(self, batch: StepBatch) -> None:
         """Run this rank's part of a step that rank 0 has launched."""
         self.launch(batch)
+
+    def use_threads(self, count: int) -> None:
+        """Nothing: a step takes one thread, which launches."""
+
+    def enter_thread(self) -> None:
+        """Plan prompt attention again: what the thread that loaded has planned is its own. Equally
+        long prompts in one step are too rare to start later for."""
+        self.plan_attention(1)
+
+    def warmup_batches(self) -> list[StepBatch]:
+        """Steps that have every kernel compiled that a step can need."""
+        return warmup_steps(
+            block_size=self.config.block_size,
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+        )
 
     def close(self) -> None:
         """Leave the tensor-parallel group; a step that waits for a lost rank is given up."""

@@ -98,7 +98,7 @@ class ThreadedRanks:
 
     def run(self, batch: StepBatch) -> StepResult:
         """Run a step on every rank; rank 0's tokens."""
-        results = self._threads.map(lambda r: r.run(r.prepare(batch)), self.runners)
+        results = self._threads.map(lambda r: r.submit(r.prepare(batch)).wait(), self.runners)
         return next(iter(results))
 
     def logits(self, batch: StepBatch) -> torch.Tensor | None:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from engine.batch import SequenceStep, StepBatch, StepResult
-from engine.executor import FinishedStep, PendingStep
+from engine.executor import PendingStep
 from engine.local import LocalEngine
+from engine.runner import FinishedStep
 from protocol.errors import ErrorInfo
 from protocol.ids import RequestKey
 from protocol.messages import Submit
@@ -412,7 +413,7 @@ async def test_ids_equal_the_local_engine(tiny: str, depth: int, num_blocks: int
     requests[2] = (requests[2][0], stopped)
     wanted[2] = wanted[2][: wanted[2].index(wanted[2][4]) + 1]
     runner = whole_runner(tiny, num_blocks=num_blocks)
-    executor = LateSteps(lambda batch: runner.run(runner.prepare(batch)), depth)
+    executor = LateSteps(lambda batch: runner.submit(runner.prepare(batch)).wait(), depth)
     got, num_preemptions = await served(executor, runner.layout, runner.fingerprint, requests)
     assert got == wanted
     assert (num_preemptions > 0) == (num_blocks == 6)
