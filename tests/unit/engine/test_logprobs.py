@@ -53,7 +53,7 @@ def test_prompt_and_first_token_in_any_chunks(tiny, cut):
     entries = []
     params = replace(GREEDY, logprobs=5)
     for step in scored_chunks(ids, 3, cut, params):
-        result = runner.run(runner.prepare(StepBatch(sequences=(step,))))
+        result = runner.submit(runner.prepare(StepBatch(sequences=(step,)))).wait()
         entries += result.target_logprobs.get(0, ())
     assert len(entries) == len(ids) - 1
     for position, entry in enumerate(entries):
@@ -84,7 +84,7 @@ def test_values_are_the_models_own_before_bias_penalty_and_temperature(tiny):
     )
     plain = replace(step, sampling=replace(GREEDY, logprobs=None), seen=(), counts=())
     runner = whole_runner(tiny)
-    result = runner.run(runner.prepare(StepBatch(sequences=(plain, step))))
+    result = runner.submit(runner.prepare(StepBatch(sequences=(plain, step)))).wait()
     assert result.tokens[1] == 77
     assert result.logprobs.keys() == {1}
     check(result.logprobs[1], row, 77, 20)
@@ -97,7 +97,7 @@ def test_ranks_of_a_tensor_parallel_engine_agree_with_the_whole(tiny):
     ]
     batch = codec.decode(StepBatch, codec.encode(StepBatch(sequences=tuple(steps))))
     runner = whole_runner(tiny)
-    want = runner.run(runner.prepare(batch))
+    want = runner.submit(runner.prepare(batch)).wait()
     with ThreadedRanks(tiny, 2) as ranks:
         got = ranks.run(batch)
     assert got.tokens == want.tokens
