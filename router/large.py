@@ -1,5 +1,5 @@
-"""Answers with thousands of log-probabilities: written in a thread, piece by piece, so that other
-streams go on meanwhile."""
+"""Answers with thousands of log-probabilities or tokens: written in a thread, piece by piece, so
+that other streams go on meanwhile."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ R = TypeVar("R")
 
 #: Tokens with log-probabilities that are written at once: a few milliseconds' work.
 _FEW = 256
+#: Items of a long array that are encoded by one call, which keeps every other thread waiting.
+_PIECE = 64
 
 encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
@@ -22,12 +24,13 @@ async def off_loop(work: Callable[[], R], *, size: int) -> R:
 
 
 def encode_in_pieces(value: Any) -> str:
-    """What `encode` gives, but a long array is encoded item by item: one call of the encoder keeps
-    every other thread waiting."""
+    """What `encode` gives, but a long array is encoded piece by piece."""
     if isinstance(value, dict):
         fields = (f"{encode(name)}:{encode_in_pieces(item)}" for name, item in value.items())
         return "{" + ",".join(fields) + "}"
-    if not isinstance(value, list):
+    if not isinstance(value, list | tuple):
         return encode(value)
-    write = encode if len(value) > _FEW else encode_in_pieces
-    return "[" + ",".join(map(write, value)) + "]"
+    if len(value) <= _FEW:
+        return "[" + ",".join(map(encode_in_pieces, value)) + "]"
+    starts = range(0, len(value), _PIECE)
+    return "[" + ",".join(encode(value[at : at + _PIECE])[1:-1] for at in starts) + "]"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sized
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from protocol.errors import BatonError, Cancelled
+from router.large import encode_in_pieces, off_loop
 from router.openai.connection import hang_up
 from router.openai.errors import JSON_TYPE, error_body, error_headers, error_status
 
@@ -42,10 +43,11 @@ class Answer:
         await self._start(status, [*headers, length])
         await self._send({"type": "http.response.body", "body": body})
 
-    async def object(self, value: object, headers: Headers | None = None) -> None:
+    async def object(self, value: Mapping[str, Any]) -> None:
         """Send a JSON object with status 200."""
-        body = json.dumps(value, ensure_ascii=False).encode()
-        await self.whole(200, body, [JSON_TYPE, *(headers or [])])
+        size = max(len(item) for item in value.values() if isinstance(item, Sized))
+        body = await off_loop(lambda: encode_in_pieces(value).encode(), size=size)
+        await self.whole(200, body, [JSON_TYPE])
 
     async def begin_stream(self, headers: Headers) -> None:
         """Send the head of an event stream."""

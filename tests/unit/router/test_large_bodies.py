@@ -15,6 +15,7 @@ from grpc import aio
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
 from protocol.wire import inference_pb2_grpc as services
+from router.large import encode, encode_in_pieces
 from router.text.tokenizer import ModelText
 from tests.support.router_doors import Doors, MakeDoors, status_of
 from tests.support.stub_workers import StubFleet
@@ -113,6 +114,27 @@ def test_tokenising_lets_other_threads_run(text: ModelText) -> None:
         time.sleep(0.0005)  # returns with the interpreter's lock, which encoding must not hold
         rounds += 1
     assert rounds > 10
+
+
+async def test_many_tokens_are_written_beside_the_event_loop(
+    doors: Doors, text: ModelText, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def noted(value: object) -> str:
+        threads.append(threading.current_thread())
+        return encode_in_pieces(value)
+
+    monkeypatch.setattr("router.openai.answers.encode_in_pieces", noted)
+    for size in (40, 9000):
+        prompt = text_of(size)
+        status, answer = await doors.post("/tokenize", {"prompt": prompt})
+        assert (status, answer["tokens"]) == (200, list(text.encode(prompt)))
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
+    ids = tuple(range(1000))
+    assert encode_in_pieces({"tokens": ids, "few": [[], [1]]}) == encode(
+        {"tokens": ids, "few": [[], [1]]}
+    )
 
 
 async def test_health_and_streams_go_on_while_a_prompt_is_tokenised(
