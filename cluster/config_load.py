@@ -18,7 +18,7 @@ from protocol.errors import InvalidRequest
 RESERVED = frozenset(
     {
         *("BATON_HOME", "BATON_LOG_LEVEL", "BATON_CONFIG", "BATON_API_KEY"),
-        *("BATON_TLS_CA", "BATON_TLS_CERT", "BATON_TLS_KEY"),
+        *("BATON_NATIVE_KERNELS", "BATON_TLS_CA", "BATON_TLS_CERT", "BATON_TLS_KEY"),
     }
 )
 #: Fields that name a file, which may be given relative to where the command runs.

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import cluster
 from cluster.config import RaySection
-from cluster.home import run_dir
+from cluster.home import baton_home, run_dir
 from protocol.errors import Unavailable
 
 _START_S = 60.0
@@ -229,7 +229,7 @@ def _state_file() -> Path:
 def _environment(token: str) -> dict[str, str]:
     """Our environment plus Ray's settings; run from a checkout, workers must find our packages."""
     root = str(Path(cluster.__file__).parent.parent)
-    env = {**os.environ, **ray_environment(token)}
+    env = {**os.environ, **ray_environment(token), "BATON_HOME": str(baton_home())}
     if not root.endswith(("site-packages", "dist-packages")):
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH", "")]))
     return env

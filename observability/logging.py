@@ -49,4 +49,7 @@ def configure_logging() -> None:
     root = logging.getLogger("baton")
     root.handlers = [handler]
     root.propagate = False
-    root.setLevel(os.environ.get("BATON_LOG_LEVEL", "WARNING"))
+    level = os.environ.get("BATON_LOG_LEVEL", "WARNING").upper()
+    if level not in (known := logging.getLevelNamesMapping()):
+        raise ValueError(f"BATON_LOG_LEVEL must be one of {', '.join(known)}, got {level}")
+    root.setLevel(level)

@@ -18,7 +18,7 @@ from cluster.cli import down, session
 from cluster.cli.console import Console
 from cluster.config import ClusterConfig
 from cluster.config_load import load_config
-from cluster.home import file_lock, run_dir
+from cluster.home import file_lock, models_dir, run_dir
 from cluster.local_ray import (
     RunningCluster,
     kept_logs,
@@ -53,8 +53,12 @@ def read_config(options: argparse.Namespace, console: Console) -> ClusterConfig:
     loaded = load_config(options.config, overrides=options.overrides, environ=os.environ)
     for warning in loaded.warnings:
         console.warn(warning)
-    check_config(loaded.config, find_model(loaded.config.model.name))
-    return loaded.config
+    config, model = loaded.config, find_model(loaded.config.model.name)
+    check_config(config, model)
+    if model.is_relative_to(models_dir()):
+        return config
+    # A path is whole from here on: replicas run in another directory.
+    return replace(config, model=replace(config.model, name=str(model)))
 
 
 def bring_up(config: ClusterConfig, source: str, console: Console) -> RunningCluster:

@@ -159,6 +159,21 @@ def test_bad_config_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "model 'tiny'" in error
 
 
+def test_replicas_are_told_whole_paths_of_models_and_names_as_they_are(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in (home / "models" / "fetched", tmp_path / "mine"):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(up_command, "check_config", lambda *_: None)
+    for given, told in (("mine", str(tmp_path / "mine")), ("fetched", "fetched")):
+        Path("c.yaml").write_text(f"model: {{name: {given}}}")
+        config = up_command.read_config(parse("up", "c.yaml"), Console())
+        assert config.model.name == told
+
+
 @pytest.mark.parametrize("argv", [["down"], ["status"], ["scale", "--decode", "2"], ["drain", "w"]])
 def test_without_a_cluster(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     code, error = one_line_error(argv, capsys)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -101,6 +103,18 @@ def test_every_field_has_one_environment_twin() -> None:
     assert len(names) == len(set(names))
     assert not RESERVED & set(names)
     assert env_name("decode.worker.max_num_seqs") == "BATON_DECODE_WORKER_MAX_NUM_SEQS"
+
+
+def test_no_variable_that_is_read_is_called_unknown() -> None:
+    root = Path(__file__).resolve().parents[3]
+    folders = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    named = {
+        name
+        for package in folders["targets"]["wheel"]["packages"]
+        for path in (root / package).rglob("*.py")
+        for name in re.findall(r'"(BATON_[A-Z_]*[A-Z])"', path.read_text())
+    }
+    assert {"BATON_HOME", "BATON_NATIVE_KERNELS"} <= named <= RESERVED
 
 
 def test_unknown_environment_variable_warns_with_a_suggestion(base: Path) -> None:

@@ -152,9 +152,11 @@ def test_failure_to_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_head_finds_our_packages_from_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    monkeypatch.setenv("BATON_HOME", "here")
     env = local_ray._environment("token")
     root = str(Path(__file__).resolve().parents[3])
     assert env["PYTHONPATH"].split(os.pathsep) == [root, "/elsewhere"]
+    assert env["BATON_HOME"] == str(Path.cwd() / "here")
     assert env["RAY_AUTH_TOKEN"] == "token"
     assert env["RAY_worker_niceness"] == "0"
 

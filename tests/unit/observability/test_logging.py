@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from observability.logging import KeyValueFormatter
+import pytest
+
+from observability.logging import KeyValueFormatter, configure_logging
 
 
 def test_a_value_cannot_be_taken_for_several_or_for_another_line() -> None:
@@ -15,3 +17,15 @@ def test_a_value_cannot_be_taken_for_several_or_for_another_line() -> None:
     error = r'"no answer\n2026 ERROR baton forged=\"yes\""'
     assert line.endswith(f" WARNING baton.x lost error={error} steps=3 worker=decode-1")
     assert "\n" not in line
+
+
+def test_levels_are_known_in_any_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = logging.getLogger("baton")
+    for name in ("level", "handlers", "propagate"):
+        monkeypatch.setattr(root, name, getattr(root, name))
+    monkeypatch.setenv("BATON_LOG_LEVEL", "debug")
+    configure_logging()
+    assert root.level == logging.DEBUG
+    monkeypatch.setenv("BATON_LOG_LEVEL", "loud")
+    with pytest.raises(ValueError, match=r"BATON_LOG_LEVEL must be one of .*WARNING.*, got LOUD"):
+        configure_logging()
