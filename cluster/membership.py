@@ -10,6 +10,7 @@ from protocol.ids import Role, WorkerRef
 from protocol.states import WORKER_TRANSITIONS, WorkerState
 
 _REMEMBERED = 4096
+_EVERYWHERE = frozenset({"0.0.0.0", "[::]"})
 
 
 class Kind(StrEnum):
@@ -67,6 +68,12 @@ class View:
             for kind in (Kind.PREFILL, Kind.DECODE)
             for member in self.of(kind, WorkerState.READY)
         )
+
+
+def reachable(address: str, node: str) -> str:
+    """`address` as others reach it: what listens on every interface is at its node."""
+    host, _, port = address.rpartition(":")
+    return f"{node if host in _EVERYWHERE else host}:{port}"
 
 
 class Membership:

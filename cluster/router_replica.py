@@ -11,7 +11,7 @@ import ray
 from cluster.admin import ClusterAdmin
 from cluster.config import ClusterConfig
 from cluster.heap import settle_heap
-from cluster.membership import Following, Kind, Member
+from cluster.membership import Following, Kind, Member, reachable
 from cluster.models import find_model
 from cluster.watching import Registration
 from observability.logging import configure_logging
@@ -21,8 +21,6 @@ from protocol.states import WorkerState
 from router.server import Router
 
 _STARTING_S = 0.2
-#: Hosts to listen on that nobody can be sent to.
-_EVERYWHERE = frozenset({"0.0.0.0", "[::]"})
 
 
 class RouterReplica:
@@ -94,7 +92,6 @@ class RouterReplica:
     def _member(self) -> Member:
         addresses = self._router.addresses
         node = str(ray.util.get_node_ip_address())
-        host, _, port = addresses.metrics.rpartition(":")
         return Member(
             name=self._router.router_id,
             epoch=self._epoch,
@@ -104,5 +101,5 @@ class RouterReplica:
             pid=os.getpid(),
             http=addresses.http,
             grpc=addresses.grpc,
-            metrics=f"{node if host in _EVERYWHERE else host}:{port}",
+            metrics=reachable(addresses.metrics, node),
         )

@@ -30,6 +30,7 @@ from cluster.local_ray import (
     sweep,
     wait_local_ray,
 )
+from cluster.membership import reachable
 from cluster.models import find_model
 from protocol.errors import InvalidRequest, Unavailable
 
@@ -173,7 +174,8 @@ def _start(config: ClusterConfig, state: RunningCluster, console: Console) -> Ru
     deadline = time.monotonic() + config.lifecycle.start_timeout_s
     router = wait_ready(config, console, deadline=deadline)
     session.disconnect()
-    return replace(state, http=router.http, grpc=router.grpc)
+    http, grpc = (reachable(door, router.node) for door in (router.http, router.grpc))
+    return replace(state, http=http, grpc=grpc)
 
 
 def _check_free(config: ClusterConfig) -> None:

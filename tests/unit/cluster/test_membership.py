@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.membership import Departures, Following, Kind, Member, Membership, View
+from cluster.membership import (
+    Departures,
+    Following,
+    Kind,
+    Member,
+    Membership,
+    View,
+    reachable,
+)
 from protocol.ids import Role
 from protocol.states import WorkerState
 
@@ -202,3 +211,16 @@ def test_nobody_departs_because_the_directory_was_restarted() -> None:
     departures.take(again.view())
     again.leave("d1", 1)
     assert departures.take(again.view()) == {1}
+
+
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("0.0.0.0:8000", "10.0.0.1:8000"),
+        ("[::]:8000", "10.0.0.1:8000"),
+        ("127.0.0.1:8000", "127.0.0.1:8000"),
+        ("[::1]:9000", "[::1]:9000"),
+    ],
+)
+def test_what_listens_everywhere_is_reached_at_its_node(address: str, told: str) -> None:
+    assert reachable(address, "10.0.0.1") == told
