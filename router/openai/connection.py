@@ -17,6 +17,8 @@ MAX_HEAD_BYTES = 1 << 16
 #: For a client to send the head of a request, from when it connects or begins one, and what is left
 #: of a body that has been answered.
 HEAD_S = 60.0
+#: Requests sent ahead of the one that is answered. Each read of a connection may bring thousands.
+MAX_AHEAD = 64
 _HANG_UP = "baton.hang_up"
 _HEAD_END = b"\r\n\r\n"
 _OFFER = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
@@ -70,6 +72,9 @@ class HttpConnection(HttpToolsProtocol):
         self._num_heads += 1
         self.scope[_HANG_UP] = self.transport.abort  # type: ignore[literal-required]
         super().on_headers_complete()
+        if len(self.pipeline) > MAX_AHEAD:
+            self.transport.abort()
+            raise ValueError("too many requests sent ahead")  # so that the parser stops here
 
     def on_message_complete(self) -> None:
         """What comes now is another head."""

@@ -78,6 +78,24 @@ async def test_requests_sent_ahead_are_answered_in_order(doors: Doors) -> None:
         assert await raw.answer() == (200, {"status": "ok"})
 
 
+async def test_who_sends_thousands_of_requests_ahead_is_hung_up_on(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    worker = await fleet.add(Role.DECODE, gate=asyncio.Event())
+    async with make_doors(fleet) as doors:
+        async with connected(doors) as raw:
+            raw.writer.write(post(stream=True) + 64 * b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            await until(lambda: worker.running)
+            (connection,) = doors.router._http._server._connections
+            await until(lambda: len(connection.pipeline) == 64)
+            raw.writer.write(5000 * b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                await raw.reader.read()  # to the end
+        assert len(connection.pipeline) == 65
+        await until(lambda: worker.cancelled)
+        await until(lambda: doors.router.num_requests == 0)
+
+
 async def test_a_client_that_sent_two_requests_and_left_has_neither_run(
     fleet: StubFleet, make_doors: MakeDoors
 ) -> None:
