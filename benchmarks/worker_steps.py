@@ -27,7 +27,7 @@ from benchmarks.measure import milliseconds
 from decode_worker.scheduler import DecodeScheduler
 from engine.batch import StepBatch, StepResult
 from engine.cuda.runner import CudaRunner
-from engine.executor import PendingStep, RankExecutor
+from engine.executor import Executor, PendingStep
 from engine.kv.allocator import BlockAllocator
 from prefill_worker.scheduler import PrefillScheduler
 from protocol import codec
@@ -59,7 +59,7 @@ FINGERPRINT = KVFingerprint(
 class TimedExecutor:
     """Notes when each step had landed, and how many tokens it ran."""
 
-    def __init__(self, executor: RankExecutor, depth: int) -> None:
+    def __init__(self, executor: Executor, depth: int) -> None:
         self.depth = depth
         self.landed: list[tuple[float, int]] = []
         self._executor = executor
@@ -102,7 +102,7 @@ class Worker:
     ) -> None:
         layout = runner.layout
         self.inbox: Inbox[Any] = Inbox()
-        self.executor = TimedExecutor(RankExecutor(runner, None), depth)  # type: ignore[arg-type]
+        self.executor = TimedExecutor(Executor(runner, None), depth)  # type: ignore[arg-type]
         self.idle = asyncio.Event()
         self._snapshot = Snapshot()
         self._on_output = on_output

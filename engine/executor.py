@@ -10,12 +10,11 @@ from engine.batch import StepBatch, StepResult
 from engine.config import EngineConfig
 from engine.errors import ModelRefused
 from engine.follower import Follower, Handler
-from engine.kv.pool import KVPool
 from engine.ranks import RankGroup, RankInvite
 from engine.runner import RankRunner
 from engine.tp import TensorParallel
 from protocol.errors import InvalidRequest
-from protocol.kv_layout import KVFingerprint, KVLayout
+from protocol.kv_layout import KVFingerprint
 
 if TYPE_CHECKING:
     from engine.cuda.runner import CudaRunner
@@ -32,47 +31,13 @@ class PendingStep(Protocol):
         ...
 
 
-class Executor(Protocol):
-    """One engine, all of its ranks. Steps run in the order of launch; one caller at a time.
+class Executor:
+    """One engine, driven from rank 0 in this process, alone or with the followers of a group. Steps
+    run in the order of launch; one caller at a time.
 
     depth: how many launched steps keep it busy without a gap: 1 when `launch` returns with the step
     over, else 2: the next may be launched before its tokens are known (SequenceStep.previous).
     """
-
-    depth: int
-    layout: KVLayout
-    fingerprint: KVFingerprint
-    vocab_size: int
-    max_model_len: int
-    pool: KVPool
-
-    def launch(self, batch: StepBatch) -> PendingStep:
-        """Start a step. Raises RankLost when the engine is no longer whole."""
-        ...
-
-    def run(self, batch: StepBatch) -> StepResult:
-        """`launch` and `wait`."""
-        ...
-
-    def use_threads(self, count: int) -> None:
-        """Threads of the CPU that steps take from now on, on rank 0."""
-        ...
-
-    def enter_thread(self) -> None:
-        """Make what libraries keep for each thread, before this one launches its first step."""
-        ...
-
-    def warmup(self) -> None:
-        """Run one real step, in block 0, before anything is served."""
-        ...
-
-    def close(self) -> None:
-        """Give everything back. Idempotent."""
-        ...
-
-
-class RankExecutor:
-    """Executor of rank 0 in this process: alone, or with the followers of a group."""
 
     def __init__(
         self,
@@ -91,7 +56,8 @@ class RankExecutor:
         self.pool = runner.pool
 
     def launch(self, batch: StepBatch) -> PendingStep:
-        """Check the batch, have the followers start on it, start it here."""
+        """Check the batch, have the followers start on it, start it here. Raises RankLost when the
+        engine is no longer whole."""
         step: Any = self._runner.prepare(batch)
         if self._group is not None:
             self._group.step(batch)
@@ -102,15 +68,16 @@ class RankExecutor:
         return self.launch(batch).wait()
 
     def use_threads(self, count: int) -> None:
-        """Threads of rank 0's kernels from now on."""
+        """Threads of the CPU that steps take from now on, on rank 0."""
         self._runner.use_threads(count)
 
     def enter_thread(self) -> None:
-        """What the runner wants of the thread that runs steps."""
+        """Make what libraries keep for each thread, before this one launches its first step."""
         self._runner.enter_thread()
 
     def warmup(self) -> None:
-        """A step for every kernel that any step can need."""
+        """Run a step for every kernel that any step can need, in block 0, before anything is
+        served."""
         for batch in self._runner.warmup_batches():
             self.run(batch)
 
@@ -139,13 +106,13 @@ def build_executor(
     if group is None:
         runner = RankRunner(config, TensorParallel())
         runner.open(runner.choose_num_blocks())
-        return RankExecutor(runner, runner.fingerprint)
+        return Executor(runner, runner.fingerprint)
     group.accept(timeout_s)
     runner = RankRunner(config, group.tp)
     num_blocks = runner.choose_num_blocks()
     runner.open(num_blocks)
     group.open(num_blocks, timeout_s)
-    return RankExecutor(runner, runner.fingerprint, group)
+    return Executor(runner, runner.fingerprint, group)
 
 
 class FollowerExecutor:

@@ -11,7 +11,7 @@ from engine.cuda.group import DeviceGroup
 from engine.cuda.options import CudaOptions
 from engine.cuda.runner import CudaRunner
 from engine.errors import ModelRefused
-from engine.executor import RankExecutor
+from engine.executor import Executor
 from engine.follower import Follower
 from engine.loader import Checkpoint
 from engine.model.config import ModelConfig
@@ -86,7 +86,7 @@ def build_cuda_executor(
     *,
     timeout_s: float = 600.0,
     options: CudaOptions | None = None,
-) -> RankExecutor:
+) -> Executor:
     """Load rank 0, wait for the followers of `group`, make pools and graphs on all ranks.
 
     Raises ModelRefused naming what cannot be served or does not fit, and RankLost when a follower
@@ -113,7 +113,7 @@ def build_cuda_executor(
         "graphs_s": round(time.monotonic() - opened, 2),
     }
     log.info("engine built", extra={"device": str(runner.device), **spent})
-    return RankExecutor(runner, fingerprint, group)
+    return Executor(runner, fingerprint, group)
 
 
 def load_follower(

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from engine.batch import StepBatch
-from engine.executor import RankExecutor
+from engine.executor import Executor
 from protocol.sampling import SamplingParams
 from tests.support.cuda import GREEDY, NUM_BLOCKS, SEEDED, make_runner, mask, seq, tiny_config
 
@@ -47,7 +47,7 @@ def test_nothing_is_compiled_while_serving(device, dtype, monkeypatch):
 
     runner = make_runner(device, tiny_config(), dtype=dtype)
     runner.start()
-    executor = RankExecutor(runner, fingerprint=None)
+    executor = Executor(runner, fingerprint=None)
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
     executor.warmup()
     newcomer[(1,)](torch.zeros(1, device=device), value=2 if dtype == "float32" else 3)

@@ -13,7 +13,7 @@ import pytest
 
 from decode_worker.worker import DecodeWorker
 from engine.config import EngineConfig
-from engine.executor import RankExecutor
+from engine.executor import Executor
 from engine.local import LocalEngine
 from protocol.errors import ErrorCode, InvalidRequest, Unavailable
 from protocol.ids import RequestKey
@@ -51,11 +51,11 @@ async def test_a_worker_is_ready_once_the_thread_of_its_steps_is(
     entered, may_go_on = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 
-    def enter(_: RankExecutor) -> None:
+    def enter(_: Executor) -> None:
         loop.call_soon_threadsafe(entered.set)
         assert may_go_on.wait(30)
 
-    monkeypatch.setattr(RankExecutor, "enter_thread", enter)
+    monkeypatch.setattr(Executor, "enter_thread", enter)
     worker = DecodeWorker(pair.decodes[0].settings)
     starting = asyncio.create_task(worker.start())
     await entered.wait()

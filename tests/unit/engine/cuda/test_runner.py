@@ -9,7 +9,7 @@ import torch
 from engine.batch import StepBatch, StepResult
 from engine.cuda.graphs import GraphSet
 from engine.cuda.options import graph_batches
-from engine.executor import RankExecutor
+from engine.executor import Executor
 from protocol.errors import Internal
 from tests.support.cuda import (
     GREEDY,
@@ -140,7 +140,7 @@ def test_the_thread_that_runs_steps_plans_prompt_attention_for_itself(device, mo
         (here, 1, length) for length in (1536, 2048, 2560)
     ]
     planned.clear()
-    executor = RankExecutor(runner, fingerprint=None)
+    executor = Executor(runner, fingerprint=None)
     steps = threading.Thread(target=executor.enter_thread, name="steps")
     steps.start()
     steps.join()
