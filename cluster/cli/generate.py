@@ -106,15 +106,11 @@ def _chat(client: InferenceClient, options: argparse.Namespace, console: Console
         _answer(client, turns, options.message, options, console)
         return
     console.say("Type a message; an empty line or Ctrl-D ends the conversation.")
-    while text := _ask():
-        _answer(client, turns, text, options, console)
-
-
-def _ask() -> str:
     try:
-        return input("> ").strip()
+        while text := input("> ").strip():
+            _answer(client, turns, text, options, console)
     except EOFError:
-        return ""
+        console.say()  # Ctrl-D leaves the cursor behind the prompt
 
 
 def _answer(
