@@ -59,7 +59,7 @@ def check_config(config: ClusterConfig, model_path: Path) -> None:
     if config.decode.replicas < 1:
         raise _refuse("decode.replicas", "must be at least 1: without decode nothing is served")
     _check_ports(config)
-    if config.ray.address == "local":  # elsewhere the routers' machines have files of their own
+    if config.ray.local:  # elsewhere the routers' machines have files of their own
         _check_files(config)
     _check_length(config, model)
     for role in Role:
@@ -141,7 +141,7 @@ def _check_ports(config: ClusterConfig) -> None:
                 f"network.{name}",
                 "must be given when router.replicas is more than 1: they share it",
             )
-    if network.metrics_port and config.router.replicas > 1 and config.ray.address == "local":
+    if network.metrics_port and config.router.replicas > 1 and config.ray.local:
         raise _refuse("network.metrics_port", "must be 0 when one machine has more than one router")
     if config.router.replicas > 1 and not config.router.settings.reuse_port:
         raise _refuse(

@@ -164,6 +164,11 @@ class RaySection:
     num_cpus: int | None = None
     object_store_bytes: int = 100 << 20
 
+    @property
+    def local(self) -> bool:
+        """Whether Baton starts and owns it."""
+        return self.address == "local"
+
     def __post_init__(self) -> None:
         if not self.address:
             raise ValueError("address must be 'local', 'auto' or host:port")

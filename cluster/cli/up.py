@@ -34,7 +34,6 @@ from cluster.membership import reachable
 from cluster.models import find_model
 from protocol.errors import InvalidRequest, Unavailable
 
-_LOCAL = "local"
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 _LOOK_S = 0.5
 
@@ -134,7 +133,7 @@ def show_endpoints(state: RunningCluster, config: ClusterConfig, console: Consol
 def _claim(config: ClusterConfig, source: str) -> RunningCluster:
     """The Ray to use; one of our own starts, where `baton down` finds it even if we are killed."""
     path = str(Path(source).absolute())
-    if config.ray.address != _LOCAL:
+    if not config.ray.local:
         state = RunningCluster(address=config.ray.address, token="", config=path)
         session.connect(state)
         _check_free(config)
