@@ -72,6 +72,8 @@ class HttpConnection(HttpToolsProtocol):
         self._num_heads += 1
         self.scope[_HANG_UP] = self.transport.abort  # type: ignore[literal-required]
         super().on_headers_complete()
+        if self.expect_100_continue:  # whoever gets an answer instead may not send the body at all
+            self.cycle.keep_alive = False
         if len(self.pipeline) > MAX_AHEAD:
             self.transport.abort()
             raise ValueError("too many requests sent ahead")  # so that the parser stops here
@@ -79,6 +81,8 @@ class HttpConnection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """What comes now is another head."""
         super().on_message_complete()
+        if self.expect_100_continue:
+            self.cycle.keep_alive = self.parser.should_keep_alive()
         self._head_bytes = 0
 
     def on_response_complete(self) -> None:

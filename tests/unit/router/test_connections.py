@@ -78,6 +78,24 @@ async def test_requests_sent_ahead_are_answered_in_order(doors: Doors) -> None:
         assert await raw.answer() == (200, {"status": "ok"})
 
 
+async def test_who_waits_for_leave_to_send_a_body_and_gets_an_answer_sends_neither(
+    doors: Doors,
+) -> None:
+    """A client may go on with its next request then, which must not be taken for the body."""
+    async with connected(doors) as raw:
+        for path in ("/v1/completions", "/nowhere"):
+            head, body = post("expect: 100-continue\r\n").split(b"\r\n\r\n")
+            raw.writer.write(head.replace(b"/v1/completions", path.encode()) + b"\r\n\r\n")
+            if path == "/v1/completions":
+                assert await raw.reader.readline() == b"HTTP/1.1 100 Continue\r\n"
+                assert await raw.reader.readline() == b"\r\n"
+                raw.writer.write(body)
+                assert (await raw.answer())[0] == 200
+        answer = await raw.reader.read()  # to the end
+        assert answer.startswith(b"HTTP/1.1 404 ")
+        assert b"\r\nconnection: close\r\n" in answer
+
+
 async def test_who_sends_thousands_of_requests_ahead_is_hung_up_on(
     fleet: StubFleet, make_doors: MakeDoors
 ) -> None:
