@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from decode_worker.commands import BlocksSafe, Committed, Output
-from decode_worker.entry import State
+from decode_worker.commands import BlocksSafe, Committed, Output, Reserve
+from decode_worker.entry import Entry, State
 from decode_worker.scheduler import DecodeScheduler
-from engine.batch import StepBatch
 from protocol.ids import RequestKey, Role, WorkerRef
-from protocol.messages import FailEvent, ScoreEvent, Submit, TokenEvent
+from protocol.messages import Submit, TokenEvent
 from protocol.sampling import SamplingParams
-from tests.support.blocks import FINGERPRINT, WatchedBlocks
-from tests.support.paged import LateSteps, PagedTokens, next_token
-from worker_runtime.commands import Submitted
-from worker_runtime.config import WorkerConfig
+from tests.support.paged import next_token
+from tests.support.scheduler_bench import BLOCK, SchedulerBench
+from worker_runtime.commands import EndHandoff, Submitted
 
-BLOCK = 4
 PEER = WorkerRef(worker_id="p0", epoch=7, role=Role.PREFILL, address="127.0.0.1:1")
 
 
@@ -45,73 +43,26 @@ def make_submit(
 
 
 @dataclass
-class Bench:
+class Bench(SchedulerBench):
     """A scheduler with its engine; `prefill` plays the other side of every hand-off."""
 
-    num_blocks: int = 64
-    config: WorkerConfig = field(
-        default_factory=lambda: WorkerConfig(
-            max_num_seqs=8, max_num_batched_tokens=8, watermark=0.0
-        )
-    )
-    now: float = 100.0
-    depth: int = 1
-
     def __post_init__(self) -> None:
-        self.blocks = WatchedBlocks(self.num_blocks, BLOCK)
-        self.engine = PagedTokens(self.num_blocks, BLOCK)
-        self.executor = LateSteps(self.engine.run, self.depth)
-        self.scheduler = DecodeScheduler(
-            config=self.config, blocks=self.blocks, fingerprint=FINGERPRINT, place="d0"
-        )
-        self.planned: list[StepBatch] = []
-        self.prompts: dict[RequestKey, int] = {}
+        self.build(DecodeScheduler, Output)
         self.num_sent = 0
         self.tokens: dict[RequestKey, list[TokenEvent]] = {}
-        self.failures: list[FailEvent] = []
-        self.scores: list[ScoreEvent] = []
-        self.out = Output()
-
-    def tell(self, command: object) -> None:
-        self.scheduler.handle(command, self.now, self.out)  # type: ignore[arg-type]
-        self.collect()
-
-    def turn(self) -> bool:
-        self.now += 1.0
-        batch = self.scheduler.plan(self.now, self.out)
-        if batch is not None:
-            self.blocks.check_writes(batch)
-            assert batch.num_tokens <= self.config.max_num_batched_tokens
-            assert len(batch.sequences) <= self.config.max_num_seqs
-            self.executor.launch(batch)
-            self.planned.append(batch)
-        self.collect()
-        self.check()
-        busy = bool(self.executor.launched)
-        if busy and (batch is None or len(self.executor.launched) == self.depth):
-            self.scheduler.apply(self.executor.wait(), self.now, self.out)
-        self.collect()
-        self.check()
-        return busy
-
-    def check(self) -> None:
-        """Held are the blocks of sequences that are here and those of steps in flight, no others;
-        none of the latter is anywhere else."""
-        self.blocks.check()
-        here = (e for e in self.scheduler._entries.values() if e.state is not State.ENDING)
-        owned = {block for entry in here for block in entry.sequence.block_ids}
-        assert self.blocks.held == owned | self.executor.blocks()
+        self.reserves: list[Reserve] = []
+        self.ends: list[EndHandoff] = []
 
     def collect(self) -> None:
         for step in self.out.events.values():
             for event in step.tokens:
                 self.tokens.setdefault(event.key, []).append(event)
-            self.failures.extend(step.failures)
-            self.scores += step.scores
-            self.prompts |= {event.key: event.num_cached_tokens for event in step.prompts}
-        self.reserves = [*getattr(self, "reserves", []), *self.out.reserves]
-        self.ends = [*getattr(self, "ends", []), *self.out.ends]
-        self.out = Output()
+        self.reserves += self.out.reserves
+        self.ends += self.out.ends
+        super().collect()
+
+    def owners(self) -> Iterable[Entry]:
+        return [e for e in super().owners() if e.state is not State.ENDING]
 
     def finish(self, limit: int = 2000) -> None:
         for _ in range(limit):

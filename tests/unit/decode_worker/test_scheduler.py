@@ -285,7 +285,7 @@ def test_timeline_names_the_phases_of_a_remote_request() -> None:
     spans = {span.phase: span for span in bench.tokens[key][-1].spans}
     assert set(spans) == {Phase.CREDIT_WAIT, Phase.DECODE_QUEUE, Phase.DECODE}
     assert spans[Phase.DECODE].counts["steps"] == 3
-    assert all(span.start <= span.end and span.place == "d0" for span in spans.values())
+    assert all(span.start <= span.end and span.place == "here" for span in spans.values())
 
 
 def scoring(name: str, prompt: list[int], *, max_tokens: int, remote: bool = False) -> Submit:

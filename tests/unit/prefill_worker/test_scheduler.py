@@ -18,12 +18,12 @@ from prefill_worker.commands import (
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.errors import ErrorCode, HandoffFailed
 from protocol.ids import RequestKey, Role, WorkerRef
-from protocol.messages import FailEvent, ScoreEvent, SpanEvent, Submit, TokenEvent
+from protocol.messages import SpanEvent, Submit, TokenEvent
 from protocol.sampling import SamplingParams
 from protocol.states import FinishReason
 from protocol.timeline import Phase
-from tests.support.blocks import FINGERPRINT, WatchedBlocks
-from tests.support.paged import LateSteps, PagedTokens, next_token, prompts
+from tests.support.paged import next_token, prompts
+from tests.support.scheduler_bench import BLOCK, SchedulerBench
 from worker_runtime import counters
 from worker_runtime.commands import (
     Cancelled,
@@ -34,7 +34,6 @@ from worker_runtime.commands import (
 )
 from worker_runtime.config import WorkerConfig
 
-BLOCK = 4
 PEER = WorkerRef(worker_id="d0", epoch=7, role=Role.DECODE, address="127.0.0.1:1")
 
 
@@ -63,47 +62,28 @@ def make_submit(
 
 
 @dataclass
-class Bench:
+class Bench(SchedulerBench):
     """A scheduler with its engine; pushed blocks are copied out once their step is over, as a
     sender would."""
 
-    num_blocks: int = 64
     config: WorkerConfig = field(
         default_factory=lambda: WorkerConfig(max_num_seqs=4, max_num_batched_tokens=8)
     )
-    now: float = 100.0
-    depth: int = 1
 
     def __post_init__(self) -> None:
-        self.blocks = WatchedBlocks(self.num_blocks, BLOCK)
-        self.engine = PagedTokens(self.num_blocks, BLOCK)
-        self.executor = LateSteps(self.engine.run, self.depth)
-        self.scheduler = PrefillScheduler(
-            config=self.config, blocks=self.blocks, fingerprint=FINGERPRINT, place="p0"
-        )
+        self.build(PrefillScheduler, Output)
         self.tokens: list[TokenEvent] = []
-        self.failures: list[FailEvent] = []
-        self.scores: list[ScoreEvent] = []
         self.spans: list[SpanEvent] = []
-        self.prompts: dict[RequestKey, int] = {}
         self.arrived: dict[RequestKey, dict[int, list[int]]] = {}
         self.commits: list[CommitHandoff] = []
         self.ends: list[EndHandoff] = []
         self.pushes: list[Push] = []
         self.waiting: list[Push] = []
-        self.out = Output()
-
-    def tell(self, command: object) -> None:
-        self.scheduler.handle(command, self.now, self.out)  # type: ignore[arg-type]
-        self.collect()
 
     def collect(self) -> None:
         for step in self.out.events.values():
             self.tokens += step.tokens
-            self.failures += step.failures
-            self.scores += step.scores
             self.spans += step.spans
-            self.prompts |= {event.key: event.num_cached_tokens for event in step.prompts}
         for handoff in self.out.handoffs:
             match handoff:
                 case Push():
@@ -113,7 +93,7 @@ class Bench:
                     self.commits.append(handoff)
                 case EndHandoff():
                     self.ends.append(handoff)
-        self.out = Output()
+        super().collect()
         while self.waiting and self.waiting[0].after <= self.executor.num_over:
             self.copy(self.waiting.pop(0))
 
@@ -122,32 +102,6 @@ class Bench:
         for index, block in enumerate(push.block_ids, push.first_block):
             assert index not in store, "a block was pushed twice"
             store[index] = list(self.engine.slots[block])
-
-    def turn(self) -> bool:
-        self.now += 1.0
-        batch = self.scheduler.plan(self.now, self.out)
-        if batch is not None:
-            self.blocks.check_writes(batch)
-            assert batch.num_tokens <= self.config.max_num_batched_tokens
-            self.scheduler.launched(self.executor.launch(batch).number, self.out)
-        self.collect()
-        self.check()
-        busy = bool(self.executor.launched)
-        if busy and (batch is None or len(self.executor.launched) == self.depth):
-            result = self.executor.wait()
-            self.collect()
-            self.scheduler.apply(result, self.now, self.out)
-        self.collect()
-        self.check()
-        return busy
-
-    def check(self) -> None:
-        """Held are the blocks of sequences that are here and those of steps in flight, no others;
-        none of the latter is anywhere else."""
-        self.blocks.check()
-        here = (e for e in self.scheduler._entries.values())
-        owned = {block for entry in here for block in entry.sequence.block_ids}
-        assert self.blocks.held == owned | self.executor.blocks()
 
     def submit(self, submit: Submit, *, cached: int = 0, grant: bool = True) -> RequestKey:
         self.tell(Submitted(submit=submit))

@@ -1,0 +1,87 @@
+"""A scheduler with an engine whose tokens show every misuse of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.batch import StepBatch
+from protocol.ids import RequestKey
+from protocol.messages import FailEvent, ScoreEvent
+from tests.support.blocks import FINGERPRINT, WatchedBlocks
+from tests.support.paged import LateSteps, PagedTokens
+from worker_runtime.config import WorkerConfig
+
+BLOCK = 4
+
+
+@dataclass
+class SchedulerBench:
+    """What the benches of both schedulers share."""
+
+    num_blocks: int = 64
+    config: WorkerConfig = field(
+        default_factory=lambda: WorkerConfig(
+            max_num_seqs=8, max_num_batched_tokens=8, watermark=0.0
+        )
+    )
+    now: float = 100.0
+    depth: int = 1
+
+    def build(self, scheduler: Any, output: Any) -> None:
+        self.blocks = WatchedBlocks(self.num_blocks, BLOCK)
+        self.engine = PagedTokens(self.num_blocks, BLOCK)
+        self.executor = LateSteps(self.engine.run, self.depth)
+        self.scheduler = scheduler(
+            config=self.config, blocks=self.blocks, fingerprint=FINGERPRINT, place="here"
+        )
+        self.planned: list[StepBatch] = []
+        self.prompts: dict[RequestKey, int] = {}
+        self.failures: list[FailEvent] = []
+        self.scores: list[ScoreEvent] = []
+        self.out = output()
+
+    def tell(self, command: object) -> None:
+        self.scheduler.handle(command, self.now, self.out)
+        self.collect()
+
+    def turn(self) -> bool:
+        """Whether anything ran."""
+        self.now += 1.0
+        batch = self.scheduler.plan(self.now, self.out)
+        if batch is not None:
+            self.blocks.check_writes(batch)
+            assert batch.num_tokens <= self.config.max_num_batched_tokens
+            assert len(batch.sequences) <= self.config.max_num_seqs
+            self.scheduler.launched(self.executor.launch(batch).number, self.out)
+            self.planned.append(batch)
+        self.collect()
+        self.check()
+        busy = bool(self.executor.launched)
+        if busy and (batch is None or len(self.executor.launched) == self.depth):
+            result = self.executor.wait()
+            self.collect()
+            self.scheduler.apply(result, self.now, self.out)
+        self.collect()
+        self.check()
+        return busy
+
+    def collect(self) -> None:
+        """Take the output in."""
+        for step in self.out.events.values():
+            self.failures += step.failures
+            self.scores += step.scores
+            self.prompts |= {event.key: event.num_cached_tokens for event in step.prompts}
+        self.out = type(self.out)()
+
+    def owners(self) -> Iterable[Any]:
+        """Entries that hold blocks."""
+        return self.scheduler._entries.values()
+
+    def check(self) -> None:
+        """Held are the blocks of sequences that are here and those of steps in flight, no others;
+        none of the latter is anywhere else."""
+        self.blocks.check()
+        owned = {block for entry in self.owners() for block in entry.sequence.block_ids}
+        assert self.blocks.held == owned | self.executor.blocks()
