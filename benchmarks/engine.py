@@ -24,6 +24,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from benchmarks.gpu_limits import Report, begin_report, measure_all_reduce
+from benchmarks.random_weights import RandomSource
 from benchmarks.shapes import MODELS
 from engine.batch import SequenceStep, StepBatch
 from engine.config import EngineConfig
@@ -32,7 +33,6 @@ from engine.cuda.group import DeviceGroup
 from engine.cuda.options import CudaOptions
 from engine.cuda.runner import CudaRunner, PendingTokens
 from engine.model.config import ModelConfig
-from engine.model.weights import RandomSource
 from protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from benchmarks.random_weights import RandomSource
 from benchmarks.shapes import MODELS
 from engine.model.config import ModelConfig
-from engine.model.weights import RandomSource
 
 _WRITERS = 8
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -157,33 +157,5 @@ class WeightLoader:
         return self._source.read(f"{name}.bias", (self.config.hidden_size,))
 
 
-class RandomSource:
-    """Weights made on the device, for benchmarks: normal, scaled so that activations keep size."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
-        self._dtype = dtype
-        self._device = device
-        self._generator = torch.Generator(device=device).manual_seed(seed)
-
-    def read(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        *,
-        rows: Span | None = None,
-        columns: Span | None = None,
-    ) -> Tensor:
-        """A slice of the given extent; norm weights are near one."""
-        size = list(shape)
-        if rows is not None:
-            size[0] = rows[1] - rows[0]
-        if columns is not None:
-            size[1] = columns[1] - columns[0]
-        out = torch.empty(size, dtype=self._dtype, device=self._device)
-        if len(shape) == 1:
-            return out.uniform_(0.9, 1.1, generator=self._generator)
-        return out.normal_(0.0, shape[-1] ** -0.5, generator=self._generator)
-
-
 def _times(span: Span, factor: int) -> Span:
     return span[0] * factor, span[1] * factor
