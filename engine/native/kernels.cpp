@@ -250,9 +250,16 @@ struct Attention {
   float scale;
 };
 
-// Where the keys (or, `dim * block_size * kv_heads` elements on, the values) of a block begin.
+// Where the keys of a block begin, and its values.
 const bf16* keys_of(const Attention& a, const bf16* kv, int32_t block, long head) {
   return kv + (block * 2 * a.kv_heads + head) * a.block_size * a.dim;
+}
+const bf16* values_of(const Attention& a, const bf16* kv, int32_t block, long head) {
+  return keys_of(a, kv, block, a.kv_heads + head);
+}
+
+void ask_for(const bf16* p, long n) {
+  for (long i = 0; i < n; i += 32) _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T0);
 }
 
 // scores[0 .. n) to probabilities; returns 1 / their sum, which the caller applies.
@@ -338,10 +345,12 @@ void by_registers(long group, const F& f) {
   for (long g = 0; g < group; g += most) f(g, std::min(most, group - g));
 }
 
-// One query of every query head of KV heads `head` .. `end`, over `context` tokens.
+// One query of every query head of KV heads `head` .. `end`, over `context` tokens. Blocks lie
+// anywhere, so the processor cannot guess the next one: it is asked for while one is used, and with
+// the last of them `after`, where the keys lie that will be read after this.
 template <int D>
 void attend_one(const Attention& a, const bf16* q, const bf16* kv, const int32_t* blocks, long context,
-                long head, long end, bf16* out) {
+                long head, long end, const bf16* after, bf16* out) {
   static thread_local std::vector<float> scores, sums;
   const long group = a.q_heads / a.kv_heads, heads = (end - head) * group;
   const long width = (context + 15) / 16 * 16, size = a.block_size * D, last = (context - 1) / a.block_size;
@@ -353,6 +362,7 @@ void attend_one(const Attention& a, const bf16* q, const bf16* kv, const int32_t
     const long n = std::min(a.block_size, context - b * a.block_size);
     for (long h = 0; h < end - head; ++h) {
       const bf16* k = keys_of(a, kv, blocks[b], head + h);
+      ask_for(b < last ? keys_of(a, kv, blocks[b + 1], head + h) : values_of(a, kv, *blocks, head + h), size);
       by_registers<D>(group, [&](long g, long count) {
         float* to = scores.data() + (h * group + g) * width + b * a.block_size;
         const auto part = count == 3 ? score<D, 3> : count == 2 ? score<D, 2> : score<D, 1>;
@@ -368,7 +378,8 @@ void attend_one(const Attention& a, const bf16* q, const bf16* kv, const int32_t
   for (long b = 0; b <= last; ++b) {
     const long n = std::min(a.block_size, context - b * a.block_size);
     for (long h = 0; h < end - head; ++h) {
-      const bf16* v = keys_of(a, kv, blocks[b], head + h) + a.kv_heads * size;
+      const bf16* v = values_of(a, kv, blocks[b], head + h);
+      ask_for(b < last ? values_of(a, kv, blocks[b + 1], head + h) : after + h * size, size);
       by_registers<D>(group, [&](long g, long count) {
         const float* from = scores.data() + (h * group + g) * width + b * a.block_size;
         const auto part = count == 3 ? weigh<D, 3> : count == 2 ? weigh<D, 2> : weigh<D, 1>;
@@ -425,11 +436,11 @@ void attend_tile(const Attention& a, const bf16* q, long queries, long seen, con
 }
 
 void attend_one(const Attention& a, const bf16* q, const bf16* kv, const int32_t* blocks, long context,
-                long head, long end, bf16* out) {
+                long head, long end, const bf16* after, bf16* out) {
   switch (a.dim) {
-    case 64: return attend_one<64>(a, q, kv, blocks, context, head, end, out);
-    case 96: return attend_one<96>(a, q, kv, blocks, context, head, end, out);
-    case 128: return attend_one<128>(a, q, kv, blocks, context, head, end, out);
+    case 64: return attend_one<64>(a, q, kv, blocks, context, head, end, after, out);
+    case 96: return attend_one<96>(a, q, kv, blocks, context, head, end, after, out);
+    case 128: return attend_one<128>(a, q, kv, blocks, context, head, end, after, out);
   }
 }
 
@@ -566,8 +577,11 @@ void baton_attend(const Attention* at, const bf16* q, const bf16* kv, long seque
     const bf16* mine = q + row * a.row_stride;
     bf16* to = out + row * a.q_heads * a.dim;
     const int32_t* blocks = tables + starts[s];
-    if (queries[s] == 1)
-      return attend_one(a, mine, kv, blocks, contexts[s], item.head, item.end, to);
+    if (queries[s] == 1) {
+      const Item& next = list[std::max(0l, count - 2 - index)];
+      const bf16* after = keys_of(a, kv, tables[starts[next.sequence]], next.head);
+      return attend_one(a, mine, kv, blocks, contexts[s], item.head, item.end, after, to);
+    }
     const long n = std::min(kQueries, queries[s] - item.tile);
     attend_tile(a, mine, n, contexts[s] - queries[s] + item.tile + n, kv, blocks, item.head, to);
   });
