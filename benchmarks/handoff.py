@@ -35,12 +35,11 @@ import torch
 
 from benchmarks import report
 from benchmarks.handoff_process import Process
-from benchmarks.handoff_worker import SECRET, Handoff
+from benchmarks.handoff_worker import Handoff, make_handoff
 from benchmarks.measure import milliseconds
 from kv_transfer.config import BackendName, TransferConfig
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import KVLayout
-from protocol.ticket import Ticket
 
 MIB = 1 << 20
 LAYERS = {"8b": 32, "70b": 80}
@@ -142,29 +141,12 @@ class Bench:
 
     def handoffs(self, blocks: int, count: int) -> list[Handoff]:
         """New requests; each has destination blocks of its own, scattered over the pool."""
-        prefill, decode = self.refs
         order = torch.randperm(self.num_blocks).tolist()
         result = []
         for index in range(count):
             key = RequestKey(f"r{next(self._numbers)}")
-            ticket = Ticket(
-                key=key,
-                prefill_epoch=prefill.epoch,
-                decode_epoch=decode.epoch,
-                num_blocks=blocks,
-                expires_at=time.time() + 300,
-            ).signed(SECRET)
             own = tuple(order[index * blocks : (index + 1) * blocks])
-            result.append(
-                Handoff(
-                    key=key,
-                    ticket=ticket,
-                    prefill=prefill,
-                    decode=decode,
-                    source=tuple(reversed(own)),
-                    dest=own,
-                )
-            )
+            result.append(make_handoff(key, *self.refs, tuple(reversed(own)), own))
         return result
 
     def run(self, handoffs: Sequence[Handoff], window: int) -> list[tuple[float, float]]:

@@ -45,6 +45,24 @@ class Handoff:
     dest: tuple[int, ...]
 
 
+def make_handoff(
+    key: RequestKey,
+    prefill: WorkerRef,
+    decode: WorkerRef,
+    source: tuple[int, ...],
+    dest: tuple[int, ...],
+) -> Handoff:
+    """A hand-off with its ticket."""
+    ticket = Ticket(
+        key=key,
+        prefill_epoch=prefill.epoch,
+        decode_epoch=decode.epoch,
+        num_blocks=len(dest),
+        expires_at=time.time() + 300,
+    ).signed(SECRET)
+    return Handoff(key=key, ticket=ticket, prefill=prefill, decode=decode, source=source, dest=dest)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompted:
     """When a prompt's computation began and ended on the device (monotonic seconds)."""

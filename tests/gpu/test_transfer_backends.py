@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from benchmarks.handoff_process import Process
-from benchmarks.handoff_worker import SECRET, Handoff
+from benchmarks.handoff_worker import make_handoff
 from kv_transfer.config import BackendName, ChecksumKind, TransferConfig
 from protocol.ids import RequestKey, Role
 from protocol.kv_layout import KVLayout
-from protocol.ticket import Ticket
 from tests.support.transfer import split_heads
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
@@ -64,18 +63,7 @@ class Pair:
         self.refs = self.prefill.result(), self.decode.result()
 
     def handoff(self, source, dest):
-        prefill, decode = self.refs
-        key = RequestKey(f"r{next(_numbers)}")
-        ticket = Ticket(
-            key=key,
-            prefill_epoch=prefill.epoch,
-            decode_epoch=decode.epoch,
-            num_blocks=len(dest),
-            expires_at=time.time() + 60,
-        ).signed(SECRET)
-        return Handoff(
-            key=key, ticket=ticket, prefill=prefill, decode=decode, source=source, dest=dest
-        )
+        return make_handoff(RequestKey(f"r{next(_numbers)}"), *self.refs, source, dest)
 
     def open(self, *handoffs):
         self.prefill.do("expect", handoffs)
@@ -206,6 +194,17 @@ def wait_until_safe(pair, keys, limit_s):
         time.sleep(0.1)
 
 
+def one_more(pair):
+    """The next hand-off is whole."""
+    _, blocks = long_handoffs(pair, 1)
+    again = pair.handoff(blocks[0], blocks[0])
+    pair.prefill.do("fill", blocks[0][:64], 9)
+    pair.open(again)
+    pair.prefill.do("send", [again], 1)
+    assert pair.decode.do("outcomes", [again.key]) == ["committed"]
+    assert pair.decode.do("wrong_layers", blocks[0][:64], 9) == 0
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_sender_killed_in_the_middle(own_pair, backend):
     pair = own_pair
@@ -218,15 +217,10 @@ def test_a_sender_killed_in_the_middle(own_pair, backend):
     failed = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome != "committed"]
     wait_until_safe(pair, failed, 15)
     pair.prefill = Process(Role.PREFILL, 0)
-    layout, blocks = long_handoffs(pair, 1)
+    layout, _ = long_handoffs(pair, 1)
     config = replace(LONG, backend=BackendName(backend))
     pair.refs = pair.prefill.do("build", layout, config), pair.refs[1]
-    again = pair.handoff(blocks[0], blocks[0])
-    pair.prefill.do("fill", blocks[0][:64], 9)
-    pair.open(again)
-    pair.prefill.do("send", [again], 1)
-    assert pair.decode.do("outcomes", [again.key]) == ["committed"]
-    assert pair.decode.do("wrong_layers", blocks[0][:64], 9) == 0
+    one_more(pair)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -241,15 +235,10 @@ def test_a_receiver_killed_in_the_middle(own_pair, backend):
     assert set(outcomes) <= {"committed", "handoff_failed"}
     pair.prefill.do("lose", pair.refs[1].epoch)
     pair.decode = Process(Role.DECODE, 1)
-    layout, blocks = long_handoffs(pair, 1)
+    layout, _ = long_handoffs(pair, 1)
     config = replace(LONG, backend=BackendName(backend))
     pair.refs = pair.refs[0], pair.decode.do("build", layout, config)
-    again = pair.handoff(blocks[0], blocks[0])
-    pair.prefill.do("fill", blocks[0][:64], 9)
-    pair.open(again)
-    pair.prefill.do("send", [again], 1)
-    assert pair.decode.do("outcomes", [again.key]) == ["committed"]
-    assert pair.decode.do("wrong_layers", blocks[0][:64], 9) == 0
+    one_more(pair)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -286,10 +275,4 @@ def test_a_frozen_side_ends_in_a_typed_error_in_time(own_pair, backend, frozen):
     ended = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome != "committed"]
     assert ended
     wait_until_safe(pair, ended, 15)
-    _, blocks = long_handoffs(pair, 1)
-    again = pair.handoff(blocks[0], blocks[0])
-    pair.prefill.do("fill", blocks[0][:64], 9)
-    pair.open(again)
-    pair.prefill.do("send", [again], 1)
-    assert pair.decode.do("outcomes", [again.key]) == ["committed"]
-    assert pair.decode.do("wrong_layers", blocks[0][:64], 9) == 0
+    one_more(pair)
