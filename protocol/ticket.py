@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from protocol.errors import StaleMessage
 from protocol.ids import RequestKey
@@ -39,14 +39,7 @@ class Ticket:
     def signed(self, secret: bytes) -> Ticket:
         """The same ticket with its signature."""
         digest = hmac.new(secret, self._body(), hashlib.sha256).digest()
-        return Ticket(
-            key=self.key,
-            prefill_epoch=self.prefill_epoch,
-            decode_epoch=self.decode_epoch,
-            num_blocks=self.num_blocks,
-            expires_at=self.expires_at,
-            signature=digest,
-        )
+        return replace(self, signature=digest)
 
     def verify(self, secret: bytes, *, now: float) -> None:
         """Raise StaleMessage when the signature is wrong or the ticket has expired."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, chain, repeat
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,23 @@ def dense_padding(first: int, count: int, total: int) -> int:
     return max(0, first + dense_length(count) - total)
 
 
+def _numbers(ints: Any, floats: Any, rows: int) -> SimpleNamespace:
+    """What DecodeRows holds, as parts of one tensor or array; `floats` is the same memory."""
+    part = [slice(rows * i, rows * (i + 1)) for i in range(9)]
+    return SimpleNamespace(
+        tokens=ints[part[0]],
+        feed=ints[part[1]],
+        lengths=ints[part[2]],
+        top_k=ints[part[3]],
+        keys=ints[4 * rows : 6 * rows].reshape(rows, 2),
+        temperature=floats[part[6]],
+        top_p=floats[part[7]],
+        min_p=floats[part[8]],
+        indptr=ints[9 * rows : 10 * rows + 1],
+        blocks=ints[10 * rows + 1 :],
+    )
+
+
 class DecodeRows:
     """Inputs of up to `rows` decoding sequences, and how up to `rows` rows are sampled.
 
@@ -53,21 +71,13 @@ class DecodeRows:
 
     def __init__(self, rows: int, max_blocks: int, device: torch.device) -> None:
         self._rows = rows
-        self._fixed = 10 * rows + 1
-        size = self._fixed + max_blocks
+        size = 10 * rows + 1 + max_blocks
         self._ring = StagingRing(size, _DEPTH, device)
         self._device_ints = torch.zeros(size, dtype=torch.int32, device=device)
-        self._device_floats = self._device_ints.view(torch.float32)
-        at = [rows * i for i in range(10)]
-        ints, floats = self._device_ints, self._device_floats
-        self.tokens, self.feed, self.lengths = (ints[at[i] : at[i] + rows] for i in range(3))
-        self.top_k = ints[at[3] : at[4]]
-        self.keys = ints[at[4] : at[6]].view(rows, 2)
-        self.temperature, self.top_p, self.min_p = (
-            floats[at[i] : at[i] + rows] for i in range(6, 9)
-        )
-        self.indptr = ints[at[9] : at[9] + rows + 1]
-        self.blocks = ints[self._fixed :]
+        at = _numbers(self._device_ints, self._device_ints.view(torch.float32), rows)
+        self.tokens, self.feed, self.lengths = at.tokens, at.feed, at.lengths
+        self.indptr, self.blocks = at.indptr, at.blocks
+        self._at = at
 
     def upload(
         self,
@@ -78,52 +88,48 @@ class DecodeRows:
     ) -> None:
         """Put decoding sequences and sampled rows on the device; later rows become padding."""
         buffer, view, index = self._ring.take()
-        rows, count = self._rows, len(steps)
-        view[0:count] = [step.tokens[0] for step in steps]
-        view[rows : rows + count] = feeds
-        view[2 * rows : 2 * rows + count] = [step.start + 1 for step in steps]
-        view[2 * rows + count : 3 * rows] = 0
-        ends = np.cumsum(block_counts, dtype=np.int32) if count else np.zeros(0, np.int32)
-        total = int(ends[-1]) if count else 0
-        if self._fixed + total > view.shape[0]:
-            raise Internal(f"{total} blocks in one step, at most {view.shape[0] - self._fixed}")
-        view[9 * rows] = 0
-        view[9 * rows + 1 : 9 * rows + 1 + count] = ends
-        view[9 * rows + 1 + count : 10 * rows + 1] = total
+        to, count = _numbers(view, view.view(np.float32), self._rows), len(steps)
+        ends = [0, *accumulate(block_counts)]
+        total = ends[-1]
+        if total > len(to.blocks):
+            raise Internal(f"{total} blocks in one step, at most {len(to.blocks)}")
+        to.tokens[:count] = [step.tokens[0] for step in steps]
+        to.feed[:count] = feeds
+        to.lengths[:count] = [step.start + 1 for step in steps]
+        to.lengths[count:] = 0
+        to.indptr[: count + 1] = ends
+        to.indptr[count + 1 :] = total
         tables = (step.block_ids[:n] for step, n in zip(steps, block_counts, strict=True))
-        view[self._fixed : self._fixed + total] = np.fromiter(
-            chain.from_iterable(tables), np.int32, total
-        )
-        _write_sampling(view, view.view(np.float32), rows, sampled)
-        used = self._fixed + total
+        to.blocks[:total] = np.fromiter(chain.from_iterable(tables), np.int32, total)
+        _write_sampling(to, sampled)
+        used = 10 * self._rows + 1 + total
         self._device_ints[:used].copy_(buffer[:used], non_blocking=True)
         self._ring.sent(index)
 
     def sampling(self, count: int, filtered: bool) -> RowSampling:
         """How the first `count` sampled rows are sampled."""
+        at = self._at
         return RowSampling(
-            temperature=self.temperature[:count],
-            top_k=self.top_k[:count],
-            top_p=self.top_p[:count],
-            min_p=self.min_p[:count],
-            keys=self.keys[:count],
+            temperature=at.temperature[:count],
+            top_k=at.top_k[:count],
+            top_p=at.top_p[:count],
+            min_p=at.min_p[:count],
+            keys=at.keys[:count],
             filtered=filtered,
         )
 
 
-def _write_sampling(ints: Ints, floats: Any, rows: int, sampled: list[SequenceStep]) -> None:
-    count = len(sampled)
-    floats[6 * rows : 6 * rows + count] = 0.0
+def _write_sampling(to: SimpleNamespace, sampled: list[SequenceStep]) -> None:
+    to.temperature[: len(sampled)] = 0.0
     for row, step in enumerate(sampled):
         params = step.sampling
         if params is None or params.greedy:
             continue
-        ints[3 * rows + row] = params.top_k
-        at = 4 * rows + 2 * row
-        ints[at : at + 2] = noise_key(params.seed, step.start + len(step.tokens))
-        floats[6 * rows + row] = params.temperature
-        floats[7 * rows + row] = params.top_p
-        floats[8 * rows + row] = params.min_p
+        to.top_k[row] = params.top_k
+        to.keys[row] = noise_key(params.seed, step.start + len(step.tokens))
+        to.temperature[row] = params.temperature
+        to.top_p[row] = params.top_p
+        to.min_p[row] = params.min_p
 
 
 def is_filtered(params: SamplingParams | None) -> bool:
