@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -46,6 +47,7 @@ def connect(state: RunningCluster) -> None:
     if ray.is_initialized():
         return
     host, colon, port = state.address.rpartition(":")
+    asked_to_stop = signal.getsignal(signal.SIGTERM)
     try:
         if colon:  # Ray would try for minutes
             socket.create_connection((host, int(port)), timeout=_REACH_S).close()
@@ -62,6 +64,7 @@ def connect(state: RunningCluster) -> None:
         raise Unavailable(
             f"the Ray cluster at {state.address} does not answer: {reason}"
         ) from error
+    signal.signal(signal.SIGTERM, asked_to_stop)  # which Ray takes for a crash
 
 
 def ask(*methods: Any) -> list[Any]:

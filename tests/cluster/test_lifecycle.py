@@ -24,10 +24,11 @@ def test_a_pool_that_cannot_start_is_named_and_nothing_stays(baton: Baton) -> No
     assert_nothing_stays(baton)
 
 
-def test_interrupted_start_leaves_nothing(baton: Baton) -> None:
+@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_start_leaves_nothing(baton: Baton, asked: signal.Signals) -> None:
     process = start(baton, *baton.up_arguments("local-cpu.yaml"))
     read_until(process, "loading the model")
-    process.send_signal(signal.SIGINT)
+    process.send_signal(asked)
     assert process.wait(60) == 130
     assert_nothing_stays(baton)
 
