@@ -287,9 +287,8 @@ class Side:
         await self._end.end(key, True)
 
     async def lose(self, epoch: int) -> None:
-        """The other side is known dead."""
-        dead = {} if self._role is Role.PREFILL else {"dead": True}
-        await self._end.peer_lost(epoch, **dead)
+        """The other side has left, or is silent."""
+        await self._end.peer_lost(epoch)
 
     async def backends(self) -> list[str]:
         """By which ways anything was moved."""

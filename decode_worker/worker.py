@@ -26,7 +26,7 @@ class DecodeWorker(Worker[Command, Output]):
     def peers_left(self, epochs: frozenset[int]) -> None:
         """These workers have left the cluster, or are silent: end hand-offs from them now."""
         for epoch in epochs:
-            self.tasks.start(self._receiver.peer_lost(epoch, dead=False))
+            self.tasks.start(self._receiver.peer_lost(epoch))
 
     def peers_joined(self, workers: tuple[WorkerRef, ...]) -> None:
         """These workers take requests: prefill ones say what they want of this one."""

@@ -19,7 +19,7 @@ from kv_transfer.plan import check_layout
 from kv_transfer.remembered import Attempts, Remembered
 from kv_transfer.stats import TransferStats
 from kv_transfer.tasks import Tasks
-from kv_transfer.writers import Writers, may_write
+from kv_transfer.writers import may_write, writer_stopped
 from protocol.errors import BatonError, ErrorInfo, HandoffFailed, StaleMessage, Unavailable
 from protocol.ids import RequestKey, WorkerRef
 from protocol.messages import Ack, Commit, HandoffEnd, LinkAddress, Meeting, Piece, Welcome
@@ -46,7 +46,6 @@ class Receiver:
         self._tasks = Tasks()
         self._links: tuple[LinkAddress, ...] = ()
         self._one_sided = False
-        self._writers = Writers(party.config, party.clock)
         self._live: dict[RequestKey, Incoming] = {}
         self._settled: Remembered[RequestKey, Settled] = Remembered(party.config.remembered)
         self._attempts = Attempts(party.config.remembered)
@@ -151,12 +150,11 @@ class Receiver:
             else:
                 self._tasks.start(self._repair(handoff))
 
-    async def peer_lost(self, epoch: int, *, dead: bool) -> None:
-        """The prefill worker of this epoch is gone: end what it was to send, drop its links. One
-        that is only silent may be frozen, and write when it thaws: its blocks stay quarantined."""
-        if dead:
-            self._writers.lost(epoch)
-        self._end_all(epoch, "is lost", writes=not dead)
+    async def peer_lost(self, epoch: int) -> None:
+        """The prefill worker of this epoch has left or is silent: end what it was to send, drop its
+        links. It may be frozen, and write when it thaws: until it says, its blocks stay
+        quarantined."""
+        self._end_all(epoch, "is lost")
         await self._arrivals.forget(epoch)
 
     async def close(self) -> None:
@@ -283,10 +281,10 @@ class Receiver:
             error = as_failure(answer.error, "prefill worker")
             self._finish(handoff, released=False, error=error, tell=answer.uncertain)
 
-    def _end_all(self, epoch: int, why: str, *, writes: bool) -> None:
+    def _end_all(self, epoch: int, why: str) -> None:
         for handoff in [h for h in self._live.values() if h.lease.peer.epoch == epoch]:
             error = HandoffFailed(f"prefill worker {handoff.lease.peer.worker_id} {why}")
-            self._finish(handoff, released=False, error=error, tell=False, writes=writes)
+            self._finish(handoff, released=False, error=error, tell=False, writes=True)
 
     def _end_key(self, key: RequestKey, error: BatonError) -> None:
         handoff = self._live.get(key)
@@ -302,8 +300,8 @@ class Receiver:
         tell: bool,
         writes: bool = False,
     ) -> None:
-        """`tell` the sender; otherwise it ended the hand-off itself, or it is dead, unless it
-        `writes` for all we know."""
+        """`tell` the sender; otherwise it ended the hand-off itself, unless it `writes` for all we
+        know."""
         lease = handoff.lease
         if lease.end(released=released, error=error) is Verdict.REPEAT:
             return
@@ -331,7 +329,7 @@ class Receiver:
     async def _confirm(self, handoff: Incoming) -> None:
         """Nothing here stops a sender that writes by itself: it has to say that it has stopped."""
         lease = handoff.lease
-        await self._writers.stopped(lease.peer.epoch, lambda: self._tell(lease))
+        await writer_stopped(lambda: self._tell(lease), self._me)
         await self._fence(handoff)
 
     def _retire(self, handoff: Incoming) -> None:
@@ -357,5 +355,5 @@ class Receiver:
         end = end_message(lease, self._me.ref.epoch)
         answer = await self._me.call(lease.peer, methods.END, end)
         if answer.error is not None and not answer.refused:
-            self._end_all(lease.peer.epoch, "does not answer", writes=True)
+            self._end_all(lease.peer.epoch, "does not answer")
         return answer

@@ -215,7 +215,7 @@ def test_a_sender_killed_in_the_middle(own_pair, backend):
     assert set(outcomes) <= {"committed", "handoff_failed"}
     assert "handoff_failed" in outcomes
     failed = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome != "committed"]
-    wait_until_safe(pair, failed, 15)
+    wait_until_safe(pair, failed, LONG.op_timeout_s + 15)
     pair.prefill = Process(Role.PREFILL, 0)
     layout, _ = long_handoffs(pair, 1)
     config = replace(LONG, backend=BackendName(backend))

@@ -26,7 +26,7 @@ from kv_transfer.orders import (
     RevokeOrder,
 )
 from protocol import codec
-from protocol.errors import BatonError, DeadlineExceeded
+from protocol.errors import BatonError, DeadlineExceeded, Unavailable
 from rpc import methods
 
 
@@ -109,7 +109,13 @@ class Network:
     def lose(self, letter: Letter) -> None:
         """Nobody gets it."""
         self.letters.remove(letter)
-        self._give_up(letter)
+        self._give_up(letter, DeadlineExceeded("lost"))
+        self._loop.settle()
+
+    def refuse(self, letter: Letter) -> None:
+        """Nobody listens at its address."""
+        self.letters.remove(letter)
+        self._give_up(letter, Unavailable("nobody listens"))
         self._loop.settle()
 
     def delay(self, letter: Letter) -> None:
@@ -126,9 +132,9 @@ class Network:
         self.deliver(ghost)
         self.lose(letter)
 
-    def _give_up(self, letter: Letter) -> None:
+    def _give_up(self, letter: Letter, error: BatonError) -> None:
         if letter.reply is not None and not letter.reply.done():
-            letter.reply.set_exception(DeadlineExceeded("lost"))
+            letter.reply.set_exception(error)
 
     async def _handle(self, letter: Letter) -> None:
         request = codec.decode(letter.method.request, letter.data)

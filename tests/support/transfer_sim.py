@@ -443,11 +443,10 @@ class World:
         for wire in list(self.fabric.wires.values()):
             self.fabric.snap(wire)
         self.loop.settle()
-        if self.one_sided:  # nothing but news of its end frees what a silent sender may write
-            self.loop.run(self.receiver.peer_lost(self.prefill_ref.epoch, dead=True))
+        # Nothing but its end frees what a silent sender may write: nobody listens any more.
         for _ in range(50):
             for letter in list(self.network.letters):
-                self.network.lose(letter)
+                self.network.refuse(letter)
             self.turn_clock(10.0)
         self.check()
         for key in list(self.decode.running):

@@ -310,7 +310,7 @@ async def test_an_offer_that_is_never_granted_ends_with_its_ticket(memory):
 async def test_a_lost_peer_ends_its_handoffs_at_once(memory):
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
         await ready(pair)
-        await pair.receiver.peer_lost(pair.prefill.ref.epoch, dead=True)
+        await pair.receiver.peer_lost(pair.prefill.ref.epoch)
         await pair.sender.peer_lost(pair.decode.ref.epoch)
         assert "lost" in pair.decode.events.ended_with(KEY).message
         assert "lost" in pair.prefill.events.ended_with(KEY).message
@@ -323,7 +323,7 @@ async def test_links_of_a_worker_that_was_only_silent_are_not_taken_again(backen
         await ready(pair)
         (grant,) = moves(pair.clients, "Grant")
         await pair.receiver.on_piece(piece_of(pair, grant))
-        await pair.receiver.peer_lost(pair.prefill.ref.epoch, dead=False)
+        await pair.receiver.peer_lost(pair.prefill.ref.epoch)
         kv = await ready(pair, OTHER, MORE, LAND)
         await finish(pair, OTHER, MORE)
         refused, taken = [piece.link for piece in moves(pair.clients, "Piece")]
