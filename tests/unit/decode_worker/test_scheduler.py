@@ -320,6 +320,7 @@ def test_prompts_scored_elsewhere_or_before_a_preemption_are_not_scored_again() 
     keys = [bench.submit(scoring(f"q{i}", [i] * 5, max_tokens=20, remote=i < 2)) for i in range(5)]
     bench.finish()
     assert bench.scheduler.num_preemptions > 0
+    assert all(event.logprobs for event in bench.scores)
     for i, key in enumerate(keys):
         starts = [e.start + n for e in bench.scores if e.key == key for n in range(len(e.logprobs))]
         assert starts == ([] if i < 2 else [1, 2, 3, 4])
