@@ -61,6 +61,11 @@ class SamplingParams:
         return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
 
     @property
+    def filtered(self) -> bool:
+        """Whether top-k, top-p or min-p leave tokens out."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
     def penalised(self) -> bool:
         """Whether the next token depends on which tokens came before, beyond their KV."""
         return (

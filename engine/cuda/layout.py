@@ -18,7 +18,6 @@ from engine.kernels.sampling import noise_key
 from engine.kernels.triton_attention import PackedChunks
 from engine.kernels.triton_sampling import RowSampling
 from protocol.errors import Internal
-from protocol.sampling import SamplingParams
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 _DEPTH = 4
@@ -132,13 +131,6 @@ def _write_sampling(to: SimpleNamespace, sampled: list[SequenceStep]) -> None:
         to.min_p[row] = params.min_p
 
 
-def is_filtered(params: SamplingParams | None) -> bool:
-    """Whether a row needs top-k, top-p or min-p."""
-    if params is None or params.greedy:
-        return False
-    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkRows:
     """Prompt chunks packed one after another, on the device.
@@ -198,37 +190,35 @@ class ChunkUploader:
         positions, slots = _places(steps, tables, block_size)
         more = max(0, rows - total)
         sent = self._send(
-            [
-                np.fromiter(chain(*(s.tokens for s in steps), repeat(0, more)), np.int32),
-                np.full(total + more, -1, np.int32),
-                np.pad(positions, (0, more)),
-                np.pad(slots, (0, more), constant_values=-1),
-                np.array(wanted, np.int32),
-                np.array([firsts[i] for i in rest], np.int32),
-                np.array([steps[i].start for i in rest], np.int32),
-                np.array([counts[i] for i in rest], np.int32),
-                np.array([0, *accumulate(block_counts[i] for i in rest)], np.int32),
-                np.concatenate([np.zeros(0, np.int32), *(tables[i] for i in rest)]),
-                np.array(scored, np.int32),
-            ]
+            tokens=np.fromiter(chain(*(s.tokens for s in steps), repeat(0, more)), np.int32),
+            feed=np.full(total + more, -1, np.int32),
+            positions=np.pad(positions, (0, more)),
+            slots=np.pad(slots, (0, more), constant_values=-1),
+            wanted=np.array(wanted, np.int32),
+            first_rows=np.array([firsts[i] for i in rest], np.int32),
+            starts=np.array([steps[i].start for i in rest], np.int32),
+            counts=np.array([counts[i] for i in rest], np.int32),
+            indptr=np.array([0, *accumulate(block_counts[i] for i in rest)], np.int32),
+            blocks=np.concatenate([np.zeros(0, np.int32), *(tables[i] for i in rest)]),
+            scored=np.array(scored, np.int32),
         )
         packed = None
         if rest:
             packed = PackedChunks(
-                first_rows=sent[5],
-                starts=sent[6],
-                counts=sent[7],
-                indptr=sent[8],
-                blocks=sent[9],
+                first_rows=sent["first_rows"],
+                starts=sent["starts"],
+                counts=sent["counts"],
+                indptr=sent["indptr"],
+                blocks=sent["blocks"],
                 max_count=max(counts[i] for i in rest),
             )
         return ChunkRows(
-            tokens=sent[0],
-            feed=sent[1],
-            positions=sent[2],
-            slots=sent[3],
-            sample_rows=sent[4].long(),
-            score_rows=sent[10].long(),
+            tokens=sent["tokens"],
+            feed=sent["feed"],
+            positions=sent["positions"],
+            slots=sent["slots"],
+            sample_rows=sent["wanted"].long(),
+            score_rows=sent["scored"].long(),
             packed=packed,
             dense=tuple((firsts[i], counts[i]) for i in dense),
             padding=max((dense_padding(firsts[i], counts[i], total) for i in dense), default=0),
@@ -237,20 +227,19 @@ class ChunkUploader:
     def _is_dense(self, step: SequenceStep) -> bool:
         return self._dense and step.start == 0 and len(step.tokens) >= DENSE_TOKENS
 
-    def _send(self, parts: list[Ints]) -> list[Tensor]:
+    def _send(self, **parts: Ints) -> dict[str, Tensor]:
         buffer, view, index = self._ring.take()
-        begins = [0, *accumulate(-(-part.shape[0] // ALIGNMENT) * ALIGNMENT for part in parts)]
+        begins = [0, *accumulate(-(-len(part) // ALIGNMENT) * ALIGNMENT for part in parts.values())]
         total = begins.pop()
         if total > view.shape[0]:
             raise Internal(f"a step of {total} numbers, at most {view.shape[0]}")
-        for part, begin in zip(parts, begins, strict=True):
-            view[begin : begin + part.shape[0]] = part
+        for part, begin in zip(parts.values(), begins, strict=True):
+            view[begin : begin + len(part)] = part
         out = torch.empty(total, dtype=torch.int32, device=self._device)
         out.copy_(buffer[:total], non_blocking=True)
         self._ring.sent(index)
-        return [
-            out[begin : begin + part.shape[0]] for part, begin in zip(parts, begins, strict=True)
-        ]
+        found = zip(parts.items(), begins, strict=True)
+        return {name: out[begin : begin + len(part)] for (name, part), begin in found}
 
 
 def _places(steps: list[SequenceStep], tables: list[Ints], block_size: int) -> tuple[Ints, Ints]:

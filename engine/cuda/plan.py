@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.batch import SequenceStep, StepBatch
-from engine.cuda.layout import is_filtered
 from engine.inputs import StepLimits, check_step
 from engine.kernels.logprobs import LogprobRows
 from engine.kernels.masks import TokenMasks
@@ -88,7 +87,7 @@ def plan_step(batch: StepBatch, limits: Limits, previous: list[int | None]) -> S
         masks=TokenMasks.build([step.allowed for step in sampled], pinned=limits.pinned),
         logprobs=LogprobRows.of_sampled(list(zip(sampled_order, sampled, strict=True))),
         scored=LogprobRows.of_targets(list(zip(chunk_order, chunks, strict=True))),
-        filtered=any(is_filtered(step.sampling) for step in sampled),
+        filtered=any(step.sampling is not None and step.sampling.filtered for step in sampled),
         long_context=any(step.start >= LONG_CONTEXT for step in decodes),
     )
 

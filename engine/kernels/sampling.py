@@ -73,7 +73,7 @@ class SamplingInputs:
             top_p=torch.tensor([p.top_p for p in chosen], dtype=torch.float32),
             min_p=torch.tensor([p.min_p for p in chosen], dtype=torch.float32),
             keys=torch.tensor(keys, dtype=torch.int32).view(-1, 2),
-            filtered=any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in chosen),
+            filtered=any(p.filtered for p in chosen),
         )
 
 
