@@ -58,7 +58,7 @@ def check_config(config: ClusterConfig, model_path: Path) -> None:
         raise _refuse("model.name", f"{model_path}: {error.message}") from error
     if config.decode.replicas < 1:
         raise _refuse("decode.replicas", "must be at least 1: without decode nothing is served")
-    _check_ports(config)
+    check_ports(config)
     if config.ray.local:  # elsewhere the routers' machines have files of their own
         _check_files(config)
     _check_length(config, model)
@@ -129,12 +129,15 @@ def _refuse(path: str, message: str) -> InvalidRequest:
     return InvalidRequest(f"{path}: {message}", param=path)
 
 
-def _check_ports(config: ClusterConfig) -> None:
+def check_ports(config: ClusterConfig) -> None:
+    """Raise InvalidRequest when so many routers cannot have the ports they are to listen on."""
     network = config.network
-    if network.http_port == network.grpc_port != 0:
-        raise _refuse(
-            "network.grpc_port", f"is the same as network.http_port ({network.http_port})"
-        )
+    seen: dict[int, str] = {}
+    for name in ("http_port", "grpc_port", "metrics_port"):
+        port = getattr(network, name)
+        if port and port in seen:  # they would share it, as routers do
+            raise _refuse(f"network.{name}", f"is the same as network.{seen[port]} ({port})")
+        seen[port] = name
     for name in ("http_port", "grpc_port"):
         if getattr(network, name) == 0 and config.router.replicas > 1:
             raise _refuse(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 
+from cluster.checks import check_ports
 from cluster.cli import session
 from cluster.cli.console import Console
 from cluster.membership import Kind
@@ -34,6 +36,9 @@ def run(options: argparse.Namespace, console: Console) -> None:
 
         session.quiet_serve()
         (config,) = session.ask(directory.config)
+        if Kind.ROUTER in wanted:
+            routers = replace(config.router, replicas=wanted[Kind.ROUTER])
+            check_ports(replace(config, router=routers))
         for kind, count in wanted.items():
             scale(config, kind, count)
         if not options.no_wait:

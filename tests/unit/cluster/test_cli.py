@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import re
@@ -187,6 +188,20 @@ def test_scale_needs_a_pool_and_at_least_one_decode(capsys: pytest.CaptureFixtur
     code, error = one_line_error(["scale", "--decode", "0"], capsys)
     assert code == EXIT_USAGE
     assert "--decode must be at least 1" in error
+
+
+def test_more_routers_need_ports_that_they_can_share(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    network = NetworkSection(metrics_port=9100)
+    config = ClusterConfig(model=ModelSection(name="m"), network=network)
+    directory = contextlib.nullcontext(SimpleNamespace(config=None))
+    monkeypatch.setattr("cluster.cli.session.connected", lambda: directory)
+    monkeypatch.setattr("cluster.cli.session.ask", lambda *_: [config])
+    monkeypatch.setattr("cluster.deployments.scale", None)
+    code, error = one_line_error(["scale", "--router", "2"], capsys)
+    assert code == EXIT_USAGE
+    assert "network.metrics_port: must be 0" in error
 
 
 def test_no_router(capsys: pytest.CaptureFixture[str]) -> None:

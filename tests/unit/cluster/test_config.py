@@ -252,6 +252,7 @@ def test_empty_section_is_all_defaults(tmp_path: Path) -> None:
     [
         (["decode.replicas=0"], "decode.replicas", "at least 1"),
         (["network.grpc_port=8000"], "network.grpc_port", "same as network.http_port"),
+        (["network.metrics_port=9000"], "network.metrics_port", "same as network.grpc_port"),
         (["router.replicas=2", "network.http_port=0"], "network.http_port", "must be given"),
         (["router.replicas=2", "network.grpc_port=0"], "network.grpc_port", "must be given"),
         (["router.replicas=2", "network.metrics_port=9100"], "network.metrics_port", "must be 0"),
