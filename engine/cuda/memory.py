@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from engine.errors import ModelRefused
 
+#: Part of the free memory (after weights) that KV blocks and working memory may use.
+MEMORY_SHARE = 0.98
 #: Left free for the driver, the graphs' own memory and the fragments of the allocator.
 RESERVE_BYTES = 640 << 20
 

@@ -16,8 +16,6 @@ class CudaOptions:
 
     max_batch: sequences of one step, and the largest batch with a CUDA graph.
     max_chunk_tokens: prompt tokens of one step.
-    memory_share: part of the free memory (after weights) that KV blocks and working memory may use.
-    graphs: decode under CUDA graphs; off only to look for faults.
     prompt_graphs: steps of some hundreds of prompt tokens on one GPU under CUDA graphs, too.
     split_rows: on one GPU, decode steps of 2 to so many rows run on the engine's own products
         instead of cuBLAS's, where their sizes allow it.
@@ -25,8 +23,6 @@ class CudaOptions:
 
     max_batch: int = 256
     max_chunk_tokens: int = 8192
-    memory_share: float = 0.98
-    graphs: bool = True
     prompt_graphs: bool = True
     split_rows: int = 64
 
@@ -37,8 +33,6 @@ class CudaOptions:
                 raise InvalidRequest(f"{name} must be at least 1", param=name)
         if not 0 <= self.split_rows <= MAX_SPLIT_ROWS:
             raise InvalidRequest(f"split_rows must be in 0 .. {MAX_SPLIT_ROWS}", param="split_rows")
-        if not 0.0 < self.memory_share <= 1.0:
-            raise InvalidRequest("memory_share must be in (0, 1]", param="memory_share")
 
 
 def graph_batches(max_batch: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.cuda.comm import Communicator, Solo
 from engine.cuda.graphs import GraphSet
 from engine.cuda.layout import ChunkRows, ChunkUploader, DecodeRows
-from engine.cuda.memory import RESERVE_BYTES, blocks_that_fit
+from engine.cuda.memory import MEMORY_SHARE, RESERVE_BYTES, blocks_that_fit
 from engine.cuda.model import CudaModel, RankShape
 from engine.cuda.options import CudaOptions, graph_batches, next_size
 from engine.cuda.pieces import PromptPieces, piece_sizes
@@ -143,7 +143,7 @@ class CudaRunner:
             free_bytes=self.free_after_weights,
             working_bytes=self._measure_working_memory(),
             block_bytes=block_bytes(self.config, self.model_config),
-            share=self.options.memory_share,
+            share=MEMORY_SHARE,
             reserve_bytes=RESERVE_BYTES + self.config.spare_bytes,
         )
 
@@ -183,7 +183,7 @@ class CudaRunner:
             pinned=self.device.type == "cuda",
         )
         device, batch, shape = self.device, options.max_batch, self._shape
-        self._graphs_on = options.graphs and device.type == "cuda"
+        self._graphs_on = device.type == "cuda"
         self.pool = KVPool(self.layout, self._rank, self._dtype, device)
         # A block may be in several tables, but no context is longer than the model's limit.
         per_sequence = -(-self.max_model_len // config.block_size)

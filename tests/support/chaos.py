@@ -17,7 +17,6 @@ import os
 import platform
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +29,7 @@ from typing import Any
 
 import grpc
 
+from benchmarks import report
 from protocol.ids import WorkerRef
 from protocol.wire import inference_pb2 as wire
 from protocol.wire import inference_pb2_grpc as services
@@ -452,18 +452,10 @@ router with {CLIENTS} clients. Something breaks every second.
 | process | resident MiB | threads | sockets |
 | --- | --- | --- | --- |
 {usage}
-- machine: {platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python
-  {platform.python_version()}
-- commit: {_commit()}
+- machine: {report.machine()}, Python {platform.python_version()}
+- commit: {report.commit()}
 - command: `{command}`
 """
-
-
-def _commit() -> str:
-    run = subprocess.run(
-        ["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return run.stdout.strip() or "unknown"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -231,7 +231,7 @@ def test_blocks_that_fit():
         blocks_that_fit(free_bytes=100, block_bytes=100, **figures)
 
 
-@pytest.mark.parametrize("field", ["max_batch", "max_chunk_tokens", "memory_share"])
+@pytest.mark.parametrize("field", ["max_batch", "max_chunk_tokens"])
 def test_options_name_the_field_at_fault(field):
     with pytest.raises(InvalidRequest) as caught:
         CudaOptions(**{field: 0})
