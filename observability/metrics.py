@@ -108,7 +108,8 @@ RESUMES = _counter(
 )
 REFUSALS = _counter(
     "request_refusals_total",
-    "Requests refused instead of waiting: a queue is full, or what was promised cannot be had.",
+    "Requests refused instead of waiting: a queue is full, or what was promised cannot be had. "
+    "Connections refused: too many are open.",
     "reason",
 )
 QUEUED_REQUESTS = _gauge("router_queue_requests", "Accepted requests waiting for their turn.")

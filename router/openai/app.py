@@ -25,7 +25,7 @@ from router.keys import Caller
 from router.large import off_loop
 from router.model import ModelInfo, ServedModel
 from router.openai.answers import Answer, cancelled_when_gone
-from router.openai.body import read_object
+from router.openai.body import Bodies
 from router.openai.chunks import ChunkWriter
 from router.openai.chunks import answer as answer_bytes
 from router.openai.document import openapi_document
@@ -136,7 +136,7 @@ class _App:
 class _Door:
     def __init__(self, service: InferenceService, max_body_bytes: int) -> None:
         self._service = service
-        self._max_body_bytes = max_body_bytes
+        self._bodies = Bodies(max_body_bytes)
 
     async def generate(self, kind: RequestKind, scope: Scope, receive: Receive, send: Send) -> None:
         """POST /v1/chat/completions and /v1/completions."""
@@ -144,7 +144,7 @@ class _Door:
         answer = Answer(scope, send)
         try:
             with self._service.track(Door.HTTP, _ENDPOINTS[kind]):
-                request = parse_request(kind, await self._object(scope, receive))
+                request = parse_request(kind, await self._bodies.read_object(scope, receive))
                 async with (
                     cancelled_when_gone(receive),
                     self._service.generate(
@@ -155,9 +155,6 @@ class _Door:
             await answer.ended(ending)
         except BatonError as error:
             await answer.error(error)
-
-    async def _object(self, scope: Scope, receive: Receive) -> dict[str, Any]:
-        return await read_object(scope, receive, limit=self._max_body_bytes)
 
     async def _relay(
         self, request: GenerateRequest, generation: Generation, answer: Answer
@@ -186,7 +183,7 @@ class _Door:
         """The path of an operation from one JSON object to another."""
         answer = Answer(scope, send)
         try:
-            fields = await self._object(scope, receive)
+            fields = await self._bodies.read_object(scope, receive)
             await answer.object(await operation(fields, caller_of(scope)))
         except BatonError as error:
             await answer.error(error)

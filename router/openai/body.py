@@ -1,10 +1,12 @@
-"""Reading a request's JSON body, with a bound on its size."""
+"""Reading the JSON bodies of requests, with bounds on the size of each and of all together."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from starlette.types import Receive, Scope
@@ -13,6 +15,7 @@ from protocol.errors import (
     Cancelled,
     DeadlineExceeded,
     InvalidRequest,
+    Overloaded,
     PayloadTooLarge,
     UnsupportedEncoding,
 )
@@ -24,34 +27,61 @@ from router.openai.pieces import loads_in_pieces, refuse_constant
 _LARGE = 1 << 17
 #: For a client to send a body.
 _BODY_S = 120.0
+#: So many of the largest may have come and not be parsed.
+_WHOLE_BODIES = 64
 _GZIP = 16 + zlib.MAX_WBITS
 
 
-async def read_object(scope: Scope, receive: Receive, *, limit: int) -> dict[str, Any]:
-    """The JSON object that is the body; compressed with gzip if the request says so.
+class Bodies:
+    """Reads the bodies of one door, each of at most `limit` bytes. What has come of those that are
+    not parsed yet is bounded: connections may be thousands."""
 
-    Raises PayloadTooLarge over `limit` bytes, before or after decompression, UnsupportedEncoding
-    for other compressions, InvalidRequest when it is not a JSON object in UTF-8, DeadlineExceeded
-    when it does not come in time, Cancelled when the client goes away before it is complete.
-    """
-    encoding = (header(scope, b"content-encoding") or "identity").strip().lower()
-    if encoding not in ("identity", "gzip", "x-gzip"):
-        raise UnsupportedEncoding(
-            f"content-encoding {encoding!r} is not read here; send gzip, or the body as it is",
-            param="content-encoding",
-        )
-    try:
-        async with asyncio.timeout(_BODY_S):
-            body = await _read(scope, receive, limit)
-    except TimeoutError:
-        raise DeadlineExceeded(f"the body did not come in {_BODY_S:g} s") from None
-    if (
-        encoding != "identity"
-    ):  # in one go, so that no more than threads can have is unzipped at once
-        return await asyncio.to_thread(lambda: parse_object(_unzipped(body, limit)))
-    if len(body) <= _LARGE:
-        return parse_object(body)
-    return await asyncio.to_thread(parse_object, body)
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._unparsed = 0  # bytes
+
+    async def read_object(self, scope: Scope, receive: Receive) -> dict[str, Any]:
+        """The JSON object that is the body; compressed with gzip if the request says so.
+
+        Raises PayloadTooLarge over the limit, before or after decompression, UnsupportedEncoding
+        for other compressions, InvalidRequest when it is not a JSON object in UTF-8,
+        DeadlineExceeded when it does not come in time, Cancelled when the client goes away before
+        it is complete, Overloaded when too much is unparsed.
+        """
+        encoding = (header(scope, b"content-encoding") or "identity").strip().lower()
+        if encoding not in ("identity", "gzip", "x-gzip"):
+            raise UnsupportedEncoding(
+                f"content-encoding {encoding!r} is not read here; send gzip, or the body as it is",
+                param="content-encoding",
+            )
+        with self._counted() as count:
+            try:
+                async with asyncio.timeout(_BODY_S):
+                    body = await _read(scope, receive, self._limit, count)
+            except TimeoutError:
+                raise DeadlineExceeded(f"the body did not come in {_BODY_S:g} s") from None
+            if encoding != "identity":  # in one go: no more is unzipped at once than threads have
+                return await asyncio.to_thread(lambda: parse_object(_unzipped(body, self._limit)))
+            if len(body) <= _LARGE:
+                return parse_object(body)
+            return await asyncio.to_thread(parse_object, body)
+
+    @contextmanager
+    def _counted(self) -> Iterator[Callable[[int], None]]:
+        """Counts bytes of one body, until it is parsed or refused."""
+        counted = 0
+
+        def count(size: int) -> None:
+            nonlocal counted
+            if self._unparsed + size > _WHOLE_BODIES * self._limit:
+                raise Overloaded("too many large bodies are being sent")
+            self._unparsed += size
+            counted += size
+
+        try:
+            yield count
+        finally:
+            self._unparsed -= counted
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -90,7 +120,7 @@ def _unzipped(body: bytes, limit: int) -> bytes:
     return plain
 
 
-async def _read(scope: Scope, receive: Receive, limit: int) -> bytes:
+async def _read(scope: Scope, receive: Receive, limit: int, count: Callable[[int], None]) -> bytes:
     declared = _declared_length(scope)
     if declared > 2 * limit:
         raise _too_large(limit)
@@ -101,6 +131,7 @@ async def _read(scope: Scope, receive: Receive, limit: int) -> bytes:
         if message["type"] == "http.disconnect":
             raise Cancelled("the client went away while sending")
         part = message.get("body", b"")
+        count(len(part))
         size += len(part)
         if size <= limit:
             parts.append(part)

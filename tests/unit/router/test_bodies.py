@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import gzip
 import json
@@ -15,7 +16,7 @@ import pytest
 from protocol.errors import InvalidRequest
 from protocol.ids import Role
 from router.openai import body as body_module
-from router.openai.body import parse_object
+from router.openai.body import Bodies, parse_object
 from router.openai.pieces import MAX_STRUCTURE, loads_in_pieces
 from tests.support.router_doors import Doors, MakeDoors, until
 from tests.support.stub_workers import StubFleet
@@ -132,6 +133,30 @@ async def test_no_more_is_unzipped_at_once_than_is_parsed_at_once(
     answers = await asyncio.gather(*(post(doors, large, "gzip") for _ in range(8)))
     assert {status for status, _, _ in answers} == {200}
     assert done == ["_unzipped", "parse_object"] * 8
+
+
+async def test_what_has_come_of_all_bodies_is_bounded(
+    fleet: StubFleet, make_doors: MakeDoors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.add(Role.DECODE)
+    bodies = Bodies(1000)
+    monkeypatch.setattr("router.openai.app.Bodies", lambda _: bodies)
+    async with (
+        make_doors(fleet, max_body_bytes=1000) as doors,
+        contextlib.AsyncExitStack() as open_,
+    ):
+        for _ in range(64):
+            _, writer = await asyncio.open_connection(*doors.router.addresses.http.split(":"))
+            open_.callback(writer.close)
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n"
+            writer.write(head + b" " * 999)
+        await until(lambda: bodies._unparsed == 64 * 999)
+        status, answer = await doors.post("/v1/completions", HELLO | {"user": "x" * 100})
+        assert (status, answer["error"]["code"]) == (429, "overloaded")
+        assert (await doors.post("/v1/completions", {"prompt": "hi"}))[0] == 200
+        await open_.aclose()
+        await until(lambda: bodies._unparsed == 0)
+        assert (await doors.post("/v1/completions", HELLO | {"user": "x" * 100}))[0] == 200
 
 
 async def test_what_has_no_effect_is_not_kept(doors: Doors) -> None:
