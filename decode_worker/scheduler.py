@@ -177,8 +177,8 @@ class DecodeScheduler(Scheduler[Entry, Command, Output]):
 
     def _make_room(self, entry: Entry, num_positions: int) -> bool:
         """Give `entry` blocks for its next positions, preempting younger sequences if there are
-        none; a victim in flight gives its blocks when it has landed, so `entry` sits this step
-        out."""
+        none; a victim in flight gives its blocks when it has landed, so `entry` sits this step out,
+        and so do others that find none: they may be enough for all."""
         held = entry.sequence.block_ids
         missing = -(-num_positions // self._block_size) - len(held)
         while missing > 0:
@@ -186,6 +186,8 @@ class DecodeScheduler(Scheduler[Entry, Command, Output]):
             if fresh is not None:
                 held.extend(fresh)
                 break
+            if self._short is not None:
+                return False
             victim = self._youngest_running()
             self._preempt(victim)
             if victim is entry:

@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import HandoffFailed
+from protocol.ids import RequestKey
 from protocol.messages import Submit
 from protocol.sampling import SamplingParams
 from tests.support.decode_bench import Bench, make_submit
 from tests.support.paged import expected_output, prompts
 from worker_runtime.commands import Cancelled, RouterGone
+from worker_runtime.config import WorkerConfig
 from worker_runtime.sequence import Sequence
 
 
@@ -152,6 +154,24 @@ def test_older_sequence_gets_the_blocks_of_the_one_it_preempts(depth: int) -> No
     assert bench.output(late) == expected_output([7] * 7, 2, 3)[1:]
     assert bench.scheduler.num_preemptions > 0
     assert len(bench.tokens[old]) == 16
+    assert bench.idle()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_nobody_else_is_preempted_or_let_in_while_a_victim_gives_its_blocks(depth: int) -> None:
+    """Two need a block in the same step; the blocks of the youngest serve both."""
+    config = WorkerConfig(max_num_seqs=8, max_num_batched_tokens=8, watermark=0.0, starvation_s=1e6)
+    bench = Bench(num_blocks=6, depth=depth, config=config)
+    for i in range(3):
+        bench.submit(make_submit(f"q{i}", [i] * 3, max_tokens=7, seed=i))
+    while bench.blocks.num_available:
+        bench.turn()
+    late = bench.submit(make_submit("late", [9] * 6, max_tokens=2))
+    bench.finish()
+    assert bench.scheduler.num_preemptions == 1
+    for i in range(3):
+        assert bench.output(RequestKey(f"q{i}")) == expected_output([i] * 3, i, 7)
+    assert bench.output(late) == expected_output([9] * 6, 0, 2)
     assert bench.idle()
 
 

@@ -117,6 +117,18 @@ def test_one_that_does_not_fit_does_not_block_those_that_do() -> None:
     assert bench.output(big) == expected_output([2] * 30, 0, 2)
 
 
+def test_chunks_of_an_older_prompt_leave_a_decoding_sequence_its_place() -> None:
+    bench = Bench()
+    bench.submit(make_submit("old", [1] * 30))
+    young = bench.submit(make_submit("young", [2] * 5, remote=True))
+    bench.turn()
+    bench.serve_reserves()
+    bench.turn()
+    sizes = [[len(step.tokens) for step in batch.sequences] for batch in bench.planned]
+    assert sizes == [[8], [1, 7]]
+    assert bench.output(young) == expected_output([2] * 5, 0, 2)[1:]
+
+
 def test_starving_request_gets_its_turn_before_younger_ones() -> None:
     config = WorkerConfig(
         max_num_seqs=8, max_num_batched_tokens=8, watermark=0.0, starvation_s=10.0
