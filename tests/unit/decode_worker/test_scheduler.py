@@ -129,6 +129,23 @@ def test_chunks_of_an_older_prompt_leave_a_decoding_sequence_its_place() -> None
     assert bench.output(young) == expected_output([2] * 5, 0, 2)[1:]
 
 
+def test_watermark_leaves_blocks_for_the_growth_of_those_that_run() -> None:
+    config = WorkerConfig(max_num_seqs=8, max_num_batched_tokens=8, watermark=0.25)
+    bench = Bench(num_blocks=8, config=config)
+    bench.submit(make_submit("whole", [1] * 27, max_tokens=3))  # alone it may have all
+    bench.turn()
+    assert bench.blocks.num_available == 1
+    bench.finish()
+    first = bench.submit(make_submit("first", [2] * 11, max_tokens=20))
+    bench.submit(make_submit("second", [3] * 15, max_tokens=2))
+    bench.submit(make_submit("third", [4] * 11, max_tokens=2))
+    bench.turn()
+    assert bench.blocks.num_available == 2
+    assert bench.scheduler.load().waiting == 1
+    bench.finish()
+    assert bench.output(first) == expected_output([2] * 11, 0, 20)
+
+
 def test_starving_request_gets_its_turn_before_younger_ones() -> None:
     config = WorkerConfig(
         max_num_seqs=8, max_num_batched_tokens=8, watermark=0.0, starvation_s=10.0

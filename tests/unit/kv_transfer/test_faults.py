@@ -8,10 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kv_transfer.orders import Order, Outcome
+from kv_transfer.orders import CloseOrder, Order, Outcome
 from kv_transfer.ranks import RankChannel
-from protocol.errors import DeadlineExceeded, ErrorCode, ErrorInfo, HandoffFailed
+from protocol.errors import (
+    DeadlineExceeded,
+    ErrorCode,
+    ErrorInfo,
+    HandoffFailed,
+    StaleMessage,
+    Unavailable,
+)
 from protocol.ids import RequestKey
+from protocol.messages import Commit
 from rpc import methods
 from tests.support.held import Held
 from tests.support.transfer import QUICK, Pair, differing, fill, random_kv
@@ -70,6 +78,88 @@ async def test_blocks_are_safe_only_after_a_running_scatter_and_no_later_one_sta
         await asyncio.sleep(0.1)
         assert differing(pair.decode.pools, LAYOUT, DEST, random_kv(LAYOUT, 5, seed=0) * 0) == []
         assert pair.decode.events.safe == [(KEY, DEST)]
+
+
+class Deaf:
+    """A RankChannel to ranks that cannot be asked to stop."""
+
+    def __init__(self, ranks: RankChannel) -> None:
+        self._ranks = ranks
+
+    async def run(self, rank: int, order: Order) -> Outcome:
+        if order.revoke is not None:
+            raise Unavailable("the rank is gone")
+        return await self._ranks.run(rank, order)
+
+
+async def test_blocks_wait_for_what_moves_on_ranks_that_cannot_be_asked(memory):
+    reading, writing = Held(), Held()
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory, wrap=Deaf) as pair:
+        await ready(pair)
+        pair.prefill.pools[0].before_gather = reading
+        pair.decode.pools[1].before_scatter = writing
+        pair.sender.push(KEY, SOURCE, 0, 5)
+        assert await asyncio.to_thread(reading.begun)
+        assert await asyncio.to_thread(writing.begun)
+        ending = asyncio.create_task(pair.sender.end(KEY, True))
+        await pair.decode.events.wait(lambda e: e.ends == [(KEY, None)])
+        await asyncio.sleep(0.1)
+        assert pair.prefill.events.ends == []
+        assert pair.decode.events.safe == []
+        reading.release()
+        await ending
+        writing.release()
+        await pair.decode.events.wait(lambda e: e.safe)
+        assert pair.prefill.events.ends == [(KEY, None)]
+        assert pair.decode.events.safe == [(KEY, DEST)]
+
+
+async def test_a_commit_that_waits_learns_at_once_of_the_end(memory):
+    config = replace(QUICK, op_timeout_s=60, connect_timeout_s=60)
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory, config=config) as pair:
+        await ready(pair)
+        (grant,) = moves(pair.clients, "Grant")
+        await pair.receiver.on_piece(piece_of(pair, grant))  # and nothing is sent
+        commit = Commit(
+            key=KEY,
+            ticket=grant.ticket,
+            generation=grant.generation,
+            first_token=1,
+            num_pieces=1,
+            num_blocks=5,
+        )
+        waiting = asyncio.create_task(pair.receiver.on_commit(commit))
+        await asyncio.sleep(0)
+        await pair.receiver.end(KEY, True)
+        async with asyncio.timeout(5):
+            with pytest.raises(StaleMessage, match="released"):
+                await waiting
+
+
+async def test_a_piece_that_comes_again_while_prefill_is_asked_needs_no_answer(memory):
+    config = replace(QUICK, repair_s=0.1)
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory, config=config) as pair:
+        await ready(pair)
+        (grant,) = moves(pair.clients, "Grant")
+        await pair.receiver.on_piece(piece_of(pair, grant))
+        asked = asyncio.Event()
+
+        async def again_and_lost(address, method, request):
+            if method is methods.GRANT:
+                pair.clients.intercept = None
+                await pair.receiver.on_piece(piece_of(pair, grant, link=2))
+                asked.set()
+                raise DeadlineExceeded("lost")
+
+        pair.clients.intercept = again_and_lost
+        close = CloseOrder(sender_epoch=11, receiver_epoch=22, link=1)
+        for plane in pair.decode.planes:
+            plane.submit(Order(close=close)).result(5)
+        async with asyncio.timeout(5):
+            await asked.wait()
+        await asyncio.sleep(0)
+        assert pair.receiver.num_live == 1
+        assert pair.decode.events.ends == []
 
 
 async def test_source_blocks_are_free_only_after_a_running_gather(memory):

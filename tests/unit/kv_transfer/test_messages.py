@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from kv_transfer.credits import Holding
 from kv_transfer.orders import MoveOrder, Order
 from protocol import codec
 from protocol.errors import DeadlineExceeded, ErrorCode, ErrorInfo, HandoffFailed, StaleMessage
@@ -203,6 +204,7 @@ async def test_a_reservation_beyond_the_ticket_fails_the_handoff_and_returns_the
         await pair.receiver.reserve(KEY, DEST, 0)
         assert pair.decode.events.safe == [(KEY, DEST)]
         assert pair.decode.events.ended_with(KEY).param == "num_blocks"
+        assert pair.receiver.num_blocks(Holding.GRANTED) == 0
         await pair.prefill.events.wait(lambda e: e.is_over(KEY))
 
 
