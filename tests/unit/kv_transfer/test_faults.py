@@ -179,6 +179,23 @@ async def test_source_blocks_are_free_only_after_a_running_gather(memory):
         assert pair.decode.events.ends == [(KEY, None)]
 
 
+async def test_nothing_is_committed_after_the_end(memory):
+    held = Held()
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
+        await ready(pair)
+        pair.prefill.pools[0].before_gather = held
+        pair.sender.push(KEY, SOURCE, 0, 5)
+        pair.sender.commit(KEY, 1)
+        assert await asyncio.to_thread(held.begun)
+        ending = asyncio.create_task(pair.sender.end(KEY, True))
+        await asyncio.sleep(0)
+        held.release()
+        await ending
+        await pair.decode.events.wait(lambda e: e.safe)
+        await pair.sender.close()
+        assert moves(pair.clients, "Commit") == []
+
+
 async def test_a_cancelled_handoff_leaves_its_links_in_step(backends):
     """The next hand-off on the same links gets its own data and needs no new link."""
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends) as pair:

@@ -25,7 +25,7 @@ from rpc import methods
 from tests.support.held import Held
 from tests.support.one_sided import OneSidedBackend, OneSidedHub
 from tests.support.transfer import QUICK, Pair, differing, fill, make_layout, random_kv
-from tests.support.transfer_steps import DEST, KEY, LAYOUT, OTHER, SOURCE, ready
+from tests.support.transfer_steps import DEST, KEY, LAYOUT, OTHER, SOURCE, moves, ready
 
 HASTY = replace(QUICK, op_timeout_s=0.2, rpc_timeout_s=0.2, rpc_attempts=1, repair_s=0.05)
 
@@ -167,6 +167,21 @@ async def test_a_sender_that_leaves_says_so_after_its_last_write(backends):
         await leaving
         await pair.decode.events.wait(lambda e: e.safe)
         assert pair.decode.events.ended_with(KEY) is None
+
+
+async def test_a_sender_that_has_left_confirms_only_after_its_last_write(backends):
+    """Both sides leave while it writes: decode's message must not overtake the write."""
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends) as pair:
+        held = await writing(pair)
+        leaving = asyncio.create_task(pair.sender.end(KEY, True))
+        await asyncio.sleep(0)
+        await pair.receiver.end(KEY, True)
+        await asyncio.sleep(0.1)
+        assert [end.epoch for end in moves(pair.clients, "End")] == [pair.decode.ref.epoch]
+        assert pair.decode.events.safe == []
+        held.release()
+        await leaving
+        await pair.decode.events.wait(lambda e: e.safe)
 
 
 def frozen(pair):

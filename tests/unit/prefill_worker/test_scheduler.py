@@ -312,6 +312,24 @@ def test_delivery_that_crosses_a_cancel_frees_the_blocks_once() -> None:
     assert ended.items() <= bench.scheduler.counters().items()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_token_one_of_a_prompt_cancelled_in_flight_is_dropped(depth: int) -> None:
+    bench = Bench(depth=depth)
+    key = bench.submit(make_submit("a", [1, 2, 3]))
+    batch = bench.scheduler.plan(bench.now, bench.out)
+    assert batch is not None
+    bench.scheduler.launched(bench.executor.launch(batch).number, bench.out)
+    bench.tell(Cancelled(keys=(key,)))
+    bench.scheduler.apply(bench.executor.wait(), bench.now, bench.out)
+    bench.collect()
+    assert bench.tokens == bench.commits == []
+    assert [(end.key, end.released) for end in bench.ends] == [(key, True)]
+    bench.tell(HandoffEnded(key=key, error=None))
+    assert bench.blocks.num_available == 64
+    ended = {counters.CANCELLED: 1, counters.RELEASED: 0, counters.FAILED: 0}
+    assert ended.items() <= bench.scheduler.counters().items()
+
+
 def test_failed_handoff_is_retriable_and_frees_the_blocks() -> None:
     bench = Bench()
     key = bench.submit(make_submit("a", [1, 2, 3]))
@@ -413,6 +431,15 @@ def test_next_chunk_follows_the_one_in_flight_and_blocks_leave_after_their_step(
     assert left == [0, 2, 4, 5]
     assert bench.pushed_tokens(key, 20) == list(range(20))
     assert [s.start for b in bench.engine.steps for s in b.sequences] == [0, 8, 16]
+
+
+def test_next_chunk_need_not_wait_for_the_block_that_the_one_in_flight_left_half_full() -> None:
+    config = WorkerConfig(max_num_seqs=4, max_num_batched_tokens=6)
+    bench = Bench(depth=2, config=config)
+    bench.submit(make_submit("a", list(range(18))))
+    bench.turn()
+    bench.turn()
+    assert bench.executor.number == 2
 
 
 @pytest.mark.parametrize("output", [(), (5, 6)])

@@ -160,6 +160,13 @@ def test_sequence_goes_on_from_the_token_in_flight() -> None:
     assert (sequence.num_computed, sequence.num_in_flight, sequence.num_pending) == (3, 1, 1)
 
 
+def test_sequence_scores_a_bounded_part_of_its_prompt_in_one_step() -> None:
+    sequence = Sequence.of(make_submit((1,) * 700, prompt_logprobs=0), 0.0)
+    assert sequence.part(700, 4096) == (512, False)
+    sequence.launch(512, samples=False, index=0)
+    assert sequence.part(188, 4096) == (188, True)
+
+
 def test_sequence_with_penalties_waits_for_the_token_in_flight() -> None:
     sequence = Sequence.of(make_submit((1, 2, 3), presence_penalty=1.0), 0.0)
     sequence.launch(3, samples=True, index=0)
