@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kv_transfer.leases import PiecesLost
 from kv_transfer.orders import CloseOrder, Order, Outcome
 from kv_transfer.ranks import RankChannel
 from protocol.errors import (
@@ -347,6 +348,37 @@ async def test_a_decode_worker_that_does_not_answer_fails_the_handoff_in_time(me
         kv = await ready(pair, OTHER, MORE, LAND)
         await finish(pair, OTHER, MORE)
         assert differing(pair.decode.pools, LAYOUT, LAND, kv) == []
+
+
+async def test_a_decode_worker_that_takes_no_end_is_given_up_with_all_that_is_meant_for_it(memory):
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
+
+        async def silent(address, method, request):
+            if address == pair.decode.ref.address:
+                raise DeadlineExceeded("frozen")
+
+        await ready(pair)
+        await ready(pair, OTHER, MORE, LAND)
+        pair.clients.intercept = silent
+        await pair.sender.end(KEY, True)
+        await pair.prefill.events.wait(lambda e: e.is_over(OTHER))
+        assert "does not answer" in pair.prefill.events.ended_with(OTHER).message
+        pair.clients.intercept = None
+
+
+async def test_a_sender_that_gives_up_lost_pieces_tells_decode(memory):
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
+
+        async def lose(address, method, request):
+            if method is methods.COMMIT:
+                raise PiecesLost([0])
+
+        await ready(pair)
+        pair.clients.intercept = lose
+        await finish(pair)
+        for side in (pair.prefill, pair.decode):
+            assert side.events.ended_with(KEY).param == "lost:0"
+        assert len(moves(pair.clients, "Commit")) == QUICK.piece_attempts
 
 
 async def test_announcements_do_not_wait_for_each_other(memory):

@@ -59,6 +59,7 @@ async def test_a_one_sided_link_needs_nothing_of_decode():
     async with Pair(source=TP2, dest=TP2, backends=lambda: OneSidedBackend(hub)) as pair:
         made = connects(pair)
         await pair.sender.meet(pair.decode.ref)
+        await pair.sender.meet(pair.decode.ref)  # heard of once more
         assert [name for name, _ in pair.clients.calls] == ["Meet"]
         await hand_over(pair)
         assert len(made) == 2
