@@ -16,8 +16,7 @@ from benchmarks.handoff_process import Process
 from benchmarks.handoff_worker import make_handoff
 from kv_transfer.config import BackendName, ChecksumKind, TransferConfig
 from protocol.ids import RequestKey, Role
-from protocol.kv_layout import KVLayout
-from tests.support.transfer import split_heads
+from tests.support import transfer
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
 
@@ -40,15 +39,8 @@ _numbers = itertools.count()
 
 
 def make_layout(tp_size, **changes):
-    fields = {
-        "num_layers": 5,
-        "num_kv_heads": 4,
-        "head_dim": 64,
-        "block_size": 16,
-        "num_blocks": NUM_BLOCKS,
-        "dtype": "bfloat16",
-    } | changes
-    return KVLayout(**fields, rank_heads=split_heads(fields["num_kv_heads"], tp_size))
+    wide = {"num_layers": 5, "head_dim": 64, "block_size": 16, "num_blocks": NUM_BLOCKS}
+    return transfer.make_layout(tp_size, **({"dtype": "bfloat16"} | wide | changes))
 
 
 class Pair:

@@ -12,6 +12,7 @@ from protocol.errors import ErrorCode, HandoffFailed
 from protocol.ids import RequestKey
 from tests.support.transfer import (
     QUICK,
+    SECRET,
     Pair,
     differing,
     fill,
@@ -117,6 +118,16 @@ async def test_many_handoffs_at_once_share_the_links(backends):
         assert pair.sender.stats.relinked == 0
 
 
+async def across(one, other, key):
+    """Hand over from the prefill side of one pair to the decode side of another."""
+    ticket = replace(other.ticket(key, 5), prefill_epoch=one.prefill.ref.epoch).signed(SECRET)
+    other.receiver.offer(key, ticket, one.prefill.ref)
+    one.sender.expect(key, ticket, other.decode.ref)
+    await other.receiver.reserve(key, DEST, 0)
+    one.sender.push(key, SOURCE, 0, 5)
+    one.sender.commit(key, 1)
+
+
 async def test_a_receiver_that_starts_anew_gets_links_of_its_own(backends):
     """A decode worker dies and comes back under another epoch; prefill keeps working."""
     layout = make_layout(2)
@@ -131,14 +142,7 @@ async def test_a_receiver_that_starts_anew_gets_links_of_its_own(backends):
             source=layout, dest=layout, backends=backends, clients=old.clients, epochs=(12, 23)
         ) as new:
             key = RequestKey("b")
-            ticket = replace(
-                new.ticket(key, 5), prefill_epoch=old.prefill.ref.epoch, signature=b""
-            ).signed(b"a secret of the tests")
-            new.receiver.offer(key, ticket, old.prefill.ref)
-            old.sender.expect(key, ticket, new.decode.ref)
-            await new.receiver.reserve(key, DEST, 0)
-            old.sender.push(key, SOURCE, 0, 5)
-            old.sender.commit(key, 1)
+            await across(old, new, key)
             await new.decode.events.wait(lambda e: e.is_over(key))
             assert differing(new.decode.pools, layout, DEST, kv) == []
             await old.sender.peer_lost(old.decode.ref.epoch)
@@ -161,14 +165,7 @@ async def test_idle_links_beyond_the_limit_are_closed_and_made_again(backends):
             for turn in range(4):
                 target = (one, two)[turn % 2]
                 key = RequestKey(f"r{turn}")
-                ticket = replace(target.ticket(key, 5), prefill_epoch=one.prefill.ref.epoch).signed(
-                    b"a secret of the tests"
-                )
-                target.receiver.offer(key, ticket, one.prefill.ref)
-                one.sender.expect(key, ticket, target.decode.ref)
-                await target.receiver.reserve(key, DEST, 0)
-                one.sender.push(key, SOURCE, 0, 5)
-                one.sender.commit(key, 1)
+                await across(one, target, key)
                 await target.decode.events.wait(lambda e, key=key: e.is_over(key))
                 await one.prefill.events.wait(lambda e, key=key: e.is_over(key))
                 assert differing(target.decode.pools, layout, DEST, kv) == []
