@@ -26,7 +26,6 @@ from protocol.ids import RequestKey, Role, WorkerRef, new_epoch
 from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.messages import Commit, Grant
 from protocol.ticket import Ticket
-from rpc import methods
 from rpc.service import ClientPool, ControlServer
 
 SECRET = b"the benchmark's secret"
@@ -137,19 +136,11 @@ class Side:
             config=config,
         )
         if self._role is Role.PREFILL:
-            sender = self._end = Sender(party, self._events)
-            self._server.add({methods.GRANT: sender.on_grant, methods.END: sender.on_end})
+            self._end = Sender(party, self._events)
         else:
-            receiver = self._end = Receiver(party, self._events)
-            await receiver.start()
-            self._server.add(
-                {
-                    methods.MEET: receiver.on_meet,
-                    methods.PIECE: receiver.on_piece,
-                    methods.COMMIT: receiver.on_commit,
-                    methods.END: receiver.on_end,
-                }
-            )
+            self._end = Receiver(party, self._events)
+            await self._end.start()
+        self._server.add(self._end.handlers())
         await self._server.start()
         settle_heap()
         return ref

@@ -11,7 +11,6 @@ from kv_transfer.receiver import Receiver
 from protocol.errors import ErrorInfo, InvalidRequest
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.messages import Commit, Submit
-from rpc import methods
 from worker_runtime.commands import HandoffEnded
 from worker_runtime.host import Handoff, Worker
 
@@ -38,12 +37,7 @@ class DecodeWorker(Worker[Command, Output]):
         receiver = self._receiver = Receiver(party, self)
         await receiver.start()
         return Handoff(
-            handlers={
-                methods.MEET: receiver.on_meet,
-                methods.PIECE: receiver.on_piece,
-                methods.COMMIT: receiver.on_commit,
-                methods.END: receiver.on_end,
-            },
+            handlers=receiver.handlers(),
             counters=receiver.stats.counters,
             close=receiver.close,
         )

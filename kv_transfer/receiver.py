@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from kv_transfer.arrivals import Arrivals
 from kv_transfer.calls import Answer, as_failure
@@ -26,6 +27,7 @@ from protocol.messages import Ack, Commit, HandoffEnd, LinkAddress, Meeting, Pie
 from protocol.states import TransferState
 from protocol.ticket import Ticket
 from rpc import methods
+from rpc.service import Handler, Method
 
 _CLOSE_GRACE_S = 3.0
 
@@ -61,6 +63,15 @@ class Receiver:
         """Make every rank listen for links. Raises HandoffFailed when one cannot."""
         self._links = await listen(self._me.ranks, self._me.layout.tp_size)
         self._one_sided = any(link.backend in ONE_SIDED for link in self._links)
+
+    def handlers(self) -> dict[Method[Any, Any], Handler]:
+        """What prefill workers may call."""
+        return {
+            methods.MEET: self.on_meet,
+            methods.PIECE: self.on_piece,
+            methods.COMMIT: self.on_commit,
+            methods.END: self.on_end,
+        }
 
     @property
     def num_live(self) -> int:

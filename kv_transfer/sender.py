@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from kv_transfer.backends.choice import choose_backend
 from kv_transfer.calls import as_failure
@@ -34,6 +35,7 @@ from protocol.messages import Ack, Grant, HandoffEnd
 from protocol.states import TransferState
 from protocol.ticket import Ticket
 from rpc import methods
+from rpc.service import Handler, Method
 
 _CLOSE_GRACE_S = 3.0
 
@@ -65,6 +67,10 @@ class Sender:
             ring=lambda: self.expire(self._clock.monotonic()),
             alive=self._live.__contains__,
         )
+
+    def handlers(self) -> dict[Method[Any, Any], Handler]:
+        """What decode workers may call."""
+        return {methods.GRANT: self.on_grant, methods.END: self.on_end}
 
     @property
     def num_live(self) -> int:

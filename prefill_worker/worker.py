@@ -19,7 +19,6 @@ from prefill_worker.scheduler import PrefillScheduler
 from protocol.errors import BatonError, ErrorInfo, Internal, InvalidRequest
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.messages import Grant, Submit
-from rpc import methods
 from worker_runtime.commands import EndHandoff, HandoffEnded
 from worker_runtime.host import Handoff, Worker
 
@@ -50,7 +49,7 @@ class PrefillWorker(Worker[Command, Output]):
     async def _open_handoff(self, party: Party) -> Handoff:
         sender = self._sender = Sender(party, self)
         return Handoff(
-            handlers={methods.GRANT: sender.on_grant, methods.END: sender.on_end},
+            handlers=sender.handlers(),
             counters=sender.stats.counters,
             close=sender.close,
         )

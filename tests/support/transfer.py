@@ -26,7 +26,6 @@ from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import Cells, KVFingerprint, KVLayout
 from protocol.messages import Commit, Grant
 from protocol.ticket import Ticket
-from rpc import methods
 from tests.support.one_sided import OneSidedBackend
 
 SECRET = b"a secret of the tests"
@@ -337,16 +336,8 @@ class Pair:
             ),
             self.decode.events,
         )
-        self.clients.handlers[self.prefill.ref.address] = {
-            methods.GRANT: self.sender.on_grant,
-            methods.END: self.sender.on_end,
-        }
-        self.clients.handlers[self.decode.ref.address] = {
-            methods.MEET: self.receiver.on_meet,
-            methods.PIECE: self.receiver.on_piece,
-            methods.COMMIT: self.receiver.on_commit,
-            methods.END: self.receiver.on_end,
-        }
+        self.clients.handlers[self.prefill.ref.address] = self.sender.handlers()
+        self.clients.handlers[self.decode.ref.address] = self.receiver.handlers()
 
     async def __aenter__(self) -> Self:
         await self.receiver.start()

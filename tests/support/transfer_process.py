@@ -22,7 +22,6 @@ from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from protocol.ids import RequestKey, Role, WorkerRef, new_epoch
 from protocol.ticket import Ticket
-from rpc import methods
 from rpc.service import ClientPool, ControlServer
 from tests.support.processes import forks, obey
 from tests.support.transfer import (
@@ -75,21 +74,12 @@ class _Host:
             config=CONFIG,
         )
         if self._role is Role.PREFILL:
-            sender = Sender(party, side.events)
-            server.add({methods.GRANT: sender.on_grant, methods.END: sender.on_end})
-            self._ends.append(sender)
+            end: Any = Sender(party, side.events)
         else:
-            receiver = Receiver(party, side.events)
-            await receiver.start()
-            server.add(
-                {
-                    methods.MEET: receiver.on_meet,
-                    methods.PIECE: receiver.on_piece,
-                    methods.COMMIT: receiver.on_commit,
-                    methods.END: receiver.on_end,
-                }
-            )
-            self._ends.append(receiver)
+            end = Receiver(party, side.events)
+            await end.start()
+        server.add(end.handlers())
+        self._ends.append(end)
         await server.start()
         self._sides.append(side)
         return len(self._sides) - 1, side.ref

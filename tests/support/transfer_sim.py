@@ -27,7 +27,6 @@ from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import Cells, KVLayout
 from protocol.messages import Commit, Grant
 from protocol.ticket import Ticket
-from rpc import methods
 from tests.support.blocks import StrictBlocks
 from tests.support.transfer import SECRET, make_fingerprint
 from tests.support.transfer_net import Cell, Fabric, Network, Op, SimLoop, SimRanks
@@ -296,16 +295,8 @@ class World:
             ),
             self.decode,
         )
-        self.network.handlers[self.prefill_ref.address] = {
-            methods.GRANT: self.sender.on_grant,
-            methods.END: self.sender.on_end,
-        }
-        self.network.handlers[self.decode_ref.address] = {
-            methods.MEET: self.receiver.on_meet,
-            methods.PIECE: self.receiver.on_piece,
-            methods.COMMIT: self.receiver.on_commit,
-            methods.END: self.receiver.on_end,
-        }
+        self.network.handlers[self.prefill_ref.address] = self.sender.handlers()
+        self.network.handlers[self.decode_ref.address] = self.receiver.handlers()
         self.faults = _Faults()
         logging.getLogger("baton.kv_transfer").addHandler(self.faults)
         self.loop.run(self.receiver.start())
