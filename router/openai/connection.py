@@ -67,6 +67,8 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """It is there."""
+        if self.parser.should_upgrade():  # an offer cut in two: the body would be another request
+            raise ValueError("another protocol is offered")
         self._head_came()
         self._head_bytes = None
         self._num_heads += 1

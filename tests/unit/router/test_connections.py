@@ -66,6 +66,19 @@ async def test_an_offer_of_http2_is_declined_and_the_body_read(doors: Doors) -> 
         assert await raw.answer() == (200, {"status": "ok"})
 
 
+async def test_a_body_behind_an_offer_is_never_another_request(doors: Doors) -> None:
+    inner = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n"
+    length = b"content-length: %d\r\n\r\n" % len(inner)
+    async with connected(doors) as raw:
+        raw.writer.write(head[:-9])  # in the middle of the name
+        await asyncio.sleep(0.05)
+        raw.writer.write(head[-9:] + length + inner)
+        answers = await raw.reader.read()  # to the end
+    assert answers.startswith(b"HTTP/1.1 400 ")
+    assert answers.count(b"HTTP/1.1") == 1
+
+
 async def test_requests_sent_ahead_are_answered_in_order(doors: Doors) -> None:
     """The beginning of a head that comes with the end of a large body is not as large as both."""
     async with connected(doors) as raw:
