@@ -55,26 +55,31 @@ class Load:
         max_tokens = self._chance.choice([1, 4, 12, 30])
         if kind == "invalid":
             prompt = [10**6]
+        late = kind == "cancelled" and number % 4 == 1
         ask = self._over_grpc if number % 2 else self._over_http
-        call = asyncio.create_task(ask(prompt, max_tokens))
-        if kind == "cancelled":
+        begun = asyncio.Event()
+        call = asyncio.create_task(ask(prompt, 60 if late else max_tokens, begun))
+        if late:  # surely while the router has it
+            await begun.wait()
+            call.cancel()
+        elif kind == "cancelled":
             await asyncio.sleep(self._chance.random() * 0.08)
             call.cancel()
         await asyncio.wait([call])
         self.seen["cancelled" if call.cancelled() else call.result()] += 1
 
-    async def _over_http(self, prompt: list[int], max_tokens: int) -> str:
+    async def _over_http(self, prompt: list[int], max_tokens: int, _: asyncio.Event) -> str:
         body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
         answer = await self._http.post(self._url, json=body)
         return {200: "whole", 400: "invalid"}[answer.status_code]
 
-    async def _over_grpc(self, prompt: list[int], max_tokens: int) -> str:
+    async def _over_grpc(self, prompt: list[int], max_tokens: int, begun: asyncio.Event) -> str:
         request = wire.GenerateRequest(
             prompt_token_ids=wire.TokenIds(ids=prompt), max_tokens=max_tokens, ignore_eos=True
         )
         try:
             async for _ in self._stub.Generate(request):
-                pass
+                begun.set()
         except grpc.aio.AioRpcError as error:
             assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, error  # noqa: PT017
             return "invalid"
