@@ -14,7 +14,7 @@ from ray.serve.config import ProxyLocation
 
 from cluster.config import ClusterConfig, PlacementSection
 from cluster.membership import Kind
-from cluster.ranks import process_env
+from cluster.ranks import process_env, runtime_env
 from cluster.router_replica import RouterReplica
 from cluster.serve_control import set_replicas
 from cluster.worker_replica import WorkerReplica
@@ -79,7 +79,7 @@ def _options(config: ClusterConfig, placement: PlacementSection, env: Mapping[st
         "ray_actor_options": {
             "num_cpus": placement.cpus,
             "num_gpus": placement.gpus,
-            "runtime_env": {"env_vars": dict(env)},
+            "runtime_env": runtime_env(env),
         },
         # Replicas answer no calls through Serve, except its own checks.
         "max_ongoing_requests": 100,

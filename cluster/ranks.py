@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -51,6 +53,14 @@ def process_env(pool: PoolSection) -> dict[str, str]:
     return env | dict(pool.placement.env)
 
 
+def runtime_env(env: Mapping[str, str]) -> dict[str, Any]:
+    """Ray's description of a process that has this environment."""
+    described: dict[str, Any] = {"env_vars": dict(env)}
+    if quote(sys.executable) != sys.executable:  # which Ray puts into a line for bash as it is
+        described["py_executable"] = quote(sys.executable)
+    return described
+
+
 def on_own_gpu(engine: EngineConfig) -> EngineConfig:
     """`engine` on the GPU that Ray set aside for this process; unchanged without one."""
     gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
@@ -85,7 +95,7 @@ def start_followers(config: ClusterConfig, pool: PoolSection) -> list[Any]:
             num_gpus=bundle.get("GPU", 0),
             scheduling_strategy=strategy,
             max_restarts=0,
-            runtime_env={"env_vars": process_env(pool)},
+            runtime_env=runtime_env(process_env(pool)),
         ).remote()
         handle.prepare.remote()
         followers.append(handle)

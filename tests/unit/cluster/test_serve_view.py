@@ -11,7 +11,7 @@ from cluster.cli.status import _worker_row
 from cluster.cli.waiting import _last_line, _progress, _raise_failed, _reached
 from cluster.config import ClusterConfig, ModelSection, PlacementSection, PoolSection
 from cluster.membership import Kind, Member, View
-from cluster.ranks import gpu_index, process_env
+from cluster.ranks import gpu_index, process_env, runtime_env
 from cluster.serve_control import PoolStatus, _pool_status
 from engine.config import EngineConfig
 from protocol.errors import Internal
@@ -183,3 +183,10 @@ def test_bundle_of_a_rank() -> None:
     config = ClusterConfig(model=ModelSection(name="m"))
     assert config.prefill.placement.bundle() == {"CPU": 1.0}
     assert PlacementSection(cpus=0, gpus=0.5).bundle() == {"GPU": 0.5}
+
+
+def test_a_python_at_a_path_with_spaces_is_quoted_for_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/plain/python")
+    assert runtime_env({"A": "b"}) == {"env_vars": {"A": "b"}}
+    monkeypatch.setattr("sys.executable", "/my venv/python")
+    assert runtime_env({}) == {"env_vars": {}, "py_executable": "'/my venv/python'"}
