@@ -19,9 +19,11 @@ class State(StrEnum):
     GONE = "gone"
 
 
-#: Sequences that have no blocks yet, and those that take a place in the batch.
+#: Sequences that have no blocks yet, those that take a place in the batch, and those whose tokens
+#: are computed here.
 WAITING = (State.WAITING, State.WAITING_ROOM)
 ADMITTED = (State.RUNNING, State.ARRIVING)
+COMPUTED_HERE = (State.WAITING, State.RUNNING)
 
 
 @dataclass(slots=True)

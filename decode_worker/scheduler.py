@@ -21,7 +21,7 @@ from decode_worker.commands import (
     Committed,
     Output,
 )
-from decode_worker.entry import ADMITTED, WAITING, Entry, State
+from decode_worker.entry import ADMITTED, COMPUTED_HERE, WAITING, Entry, State
 from engine.batch import StepBatch, StepResult
 from engine.kv.allocator import BlockAllocator
 from protocol.errors import ErrorInfo
@@ -285,10 +285,11 @@ class DecodeScheduler(Scheduler[Entry, Command, Output]):
         for entry in self._entries.values():  # one pass: thousands may wait, and steps are short
             if entry.state in WAITING:
                 waiting += 1
-                tokens += entry.sequence.num_uncomputed
                 promised += entry.needed
             elif entry.state in ADMITTED:
                 running += 1
+            if entry.state in COMPUTED_HERE and (left := entry.sequence.num_uncomputed) > 1:
+                tokens += left
         return WorkerLoad(
             running=running,
             waiting=waiting,

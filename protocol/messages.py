@@ -150,7 +150,7 @@ class WorkerLoad:
 
     running: int = 0  # sequences in the running batch
     waiting: int = 0  # sequences accepted, not yet running
-    waiting_tokens: int = 0  # prompt tokens not yet computed (prefill: the backlog)
+    waiting_tokens: int = 0  # prompt tokens that this worker has to compute yet
     free_blocks: int = 0  # credits: blocks that a new sequence could get now, cached ones included
     total_blocks: int = 0
     tokens_per_second: float = 0.0  # prefill: of steps with much to do; decode: of all sequences

@@ -35,6 +35,9 @@ class RouterConfig:
         allowed.
     local_prefill_tokens: prompts with up to this many tokens that are not cached on their decode
         worker are prefilled there.
+    local_backlog_s: so is a prompt that prefill would not reach within so many seconds, one at a
+        time on each decode worker; 0: none is. Decode's max_num_batched_tokens bounds the step that
+        a chunk of it takes part in, and with it how long other streams pause.
     prefix_tokens_per_sequence: so many prompt tokens in a decode worker's prefix cache make up for
         one sequence more on it.
     prefix_cache_per_key: whether only requests of the same API key share cached KV. Otherwise how
@@ -79,6 +82,7 @@ class RouterConfig:
     default_timeout_s: float = 600.0
     max_timeout_s: float = 3600.0
     local_prefill_tokens: int = 16
+    local_backlog_s: float = 0.0
     prefix_tokens_per_sequence: int = 256
     prefix_cache_per_key: bool = False
     max_attempts: int = 4
@@ -107,8 +111,8 @@ class RouterConfig:
         for name in _POSITIVE:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.local_prefill_tokens < 0:
-            raise ValueError(f"local_prefill_tokens must be >= 0, got {self.local_prefill_tokens}")
+        if min(self.local_prefill_tokens, self.local_backlog_s) < 0:
+            raise ValueError("local_prefill_tokens and local_backlog_s must be >= 0")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len must be at least 2, got {self.max_model_len}")
         for origin in self.cors_origins:

@@ -31,6 +31,7 @@ class LocalReason(StrEnum):
     SHORT_PROMPT = "short_prompt"
     PREFIX_CACHED = "prefix_cached"
     NO_PREFILL_READY = "no_prefill_ready"
+    PREFILL_BUSY = "prefill_busy"
     PREFILL_POOL_TOO_SMALL = "prefill_pool_too_small"
     INCOMPATIBLE_KV = "incompatible_kv"
 
@@ -52,10 +53,13 @@ class PolicyConfig:
         prefilled there.
     tokens_per_sequence: so many prompt tokens in a decode worker's cache make up for one sequence
         more on it.
+    local_backlog_s: a prompt that prefill would not reach sooner is prefilled on its decode worker,
+        one at a time there; 0: none is.
     """
 
     local_tokens: int = 16
     tokens_per_sequence: int = 256
+    local_backlog_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +128,10 @@ def choose(
     here = f"decode {ground}: {decode.cached_tokens} tokens cached, room {room(decode)} blocks"
     fitting = fitting_prefills(need, decode, prefills)
     reason = local_reason(need, decode, prefills, fitting, local_tokens=config.local_tokens)
+    prefill = choose_prefill(need, fitting, rng) if reason is None else None
+    wait_s = 0.0 if prefill is None else backlog_s(prefill, _mean_rate(fitting))
+    if prefill is not None and _spills(decode, wait_s, config):
+        prefill, reason = None, LocalReason.PREFILL_BUSY
     if reason is not None:
         return Choice(
             decode=decode,
@@ -132,17 +140,22 @@ def choose(
             prefill_ground=reason,
             why=f"local: {reason}; {here}",
         )
-    prefill = choose_prefill(need, fitting, rng)
+    assert prefill is not None
     prefill_ground = _ground(prefill, len(fitting), has_room=True)
-    wait = backlog_s(prefill, _mean_rate(fitting))
     return Choice(
         decode=decode,
         prefill=prefill,
         decode_ground=ground,
         prefill_ground=prefill_ground,
         why=f"prefill {prefill_ground}: {prefill.cached_tokens} tokens cached, "
-        f"backlog {wait:.2f} s; {here}",
+        f"backlog {wait_s:.2f} s; {here}",
     )
+
+
+def _spills(decode: WorkerView, wait_s: float, config: PolicyConfig) -> bool:
+    """Whether decode computes a prompt that prefill would reach only after `wait_s`."""
+    computes_one = decode.load.waiting_tokens + decode.unseen_tokens > 0
+    return 0.0 < config.local_backlog_s < wait_s and not computes_one
 
 
 def _ground(view: WorkerView, num_workers: int, *, has_room: bool) -> Ground:

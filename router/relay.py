@@ -113,6 +113,7 @@ class Relay:
         self._policy = PolicyConfig(
             local_tokens=config.local_prefill_tokens,
             tokens_per_sequence=config.prefix_tokens_per_sequence,
+            local_backlog_s=config.local_backlog_s,
         )
 
     def choose(self, need: Need, blocks: PromptBlocks, excluded: set[str]) -> _Pair | None:
@@ -277,7 +278,8 @@ class Flight:
         granted = -(-tokens // pair.choice.decode.block_size)
         try:
             for member, view in pair.sides:
-                uncached = tokens - view.expected_tokens
+                computes = member is (pair.prefill or pair.decode)
+                uncached = tokens - view.expected_tokens if computes else 0
                 blocks = -(-tokens // view.block_size)
                 member.attach(key, attempt, self._job.blocks, tokens=uncached, blocks=blocks)
             refused = await self._submit(pair, self._submits(key, pair, granted))

@@ -307,6 +307,19 @@ def test_credits_leave_out_what_waiting_requests_will_take() -> None:
     assert load.free_blocks == 20 - 1 - 2 - 3
 
 
+def test_load_tells_of_prompts_that_are_computed_here_and_only_of_them() -> None:
+    bench = Bench(config=WorkerConfig(max_num_seqs=4, max_num_batched_tokens=8))
+    bench.submit(make_submit("a", list(range(9)), remote=True))
+    bench.turn()
+    assert bench.scheduler.load().waiting_tokens == 0
+    bench.submit(make_submit("b", list(range(20)), max_tokens=9))
+    seen = [20]
+    while seen[-1]:
+        bench.turn()
+        seen.append(bench.scheduler.load().waiting_tokens)
+    assert seen == [20, 12, 4, 0]
+
+
 def test_timeline_names_the_phases_of_a_remote_request() -> None:
     bench = Bench()
     key = bench.submit(make_submit("a", list(range(9)), max_tokens=4, remote=True))

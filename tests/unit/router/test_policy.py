@@ -143,6 +143,24 @@ def test_reasons_to_prefill_locally() -> None:
     assert decide([view("d")], [small, prefill("q")]).prefill.ref.worker_id == "q"
 
 
+def test_what_prefill_would_not_reach_soon_is_computed_on_decode_one_at_a_time() -> None:
+    config = PolicyConfig(local_backlog_s=0.5)
+    rng = random.Random(0)
+
+    def reason(decode: WorkerView, waiting: int, config: PolicyConfig = config) -> str | None:
+        busy = prefill("p", waiting_tokens=waiting, tokens_per_second=1000.0)
+        choice = choose(NEED, [decode], [busy], config=config, rng=rng)
+        assert choice is not None
+        assert (choice.prefill is None) == (choice.local_reason is not None)
+        return choice.local_reason
+
+    assert reason(view("d", running=5), 501) is LocalReason.PREFILL_BUSY
+    assert reason(view("d"), 500) is None
+    assert reason(view("d", waiting_tokens=1), 501) is None
+    assert reason(view("d", unseen_tokens=1), 501) is None
+    assert reason(view("d"), 10**6, PolicyConfig()) is None
+
+
 def test_no_decode_no_choice() -> None:
     assert decide([], [prefill("p")]) is None
 

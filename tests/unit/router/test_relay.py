@@ -91,6 +91,27 @@ async def test_without_prefill_workers_decode_does_it_all(
         assert metric(doors, metrics.LOCAL_PREFILLS, reason="no_prefill_ready") == 1
 
 
+async def test_decode_computes_a_prompt_while_prefill_is_busy_but_not_two(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    prefill, decode = await fleet.add(Role.PREFILL), await fleet.add(Role.DECODE)
+    async with make_doors(fleet, local_backlog_s=0.5) as doors:
+        (busy,) = doors.router._members.ready(Role.PREFILL)
+        (other,) = doors.router._members.ready(Role.DECODE)
+        busy.reservations.reserve(RequestKey("long", 0), tokens=10**6, blocks=0)
+        assert await ids_of(doors) == expected(8)
+        assert decode.submitted[0].local_prefill_reason == "prefill_busy"
+        assert metric(doors, metrics.LOCAL_PREFILLS, reason="prefill_busy") == 1
+        other.reservations.reserve(RequestKey("local", 0), tokens=1, blocks=0)
+        decode.accepting = asyncio.Event()
+        answer = asyncio.create_task(ids_of(doors))
+        await until(lambda: prefill.submitted)
+        assert other.reservations.unseen_tokens == 1  # what prefill computes is none of decode's
+        decode.accepting.set()
+        assert await answer == expected(8)
+        assert [submit.peer for submit in decode.submitted] == [None, prefill.ref]
+
+
 async def test_an_end_at_token_one_never_reaches_decode(doors: Doors) -> None:
     prefill, decode = doors.fleet.workers
     prefill.script = lambda submit: [2]
