@@ -280,7 +280,7 @@ async def test_a_link_that_dies_between_pieces_is_replaced_and_nothing_fails(bac
 async def test_a_send_that_never_comes_is_made_again_on_new_links(backends):
     """Prefill's ranks swallow an order: its deadline passes, the piece moves at the next
     attempt."""
-    config = replace(QUICK, op_timeout_s=0.1, connect_timeout_s=0.1, repair_s=0.05)
+    config = replace(QUICK, op_timeout_s=0.5, connect_timeout_s=0.5, repair_s=0.05)
     gates: list[Gate] = []
 
     def gate(ranks: RankChannel) -> RankChannel:
@@ -303,8 +303,8 @@ async def test_a_send_that_never_comes_is_made_again_on_new_links(backends):
         gates[0].swallow_sends = 2  # both ranks of one piece
         async with asyncio.timeout(10):
             await finish(pair)
-        assert differing(pair.decode.pools, LAYOUT, DEST, kv) == []
         assert pair.decode.events.ends == pair.prefill.events.ends == []
+        assert differing(pair.decode.pools, LAYOUT, DEST, kv) == []
         gates[0].over.set()
 
 
