@@ -129,6 +129,43 @@ def test_chunks_of_an_older_prompt_leave_a_decoding_sequence_its_place() -> None
     assert bench.output(young) == expected_output([2] * 5, 0, 2)[1:]
 
 
+def test_request_that_comes_twice_runs_once() -> None:
+    bench = Bench()
+    submit = make_submit("a", list(range(9)))
+    key = bench.submit(submit)
+    bench.turn()
+    bench.submit(submit)
+    bench.finish()
+    assert bench.output(key) == expected_output(list(range(9)), 0, 5)
+    assert bench.idle()
+
+
+@pytest.mark.parametrize("how", ["cancel", "router", "deadline", "broken"])
+def test_request_that_waits_for_its_blocks_only_is_ended_once(how: str) -> None:
+    bench = Bench()
+    key = bench.submit(make_submit("a", list(range(9)), remote=True, deadline=105.0))
+    bench.turn()
+    bench.tell(Cancelled(keys=(key,)))
+    match how:
+        case "cancel":
+            bench.tell(Cancelled(keys=(key,)))
+        case "router":
+            bench.tell(RouterGone(router_id="r"))
+        case "deadline":
+            for _ in range(6):
+                bench.turn()
+        case "broken":
+            bench.scheduler.fail_all(HandoffFailed("broken").info(), bench.out)
+            bench.collect()
+    assert (len(bench.ends), bench.failures) == (1, [])
+    assert bench.blocks.num_quarantined == 3
+    bench.tell(BlocksSafe(key=key))
+    assert bench.blocks.num_quarantined == 0
+    assert bench.idle()
+    ended = {counters.CANCELLED: 1, counters.FAILED: 0}
+    assert ended.items() <= bench.scheduler.counters().items()
+
+
 def test_watermark_leaves_blocks_for_the_growth_of_those_that_run() -> None:
     config = WorkerConfig(max_num_seqs=8, max_num_batched_tokens=8, watermark=0.25)
     bench = Bench(num_blocks=8, config=config)

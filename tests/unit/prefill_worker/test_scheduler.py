@@ -300,6 +300,31 @@ def test_cancel_ends_the_handoff_and_frees_blocks_once_it_is_over(phase: str) ->
     assert bench.failures == []
 
 
+@pytest.mark.parametrize("how", ["cancel", "router", "deadline", "broken"])
+def test_request_that_waits_for_its_blocks_only_is_ended_once(how: str) -> None:
+    bench = Bench()
+    key = bench.submit(make_submit("a", [1, 2, 3], deadline=105.0))
+    bench.turn()
+    bench.tell(Cancelled(keys=(key,)))
+    match how:
+        case "cancel":
+            bench.tell(Cancelled(keys=(key,)))
+        case "router":
+            bench.tell(RouterGone(router_id="r"))
+        case "deadline":
+            for _ in range(6):
+                bench.turn()
+        case "broken":
+            bench.scheduler.fail_all(HandoffFailed("broken").info(), bench.out)
+            bench.collect()
+    assert (len(bench.ends), bench.failures) == (1, [])
+    assert bench.blocks.num_held == 1
+    bench.tell(HandoffEnded(key=key, error=None))
+    assert bench.blocks.num_available == 64
+    ended = {counters.CANCELLED: 1, counters.FAILED: 0, counters.RELEASED: 0}
+    assert ended.items() <= bench.scheduler.counters().items()
+
+
 def test_delivery_that_crosses_a_cancel_frees_the_blocks_once() -> None:
     bench = Bench()
     key = bench.submit(make_submit("a", [1, 2, 3]))
