@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from protocol.errors import InvalidRequest, Overloaded, Unavailable
@@ -39,6 +39,7 @@ class Admission:
         self.draining = False
         self._idle = asyncio.Event()
         self._idle.set()
+        self._ends: set[asyncio.Timeout] = set()  # of what is in flight; none is set
 
     @contextmanager
     def enter(self, sequences: int, caller: Caller = ANYONE, *, param: str = "n") -> Iterator[None]:
@@ -66,6 +67,28 @@ class Admission:
             yield
         finally:
             self._add(use, -sequences)
+
+    @asynccontextmanager
+    async def until_closed(self) -> AsyncIterator[None]:
+        """The length of a request, which `close` ends with Unavailable."""
+        try:
+            async with asyncio.timeout(None) as end:
+                self._ends.add(end)
+                try:
+                    yield
+                finally:
+                    self._ends.discard(end)
+        except TimeoutError:
+            raise Unavailable(
+                "this router stops, the request is not over", retry_after_s=self._retry_after_s
+            ) from None
+
+    def close(self) -> None:
+        """Refuse what comes, and end what is in flight."""
+        self.draining = True
+        ends, self._ends = self._ends, set()
+        for end in ends:
+            end.reschedule(0.0)
 
     async def idle(self) -> None:
         """Return once nothing is in flight."""

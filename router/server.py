@@ -39,6 +39,8 @@ log = get_logger(__name__)
 
 _HEALTH_CHECK_S = 5.0
 _FILE_CHECK_S = 1.0
+#: After a limit, for the error to reach those who are cut off.
+_LAST_WORDS_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,8 +178,11 @@ class Router:
         """
         limit = self.config.drain_s if timeout_s is None else timeout_s
         self._retiring = True
-        closing = asyncio.gather(self._grpc.stop(limit), self._http.stop(limit))
+        cut_s = limit + _LAST_WORDS_S
+        closing = asyncio.gather(self._grpc.stop(cut_s), self._http.stop(cut_s))
         ended = await self._idle(limit)
+        if not ended:
+            self._service.admission.close()
         await closing
         return ended
 
@@ -195,7 +200,7 @@ class Router:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
-        self._service.admission.draining = True
+        self._service.admission.close()
         await asyncio.gather(self._grpc.stop(), self._http.stop(), self._scrapes.stop())
         await self._members.close()
         self._model.close()

@@ -166,16 +166,18 @@ class InferenceService:
         admitted = self.admission.enter(request.num_sequences, caller, param=param)
         with traced_request as span, admitted:
             errand = self._errand(request, caller, arrival, deadline)
-            async with _ended_in(deadline - self.clock(), "before its turn came"):
-                span.generation = await self._prepare(request, errand, span.context)
-            # Outputs have ended by their deadline, but a client that does not read what it is sent
-            # would keep them in flight for as long as it likes.
-            unread = _ended_in(deadline + _UNREAD_S - self.clock(), "before its output was read")
-            async with unread, span.generation as generation:
-                try:
-                    yield generation
-                except InvalidRequest as error:
-                    raise self._model.forms.named(error, request) from None
+            async with self.admission.until_closed():
+                async with _ended_in(deadline - self.clock(), "before its turn came"):
+                    span.generation = await self._prepare(request, errand, span.context)
+                # Outputs have ended by their deadline, but a client that does not read what it is
+                # sent would keep them in flight for as long as it likes.
+                left_s = deadline + _UNREAD_S - self.clock()
+                unread = _ended_in(left_s, "before its output was read")
+                async with unread, span.generation as generation:
+                    try:
+                        yield generation
+                    except InvalidRequest as error:
+                        raise self._model.forms.named(error, request) from None
             tpot_s = metering.succeeded(self.metrics, generation, end=self.clock())
             if tpot_s is not None:
                 self._waiting.finished(tpot_s)

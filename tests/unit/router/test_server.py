@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from pathlib import Path
 
 import aiohttp
@@ -136,8 +137,13 @@ async def test_a_retiring_router_leaves_its_clients_to_the_other(
         running = [asyncio.create_task(ask(stub)) for stub in stubs]
         await until(lambda: sum(router.num_requests for router in routers) == 16)
         assert routers[0].num_requests, "the kernel gave every connection to one router"
+        ready = grpc.ChannelConnectivity.READY
+        num_leaving = routers[0].num_requests
         retiring = asyncio.create_task(routers[0].retire(10.0))
-        await until(lambda: routers[0].view().routers[0].state == "draining")
+        await until(  # they were told; a call that is sent before that may be cut off by gRPC
+            lambda: sum(channel.get_state() is not ready for channel in channels) == num_leaving
+        )
+        assert routers[0].view().routers[0].state == "draining"
         assert await asyncio.gather(*map(ask, stubs)) == [20] * 16
         assert await asyncio.gather(*running) == [20] * 16
         assert await retiring
@@ -146,6 +152,48 @@ async def test_a_retiring_router_leaves_its_clients_to_the_other(
             await channel.close()
         for router in routers:
             await router.stop()
+
+
+@pytest.mark.parametrize("way", ["stop", "retire"])
+async def test_what_a_stopping_router_cuts_off_ends_in_a_typed_error(
+    fleet: StubFleet, model_folder: Path, way: str
+) -> None:
+    worker = await fleet.add(Role.DECODE, delay_s=0.02)
+    router = Router(RouterConfig(model_path=str(model_folder)), secret=fleet.secret)
+    where = await router.start(
+        http_host="127.0.0.1", http_port=0, grpc_host="127.0.0.1", grpc_port=0
+    )
+    router.set_workers(fleet.refs)
+    await until(lambda: router.ready)
+    num_tokens, lines = 0, []
+
+    async def over_grpc(channel: aio.Channel) -> None:
+        nonlocal num_tokens
+        request = pb.GenerateRequest(prompt="hello", max_tokens=480, ignore_eos=True)
+        async for message in services.InferenceStub(channel).Generate(request):
+            num_tokens += sum(len(choice.token_ids) for choice in message.choices)
+
+    async def over_http(session: aiohttp.ClientSession) -> None:
+        body = {"prompt": "hello", "max_tokens": 480, "stream": True}
+        async with session.post(f"http://{where.http}/v1/completions", json=body) as answer:
+            async for line in answer.content:
+                lines.append(line)
+
+    async with aio.insecure_channel(where.grpc) as channel, aiohttp.ClientSession() as session:
+        calls = [asyncio.create_task(call) for call in (over_grpc(channel), over_http(session))]
+        await until(lambda: num_tokens and lines)
+        if way == "retire":
+            assert not await router.retire(0.1)
+        await router.stop()
+        with pytest.raises(aio.AioRpcError) as caught:
+            await calls[0]
+        await calls[1]
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert caught.value.details() == "this router stops, the request is not over"
+    assert 0 < num_tokens < 480
+    last = json.loads([line for line in lines if line.strip()][-1].removeprefix(b"data: "))
+    assert last["error"]["message"] == "this router stops, the request is not over"
+    await until(lambda: not worker.running)
 
 
 def _free_port() -> int:
