@@ -144,8 +144,10 @@ class EventOutlet:
         self._on_gone(router_id)
 
     def close(self) -> None:
-        """End every stream after what is queued."""
-        for queue in self._queues.values():
+        """End every stream after what is queued. Its router is not gone for that: what it asked for
+        has to fail, not to be let go of as if nobody wanted it."""
+        queues, self._queues = self._queues, {}
+        for queue in queues.values():
             queue.end()
 
     def _batch(self, step: RouterEvents, cache: CacheChange | None) -> EventBatch:

@@ -320,13 +320,17 @@ class TestOutlet:
         assert (await opened).cache == CacheChange(reset=True)
         assert (await anext(second)).cache == CacheChange(added=b"a" * 8)
 
-    async def test_close_ends_streams_after_what_is_queued(self, outlet: EventOutlet) -> None:
+    async def test_close_ends_streams_after_what_is_queued_and_no_router_is_gone(
+        self, outlet: EventOutlet, gone: list[str]
+    ) -> None:
+        """Else a worker that stops would release what it has, and decode drop it unsaid."""
         stream = outlet.stream("r")
         await anext(stream)
         event = TokenEvent(key=KEY, index=0, token=4)
         outlet.publish({"r": RouterEvents(tokens=[event])})
         outlet.close()
         assert [batch.tokens async for batch in stream] == [(event,)]
+        assert gone == []
 
 
 class FakeProgress:
