@@ -129,7 +129,8 @@ def choose(
     fitting = fitting_prefills(need, decode, prefills)
     reason = local_reason(need, decode, prefills, fitting, local_tokens=config.local_tokens)
     prefill = choose_prefill(need, fitting, rng) if reason is None else None
-    wait_s = 0.0 if prefill is None else backlog_s(prefill, _mean_rate(fitting))
+    measured = any(view.load.tokens_per_second > 0 for view in fitting)
+    wait_s = backlog_s(prefill, _mean_rate(fitting)) if prefill and measured else 0.0
     if prefill is not None and _spills(decode, wait_s, config):
         prefill, reason = None, LocalReason.PREFILL_BUSY
     if reason is not None:

@@ -159,6 +159,10 @@ def test_what_prefill_would_not_reach_soon_is_computed_on_decode_one_at_a_time()
     assert reason(view("d", waiting_tokens=1), 501) is None
     assert reason(view("d", unseen_tokens=1), 501) is None
     assert reason(view("d"), 10**6, PolicyConfig()) is None
+    fresh = prefill("p", waiting_tokens=501)  # has measured nothing yet: nobody knows
+    choice = choose(NEED, [view("d")], [fresh], config=config, rng=rng)
+    assert choice is not None
+    assert choice.local_reason is None
 
 
 def test_no_decode_no_choice() -> None:
