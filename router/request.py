@@ -143,9 +143,8 @@ def parse_request(kind: RequestKind, fields: Fields) -> GenerateRequest:
     """The request in `fields`. Raises InvalidRequest naming the first wrong field."""
     check_fields(fields, _SERVED[kind], elsewhere=_ELSEWHERE[kind])
     chat = kind is RequestKind.CHAT
-    read.text(
-        fields, "user"
-    )  # without effect: it may be large, and would be kept as long as the rest
+    # Without effect, so only checked: it may be large, and would be kept as long as the rest.
+    read.text(fields, "user")
     given = {name: reader(fields, name) for name, reader in _PLAIN.items()}
     plain: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     _check_between(plain.get("n", 1), "n", 1, MAX_CHOICES)
