@@ -91,7 +91,10 @@ class TensorParallel:
             except RuntimeError as error:
                 if self._abandoned is not None:
                     raise self._abandoned from error
-                if work.is_completed() or time.monotonic() > deadline:
+                over = work.is_completed()
+                if over and work.is_success():
+                    return  # it was done just after this look had ended
+                if over or time.monotonic() > deadline:
                     raise RankLost(
                         f"rank {self.rank}: a peer is gone: {error}", param="tp"
                     ) from error

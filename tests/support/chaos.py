@@ -366,6 +366,8 @@ class Chaos:
 
     async def _check_idle(self) -> None:
         left = self.outcome.left
+        for host in self.hosts:
+            await host.do("health")  # a broken engine keeps blocks, for good reason: say that
         end = time.monotonic() + 30.0
         while time.monotonic() < end:
             statuses = [s for host in self.hosts for s in await host.do("loads")]
