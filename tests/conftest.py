@@ -52,6 +52,30 @@ def pytest_xdist_make_scheduler(config, log):
     return Scheduling(config, log)
 
 
+class LostBlocks(logging.Handler):
+    """Notes when a worker in this process finds that it has lost KV blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def emit(self, record):
+        if "KV blocks are held" in record.getMessage():
+            self.found.append(record.blocks)
+
+
+losses = LostBlocks()
+logging.getLogger("baton.worker_runtime.step_loop").addHandler(losses)
+
+
+@pytest.fixture(autouse=True)
+def lost_blocks():
+    """How many blocks a worker had lost each time it said so: no test may leave any."""
+    losses.found.clear()
+    yield losses.found
+    assert losses.found == []
+
+
 UNIT_TIMEOUT_S = 120
 INTERPRETED = ("tests/unit/engine/kernels", "tests/unit/engine/cuda")
 

@@ -274,6 +274,10 @@ class Scheduler(ABC, Generic[E, C, Out]):
             **self._cache.counters(),
         }
 
+    def num_lost_blocks(self) -> int:
+        """Blocks in use though no request is here and no step in flight: 0, or they are lost."""
+        return 0 if self._entries else self._blocks.num_held + self._blocks.num_quarantined
+
     @property
     def num_unfinished(self) -> int:
         """Requests that are still here, those that only let go of blocks included."""

@@ -90,6 +90,7 @@ class StepLoop(Generic[C, Out]):
         # Seconds that planning and launching each of the last steps took.
         self._launches: deque[float] = deque(maxlen=_REMEMBERED)
         self._lead = _LEAD_S
+        self._lost_blocks = 0
         self.steps = 0
         self.last_step_end = clock()
         self.broken: Exception | None = None
@@ -184,10 +185,18 @@ class StepLoop(Generic[C, Out]):
         elif self._launched:
             self._land()
         else:
+            self._check_blocks()
             if self._cores is not None:
                 self._cores.release()
             deadline = self._scheduler.next_deadline()
             self._inbox.wait(None if deadline is None else max(0.0, deadline - self._clock()))
+
+    def _check_blocks(self) -> None:
+        """Say when blocks are lost: the worker goes on with less room, nobody else would notice."""
+        lost, before = self._scheduler.num_lost_blocks(), self._lost_blocks
+        self._lost_blocks = lost
+        if lost > before:
+            log.error("KV blocks are held though no request is here", extra={"blocks": lost})
 
     def _launch(self, batch: StepBatch, now: float) -> None:
         if self._step_started is None:

@@ -231,6 +231,22 @@ def test_cancel_frees_everything_in_every_phase(phase: str) -> None:
     assert not bench.turn()
 
 
+def test_blocks_that_nobody_holds_are_lost() -> None:
+    bench = Bench()
+    key = bench.submit(make_submit("a", list(range(6))))
+    bench.turn()
+    taken = bench.blocks.allocate(3)
+    assert taken is not None
+    assert bench.scheduler.num_lost_blocks() == 0  # whose they are is not known as long as one runs
+    bench.tell(Cancelled(keys=(key,)))
+    assert bench.scheduler.num_lost_blocks() == 3
+    bench.blocks.quarantine(taken[:1])
+    assert bench.scheduler.num_lost_blocks() == 3
+    bench.blocks.free(taken[1:])
+    bench.blocks.unquarantine(taken[:1])
+    assert bench.scheduler.num_lost_blocks() == 0
+
+
 def test_commit_that_crosses_a_cancel_does_not_bring_the_sequence_back() -> None:
     bench = Bench()
     key = bench.submit(make_submit("a", list(range(6)), remote=True))

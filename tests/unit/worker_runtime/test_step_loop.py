@@ -79,6 +79,9 @@ class CountingScheduler:
     def next_deadline(self) -> float | None:
         return None
 
+    def num_lost_blocks(self) -> int:
+        return 0
+
     def fail_all(self, error: ErrorInfo, out: Output) -> None:
         self.failed = error.message
 
@@ -215,6 +218,28 @@ def test_what_reaches_a_broken_engine_fails_too() -> None:
     assert scheduler.failed == "the engine broke: RuntimeError: device lost"
     assert (scheduler.todo, scheduler.applied) == ([4], [])
     assert loop.stop()
+
+
+def test_blocks_that_are_lost_are_told_of_once(lost_blocks: list[int]) -> None:
+    lost = [0, 3, 3, 5, 0, 2]
+    looked = threading.Event()
+
+    class Leaking(CountingScheduler):
+        def num_lost_blocks(self) -> int:
+            count = lost.pop(0)
+            if not lost:
+                looked.set()
+            return count
+
+        def next_deadline(self) -> float | None:
+            return 0.0 if lost else None
+
+    loop = step_loop(Leaking(0), EchoExecutor(), Inbox[int]())
+    loop.start()
+    assert looked.wait(5)
+    assert loop.stop()
+    assert lost_blocks == [3, 5, 2]
+    lost_blocks.clear()
 
 
 def test_stop_takes_in_what_is_on_its_way() -> None:
