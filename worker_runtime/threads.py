@@ -11,7 +11,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-#: Priority of loading, as of nice(1): of a core that others want, it gets about a tenth.
+#: Priority of loading, as of nice(1), or lower: of a core that others want, it gets about a tenth.
 LOAD_NICENESS = 10
 
 
@@ -35,9 +35,9 @@ async def in_own_thread(work: Callable[[], T]) -> T:
             done.set_result(result)  # type: ignore[arg-type]
 
     def run() -> None:
-        if sys.platform == "linux":  # elsewhere priorities belong to whole processes
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOAD_NICENESS)
         try:
+            if sys.platform == "linux":  # elsewhere priorities belong to whole processes
+                _step_back()
             result, error = work(), None
         except BaseException as caught:  # noqa: BLE001 - it is raised where the result is awaited
             result, error = None, caught
@@ -45,3 +45,9 @@ async def in_own_thread(work: Callable[[], T]) -> T:
 
     threading.Thread(target=run, name="load", daemon=True).start()
     return await done
+
+
+def _step_back() -> None:
+    """Lower this thread's priority; one that is lower already may not be raised."""
+    me = os.PRIO_PROCESS, threading.get_native_id()
+    os.setpriority(*me, max(LOAD_NICENESS, os.getpriority(*me)))
