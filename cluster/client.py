@@ -11,9 +11,9 @@ import grpc
 
 from protocol.errors import GRPC_STATUS, BatonError, ErrorCode, ErrorInfo
 from protocol.wire import inference_pb2 as wire
-from protocol.wire import inference_pb2_grpc as services
 
 Fields = Mapping[str, Any]
+_GENERATE = "/baton.v1.Inference/Generate"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,7 +44,11 @@ class InferenceClient:
             if credentials is None
             else grpc.secure_channel(address, credentials)
         )
-        self._stub: Any = services.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._start: Any = self._channel.unary_stream(
+            _GENERATE,
+            request_serializer=wire.GenerateRequest.SerializeToString,
+            response_deserializer=wire.GenerateResponse.FromString,
+        )
 
     def complete(self, prompt: str, fields: Fields, outcome: Outcome) -> Iterator[str]:
         """Text pieces that continue `prompt`; `outcome` is filled in as they come. `fields` are
@@ -64,7 +68,7 @@ class InferenceClient:
 
     def _generate(self, request: wire.GenerateRequest, outcome: Outcome) -> Iterator[str]:
         with _typed_errors(self.address, outcome):
-            call = self._stub.Generate(request, metadata=self._metadata)
+            call = self._start(request, metadata=self._metadata)
             try:
                 for message in call:
                     yield from _take(message, outcome)

@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _protoc(out: Path) -> None:
     sources = [str(path.relative_to(ROOT)) for path in sorted(HERE.glob("*.proto"))]
-    outputs = [f"--{kind}_out={out}" for kind in ("python", "pyi", "grpc_python")]
+    outputs = [f"--{kind}_out={out}" for kind in ("python", "pyi")]
     command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", *outputs, *sources]
     subprocess.run(command, cwd=ROOT, check=True)
 

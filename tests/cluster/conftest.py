@@ -16,7 +16,7 @@ import pytest
 from cluster.models import find_model
 from protocol.errors import NotFound
 from protocol.wire import inference_pb2 as wire
-from protocol.wire import inference_pb2_grpc as services
+from tests.support import services
 from tests.support.smollm2 import TeacherForced
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,9 +13,9 @@ import pytest
 
 from cluster.client import InferenceClient, Outcome
 from protocol.wire import inference_pb2 as wire
-from protocol.wire import inference_pb2_grpc as services
 from tests.cluster.conftest import MODEL, Baton, session_processes
 from tests.cluster.load import LONG, TOKENS, answer, load, wait_until
+from tests.support import services
 
 QUESTION = "What is the capital of France?"
 

@@ -16,10 +16,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import AuthenticationError, OpenAI
 
 from protocol.wire import inference_pb2 as wire
-from protocol.wire import inference_pb2_grpc as services
 from tests.cluster.conftest import CHUNKED, MODEL, Baton
 from tests.cluster.load import LONG, wait_until
 from tests.cluster.test_lifecycle import assert_nothing_stays
+from tests.support import services
 from tests.support.certificates import Authority, Pair
 
 SCHEMA = {

@@ -15,7 +15,7 @@ from observability import metrics
 from prefill_worker.worker import PrefillWorker
 from protocol.errors import ErrorCode
 from protocol.wire import inference_pb2 as wire
-from protocol.wire import inference_pb2_grpc as services
+from tests.support import services
 from tests.support.stack import Stack, running_stack
 from tests.support.tiny import save_tiny_llama
 from tests.support.tiny_text import write_model_text

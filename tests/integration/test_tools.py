@@ -15,7 +15,7 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 
 from protocol.wire import inference_pb2 as wire
-from protocol.wire import inference_pb2_grpc as services
+from tests.support import services
 from tests.support.stack import Stack, running_stack
 from worker_runtime.config import WorkerConfig
 from worker_runtime.counters import FINISHED

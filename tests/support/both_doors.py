@@ -14,7 +14,7 @@ import pytest
 
 from protocol.errors import HTTP_STATUS, ErrorCode
 from protocol.wire import inference_pb2 as pb
-from protocol.wire import inference_pb2_grpc as services
+from tests.support import services
 from tests.support.wire_requests import to_message
 
 #: What OpenAI's clients know under another name.

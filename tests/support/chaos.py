@@ -32,9 +32,9 @@ import grpc
 from benchmarks import report
 from protocol.ids import WorkerRef
 from protocol.wire import inference_pb2 as wire
-from protocol.wire import inference_pb2_grpc as services
 from router.config import RouterConfig
 from router.server import Router
+from tests.support import services
 from tests.support.chaos_host import SECRET, follower_process, host_process
 from tests.support.processes import forks
 from tests.support.tiny import save_tiny_llama

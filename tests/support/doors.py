@@ -9,7 +9,7 @@ import grpc
 import httpx
 
 from protocol.wire import inference_pb2 as wire
-from protocol.wire import inference_pb2_grpc as services
+from tests.support import services
 
 
 class Doors:

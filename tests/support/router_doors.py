@@ -13,11 +13,11 @@ from grpc import aio
 
 from observability.tracing import Tracing
 from protocol.ids import Role
-from protocol.wire import inference_pb2_grpc as pb_grpc
 from router.admin import AdminBackend
 from router.config import RouterConfig
 from router.server import Router
 from router.text.detokenizer import _byte_alphabet
+from tests.support import services
 from tests.support.stub_workers import StubFleet
 
 
@@ -29,8 +29,8 @@ class Doors:
         self.fleet = fleet
         self.http = session
         self.channel = aio.insecure_channel(router.addresses.grpc)
-        self.inference = pb_grpc.InferenceStub(self.channel)
-        self.admin = pb_grpc.AdminStub(self.channel)
+        self.inference = services.InferenceStub(self.channel)
+        self.admin = services.AdminStub(self.channel)
 
     @property
     def url(self) -> str:

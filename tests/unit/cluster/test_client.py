@@ -14,17 +14,14 @@ from cluster.cli.timeline import show_timeline
 from cluster.client import InferenceClient, Outcome
 from protocol.errors import ContextTooLong, InvalidRequest, Overloaded, Unavailable
 from protocol.wire import inference_pb2 as wire
-from protocol.wire import inference_pb2_grpc as services
 
 
-class Servicer(services.InferenceServicer):
+class Servicer:
     def __init__(self) -> None:
         self.requests: list[wire.GenerateRequest] = []
         self.failure: tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]] | None = None
 
-    def Generate(  # noqa: N802 - gRPC names it
-        self, request: wire.GenerateRequest, context: Any
-    ) -> Iterator[Any]:
+    def generate(self, request: wire.GenerateRequest, context: Any) -> Iterator[Any]:
         self.requests.append(request)
         if self.failure is not None:
             code, details, trailers = self.failure
@@ -43,9 +40,6 @@ class Servicer(services.InferenceServicer):
         timeline.spans.add(phase="novelty", start=10.3, end=10.4)
         yield wire.GenerateResponse(choices=[choice], usage=usage, timeline=timeline)
 
-    def ListModels(self, request: Any, context: Any) -> Any:  # noqa: N802 - gRPC names it
-        return wire.ListModelsResponse(models=[wire.Model(id="tiny")])
-
 
 @pytest.fixture
 def servicer() -> Servicer:
@@ -55,7 +49,13 @@ def servicer() -> Servicer:
 @pytest.fixture
 def client(servicer: Servicer) -> Iterator[InferenceClient]:
     server = grpc.server(futures.ThreadPoolExecutor(2))
-    services.add_InferenceServicer_to_server(servicer, server)
+    generate = grpc.unary_stream_rpc_method_handler(
+        servicer.generate,
+        request_deserializer=wire.GenerateRequest.FromString,
+        response_serializer=wire.GenerateResponse.SerializeToString,
+    )
+    handler = grpc.method_handlers_generic_handler("baton.v1.Inference", {"Generate": generate})
+    server.add_generic_rpc_handlers((handler,))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     client = InferenceClient(f"127.0.0.1:{port}")

@@ -14,9 +14,9 @@ from grpc import aio
 
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
-from protocol.wire import inference_pb2_grpc as services
 from router.large import encode, encode_in_pieces
 from router.text.tokenizer import ModelText
+from tests.support import services
 from tests.support.router_doors import Doors, MakeDoors, status_of
 from tests.support.stub_workers import StubFleet
 

@@ -16,10 +16,10 @@ from observability import metrics
 from protocol.errors import NotFound, Unavailable
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
-from protocol.wire import inference_pb2_grpc as services
 from router.admin import ClusterView
 from router.config import RouterConfig
 from router.server import Router
+from tests.support import services
 from tests.support.router_doors import Doors, MakeDoors, status_of, until
 from tests.support.stub_workers import StubFleet
 

@@ -19,10 +19,10 @@ from cluster.cli.generate import open_client
 from cluster.client import Outcome
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
-from protocol.wire import inference_pb2_grpc as services
 from router.config import RouterConfig
 from router.server import Router
 from router.tls import Tls, TlsConfig
+from tests.support import services
 from tests.support.certificates import Authority, Pair
 from tests.support.router_doors import until
 from tests.support.stub_workers import StubFleet
