@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 
 from protocol import codec
-from protocol.errors import BatonError, DeadlineExceeded, ErrorInfo, Unauthenticated, Unavailable
+from protocol.errors import BatonError, ErrorInfo, Unauthenticated, Unavailable
 from rpc.frames import ClientEnd, Kind
 
 _PATH = struct.Struct("!H")
@@ -44,9 +44,9 @@ class Link(ClientEnd):
             raise Unauthenticated(f"{address} does not know the secret of this cluster")
         return link
 
-    async def call(self, path: str, request: bytes, timeout_s: float) -> bytes:
-        """One reply. Raises the peer's typed error, Unavailable when the connection breaks, or
-        DeadlineExceeded."""
+    async def call(self, path: str, request: bytes) -> bytes:
+        """One reply; cancelling this cancels the call. Raises the peer's typed error, or
+        Unavailable when the connection breaks."""
         if self.broken:
             raise Unavailable(f"{path} at {self._where}: not connected")
         number = next(self._numbers)
@@ -54,10 +54,7 @@ class Link(ClientEnd):
         self._waiting[number] = reply
         self.send(Kind.CALL, number, joined(path, request))
         try:
-            async with asyncio.timeout(timeout_s):
-                return await reply
-        except TimeoutError:
-            raise DeadlineExceeded(f"{path} at {self._where}: no answer in time") from None
+            return await reply
         finally:
             del self._waiting[number]
             if not reply.done() or reply.cancelled():

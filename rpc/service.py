@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -214,6 +214,16 @@ def _as_typed(method: Method[Any, Any], error: Exception) -> BatonError:
     return Internal(f"{method.name}: {type(error).__name__}: {error}")
 
 
+@asynccontextmanager
+async def _answered_in(timeout_s: float, what: str) -> AsyncIterator[None]:
+    """End the block with DeadlineExceeded after `timeout_s` seconds."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError:
+        raise DeadlineExceeded(f"{what}: no answer in time") from None
+
+
 class ControlClient:
     """Calls control methods of one peer. Every call has a deadline; errors arrive typed."""
 
@@ -228,13 +238,15 @@ class ControlClient:
         """One reply. Raises the peer's typed error, Unavailable when it cannot be reached,
         Unauthenticated when it does not know the secret, or DeadlineExceeded after `timeout_s`
         seconds."""
-        link = await self._meet(timeout_s)
-        reply = await link.call(method.path, codec.encode(request), timeout_s)
+        async with _answered_in(timeout_s, f"{method.path} at {self.address}"):
+            link = await self._meet()
+            reply = await link.call(method.path, codec.encode(request))
         return codec.decode(method.reply, reply)
 
     async def stream(self, method: Method[Req, Rep], request: Req) -> AsyncIterator[Rep]:
         """Replies until the peer ends the stream; closing the iterator cancels it."""
-        link = await self._meet(_MEETING_S)
+        async with _answered_in(_MEETING_S, self.address):
+            link = await self._meet()
         items = link.stream(method.path, codec.encode(request))
         async with aclosing(items):  # type: ignore[type-var]
             async for item in items:
@@ -246,8 +258,8 @@ class ControlClient:
         if self._link is not None:
             self._link.hang_up()
 
-    async def _meet(self, timeout_s: float) -> Link:
-        """The connection; made if there is none."""
+    async def _meet(self) -> Link:
+        """The connection; made if there is none, by one call while the others wait."""
         if self._link is not None and not self._link.broken:
             return self._link
         async with self._meeting:
@@ -255,10 +267,7 @@ class ControlClient:
                 return self._link
             self._check_open()
             try:
-                async with asyncio.timeout(timeout_s):
-                    link = await Link.connect(self.address, secret=self._secret)
-            except TimeoutError:
-                raise DeadlineExceeded(f"{self.address}: no answer in time") from None
+                link = await Link.connect(self.address, secret=self._secret)
             except OSError as error:
                 raise Unavailable(f"{self.address}: cannot connect: {error}") from error
             if self._closed:

@@ -1,4 +1,5 @@
 import asyncio
+import socket
 import time
 from contextlib import asynccontextmanager
 
@@ -192,6 +193,19 @@ async def test_a_deadline_is_kept_and_typed():
         assert server.address in caught.value.message
 
 
+async def test_a_deadline_counts_while_another_call_connects():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = ControlClient(f"127.0.0.1:{silent.getsockname()[1]}", secret=SECRET)
+        patient = asyncio.create_task(client.call(CANCEL, KEYS, timeout_s=60))
+        await asyncio.sleep(0)
+        async with asyncio.timeout(20):
+            with pytest.raises(DeadlineExceeded, match="Cancel at 127"):
+                await client.call(CANCEL, KEYS, timeout_s=0.05)
+        assert not patient.done()
+        patient.cancel()
+        await asyncio.gather(patient, return_exceptions=True)
+
+
 @pytest.mark.parametrize("secret", [b"", b"Secret", b"secret\0", b"\xff\xfe"])
 async def test_a_wrong_secret_reaches_no_handler(secret):
     calls = []
@@ -217,9 +231,9 @@ async def test_a_wrong_secret_opens_no_stream():
 
 async def test_bytes_that_are_no_message_name_the_field():
     async with serving({CANCEL: acknowledge}) as (client, _):
-        link = await client._meet(5)
+        link = await client._meet()
         with pytest.raises(InvalidRequest, match=r"Cancel\.keys"):
-            await link.call(CANCEL.path, b"\x91\x01", 5)
+            await link.call(CANCEL.path, b"\x91\x01")
 
 
 async def test_a_reply_of_the_wrong_class_is_refused():
