@@ -166,7 +166,13 @@ class Router:
         (the configured time if None)."""
         self._service.admission.draining = True
         await self._grpc.set_serving(False)
-        return await self._idle(self.config.drain_s if timeout_s is None else timeout_s)
+        limit = self.config.drain_s if timeout_s is None else timeout_s
+        try:
+            async with asyncio.timeout(limit):
+                await self._service.admission.idle()
+        except TimeoutError:
+            return False
+        return True
 
     async def retire(self, timeout_s: float | None = None) -> bool:
         """Stop listening and wait for the requests in flight; whether all ended within `timeout_s`
@@ -180,19 +186,12 @@ class Router:
         self._retiring = True
         cut_s = limit + _LAST_WORDS_S
         closing = asyncio.gather(self._grpc.stop(cut_s), self._http.stop(cut_s))
-        ended = await self._idle(limit)
-        if not ended:
-            self._service.admission.close()
+        # Not until nothing is in flight: a request may still be on its way in.
+        await asyncio.wait({closing}, timeout=limit)
+        ended = not self.num_requests
+        self._service.admission.close()
         await closing
         return ended
-
-    async def _idle(self, limit_s: float) -> bool:
-        try:
-            async with asyncio.timeout(limit_s):
-                await self._service.admission.idle()
-        except TimeoutError:
-            return False
-        return True
 
     async def stop(self) -> None:
         """Close both doors and every stream. Requests in flight end in an error; idempotent."""

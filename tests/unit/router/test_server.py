@@ -196,6 +196,35 @@ async def test_what_a_stopping_router_cuts_off_ends_in_a_typed_error(
     await until(lambda: not worker.running)
 
 
+async def test_a_request_that_was_still_being_sent_is_cut_off_no_worse(
+    fleet: StubFleet, model_folder: Path
+) -> None:
+    """Nothing was in flight when the router began to retire: it came after that."""
+    worker = await fleet.add(Role.DECODE, delay_s=0.02)
+    router = Router(RouterConfig(model_path=str(model_folder)), secret=fleet.secret)
+    where = await router.start(
+        http_host="127.0.0.1", http_port=0, grpc_host="127.0.0.1", grpc_port=0
+    )
+    router.set_workers(fleet.refs)
+    await until(lambda: router.ready)
+    body = json.dumps({"prompt": "hello", "max_tokens": 480, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+    reader, writer = await asyncio.open_connection(*where.http.split(":"))
+    writer.write(f"{head}expect: 100-continue\r\n\r\n".encode())
+    assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+    retiring = asyncio.create_task(router.retire(0.3))
+    await asyncio.sleep(0)
+    writer.write(body)
+    await until(lambda: router.num_requests == 1)
+    answer = await reader.read()
+    assert not await retiring
+    writer.close()
+    await router.stop()
+    assert 0 < answer.count(b"data: {") < 480
+    assert b"this router stops, the request is not over" in answer
+    await until(lambda: not worker.running)
+
+
 def _free_port() -> int:
     import socket
 
