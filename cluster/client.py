@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from protocol.errors import GRPC_STATUS, BatonError, ErrorCode, ErrorInfo
+from protocol.errors import STATUSES, BatonError, ErrorCode, ErrorInfo
 from protocol.wire import inference_pb2 as wire
 
 Fields = Mapping[str, Any]
@@ -104,7 +104,7 @@ def _typed(error: Any, address: str, *, began: bool) -> BatonError:
     status = error.code().name
     code = trailers.get("baton-error-code")
     if code not in list(ErrorCode):
-        codes = [known for known, name in GRPC_STATUS.items() if name == status]
+        codes = [known for known, means in STATUSES.items() if means.grpc == status]
         code = codes[0] if codes else ErrorCode.INTERNAL
     text = error.details() or status
     if status == "UNAVAILABLE" and "baton-error-code" not in trailers:

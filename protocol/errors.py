@@ -1,27 +1,10 @@
-"""The error tree. Every failure a caller can see is one of these, on every door.
-
-BatonError
-|-- InvalidRequest        a field of the request is wrong (names the field)
-|   |-- ContextTooLong    the prompt, or prompt + output, cannot fit
-|   `-- Unsupported       a known field that this build does not serve
-|-- NotFound              no such model or object
-|-- Unauthenticated       no key, or a wrong one
-|-- PermissionDenied      a key without the right
-|-- PayloadTooLarge       body or message over the limit
-|-- UnsupportedEncoding   a body that is compressed in a way nobody here reads
-|-- Overloaded            a bound is reached: try later
-|-- Unavailable           no worker can serve this now: try later
-|-- DeadlineExceeded      the request's deadline passed
-|-- Cancelled             the caller went away
-|-- StaleMessage          names an attempt, epoch, ticket or generation that is no longer current
-|-- HandoffFailed         a KV transfer could not be completed
-`-- Internal              a defect of ours
-"""
+"""Every failure a caller can see is one of these, on every door."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class ErrorCode(StrEnum):
@@ -174,58 +157,34 @@ class Internal(BatonError):
 _CLASSES: dict[ErrorCode, type[BatonError]] = {
     cls.code: cls
     for cls in (
-        InvalidRequest,
-        ContextTooLong,
-        Unsupported,
-        NotFound,
-        Unauthenticated,
-        PermissionDenied,
-        PayloadTooLarge,
-        UnsupportedEncoding,
-        Overloaded,
-        Unavailable,
-        DeadlineExceeded,
-        Cancelled,
-        StaleMessage,
-        HandoffFailed,
-        Internal,
+        *(InvalidRequest, ContextTooLong, Unsupported, NotFound, Unauthenticated),
+        *(PermissionDenied, PayloadTooLarge, UnsupportedEncoding, Overloaded, Unavailable),
+        *(DeadlineExceeded, Cancelled, StaleMessage, HandoffFailed, Internal),
     )
 }
 
-#: HTTP status of each code (499 is the customary "client closed request").
-HTTP_STATUS: dict[ErrorCode, int] = {
-    ErrorCode.INVALID_REQUEST: 400,
-    ErrorCode.CONTEXT_TOO_LONG: 400,
-    ErrorCode.UNSUPPORTED: 400,
-    ErrorCode.NOT_FOUND: 404,
-    ErrorCode.UNAUTHENTICATED: 401,
-    ErrorCode.PERMISSION_DENIED: 403,
-    ErrorCode.PAYLOAD_TOO_LARGE: 413,
-    ErrorCode.UNSUPPORTED_ENCODING: 415,
-    ErrorCode.OVERLOADED: 429,
-    ErrorCode.UNAVAILABLE: 503,
-    ErrorCode.DEADLINE_EXCEEDED: 504,
-    ErrorCode.CANCELLED: 499,
-    ErrorCode.STALE_MESSAGE: 409,
-    ErrorCode.HANDOFF_FAILED: 503,
-    ErrorCode.INTERNAL: 500,
-}
 
-#: gRPC status name of each code (`grpc.StatusCode[...]`).
-GRPC_STATUS: dict[ErrorCode, str] = {
-    ErrorCode.INVALID_REQUEST: "INVALID_ARGUMENT",
-    ErrorCode.CONTEXT_TOO_LONG: "INVALID_ARGUMENT",
-    ErrorCode.UNSUPPORTED: "INVALID_ARGUMENT",
-    ErrorCode.NOT_FOUND: "NOT_FOUND",
-    ErrorCode.UNAUTHENTICATED: "UNAUTHENTICATED",
-    ErrorCode.PERMISSION_DENIED: "PERMISSION_DENIED",
-    ErrorCode.PAYLOAD_TOO_LARGE: "RESOURCE_EXHAUSTED",
-    ErrorCode.UNSUPPORTED_ENCODING: "UNIMPLEMENTED",
-    ErrorCode.OVERLOADED: "RESOURCE_EXHAUSTED",
-    ErrorCode.UNAVAILABLE: "UNAVAILABLE",
-    ErrorCode.DEADLINE_EXCEEDED: "DEADLINE_EXCEEDED",
-    ErrorCode.CANCELLED: "CANCELLED",
-    ErrorCode.STALE_MESSAGE: "FAILED_PRECONDITION",
-    ErrorCode.HANDOFF_FAILED: "UNAVAILABLE",
-    ErrorCode.INTERNAL: "INTERNAL",
+class Status(NamedTuple):
+    """What a code is on the doors; `grpc` names one of grpc.StatusCode."""
+
+    http: int
+    grpc: str
+
+
+STATUSES: dict[ErrorCode, Status] = {
+    ErrorCode.INVALID_REQUEST: Status(400, "INVALID_ARGUMENT"),
+    ErrorCode.CONTEXT_TOO_LONG: Status(400, "INVALID_ARGUMENT"),
+    ErrorCode.UNSUPPORTED: Status(400, "INVALID_ARGUMENT"),
+    ErrorCode.NOT_FOUND: Status(404, "NOT_FOUND"),
+    ErrorCode.UNAUTHENTICATED: Status(401, "UNAUTHENTICATED"),
+    ErrorCode.PERMISSION_DENIED: Status(403, "PERMISSION_DENIED"),
+    ErrorCode.PAYLOAD_TOO_LARGE: Status(413, "RESOURCE_EXHAUSTED"),
+    ErrorCode.UNSUPPORTED_ENCODING: Status(415, "UNIMPLEMENTED"),
+    ErrorCode.OVERLOADED: Status(429, "RESOURCE_EXHAUSTED"),
+    ErrorCode.UNAVAILABLE: Status(503, "UNAVAILABLE"),
+    ErrorCode.DEADLINE_EXCEEDED: Status(504, "DEADLINE_EXCEEDED"),
+    ErrorCode.CANCELLED: Status(499, "CANCELLED"),  # the customary "client closed request"
+    ErrorCode.STALE_MESSAGE: Status(409, "FAILED_PRECONDITION"),
+    ErrorCode.HANDOFF_FAILED: Status(503, "UNAVAILABLE"),
+    ErrorCode.INTERNAL: Status(500, "INTERNAL"),
 }

@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
-from protocol.errors import GRPC_STATUS, BatonError, ErrorInfo
+from protocol.errors import STATUSES, BatonError, ErrorInfo
 from router.present import presentable
 
 _DETAILS_KEY = "grpc-status-details-bin"
@@ -24,7 +24,7 @@ _DETAILS_KEY = "grpc-status-details-bin"
 async def abort(context: aio.ServicerContext[Any, Any], error: BatonError) -> NoReturn:
     """End the call with this error's status."""
     info = presentable(error)
-    code = grpc.StatusCode[GRPC_STATUS[info.code]]
+    code = grpc.StatusCode[STATUSES[info.code].grpc]
     await context.abort(code, info.message, trailers(info))
     raise AssertionError("abort returned")
 
@@ -45,7 +45,7 @@ def trailers(info: ErrorInfo) -> tuple[tuple[str, str | bytes], ...]:
         delay.FromNanoseconds(int(info.retry_after_s * 1e9))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     status = status_pb2.Status(
-        code=grpc.StatusCode[GRPC_STATUS[info.code]].value[0],
+        code=grpc.StatusCode[STATUSES[info.code].grpc].value[0],
         message=info.message,
         details=[_packed(detail) for detail in details],
     )

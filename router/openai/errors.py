@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 
-from protocol.errors import HTTP_STATUS, BatonError, ErrorCode
+from protocol.errors import STATUSES, BatonError, ErrorCode
 from router.present import presentable
 
 JSON_TYPE = (b"content-type", b"application/json")
@@ -41,7 +41,7 @@ def error_body(error: BatonError) -> bytes:
 
 def error_status(error: BatonError) -> int:
     """The HTTP status of an error."""
-    return HTTP_STATUS[error.code]
+    return STATUSES[error.code].http
 
 
 def error_headers(error: BatonError) -> list[tuple[bytes, bytes]]:

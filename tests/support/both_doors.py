@@ -12,7 +12,7 @@ import grpc
 import httpx
 import pytest
 
-from protocol.errors import HTTP_STATUS, ErrorCode
+from protocol.errors import STATUSES, ErrorCode
 from protocol.wire import inference_pb2 as pb
 from tests.support import services
 from tests.support.wire_requests import to_message
@@ -152,7 +152,7 @@ def _events(text: str) -> list[dict[str, Any]]:
 def _failed(said: Said, error: dict[str, Any], status: int | None) -> Said:
     said.code = _OPENAI_CODES.get(error["code"], error["code"])
     if status is not None:
-        assert status == HTTP_STATUS[ErrorCode(said.code)]
+        assert status == STATUSES[ErrorCode(said.code)].http
     said.param, said.message = error["param"], error["message"]
     said.choices, said.usage = {}, (0, 0)
     return said

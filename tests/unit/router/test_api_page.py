@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.errors import GRPC_STATUS, HTTP_STATUS, ErrorCode
+from protocol.errors import STATUSES, ErrorCode
 from protocol.wire import inference_pb2 as pb
 from router.request import _SERVED, RequestKind
 from router.unserved import HARMLESS, UNSERVED
@@ -22,7 +22,7 @@ def test_every_field_is_on_the_page(field: str) -> None:
 
 @pytest.mark.parametrize("code", list(ErrorCode))
 def test_every_error_is_on_the_page(code: ErrorCode) -> None:
-    assert f"| `{code.value}` | {HTTP_STATUS[code]} | {GRPC_STATUS[code]} |" in PAGE
+    assert f"| `{code.value}` | {STATUSES[code].http} | {STATUSES[code].grpc} |" in PAGE
 
 
 def test_both_doors_know_the_same_served_fields() -> None:

@@ -17,7 +17,7 @@ import pytest_asyncio
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
-from protocol.errors import GRPC_STATUS, HTTP_STATUS, ErrorCode
+from protocol.errors import STATUSES, ErrorCode
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
 from router.text.tokenizer import ModelText
@@ -267,7 +267,7 @@ async def expect_http_error(
     status, answer = await doors.post(path, body)
     error = answer["error"]
     expected = "model_not_found" if code is GONE else code.value
-    assert (status, error["code"], error["param"]) == (HTTP_STATUS[code], expected, param), error
+    assert (status, error["code"], error["param"]) == (STATUSES[code].http, expected, param), error
     assert error["type"] == "invalid_request_error"
     assert error["message"]
 
@@ -282,7 +282,7 @@ async def test_grpc_names_the_field(
             pass
     status, trailers = status_of(caught.value)
     found = (status.name, trailers["baton-error-code"], trailers["baton-error-param"])
-    assert found == (GRPC_STATUS[code], code.value, param)
+    assert found == (STATUSES[code].grpc, code.value, param)
     details = status_pb2.Status.FromString(trailers["grpc-status-details-bin"])
     bad_request = error_details_pb2.BadRequest()
     assert details.details[0].Unpack(bad_request)
