@@ -87,7 +87,8 @@ class TokenMerger:
 
 class Attempt:
     """Takes the events of one attempt, on the event loop. `ended` resolves exactly once; what comes
-    after is dropped, except spans, which are kept until the attempt is detached."""
+    after is dropped, except spans, which are kept until the attempt is detached. `remote`: prefill
+    has a part in it."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class Attempt:
         *,
         merger: TokenMerger,
         output: Output,
-        prefill: WorkerRef | None,
+        remote: bool,
         clock: Callable[[], float],
     ) -> None:
         self.key = key
@@ -108,8 +109,7 @@ class Attempt:
         self._num_known = len(merger.output_ids)  # of earlier attempts
         self._output = output
         self._clock = clock
-        self._prefill = prefill
-        if prefill is None:
+        if not remote:
             self.prefill_reported.set()
 
     def on_token(self, event: TokenEvent, role: Role) -> None:

@@ -16,7 +16,7 @@ from protocol.states import FinishReason
 from router.choice import Choice, Delta, RequestText
 from router.prefix import PromptBlocks
 from router.relay import Flight, PlacedSpan, Relay, SequenceJob
-from router.timeline import Timeline, make_timeline
+from router.timeline import timeline_json
 from router.waiting import Turn
 
 
@@ -29,17 +29,12 @@ class Usage:
     completion_tokens: int
     cached_tokens: int = 0
 
-    @property
-    def total_tokens(self) -> int:
-        """Both together."""
-        return self.prompt_tokens + self.completion_tokens
-
     def to_json(self) -> dict[str, Any]:
         """Usage as OpenAI writes it; the gRPC message has the same names."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
-            "total_tokens": self.total_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
@@ -158,9 +153,9 @@ class Generation:
         """The spans so far, in no order."""
         return [*self._spans, *(span for flight in self._flights for span in flight.spans)]
 
-    def timeline(self) -> Timeline:
+    def timeline(self) -> dict[str, Any]:
         """Where the time went, so far."""
-        return make_timeline(
+        return timeline_json(
             request_id=self.request_id,
             arrival=self.arrival,
             first_token=self.first_token,

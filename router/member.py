@@ -271,11 +271,11 @@ class Member:
             raise Unavailable(f"worker is {status.state}")
         self.status = status
         async with (
-            silence_limit(self._config.silence_s) as silence,
+            silence_limit(self._config.silence_s) as heard,
             aclosing(client.stream(EVENTS, Subscribe(router_id=self._router_id))) as batches,  # type: ignore[type-var]
         ):
             async for batch in batches:
-                silence.heard()
+                heard()
                 await self._take(batch)
 
     async def _take(self, batch: EventBatch) -> None:

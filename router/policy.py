@@ -18,6 +18,7 @@ from typing import TypeVar
 from protocol.ids import WorkerRef
 from protocol.kv_layout import KVFingerprint
 from protocol.messages import WorkerLoad
+from router.config import RouterConfig
 
 V = TypeVar("V")
 
@@ -43,23 +44,6 @@ class Ground(StrEnum):
     LEAST_LOADED = "least_loaded"
     PREFIX = "prefix"
     NO_ROOM = "no_room"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyConfig:
-    """What the choice is weighed by.
-
-    local_tokens: a prompt with at most so many tokens that are not cached on its decode worker is
-        prefilled there.
-    tokens_per_sequence: so many prompt tokens in a decode worker's cache make up for one sequence
-        more on it.
-    local_backlog_s: a prompt that prefill would not reach sooner is prefilled on its decode worker,
-        one at a time there; 0: none is.
-    """
-
-    local_tokens: int = 16
-    tokens_per_sequence: int = 256
-    local_backlog_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +101,7 @@ def choose(
     decodes: Sequence[WorkerView],
     prefills: Sequence[WorkerView],
     *,
-    config: PolicyConfig,
+    config: RouterConfig,
     rng: random.Random,
 ) -> Choice | None:
     """The pair for a request, or None when no decode worker can hold it."""
@@ -127,7 +111,7 @@ def choose(
     ground = _ground(decode, len(decodes), has_room=_left(need, decode) >= 0)
     here = f"decode {ground}: {decode.cached_tokens} tokens cached, room {room(decode)} blocks"
     fitting = fitting_prefills(need, decode, prefills)
-    reason = local_reason(need, decode, prefills, fitting, local_tokens=config.local_tokens)
+    reason = local_reason(need, decode, prefills, fitting, local_tokens=config.local_prefill_tokens)
     prefill = choose_prefill(need, fitting, rng) if reason is None else None
     measured = any(view.load.tokens_per_second > 0 for view in fitting)
     wait_s = backlog_s(prefill, _mean_rate(fitting)) if prefill and measured else 0.0
@@ -153,7 +137,7 @@ def choose(
     )
 
 
-def _spills(decode: WorkerView, wait_s: float, config: PolicyConfig) -> bool:
+def _spills(decode: WorkerView, wait_s: float, config: RouterConfig) -> bool:
     """Whether decode computes a prompt that prefill would reach only after `wait_s`."""
     computes_one = decode.load.waiting_tokens + decode.unseen_tokens > 0
     return 0.0 < config.local_backlog_s < wait_s and not computes_one
@@ -171,7 +155,7 @@ def choose_decode(
     need: Need,
     views: Sequence[WorkerView],
     rng: random.Random,
-    config: PolicyConfig = PolicyConfig(),
+    config: RouterConfig,
 ) -> WorkerView | None:
     """With room for the prompt: the fewest sequences, those that wait counted twice, less what the
     cached part of the prompt makes up for; then the most room. If nobody has room: the one that
@@ -183,7 +167,7 @@ def choose_decode(
         if left < 0:
             return 1, -left, sequences(view)
         cost = sequences(view) + view.load.waiting
-        saved = view.expected_tokens / config.tokens_per_sequence
+        saved = view.expected_tokens / config.prefix_tokens_per_sequence
         return 0, cost - saved, -(left * _ROOM_STEPS // max(1, view.load.total_blocks))
 
     return _least(fitting, rank, rng)

@@ -30,7 +30,7 @@ from router.attempt import Attempt, Ended, Outcome, Output, TokenMerger
 from router.config import RouterConfig
 from router.member import Member
 from router.members import Members
-from router.policy import Choice, Need, PolicyConfig, WorkerView, choose
+from router.policy import Choice, Need, WorkerView, choose
 from router.prefix import PromptBlocks
 
 log = get_logger(__name__)
@@ -110,11 +110,6 @@ class Relay:
         self.clock = clock
         self._secret = secret
         self._rng = rng
-        self._policy = PolicyConfig(
-            local_tokens=config.local_prefill_tokens,
-            tokens_per_sequence=config.prefix_tokens_per_sequence,
-            local_backlog_s=config.local_backlog_s,
-        )
 
     def choose(self, need: Need, blocks: PromptBlocks, excluded: set[str]) -> _Pair | None:
         """A pair of ready workers, none of them excluded; None when no decode worker is left."""
@@ -126,7 +121,7 @@ class Relay:
             need,
             [member.view(blocks) for member in decodes.values()],
             [member.view(blocks) for member in prefills.values()],
-            config=self._policy,
+            config=self.config,
             rng=self._rng,
         )
         if choice is None:
@@ -266,12 +261,11 @@ class Flight:
         key = RequestKey(self._job.request_id, self._next_attempt)
         self._next_attempt += 1
         self._merger.restart()
-        prefill_ref = None if pair.prefill is None else pair.prefill.ref
         attempt = Attempt(
             key,
             merger=self._merger,
             output=self._output,
-            prefill=prefill_ref,
+            remote=pair.prefill is not None,
             clock=self._relay.clock,
         )
         tokens = len(self._job.prompt_ids) + len(self._merger.output_ids)

@@ -15,11 +15,9 @@ from protocol.wire import inference_pb2 as pb
 from router import fields as read
 from router.admin import ClusterView, WorkerView
 from router.choice import Delta, Score
-from router.generation import Usage
 from router.messages import MAX_MESSAGES, check_items
 from router.request import MAX_PROMPTS, GenerateRequest, RequestKind
 from router.text.pieces import PieceTable
-from router.timeline import Timeline
 from router.tools.request import MAX_TOOLS
 
 _INPUTS = ("prompt", "prompt_token_ids", "prompts", "chat")
@@ -211,16 +209,6 @@ def _logprob(score: Score, count: int, pieces: PieceTable) -> pb.TokenLogprob:
             token_id=token, token=piece.text, bytes=piece.data, logprob=logprob, rank=rank
         )
     return message
-
-
-def usage_message(usage: Usage) -> pb.Usage:
-    """Usage."""
-    return pb.Usage(**usage.to_json())
-
-
-def timeline_message(timeline: Timeline) -> pb.Timeline:
-    """A timeline with its spans."""
-    return pb.Timeline(**timeline.to_json())
 
 
 def cluster_message(view: ClusterView) -> pb.Cluster:

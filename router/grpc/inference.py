@@ -97,7 +97,11 @@ class InferenceServicer:
         token_ids: bool,
     ) -> pb.GenerateResponse:
         """Pass the output on; the last message, not sent yet."""
-        message = self._first(generation)
+        message = pb.GenerateResponse(
+            id=generation.request_id,
+            model=self._service.model_name,
+            created=int(generation.arrival),
+        )
         if request.service_tier is not None:
             message.service_tier = generation.tier_name
         opened: set[int] = set()
@@ -117,25 +121,18 @@ class InferenceServicer:
                 num_tokens += len(delta.token_ids)
                 if request.continuous_usage:
                     so_far = replace(generation.usage, completion_tokens=num_tokens)
-                    message.usage.CopyFrom(convert.usage_message(so_far))
+                    message.usage.CopyFrom(pb.Usage(**so_far.to_json()))
                 await context.write(message)
                 message = pb.GenerateResponse()
         message.choices.sort(key=lambda choice: choice.index)
-        message.usage.CopyFrom(convert.usage_message(generation.usage))
+        message.usage.CopyFrom(pb.Usage(**generation.usage.to_json()))
         if request.timeline:
             timeline = generation.timeline()
-            message.timeline.CopyFrom(convert.timeline_message(timeline))
-            trailer = json.dumps(timeline.to_json())
+            message.timeline.CopyFrom(pb.Timeline(**timeline))
+            trailer = json.dumps(timeline)
             if len(trailer) <= _MAX_TRAILER:
                 context.set_trailing_metadata((("baton-timeline", trailer),))
         return message
-
-    def _first(self, generation: Generation) -> pb.GenerateResponse:
-        return pb.GenerateResponse(
-            id=generation.request_id,
-            model=self._service.model_name,
-            created=int(generation.arrival),
-        )
 
 
 def _time_left_s(context: _Context) -> float | None:

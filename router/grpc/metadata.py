@@ -19,5 +19,6 @@ def metadata_value(context: aio.ServicerContext[Any, Any], name: str) -> str | N
 
 def trace_of(context: aio.ServicerContext[Any, Any]) -> TraceContext | None:
     """Where the client says a call stands in its trace."""
-    parent = metadata_value(context, "traceparent")
-    return None if parent is None else parse_trace(parent, metadata_value(context, "tracestate"))
+    return parse_trace(
+        metadata_value(context, "traceparent"), metadata_value(context, "tracestate")
+    )

@@ -66,7 +66,7 @@ class ChunkWriter:
         if self._include_usage:
             fields.append(f'"usage":{_encode(self._generation.usage.to_json())}')
         if self._timeline:
-            fields.append(f'"timeline":{_encode(self._generation.timeline().to_json())}')
+            fields.append(f'"timeline":{_encode(self._generation.timeline())}')
         if not fields:
             return DONE
         return f'data: {self._head}"choices":[],{",".join(fields)}}}\n\n'.encode() + DONE
@@ -125,7 +125,7 @@ def answer(
             (rest if chat else choice).setdefault("prompt_logprobs", prompt)
         choices.append(choice)
     if request.timeline:
-        rest["timeline"] = generation.timeline().to_json()
+        rest["timeline"] = generation.timeline()
     head = _head(request, generation, model=model, stream=False)
     return (head + encode_in_pieces(rest)[1:]).encode()
 

@@ -10,11 +10,11 @@ import pytest
 
 from protocol.ids import Role, WorkerRef
 from protocol.messages import WorkerLoad
+from router.config import RouterConfig
 from router.policy import (
     Ground,
     LocalReason,
     Need,
-    PolicyConfig,
     WorkerView,
     backlog_s,
     choose,
@@ -23,6 +23,7 @@ from router.policy import (
 )
 from tests.support.blocks import FINGERPRINT
 
+CONFIG = RouterConfig(model_path="tiny")
 NEED = Need(prompt_tokens=100, total_tokens=200)
 
 
@@ -55,7 +56,7 @@ def prefill(name: str, **load: float) -> WorkerView:
 
 
 def pick(*views: WorkerView, need: Need = NEED) -> str:
-    best = choose_decode(need, views, random.Random(0))
+    best = choose_decode(need, views, random.Random(0), CONFIG)
     assert best is not None
     return best.ref.worker_id
 
@@ -63,7 +64,7 @@ def pick(*views: WorkerView, need: Need = NEED) -> str:
 def decide(
     decodes: list[WorkerView], prefills: list[WorkerView], need: Need = NEED, local: int = 32
 ):
-    config = PolicyConfig(local_tokens=local, tokens_per_sequence=50)
+    config = replace(CONFIG, local_prefill_tokens=local, prefix_tokens_per_sequence=50)
     return choose(need, decodes, prefills, config=config, rng=random.Random(0))
 
 
@@ -85,14 +86,14 @@ def test_without_room_anywhere_the_least_lacking() -> None:
 
 def test_a_pool_that_can_never_hold_it_is_not_chosen() -> None:
     assert pick(view("a", capacity=199), view("b", capacity=200, running=90)) == "b"
-    assert choose_decode(NEED, [view("a", capacity=199)], random.Random(0)) is None
-    assert choose_decode(NEED, [], random.Random(0)) is None
+    assert choose_decode(NEED, [view("a", capacity=199)], random.Random(0), CONFIG) is None
+    assert choose_decode(NEED, [], random.Random(0), CONFIG) is None
 
 
 def test_ties_are_broken_at_random() -> None:
     rng = random.Random(1)
     views = [view(name) for name in "abcd"]
-    picks = Counter(choose_decode(NEED, views, rng).ref.worker_id for _ in range(400))
+    picks = Counter(choose_decode(NEED, views, rng, CONFIG).ref.worker_id for _ in range(400))
     assert set(picks) == set("abcd")
     assert max(picks.values()) < 160
 
@@ -144,10 +145,10 @@ def test_reasons_to_prefill_locally() -> None:
 
 
 def test_what_prefill_would_not_reach_soon_is_computed_on_decode_one_at_a_time() -> None:
-    config = PolicyConfig(local_backlog_s=0.5)
+    config = replace(CONFIG, local_backlog_s=0.5)
     rng = random.Random(0)
 
-    def reason(decode: WorkerView, waiting: int, config: PolicyConfig = config) -> str | None:
+    def reason(decode: WorkerView, waiting: int, config: RouterConfig = config) -> str | None:
         busy = prefill("p", waiting_tokens=waiting, tokens_per_second=1000.0)
         choice = choose(NEED, [decode], [busy], config=config, rng=rng)
         assert choice is not None
@@ -158,7 +159,7 @@ def test_what_prefill_would_not_reach_soon_is_computed_on_decode_one_at_a_time()
     assert reason(view("d"), 500) is None
     assert reason(view("d", waiting_tokens=1), 501) is None
     assert reason(view("d", unseen_tokens=1), 501) is None
-    assert reason(view("d"), 10**6, PolicyConfig()) is None
+    assert reason(view("d"), 10**6, CONFIG) is None
     fresh = prefill("p", waiting_tokens=501)  # has measured nothing yet: nobody knows
     choice = choose(NEED, [view("d")], [fresh], config=config, rng=rng)
     assert choice is not None
@@ -248,7 +249,7 @@ class Sessions:
         for name in self.ends:
             self.ends[name] = [end for end in self.ends[name] if end > now]
         views = [self.view(name, session, need, told=told) for name in self.caches]
-        name = choose_decode(need, views, self.rng).ref.worker_id
+        name = choose_decode(need, views, self.rng, CONFIG).ref.worker_id
         cache = self.caches[name]
         hit = session in cache
         self.caches[name] = [*(s for s in cache if s != session), session][-self.per_worker :]
@@ -292,7 +293,7 @@ def test_a_prefix_that_all_share_does_not_draw_all_to_one_worker() -> None:
             view(name, running=len(ends[name]), cached_tokens=1024 * (name in holders))
             for name in ends
         ]
-        name = choose_decode(need, views, rng).ref.worker_id
+        name = choose_decode(need, views, rng, CONFIG).ref.worker_id
         holders.add(name)
         ends[name].append(now + rng.uniform(0.5, 1.5))
         loads.append([len(e) for e in ends.values()])
@@ -320,7 +321,7 @@ def test_simulated_decode_load_stays_even() -> None:
             )
             for name in total
         ]
-        chosen = choose_decode(NEED, views, rng).ref.worker_id
+        chosen = choose_decode(NEED, views, rng, CONFIG).ref.worker_id
         ends[chosen].append(now + rng.uniform(1.0, 3.0))
         counts = [len(ends[name]) for name in total]
         gaps.append(max(counts[:3]) - min(counts[:3]))

@@ -220,7 +220,7 @@ async def test_a_lost_prefill_worker_matters_while_its_token_is_missing(
     merger, key = TokenMerger(), RequestKey("r", 1)
     merger.output_ids += known
     output = Taken()
-    attempt = Attempt(key, merger=merger, output=output, prefill=prefill, clock=time.time)
+    attempt = Attempt(key, merger=merger, output=output, remote=True, clock=time.time)
     first = len(known)
     attempt.on_token(TokenEvent(key=key, index=first + 1, token=31), Role.DECODE)
     if first_came:

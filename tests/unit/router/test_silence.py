@@ -19,17 +19,17 @@ async def test_silence_ends_the_block() -> None:
 
 
 async def test_being_heard_keeps_it_open() -> None:
-    async with silence_limit(0.2) as silence:
+    async with silence_limit(0.2) as heard:
         for _ in range(8):
             await asyncio.sleep(0.05)
-            silence.heard()
+            heard()
 
 
 async def test_a_stall_of_our_own_loop_does_not_count() -> None:
-    async with silence_limit(0.1) as silence:
+    async with silence_limit(0.1) as heard:
         time.sleep(0.25)  # noqa: ASYNC251 - the stall
         await asyncio.sleep(0.01)
-        silence.heard()
+        heard()
         await asyncio.sleep(0.05)
 
 
