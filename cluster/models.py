@@ -53,15 +53,6 @@ SOURCES: dict[str, ModelSource] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalModel:
-    """A model folder found on this machine."""
-
-    name: str
-    path: Path
-    num_bytes: int
-
-
 def is_model_folder(path: Path) -> bool:
     """Whether `path` looks like a complete model folder."""
     return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
@@ -88,21 +79,9 @@ def find_model(name: str) -> Path:
     )
 
 
-def list_models() -> list[LocalModel]:
-    """The models under the models folder, by name."""
-    root = models_dir()
-    if not root.is_dir():
-        return []
-    folders = (path for path in sorted(root.iterdir()) if is_model_folder(path))
-    return [
-        LocalModel(
-            name=path.name,
-            path=path,
-            num_bytes=sum(file.stat().st_size for file in path.iterdir() if file.is_file()),
-        )
-        for path in folders
-        if not path.name.startswith(".")
-    ]
+def list_models() -> list[Path]:
+    """The folders of the models under the models folder, by name."""
+    return sorted(path for path in models_dir().glob("[!.]*") if is_model_folder(path))
 
 
 def get_model(name: str, *, convert: Convert | None = None) -> Path:

@@ -13,11 +13,6 @@ class Console:
     def __init__(self) -> None:
         self._started = time.monotonic()
 
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since the command began."""
-        return time.monotonic() - self._started
-
     def say(self, text: str = "") -> None:
         """One line of the result."""
         print(text, flush=True)
@@ -28,7 +23,7 @@ class Console:
 
     def step(self, text: str) -> None:
         """One line of progress."""
-        print(f"[{self.elapsed_s:5.1f} s] {text}", file=sys.stderr, flush=True)
+        print(f"[{time.monotonic() - self._started:5.1f} s] {text}", file=sys.stderr, flush=True)
 
     def warn(self, text: str) -> None:
         """Something the user should know."""

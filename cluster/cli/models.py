@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from cluster.cli.console import Console
 from cluster.models import SOURCES, find_model, get_model, list_models
@@ -19,8 +20,12 @@ def run(options: argparse.Namespace, console: Console) -> None:
 
 
 def _list(console: Console) -> None:
-    found = list_models()
-    rows = [(model.name, f"{model.num_bytes / 1e6:.0f} MB", str(model.path)) for model in found]
-    here = {model.name for model in found}
-    rows += [(name, "-", "baton models get " + name) for name in SOURCES if name not in here]
+    found = {path.name: path for path in list_models()}
+    rows = [(name, _size(path), str(path)) for name, path in found.items()]
+    rows += [(name, "-", "baton models get " + name) for name in SOURCES if name not in found]
     console.table(("NAME", "SIZE", "WHERE"), rows)
+
+
+def _size(folder: Path) -> str:
+    num_bytes = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+    return f"{num_bytes / 1e6:.0f} MB"

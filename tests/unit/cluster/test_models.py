@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from cluster import models
+from cluster.cli import main
 from cluster.gguf_convert import _save_weights
 from cluster.home import baton_home, file_lock, models_dir
 from protocol.errors import NotFound, Unavailable
@@ -183,14 +184,16 @@ def test_weights_that_cannot_be_written_are_one_line(tmp_path: Path) -> None:
         _save_weights(model, path)
 
 
-def test_list(home: Path) -> None:
+def test_list(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert models.list_models() == []
     make_model(home / "models" / "b")
-    make_model(home / "models" / "a")
+    (make_model(home / "models" / "a") / "more").write_bytes(bytes(3_000_000))
+    make_model(home / "models" / ".hidden")
     (home / "models" / "unfinished").mkdir()
-    found = models.list_models()
-    assert [model.name for model in found] == ["a", "b"]
-    assert found[0].num_bytes == len("{}") + len("weights")
+    assert models.list_models() == [home / "models" / "a", home / "models" / "b"]
+    assert main(["models", "list"]) == 0
+    rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
+    assert rows[1:] == [["a", "3", "MB"], ["b", "0", "MB"], [NAME, "-", "baton"]]
 
 
 def test_lock_is_exclusive_and_released(tmp_path: Path) -> None:
