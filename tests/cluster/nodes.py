@@ -1,0 +1,82 @@
+"""Machines of a Ray cluster, as `ray up` makes them: here each is an address of this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+_RAY = [sys.executable, "-c", "from ray.scripts.scripts import main; main()"]
+_START_S = 60.0
+_COMMON = ["--disable-usage-stats", "--min-worker-port=0", "--max-worker-port=0"]
+
+
+class Nodes:
+    """Starts machines, and takes the power away from them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        # Sockets lie in it, whose paths must be short.
+        self._ray = tempfile.mkdtemp(prefix="ray-")
+        self._nodes: dict[str, subprocess.Popen[bytes]] = {}
+        self.address = f"127.0.0.1:{_free_port()}"
+
+    def start(self, host: str, pool: str, *, cpus: int) -> None:
+        """A machine at `host` for replicas of `pool`; the first one is the head."""
+        if self._nodes:
+            role = [f"--address={self.address}"]
+        else:
+            port = self.address.rpartition(":")[2]
+            client = f"--ray-client-server-port={_free_port()}"
+            role = ["--head", f"--port={port}", f"--temp-dir={self._ray}", client]
+            role += ["--include-dashboard=false"]
+        own = [f"--node-ip-address={host}", f"--labels=baton.io/pool={pool}", f"--num-cpus={cpus}"]
+        own += ["--num-gpus=0", "--object-store-memory=80000000"]
+        log = self._folder / f"{host}.log"
+        with log.open("wb") as output:
+            self._nodes[host] = subprocess.Popen(
+                [*_RAY, "start", "--block", *role, *own, *_COMMON],
+                env={k: v for k, v in os.environ.items() if not k.startswith(("BATON_", "RAY_"))},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._await_start(host, log)
+
+    def _await_start(self, host: str, log: Path) -> None:
+        deadline = time.monotonic() + _START_S
+        while b"Ray runtime started" not in log.read_bytes():
+            assert self._nodes[host].poll() is None, log.read_text()
+            assert time.monotonic() < deadline, f"{host} does not start: {log.read_text()}"
+            time.sleep(0.2)
+
+    def kill(self, host: str) -> None:
+        """Everything that runs there ends at once."""
+        node = self._nodes.pop(host)
+        for pid in _session(node.pid):
+            os.kill(pid, signal.SIGKILL)
+        node.wait(_START_S)
+
+    def close(self) -> None:
+        """Kill all that are left."""
+        for host in list(self._nodes):
+            self.kill(host)
+
+
+def _session(session: int) -> list[int]:
+    listed = subprocess.run(
+        ["ps", "-eo", "sid=,pid=,stat="], capture_output=True, text=True, check=True
+    ).stdout
+    rows = [line.split() for line in listed.splitlines()]
+    return [int(pid) for sid, pid, state in rows if int(sid) == session and state[0] != "Z"]
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])

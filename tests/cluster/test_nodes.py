@@ -1,0 +1,85 @@
+"""Pools on machines of their own: who is placed where, and what becomes of the requests when a
+machine loses power and another one joins."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from cluster.client import InferenceClient
+from protocol.wire import inference_pb2 as wire
+from tests.cluster.conftest import CHUNKED, Baton
+from tests.cluster.load import LONG, answer, load, wait_until
+from tests.cluster.nodes import Nodes
+from tests.support import services
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8 without being told"
+)
+
+HEAD, PREFILL, DECODE, OTHER_DECODE = (f"127.0.0.{n}" for n in (1, 2, 3, 4))
+NEW_PREFILL, NEW_DECODE = "127.0.0.5", "127.0.0.6"
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    nodes = Nodes(tmp_path)
+    nodes.start(HEAD, "router", cpus=4)
+    yield nodes
+    nodes.close()
+
+
+def hosts(baton: Baton) -> dict[str, list[str]]:
+    """Where the workers of each pool are."""
+    with grpc.insecure_channel(str(baton.state()["grpc"])) as channel:
+        cluster = services.AdminStub(channel).GetCluster(wire.GetClusterRequest(), timeout=10)
+    workers = {pool.role: pool.workers for pool in cluster.pools}
+    return {
+        role: sorted(w.address.rpartition(":")[0] for w in pool if w.state == "ready")
+        for role, pool in workers.items()
+    }
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(600)
+def test_machines_are_lost_and_replaced_without_a_lost_request(nodes: Nodes, baton: Baton) -> None:
+    nodes.start(PREFILL, "prefill", cpus=1)
+    nodes.start(DECODE, "decode", cpus=1)
+    nodes.start(OTHER_DECODE, "decode", cpus=1)
+    placement = [
+        f"{pool}.placement={{cpus: 1, labels: {{baton.io/pool: {pool}}}}}"
+        for pool in ("prefill", "decode", "router")
+    ]
+    shared = [f"ray.address={nodes.address}", "network.worker_host=auto", "decode.replicas=2"]
+    baton.up("local-cpu.yaml", *CHUNKED, *shared, *placement)
+    assert hosts(baton) == {"prefill": [PREFILL], "decode": [DECODE, OTHER_DECODE]}
+
+    client = InferenceClient(str(baton.state()["grpc"]))
+    outcome = answer(client, LONG)
+    assert outcome.timeline is not None
+    spans = {span.phase: span for span in outcome.timeline.spans}
+    assert spans["prefill"].place in baton.pool("prefill")
+    assert spans["transfer"].counts["bytes"] > 0
+    with load(baton, outcome.token_ids, clients=4) as running:
+        wait_until(lambda: running.finished >= 4, seconds=120)
+        nodes.kill(PREFILL)
+        before = running.finished
+        wait_until(lambda: running.finished >= before + 4, seconds=120)  # decode prefills itself
+        nodes.start(NEW_PREFILL, "prefill", cpus=1)
+        wait_until(lambda: hosts(baton)["prefill"] == [NEW_PREFILL], seconds=240)
+        nodes.kill(DECODE)
+        before = running.finished
+        wait_until(lambda: running.finished >= before + 4, seconds=120)
+        nodes.start(NEW_DECODE, "decode", cpus=1)
+        there = sorted([OTHER_DECODE, NEW_DECODE])
+        wait_until(lambda: hosts(baton)["decode"] == there, seconds=240)
+        before = running.finished
+        wait_until(lambda: running.finished >= before + 4, seconds=120)
+    client.close()
+    assert running.errors == []
+    assert running.wrong == []
+    baton.run("down")
