@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from decode_worker.worker import DecodeWorker
+from engine.batch import StepBatch
 from engine.config import EngineConfig
-from engine.executor import Executor
+from engine.executor import Executor, PendingStep
 from engine.local import LocalEngine
+from prefill_worker.worker import PrefillWorker
 from protocol.errors import ErrorCode, InvalidRequest, Unavailable
 from protocol.ids import RequestKey
 from protocol.messages import Submit
@@ -22,6 +24,7 @@ from protocol.sampling import SamplingParams
 from protocol.states import FinishReason, WorkerState
 from protocol.timeline import Phase
 from rpc.methods import SUBMIT
+from tests.support.held import Held
 from tests.support.pair import SMALL_STEPS, Pair, running_pair
 from tests.support.prompts import random_ids
 from tests.support.tiny import Oracle
@@ -298,14 +301,35 @@ async def test_draining_worker_finishes_what_it_has_and_refuses_more(
         await pair.router.submit(prompt, GREEDY, pair.decode_refs[0], None)
 
 
-async def test_loss_of_prefill_fails_its_requests_as_retriable(model: str) -> None:
+def hold_second_step(worker: PrefillWorker, monkeypatch: pytest.MonkeyPatch) -> Held:
+    """The second step that the worker launches from now on waits to be released."""
+    held, launch, launched = Held(), worker.ranks.executor.launch, []
+
+    def hold(batch: StepBatch) -> PendingStep:
+        launched.append(batch)
+        if len(launched) == 2:
+            held()
+        return launch(batch)
+
+    monkeypatch.setattr(worker.ranks.executor, "launch", hold)
+    return held
+
+
+async def test_loss_of_prefill_fails_its_requests_as_retriable(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with running_pair(model, prefill_config=SMALL_STEPS, decode_config=SMALL_STEPS) as pair:
+        held = hold_second_step(pair.prefills[0], monkeypatch)
         long = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
         key = await pair.router.submit(
             random_ids(400), long, pair.decode_refs[0], pair.prefill_refs[0]
         )
-        await asyncio.sleep(0.02)
-        await pair.prefills[0].stop()
+        assert await asyncio.to_thread(held.begun)
+        stopping = asyncio.create_task(pair.prefills[0].stop())
+        while not pair.prefills[0].inbox.closed:
+            await asyncio.sleep(0)
+        held.release()
+        await stopping
         answer = await pair.router.answer(key)
         assert answer.failures[0].retriable
         load = pair.decodes[0].status().load
@@ -320,17 +344,21 @@ async def test_loss_of_prefill_fails_its_requests_as_retriable(model: str) -> No
 
 @pytest.mark.parametrize("told", ["prefill", "decode"])
 async def test_peers_that_left_the_cluster_lose_their_handoffs_at_once(
-    pair: Pair, oracle: Oracle, told: str
+    pair: Pair, oracle: Oracle, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other side may live on: it does no harm, and later hand-offs go through."""
+    held = hold_second_step(pair.prefills[0], monkeypatch)
     long = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
     key = await pair.router.submit(random_ids(400), long, pair.decode_refs[0], pair.prefill_refs[0])
-    await asyncio.sleep(0.02)
+    assert await asyncio.to_thread(held.begun)
     if told == "prefill":
         pair.prefills[0].peers_left(frozenset({pair.decode_refs[0].epoch}))
     else:
         pair.decodes[0].peers_left(frozenset({pair.prefill_refs[0].epoch}))
+    if told == "prefill":
+        held.release()  # its step thread tells
     answer = await pair.router.answer(key, timeout_s=5)
+    held.release()
     assert answer.failures[0].retriable
     assert answer.failures[0].error.code is ErrorCode.HANDOFF_FAILED
     await pair.router.cancel(key, *pair.decode_refs, *pair.prefill_refs)

@@ -45,16 +45,17 @@ async def test_what_is_sent():
     assert stub.headers[0]["Authorization"] == "Bearer k"
 
 
-async def test_times_are_those_of_the_server():
+async def test_times_are_no_shorter_than_the_server_takes_and_add_up():
     stub = Stub(delay=0.1, gap=0.05)
     async with running(stub) as url:
         (result,) = await closed_loop(target(url), [ASK], concurrency=1)
     assert result.output_tokens == 4
     assert result.prompt_tokens == 5
-    assert result.ttft == pytest.approx(0.1, abs=0.045)
+    assert result.ttft >= 0.1
     assert len(result.gaps) == 3
-    assert result.tpot == pytest.approx(0.05, abs=0.03)
-    assert result.e2e == pytest.approx(0.25, abs=0.1)
+    assert result.e2e >= 0.1 + 3 * 0.05
+    assert result.e2e == pytest.approx(result.ttft + sum(result.gaps), abs=1e-9)
+    assert result.tpot == pytest.approx(sum(result.gaps) / 3, abs=1e-9)
 
 
 async def test_glued_tokens_count_as_one_chunk_but_as_all_their_tokens():

@@ -367,6 +367,8 @@ def test_impatience_leaves_no_process_behind(now: bool, monkeypatch: pytest.Monk
     def take_down(state: RunningCluster, console: Console, *, now: bool) -> None:
         calls.append(now)
         signal.raise_signal(signal.SIGINT)
+        if not now:  # beside other threads Python may notice a moment later
+            threading.Event().wait(10)
         calls.append(now)
 
     monkeypatch.setattr(up_command.down, "take_down", take_down)
