@@ -41,6 +41,8 @@ _HASHED_AT_ONCE = 4096
 _ROUND_PAUSE_S = 0.1
 #: Refusals that no other worker would answer differently.
 _FINAL = (InvalidRequest, PayloadTooLarge)
+#: The client has the whole output.
+_WHOLE = (Outcome.FINISHED, Outcome.CUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +176,7 @@ class Flight:
         self._output = output
         self._merger = TokenMerger()
         self._next_attempt = 0
+        self._ended: Ended | None = None  # how the last attempt did
         self._failures = 0
         self._wait_until = 0.0  # how long to wait for a worker: not at all before the first failure
         self._refused: set[str] = set()
@@ -188,10 +191,12 @@ class Flight:
             async with asyncio.timeout_at(loop.time() + left_s):
                 while True:
                     ended = await self._attempt(await self._choose())
-                    if ended.outcome in (Outcome.FINISHED, Outcome.CUT):
+                    if ended.outcome in _WHOLE:
                         return
                     self._learn(ended)
         except TimeoutError:
+            if self._ended is not None and self._ended.outcome in _WHOLE:
+                return  # at the same moment
             raise DeadlineExceeded("the request's deadline passed", param="timeout") from None
 
     # --- choosing ---------------------------------------------------------------------------------
@@ -287,6 +292,7 @@ class Flight:
         finally:
             for member in pair.members:
                 member.detach(key)
+            self._ended = attempt.result()
             self._cancel_rest(pair, attempt)
             self._count_cached(attempt)
             self.spans += (self._placed(span, key) for span in attempt.spans)
@@ -351,7 +357,7 @@ class Flight:
 
     async def _wait_for_spans(self, attempt: Attempt, ended: Ended) -> None:
         """Prefill's spans come on a stream of their own and may be late for a short output."""
-        if self._job.wants_timeline and ended.outcome in (Outcome.FINISHED, Outcome.CUT):
+        if self._job.wants_timeline and ended.outcome in _WHOLE:
             # Well before the deadline: the output itself came in time.
             left_s = (self._job.deadline - self._relay.clock()) / 2
             try:
@@ -367,7 +373,7 @@ class Flight:
 
     def _cancel_rest(self, pair: _Pair, attempt: Attempt) -> None:
         """Cancel on every worker that may still hold something for this attempt."""
-        ended = attempt.result()
+        ended = self._ended
         if ended is None or ended.outcome is not Outcome.FINISHED:
             for member in pair.members:
                 member.cancel(attempt.key)

@@ -416,6 +416,35 @@ async def test_prompts_over_the_pool_name_the_field(
 # --- ends -----------------------------------------------------------------------------------------
 
 
+async def test_an_output_that_ends_just_as_its_deadline_passes_has_ended(
+    fleet: StubFleet, make_doors: MakeDoors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deadlines: list[asyncio.Timeout] = []
+    timeout_at = asyncio.timeout_at
+
+    def kept(when: float) -> asyncio.Timeout:
+        deadlines.append(timeout_at(when))
+        return deadlines[-1]
+
+    monkeypatch.setattr(asyncio, "timeout_at", kept)
+    worker = await fleet.add(Role.DECODE)
+    worker.gate = asyncio.Event()
+    async with make_doors(fleet) as doors:
+        asked = asyncio.create_task(complete(doors))
+        (member,) = doors.router._members.all()
+        await until(lambda: any(a._merger.output_ids for a in member._sinks.values()))
+        (attempt,) = member._sinks.values()
+        (deadline,) = [d for d in deadlines if d._task.get_coro().__qualname__ == "Flight.run"]
+        deadline.reschedule(0.0)
+        last = TokenEvent(key=attempt.key, index=1, token=21, finish=FinishReason.STOP)
+        attempt.on_token(last, Role.DECODE)
+        status, body = await asked
+        assert status == 200
+        assert body["choices"][0]["token_ids"] == [20, 21]
+        assert body["choices"][0]["finish_reason"] == "stop"
+        assert idle(doors)
+
+
 async def test_a_deadline_ends_the_request_everywhere(
     fleet: StubFleet, make_doors: MakeDoors
 ) -> None:
