@@ -7,11 +7,12 @@ TensorParallel group of their own, formed once every rank has loaded.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 
 from engine.batch import StepBatch
 from engine.channel import Channel, ChannelClosed, welcome
@@ -178,7 +179,8 @@ class RankGroup:
 
     def _take(self, rank: int, report: Report) -> None:
         if report.sign is Sign.LOADED:
-            self._loaded[rank].set_result(b"")
+            with contextlib.suppress(InvalidStateError):  # another rank was lost before
+                self._loaded[rank].set_result(b"")
         elif report.sign is Sign.ANSWER:
             with self._lock:
                 future = self._calls.pop(report.number, None)
@@ -207,5 +209,5 @@ class RankGroup:
             calls = list(self._calls.values())
             self._calls.clear()
         for future in (*calls, *self._loaded.values()):
-            if not future.done():
+            with contextlib.suppress(InvalidStateError):  # it has loaded, perhaps just now
                 future.set_exception(error)
