@@ -185,9 +185,8 @@ class CudaRunner:
         device, batch, shape = self.device, options.max_batch, self._shape
         self._graphs_on = device.type == "cuda"
         self.pool = KVPool(self.layout, self._rank, self._dtype, device)
-        # A block may be in several tables, but no context is longer than the model's limit.
-        per_sequence = -(-self.max_model_len // config.block_size)
-        table = min(batch * per_sequence, max(num_blocks, per_sequence) + batch * 64)
+        # However few blocks there are: any number of sequences may share those of a long prefix.
+        table = batch * -(-self.max_model_len // config.block_size)
         self._rows = DecodeRows(batch, table, device)
         self._uploader = ChunkUploader(
             options.max_chunk_tokens, batch, table, device, dense=self._dense

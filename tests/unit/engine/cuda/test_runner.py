@@ -123,6 +123,16 @@ def test_steps_outside_the_limits_are_refused_before_anything_runs(pair):
             runner.launch(StepBatch(sequences=(bad,)))
 
 
+def test_all_sequences_of_a_step_may_share_a_long_prefix(device):
+    """Their block tables together are longer than the pool."""
+    runner = make_runner(device, tiny_config(max_position_embeddings=1600, num_hidden_layers=1))
+    runner.open(100)
+    runner.start()
+    steps = [seq([7], 90 * 16, (*range(90), 90 + i)) for i in range(8)]
+    alone = runner.run(StepBatch(sequences=tuple(steps[:1]))).tokens
+    assert runner.run(StepBatch(sequences=tuple(steps))).tokens == 8 * alone
+
+
 def test_the_thread_that_runs_steps_plans_prompt_attention_for_itself(device, monkeypatch):
     """One prompt of each length; the thread that loads plans for several at once, too."""
     planned = []
