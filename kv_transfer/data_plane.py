@@ -67,7 +67,7 @@ class DataPlane:
         self._lock = threading.Lock()
         self._links: dict[_Ends, LinkThread] = {}
         self._accesses: dict[_Handoff, set[Access]] = {}
-        self._waiters = Waiters()
+        self._waiters = Waiters(store.device)
 
     @property
     def ways(self) -> set[str]:

@@ -15,7 +15,7 @@ import torch
 from kv_transfer.access import Access
 from kv_transfer.backends.base import BlockLink, End, Link, LinkBroken, LinkId
 from kv_transfer.orders import PartResult
-from kv_transfer.single_thread import use_one_thread
+from kv_transfer.single_thread import enter_thread
 from protocol.errors import BatonError, Internal
 
 #: Works on an open link with a staging buffer of at least the requested size.
@@ -56,9 +56,10 @@ _Queue = SimpleQueue[Callable[[], object] | None]
 
 
 class Waiters:
-    """A thread for each lane, which waits for what runs there. Started on first use."""
+    """A thread for each lane of a device, which waits for what runs there. Started on first use."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._lock = threading.Lock()
         self._queues: dict[int, _Queue] = {}
         self._closed = False
@@ -69,8 +70,8 @@ class Waiters:
             queue = self._queues.get(lane)
             if queue is None and not self._closed:
                 queue = self._queues[lane] = SimpleQueue()
-                name = f"kv-wait-{lane}"
-                threading.Thread(target=_wait_all, args=(queue,), name=name, daemon=True).start()
+                args, name = (queue, self._device), f"kv-wait-{lane}"
+                threading.Thread(target=_wait_all, args=args, name=name, daemon=True).start()
             if queue is not None:
                 queue.put(wait)
         if queue is None:
@@ -85,8 +86,8 @@ class Waiters:
                 queue.put(None)
 
 
-def _wait_all(queue: _Queue) -> None:
-    use_one_thread()
+def _wait_all(queue: _Queue, device: torch.device) -> None:
+    enter_thread(device)
     while (wait := queue.get()) is not None:
         wait()
 
@@ -115,7 +116,7 @@ class LinkThread:
         self._device = device
         self._predecessor = predecessor
         self._waiters = waiters
-        self._own = Waiters()
+        self._own = Waiters(device)
         self._queue: SimpleQueue[Operation | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._open: Link | BlockLink | None = None
@@ -161,7 +162,7 @@ class LinkThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        use_one_thread()
+        enter_thread(self._device)
         try:
             self.wait_for_predecessor()
             while (operation := self._queue.get()) is not None:

@@ -310,6 +310,7 @@ class CudaRunner:
     def enter_thread(self) -> None:
         """Plan prompt attention again: what the thread that loaded has planned is its own. Equally
         long prompts in one step are too rare to start later for."""
+        self._lane.enter_thread()
         self.plan_attention(1)
 
     def warmup_batches(self) -> list[StepBatch]:

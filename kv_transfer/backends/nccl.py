@@ -130,7 +130,8 @@ class NcclLink:
             threading.Thread(target=self._abort, name=f"kv-abort-{self._name}").start()
 
     def _abort(self) -> None:
-        self._group.abort()  # a method of the link: its buffers live until no kernel uses them
+        with torch.cuda.device(self._device):  # NCCL goes back to the device that it was called on
+            self._group.abort()  # a method of the link: its buffers live until no kernel uses them
         self._backend.staging.give(self._chunk_bytes)
 
     def _begin(self, move: BlockMove, timeout_s: float, *, sending: bool) -> End:

@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -251,7 +251,7 @@ def test_a_closed_link_thread_fails_what_is_queued_and_starts_nothing():
         open_link=opening(1),
         device=torch.device("cpu"),
         predecessor=None,
-        waiters=Waiters(),
+        waiters=Waiters(torch.device("cpu")),
     )
     old.start()
     running, queued = operation(slow), operation(later)
@@ -264,7 +264,7 @@ def test_a_closed_link_thread_fails_what_is_queued_and_starts_nothing():
         open_link=opening(2),
         device=torch.device("cpu"),
         predecessor=old,
-        waiters=Waiters(),
+        waiters=Waiters(torch.device("cpu")),
     )
     new.start()
     fresh = operation(later)
@@ -286,6 +286,17 @@ def test_a_closed_link_thread_fails_what_is_queued_and_starts_nothing():
     new.close()
     assert old.join(5)
     assert new.join(5)
+
+
+def test_threads_that_wait_for_a_gpu_are_on_it(monkeypatch):
+    """With all GPUs of a host in sight, a thread is on the first one until it is told."""
+    here = threading.local()
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(here, "device", device))
+    third = torch.device("cuda", 2)
+    waiters, seen = Waiters(third), Future()
+    waiters.put(0, lambda: seen.set_result(here.device))
+    assert seen.result(5) == third
+    waiters.close()
 
 
 def test_an_order_ends_after_all_of_its_messages_though_one_cannot_begin(monkeypatch):
@@ -349,7 +360,7 @@ def test_a_broken_link_keeps_no_buffers_until_it_is_replaced(fails):
         open_link=opened,
         device=torch.device("cpu"),
         predecessor=None,
-        waiters=Waiters(),
+        waiters=Waiters(torch.device("cpu")),
     )
     thread.start()
     moving = Moving(begin=lambda link: link.send_blocks(None, 1.0), result=lambda _: None, lane=0)

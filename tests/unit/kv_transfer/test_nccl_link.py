@@ -312,6 +312,26 @@ def test_a_buffer_is_filled_again_only_after_it_has_left(links):
     assert DEVICE.copies == 10
 
 
+def test_a_link_is_aborted_from_its_device(links, monkeypatch):
+    """NCCL goes back to the caller's device, which costs a context there."""
+    sender, *_ = links(BLOCK)
+    here, aborted = threading.local(), Future()
+
+    @contextlib.contextmanager
+    def at(device):
+        here.device = device
+        yield
+        here.device = None
+
+    monkeypatch.setattr(torch.cuda, "device", at)
+    monkeypatch.setattr(sender, "_device", "its own")
+    monkeypatch.setattr(
+        sender._group, "abort", lambda: aborted.set_result(getattr(here, "device", "the first"))
+    )
+    sender.close()
+    assert aborted.result(5) == "its own"
+
+
 def test_only_so_much_is_queued(links, monkeypatch):
     monkeypatch.setattr(nccl, "_STRETCH", 2)
     monkeypatch.setattr(nccl, "_STRETCHES", 1)

@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -131,6 +132,24 @@ def test_all_sequences_of_a_step_may_share_a_long_prefix(device):
     steps = [seq([7], 90 * 16, (*range(90), 90 + i)) for i in range(8)]
     alone = runner.run(StepBatch(sequences=tuple(steps[:1]))).tokens
     assert runner.run(StepBatch(sequences=tuple(steps))).tokens == 8 * alone
+
+
+def test_the_thread_that_runs_steps_is_on_the_device_of_its_engine(device, monkeypatch):
+    """With all GPUs of a host in sight, a thread is on the first one until it is told."""
+    chosen = []
+
+    def note(device):
+        chosen.append((threading.current_thread().name, device))
+
+    runner = make_runner(device, tiny_config())
+    monkeypatch.setattr(torch.cuda, "set_device", note)
+    third = torch.device("cuda", 2)
+    monkeypatch.setattr(runner._lane, "_stream", SimpleNamespace(device=third))
+    executor = Executor(runner, fingerprint=None)
+    steps = threading.Thread(target=executor.enter_thread, name="steps")
+    steps.start()
+    steps.join()
+    assert chosen == [("steps", third)]
 
 
 def test_the_thread_that_runs_steps_plans_prompt_attention_for_itself(device, monkeypatch):
