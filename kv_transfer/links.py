@@ -65,17 +65,26 @@ class Waiters:
         self._closed = False
 
     def put(self, lane: int, wait: Callable[[], object]) -> None:
-        """Call `wait` in the lane's thread, after those put before; at once when closed."""
+        """Call `wait` in the lane's thread, after those put before; at once when closed, or without
+        a thread to be had: nobody else would ever call it."""
         with self._lock:
             queue = self._queues.get(lane)
             if queue is None and not self._closed:
-                queue = self._queues[lane] = SimpleQueue()
-                args, name = (queue, self._device), f"kv-wait-{lane}"
-                threading.Thread(target=_wait_all, args=args, name=name, daemon=True).start()
+                queue = self._start(lane)
             if queue is not None:
                 queue.put(wait)
         if queue is None:
             wait()
+
+    def _start(self, lane: int) -> _Queue | None:
+        queue: _Queue = SimpleQueue()
+        args, name = (queue, self._device), f"kv-wait-{lane}"
+        try:
+            threading.Thread(target=_wait_all, args=args, name=name, daemon=True).start()
+        except RuntimeError:
+            return None
+        self._queues[lane] = queue
+        return queue
 
     def close(self) -> None:
         """End the threads once nothing is left to wait for."""

@@ -98,6 +98,7 @@ class NcclLink:
         self._device = backend.store.device
         self._chunk_bytes = chunk_bytes
         self._broken = threading.Event()
+        self._aborted = threading.Lock()  # taken once, by whoever aborts
         self._idle: deque[_Flight] = deque()
         self._marks: deque[torch.cuda.Event] = deque()
         self._num_queued = 0
@@ -125,9 +126,13 @@ class NcclLink:
     def close(self) -> None:
         """Abort: whatever waits on either stream of this link ends. That takes NCCL half a second,
         for which no event loop can wait."""
-        if not self._broken.is_set():
-            self._broken.set()
+        self._broken.set()
+        if not self._aborted.acquire(blocking=False):
+            return
+        try:
             threading.Thread(target=self._abort, name=f"kv-abort-{self._name}").start()
+        except RuntimeError:  # there is none to be had
+            self._abort()
 
     def _abort(self) -> None:
         with torch.cuda.device(self._device):  # NCCL goes back to the device that it was called on

@@ -122,9 +122,13 @@ class Meeting:
                 time.sleep(_PAUSE_S)  # the caller has gone, or this process has no file left
                 continue
             # A caller that says nothing must not keep the next one out.
-            threading.Thread(
+            greeting = threading.Thread(
                 target=self._greet, args=(connection,), name="kv-greet", daemon=True
-            ).start()
+            )
+            try:
+                greeting.start()
+            except RuntimeError:  # this process has no thread left
+                connection.close()
 
     def _greet(self, connection: socket.socket) -> None:
         try:

@@ -185,6 +185,27 @@ def test_strangers_and_silent_callers_do_not_get_in_or_in_the_way():
     dest.close()
 
 
+def test_a_listener_outlives_calls_for_which_there_is_no_thread(monkeypatch):
+    source, dest = GlooBackend("127.0.0.1"), GlooBackend("127.0.0.1")
+    endpoint = dest.listen()
+    start, refused = threading.Thread.start, []
+
+    def few_threads(thread):
+        if thread.name == "kv-greet" and not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", few_threads)
+    with pytest.raises(LinkBroken):
+        source.connect(link_id(1), endpoint, 5.0)
+    with ThreadPoolExecutor(2) as pool:
+        accepting = pool.submit(dest.accept, link_id(2), 5.0)
+        pool.submit(source.connect, link_id(2), endpoint, 5.0).result(5).close()
+        accepting.result(5).close()
+    dest.close()
+
+
 def test_a_listener_outlives_calls_that_cannot_be_taken(monkeypatch):
     accept, failures = socket.socket.accept, [OSError(24, "too many open files")] * 3
 
@@ -390,6 +411,46 @@ def test_a_link_without_a_thread_is_broken_for_what_follows(monkeypatch):
     second = plane.submit(Order(receive=small_move(sequence=1)))
     assert "new thread" in second.result(5).error.message
     plane.close()
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_what_has_begun_is_ended_though_there_is_no_thread_for_it(monkeypatch, ordered):
+    class Device:
+        def send_blocks(self, access):
+            assert access.enter()
+            return lambda: access.leave() or 7
+
+        recv_blocks = send_blocks
+
+        def close(self):
+            """Nothing is held outside."""
+
+    Device.ordered = ordered
+    start = threading.Thread.start
+
+    def few_threads(thread):
+        if thread.name.startswith("kv-wait"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", few_threads)
+    thread = LinkThread(
+        link_id(),
+        open_link=Device,
+        device=torch.device("cpu"),
+        predecessor=None,
+        waiters=Waiters(torch.device("cpu")),
+    )
+    thread.start()
+    for _ in range(2):
+        access = Access()
+        moving = Moving(begin=lambda link, a=access: link.send_blocks(a), result=int, lane=0)
+        moved = Operation(access=access, move=moving)
+        thread.submit(moved)
+        assert moved.result.result(5) == 7
+        assert access.over.done()
+    thread.close()
+    assert thread.join(5)
 
 
 def test_an_access_can_be_revoked_only_before_it_begins():

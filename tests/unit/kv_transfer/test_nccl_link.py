@@ -406,6 +406,46 @@ def test_whatever_waits_on_a_broken_link_ends(links, how):
     assert late.access.revoke().done()
 
 
+def test_a_link_that_two_close_at_once_gives_its_buffers_back_once(links):
+    sender, *_ = links(BLOCK)
+    both = threading.Barrier(2)
+
+    class Broken(threading.Event):
+        def is_set(self):
+            """Both ask before either says."""
+            found = super().is_set()
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.5)
+            return found
+
+    sender._broken = Broken()
+    for closing in [in_thread(sender.close) for _ in range(2)]:
+        closing.result(10)
+    for thread in threading.enumerate():
+        if thread.name.startswith("kv-abort"):
+            thread.join(10)
+    assert sender._backend.staging._left == (1 << 30) + nccl.BUFFERS * BLOCK
+
+
+def test_a_link_is_aborted_though_there_is_no_thread_for_it(links, monkeypatch):
+    sender, *_ = links(BLOCK)
+    mine = move(range(8))
+    end = sender.send_blocks(mine, 10)
+    start = threading.Thread.start
+
+    def few_threads(thread):
+        if thread.name.startswith("kv-abort"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", few_threads)
+    sender.close()
+    with pytest.raises(LinkBroken, match="was closed"):
+        end()
+    assert mine.access.revoke().done()
+    assert not DEVICE.streams[sender._wire.cuda_stream].work
+
+
 def test_links_share_a_budget_of_buffers():
     mib = 1 << 20
     staging = Staging(1024 * mib, largest=128 * mib, count=2)
