@@ -177,12 +177,12 @@ class ServerEnd(Connection):
 
 
 class ClientEnd(Connection):
-    """The end that calls. `meeting` resolves to whether the server knows the secret, or raises
-    ConnectionResetError when it hangs up before."""
+    """The end that calls. `meeting` resolves to whether the server knows the secret, to None when
+    it hangs up before."""
 
     def __init__(self, secret: bytes) -> None:
         super().__init__(secret)
-        self.meeting: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.meeting: asyncio.Future[bool | None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Say hello."""
@@ -207,10 +207,9 @@ class ClientEnd(Connection):
     def connection_lost(self, exc: Exception | None) -> None:
         """Nobody will show anything."""
         super().connection_lost(exc)
-        if not self.meeting.done():
-            self.meeting.set_exception(ConnectionResetError("the peer hung up"))
+        self._resolve(None)
 
-    def _resolve(self, known: bool) -> None:
+    def _resolve(self, known: bool | None) -> None:
         if not self.meeting.done():
             self.meeting.set_result(known)
 

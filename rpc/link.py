@@ -40,6 +40,8 @@ class Link(ClientEnd):
         except BaseException:
             link.hang_up()
             raise
+        if known is None:
+            raise ConnectionResetError("the peer hung up")
         if not known:
             raise Unauthenticated(f"{address} does not know the secret of this cluster")
         return link

@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import gc
 import struct
 import time
 from contextlib import asynccontextmanager
@@ -24,6 +25,7 @@ from protocol.messages import (
     TokenEvent,
     WorkerLoad,
 )
+from rpc.link import Link
 from rpc.methods import END, EVENTS
 from rpc.service import ControlClient, ControlServer
 
@@ -253,6 +255,17 @@ async def test_a_stranger_who_is_silent_or_long_is_hung_up_on(monkeypatch):
         assert await asyncio.wait_for(reader.read(), 5) == b""
         writer.close()
         assert not server.connections
+
+
+async def test_a_peer_that_hangs_up_on_nobody_is_no_error():
+    """Whoever wanted the connection had given up just before it was there."""
+    errors = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, what: errors.append(what))
+    link = Link("peer", SECRET)
+    link.connection_lost(ConnectionResetError())
+    del link
+    gc.collect()
+    assert errors == []
 
 
 async def test_a_reader_that_is_slow_holds_the_stream_up_and_loses_nothing():
