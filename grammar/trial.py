@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 from grammar.bounds import MAX_SOURCE_CHARS
 from grammar.matcher import Matcher, compute_masks
-from protocol.errors import InvalidRequest
+from protocol.errors import InvalidRequest, Unavailable
 from protocol.grammar import Grammar, GrammarKind
 
 CPU_S = 1.0
@@ -47,7 +47,8 @@ class Trial:
         self._verdicts: dict[int, str] = {}  # "" for a good one; the oldest go first
 
     def check(self, grammar: Grammar) -> None:
-        """Return when the grammar compiles; blocks. Raises InvalidRequest saying why not."""
+        """Return when the grammar compiles; blocks. Raises InvalidRequest saying why not, and
+        Unavailable when there was no time to find out."""
         if len(grammar.source) > MAX_SOURCE_CHARS:
             raise InvalidRequest(
                 f"a grammar has at most {MAX_SOURCE_CHARS} characters, got {len(grammar.source)}"
@@ -118,11 +119,15 @@ def _tell(process: subprocess.Popen[bytes], value: object) -> None:
 
 
 def _answer(process: subprocess.Popen[bytes]) -> bytes:
-    """The line that the process answers; empty when it ended instead, or does not answer."""
+    """The line that the process answers; empty when it ended instead. Raises Unavailable when it
+    does not answer: that says nothing about the grammar."""
     assert process.stdout is not None
     waiting = select.poll()
     waiting.register(process.stdout, select.POLLIN)
-    return process.stdout.readline() if waiting.poll(_WALL_S * 1000) else b""
+    if not waiting.poll(_WALL_S * 1000):
+        _end(process)
+        raise Unavailable(f"the grammar could not be tried within {_WALL_S:g} s", retry_after_s=1.0)
+    return process.stdout.readline()
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from grammar.trial import Trial
-from protocol.errors import InvalidRequest
+from protocol.errors import InvalidRequest, Unavailable
 from protocol.grammar import Grammar, GrammarKind
 
 SPECIAL = {0: "<|endoftext|>", 300: "[CALL]"}
@@ -99,6 +99,25 @@ def test_a_process_that_is_gone_is_replaced() -> None:
     assert second is not None
     trial.close()
     assert second.returncode is not None
+    trial.close()
+
+
+def test_a_process_that_got_no_time_says_nothing_about_the_grammar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trial, good = Trial(SPECIAL), lark('start: "a"')
+    trial.begin()
+    frozen = trial._process
+    assert frozen is not None
+    os.kill(frozen.pid, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr("grammar.trial._WALL_S", 0.05)
+        with pytest.raises(Unavailable, match=r"could not be tried within 0\.05 s"):
+            trial.check(good)
+    assert not trial.known(good)
+    trial.check(good)
+    assert trial.known(good)
+    assert frozen.returncode == -signal.SIGKILL
     trial.close()
 
 
