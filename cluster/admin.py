@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from ray.exceptions import RayError
 
@@ -20,6 +22,7 @@ from router.admin import ClusterView, PoolView, RouterView
 from rpc.methods import DRAIN
 from rpc.service import ControlClient
 
+R = TypeVar("R")
 _CALL_S = 5.0
 #: Sets a pool's size: cluster.deployments.scale.
 Scale = Callable[[ClusterConfig, Kind, int], None]
@@ -35,12 +38,15 @@ class ClusterAdmin:
         self._config = config
         self._secret = secret
         self._scale = scale
+        # Serve may be away for as long as it likes: that must not take the threads of requests.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="serve")
 
     async def view(self, own: ClusterView) -> ClusterView:
         """The router's own view, with what the directory and Serve know beyond it."""
         with _typed():
             view = await self._members()
-            targets = await asyncio.to_thread(pool_statuses)
+            async with asyncio.timeout(_CALL_S):
+                targets = await self._in_thread(pool_statuses)
         pools = tuple(_with_target(pool, targets) for pool in own.pools)
         known = {router.grpc_address for router in own.routers}
         others = tuple(_router(m) for m in view.of(Kind.ROUTER) if m.grpc not in known)
@@ -51,7 +57,7 @@ class ClusterAdmin:
         for kind, replicas in ((Kind.PREFILL, prefill), (Kind.DECODE, decode)):
             if replicas is not None:
                 with _typed():
-                    await asyncio.to_thread(self._scale, self._config, kind, replicas)
+                    await self._in_thread(partial(self._scale, self._config, kind, replicas))
 
     async def drain(self, worker_id: str) -> None:
         """Tell one worker to refuse new work; it is replaced when it is done."""
@@ -63,6 +69,9 @@ class ClusterAdmin:
         async with asyncio.timeout(_CALL_S):
             view: View = await self._directory.view.remote()
         return view
+
+    async def _in_thread(self, work: Callable[[], R]) -> R:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -165,6 +166,28 @@ async def test_a_cluster_that_does_not_answer_is_a_typed_error(directory: Direct
     for call in (admin.view(OWN), admin.drain("decode-1"), admin.scale(prefill=1, decode=None)):
         with pytest.raises(Unavailable, match="the cluster does not answer"):
             await call
+
+
+async def test_a_serve_that_is_away_takes_no_threads_of_requests(
+    admin: ClusterAdmin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    back = threading.Event()
+
+    def away() -> dict[Kind, PoolStatus]:
+        back.wait(60)
+        return {}
+
+    monkeypatch.setattr("cluster.admin.pool_statuses", away)
+    monkeypatch.setattr("cluster.admin._CALL_S", 0.05)
+    try:
+        async with asyncio.timeout(20):
+            views = await asyncio.gather(
+                *(admin.view(OWN) for _ in range(64)), return_exceptions=True
+            )
+            assert {type(view) for view in views} == {Unavailable}
+            assert await asyncio.to_thread(lambda: 42) == 42
+    finally:
+        back.set()
 
 
 async def test_drain_reaches_the_worker() -> None:
