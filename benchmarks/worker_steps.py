@@ -35,7 +35,6 @@ from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import KVFingerprint
 from protocol.messages import Submit
 from protocol.sampling import SamplingParams
-from worker_runtime.clock import wall_clock
 from worker_runtime.commands import Submitted
 from worker_runtime.config import WorkerConfig
 from worker_runtime.inbox import Inbox
@@ -56,25 +55,17 @@ FINGERPRINT = KVFingerprint(
 )
 
 
-class TimedExecutor:
+class TimedExecutor(Executor):
     """Notes when each step had landed, and how many tokens it ran."""
 
-    def __init__(self, executor: Executor, depth: int) -> None:
+    def __init__(self, runner: CudaRunner, depth: int) -> None:
+        super().__init__(runner, FINGERPRINT)
         self.depth = depth
         self.landed: list[tuple[float, int]] = []
-        self._executor = executor
 
     def launch(self, batch: StepBatch) -> PendingStep:
         """The engine's step."""
-        return _Timed(self._executor.launch(batch), batch.num_tokens, self.landed)
-
-    def use_threads(self, count: int) -> None:
-        """As the engine takes it."""
-        self._executor.use_threads(count)
-
-    def enter_thread(self) -> None:
-        """As the engine wants it."""
-        self._executor.enter_thread()
+        return _Timed(super().launch(batch), batch.num_tokens, self.landed)
 
 
 class _Timed:
@@ -102,7 +93,7 @@ class Worker:
     ) -> None:
         layout = runner.layout
         self.inbox: Inbox[Any] = Inbox()
-        self.executor = TimedExecutor(Executor(runner, None), depth)  # type: ignore[arg-type]
+        self.executor = TimedExecutor(runner, depth)
         self.idle = asyncio.Event()
         self._snapshot = Snapshot()
         self._on_output = on_output
@@ -121,7 +112,7 @@ class Worker:
             deliver=lambda *turn: loop.call_soon_threadsafe(self._deliver, *turn),
             executor=self.executor,
             inbox=self.inbox,
-            clock=wall_clock,
+            clock=time.time,
         )
         self._reader = asyncio.create_task(self._read())
 
@@ -156,7 +147,7 @@ def submit(index: int, prompt: int, sampling: SamplingParams) -> Submit:
         router_id=ROUTER,
         prompt_ids=tuple((7 * i + index) % 4000 for i in range(prompt)),
         sampling=sampling,
-        deadline=wall_clock() + 3600.0,
+        deadline=time.time() + 3600.0,
         peer=PEER,
     )
 

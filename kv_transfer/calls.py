@@ -1,9 +1,8 @@
-"""What a control call of the hand-off needs, and what its end means."""
+"""How a control call of the hand-off ended, and what that means to it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
 from protocol.errors import (
     BatonError,
@@ -12,30 +11,9 @@ from protocol.errors import (
     StaleMessage,
     Unavailable,
 )
-from rpc.service import Method
-
-Req = TypeVar("Req")
-Rep = TypeVar("Rep")
 
 #: Errors of calls that the peer may have acted on.
 UNANSWERED = (DeadlineExceeded, Unavailable)
-
-
-class Client(Protocol):
-    """One peer's control channel (rpc.ControlClient)."""
-
-    async def call(self, method: Method[Req, Rep], request: Req, *, timeout_s: float) -> Rep:
-        """One reply, or the peer's typed error; Unavailable or DeadlineExceeded when there is
-        none."""
-        ...
-
-
-class Clients(Protocol):
-    """Control channels by address (rpc.ClientPool)."""
-
-    def get(self, address: str) -> Client:
-        """The channel to `address`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

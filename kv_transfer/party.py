@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from kv_transfer.calls import UNANSWERED, Answer, Clients, Rep, Req
+from kv_transfer.calls import UNANSWERED, Answer
 from kv_transfer.clock import Clock
 from kv_transfer.config import TransferConfig
 from kv_transfer.leases import check_ticket
@@ -15,7 +15,7 @@ from protocol.errors import BatonError, Unavailable
 from protocol.ids import RequestKey, WorkerRef
 from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.ticket import Ticket
-from rpc.service import Method
+from rpc.service import ClientPool, Method, Rep, Req
 
 _FIRST_PAUSE_S = 0.05
 
@@ -29,7 +29,7 @@ class Party:
     fingerprint: KVFingerprint
     secret: bytes
     ranks: RankChannel
-    clients: Clients
+    clients: ClientPool
     config: TransferConfig
     clock: Clock = Clock()  # noqa: RUF009 - frozen
 

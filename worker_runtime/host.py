@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from protocol.ids import Role, WorkerRef, new_epoch
 from protocol.messages import Cancel, Submit, WorkerStatus
 from protocol.states import WorkerState
 from rpc.service import ClientPool, ControlServer, Handler, Method
-from worker_runtime.clock import Clock, wall_clock
 from worker_runtime.commands import Cancelled, RouterCommand, RouterGone, Submitted
 from worker_runtime.config import WorkerConfig
 from worker_runtime.cores import SharedCores
@@ -79,7 +79,7 @@ class Worker(ABC, Generic[C, Out]):
         settings: WorkerSettings,
         *,
         group: RankGroup | None = None,
-        clock: Clock = wall_clock,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.settings = settings
         self.clock = clock

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from grammar.matcher import Matcher
 from observability.logging import get_logger
@@ -25,26 +25,14 @@ from protocol.messages import (
 from protocol.states import WorkerState, check_worker
 from rpc import methods
 from rpc.service import Handler, Method
-from worker_runtime.clock import Clock
 from worker_runtime.config import WorkerConfig
 from worker_runtime.grammars import Grammars
 from worker_runtime.limits import Limits
 from worker_runtime.outlet import EventOutlet, RouterEvents
 from worker_runtime.scheduler import Snapshot
+from worker_runtime.step_loop import StepLoop
 
 log = get_logger(__name__)
-
-
-class Progress(Protocol):
-    """The part of a step loop that health is judged by."""
-
-    steps: int
-    last_step_end: float
-    broken: Exception | None
-
-    def stalled_for(self) -> float:
-        """Seconds the running step has taken; 0 when idle."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +58,8 @@ class Shell:
         ref: WorkerRef,
         identity: Identity,
         config: WorkerConfig,
-        progress: Progress,
-        clock: Clock,
+        progress: StepLoop[Any, Any],
+        clock: Callable[[], float],
         accept: Callable[[Submit, Matcher | None], None],
         grammars: Grammars,
         cancel: Callable[[Cancel], None],

@@ -12,13 +12,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from engine.batch import StepBatch
-from engine.executor import PendingStep
+from engine.executor import Executor, PendingStep
 from observability.logging import get_logger
 from protocol.errors import Internal
-from worker_runtime.clock import Clock
 from worker_runtime.commands import RouterCommand, Submitted
 from worker_runtime.cores import SharedCores
 from worker_runtime.inbox import Inbox
@@ -39,25 +38,6 @@ Deliver = Callable[[Out, Snapshot, int], object]
 log = get_logger(__name__)
 
 
-class StepExecutor(Protocol):
-    """The part of an executor that the loop uses. `depth`: how many steps are on their way at
-    once, 1 when `launch` returns with the step over."""
-
-    depth: int
-
-    def launch(self, batch: StepBatch) -> PendingStep:
-        """Start one step; steps run in the order of launch."""
-        ...
-
-    def use_threads(self, count: int) -> None:
-        """Run the steps that are launched from now on with `count` threads."""
-        ...
-
-    def enter_thread(self) -> None:
-        """Get this thread ready to launch steps."""
-        ...
-
-
 class StepLoop(Generic[C, Out]):
     """Runs a scheduler on a thread of its own until `stop`, or until the engine breaks. What it
     decides in a turn is handed to `deliver` in one call, on that thread."""
@@ -68,9 +48,9 @@ class StepLoop(Generic[C, Out]):
         name: str,
         scheduler: Scheduler[Any, C, Out],
         deliver: Deliver[Out],
-        executor: StepExecutor,
+        executor: Executor,
         inbox: Inbox[C | RouterCommand],
-        clock: Clock,
+        clock: Callable[[], float],
         cores: SharedCores | None = None,
     ) -> None:
         """With `cores`, steps share the machine's cores with those of its other workers."""

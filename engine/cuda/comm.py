@@ -2,93 +2,54 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from torch import Tensor
 
 from engine.kernels.triton_reduce import NormedSum, Turn
 from protocol.errors import Internal
 
 
-class Communicator(Protocol):
-    """Collectives of one rank, in the order of the current stream; usable inside CUDA graphs."""
+class Communicator:
+    """Collectives of one rank, in the order of the current stream; usable inside CUDA graphs.
 
-    rank: int
-    size: int
-
-    @property
-    def failed(self) -> Tensor | None:
-        """int32 `[1]` on the device, not zero once a peer was found to be silent; or None."""
-        ...
-
-    def partial(self, h: Tensor) -> Tensor:
-        """Where this rank's partial sum is to be written for `reduce`: `h` itself, or a buffer of
-        its shape that the other ranks can read."""
-        ...
-
-    def reduce(self, partial: Tensor, h: Tensor) -> None:
-        """h = the sum of all ranks' partial sums, the same on every rank."""
-        ...
-
-    def turn(self, h: Tensor) -> Turn | None:
-        """This reduction's number, when the product before it is to sum over the ranks itself."""
-        ...
-
-    def sums_to_norm(self, h: Tensor) -> bool:
-        """Whether sums of the shape of h can go straight into the norm that follows them."""
-        ...
-
-    def normed_sum(self, h: Tensor) -> NormedSum:
-        """Such a reduction."""
-        ...
-
-    def end_step(self) -> None:
-        """No more reductions in this step."""
-        ...
-
-    def gather(self, x: Tensor) -> Tensor:
-        """`[size, *x.shape]`: every rank's `x`, in rank order, on every rank."""
-        ...
-
-    def close(self) -> None:
-        """Leave the group."""
-        ...
-
-
-class Solo:
-    """Collectives that move nothing: the group of one, and any rank's stand-in while the engine is
-    sized and nothing that is computed counts."""
+    These move nothing: they are those of a group of one, and any rank's stand-in while the engine
+    is sized and nothing that is computed counts.
+    """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank = rank
         self.size = size
-        self.failed: Tensor | None = None
+
+    @property
+    def failed(self) -> Tensor | None:
+        """int32 `[1]` on the device, not zero once a peer was found to be silent; or None."""
+        return None
 
     def partial(self, h: Tensor) -> Tensor:
-        """`h` itself."""
+        """Where this rank's partial sum is to be written for `reduce`: `h` itself, or a buffer of
+        its shape that the other ranks can read."""
         return h
 
     def reduce(self, partial: Tensor, h: Tensor) -> None:
-        """Nothing to add."""
+        """h = the sum of all ranks' partial sums, the same on every rank."""
 
     def turn(self, h: Tensor) -> Turn | None:
-        """Never."""
+        """This reduction's number, when the product before it is to sum over the ranks itself."""
         return None
 
     def sums_to_norm(self, h: Tensor) -> bool:
-        """Never."""
+        """Whether sums of the shape of h can go straight into the norm that follows them."""
         return False
 
     def normed_sum(self, h: Tensor) -> NormedSum:
-        """Never asked for: raises Internal."""
+        """Such a reduction."""
         raise Internal("a group of one has nothing to sum")
 
     def end_step(self) -> None:
-        """Nothing was counted."""
+        """No more reductions in this step."""
 
     def gather(self, x: Tensor) -> Tensor:
-        """`x`, as often as there are ranks."""
+        """`[size, *x.shape]`: every rank's `x`, in rank order, on every rank."""
         return x.expand(self.size, *x.shape)
 
     def close(self) -> None:
-        """Nothing to leave."""
+        """Leave the group."""

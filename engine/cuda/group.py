@@ -18,6 +18,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch._C._distributed_c10d import _SymmetricMemory
 
+from engine.cuda.comm import Communicator
 from engine.errors import RankLost
 from engine.kernels.triton_reduce import Mailboxes, NormedSum, Turn
 
@@ -53,7 +54,7 @@ def reduce_table(size: int) -> ReduceTable:
 _ROW_CAPACITY = 1 << 14
 
 
-class DeviceGroup:
+class DeviceGroup(Communicator):
     """One rank of a group of GPUs of one host; never torch.distributed's process-wide default."""
 
     def __init__(
@@ -66,8 +67,7 @@ class DeviceGroup:
         name: str,
         timeout_s: float = 60.0,
     ) -> None:
-        self.rank = rank
-        self.size = size
+        super().__init__(rank, size)
         self._name = name
         self._table = reduce_table(size)
         self._turns = 0

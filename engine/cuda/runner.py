@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.batch import SequenceStep, StepBatch, StepResult
 from engine.config import EngineConfig
-from engine.cuda.comm import Communicator, Solo
+from engine.cuda.comm import Communicator
 from engine.cuda.graphs import GraphSet
 from engine.cuda.layout import ChunkRows, ChunkUploader, DecodeRows
 from engine.cuda.memory import MEMORY_SHARE, RESERVE_BYTES, blocks_that_fit
@@ -120,7 +120,7 @@ class CudaRunner:
         self.model = CudaModel(
             self.weights,
             shape,
-            Solo(rank, config.tp_size),
+            Communicator(rank, config.tp_size),
             self._attention,
             pdl=pdl,
             split=split,
@@ -210,7 +210,7 @@ class CudaRunner:
 
     def start(self, comm: Communicator | None = None) -> None:
         """Join the other ranks, plan prompt attention, capture the decode graphs."""
-        self.model.comm = comm or Solo()
+        self.model.comm = comm or Communicator()
         self.plan_attention(self.options.max_batch)
         with torch.inference_mode():
             if self._graphs_on:

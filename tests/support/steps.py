@@ -9,6 +9,7 @@ from typing import Any
 
 from decode_worker.commands import Output
 from decode_worker.scheduler import DecodeScheduler
+from engine.executor import Executor
 from engine.kv.allocator import BlockAllocator
 from protocol.ids import RequestKey
 from protocol.kv_layout import KVFingerprint, KVLayout
@@ -18,11 +19,11 @@ from worker_runtime.commands import Submitted
 from worker_runtime.config import WorkerConfig
 from worker_runtime.inbox import Inbox
 from worker_runtime.scheduler import Snapshot
-from worker_runtime.step_loop import StepExecutor, StepLoop
+from worker_runtime.step_loop import StepLoop
 
 
 async def served(
-    executor: StepExecutor,
+    executor: Executor,
     layout: KVLayout,
     fingerprint: KVFingerprint,
     requests: Sequence[tuple[list[int], SamplingParams]],
