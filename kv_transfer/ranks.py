@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Protocol
 
 from kv_transfer.checksum import combine
-from kv_transfer.data_plane import DataPlane
 from kv_transfer.orders import Order, Outcome
 from protocol.errors import BatonError, HandoffFailed, Internal
 
@@ -23,17 +21,6 @@ class RankChannel(Protocol):
     async def run(self, rank: int, order: Order) -> Outcome:
         """Run one order on one rank; its outcome, errors inside it."""
         ...
-
-
-class LocalRanks:
-    """Ranks whose data planes live in this process."""
-
-    def __init__(self, planes: Sequence[DataPlane]) -> None:
-        self._planes = planes
-
-    async def run(self, rank: int, order: Order) -> Outcome:
-        """Run one order on one rank."""
-        return await asyncio.wrap_future(self._planes[rank].submit(order))
 
 
 async def run_order(ranks: RankChannel, rank: int, order: Order) -> Outcome:

@@ -32,11 +32,6 @@ class Access:
             except ValueError as error:
                 raise ValueError(f"api_keys_file {error}") from None
 
-    @property
-    def guarded(self) -> bool:
-        """Whether a key is needed."""
-        return self._keys is not None
-
     def caller(self, authorization: str | None) -> Caller:
         """Who sends this `Authorization` header. Raises Unauthenticated."""
         return ANYONE if self._keys is None else self._keys.caller(authorization)

@@ -31,11 +31,6 @@ class PoolShape:
     num_heads: int
     page: int
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the whole pool."""
-        return self.num_layers * self.num_blocks * 2 * self.num_heads * self.page
-
     def pages(self, cells: Cells, cell_bytes: int) -> Sequence[int]:
         """Where cells begin, in multiples of what `pool_rows` steps by: a block when a cell is one,
         else a cell."""

@@ -15,8 +15,9 @@ from kv_transfer.backends.base import Backend
 from kv_transfer.config import TransferConfig
 from kv_transfer.data_plane import DataPlane
 from kv_transfer.listeners import TransferReport
+from kv_transfer.orders import Order, Outcome
 from kv_transfer.party import Party
-from kv_transfer.ranks import LocalRanks, RankChannel
+from kv_transfer.ranks import RankChannel
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.store import Marks
@@ -30,6 +31,16 @@ from tests.support.one_sided import OneSidedBackend
 
 SECRET = b"a secret of the tests"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class LocalRanks:
+    """Ranks whose data planes live in this process."""
+
+    def __init__(self, planes: Sequence[DataPlane]) -> None:
+        self._planes = planes
+
+    async def run(self, rank: int, order: Order) -> Outcome:
+        return await asyncio.wrap_future(self._planes[rank].submit(order))
 
 
 def split_heads(num_heads: int, tp_size: int) -> tuple[tuple[int, int], ...]:

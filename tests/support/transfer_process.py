@@ -17,7 +17,6 @@ from kv_transfer.backends.gloo import GlooBackend
 from kv_transfer.config import TransferConfig
 from kv_transfer.credits import Holding
 from kv_transfer.party import Party
-from kv_transfer.ranks import LocalRanks
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from protocol.ids import RequestKey, Role, WorkerRef, new_epoch
@@ -26,6 +25,7 @@ from rpc.service import ClientPool, ControlServer
 from tests.support.processes import forks, obey
 from tests.support.transfer import (
     SECRET,
+    LocalRanks,
     Side,
     differing,
     fill,
