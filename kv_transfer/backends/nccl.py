@@ -303,43 +303,27 @@ class NcclBackend:
         self.staging = staging
         self.copy_ctas = copy_ctas
         self.watch = Watch("kv-nccl-watch")
-        self._host = host
         self._ctas = ctas
-        self._lock = threading.Lock()
-        self._meeting: Meeting | None = None
+        self._meeting = Meeting(host)
         load_copies(store.device)
 
     def listen(self) -> str:
         """Listen on a free port of `host`, once."""
-        with self._lock:
-            if self._meeting is None:
-                self._meeting = Meeting(self._host)
-            return self._meeting.endpoint
+        return self._meeting.listen()
 
     def connect(self, link: LinkId, endpoint: str, timeout_s: float) -> NcclLink:
         """Meet the receiver at its endpoint."""
         limit = time.monotonic() + timeout_s
-        try:
-            connection = call(endpoint, link, limit)
-        except (OSError, ValueError) as error:
-            raise LinkBroken(f"link {link}: cannot connect: {error}") from error
-        return self._build(link, connection, _SENDER, limit)
+        return self._build(link, call(endpoint, link, limit), _SENDER, limit)
 
     def accept(self, link: LinkId, timeout_s: float) -> NcclLink:
         """Wait for the sender."""
         limit = time.monotonic() + timeout_s
-        with self._lock:
-            meeting = self._meeting
-        if meeting is None:
-            raise LinkBroken(f"link {link}: not listening")
-        return self._build(link, meeting.await_sender(link, limit), _RECEIVER, limit)
+        return self._build(link, self._meeting.await_sender(link, limit), _RECEIVER, limit)
 
     def close(self) -> None:
         """Stop listening."""
-        with self._lock:
-            meeting, self._meeting = self._meeting, None
-        if meeting is not None:
-            meeting.close()
+        self._meeting.close()
         self.watch.close()
 
     def _build(self, link: LinkId, connection: socket.socket, me: int, limit: float) -> NcclLink:

@@ -76,26 +76,36 @@ class SocketStore(Store):
 
 
 class Meeting:
-    """The receiver's listening socket, and the senders that came and were not yet asked for."""
+    """The receiver's listening socket on `host`, and the senders that came and were not yet asked
+    for. Safe from any thread."""
 
     def __init__(self, host: str) -> None:
+        self._host = host
         self._token = secrets.token_hex(16)
-        self._listener = socket.socket(_family(host))
-        self._listener.bind((host, 0))
-        self._listener.listen(_BACKLOG)
-        port = self._listener.getsockname()[1]
-        self.endpoint = f"{host}|{port}|{self._token}"
+        self._listener: socket.socket | None = None
         self._arrived = threading.Condition()
         self._waiting: dict[str, tuple[socket.socket, float]] = {}
-        self._closed = False
-        threading.Thread(target=self._listen, name=f"kv-meet-{port}", daemon=True).start()
+
+    def listen(self) -> str:
+        """Listen on a free port, once; the endpoint for `call`."""
+        with self._arrived:
+            if self._listener is None:
+                self._listener = socket.socket(_family(self._host))
+                self._listener.bind((self._host, 0))
+                self._listener.listen(_BACKLOG)
+                threading.Thread(
+                    target=self._take_calls, args=(self._listener,), name="kv-meet", daemon=True
+                ).start()
+            return f"{self._host}|{self._listener.getsockname()[1]}|{self._token}"
 
     def await_sender(self, link: LinkId, limit: float) -> socket.socket:
         """The connection of the sender of `link`. Raises LinkBroken when none came."""
         name = str(link)
         with self._arrived:
+            if self._listener is None:
+                raise LinkBroken(f"link {name}: not listening")
             left = max(0.0, limit - time.monotonic())
-            self._arrived.wait_for(lambda: self._closed or name in self._waiting, left)
+            self._arrived.wait_for(lambda: self._listener is None or name in self._waiting, left)
             if name not in self._waiting:
                 raise LinkBroken(f"link {name}: the sender did not come")
             return self._waiting.pop(name)[0]
@@ -104,20 +114,21 @@ class Meeting:
         """Stop listening, and hang up on those who still wait."""
         with self._arrived:
             waiting, self._waiting = self._waiting, {}
-            self._closed = True
+            listener, self._listener = self._listener, None
             self._arrived.notify_all()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        if listener is not None:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
         for connection, _ in waiting.values():
             connection.close()
 
-    def _listen(self) -> None:
+    def _take_calls(self, listener: socket.socket) -> None:
         while True:
             try:
-                connection, _ = self._listener.accept()
+                connection, _ = listener.accept()
             except OSError:
-                if self._closed:
+                if self._listener is not listener:
                     return
                 time.sleep(_PAUSE_S)  # the caller has gone, or this process has no file left
                 continue
@@ -156,15 +167,19 @@ class Meeting:
 
 
 def call(endpoint: str, link: LinkId, limit: float) -> socket.socket:
-    """The sender's end: a connection to the endpoint's owner. Raises OSError or ValueError."""
-    host, port, token = endpoint.split("|")
-    connection = socket.create_connection((host, int(port)), max(0.001, limit - time.monotonic()))
+    """The sender's end: a connection to the endpoint's owner. Raises LinkBroken."""
     name = str(link).encode()
     try:
-        connection.sendall(_HELLO.pack(len(token), len(name)) + token.encode() + name)
-    except OSError:
-        connection.close()
-        raise
+        host, port, token = endpoint.split("|")
+        left = max(0.001, limit - time.monotonic())
+        connection = socket.create_connection((host, int(port)), left)
+        try:
+            connection.sendall(_HELLO.pack(len(token), len(name)) + token.encode() + name)
+        except OSError:
+            connection.close()
+            raise
+    except (OSError, ValueError, OverflowError) as error:
+        raise LinkBroken(f"link {link}: cannot connect: {error}") from error
     return connection
 
 
