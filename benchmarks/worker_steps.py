@@ -29,6 +29,7 @@ from engine.batch import StepBatch, StepResult
 from engine.cuda.runner import CudaRunner
 from engine.executor import Executor, PendingStep
 from engine.kv.allocator import BlockAllocator
+from kv_transfer.listeners import TransferReport
 from prefill_worker.scheduler import PrefillScheduler
 from protocol import codec
 from protocol.ids import RequestKey, Role, WorkerRef
@@ -177,13 +178,12 @@ async def decode_steps(
 
 async def prefill_rate(runner: CudaRunner, count: int, length: int, depth: int) -> float:
     """Prompt tokens a second of a prefill worker whose peer takes blocks at once."""
+    report = TransferReport(num_bytes=0, num_pieces=0, start=0.0, end=0.0)
 
     def on_output(out: prefill.Output) -> None:
         for order in out.handoffs:
             if isinstance(order, prefill.CommitHandoff):
-                worker.inbox.put(
-                    prefill.Delivered(key=order.key, num_bytes=0, num_pieces=0, start=0.0, end=0.0)
-                )
+                worker.inbox.put(prefill.Delivered(key=order.key, report=report))
 
     worker = Worker(runner, PrefillScheduler, on_output, depth)
     for i in range(count):

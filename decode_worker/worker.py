@@ -12,7 +12,7 @@ from protocol.errors import ErrorInfo, InvalidRequest
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.messages import Commit, Submit
 from worker_runtime.commands import HandoffEnded
-from worker_runtime.host import Handoff, Worker
+from worker_runtime.host import Worker
 
 
 class DecodeWorker(Worker[Command, Output]):
@@ -33,14 +33,10 @@ class DecodeWorker(Worker[Command, Output]):
     def _make_scheduler(self, **parts: Any) -> DecodeScheduler:
         return DecodeScheduler(**parts)
 
-    async def _open_handoff(self, party: Party) -> Handoff:
-        receiver = self._receiver = Receiver(party, self)
-        await receiver.start()
-        return Handoff(
-            handlers=receiver.handlers(),
-            counters=receiver.stats.counters,
-            close=receiver.close,
-        )
+    async def _open_handoff(self, party: Party) -> Receiver:
+        self._receiver = Receiver(party, self)
+        await self._receiver.start()
+        return self._receiver
 
     def _accept(self, submit: Submit) -> None:
         if submit.peer is None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 
@@ -32,24 +32,15 @@ class Moving:
     lane: int
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class Operation:
     """One message waiting for its turn: `work` for a Link, a `move` for a BlockLink."""
 
-    __slots__ = ("access", "move", "num_bytes", "result", "work")
-
-    def __init__(
-        self,
-        *,
-        access: Access,
-        num_bytes: int = 0,
-        work: Work | None = None,
-        move: Moving | None = None,
-    ) -> None:
-        self.access = access
-        self.num_bytes = num_bytes
-        self.work = work
-        self.move = move
-        self.result: Future[PartResult] = Future()
+    access: Access
+    num_bytes: int = 0
+    work: Work | None = None
+    move: Moving | None = None
+    result: Future[PartResult] = field(default_factory=Future)
 
 
 _Queue = SimpleQueue[Callable[[], object] | None]

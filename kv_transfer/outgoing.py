@@ -55,77 +55,67 @@ class Finished:
     quiet: asyncio.Event | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PieceOut:
     """One piece of one hand-off, to be delivered on whatever link is good by then. `cells` lie in
     the source's blocks and are complete after step `after` of its engine."""
 
-    def __init__(
-        self,
-        handoff: Outgoing,
-        *,
-        me: WorkerRef,
-        layout: KVLayout,
-        sequence: int,
-        area: Area,
-        cells: Cells,
-        after: int = 0,
-    ) -> None:
-        self._handoff = handoff
-        self._me = me
-        self._layout = layout
-        self._sequence = sequence
-        self._area = area
-        self._cells = cells
-        self._after = after
+    handoff: Outgoing
+    me: WorkerRef
+    layout: KVLayout
+    sequence: int
+    area: Area
+    cells: Cells
+    after: int
 
     @property
     def ready(self) -> ReadyOrder | None:
         """What has to happen before it can be announced: both sides are busy with it from then on.
         None when nothing has."""
-        if self._after == 0 or self.one_sided:
+        if self.after == 0 or self.one_sided:
             return None
-        area = self._area
-        return ReadyOrder(after=self._after, layer=area.first_layer + area.num_layers - 1)
+        area = self.area
+        return ReadyOrder(after=self.after, layer=area.first_layer + area.num_layers - 1)
 
     @property
     def alive(self) -> bool:
         """Whether the hand-off still wants it."""
-        return self._handoff.lease.state not in OVER
+        return self.handoff.lease.state not in OVER
 
     @property
     def one_sided(self) -> bool:
         """Whether the ranks write it into decode's pool."""
-        return self._handoff.backend in ONE_SIDED
+        return self.handoff.backend in ONE_SIDED
 
     def announcement(self, link: int, turn: int) -> Piece:
         """The message that announces it."""
-        lease, area = self._handoff.lease, self._area
+        lease, area = self.handoff.lease, self.area
         return Piece(
             key=lease.key,
             ticket=lease.ticket,
             generation=lease.generation,
-            sequence=self._sequence,
+            sequence=self.sequence,
             first_cell=area.first_cell,
             num_cells=area.num_cells,
             first_layer=area.first_layer,
             num_layers=area.num_layers,
-            prefill=self._me,
-            prefill_layout=self._layout,
+            prefill=self.me,
+            prefill_layout=self.layout,
             link=link,
             turn=turn,
-            backend=self._handoff.backend,
+            backend=self.handoff.backend,
         )
 
     def orders(self, link: int, *, discard: bool) -> dict[int, Order]:
         """What each source rank has to send. Counts as moving from here on."""
-        self._handoff.moving += 1
-        self._handoff.still.clear()
+        self.handoff.moving += 1
+        self.handoff.still.clear()
         parts: dict[int, list[Part]] = {}
-        grant = self._handoff.lease.grant_message
+        grant = self.handoff.lease.grant_message
         assert grant is not None
-        backend = self._handoff.backend
+        backend = self.handoff.backend
         endpoints = {a.rank: a.endpoint for a in grant.links if a.backend == backend}
-        for slice_ in self._handoff.plan:
+        for slice_ in self.handoff.plan:
             part = Part(
                 peer_rank=slice_.dest_rank,
                 first_head=slice_.source_heads[0],
@@ -141,12 +131,12 @@ class PieceOut:
 
     def moved(self) -> None:
         """The ranks have ended what `orders` named."""
-        self._handoff.moving -= 1
-        if self._handoff.moving == 0:
-            self._handoff.still.set()
+        self.handoff.moving -= 1
+        if self.handoff.moving == 0:
+            self.handoff.still.set()
 
     def _order(self, rank: int, link: int, parts: tuple[Part, ...], *, discard: bool) -> MoveOrder:
-        lease, area = self._handoff.lease, self._area
+        lease, area = self.handoff.lease, self.area
         grant = lease.grant_message
         assert grant is not None
         peer_cells = Cells.within(
@@ -158,17 +148,17 @@ class PieceOut:
         )
         return MoveOrder(
             rank=rank,
-            sender_epoch=self._me.epoch,
+            sender_epoch=self.me.epoch,
             receiver_epoch=lease.peer.epoch,
             link=link,
             generation=lease.generation,
-            sequence=self._sequence,
-            cells=self._cells,
+            sequence=self.sequence,
+            cells=self.cells,
             first_layer=area.first_layer,
             num_layers=area.num_layers,
             parts=parts,
             discard=discard,
-            backend=self._handoff.backend,
+            backend=self.handoff.backend,
             peer_cells=peer_cells if self.one_sided else None,
-            after=self._after,
+            after=self.after,
         )

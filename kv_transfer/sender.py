@@ -40,9 +40,6 @@ from rpc.service import Handler, Method
 _CLOSE_GRACE_S = 3.0
 
 
-__all__ = ["Sender", "TransferReport"]
-
-
 class Sender:
     """Sends finished KV blocks to decode workers.
 
@@ -160,7 +157,7 @@ class Sender:
                 count=part.num_cells,
             )
             piece = PieceOut(
-                handoff,
+                handoff=handoff,
                 me=self._me.ref,
                 layout=self._me.layout,
                 sequence=sequence,

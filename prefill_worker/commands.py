@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kv_transfer.listeners import TransferReport
 from protocol.ids import RequestKey
 from worker_runtime import scheduler
 from worker_runtime.commands import EndHandoff, HandoffEnded
@@ -19,13 +20,10 @@ class Granted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivered:
-    """Decode has everything and owns the sequence. Times are seconds since the Unix epoch."""
+    """Decode has everything and owns the sequence."""
 
     key: RequestKey
-    num_bytes: int
-    num_pieces: int
-    start: float
-    end: float
+    report: TransferReport
 
 
 Command = Granted | Delivered | HandoffEnded

@@ -72,8 +72,9 @@ class PrefillScheduler(Scheduler[Entry, Command, Output]):
             return
         if entry.state is State.SENDING:
             self.num_finished += 1
-            entry.sequence.marks[Phase.TRANSFER] = [command.start, command.end]
-            entry.num_bytes, entry.num_pieces = command.num_bytes, command.num_pieces
+            report = command.report
+            entry.sequence.marks[Phase.TRANSFER] = [report.start, report.end]
+            entry.num_bytes, entry.num_pieces = report.num_bytes, report.num_pieces
             out.of(entry.router_id).spans.append(
                 SpanEvent(key=command.key, spans=self._spans(entry))
             )

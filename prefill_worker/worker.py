@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from kv_transfer.listeners import TransferReport
 from kv_transfer.party import Party
-from kv_transfer.sender import Sender, TransferReport
+from kv_transfer.sender import Sender
 from observability.logging import get_logger
 from prefill_worker.commands import (
     Command,
@@ -20,7 +21,7 @@ from protocol.errors import BatonError, ErrorInfo, Internal, InvalidRequest
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.messages import Grant, Submit
 from worker_runtime.commands import EndHandoff, HandoffEnded
-from worker_runtime.host import Handoff, Worker
+from worker_runtime.host import Worker
 
 log = get_logger(__name__)
 
@@ -46,13 +47,9 @@ class PrefillWorker(Worker[Command, Output]):
     def _make_scheduler(self, **parts: Any) -> PrefillScheduler:
         return PrefillScheduler(**parts)
 
-    async def _open_handoff(self, party: Party) -> Handoff:
-        sender = self._sender = Sender(party, self)
-        return Handoff(
-            handlers=sender.handlers(),
-            counters=sender.stats.counters,
-            close=sender.close,
-        )
+    async def _open_handoff(self, party: Party) -> Sender:
+        self._sender = Sender(party, self)
+        return self._sender
 
     def _accept(self, submit: Submit) -> None:
         if submit.peer is None or submit.ticket is None:
@@ -90,15 +87,7 @@ class PrefillWorker(Worker[Command, Output]):
 
     def committed(self, key: RequestKey, report: TransferReport) -> None:
         """Decode owns the sequence; the source blocks are free."""
-        self.inbox.put(
-            Delivered(
-                key=key,
-                num_bytes=report.num_bytes,
-                num_pieces=report.num_pieces,
-                start=report.start,
-                end=report.end,
-            )
-        )
+        self.inbox.put(Delivered(key=key, report=report))
 
     def ended(self, key: RequestKey, error: ErrorInfo | None) -> None:
         """The hand-off is over without a commit; the source blocks are free."""

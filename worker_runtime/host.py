@@ -7,7 +7,7 @@ import asyncio
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -18,11 +18,13 @@ from engine.ranks import RankGroup
 from grammar.matcher import Matcher
 from kv_transfer.config import TransferConfig
 from kv_transfer.party import Party
+from kv_transfer.receiver import Receiver
+from kv_transfer.sender import Sender
 from kv_transfer.tasks import Tasks
 from protocol.ids import Role, WorkerRef, new_epoch
 from protocol.messages import Cancel, Submit, WorkerStatus
 from protocol.states import WorkerState
-from rpc.service import ClientPool, ControlServer, Handler, Method
+from rpc.service import ClientPool, ControlServer
 from worker_runtime.commands import Cancelled, RouterCommand, RouterGone, Submitted
 from worker_runtime.config import WorkerConfig
 from worker_runtime.cores import SharedCores
@@ -51,16 +53,6 @@ class WorkerSettings:
     worker: WorkerConfig
     transfer: TransferConfig
     secret: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Handoff:
-    """A worker's side of its hand-offs: the control methods that it serves, its counters for
-    WorkerStatus, and how to end it."""
-
-    handlers: Mapping[Method[Any, Any], Handler]
-    counters: Callable[[], Mapping[str, int]]
-    close: Callable[[], Awaitable[None]]
 
 
 class Worker(ABC, Generic[C, Out]):
@@ -92,7 +84,7 @@ class Worker(ABC, Generic[C, Out]):
         self.ref: WorkerRef
         self.ranks: Ranks
         self.shell: Shell
-        self._handoff: Handoff
+        self._handoff: Sender | Receiver
         self._grammars: Grammars
         self._loop: StepLoop[C, Out]
 
@@ -103,7 +95,7 @@ class Worker(ABC, Generic[C, Out]):
         """Its scheduler, made of what every scheduler takes."""
 
     @abstractmethod
-    async def _open_handoff(self, party: Party) -> Handoff:
+    async def _open_handoff(self, party: Party) -> Sender | Receiver:
         """Its side of the hand-off, ready for requests."""
 
     @abstractmethod
@@ -155,7 +147,7 @@ class Worker(ABC, Generic[C, Out]):
         self._loop = self._make_loop(scheduler)
         self.shell = self._make_shell()
         self._server.add(self.shell.handlers())
-        self._server.add(self._handoff.handlers)
+        self._server.add(self._handoff.handlers())
         await self._server.start()
         await asyncio.to_thread(self._loop.start)
         self.shell.become(WorkerState.READY)
@@ -260,7 +252,7 @@ class Worker(ABC, Generic[C, Out]):
             grammars=self._grammars,
             cancel=cancel,
             router_gone=lambda router_id: self.inbox.put(RouterGone(router_id=router_id)),
-            handoff_counters=self._handoff.counters,
+            handoff_counters=self._handoff.stats.counters,
         )
 
 

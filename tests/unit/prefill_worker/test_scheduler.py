@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kv_transfer.listeners import TransferReport
 from prefill_worker.commands import (
     CommitHandoff,
     Delivered,
@@ -113,7 +114,8 @@ class Bench(SchedulerBench):
         self.tell(Granted(key=submit.key, num_cached_tokens=BLOCK * cached))
 
     def deliver(self, key: RequestKey) -> None:
-        self.tell(Delivered(key=key, num_bytes=640, num_pieces=2, start=1.0, end=2.0))
+        report = TransferReport(num_bytes=640, num_pieces=2, start=1.0, end=2.0)
+        self.tell(Delivered(key=key, report=report))
 
     def pushed_tokens(self, key: RequestKey, length: int) -> list[int]:
         store = self.arrived[key]
