@@ -82,11 +82,11 @@ fix: env-dev ## Format, and mend what the linter can mend
 
 .PHONY: proto
 proto: env-dev ## Generate the Python code of protocol/wire/*.proto
-	$(RUN)/python -m protocol.wire.generate
+	$(RUN)/python scripts/proto.py
 
 .PHONY: proto-check
 proto-check: env-dev ## Fail if the committed generated code is not what `make proto` writes
-	$(RUN)/python -m protocol.wire.generate --check
+	$(RUN)/python scripts/proto.py --check
 
 .PHONY: docs
 docs: env-dev ## Write docs/configuration.md and docs/metrics.md from the code

@@ -1,1 +1,1 @@
-"""The public gRPC contract: `*.proto` and the code generated from it. See `generate.py`."""
+"""The public gRPC contract: `*.proto` and the code generated from it. See `scripts/proto.py`."""

@@ -1,4 +1,4 @@
-"""Generate the Python code of every `*.proto` in this folder: `python -m protocol.wire.generate`.
+"""Generate the Python code of every `*.proto` in protocol/wire: `python scripts/proto.py`.
 
 Runs protoc from the repository's root with `-I.`, so that a file's path is its import path and the
 generated code needs no editing. With `--check` nothing is written; the exit status is 1 when a
@@ -14,13 +14,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def main(argv: list[str] | None = None) -> int:
     """Generate or check; the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m protocol.wire.generate")
+    parser = argparse.ArgumentParser(prog="scripts/proto.py")
     parser.add_argument("--check", action="store_true", help="compare only, write nothing")
     check = parser.parse_args(argv).check
     with tempfile.TemporaryDirectory() as folder:
@@ -35,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _protoc(out: Path) -> None:
-    sources = [str(path.relative_to(ROOT)) for path in sorted(HERE.glob("*.proto"))]
+    sources = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("protocol/wire/*.proto"))]
     outputs = [f"--{kind}_out={out}" for kind in ("python", "pyi")]
     command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", *outputs, *sources]
     subprocess.run(command, cwd=ROOT, check=True)
