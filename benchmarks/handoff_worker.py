@@ -166,7 +166,7 @@ class Side:
         has begun."""
         blocks = handoff.source
         steps = self._everywhere("fill_late", blocks, seed)
-        self._end.push(handoff.key, blocks, 0, len(blocks), after=steps[0])
+        self._end.push(handoff.key, blocks, 0, after=steps[0])
         self._end.commit(handoff.key, 1)
         await asyncio.wait_for(self._events.times[handoff.key], PATIENCE_S)
 
@@ -203,7 +203,7 @@ class Side:
             await asyncio.wait_for(self._events.grants[handoff.key], PATIENCE_S)
             async with turns:
                 start = time.monotonic()
-                self._end.push(handoff.key, handoff.source, 0, len(handoff.source))
+                self._end.push(handoff.key, handoff.source, 0)
                 self._end.commit(handoff.key, 1)
                 end = await asyncio.wait_for(self._events.times[handoff.key], PATIENCE_S)
             return start, end

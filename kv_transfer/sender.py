@@ -108,10 +108,7 @@ class Sender:
         key: RequestKey,
         block_ids: tuple[int, ...],
         first_block: int,
-        num_blocks: int,
         *,
-        first_layer: int = 0,
-        num_layers: int | None = None,
         after: int = 0,
     ) -> None:
         """Send `block_ids`, finished blocks first_block, first_block + 1, ... of the sequence here.
@@ -119,27 +116,25 @@ class Sender:
         finished by that step of the engine, which runs: each layer leaves behind it.
 
         The blocks must stay as they are until `committed` or `ended`. What decode has already of
-        them is skipped. `first_layer` and `num_layers` restrict the push to a group of layers. A
-        push for a hand-off that is over is ignored; one that was never granted, or that repeats
-        blocks, raises StaleMessage.
+        them is skipped. A push for a hand-off that is over is ignored; one that was never granted,
+        or that repeats blocks, raises StaleMessage.
         """
-        if len(block_ids) != num_blocks:
-            raise ValueError(f"{len(block_ids)} block ids for {num_blocks} blocks")
         handoff = self._live.get(key)
         if handoff is None:
             return
-        layers = self._me.layout.num_layers - first_layer if num_layers is None else num_layers
-        groups = [layers]
+        layout = self._me.layout
+        groups = [layout.num_layers]
         if after and handoff.backend not in ONE_SIDED:  # one that writes does so by itself
-            num_tokens = num_blocks * self._me.layout.block_size
-            heads = self._me.layout.num_kv_heads
-            size = kv_bytes(self._me.layout, num_tokens=num_tokens, num_layers=1, num_heads=heads)
-            groups = layer_groups(layers, size)
-        per_block = self._me.layout.block_size // max(1, handoff.lease.cell_size)
+            num_tokens = len(block_ids) * layout.block_size
+            heads = layout.num_kv_heads
+            size = kv_bytes(layout, num_tokens=num_tokens, num_layers=1, num_heads=heads)
+            groups = layer_groups(layout.num_layers, size)
+        per_block = layout.block_size // max(1, handoff.lease.cell_size)
+        first_layer = 0
         for count in groups:
             area = Area(
                 first_cell=first_block * per_block,
-                num_cells=num_blocks * per_block,
+                num_cells=len(block_ids) * per_block,
                 first_layer=first_layer,
                 num_layers=count,
             )

@@ -68,7 +68,7 @@ class PrefillWorker(Worker[Command, Output]):
     def _order(self, handoff: Push | CommitHandoff | EndHandoff) -> None:
         match handoff:
             case Push(key=key, block_ids=block_ids, first_block=first, after=step):
-                self._sender.push(key, block_ids, first, len(block_ids), after=step)
+                self._sender.push(key, block_ids, first, after=step)
             case CommitHandoff(key=key, first_token=token):
                 self._sender.commit(key, token)
             case EndHandoff(key=key, released=released, error=error):

@@ -393,7 +393,7 @@ class Pair:
         there = num_cached * self.decode.layout.block_size // self.prefill.layout.block_size
         for first in range(there, len(source_blocks), chunk):
             blocks = source_blocks[first : first + chunk]
-            self.sender.push(key, blocks, first, len(blocks))
+            self.sender.push(key, blocks, first)
         self.sender.commit(key, first_token)
         await self.prefill.events.wait(lambda e: e.is_over(key))
         await self.decode.events.wait(lambda e: e.is_over(key))

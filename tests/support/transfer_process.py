@@ -99,7 +99,7 @@ class _Host:
         fill(side.pools, side.layout, blocks, random_kv(side.layout, len(blocks), seed))
         for first in range(0, len(blocks), chunk):
             part = blocks[first : first + chunk]
-            self._ends[which].push(key, part, first, len(part))
+            self._ends[which].push(key, part, first)
         self._ends[which].commit(key, 5)
 
     async def slow(self, which: int, seconds: float) -> None:

@@ -384,7 +384,7 @@ class World:
         first = side.pushed[key]
         part = ids[first : first + count]
         if part:
-            self.on_loop(lambda: self.sender.push(key, part, first, len(part)))
+            self.on_loop(lambda: self.sender.push(key, part, first))
             side.pushed[key] += len(part)
         if side.pushed.get(key) == len(ids) and key not in side.committing:
             side.committing.add(key)

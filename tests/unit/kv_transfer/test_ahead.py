@@ -63,7 +63,7 @@ async def running(pair, after=STEP):
         pool.marks = marks
     pair.submit(KEY, len(DEST))
     await pair.receiver.reserve(KEY, DEST, 0)
-    pair.sender.push(KEY, SOURCE, 0, len(SOURCE), after=after)
+    pair.sender.push(KEY, SOURCE, 0, after=after)
     return marks
 
 

@@ -65,8 +65,8 @@ async def test_blocks_are_safe_only_after_a_running_scatter_and_no_later_one_sta
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends) as pair:
         await ready(pair)
         pair.decode.pools[0].before_scatter = held
-        pair.sender.push(KEY, SOURCE[:2], 0, 2)
-        pair.sender.push(KEY, SOURCE[2:], 2, 3)
+        pair.sender.push(KEY, SOURCE[:2], 0)
+        pair.sender.push(KEY, SOURCE[2:], 2)
         assert await asyncio.to_thread(held.begun)
         await pair.receiver.end(KEY, False, ErrorInfo(code=ErrorCode.CANCELLED, message="gone"))
         assert pair.decode.events.ended_with(KEY).code is ErrorCode.CANCELLED
@@ -99,7 +99,7 @@ async def test_blocks_wait_for_what_moves_on_ranks_that_cannot_be_asked(memory):
         await ready(pair)
         pair.prefill.pools[0].before_gather = reading
         pair.decode.pools[1].before_scatter = writing
-        pair.sender.push(KEY, SOURCE, 0, 5)
+        pair.sender.push(KEY, SOURCE, 0)
         assert await asyncio.to_thread(reading.begun)
         assert await asyncio.to_thread(writing.begun)
         ending = asyncio.create_task(pair.sender.end(KEY, True))
@@ -168,7 +168,7 @@ async def test_source_blocks_are_free_only_after_a_running_gather(memory):
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
         await ready(pair)
         pair.prefill.pools[1].before_gather = held
-        pair.sender.push(KEY, SOURCE, 0, 5)
+        pair.sender.push(KEY, SOURCE, 0)
         assert await asyncio.to_thread(held.begun)
         ending = asyncio.create_task(pair.sender.end(KEY, True))
         await asyncio.sleep(0.1)
@@ -185,7 +185,7 @@ async def test_nothing_is_committed_after_the_end(memory):
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
         await ready(pair)
         pair.prefill.pools[0].before_gather = held
-        pair.sender.push(KEY, SOURCE, 0, 5)
+        pair.sender.push(KEY, SOURCE, 0)
         pair.sender.commit(KEY, 1)
         assert await asyncio.to_thread(held.begun)
         ending = asyncio.create_task(pair.sender.end(KEY, True))
@@ -204,7 +204,7 @@ async def test_a_cancelled_handoff_leaves_its_links_in_step(backends):
             key = RequestKey(f"cancelled-{turn}")
             await ready(pair, key)
             for first in range(5):
-                pair.sender.push(key, SOURCE[first : first + 1], first, 1)
+                pair.sender.push(key, SOURCE[first : first + 1], first)
             for _ in range(turn * 3):
                 await asyncio.sleep(0)
             side = (pair.sender, pair.receiver)[turn % 2]
@@ -229,7 +229,7 @@ async def test_an_end_of_either_side_reaches_the_other(memory, released):
             await side.events.wait(lambda e: len(e.ends) == 2)
             assert dict(side.events.ends) == {KEY: error, OTHER: error}
         assert sorted(pair.decode.events.safe, key=str) == [(KEY, DEST), (OTHER, LAND)]
-        pair.sender.push(KEY, SOURCE, 0, 5)  # the step thread did not know yet: ignored
+        pair.sender.push(KEY, SOURCE, 0)  # the step thread did not know yet: ignored
         pair.sender.commit(KEY, 1)
         await pair.sender.end(KEY, True)
         await pair.receiver.end(KEY, True)
@@ -264,7 +264,7 @@ async def test_leaving_after_the_commit_gives_the_blocks_back_once(memory):
 async def test_a_link_that_dies_between_pieces_is_replaced_and_nothing_fails(backends):
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends) as pair:
         kv = await ready(pair)
-        pair.sender.push(KEY, SOURCE[:2], 0, 2)
+        pair.sender.push(KEY, SOURCE[:2], 0)
         async with asyncio.timeout(5):
             while pair.receiver.stats.num_pieces < 1:
                 await asyncio.sleep(0.01)
@@ -340,7 +340,7 @@ async def test_a_decode_worker_that_does_not_answer_fails_the_handoff_in_time(me
 
         await ready(pair)
         pair.clients.intercept = silent
-        pair.sender.push(KEY, SOURCE, 0, 5)
+        pair.sender.push(KEY, SOURCE, 0)
         pair.sender.commit(KEY, 1)
         await pair.prefill.events.wait(lambda e: e.is_over(KEY), 2)
         assert pair.prefill.events.ended_with(KEY).code is ErrorCode.HANDOFF_FAILED
@@ -481,7 +481,7 @@ async def test_nothing_is_sent_on_links_that_were_given_up_meanwhile(memory):
 
         await ready(pair)
         pair.clients.intercept = lost
-        pair.sender.push(KEY, SOURCE, 0, 5)
+        pair.sender.push(KEY, SOURCE, 0)
         await pair.prefill.events.wait(lambda e: e.is_over(KEY))
         await pair.decode.events.wait(lambda e: e.safe)
         assert [plane._links for plane in pair.prefill.planes] == [{}, {}]

@@ -77,7 +77,7 @@ async def test_cached_blocks_are_neither_sent_nor_touched(any_backends, num_cach
         assert (commit.num_pieces == 0) == (num_cached == 5)
 
 
-async def test_layer_groups_and_large_pushes_are_split_and_joined(any_backends):
+async def test_large_pushes_are_split_and_joined(any_backends):
     layout = make_layout(1, num_layers=5)
     kv = random_kv(layout, 5, seed=1)
     size = 2 * 5 * 4 * 2 * 4 * 8 * 4  # two blocks
@@ -86,13 +86,11 @@ async def test_layer_groups_and_large_pushes_are_split_and_joined(any_backends):
         fill(pair.prefill.pools, layout, SOURCE, kv)
         pair.submit(KEY, 5)
         await pair.receiver.reserve(KEY, DEST, 0)
-        pair.sender.push(KEY, SOURCE, 0, 5, first_layer=2, num_layers=1)
-        pair.sender.push(KEY, SOURCE, 0, 5, first_layer=0, num_layers=2)
-        pair.sender.push(KEY, SOURCE, 0, 5, first_layer=3)
+        pair.sender.push(KEY, SOURCE, 0)
         pair.sender.commit(KEY, 1)
         await pair.decode.events.wait(lambda e: e.is_over(KEY))
         assert differing(pair.decode.pools, layout, DEST, kv) == []
-        assert pair.decode.events.commits[0][1].num_pieces == 9
+        assert pair.decode.events.commits[0][1].num_pieces == 3
 
 
 @pytest.mark.parametrize("kind", list(ChecksumKind))
@@ -124,7 +122,7 @@ async def across(one, other, key):
     other.receiver.offer(key, ticket, one.prefill.ref)
     one.sender.expect(key, ticket, other.decode.ref)
     await other.receiver.reserve(key, DEST, 0)
-    one.sender.push(key, SOURCE, 0, 5)
+    one.sender.push(key, SOURCE, 0)
     one.sender.commit(key, 1)
 
 

@@ -190,8 +190,6 @@ async def test_tickets_that_do_not_fit_are_refused_at_submission(memory, change)
 async def test_misuse_is_told_at_once(memory):
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
         await ready(pair)
-        with pytest.raises(ValueError, match="block ids"):
-            pair.sender.push(KEY, SOURCE, 0, 4)
         with pytest.raises(ValueError, match="before all"):
             pair.sender.commit(KEY, 1)
         with pytest.raises(ValueError, match="already"):
@@ -249,7 +247,7 @@ async def test_a_grant_whose_replies_are_all_lost_still_serves_if_pieces_come(me
         pair.submit(KEY, 5)
         granting = asyncio.create_task(pair.receiver.reserve(KEY, DEST, 0))
         await pair.prefill.events.wait(lambda e: e.grants)
-        pair.sender.push(KEY, SOURCE[:2], 0, 2)
+        pair.sender.push(KEY, SOURCE[:2], 0)
         while pair.receiver.stats.num_pieces < 1:
             await asyncio.sleep(0.01)
         pushed.set()

@@ -43,7 +43,7 @@ def backends(pools):
 async def sent(pair):
     """All of it, and the commit."""
     kv = await ready(pair)
-    pair.sender.push(KEY, SOURCE, 0, 5)
+    pair.sender.push(KEY, SOURCE, 0)
     pair.sender.commit(KEY, 1)
     return kv
 
@@ -138,7 +138,7 @@ async def writing(pair):
     for pool in pair.decode.pools:
         pool.before_scatter = held
     await ready(pair)
-    pair.sender.push(KEY, SOURCE, 0, 5)
+    pair.sender.push(KEY, SOURCE, 0)
     assert await asyncio.to_thread(held.begun)
     return held
 
@@ -302,7 +302,7 @@ async def test_a_pool_that_cannot_be_mapped_is_not_tried_again(backends, pools):
         for key, dest in ((KEY, DEST), (OTHER, (0, 3, 4, 5, 6))):
             await ready(pair, key, dest=dest)
             if key not in dict(pair.prefill.events.ends):
-                pair.sender.push(key, SOURCE, 0, 5)
+                pair.sender.push(key, SOURCE, 0)
             await pair.prefill.events.wait(lambda e, key=key: e.is_over(key))
             error = pair.prefill.events.ended_with(key)
             assert (error.code, error.param) == (ErrorCode.HANDOFF_FAILED, "backend")
