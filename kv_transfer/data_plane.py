@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 
 import torch
 
@@ -248,21 +248,7 @@ class DataPlane:
         if backend in ON_DEVICE:  # stages by itself
             operation = self._block_operation(order, part, link, access, sending)
         else:
-            store = self._store
-            shape = (
-                order.num_layers,
-                order.cells.count,
-                2,
-                part.num_heads,
-                order.cells.size,
-                store.head_dim,
-            )
-            run = self._send if sending else self._receive
-            operation = Operation(
-                access=access,
-                num_bytes=_num_bytes(shape, store.dtype),
-                work=partial(run, order, part, link, access, shape),
-            )
+            operation = self._staged_operation(order, part, link, access, sending)
         self._track((order.receiver_epoch, order.generation), operation)
         return operation
 
@@ -304,59 +290,51 @@ class DataPlane:
         moving = Moving(begin=begin, result=result, lane=move.lane)
         return Operation(access=access, move=moving)
 
-    def _send(
-        self,
-        order: MoveOrder,
-        part: Part,
-        name: LinkId,
-        access: Access,
-        shape: Sequence[int],
-        link: Link,
-        staging: torch.Tensor,
-    ) -> PartResult:
-        """Gather and send. A revoked or discarded message still goes out, with whatever the staging
-        buffer holds: the receiver has posted for it, and skipping it would set the two out of
-        step."""
-        layers, heads = _ranges(order, part)
-        if order.after and self._store.marks is not None:  # rank 0 was asked; this may be another
-            self._store.marks.wait(order.after, layers[-1])
-        with torch.inference_mode(), access.entered() as allowed:
-            if allowed and not order.discard:
-                out = staging.view(self._store.dtype).view(*shape)
-                self._store.gather(order.cells, layers, heads, out=out)
-        checksum = self._checksum(staging, order, name)
-        link.send(staging, self._config.op_timeout_s)
-        return PartResult(peer_rank=part.peer_rank, num_bytes=staging.numel(), checksum=checksum)
+    def _staged_operation(
+        self, order: MoveOrder, part: Part, name: LinkId, access: Access, sending: bool
+    ) -> Operation:
+        """Have the link's thread move a message through its staging buffer."""
+        store, limit_s = self._store, self._config.op_timeout_s
+        layers = range(order.first_layer, order.first_layer + order.num_layers)
+        heads = range(part.first_head, part.first_head + part.num_heads)
+        cells = order.cells
+        shape = (len(layers), cells.count, 2, len(heads), cells.size, store.head_dim)
 
-    def _receive(
-        self,
-        order: MoveOrder,
-        part: Part,
-        name: LinkId,
-        access: Access,
-        shape: Sequence[int],
-        link: Link,
-        staging: torch.Tensor,
-    ) -> PartResult:
-        """Receive and, if the hand-off is still current, scatter."""
-        link.recv(staging, self._config.op_timeout_s)
-        checksum = self._checksum(staging, order, name)
-        with torch.inference_mode(), access.entered() as allowed:
-            if allowed:
-                layers, heads = _ranges(order, part)
-                data = staging.view(self._store.dtype).view(*shape)
-                self._store.scatter(order.cells, layers, heads, data)
-        return PartResult(peer_rank=part.peer_rank, num_bytes=staging.numel(), checksum=checksum)
+        def result(staging: torch.Tensor) -> PartResult:
+            checksum = message_checksum(
+                staging,
+                self._config.checksum_kind(order.backend),
+                generation=order.generation,
+                sequence=order.sequence,
+                source=name.source_rank,
+                dest=name.dest_rank,
+            )
+            size = staging.numel()
+            return PartResult(peer_rank=part.peer_rank, num_bytes=size, checksum=checksum)
 
-    def _checksum(self, staging: torch.Tensor, order: MoveOrder, name: LinkId) -> int:
-        return message_checksum(
-            staging,
-            self._config.checksum_kind(order.backend),
-            generation=order.generation,
-            sequence=order.sequence,
-            source=name.source_rank,
-            dest=name.dest_rank,
-        )
+        def send(link: Link, staging: torch.Tensor) -> PartResult:
+            """A revoked or discarded message still goes out, with whatever the staging buffer
+            holds: the receiver has posted for it, and skipping it would set the two out of step."""
+            if order.after and store.marks is not None:  # rank 0 was asked; this may be another
+                store.marks.wait(order.after, layers[-1])
+            with torch.inference_mode(), access.entered() as allowed:
+                if allowed and not order.discard:
+                    store.gather(cells, layers, heads, out=staging.view(store.dtype).view(shape))
+            sent = result(staging)
+            link.send(staging, limit_s)
+            return sent
+
+        def receive(link: Link, staging: torch.Tensor) -> PartResult:
+            link.recv(staging, limit_s)
+            received = result(staging)
+            with torch.inference_mode(), access.entered() as allowed:
+                if allowed:  # the hand-off is still current
+                    store.scatter(cells, layers, heads, staging.view(store.dtype).view(shape))
+            return received
+
+        num_bytes = math.prod(shape) * store.dtype.itemsize
+        work = send if sending else receive
+        return Operation(access=access, num_bytes=num_bytes, work=work)
 
     # --- revoking and closing -------------------------------------------------------------------
 
@@ -392,18 +370,6 @@ class DataPlane:
         for thread in found.values():
             thread.close("closed by its worker")
         return done(Outcome())
-
-
-def _ranges(order: MoveOrder, part: Part) -> tuple[range, range]:
-    layers = range(order.first_layer, order.first_layer + order.num_layers)
-    return layers, range(part.first_head, part.first_head + part.num_heads)
-
-
-def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    count = dtype.itemsize
-    for size in shape:
-        count *= size
-    return count
 
 
 def _encoded(ended: Future[Outcome]) -> bytes:

@@ -493,14 +493,21 @@ async def test_nothing_is_sent_on_links_that_were_given_up_meanwhile(memory):
 async def test_corrupted_bytes_are_found_at_commit(memory):
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
         await ready(pair)
-        plane = pair.decode.planes[1]
-        checksum = plane._checksum
+        (backend,) = pair.decode.planes[1]._backends.values()
+        accept = backend.accept
 
-        def corrupt(staging, order, name):
-            staging[3] ^= 1
-            return checksum(staging, order, name)
+        def accept_corrupting(link, timeout_s):
+            end = accept(link, timeout_s)
+            receive = end.recv
 
-        plane._checksum = corrupt
+            def corrupt(data, timeout_s):
+                receive(data, timeout_s)
+                data[3] ^= 1
+
+            end.recv = corrupt
+            return end
+
+        backend.accept = accept_corrupting
         await finish(pair)
         for side in (pair.prefill, pair.decode):
             assert side.events.ended_with(KEY).param == "checksum"
