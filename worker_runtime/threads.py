@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -23,28 +24,19 @@ async def in_own_thread(work: Callable[[], T]) -> T:
     until it ends, and a second team in the process slows down every step (see
     kv_transfer.single_thread).
     """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(result)  # type: ignore[arg-type]
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # whoever stops waiting does not stop the work
 
     def run() -> None:
         try:
             if sys.platform == "linux":  # elsewhere priorities belong to whole processes
                 _step_back()
-            result, error = work(), None
-        except BaseException as caught:  # noqa: BLE001 - it is raised where the result is awaited
-            result, error = None, caught
-        loop.call_soon_threadsafe(settle, result, error)
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - it is raised where the result is awaited
+            done.set_exception(error)
 
     threading.Thread(target=run, name="load", daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(done)
 
 
 def _step_back() -> None:
