@@ -44,6 +44,3 @@ class Output(scheduler.Output):
 
     reserves: list[Reserve] = field(default_factory=list)
     ends: list[EndHandoff] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.events or self.reserves or self.ends)

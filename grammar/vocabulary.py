@@ -21,10 +21,9 @@ def load_vocabulary(folder: Path, vocab_size: int) -> LLTokenizer | None:
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    special = _special_tokens(tokenizer)
-    return LLTokenizer(
-        tokenizer.to_str(), n_vocab=vocab_size, eos_token=min(special) if special else 0
-    )
+    added = tokenizer.get_added_tokens_decoder().items()
+    first = min((i for i, token in added if token.special), default=0)
+    return LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=first)
 
 
 def byte_vocabulary(special: Mapping[int, str]) -> LLTokenizer:
@@ -56,8 +55,3 @@ class _Bytes:
     def __call__(self, text: str | bytes) -> list[int]:
         raw = text.encode() if isinstance(text, str) else text
         return [self._id_of_byte[byte] for byte in raw]
-
-
-def _special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
-    added = tokenizer.get_added_tokens_decoder()
-    return {i: token.content for i, token in added.items() if token.special}

@@ -55,11 +55,6 @@ class Credits:
             del self._owner[block]
         del self._holding[generation]
 
-    def holding(self, block: int) -> Holding | None:
-        """What the account says about a block."""
-        generation = self._owner.get(block)
-        return None if generation is None else self._holding[generation]
-
     def count(self, holding: Holding) -> int:
         """Blocks held for one reason."""
         return sum(len(self._blocks[g]) for g, held in self._holding.items() if held is holding)

@@ -53,6 +53,3 @@ class Output(scheduler.Output):
     """What one turn of the step thread wants done on the event loop, in this order."""
 
     handoffs: list[Push | CommitHandoff | EndHandoff] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.events or self.handoffs)

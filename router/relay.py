@@ -295,7 +295,7 @@ class Flight:
             self._ended = attempt.result()
             self._cancel_rest(pair, attempt)
             self._count_cached(attempt)
-            self.spans += (self._placed(span, key) for span in attempt.spans)
+            self.spans += (self._placed(span, key.attempt) for span in attempt.spans)
 
     def _submits(self, key: RequestKey, pair: _Pair, blocks: int) -> list[Submit]:
         """The messages for decode and, if there is one, prefill: the same but for the peer."""
@@ -352,8 +352,7 @@ class Flight:
             place=self._relay.router_id,
             note=choice.why,
         )
-        attempt = self._next_attempt - 1
-        self.spans.append(PlacedSpan(span=span, choice=self._job.index, attempt=attempt))
+        self.spans.append(self._placed(span, self._next_attempt - 1))
 
     async def _wait_for_spans(self, attempt: Attempt, ended: Ended) -> None:
         """Prefill's spans come on a stream of their own and may be late for a short output."""
@@ -381,8 +380,8 @@ class Flight:
             # It ended at token 1: prefill releases decode itself; this is for when that gets lost.
             pair.decode.cancel(attempt.key)
 
-    def _placed(self, span: Span, key: RequestKey) -> PlacedSpan:
-        return PlacedSpan(span=span, choice=self._job.index, attempt=key.attempt)
+    def _placed(self, span: Span, attempt: int) -> PlacedSpan:
+        return PlacedSpan(span=span, choice=self._job.index, attempt=attempt)
 
 
 def _refusal(ref: WorkerRef, error: BatonError) -> Ended:

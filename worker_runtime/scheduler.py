@@ -41,7 +41,7 @@ class Output:
         return self.events.setdefault(router_id, RouterEvents())
 
     def __bool__(self) -> bool:
-        return bool(self.events)
+        return any(getattr(self, name) for name in self.__dataclass_fields__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

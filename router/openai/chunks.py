@@ -26,9 +26,7 @@ class ChunkWriter:
         chat = request.kind is RequestKind.CHAT
         self._request = request
         self._generation = generation
-        self._pieces = generation.pieces
         self._head = _head(request, generation, model=model, stream=True)
-        self._token_ids = request.return_token_ids
         self._usage_null = ',"usage":null' if request.include_usage else ""
         self._started: set[int] = set()
         self._before_text = ',"delta":{"content":' if chat else ',"text":'
@@ -36,17 +34,14 @@ class ChunkWriter:
         self._tools = request.tools is not None
         content = "null" if self._tools else '""'  # a text may never come
         self._first = f',"delta":{{"role":"assistant","content":{content}}}' if chat else None
-        self._include_usage = request.include_usage
-        self._continuous_usage = request.continuous_usage
         self._num_tokens = 0
-        self._timeline = request.timeline
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
         """One event for each delta; a chat choice opens with its role."""
         out: list[str] = []
         for delta in deltas:
             self._num_tokens += len(delta.token_ids)
-            extra = self._extra(delta) if self._token_ids else ""
+            extra = self._extra(delta) if self._request.return_token_ids else ""
             if self._first is not None and delta.index not in self._started:
                 out.append(self._event(delta.index, self._first, "null", ""))
             self._started.add(delta.index)
@@ -63,9 +58,9 @@ class ChunkWriter:
     def last(self) -> bytes:
         """What comes after the last token: usage and timeline, if asked for, and the end mark."""
         fields: list[str] = []
-        if self._include_usage:
+        if self._request.include_usage:
             fields.append(f'"usage":{_encode(self._generation.usage.to_json())}')
-        if self._timeline:
+        if self._request.timeline:
             fields.append(f'"timeline":{_encode(self._generation.timeline())}')
         if not fields:
             return DONE
@@ -81,7 +76,7 @@ class ChunkWriter:
         end: str = "",
     ) -> str:
         usage = self._usage_null
-        if self._continuous_usage:
+        if self._request.continuous_usage:
             so_far = replace(self._generation.usage, completion_tokens=self._num_tokens)
             usage = f',"usage":{_encode(so_far.to_json())}'
         return (
@@ -90,8 +85,8 @@ class ChunkWriter:
         )
 
     def _scored_event(self, delta: Delta, text: str, extra: str) -> str:
-        logprobs = encode_in_pieces(logprobs_json(self._request, self._pieces, delta))
-        prompt, end = prompt_logprobs_json(self._request, self._pieces, delta), ""
+        logprobs = encode_in_pieces(logprobs_json(self._request, self._generation.pieces, delta))
+        prompt, end = prompt_logprobs_json(self._request, self._generation.pieces, delta), ""
         if prompt is not None:
             field = f',"prompt_logprobs":{encode_in_pieces(prompt)}'
             extra, end = (extra, field) if self._first is not None else (extra + field, "")

@@ -75,7 +75,10 @@ class ModelText:
         self._neutralise = neutralise_control_tokens
         self.chat = load_templates(folder, settings, chosen=chat_template, tool_format=tool_format)
         self._byte_table = self._make_byte_table()
-        self._whole_table = self._with_special(self._byte_table)
+        self._whole_table = self._byte_table and [
+            self.special_tokens[i].encode() if i in self.special_tokens else data
+            for i, data in enumerate(self._byte_table)
+        ]
         #: Every id by itself, as text and bytes.
         self.pieces = PieceTable(self._tokenizer, self._byte_table)
 
@@ -162,19 +165,11 @@ class ModelText:
         added = self._tokenizer.get_added_tokens_decoder()
         if any(token.lstrip or token.rstrip for token in added.values()):
             return None
-        special = {i for i, token in added.items() if token.special}
         vocab = self._tokenizer.get_vocab()
         tokens: list[str | None] = [None] * (max(vocab.values(), default=-1) + 1)
         for token, i in vocab.items():
-            tokens[i] = None if i in special else token
+            tokens[i] = None if i in self.special_tokens else token
         return byte_table(tokens)
-
-    def _with_special(self, table: list[bytes] | None) -> list[bytes] | None:
-        if table is None:
-            return None
-        added = self._tokenizer.get_added_tokens_decoder().items()
-        special = {i: token.content.encode() for i, token in added if token.special}
-        return [special.get(i, data) for i, data in enumerate(table)]
 
 
 def _load_tokenizer(path: Path) -> Tokenizer:
