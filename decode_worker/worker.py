@@ -2,53 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from decode_worker.commands import BlocksSafe, Command, Committed, Output
 from decode_worker.scheduler import DecodeScheduler
 from kv_transfer.party import Party
 from kv_transfer.receiver import Receiver
 from protocol.errors import ErrorInfo, InvalidRequest
-from protocol.ids import RequestKey, Role, WorkerRef
+from protocol.ids import RequestKey, Role
 from protocol.messages import Commit, Submit
 from worker_runtime.commands import HandoffEnded
 from worker_runtime.host import Worker
 
 
-class DecodeWorker(Worker[Command, Output]):
+class DecodeWorker(Worker[Command, Output, Receiver]):
     """One replica of the decode pool, with a receiver. It is the receiver's listener."""
 
     role = Role.DECODE
     whole_output = True
-    _receiver: Receiver
-
-    def peers_left(self, epochs: frozenset[int]) -> None:
-        """These workers have left the cluster, or are silent: end hand-offs from them now."""
-        for epoch in epochs:
-            self.tasks.start(self._receiver.peer_lost(epoch))
-
-    def peers_joined(self, workers: tuple[WorkerRef, ...]) -> None:
-        """These workers take requests: prefill ones say what they want of this one."""
-
-    def _make_scheduler(self, **parts: Any) -> DecodeScheduler:
-        return DecodeScheduler(**parts)
+    scheduler = DecodeScheduler
 
     async def _open_handoff(self, party: Party) -> Receiver:
-        self._receiver = Receiver(party, self)
-        await self._receiver.start()
-        return self._receiver
+        receiver = Receiver(party, self)
+        await receiver.start()
+        return receiver
 
     def _accept(self, submit: Submit) -> None:
         if submit.peer is None:
             return
         if submit.ticket is None:  # nobody would ever end the hand-off that it waits for
             raise InvalidRequest("a request with a peer needs a ticket", param="ticket")
-        self._receiver.offer(submit.key, submit.ticket, submit.peer)
+        self._handoff.offer(submit.key, submit.ticket, submit.peer)
 
     def _carry_out(self, out: Output) -> None:
         for reserve in out.reserves:
             self.tasks.start(
-                self._receiver.reserve(
+                self._handoff.reserve(
                     reserve.key,
                     reserve.block_ids,
                     reserve.num_cached_blocks,
@@ -56,7 +43,7 @@ class DecodeWorker(Worker[Command, Output]):
                 )
             )
         for end in out.ends:
-            self.tasks.start(self._receiver.end(end.key, end.released, end.error))
+            self.tasks.start(self._handoff.end(end.key, end.released, end.error))
 
     # --- the receiver's listener, on the event loop -----------------------------------------------
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from kv_transfer.listeners import TransferReport
 from kv_transfer.party import Party
 from kv_transfer.sender import Sender
@@ -26,35 +24,26 @@ from worker_runtime.host import Worker
 log = get_logger(__name__)
 
 
-class PrefillWorker(Worker[Command, Output]):
+class PrefillWorker(Worker[Command, Output, Sender]):
     """One replica of the prefill pool, with a sender. It is the sender's listener."""
 
     role = Role.PREFILL
     whole_output = False
-    _sender: Sender
-
-    def peers_left(self, epochs: frozenset[int]) -> None:
-        """These workers have left the cluster, or are silent: end hand-offs to them now."""
-        for epoch in epochs:
-            self.tasks.start(self._sender.peer_lost(epoch))
+    scheduler = PrefillScheduler
 
     def peers_joined(self, workers: tuple[WorkerRef, ...]) -> None:
         """These workers take requests: get the links to decode workers ready."""
         for ref in workers:
             if ref.role is Role.DECODE:
-                self.tasks.start(self._sender.meet(ref))
-
-    def _make_scheduler(self, **parts: Any) -> PrefillScheduler:
-        return PrefillScheduler(**parts)
+                self.tasks.start(self._handoff.meet(ref))
 
     async def _open_handoff(self, party: Party) -> Sender:
-        self._sender = Sender(party, self)
-        return self._sender
+        return Sender(party, self)
 
     def _accept(self, submit: Submit) -> None:
         if submit.peer is None or submit.ticket is None:
             raise InvalidRequest("a prefill worker needs a peer and a ticket", param="peer")
-        self._sender.expect(submit.key, submit.ticket, submit.peer)
+        self._handoff.expect(submit.key, submit.ticket, submit.peer)
 
     def _carry_out(self, out: Output) -> None:
         for handoff in out.handoffs:
@@ -63,16 +52,16 @@ class PrefillWorker(Worker[Command, Output]):
             except (BatonError, ValueError) as error:  # the others of this turn go on
                 log.exception("a hand-off cannot go on")
                 failure = Internal(f"{type(error).__name__}: {error}").info()
-                self.tasks.start(self._sender.end(handoff.key, False, failure))
+                self.tasks.start(self._handoff.end(handoff.key, False, failure))
 
     def _order(self, handoff: Push | CommitHandoff | EndHandoff) -> None:
         match handoff:
             case Push(key=key, block_ids=block_ids, first_block=first, after=step):
-                self._sender.push(key, block_ids, first, after=step)
+                self._handoff.push(key, block_ids, first, after=step)
             case CommitHandoff(key=key, first_token=token):
-                self._sender.commit(key, token)
+                self._handoff.commit(key, token)
             case EndHandoff(key=key, released=released, error=error):
-                self.tasks.start(self._sender.end(key, released, error))
+                self.tasks.start(self._handoff.end(key, released, error))
 
     # --- the sender's listener, on the event loop -------------------------------------------------
 

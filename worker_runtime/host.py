@@ -39,6 +39,7 @@ from worker_runtime.threads import in_own_thread
 
 C = TypeVar("C")
 Out = TypeVar("Out", bound=Output)
+Side = TypeVar("Side", Sender, Receiver)
 #: Threads that wait for a GPU must not wait the usual 5 ms for the interpreter's lock after it.
 _SWITCH_S = 50e-6
 
@@ -55,16 +56,18 @@ class WorkerSettings:
     secret: bytes
 
 
-class Worker(ABC, Generic[C, Out]):
+class Worker(ABC, Generic[C, Out, Side]):
     """One replica of a pool: an engine (one or more ranks), a scheduler, one side of the hand-off.
 
     All methods belong to the event loop that `start` runs on. `group` holds the follower ranks when
     the engine is tensor parallel; the worker closes it. A kind of worker says what its `role` is,
-    whether requests have their `whole_output` there, and what its scheduler and hand-off are.
+    whether requests have their `whole_output` there, and what its `scheduler` and side of the
+    hand-off are.
     """
 
     role: ClassVar[Role]
     whole_output: ClassVar[bool]
+    scheduler: ClassVar[type[Scheduler[Any, Any, Any]]]
 
     def __init__(
         self,
@@ -84,18 +87,14 @@ class Worker(ABC, Generic[C, Out]):
         self.ref: WorkerRef
         self.ranks: Ranks
         self.shell: Shell
-        self._handoff: Sender | Receiver
+        self._handoff: Side
         self._grammars: Grammars
         self._loop: StepLoop[C, Out]
 
     # --- what kinds of workers differ in ---------------------------------------------------------
 
     @abstractmethod
-    def _make_scheduler(self, **parts: Any) -> Scheduler[Any, C, Out]:
-        """Its scheduler, made of what every scheduler takes."""
-
-    @abstractmethod
-    async def _open_handoff(self, party: Party) -> Sender | Receiver:
+    async def _open_handoff(self, party: Party) -> Side:
         """Its side of the hand-off, ready for requests."""
 
     @abstractmethod
@@ -106,13 +105,8 @@ class Worker(ABC, Generic[C, Out]):
     def _carry_out(self, out: Out) -> None:
         """Do what the step thread has decided about hand-offs."""
 
-    @abstractmethod
-    def peers_left(self, epochs: frozenset[int]) -> None:
-        """These workers have left the cluster, or are silent: end the hand-offs with them now."""
-
-    @abstractmethod
     def peers_joined(self, workers: tuple[WorkerRef, ...]) -> None:
-        """These workers take requests."""
+        """These workers take requests. Nothing to be done by one that they call themselves."""
 
     # --- life -----------------------------------------------------------------------------------
 
@@ -138,7 +132,7 @@ class Worker(ABC, Generic[C, Out]):
                 config=self.settings.transfer,
             )
         )
-        scheduler = self._make_scheduler(
+        scheduler = self.scheduler(
             config=self.settings.worker,
             blocks=BlockAllocator(layout.num_blocks, layout.block_size),
             fingerprint=executor.fingerprint,
@@ -152,6 +146,11 @@ class Worker(ABC, Generic[C, Out]):
         await asyncio.to_thread(self._loop.start)
         self.shell.become(WorkerState.READY)
         return self.ref
+
+    def peers_left(self, epochs: frozenset[int]) -> None:
+        """These workers have left the cluster, or are silent: end the hand-offs with them now."""
+        for epoch in epochs:
+            self.tasks.start(self._handoff.peer_lost(epoch))
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new work, finish the old; False when `timeout_s` passed first."""

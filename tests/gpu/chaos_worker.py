@@ -49,7 +49,7 @@ class Host:
 
     @property
     def _end(self) -> Any:
-        return self._worker._sender if self._role is Role.PREFILL else self._worker._receiver
+        return self._worker._handoff
 
     async def start(self) -> WorkerRef:
         return await self._worker.start()

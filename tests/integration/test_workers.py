@@ -98,7 +98,7 @@ async def test_a_peer_without_a_ticket_is_refused_and_holds_nothing(pair: Pair) 
 async def test_a_hand_off_that_cannot_go_on_hurts_nobody_else(
     pair: Pair, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sender = pair.prefills[0]._sender
+    sender = pair.prefills[0]._handoff
     push = sender.push
     broken: set[RequestKey] = set()
 

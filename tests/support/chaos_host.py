@@ -90,8 +90,8 @@ class Host:
     async def start(self) -> tuple[WorkerRef, WorkerRef]:
         refs = await self.prefill.start(), await self.decode.start()
         self._sides = [
-            (self.prefill, self.prefill._sender),
-            (self.decode, self.decode._receiver),
+            (self.prefill, self.prefill._handoff),
+            (self.decode, self.decode._handoff),
         ]
         return refs
 
