@@ -205,6 +205,10 @@ def _check_device(pool: PoolSection, where: str, backend: BackendName) -> None:
         raise _refuse(
             "transfer.backend", f"{backend} needs GPUs, but {where}.engine.device is 'cpu'"
         )
+    if on_gpu and backend is BackendName.GLOO:
+        raise _refuse(
+            "transfer.backend", f"{backend} needs CPUs, but {where}.engine.device is 'cuda'"
+        )
     if not on_gpu and gpus:
         raise _refuse(
             f"{where}.placement.gpus", f"is {gpus}, but the device is {pool.engine.device!r}"

@@ -28,10 +28,12 @@ def build_backends(store: BlockStore, config: TransferConfig) -> list[Backend]:
 
 
 def _build(name: BackendName, store: BlockStore, config: TransferConfig) -> Backend:
+    # Gloo would take addresses of a GPU for its own.
+    needs = "CPU" if name is BackendName.GLOO else "GPU"
+    if (store.device.type == "cpu") != (needs == "CPU"):
+        raise ValueError(f"transfer.backend {name} needs a {needs}, the pool is on {store.device}")
     if name is BackendName.GLOO:
         return GlooBackend(config.host)
-    if store.device.type != "cuda":
-        raise ValueError(f"transfer.backend {name} needs a GPU, the pool is on {store.device}")
     from kv_transfer.backends.cuda_ipc import CudaIpcBackend
     from kv_transfer.backends.nccl import BUFFERS, NcclBackend
     from kv_transfer.cuda.staging import Staging

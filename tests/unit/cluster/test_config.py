@@ -269,6 +269,11 @@ def test_empty_section_is_all_defaults(tmp_path: Path) -> None:
         (["decode.engine.device=cuda"], "decode.placement.gpus", "must be 1"),
         (["decode.engine.device=cuda:1"], "decode.engine.device", "Ray picks the GPU"),
         (["transfer.backend=nccl"], "transfer.backend", "needs GPUs, but prefill"),
+        (
+            ["decode.engine.device=cuda", "decode.placement.gpus=1", "transfer.backend=gloo"],
+            "transfer.backend",
+            "needs CPUs, but decode",
+        ),
         (["prefill.engine.device=tpu"], "prefill.engine.device", "'cpu' or 'cuda'"),
         (["prefill.placement.gpus=1"], "prefill.placement.gpus", "device is 'cpu'"),
     ],

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -493,6 +494,9 @@ def test_settings_are_checked():
     for name, reason in (("nccl", "needs a GPU"), ("cuda_ipc", "GPU")):
         with pytest.raises(ValueError, match=reason):
             build_backends(store, TransferConfig(backend=BackendName(name)))
+    on_gpu = SimpleNamespace(device=torch.device("cuda", 0))
+    with pytest.raises(ValueError, match="gloo needs a CPU, the pool is on cuda:0"):
+        build_backends(on_gpu, TransferConfig(backend=BackendName.GLOO))
     for name in ("auto", "gloo"):
         backends = build_backends(store, TransferConfig(backend=BackendName(name)))
         assert [backend.name for backend in backends] == ["gloo"]
