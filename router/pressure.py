@@ -40,16 +40,19 @@ def pressure(prefills: Sequence[WorkerLoad], *, room_tokens: int) -> Pressure:
 
 class Peak:
     """The highest of the latest values. A worker that gets short prompts, one at a time, reports a
-    low rate; what it can do under load is what it did when it was last busy."""
+    low rate; what it can do under load is what it did when it was last busy. One that has just come
+    reports none (0), and is taken to be like those before it, however long ago that was."""
 
     def __init__(self, half_life_s: float = 60.0) -> None:
         self._half_life_s = half_life_s
         self._value = 0.0
+        self._latest = 0.0
         self._at = 0.0
 
     def take(self, value: float, now: float) -> float:
         """Take a value in; the highest, older ones having faded."""
+        self._latest = value or self._latest
         self._value *= 0.5 ** (max(0.0, now - self._at) / self._half_life_s)
-        self._value = max(self._value, value)
+        self._value = max(self._value, self._latest)
         self._at = now
         return self._value

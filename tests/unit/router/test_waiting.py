@@ -319,6 +319,23 @@ def test_a_low_rate_under_little_load_is_not_taken_for_the_limit() -> None:
     assert pressure([WorkerLoad()], room_tokens=0).backlog_s(1000) == 0.0
 
 
+async def test_a_new_prefill_worker_after_a_quiet_hour_is_not_taken_to_be_slow() -> None:
+    """It reports no rate until it had a full step; what is left of an old peak would be nothing,
+    and every wait an eternity."""
+    bench = Bench()
+    await bench.turn(10).wait()
+    bench.now += 3600.0
+    bench.workers.report(tokens_per_second=0.0)
+    running = bench.turn(90)
+    await running.wait()
+    task = asyncio.create_task(bench.turn(100).wait())  # 1 s of work is out: what a worker may have
+    await soon()
+    assert task.done()
+    with pytest.raises(Late, match=r"about 2\.0 s of work"):
+        await bench.turn(10, left_s=1.0).wait()
+    assert bench.metrics.value(metrics.REFUSALS, reason="deadline") == 1
+
+
 def test_which_tier_a_request_is_in() -> None:
     tiers = {"interactive": ServiceTier(ttft_s=1.0), "batch": ServiceTier(weight=0.1)}
     assert tier_name(None, ANYONE, tiers) == "default"
