@@ -85,15 +85,13 @@ class TensorParallel:
     def _wait(self, work: Any) -> None:
         deadline = time.monotonic() + self._timeout_s
         while True:
+            over = work.is_completed()  # asked before: it may be as soon as a look has ended
             try:
                 work.wait(_LOOK)
                 return
             except RuntimeError as error:
                 if self._abandoned is not None:
                     raise self._abandoned from error
-                over = work.is_completed()
-                if over and work.is_success():
-                    return  # it was done just after this look had ended
                 if over or time.monotonic() > deadline:
                     raise RankLost(
                         f"rank {self.rank}: a peer is gone: {error}", param="tp"

@@ -28,24 +28,28 @@ def pair() -> Iterator[tuple[TensorParallel, TensorParallel]]:
 
 
 class Late:
-    """Work that is done at the very moment at which a look at it ends for want of time."""
+    """Work that is done at the very moment at which the first look at it ends for want of time."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
+        self._num_looks = 0
 
     def wait(self, _timeout: timedelta) -> None:
+        self._num_looks += 1
         self._work.wait()
-        raise RuntimeError("Operation timed out!")
+        if self._num_looks == 1:
+            raise RuntimeError("Operation timed out!")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
 
 
 class Failed(Late):
-    """The same, but it has failed."""
+    """Work that is done, and has failed."""
 
-    def is_success(self) -> bool:
-        return False
+    def wait(self, _timeout: timedelta) -> None:
+        self._work.wait()
+        raise RuntimeError("Connection closed by peer")
 
 
 def answered_by(rank: TensorParallel, answer: Callable[[Any], Any]) -> None:
