@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,12 +53,16 @@ def pool_statuses() -> dict[Kind, PoolStatus]:
 
 
 def undeploy(timeout_s: float) -> bool:
-    """Drain and end the pools, and Serve itself unless it runs something else, too; False when that
-    took longer than `timeout_s`."""
+    """Drain and end the routers, then the workers, which what they had accepted still needed, and
+    Serve itself unless it runs something else, too; False when that took longer than `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
     try:
+        _delete((Kind.ROUTER,), deadline)
         if _applications().keys() - set(Kind):
-            return _delete_pools(time.monotonic() + timeout_s)
-        ray.get(_controller().graceful_shutdown.remote(), timeout=timeout_s)
+            return _delete((Kind.PREFILL, Kind.DECODE), deadline)
+        left_s = max(0.0, deadline - time.monotonic())
+        ray.get(_controller().graceful_shutdown.remote(), timeout=left_s)
     except (NotFound, RayActorError):
         return True  # no controller, or it has ended as asked
     except GetTimeoutError:
@@ -66,9 +70,9 @@ def undeploy(timeout_s: float) -> bool:
     return True
 
 
-def _delete_pools(deadline: float) -> bool:
-    ray.get(_controller().delete_apps.remote([kind.value for kind in Kind]))
-    while pool_statuses():
+def _delete(kinds: Sequence[Kind], deadline: float) -> bool:
+    ray.get(_controller().delete_apps.remote([kind.value for kind in kinds]))
+    while not pool_statuses().keys().isdisjoint(kinds):
         if time.monotonic() > deadline:
             return False
         time.sleep(_LOOK_S)
