@@ -15,9 +15,10 @@ async def silence_limit(limit_s: float) -> AsyncIterator[Callable[[], None]]:
     yields what to call whenever it has said something.
 
     The timer is set again only when its tick has run, so a stall of this event loop, however long,
-    counts as one quiet tick: what arrived meanwhile is heard before the next.
+    counts as one quiet tick: what arrived meanwhile is heard before the next. One more, a short
+    one, follows those that make the limit, in case they ended in a stall.
     """
-    loop, quiet = asyncio.get_running_loop(), 0
+    loop, quiet, tick_s = asyncio.get_running_loop(), 0, limit_s / _TICKS
     timer: asyncio.TimerHandle
 
     def heard() -> None:
@@ -27,13 +28,13 @@ async def silence_limit(limit_s: float) -> AsyncIterator[Callable[[], None]]:
     def tick() -> None:
         nonlocal quiet, timer
         quiet += 1
-        if quiet >= _TICKS:
+        if quiet > _TICKS:
             timeout.reschedule(loop.time())
         else:
-            timer = loop.call_later(limit_s / _TICKS, tick)
+            timer = loop.call_later(tick_s if quiet < _TICKS else tick_s / _TICKS, tick)
 
     async with asyncio.timeout(None) as timeout:
-        timer = loop.call_later(limit_s / _TICKS, tick)
+        timer = loop.call_later(tick_s, tick)
         try:
             yield heard
         finally:
