@@ -3,6 +3,7 @@ range are refused with the full dotted path, and the nearest valid name is sugge
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -202,10 +203,8 @@ def _int(value: object, path: str) -> int:
         if path.endswith("_bytes") and (size := _SIZE.fullmatch(value.strip())):
             base = 1024 if "i" in size[2].lower() else 1000
             return int(float(size[1]) * base ** _POWER[size[2][0].lower()])
-        try:
+        with contextlib.suppress(ValueError):
             return int(value)
-        except ValueError:
-            pass
     raise _refuse(path, f"expected a whole number, got {_shown(value)}")
 
 
@@ -214,10 +213,8 @@ def _float(value: object, path: str) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         number = float(value)
     elif isinstance(value, str):
-        try:
+        with contextlib.suppress(ValueError):
             number = float(value)
-        except ValueError:
-            number = math.nan
     if not math.isfinite(number):
         raise _refuse(path, f"expected a finite number, got {_shown(value)}")
     return number

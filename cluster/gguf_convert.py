@@ -25,7 +25,7 @@ def convert_gguf(gguf: Path, target: Path) -> None:
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    _say(f"converting {gguf.name} (once)")
+    sys.stderr.write(f"converting {gguf.name} (once)\n")
     try:
         import accelerate  # noqa: F401  (transformers reads GGUF through both)
         import gguf as _gguf  # noqa: F401
@@ -74,7 +74,3 @@ def _save_weights(model: Any, path: Path) -> None:
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True, default=str) + "\n")
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")

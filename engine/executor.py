@@ -121,7 +121,6 @@ class FollowerExecutor:
     def __init__(self, runner: RankRunner | CudaRunner, follower: Follower) -> None:
         self._runner = runner
         self._follower = follower
-        self.layout = runner.layout
         self.pool = runner.pool
 
     def follow(self, handlers: Mapping[str, Handler]) -> None:

@@ -83,7 +83,7 @@ def make_jobs(
     grammar: Grammar | None = None,
 ) -> list[SequenceJob]:
     """One job for each choice: prompt number times n plus number of the completion."""
-    param = prompt_param(request)
+    param = "messages" if request.kind is RequestKind.CHAT else "prompt"
     _check_scores(request, sum(map(len, prompts)))
     jobs = []
     for i, ids in enumerate(prompts):
@@ -149,8 +149,3 @@ def too_long(what: str, limits: Limits, *, param: str) -> ContextTooLong:
             f"{what}; a sequence can have {limits.capacity} tokens in the KV pool", param=param
         )
     return ContextTooLong(f"{what}; the model's context is {limits.context} tokens", param=param)
-
-
-def prompt_param(request: GenerateRequest) -> str:
-    """The field a prompt came in."""
-    return "messages" if request.kind is RequestKind.CHAT else "prompt"

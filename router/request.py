@@ -122,26 +122,22 @@ _COMMON = (
     | {"logprobs", "top_logprobs", "prompt_logprobs", "cache_salt", "timeout"}
     | structured.FIELDS
 )
-_SERVED = {
+#: The names of the fields that have a meaning in a request of each kind.
+SERVED = {
     RequestKind.CHAT: _COMMON | tool_fields.FIELDS | {"messages", "max_completion_tokens"},
     RequestKind.COMPLETION: _COMMON | {"prompt", "echo"},
 }
 
 #: Fields of the other kind, and what it is called.
 _ELSEWHERE = {
-    RequestKind.CHAT: dict.fromkeys(_SERVED[RequestKind.COMPLETION], "completions, not of chat"),
-    RequestKind.COMPLETION: dict.fromkeys(_SERVED[RequestKind.CHAT], "chat, not of completions"),
+    RequestKind.CHAT: dict.fromkeys(SERVED[RequestKind.COMPLETION], "completions, not of chat"),
+    RequestKind.COMPLETION: dict.fromkeys(SERVED[RequestKind.CHAT], "chat, not of completions"),
 }
-
-
-def served_fields(kind: RequestKind) -> frozenset[str]:
-    """The names of the fields that have a meaning in a request of this kind."""
-    return _SERVED[kind]
 
 
 def parse_request(kind: RequestKind, fields: Fields) -> GenerateRequest:
     """The request in `fields`. Raises InvalidRequest naming the first wrong field."""
-    check_fields(fields, _SERVED[kind], elsewhere=_ELSEWHERE[kind])
+    check_fields(fields, SERVED[kind], elsewhere=_ELSEWHERE[kind])
     chat = kind is RequestKind.CHAT
     # Without effect, so only checked: it may be large, and would be kept as long as the rest.
     read.text(fields, "user")

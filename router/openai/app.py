@@ -30,7 +30,7 @@ from router.openai.chunks import ChunkWriter
 from router.openai.chunks import answer as answer_bytes
 from router.openai.document import openapi_document
 from router.openai.errors import JSON_TYPE, error_body, error_headers, error_status
-from router.openai.guard import Guard, caller_of, trace_of
+from router.openai.guard import caller_of, guarded, trace_of
 from router.request import GenerateRequest, RequestKind, parse_request
 from router.service import Door, InferenceService
 
@@ -103,7 +103,7 @@ def make_app(
     ]
     paths = Starlette(routes=routes, exception_handlers=_HANDLERS)
     paths.router.redirect_slashes = False  # behind a proxy they would lead past it
-    app: ASGIApp = Guard(paths, access)
+    app: ASGIApp = guarded(paths, access)
     if not cors_origins:
         return app
     return CORSMiddleware(

@@ -14,8 +14,8 @@ from router.request import (
     MAX_SALT_CHARS,
     MAX_STOP_CHARS,
     MAX_STOPS,
+    SERVED,
     RequestKind,
-    served_fields,
 )
 
 Schema = dict[str, Any]
@@ -204,7 +204,7 @@ def openapi_document(
 
 
 def _generate(kind: RequestKind, required: str, fields: dict[str, Schema]) -> Schema:
-    body = _body({name: fields.get(name, {}) for name in sorted(served_fields(kind))}, required)
+    body = _body({name: fields.get(name, {}) for name in sorted(SERVED[kind])}, required)
     name = "chat.completion" if kind is RequestKind.CHAT else "text_completion"
     answer = _object(
         {

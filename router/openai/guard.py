@@ -14,22 +14,19 @@ PUBLIC = frozenset({"/health", "/ready", "/metrics", "/metrics/targets"})
 _CALLER = "baton.caller"
 
 
-class Guard:
-    """An ASGI application around another, which finds the caller with `caller_of`."""
+def guarded(app: ASGIApp, access: Access) -> ASGIApp:
+    """`app`, which finds the caller with `caller_of`, for those with a key; the others get 401."""
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
-        self._app = app
-        self._access = access
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run one request, or answer 401."""
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] not in PUBLIC:
             try:
-                scope[_CALLER] = self._access.caller(header(scope, b"authorization"))
+                scope[_CALLER] = access.caller(header(scope, b"authorization"))
             except BatonError as error:
                 await Answer(scope, send).error(error)
                 return
-        await self._app(scope, receive, send)
+        await app(scope, receive, send)
+
+    return serve
 
 
 def caller_of(scope: Scope) -> Caller:

@@ -8,14 +8,14 @@ import pytest
 
 from protocol.errors import STATUSES, ErrorCode
 from protocol.wire import inference_pb2 as pb
-from router.request import _SERVED, RequestKind
+from router.request import SERVED, RequestKind
 from router.unserved import HARMLESS, UNSERVED
 
 PAGE = (Path(__file__).parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
-SERVED = _SERVED[RequestKind.CHAT] | _SERVED[RequestKind.COMPLETION]
+FIELDS = SERVED[RequestKind.CHAT] | SERVED[RequestKind.COMPLETION]
 
 
-@pytest.mark.parametrize("field", sorted(SERVED | UNSERVED.keys() | HARMLESS))
+@pytest.mark.parametrize("field", sorted(FIELDS | UNSERVED.keys() | HARMLESS))
 def test_every_field_is_on_the_page(field: str) -> None:
     assert f"`{field}`" in PAGE
 
@@ -28,4 +28,4 @@ def test_every_error_is_on_the_page(code: ErrorCode) -> None:
 def test_both_doors_know_the_same_served_fields() -> None:
     in_proto = {field.name for field in pb.GenerateRequest.DESCRIPTOR.fields}
     inputs = {"messages", "prompt", "chat", "prompts", "prompt_token_ids"}
-    assert SERVED - inputs == in_proto - inputs - UNSERVED.keys()
+    assert FIELDS - inputs == in_proto - inputs - UNSERVED.keys()

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from grpc import aio
 
 from protocol.wire import inference_pb2 as pb
-from router.request import _SERVED, RequestKind
+from router.request import SERVED, RequestKind
 from router.unserved import HARMLESS, UNSERVED
 from tests.support.router_doors import Doors, until
 
@@ -37,7 +37,7 @@ ODD: list[Any] = [
     *([{"role": "user", "content": "hi"}], [{"role": "user"}], [{"role": 1, "content": 2}]),
 ]
 FIELDS = [
-    *sorted(_SERVED[RequestKind.CHAT] | _SERVED[RequestKind.COMPLETION]),
+    *sorted(SERVED[RequestKind.CHAT] | SERVED[RequestKind.COMPLETION]),
     "nonsense",
     *sorted(UNSERVED),
     *sorted(HARMLESS),
