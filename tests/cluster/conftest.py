@@ -6,8 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -49,11 +49,12 @@ class Baton:
 
     home: Path
     model: Path
+    settings: Mapping[str, str] = field(default_factory=dict)  # more of its environment
 
     @property
     def env(self) -> dict[str, str]:
         own = {k: v for k, v in os.environ.items() if not k.startswith(("BATON_", "RAY_"))}
-        return {**own, "BATON_HOME": str(self.home), "PYTHONPATH": str(ROOT)}
+        return {**own, "BATON_HOME": str(self.home), "PYTHONPATH": str(ROOT), **self.settings}
 
     def argv(self, *arguments: str) -> list[str]:
         return [sys.executable, "-m", "cluster.cli", *arguments]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -25,6 +26,8 @@ class Nodes:
         self._ray = tempfile.mkdtemp(prefix="ray-")
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
         self.address = f"127.0.0.1:{_free_port()}"
+        # Ray listens on all interfaces; without its own token it takes one from the user's home.
+        self.token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
     def start(self, host: str, pool: str, *, cpus: int) -> None:
         """A machine at `host` for replicas of `pool`; the first one is the head."""
@@ -37,11 +40,12 @@ class Nodes:
             role += ["--include-dashboard=false"]
         own = [f"--node-ip-address={host}", f"--labels=baton.io/pool={pool}", f"--num-cpus={cpus}"]
         own += ["--num-gpus=0", "--object-store-memory=80000000"]
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("BATON_", "RAY_"))}
         log = self._folder / f"{host}.log"
         with log.open("wb") as output:
             self._nodes[host] = subprocess.Popen(
                 [*_RAY, "start", "--block", *role, *own, *_COMMON],
-                env={k: v for k, v in os.environ.items() if not k.startswith(("BATON_", "RAY_"))},
+                env={**env, **self.token},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -47,6 +48,7 @@ def hosts(baton: Baton) -> dict[str, list[str]]:
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
 def test_machines_are_lost_and_replaced_without_a_lost_request(nodes: Nodes, baton: Baton) -> None:
+    baton = replace(baton, settings=nodes.token)
     nodes.start(PREFILL, "prefill", cpus=1)
     nodes.start(DECODE, "decode", cpus=1)
     nodes.start(OTHER_DECODE, "decode", cpus=1)
