@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -24,8 +24,8 @@ from rpc.service import ControlClient
 
 R = TypeVar("R")
 _CALL_S = 5.0
-#: Sets a pool's size: cluster.deployments.scale.
-Scale = Callable[[ClusterConfig, Kind, int], None]
+#: Sets pools' sizes: cluster.deployments.scale.
+Scale = Callable[[ClusterConfig, Mapping[Kind, int]], None]
 
 
 class ClusterAdmin:
@@ -54,10 +54,10 @@ class ClusterAdmin:
 
     async def scale(self, *, prefill: int | None, decode: int | None) -> None:
         """Set the targets of the pools named."""
-        for kind, replicas in ((Kind.PREFILL, prefill), (Kind.DECODE, decode)):
-            if replicas is not None:
-                with _typed():
-                    await self._in_thread(partial(self._scale, self._config, kind, replicas))
+        given = {Kind.PREFILL: prefill, Kind.DECODE: decode}
+        wanted = {kind: replicas for kind, replicas in given.items() if replicas is not None}
+        with _typed():
+            await self._in_thread(partial(self._scale, self._config, wanted))
 
     async def drain(self, worker_id: str) -> None:
         """Tell one worker to refuse new work; it is replaced when it is done."""

@@ -6,17 +6,21 @@ Separate applications keep the pools apart: their state, failures, scale and upd
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import ray
 from ray import serve
+from ray._private.state import available_resources_per_node
 from ray.serve.api import RunTarget
 from ray.serve.config import ProxyLocation
 
+from cluster.checks import Node, check_resources, demands_of
 from cluster.config import ClusterConfig, PlacementSection
 from cluster.membership import Kind
 from cluster.ranks import process_env, runtime_env
 from cluster.router_replica import RouterReplica
-from cluster.serve_control import set_replicas
+from cluster.serve_control import pool_statuses, set_replicas
 from cluster.worker_replica import WorkerReplica
 from protocol.ids import Role
 
@@ -34,13 +38,32 @@ def deploy(config: ClusterConfig) -> None:
     _run([*targets, _target(router_application(config), Kind.ROUTER.value)])
 
 
-def scale(config: ClusterConfig, kind: Kind, replicas: int) -> None:
-    """Set a pool's number of replicas. Serve starts or drains the difference and touches nothing
-    else: neither the pool's other replicas nor other pools. `config` makes a pool that is not
-    there yet. Raises NotFound when Serve does not run."""
-    if set_replicas(kind, replicas) or replicas == 0 or kind is Kind.ROUTER:
-        return
-    _run([_target(pool_application(config, Role(kind), replicas=replicas), kind.value)])
+def scale(config: ClusterConfig, wanted: Mapping[Kind, int]) -> None:
+    """Set pools' numbers of replicas. Serve starts or drains the difference and touches nothing
+    else: neither a pool's other replicas nor other pools. `config` makes a pool that is not
+    there yet. Raises NotFound when Serve does not run, and InvalidRequest before anything changes
+    when the cluster is too small for it; who leaves another pool makes room."""
+    if not config.ray.autoscaling:
+        sizes = {**{kind: pool.target for kind, pool in pool_statuses().items()}, **wanted}
+        demands = demands_of(config)
+        check_resources([replace(d, replicas=sizes.get(Kind(d.pool), 0)) for d in demands], nodes())
+    for kind, replicas in wanted.items():
+        if set_replicas(kind, replicas) or replicas == 0 or kind is Kind.ROUTER:
+            continue
+        _run([_target(pool_application(config, Role(kind), replicas=replicas), kind.value)])
+
+
+def nodes(*, free: bool = False) -> list[Node]:
+    """What each node has, or what of it is `free` now."""
+    left = available_resources_per_node() if free else {}
+    return [
+        Node(
+            resources=dict(left.get(node["NodeID"], {}) if free else node["Resources"]),
+            labels=dict(node.get("Labels", {})),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
 
 
 def _run(targets: list[RunTarget]) -> None:

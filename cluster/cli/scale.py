@@ -39,7 +39,6 @@ def run(options: argparse.Namespace, console: Console) -> None:
         if Kind.ROUTER in wanted:
             routers = replace(config.router, replicas=wanted[Kind.ROUTER])
             check_ports(replace(config, router=routers))
-        for kind, count in wanted.items():
-            scale(config, kind, count)
+        scale(config, wanted)
         if not options.no_wait:
             wait_for(wanted, console, deadline=time.monotonic() + _WAIT_S, exact=True)

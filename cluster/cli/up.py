@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from cluster.checks import Node, check_config, check_doors, check_resources, demands_of
+from cluster.checks import check_config, check_doors, check_resources, demands_of
 from cluster.cli import down, session
 from cluster.cli.console import Console
 from cluster.config import ClusterConfig
@@ -180,30 +180,18 @@ def _start(config: ClusterConfig, state: RunningCluster, console: Console) -> Ru
 def _check_free(config: ClusterConfig) -> None:
     """Raise unless the Ray that we are connected to has no Baton on it, and room for ours. With a
     Ray of others this must come before anything that a failure would take down."""
+    from cluster.deployments import nodes
     from cluster.directory import NAME, NAMESPACE, find_directory
 
     try:
         find_directory()
     except ValueError:
         if not config.ray.autoscaling:
-            check_resources(demands_of(config), _nodes())
+            check_resources(demands_of(config), nodes(free=True))
     else:
         raise Unavailable(
             f"a Baton cluster runs on this Ray already (actor {NAME} in namespace {NAMESPACE})"
         )
-
-
-def _nodes() -> list[Node]:
-    """What each node offers now."""
-    import ray
-    from ray._private.state import available_resources_per_node
-
-    free = available_resources_per_node()
-    return [
-        Node(resources=dict(free.get(node["NodeID"], {})), labels=dict(node.get("Labels", {})))
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
 
 
 def _hold(console: Console) -> None:

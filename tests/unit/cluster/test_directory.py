@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -114,26 +115,25 @@ class Remote:
 
 
 @pytest.fixture
-def scaled() -> list[tuple[Kind, int]]:
+def scaled() -> list[dict[Kind, int]]:
     return []
 
 
 @pytest.fixture
-def admin(directory: Directory, scaled: list[tuple[Kind, int]]) -> ClusterAdmin:
-    def scale(config: ClusterConfig, kind: Kind, replicas: int) -> None:
+def admin(directory: Directory, scaled: list[dict[Kind, int]]) -> ClusterAdmin:
+    def scale(config: ClusterConfig, wanted: Mapping[Kind, int]) -> None:
         assert config is CONFIG
-        scaled.append((kind, replicas))
+        scaled.append(dict(wanted))
 
     return ClusterAdmin(Handle(directory), CONFIG, secret=SECRET, scale=scale)
 
 
 async def test_scale_touches_only_the_pools_named(
-    admin: ClusterAdmin, scaled: list[tuple[Kind, int]]
+    admin: ClusterAdmin, scaled: list[dict[Kind, int]]
 ) -> None:
     await admin.scale(prefill=None, decode=3)
-    assert scaled == [(Kind.DECODE, 3)]
     await admin.scale(prefill=0, decode=1)
-    assert scaled[1:] == [(Kind.PREFILL, 0), (Kind.DECODE, 1)]
+    assert scaled == [{Kind.DECODE: 3}, {Kind.PREFILL: 0, Kind.DECODE: 1}]
 
 
 async def test_view_adds_targets_and_other_routers(
@@ -157,7 +157,7 @@ async def test_a_cluster_that_does_not_answer_is_a_typed_error(directory: Direct
     async def gone() -> View:
         raise RayActorError
 
-    def no_serve(config: ClusterConfig, kind: Kind, replicas: int) -> None:
+    def no_serve(config: ClusterConfig, wanted: Mapping[Kind, int]) -> None:
         raise GetTimeoutError("no answer")
 
     handle = Handle(directory)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from cluster import deployments
 from cluster.checks import Demand, Node, check_resources, demands_of
-from cluster.config import ClusterConfig, ModelSection, PlacementSection, PoolSection
+from cluster.config import ClusterConfig, ModelSection, PlacementSection, PoolSection, RaySection
+from cluster.membership import Kind
+from cluster.serve_control import PoolStatus
 from engine.config import EngineConfig
 from protocol.errors import InvalidRequest
 
@@ -69,6 +72,39 @@ def test_labels_keep_pools_to_their_nodes() -> None:
 
 def test_nothing_to_place() -> None:
     check_resources([group("prefill", 0, 1, GPU=1)], [])
+
+
+@pytest.mark.parametrize("autoscaling", [False, True])
+def test_pools_do_not_outgrow_the_cluster(
+    autoscaling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five CPUs for a router, two prefill and two decode workers. One pool may take what another
+    gives; nodes that come when they are asked for are room, too."""
+    config = ClusterConfig(model=ModelSection(name="m"), ray=RaySection(autoscaling=autoscaling))
+    sizes = {Kind.ROUTER: 1, Kind.PREFILL: 2, Kind.DECODE: 2}
+    statuses = {
+        kind: PoolStatus(
+            kind=kind, target=size, replicas={}, healthy=True, failed=False, message=""
+        )
+        for kind, size in sizes.items()
+    }
+    asked: list[tuple[Kind, int]] = []
+    monkeypatch.setattr(deployments, "pool_statuses", lambda: statuses)
+    monkeypatch.setattr(deployments, "nodes", lambda: nodes({"CPU": 5.0}))
+    monkeypatch.setattr(deployments, "set_replicas", lambda *size: not asked.append(size))
+    deployments.scale(config, {Kind.DECODE: 3, Kind.PREFILL: 1})
+    assert asked == [(Kind.DECODE, 3), (Kind.PREFILL, 1)]
+    asked.clear()
+    larger = {Kind.PREFILL: 2, Kind.DECODE: 3}
+    if autoscaling:
+        deployments.scale(config, larger)
+        assert asked == list(larger.items())
+        return
+    with pytest.raises(InvalidRequest) as caught:
+        deployments.scale(config, larger)
+    assert asked == []
+    assert caught.value.param == "decode.replicas"
+    assert "demand: router 1 x CPU 1; prefill 2 x CPU 1; decode 3 x CPU 1" in caught.value.message
 
 
 def test_demands_of_a_config() -> None:
