@@ -212,9 +212,8 @@ def _gauge_values(status: WorkerStatus) -> Iterator[tuple[Metric, tuple[str, ...
     if load.total_blocks:
         busy = load.held_blocks + load.quarantined_blocks
         yield metrics.KV_CACHE_USAGE, where, busy / load.total_blocks
-    idle = load.total_blocks - load.held_blocks - load.cached_blocks - load.quarantined_blocks
     for state, blocks in (
-        ("free", idle),
+        ("free", load.idle_blocks),
         ("held", load.held_blocks),
         ("cached", load.cached_blocks),
         ("quarantined", load.quarantined_blocks),

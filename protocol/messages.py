@@ -158,6 +158,11 @@ class WorkerLoad:
     cached_blocks: int = 0
     quarantined_blocks: int = 0
 
+    @property
+    def idle_blocks(self) -> int:
+        """Blocks with nothing in them."""
+        return self.total_blocks - self.held_blocks - self.cached_blocks - self.quarantined_blocks
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventBatch:

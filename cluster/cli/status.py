@@ -73,7 +73,7 @@ def _worker_row(member: Member, status: WorkerStatus | None) -> tuple[object, ..
         status.state.value,
         load.running,
         load.waiting,
-        load.free_blocks,
+        load.idle_blocks,
         load.held_blocks,
         load.cached_blocks,
         load.quarantined_blocks,

@@ -15,6 +15,7 @@ from cluster.ranks import gpu_index, process_env, runtime_env
 from cluster.serve_control import PoolStatus, _pool_status
 from engine.config import EngineConfig
 from protocol.errors import Internal
+from protocol.messages import WorkerLoad
 from protocol.states import WorkerState
 
 READY, DRAINING = WorkerState.READY, WorkerState.DRAINING
@@ -144,6 +145,15 @@ def test_worker_that_does_not_answer_has_a_row_too() -> None:
     row = _worker_row(member("d1", Kind.DECODE), None)
     assert row[:2] == ("d1", "no answer")
     assert len(row) == 11
+
+
+def test_blocks_of_a_row_add_up_to_the_total() -> None:
+    """What a new request could get is another figure: cached blocks are in it, too."""
+    load = WorkerLoad(
+        free_blocks=97, held_blocks=2, cached_blocks=30, quarantined_blocks=1, total_blocks=100
+    )
+    status = SimpleNamespace(state=READY, load=load, steps=7)
+    assert _worker_row(member("d1", Kind.DECODE), status)[4:9] == (67, 2, 30, 1, 100)
 
 
 def test_threads_are_fixed_before_anything_is_imported() -> None:
