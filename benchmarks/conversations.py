@@ -21,7 +21,7 @@ from statistics import mean
 from benchmarks import report
 from benchmarks.http_stream import Answer, Connection
 from benchmarks.measure import Result, read_answer, summarise
-from benchmarks.serve import first_model
+from benchmarks.serve import add_seed, first_model
 from benchmarks.workload import random_ids
 
 
@@ -40,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--output-tokens", type=int, default=32)
     made.add_argument("--repeats", type=int, default=2)
     made.add_argument("--vocab-size", type=int, default=49152)
+    add_seed(made)
     report.add_options(made.add_argument_group("report"))
     return made
 
@@ -96,7 +97,7 @@ async def _client(
 
 
 def _ids(options: argparse.Namespace, name: str, count: int) -> list[int]:
-    return random_ids(random.Random(name), count, options.vocab_size)
+    return random_ids(random.Random(f"{options.seed}/{name}"), count, options.vocab_size)
 
 
 def _body(options: argparse.Namespace, prompt: list[int]) -> dict[str, object]:
@@ -157,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         workload=f"{options.clients} clients, each {options.conversations} conversations of "
         f"{options.turns} turns in a repeat, streamed completions of token ids, greedy; "
         f"{options.system_tokens} tokens that all begin with, {options.user_tokens} new ones a "
-        f"turn; {options.repeats} repeats after a warm-up",
+        f"turn; {options.repeats} repeats after a warm-up; seed {options.seed}",
         runs=runs,
     )
     return int(any(summary.failures for one in runs for summary in one.repeats))

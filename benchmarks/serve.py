@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -56,11 +57,17 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--vocab-size", type=int, default=49152)
     group.add_argument("--temperature", type=float, default=0.0)
     group.add_argument("--respect-eos", action="store_true", help="let the model end early")
-    group.add_argument("--seed", type=int, default=0)
+    add_seed(group)
     group.add_argument("--trace", type=Path, help="arrivals from a file instead of a closed loop")
     group.add_argument("--speed", type=float, default=1.0, help="replay a trace this much faster")
     group.add_argument("--limit", type=int, default=200, help="requests of a trace")
     group.add_argument("--spread-ticks", action="store_true", help="for traces with coarse clocks")
+
+
+def add_seed(group: argparse._ActionsContainer) -> None:
+    """What prompts are made from: without it no run meets those of an earlier one in a cache."""
+    drawn = random.randrange(1 << 32)
+    group.add_argument("--seed", type=int, default=drawn, help="of prompts; default: drawn")
 
 
 def _numbers(text: str) -> list[int]:
@@ -86,7 +93,7 @@ async def _closed(options: argparse.Namespace, clients: int, slo: Slo | None) ->
     ask = Ask(prompt_tokens=options.prompt_tokens, output_tokens=options.output_tokens)
     count = options.requests or max(8, 4 * clients)
     target = _target(options)
-    # Numbers pick the prompts: none is sent twice, so no cache of prefixes can help.
+    # Numbers pick the prompts: none is sent twice in a run, so no cache of prefixes can help.
     first = 1_000_000 * clients
     warm = [ask] * (options.warmup * clients)
     if warm:

@@ -4,6 +4,16 @@ from benchmarks import conversations
 from tests.unit.benchmarks.stub_server import Stub, running
 
 
+async def test_a_second_run_has_conversations_of_its_own() -> None:
+    stub = Stub()
+    shape = ("--clients", "1", "--conversations", "1", "--turns", "1", "--repeats", "0")
+    async with running(stub) as url:
+        for _ in range(2):
+            await conversations.run(conversations.parser().parse_args(["--url", url, *shape]))
+    first, second = (body["prompt"] for body in stub.bodies)
+    assert first[:16] != second[:16]
+
+
 async def test_each_turn_has_all_before_it_and_the_figures_say_what_was_cached() -> None:
     stub = Stub()
     async with running(stub) as url:

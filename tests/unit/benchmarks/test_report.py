@@ -80,6 +80,17 @@ async def test_the_whole_command_against_a_stub(capsys):
     assert "2 clients:" in capsys.readouterr().out
 
 
+async def test_a_second_run_meets_no_prompt_of_the_first_in_a_cache():
+    stub = Stub()
+    arguments = ["--concurrency", "1", "--requests", "2", "--repeats", "1", "--warmup", "0"]
+    async with running(stub) as url:
+        for more in ([], ["--prompt-tokens", "256"], ["--seed", "3"], ["--seed", "3"]):
+            await serve.run(serve.parser().parse_args([*arguments, *more, "--url", url]))
+    prompts = [tuple(body["prompt"][:16]) for body in stub.bodies]
+    assert len(set(prompts[:6])) == 6
+    assert prompts[4:6] == prompts[6:]  # what was drawn can be asked for again
+
+
 async def test_a_trace_against_a_stub(tmp_path):
     path = tmp_path / "t.csv"
     rows = "".join(f"{n / 100},0,{n + 1},2\n" for n in range(6))
