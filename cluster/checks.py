@@ -64,6 +64,13 @@ def check_config(config: ClusterConfig, model_path: Path) -> None:
     _check_length(config, model)
     for role in Role:
         _check_pool(config, role, model)
+    devices = {role: config.pool(role).engine.device for role in Role}
+    if len(set(devices.values())) > 1:  # also where a pool is empty: it may be scaled
+        raise _refuse(
+            "prefill.engine.device",
+            f"is {devices[Role.PREFILL]!r}, but decode.engine.device is "
+            f"{devices[Role.DECODE]!r}: KV is handed over between devices of one kind",
+        )
 
 
 def check_doors(network: NetworkSection) -> None:

@@ -275,6 +275,11 @@ def test_empty_section_is_all_defaults(tmp_path: Path) -> None:
             "needs CPUs, but decode",
         ),
         (["prefill.engine.device=tpu"], "prefill.engine.device", "'cpu' or 'cuda'"),
+        (
+            ["decode.engine.device=cuda", "decode.placement.gpus=1"],
+            "prefill.engine.device",
+            "is 'cpu', but decode.engine.device is 'cuda'",
+        ),
         (["prefill.placement.gpus=1"], "prefill.placement.gpus", "device is 'cpu'"),
     ],
 )
