@@ -42,11 +42,14 @@ def scale(config: ClusterConfig, wanted: Mapping[Kind, int]) -> None:
     """Set pools' numbers of replicas. Serve starts or drains the difference and touches nothing
     else: neither a pool's other replicas nor other pools. `config` makes a pool that is not
     there yet. Raises NotFound when Serve does not run, and InvalidRequest before anything changes
-    when the cluster is too small for it; who leaves another pool makes room."""
+    when a pool is to grow and the cluster is too small for it; who leaves another makes room."""
     if not config.ray.autoscaling:
-        sizes = {**{kind: pool.target for kind, pool in pool_statuses().items()}, **wanted}
-        demands = demands_of(config)
-        check_resources([replace(d, replicas=sizes.get(Kind(d.pool), 0)) for d in demands], nodes())
+        sizes = {kind: pool.target for kind, pool in pool_statuses().items()}
+        grows = any(replicas > sizes.get(kind, 0) for kind, replicas in wanted.items())
+        sizes |= wanted
+        demands = [replace(d, replicas=sizes.get(Kind(d.pool), 0)) for d in demands_of(config)]
+        if grows:  # a smaller pool is what a cluster needs that has lost a machine
+            check_resources(demands, nodes())
     for kind, replicas in wanted.items():
         if set_replicas(kind, replicas) or replicas == 0 or kind is Kind.ROUTER:
             continue

@@ -74,6 +74,15 @@ def test_nothing_to_place() -> None:
     check_resources([group("prefill", 0, 1, GPU=1)], [])
 
 
+def statuses(**sizes: int) -> dict[Kind, PoolStatus]:
+    return {
+        Kind(name): PoolStatus(
+            kind=Kind(name), target=size, replicas={}, healthy=True, failed=False, message=""
+        )
+        for name, size in sizes.items()
+    }
+
+
 @pytest.mark.parametrize("autoscaling", [False, True])
 def test_pools_do_not_outgrow_the_cluster(
     autoscaling: bool, monkeypatch: pytest.MonkeyPatch
@@ -81,15 +90,10 @@ def test_pools_do_not_outgrow_the_cluster(
     """Five CPUs for a router, two prefill and two decode workers. One pool may take what another
     gives; nodes that come when they are asked for are room, too."""
     config = ClusterConfig(model=ModelSection(name="m"), ray=RaySection(autoscaling=autoscaling))
-    sizes = {Kind.ROUTER: 1, Kind.PREFILL: 2, Kind.DECODE: 2}
-    statuses = {
-        kind: PoolStatus(
-            kind=kind, target=size, replicas={}, healthy=True, failed=False, message=""
-        )
-        for kind, size in sizes.items()
-    }
     asked: list[tuple[Kind, int]] = []
-    monkeypatch.setattr(deployments, "pool_statuses", lambda: statuses)
+    monkeypatch.setattr(
+        deployments, "pool_statuses", lambda: statuses(router=1, prefill=2, decode=2)
+    )
     monkeypatch.setattr(deployments, "nodes", lambda: nodes({"CPU": 5.0}))
     monkeypatch.setattr(deployments, "set_replicas", lambda *size: not asked.append(size))
     deployments.scale(config, {Kind.DECODE: 3, Kind.PREFILL: 1})
@@ -105,6 +109,25 @@ def test_pools_do_not_outgrow_the_cluster(
     assert asked == []
     assert caught.value.param == "decode.replicas"
     assert "demand: router 1 x CPU 1; prefill 2 x CPU 1; decode 3 x CPU 1" in caught.value.message
+
+
+def test_pools_of_a_cluster_that_has_lost_a_machine_can_shrink(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Room for four of the six replicas is left. Who makes a pool smaller need not make all fit."""
+    config = ClusterConfig(model=ModelSection(name="m"))
+    asked: list[tuple[Kind, int]] = []
+    monkeypatch.setattr(
+        deployments, "pool_statuses", lambda: statuses(router=1, prefill=2, decode=3)
+    )
+    monkeypatch.setattr(deployments, "nodes", lambda: nodes({"CPU": 4.0}))
+    monkeypatch.setattr(deployments, "set_replicas", lambda *size: not asked.append(size))
+    deployments.scale(config, {Kind.DECODE: 2})
+    deployments.scale(config, {Kind.PREFILL: 0, Kind.DECODE: 3})
+    assert asked == [(Kind.DECODE, 2), (Kind.PREFILL, 0), (Kind.DECODE, 3)]
+    with pytest.raises(InvalidRequest, match=r"^decode\.replicas"):
+        deployments.scale(config, {Kind.PREFILL: 1, Kind.DECODE: 4})
+    assert len(asked) == 3
 
 
 def test_demands_of_a_config() -> None:
