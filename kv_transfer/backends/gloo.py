@@ -114,7 +114,7 @@ class GlooBackend:
             try:
                 store = SocketStore(connection, limit)
                 group = ProcessGroupGloo(store, me, 2, options)
-            except (OSError, RuntimeError) as error:
+            except (OSError, RuntimeError, ValueError) as error:
                 raise LinkBroken(f"link {link}: {_first_line(error)}") from error
         return GlooLink(link, cast(_Group, group), me)
 

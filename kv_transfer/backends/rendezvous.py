@@ -90,13 +90,21 @@ class Meeting:
         """Listen on a free port, once; the endpoint for `call`."""
         with self._arrived:
             if self._listener is None:
-                self._listener = socket.socket(_family(self._host))
-                self._listener.bind((self._host, 0))
-                self._listener.listen(_BACKLOG)
-                threading.Thread(
-                    target=self._take_calls, args=(self._listener,), name="kv-meet", daemon=True
-                ).start()
+                self._listener = self._begin()
             return f"{self._host}|{self._listener.getsockname()[1]}|{self._token}"
+
+    def _begin(self) -> socket.socket:
+        listener = socket.socket(_family(self._host))
+        try:
+            listener.bind((self._host, 0))
+            listener.listen(_BACKLOG)
+            threading.Thread(
+                target=self._take_calls, args=(listener,), name="kv-meet", daemon=True
+            ).start()
+        except (OSError, RuntimeError):  # the next one that asks may fare better
+            listener.close()
+            raise
+        return listener
 
     def await_sender(self, link: LinkId, limit: float) -> socket.socket:
         """The connection of the sender of `link`. Raises LinkBroken when none came."""
@@ -128,8 +136,9 @@ class Meeting:
             try:
                 connection, _ = listener.accept()
             except OSError:
-                if self._listener is not listener:
-                    return
+                with self._arrived:
+                    if self._listener is not listener:
+                        return
                 time.sleep(_PAUSE_S)  # the caller has gone, or this process has no file left
                 continue
             # A caller that says nothing must not keep the next one out.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 import time
 import weakref
@@ -184,6 +185,42 @@ def test_strangers_and_silent_callers_do_not_get_in_or_in_the_way():
     for caller in silent:
         caller.close()
     dest.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "error"),
+    [
+        (socket.socket, "bind", OSError(99, "cannot assign requested address")),
+        (threading.Thread, "start", RuntimeError("can't start new thread")),
+    ],
+)
+def test_an_end_that_could_not_listen_does_when_it_is_asked_again(monkeypatch, kind, method, error):
+    def fails(*_):
+        raise error
+
+    source, dest = GlooBackend("127.0.0.1"), GlooBackend("127.0.0.1")
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, method, fails)
+        for _ in range(2):
+            with pytest.raises(type(error), match=str(error.args[-1])):
+                dest.listen()
+    endpoint = dest.listen()
+    with ThreadPoolExecutor(2) as pool:
+        accepting = pool.submit(dest.accept, link_id(), 5.0)
+        pool.submit(source.connect, link_id(), endpoint, 5.0).result(5).close()
+        accepting.result(5).close()
+    dest.close()
+
+
+def test_a_peer_that_talks_nonsense_is_a_broken_link():
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        endpoint = f"127.0.0.1|{server.getsockname()[1]}|token"
+        connecting = pool.submit(GlooBackend("127.0.0.1").connect, link_id(), endpoint, 5.0)
+        peer, _ = server.accept()
+        with peer:
+            peer.sendall(struct.pack("!II", 2, 0) + b"\xff\xff")  # a key that is no text
+            with pytest.raises(LinkBroken, match="decode"):
+                connecting.result(10)
 
 
 def test_a_listener_outlives_calls_for_which_there_is_no_thread(monkeypatch):
