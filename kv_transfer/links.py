@@ -3,6 +3,7 @@ Moves of a link without an order need no thread to begin them."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -87,7 +88,8 @@ class Waiters:
 
 
 def _wait_all(queue: _Queue, device: torch.device) -> None:
-    enter_thread(device)
+    with contextlib.suppress(RuntimeError):  # of a GPU that is broken: what runs there fails, too
+        enter_thread(device)
     while (wait := queue.get()) is not None:
         wait()
 
@@ -162,8 +164,9 @@ class LinkThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        enter_thread(self._device)
         try:
+            if not self._guarded(partial(enter_thread, self._device)):
+                return
             self.wait_for_predecessor()
             while (operation := self._queue.get()) is not None:
                 if not self._guarded(partial(self._work, operation)):

@@ -20,7 +20,7 @@ from kv_transfer.backends.gloo import GlooBackend
 from kv_transfer.checksum import combine, message_checksum
 from kv_transfer.config import BackendName, ChecksumKind, TransferConfig
 from kv_transfer.data_plane import DataPlane
-from kv_transfer.links import LinkThread, Moving, Operation, Waiters
+from kv_transfer.links import LinkThread, Moving, Operation, Waiters, nothing
 from kv_transfer.orders import MoveOrder, Order, Part, PartResult
 from protocol.kv_layout import Cells
 from tests.support.held import Held
@@ -355,6 +355,27 @@ def test_threads_that_wait_for_a_gpu_are_on_it(monkeypatch):
     waiters, seen = Waiters(third), Future()
     waiters.put(0, lambda: seen.set_result(here.device))
     assert seen.result(5) == third
+    waiters.close()
+
+
+def test_whoever_waits_for_a_broken_gpu_learns_of_it(monkeypatch):
+    """Nothing can be asked of one after an error in a kernel, not even to be the current one."""
+
+    def broken(device):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "set_device", broken)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: torch.tensor([]))
+    device = torch.device("cuda", 1)
+    waiters, seen = Waiters(device), Future()
+    waiters.put(0, lambda: seen.set_result("called"))
+    assert seen.result(5) == "called"
+    thread = LinkThread(link_id(), open_link=Held, device=device, predecessor=None, waiters=waiters)
+    thread.start()
+    opening = nothing(0)
+    thread.submit(opening)
+    assert "illegal memory access" in str(opening.result.exception(5))
+    assert thread.join(5)
     waiters.close()
 
 
