@@ -187,7 +187,8 @@ def test_weights_that_cannot_be_written_are_one_line(tmp_path: Path) -> None:
 def test_list(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert models.list_models() == []
     make_model(home / "models" / "b")
-    (make_model(home / "models" / "a") / "more").write_bytes(bytes(3_000_000))
+    for more in ("more", "yet more"):
+        (make_model(home / "models" / "a") / more).write_bytes(bytes(1_500_000))
     make_model(home / "models" / ".hidden")
     (home / "models" / "unfinished").mkdir()
     assert models.list_models() == [home / "models" / "a", home / "models" / "b"]
