@@ -37,6 +37,13 @@ def test_locks_satisfy_the_requirements():
         assert {**RUN, **DEV}[canonicalize_name(wanted.name)] in wanted.specifier
 
 
+def test_no_protobuf_is_allowed_that_is_older_than_the_generated_code():
+    """Which refuses to be imported by one."""
+    made = (ROOT / "protocol" / "wire" / "inference_pb2.py").read_text()
+    (version,) = re.findall(r"^# Protobuf Python Version: ([\d.]+)$", made, re.MULTILINE)
+    assert f"protobuf>={version}" in PROJECT["dependencies"]
+
+
 def test_torch_is_pinned_without_a_build():
     assert re.fullmatch(r"[\d.]+", RUN["torch"])
 
