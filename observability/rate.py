@@ -20,6 +20,8 @@ class Rate:
         self._tokens = self._tokens * keep + tokens
         self._seconds = self._seconds * keep + seconds
 
-    def per_second(self) -> float:
-        """Tokens per second of busy time; 0 before the first step."""
-        return self._tokens / self._seconds if self._seconds > 0 else 0.0
+    def per_second(self, since_s: float = 0.0) -> float:
+        """Tokens per second of busy time, with `since_s` of it since the last step; 0 before the
+        first."""
+        seconds = self._seconds + since_s
+        return self._tokens / seconds if seconds > 0 else 0.0

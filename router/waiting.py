@@ -164,7 +164,8 @@ class WaitingRoom:
             if not self._open(self._pressure(), waiter.errand):
                 return
             self._queue.take()
-            self._pass_time(entry.cost)
+            self._drained.add(entry.cost, self._since_drained())
+            self._drained_at = self.clock()
             if not waiter.ready.done():
                 self.start(waiter.errand)
                 waiter.ready.set_result(None)
@@ -242,16 +243,14 @@ class WaitingRoom:
         """Estimated seconds until prefill would begin with a request that came now."""
         wait_s = now.backlog_s(self._outstanding)
         if self._queue:
-            self._pass_time(0)
-            rate = self._drained.per_second() or now.rate
+            # Long outputs let go of their room in bursts: what passes between two is no standstill.
+            rate = self._drained.per_second(self._since_drained()) or now.rate
             ahead = self._queue.ahead(errand.flow, weight=errand.weight)
             wait_s += ahead / rate if rate else 0.0
         return wait_s
 
-    def _pass_time(self, tokens: int) -> None:
-        moment = self.clock()
-        self._drained.add(tokens, max(0.0, moment - self._drained_at))
-        self._drained_at = moment
+    def _since_drained(self) -> float:
+        return max(0.0, self.clock() - self._drained_at)
 
     def _retry_s(self, estimate_s: float) -> float:
         return max(self._config.retry_after_s, estimate_s)

@@ -336,6 +336,35 @@ async def test_a_new_prefill_worker_after_a_quiet_hour_is_not_taken_to_be_slow()
     assert bench.metrics.value(metrics.REFUSALS, reason="deadline") == 1
 
 
+async def test_a_pause_of_the_queue_is_not_taken_for_its_end() -> None:
+    """Ten requests have left at 10 tokens a second when decode is full for 20 s: a rate that fades
+    with every second would be 50 times lower, and the wait an hour."""
+    bench = Bench()
+    running = bench.turn(10)
+    await running.wait()
+    turns = [bench.turn(100) for _ in range(10)]
+    tasks = [asyncio.create_task(turn.wait()) for turn in turns]
+    await soon()
+    for turn in turns:
+        bench.now += 10.0
+        running.end(0)
+        await soon()
+        running = turn
+    bench.workers.decode.room_tokens = 0
+    tasks += [asyncio.create_task(bench.turn(100).wait()) for _ in range(10)]
+    await soon()
+    for _ in range(4):
+        bench.now += 5.0
+        with pytest.raises(Late):  # each look at the queue counts the time since the last
+            await bench.turn(100, left_s=1.0).wait()
+    with pytest.raises(Late, match=r"about 273\.\d s of work"):
+        await bench.turn(100, left_s=100.0).wait()
+    running.end(0)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def test_which_tier_a_request_is_in() -> None:
     tiers = {"interactive": ServiceTier(ttft_s=1.0), "batch": ServiceTier(weight=0.1)}
     assert tier_name(None, ANYONE, tiers) == "default"
