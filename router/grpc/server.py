@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -72,7 +74,7 @@ class GrpcServer:
             ("grpc.server.max_pending_requests", _MAX_PENDING),
             ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
         ]
-        self._health = health.aio.HealthServicer()
+        self._health = _Health()
         self._services = [INFERENCE] if admin is None else [INFERENCE, ADMIN]
         self._server: aio.Server | None = None
 
@@ -115,8 +117,32 @@ class GrpcServer:
     async def stop(self, grace_s: float = 0.5) -> None:
         """Stop listening; running calls get `grace_s` seconds."""
         if self._server is not None:
+            self._health.end_watches()
             await self._server.stop(grace_s)
             self._server = None
+
+
+class _Health(health.aio.HealthServicer):  # type: ignore[misc]
+    """Those who watch are let go: they would keep a leaving router as long as a request may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ends: set[asyncio.Timeout] = set()
+
+    async def Watch(self, request: Any, context: _Context) -> None:  # noqa: N802 - gRPC names it
+        """Every change, until `end_watches`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None) as end:
+                self._ends.add(end)
+                try:
+                    await super().Watch(request, context)
+                finally:
+                    self._ends.discard(end)
+
+    def end_watches(self) -> None:
+        """End what is watched."""
+        for end in self._ends:
+            end.reschedule(0.0)
 
 
 class _Guard:

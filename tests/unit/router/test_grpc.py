@@ -245,6 +245,15 @@ async def test_health_follows_readiness(fleet: StubFleet, make_doors: MakeDoors)
         assert await check("baton.v1.Inference") == "NOT_SERVING"
 
 
+async def test_who_watches_health_does_not_keep_a_leaving_router(doors: Doors) -> None:
+    watch = health_pb2_grpc.HealthStub(doors.channel).Watch(health_pb2.HealthCheckRequest())
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+    async with asyncio.timeout(20):
+        assert await doors.router.retire(600.0)
+        assert await watch.read() is aio.EOF
+    assert await watch.code() is grpc.StatusCode.OK
+
+
 async def test_reflection_lists_everything(doors: Doors) -> None:
     stub = reflection_pb2_grpc.ServerReflectionStub(doors.channel)
 
