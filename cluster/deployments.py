@@ -45,10 +45,10 @@ def scale(config: ClusterConfig, wanted: Mapping[Kind, int]) -> None:
     when a pool is to grow and the cluster is too small for it; who leaves another makes room."""
     if not config.ray.autoscaling:
         sizes = {kind: pool.target for kind, pool in pool_statuses().items()}
-        grows = any(replicas > sizes.get(kind, 0) for kind, replicas in wanted.items())
-        sizes |= wanted
-        demands = [replace(d, replicas=sizes.get(Kind(d.pool), 0)) for d in demands_of(config)]
-        if grows:  # a smaller pool is what a cluster needs that has lost a machine
+        # A smaller pool is what a cluster needs that has lost a machine.
+        if any(replicas > sizes.get(kind, 0) for kind, replicas in wanted.items()):
+            sizes |= wanted
+            demands = [replace(d, replicas=sizes.get(Kind(d.pool), 0)) for d in demands_of(config)]
             check_resources(demands, nodes())
     for kind, replicas in wanted.items():
         if set_replicas(kind, replicas) or replicas == 0 or kind is Kind.ROUTER:

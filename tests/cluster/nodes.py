@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
+
+from tests.cluster.conftest import session_processes
+from tests.cluster.load import wait_until
+from tests.support.ports import free_port
 
 _RAY = [sys.executable, "-c", "from ray.scripts.scripts import main; main()"]
 _START_S = 60.0
@@ -25,7 +27,7 @@ class Nodes:
         # Sockets lie in it, whose paths must be short.
         self._ray = tempfile.mkdtemp(prefix="ray-")
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
-        self.address = f"127.0.0.1:{_free_port()}"
+        self.address = f"127.0.0.1:{free_port()}"
         # Ray listens on all interfaces; without its own token it takes one from the user's home.
         self.token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
@@ -35,7 +37,7 @@ class Nodes:
             role = [f"--address={self.address}"]
         else:
             port = self.address.rpartition(":")[2]
-            client = f"--ray-client-server-port={_free_port()}"
+            client = f"--ray-client-server-port={free_port()}"
             role = ["--head", f"--port={port}", f"--temp-dir={self._ray}", client]
             role += ["--include-dashboard=false"]
         own = [f"--node-ip-address={host}", f"--labels=baton.io/pool={pool}", f"--num-cpus={cpus}"]
@@ -53,34 +55,20 @@ class Nodes:
         self._await_start(host, log)
 
     def _await_start(self, host: str, log: Path) -> None:
-        deadline = time.monotonic() + _START_S
-        while b"Ray runtime started" not in log.read_bytes():
+        def started() -> bool:
             assert self._nodes[host].poll() is None, log.read_text()
-            assert time.monotonic() < deadline, f"{host} does not start: {log.read_text()}"
-            time.sleep(0.2)
+            return b"Ray runtime started" in log.read_bytes()
+
+        wait_until(started, seconds=_START_S)
 
     def kill(self, host: str) -> None:
         """Everything that runs there ends at once."""
         node = self._nodes.pop(host)
-        for pid in _session(node.pid):
-            os.kill(pid, signal.SIGKILL)
+        for row in session_processes(node.pid):
+            os.kill(int(row.split()[1]), signal.SIGKILL)
         node.wait(_START_S)
 
     def close(self) -> None:
         """Kill all that are left."""
         for host in list(self._nodes):
             self.kill(host)
-
-
-def _session(session: int) -> list[int]:
-    listed = subprocess.run(
-        ["ps", "-eo", "sid=,pid=,stat="], capture_output=True, text=True, check=True
-    ).stdout
-    rows = [line.split() for line in listed.splitlines()]
-    return [int(pid) for sid, pid, state in rows if int(sid) == session and state[0] != "Z"]
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])

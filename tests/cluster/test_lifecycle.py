@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from tests.cluster.conftest import ROOT, Baton
 from tests.cluster.load import LONG, TOKENS, ask, load, wait_until
+from tests.support.ports import free_port
 
 
 def test_a_pool_that_cannot_start_is_named_and_nothing_stays(baton: Baton) -> None:
@@ -78,12 +78,6 @@ def test_ctrl_c_ends_a_cluster_in_the_foreground(
     foreground.send_signal(signal.SIGINT)
     assert foreground.wait(90) == 0
     assert_nothing_stays(shared_baton)
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def start(baton: Baton, *arguments: str) -> subprocess.Popen[str]:

@@ -20,6 +20,7 @@ from router.admin import ClusterView
 from router.config import RouterConfig
 from router.server import Router
 from tests.support import services
+from tests.support.ports import free_port
 from tests.support.router_doors import Doors, MakeDoors, status_of, until
 from tests.support.stub_workers import StubFleet
 
@@ -73,7 +74,7 @@ async def test_two_routers_share_a_port(fleet: StubFleet, model_folder: Path) ->
     routers = [Router(config, secret=fleet.secret) for _ in range(2)]
     where = {"http_host": "127.0.0.1", "grpc_host": "127.0.0.1"}
     try:
-        first = await routers[0].start(**where, http_port=_free_port(), grpc_port=_free_port())
+        first = await routers[0].start(**where, http_port=free_port(), grpc_port=free_port())
         ports = [int(address.split(":")[1]) for address in (first.http, first.grpc)]
         second = await routers[1].start(**where, http_port=ports[0], grpc_port=ports[1])
         assert (first.http, first.grpc) == (second.http, second.grpc)
@@ -86,8 +87,8 @@ async def test_routers_of_one_port_are_scraped_apart(fleet: StubFleet, model_fol
     await fleet.add(Role.DECODE)
     config = RouterConfig(model_path=str(model_folder))
     routers = [Router(config, secret=fleet.secret) for _ in range(2)]
-    where = {"http_host": "127.0.0.1", "grpc_host": "127.0.0.1", "http_port": _free_port()}
-    grpc_port = _free_port()
+    where = {"http_host": "127.0.0.1", "grpc_host": "127.0.0.1", "http_port": free_port()}
+    grpc_port = free_port()
     try:
         for router in routers:
             await router.start(**where, grpc_port=grpc_port)
@@ -118,8 +119,8 @@ async def test_a_retiring_router_leaves_its_clients_to_the_other(
     await fleet.add(Role.DECODE, delay_s=0.02)
     config = RouterConfig(model_path=str(model_folder))
     routers = [Router(config, secret=fleet.secret) for _ in range(2)]
-    where = {"http_host": "127.0.0.1", "grpc_host": "127.0.0.1", "http_port": _free_port()}
-    grpc_port = _free_port()
+    where = {"http_host": "127.0.0.1", "grpc_host": "127.0.0.1", "http_port": free_port()}
+    grpc_port = free_port()
     for router in routers:
         await router.start(**where, grpc_port=grpc_port)
         router.set_workers(fleet.refs)
@@ -223,15 +224,6 @@ async def test_a_request_that_was_still_being_sent_is_cut_off_no_worse(
     assert 0 < answer.count(b"data: {") < 480
     assert b"this router stops, the request is not over" in answer
     await until(lambda: not worker.running)
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 async def test_a_port_that_is_taken_is_named(model_folder: Path) -> None:
