@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from kv_transfer.checksum import place_checksum
+from kv_transfer.checksum import combine, place_checksum
 from kv_transfer.config import ChecksumKind
 from kv_transfer.incoming import Incoming
 from kv_transfer.leases import Verdict
 from kv_transfer.meeting import accept_orders
-from kv_transfer.orders import MoveOrder, Order, Outcome, Part, PartResult
+from kv_transfer.orders import MoveOrder, Order, Part
 from kv_transfer.party import Party
 from kv_transfer.peers import Peer, Peers
 from kv_transfer.plan import check_layout, kv_bytes, reshard
@@ -64,8 +64,7 @@ class Arrivals:
                 continue
             handoff.backend = piece.backend
             if self._me.config.checksum_kind(piece.backend) is ChecksumKind.NONE:
-                outcomes = as_written(piece, self._orders(handoff, piece))
-                self._arrived(handoff, piece, outcomes)
+                self._arrived(handoff, piece, *self._as_written(handoff, piece))
             else:
                 self._post(handoff, piece, self._peers.get(piece.prefill.epoch))
 
@@ -73,12 +72,29 @@ class Arrivals:
         """Close a sender's connections; what is moving on them fails."""
         await self._peers.forget(epoch)
 
-    def _orders(self, handoff: Incoming, piece: Piece) -> dict[int, Order]:
-        cells = handoff.lease.cells(piece)
-        return receive_orders(piece, cells, me=self._me.ref, layout=self._me.layout)
+    def _as_written(self, handoff: Incoming, piece: Piece) -> tuple[int, int]:
+        """Bytes and checksum of a piece whose content is not summed."""
+        slices = reshard(piece.prefill_layout.rank_heads, self._me.layout.rank_heads)
+        num_bytes = kv_bytes(
+            piece.prefill_layout,
+            num_tokens=piece.num_cells * handoff.lease.cell_size,
+            num_layers=piece.num_layers,
+            num_heads=sum(part.num_heads for part in slices),
+        )
+        places = [
+            place_checksum(
+                generation=piece.generation,
+                sequence=piece.sequence,
+                source=part.source_rank,
+                dest=part.dest_rank,
+            )
+            for part in slices
+        ]
+        return num_bytes, combine(places)
 
     def _post(self, handoff: Incoming, piece: Piece, peer: Peer) -> None:
-        orders = self._orders(handoff, piece)
+        cells = handoff.lease.cells(piece)
+        orders = receive_orders(piece, cells, me=self._me.ref, layout=self._me.layout)
         handoff.moving += 1
         peer.moving += 1
         self._tasks.start(self._receive(handoff, piece, peer, orders))
@@ -91,7 +107,7 @@ class Arrivals:
         peer.moving -= 1
         error = first_error(outcomes)
         if error is None:
-            self._arrived(handoff, piece, outcomes)
+            self._arrived(handoff, piece, *totals(outcomes))
         else:
             if piece.link > peer.broken:
                 peer.broken = piece.link
@@ -100,8 +116,7 @@ class Arrivals:
                 self._lost(handoff)
         handoff.changed.set()
 
-    def _arrived(self, handoff: Incoming, piece: Piece, outcomes: list[Outcome]) -> None:
-        num_bytes, checksum = totals(outcomes)
+    def _arrived(self, handoff: Incoming, piece: Piece, num_bytes: int, checksum: int) -> None:
         handoff.lease.arrived(piece.sequence, piece.link, num_bytes=num_bytes, checksum=checksum)
         self._stats.num_bytes += num_bytes
         self._stats.num_pieces += 1
@@ -137,31 +152,3 @@ def receive_orders(
         )
         for rank, own in parts.items()
     }
-
-
-def as_written(piece: Piece, orders: dict[int, Order]) -> list[Outcome]:
-    """The outcome of receive orders for a piece that its sender has written, when its content is
-    not to be summed."""
-    outcomes = []
-    for rank, order in orders.items():
-        move = order.receive
-        assert move is not None
-        results = []
-        for part in move.parts:
-            num_bytes = kv_bytes(
-                piece.prefill_layout,
-                num_tokens=move.cells.num_tokens,
-                num_layers=move.num_layers,
-                num_heads=part.num_heads,
-            )
-            place = place_checksum(
-                generation=move.generation,
-                sequence=move.sequence,
-                source=part.peer_rank,
-                dest=rank,
-            )
-            results.append(
-                PartResult(peer_rank=part.peer_rank, num_bytes=num_bytes, checksum=place)
-            )
-        outcomes.append(Outcome(parts=tuple(results)))
-    return outcomes

@@ -43,7 +43,7 @@ class Coverage:
         self._all_layers = (1 << num_layers) - 1
         self._num_layers = num_layers
         self.num_cached = num_cached
-        self._layers = [self._all_layers if i < num_cached else 0 for i in range(num_cells)]
+        self._layers = [self._all_layers] * num_cached + [0] * (num_cells - num_cached)
 
     @classmethod
     def of(cls, layout: KVLayout, *, cell_size: int, num_tokens: int, num_cached: int) -> Coverage:
@@ -82,8 +82,10 @@ class Coverage:
         mask = ((1 << num_layers) - 1) << first_layer
         end = first_cell + num_cells
         named = self._layers[first_cell:end]
-        if any(named):  # the common case, none, is checked at C speed
-            for cell, layers in enumerate(named, first_cell):
-                if layers & mask:
-                    raise StaleMessage(f"cell {cell} is there or named already", param="first_cell")
+        if named.count(0) == num_cells:  # the common case, at C speed
+            self._layers[first_cell:end] = [mask] * num_cells
+            return
+        for cell, layers in enumerate(named, first_cell):
+            if layers & mask:
+                raise StaleMessage(f"cell {cell} is there or named already", param="first_cell")
         self._layers[first_cell:end] = [layers | mask for layers in named]

@@ -23,24 +23,21 @@ class Credits:
         self._next = 1
         self._blocks: dict[int, tuple[int, ...]] = {}
         self._holding: dict[int, Holding] = {}
-        self._owner: dict[int, int] = {}
+        self._held: set[int] = set()
 
     def grant(self, blocks: tuple[int, ...]) -> int:
         """Put writable blocks under a generation that was never used before; returns it. Raises
         Internal, changing nothing, when one of them is in the account already."""
-        for block in blocks:
-            if block in self._owner:
-                raise Internal(
-                    f"block {block} is {self._holding[self._owner[block]]} in generation "
-                    f"{self._owner[block]} and cannot be granted again"
-                )
-        if len(set(blocks)) != len(blocks):
+        if not self._held.isdisjoint(blocks):
+            raise self._held_already(blocks)
+        granted = set(blocks)
+        if len(granted) != len(blocks):
             raise Internal("a block is named twice in one grant")
         generation = self._next
         self._next += 1
         self._blocks[generation] = blocks
         self._holding[generation] = Holding.GRANTED
-        self._owner.update(dict.fromkeys(blocks, generation))
+        self._held |= granted
         return generation
 
     def quarantine(self, generation: int) -> None:
@@ -51,10 +48,17 @@ class Credits:
 
     def close(self, generation: int) -> None:
         """Take a generation's blocks out of the account: committed, or safe."""
-        for block in self._blocks.pop(generation):
-            del self._owner[block]
+        self._held.difference_update(self._blocks.pop(generation))
         del self._holding[generation]
 
     def count(self, holding: Holding) -> int:
         """Blocks held for one reason."""
         return sum(len(self._blocks[g]) for g, held in self._holding.items() if held is holding)
+
+    def _held_already(self, blocks: tuple[int, ...]) -> Internal:
+        block = next(block for block in blocks if block in self._held)
+        owner = next(generation for generation, own in self._blocks.items() if block in own)
+        return Internal(
+            f"block {block} is {self._holding[owner]} in generation {owner} and cannot be granted "
+            "again"
+        )

@@ -66,23 +66,6 @@ def lost_sequences(error: BatonError | None) -> list[int]:
     return [int(number) for number in numbers.split(",")] if kind == "lost" else []
 
 
-def check_ticket(
-    ticket: Ticket, key: RequestKey, *, secret: bytes, now: float, me: WorkerRef, peer_epoch: int
-) -> None:
-    """Raise StaleMessage unless the ticket is genuine, in time, and for this request and these two
-    incarnations. `now` is wall-clock time in seconds."""
-    if ticket.key != key:
-        raise StaleMessage(f"ticket of {ticket.key} used for {key}", param="ticket")
-    ticket.verify(secret, now=now)
-    mine, theirs = ticket.decode_epoch, ticket.prefill_epoch
-    if me.role == "prefill":
-        mine, theirs = theirs, mine
-    if mine != me.epoch:
-        raise StaleMessage(f"ticket of {ticket.key} is for another incarnation", param="epoch")
-    if theirs != peer_epoch:
-        raise StaleMessage(f"ticket of {ticket.key} is for another peer", param="epoch")
-
-
 class _Lease:
     """What both sides keep: identity, ticket, state, deadline (monotonic seconds)."""
 
@@ -131,8 +114,8 @@ class Inbound(_Lease):
         self.num_cached = 0
         self.num_tokens = 0
         self.commit_message: Commit | None = None
+        self.cell_size = 0  # once a piece has come
         self._layout: KVLayout
-        self._cell_size = 0
         self._coverage: Coverage | None = None
         self._arrivals: dict[int, _Arrival] = {}
 
@@ -201,7 +184,7 @@ class Inbound(_Lease):
         return Cells.within(
             self.block_ids,
             self._layout.block_size,
-            size=self._cell_size,
+            size=self.cell_size,
             first=piece.first_cell,
             count=piece.num_cells,
         )
@@ -210,14 +193,14 @@ class Inbound(_Lease):
         """Count what a new piece brings. The first one tells of how many tokens its cells are."""
         size = cell_size(self._layout.block_size, piece.prefill_layout.block_size)
         if self._coverage is None:
-            self._cell_size = size
+            self.cell_size = size
             self._coverage = Coverage.of(
                 self._layout,
                 cell_size=size,
                 num_tokens=self.num_tokens,
                 num_cached=self.num_cached,
             )
-        if size != self._cell_size:
+        if size != self.cell_size:
             raise StaleMessage(f"{self.key} came in other blocks before", param="block_size")
         self._coverage.add(piece.first_cell, piece.num_cells, piece.first_layer, piece.num_layers)
 
@@ -408,5 +391,6 @@ def _check_blocks(grant: Grant) -> None:
         raise StaleMessage(
             f"grant of {len(ids)} blocks, ticket for {grant.ticket.num_blocks}", param="block_ids"
         )
-    if len(set(ids)) != len(ids) or any(not 0 <= b < grant.layout.num_blocks for b in ids):
+    within = not ids or 0 <= min(ids) <= max(ids) < grant.layout.num_blocks
+    if not within or len(set(ids)) != len(ids):
         raise StaleMessage("grant names a block twice or out of range", param="block_ids")

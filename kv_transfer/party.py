@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from kv_transfer.calls import UNANSWERED, Answer
 from kv_transfer.clock import Clock
 from kv_transfer.config import TransferConfig
-from kv_transfer.leases import check_ticket
 from kv_transfer.orders import Order, Outcome, RevokeOrder
 from kv_transfer.ranks import RankChannel, first_error, run_orders
-from protocol.errors import BatonError, Unavailable
+from protocol.errors import BatonError, StaleMessage, Unavailable
 from protocol.ids import RequestKey, WorkerRef
 from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.ticket import Ticket
@@ -33,10 +32,20 @@ class Party:
     config: TransferConfig
     clock: Clock = Clock()  # noqa: RUF009 - frozen
 
-    def check_ticket(self, ticket: Ticket, key: RequestKey, peer_epoch: int) -> None:
-        """Raise StaleMessage unless the ticket is for this request, this worker and that peer."""
-        now = self.clock.wall()
-        check_ticket(ticket, key, secret=self.secret, now=now, me=self.ref, peer_epoch=peer_epoch)
+    def check_ticket(
+        self, ticket: Ticket, key: RequestKey, peer_epoch: int, *, genuine: Ticket | None = None
+    ) -> None:
+        """Raise StaleMessage unless the ticket is for this request, this worker and that peer. One
+        equal to `genuine`, which was checked before, needs no look at its signature."""
+        check_ticket(
+            ticket,
+            key,
+            secret=self.secret,
+            now=self.clock.wall(),
+            me=self.ref,
+            peer_epoch=peer_epoch,
+            genuine=genuine,
+        )
 
     async def call(
         self,
@@ -71,3 +80,31 @@ class Party:
         buffers, so this takes at most one copy. False when a rank cannot be asked."""
         revoke = RevokeOrder(receiver_epoch=receiver_epoch, generation=generation)
         return first_error(await self.run_everywhere(Order(revoke=revoke))) is None
+
+
+def check_ticket(
+    ticket: Ticket,
+    key: RequestKey,
+    *,
+    secret: bytes,
+    now: float,
+    me: WorkerRef,
+    peer_epoch: int,
+    genuine: Ticket | None = None,
+) -> None:
+    """Raise StaleMessage unless the ticket is genuine, in time, and for this request and these two
+    incarnations. `now` is wall-clock time in seconds. One equal to `genuine` is signed as that is.
+    """
+    if ticket.key != key:
+        raise StaleMessage(f"ticket of {ticket.key} used for {key}", param="ticket")
+    if ticket == genuine:
+        ticket.check_time(now)
+    else:
+        ticket.verify(secret, now=now)
+    mine, theirs = ticket.decode_epoch, ticket.prefill_epoch
+    if me.role == "prefill":
+        mine, theirs = theirs, mine
+    if mine != me.epoch:
+        raise StaleMessage(f"ticket of {ticket.key} is for another incarnation", param="epoch")
+    if theirs != peer_epoch:
+        raise StaleMessage(f"ticket of {ticket.key} is for another peer", param="epoch")

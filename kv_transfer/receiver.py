@@ -243,8 +243,9 @@ class Receiver:
     # --- one hand-off ---------------------------------------------------------------------------
 
     def _current(self, key: RequestKey, ticket: Ticket) -> Incoming:
-        self._me.check_ticket(ticket, key, ticket.prefill_epoch)
         handoff = self._live.get(key)
+        genuine = None if handoff is None else handoff.lease.ticket
+        self._me.check_ticket(ticket, key, ticket.prefill_epoch, genuine=genuine)
         if handoff is None:
             settled = self._settled.get(key)
             state = "unknown" if settled is None else settled.state

@@ -207,11 +207,12 @@ class Sender:
         """Decode holds blocks for a request. Raises StaleMessage when it names another incarnation,
         ticket or generation, and HandoffFailed naming the field in which the two KV layouts
         differ."""
-        self._me.check_ticket(grant.ticket, grant.key, grant.decode.epoch)
+        handoff = self._live.get(grant.key)
+        genuine = None if handoff is None else handoff.lease.ticket
+        self._me.check_ticket(grant.ticket, grant.key, grant.decode.epoch, genuine=genuine)
         finished = self._finished.get(grant.key)
         if finished is not None and finished.peer_epoch == grant.decode.epoch:
             raise StaleMessage(f"hand-off of {grant.key} is over", param="key")
-        handoff = self._live.get(grant.key)
         if handoff is None:
             self._early.put(grant.key, grant)
             return Ack()

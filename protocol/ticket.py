@@ -46,5 +46,9 @@ class Ticket:
         expected = hmac.new(secret, self._body(), hashlib.sha256).digest()
         if not hmac.compare_digest(expected, self.signature):
             raise StaleMessage(f"ticket of {self.key} has a wrong signature", param="ticket")
+        self.check_time(now)
+
+    def check_time(self, now: float) -> None:
+        """Raise StaleMessage when the ticket has expired."""
         if now >= self.expires_at:
             raise StaleMessage(f"ticket of {self.key} has expired", param="ticket")

@@ -8,8 +8,10 @@ import pytest
 
 from kv_transfer.coverage import Area, Coverage
 from kv_transfer.credits import Credits, Holding
-from kv_transfer.leases import Inbound, Outbound, Verdict, check_ticket
+from kv_transfer.leases import Inbound, Outbound, Verdict
+from kv_transfer.party import check_ticket
 from kv_transfer.remembered import Attempts, Remembered
+from protocol import codec
 from protocol.errors import HandoffFailed, Internal, StaleMessage
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.messages import Commit, Grant, Piece
@@ -294,14 +296,33 @@ def test_a_second_grant_is_refused():
         (replace(TICKET, decode_epoch=4).signed(SECRET), 0.0, 1),  # another incarnation
     ],
 )
-def test_bad_tickets_are_refused(ticket, now, peer_epoch):
+@pytest.mark.parametrize("genuine", [None, TICKET])
+def test_bad_tickets_are_refused(ticket, now, peer_epoch, genuine):
     with pytest.raises(StaleMessage):
-        check_ticket(ticket, ticket.key, secret=SECRET, now=now, me=DECODE, peer_epoch=peer_epoch)
+        check_ticket(
+            ticket,
+            ticket.key,
+            secret=SECRET,
+            now=now,
+            me=DECODE,
+            peer_epoch=peer_epoch,
+            genuine=genuine,
+        )
 
 
 def test_good_tickets_pass_on_both_sides():
     check_ticket(TICKET, KEY, secret=SECRET, now=0.0, me=DECODE, peer_epoch=1)
     check_ticket(TICKET, KEY, secret=SECRET, now=0.0, me=PREFILL, peer_epoch=2)
+
+
+def test_only_the_very_ticket_that_was_checked_needs_no_second_look_at_its_signature():
+    def check(ticket):
+        check_ticket(ticket, KEY, secret=b"other", now=0.0, me=DECODE, peer_epoch=1, genuine=TICKET)
+
+    check(codec.decode(Ticket, codec.encode(TICKET)))
+    for other in (replace(TICKET, expires_at=200.0), TICKET.signed(b"another secret")):
+        with pytest.raises(StaleMessage, match="wrong signature"):
+            check(other)
 
 
 def test_a_block_is_in_one_grant_at_a_time():
