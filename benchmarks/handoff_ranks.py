@@ -3,7 +3,6 @@ the first in a process of its own, as a worker's are."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import multiprocessing
 import threading
@@ -20,6 +19,7 @@ from engine.kv.pool import KVPool
 from kv_transfer.config import TransferConfig
 from kv_transfer.data_plane import DataPlane
 from kv_transfer.orders import Order, Outcome
+from kv_transfer.outcomes import answer_to
 from protocol import codec
 from protocol.kv_layout import KVLayout
 
@@ -127,8 +127,8 @@ class Ranks:
         """Run one order on one rank; its outcome."""
         found = self._ranks[rank]
         if isinstance(found, Rank):
-            return await asyncio.wrap_future(found.plane.submit(order))
-        answer: bytes = await asyncio.wrap_future(found.call("order", order.encode()))
+            return await answer_to(found.plane.submit(order))
+        answer: bytes = await answer_to(found.call("order", order.encode()))
         return codec.decode(Outcome, answer)
 
     def everywhere(self, name: str, *args: Any) -> list[Any]:

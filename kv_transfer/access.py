@@ -18,15 +18,12 @@ class AccessState(StrEnum):
 
 
 class Access:
-    """Gathers out of, or scatters into, the pool's blocks for one message. Safe from any thread.
-
-    `over` is done once this access can touch nothing any more.
-    """
+    """Gathers out of, or scatters into, the pool's blocks for one message. Safe from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._state = AccessState.ALLOWED
-        self.over: Future[None] = Future()
+        self._over: Future[None] | None = None  # once somebody has asked
 
     @contextmanager
     def entered(self) -> Iterator[bool]:
@@ -50,14 +47,18 @@ class Access:
         """The pool is touched no more."""
         with self._lock:
             self._state = AccessState.OVER
-        self.over.set_result(None)
+            over = self._over
+        if over is not None:
+            over.set_result(None)
 
     def revoke(self) -> Future[None]:
-        """Forbid the access from now on; returns `over`, which waits for one that was entered."""
+        """Forbid the access from now on. What is returned is done once it can touch nothing any
+        more: one that was entered has to be left."""
         with self._lock:
-            allowed = self._state is AccessState.ALLOWED
-            if allowed:
+            if self._state is AccessState.ALLOWED:
                 self._state = AccessState.OVER
-        if allowed:
-            self.over.set_result(None)
-        return self.over
+            if self._over is None:
+                self._over = Future()
+                if self._state is AccessState.OVER:
+                    self._over.set_result(None)
+            return self._over

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 
 import torch
@@ -35,7 +34,7 @@ from kv_transfer.orders import (
     ReadyOrder,
     RevokeOrder,
 )
-from kv_transfer.outcomes import done, joined, when_over
+from kv_transfer.outcomes import Gathering, done, unanswered, when_over
 from kv_transfer.store import BlockStore
 from protocol import codec
 from protocol.errors import BatonError, Internal, InvalidRequest
@@ -141,8 +140,7 @@ class DataPlane:
         marks = self._store.marks
         if marks is None:
             return done(Outcome())
-        answer: Future[Outcome] = Future()
-        answer.set_running_or_notify_cancel()
+        answer = unanswered()
 
         def wait() -> None:
             try:
@@ -158,38 +156,32 @@ class DataPlane:
     # --- moving ---------------------------------------------------------------------------------
 
     def _move(self, order: MoveOrder, *, sending: bool) -> Future[Outcome]:
-        operations = []
+        answer = unanswered()
         backend = self._backend_of(order)
-        for part in order.parts:
-            peer = (part.peer_rank, part.endpoint)
-            link, open_link = self._end_of(order, *peer, backend, sending=sending)
-            operation = self._operation(order, part, link, backend.name, sending=sending)
-            operations.append(operation)
-            self._submit(operation, link, backend.name, open_link)
-        return joined(operations)
+        handoff = (order.receiver_epoch, order.generation)
+        accesses = [Access() for _ in order.parts]
+
+        def finish(outcome: Outcome) -> None:
+            self._forget(handoff, accesses)
+            answer.set_result(outcome)
+
+        self._track(handoff, accesses)
+        ended = Gathering(len(accesses), finish)
+        device = backend.name in ON_DEVICE  # stages by itself
+        make = self._block_operation if device else self._staged_operation
+        for part, access in zip(order.parts, accesses, strict=True):
+            operation = make(order, part, access, ended, sending)
+            self._submit(operation, order, part.peer_rank, part.endpoint, backend, sending=sending)
+        return answer
 
     def _open(self, order: OpenOrder) -> Future[Outcome]:
+        answer = unanswered()
         backend = self._backend_of(order)
-        operations = []
+        ended = Gathering(len(order.peers), answer.set_result)
         for rank, endpoint in order.peers:
-            link, open_link = self._end_of(order, rank, endpoint, backend, sending=order.sending)
-            operation = nothing(rank)
-            operations.append(operation)
-            self._submit(operation, link, backend.name, open_link)
-        return joined(operations)
-
-    def _submit(
-        self,
-        operation: Operation,
-        link: LinkId,
-        backend: str,
-        open_link: Callable[[], Link | BlockLink],
-    ) -> None:
-        """Never raises: an order ends with the last of its operations, however one fares."""
-        try:
-            self._thread(link, backend, open_link).submit(operation)
-        except LinkBroken as error:
-            fail(operation, error)
+            operation = nothing(rank, ended)
+            self._submit(operation, order, rank, endpoint, backend, sending=order.sending)
+        return answer
 
     def _backend_of(self, order: MoveOrder | OpenOrder) -> Backend:
         name = order.backend or next(iter(self._backends))
@@ -198,64 +190,70 @@ class DataPlane:
             raise LinkBroken(f"this rank has no backend {name}", param="backend")
         return backend
 
-    def _end_of(
+    def _submit(
         self,
+        operation: Operation,
         order: MoveOrder | OpenOrder,
         peer_rank: int,
         endpoint: str,
         backend: Backend,
         *,
         sending: bool,
-    ) -> tuple[LinkId, Callable[[], Link | BlockLink]]:
-        link = LinkId(
-            sender_epoch=order.sender_epoch,
-            receiver_epoch=order.receiver_epoch,
-            source_rank=order.rank if sending else peer_rank,
-            dest_rank=peer_rank if sending else order.rank,
-            link=order.link,
-        )
-        limit = self._config.connect_timeout_s
-        if sending:
-            return link, lambda: backend.connect(link, endpoint, limit)
-        return link, lambda: backend.accept(link, limit)
+    ) -> None:
+        """Never raises: an order ends with the last of its operations, however one fares."""
+        source, dest = _ends(order, peer_rank, sending)
+        ends = (order.sender_epoch, order.receiver_epoch, source, dest, backend.name)
+        try:
+            with self._lock:
+                thread = self._links.get(ends)
+                if thread is None or thread.link.link != order.link:
+                    thread = self._replace(thread, ends, order.link, endpoint, backend, sending)
+            thread.submit(operation)
+        except LinkBroken as error:
+            fail(operation, error)
 
-    def _thread(
-        self, link: LinkId, backend: str, open_link: Callable[[], Link | BlockLink]
+    def _replace(
+        self,
+        current: LinkThread | None,
+        ends: _Ends,
+        number: int,
+        endpoint: str,
+        backend: Backend,
+        sending: bool,
     ) -> LinkThread:
-        pair = (link.sender_epoch, link.receiver_epoch, link.source_rank, link.dest_rank)
-        ends = (*pair, backend)
-        with self._lock:
-            current = self._links.get(ends)
-            if current is not None and current.link.link == link.link:
-                return current
-            if current is not None and current.link.link > link.link:
-                raise LinkBroken(f"link {link} was replaced by {current.link}")
-            thread = LinkThread(
-                link,
-                open_link=open_link,
-                device=self._store.device,
-                predecessor=current,
-                waiters=self._waiters,
-            )
-            self._links[ends] = thread  # whether it starts or not: what follows must not start anew
-            thread.start()
-            return thread
+        """Another incarnation of a link, with the lock held."""
+        link = LinkId(
+            sender_epoch=ends[0],
+            receiver_epoch=ends[1],
+            source_rank=ends[2],
+            dest_rank=ends[3],
+            link=number,
+        )
+        if current is not None and current.link.link > number:
+            raise LinkBroken(f"link {link} was replaced by {current.link}")
+        limit = self._config.connect_timeout_s
 
-    def _operation(
-        self, order: MoveOrder, part: Part, link: LinkId, backend: str, *, sending: bool
-    ) -> Operation:
-        access = Access()
-        if backend in ON_DEVICE:  # stages by itself
-            operation = self._block_operation(order, part, link, access, sending)
-        else:
-            operation = self._staged_operation(order, part, link, access, sending)
-        self._track((order.receiver_epoch, order.generation), operation)
-        return operation
+        def open_link() -> Link | BlockLink:
+            if sending:
+                return backend.connect(link, endpoint, limit)
+            return backend.accept(link, limit)
+
+        thread = LinkThread(
+            link,
+            open_link=open_link,
+            device=self._store.device,
+            predecessor=current,
+            waiters=self._waiters,
+        )
+        self._links[ends] = thread  # whether it starts or not: what follows must not start anew
+        thread.start()
+        return thread
 
     def _block_operation(
-        self, order: MoveOrder, part: Part, name: LinkId, access: Access, sending: bool
+        self, order: MoveOrder, part: Part, access: Access, ended: Gathering, sending: bool
     ) -> Operation:
         """Have the link move blocks between GPU pools."""
+        source, dest = _ends(order, part.peer_rank, sending)
         move = BlockMove(
             cells=order.cells,
             first_layer=order.first_layer,
@@ -275,8 +273,8 @@ class DataPlane:
             place = place_checksum(
                 generation=order.generation,
                 sequence=order.sequence,
-                source=name.source_rank,
-                dest=name.dest_rank,
+                source=source,
+                dest=dest,
             )
             tokens = order.cells.num_tokens
             size = self._token_bytes * order.num_layers * tokens * part.num_heads
@@ -288,12 +286,13 @@ class DataPlane:
             return run(move, self._config.op_timeout_s)
 
         moving = Moving(begin=begin, result=result, lane=move.lane)
-        return Operation(access=access, move=moving)
+        return Operation(access=access, ended=ended, move=moving)
 
     def _staged_operation(
-        self, order: MoveOrder, part: Part, name: LinkId, access: Access, sending: bool
+        self, order: MoveOrder, part: Part, access: Access, ended: Gathering, sending: bool
     ) -> Operation:
         """Have the link's thread move a message through its staging buffer."""
+        source, dest = _ends(order, part.peer_rank, sending)
         store, limit_s = self._store, self._config.op_timeout_s
         layers = range(order.first_layer, order.first_layer + order.num_layers)
         heads = range(part.first_head, part.first_head + part.num_heads)
@@ -306,8 +305,8 @@ class DataPlane:
                 self._config.checksum_kind(order.backend),
                 generation=order.generation,
                 sequence=order.sequence,
-                source=name.source_rank,
-                dest=name.dest_rank,
+                source=source,
+                dest=dest,
             )
             size = staging.numel()
             return PartResult(peer_rank=part.peer_rank, num_bytes=size, checksum=checksum)
@@ -334,22 +333,20 @@ class DataPlane:
 
         num_bytes = math.prod(shape) * store.dtype.itemsize
         work = send if sending else receive
-        return Operation(access=access, num_bytes=num_bytes, work=work)
+        return Operation(access=access, ended=ended, num_bytes=num_bytes, work=work)
 
     # --- revoking and closing -------------------------------------------------------------------
 
-    def _track(self, handoff: _Handoff, operation: Operation) -> None:
+    def _track(self, handoff: _Handoff, accesses: list[Access]) -> None:
         with self._lock:
-            self._accesses.setdefault(handoff, set()).add(operation.access)
+            self._accesses.setdefault(handoff, set()).update(accesses)
 
-        def forget(_: Future[PartResult]) -> None:
-            with self._lock:
-                accesses = self._accesses.get(handoff, set())
-                accesses.discard(operation.access)
-                if not accesses:
-                    self._accesses.pop(handoff, None)
-
-        operation.result.add_done_callback(forget)
+    def _forget(self, handoff: _Handoff, accesses: list[Access]) -> None:
+        with self._lock:
+            left = self._accesses[handoff]
+            left.difference_update(accesses)
+            if not left:
+                del self._accesses[handoff]
 
     def _revoke(self, order: RevokeOrder) -> Future[Outcome]:
         with self._lock:
@@ -370,6 +367,11 @@ class DataPlane:
         for thread in found.values():
             thread.close("closed by its worker")
         return done(Outcome())
+
+
+def _ends(order: MoveOrder | OpenOrder, peer_rank: int, sending: bool) -> tuple[int, int]:
+    """The source's rank and the destination's."""
+    return (order.rank, peer_rank) if sending else (peer_rank, order.rank)
 
 
 def _encoded(ended: Future[Outcome]) -> bytes:

@@ -6,8 +6,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 
@@ -35,13 +34,14 @@ class Moving:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Operation:
-    """One message waiting for its turn: `work` for a Link, a `move` for a BlockLink."""
+    """One message waiting for its turn: `work` for a Link, a `move` for a BlockLink. `ended` is
+    called once, in any thread, with what came of it."""
 
     access: Access
+    ended: Callable[[PartResult | BatonError], None]
     num_bytes: int = 0
     work: Work | None = None
     move: Moving | None = None
-    result: Future[PartResult] = field(default_factory=Future)
 
 
 _Queue = SimpleQueue[Callable[[], object] | None]
@@ -139,7 +139,7 @@ class LinkThread:
             raise LinkBroken(f"link {self.link}: {error}") from error
 
     def submit(self, operation: Operation) -> None:
-        """Queue an operation; its future fails with LinkBroken when the link does."""
+        """Queue an operation; it fails with LinkBroken when the link does."""
         with self._lock:
             failure = self._failure
             link = self._unordered
@@ -213,7 +213,7 @@ class LinkThread:
             known = operation in self._pending
             self._pending.discard(operation)
         if known:
-            operation.result.set_result(result)
+            operation.ended(result)
 
     def wait_for_predecessor(self) -> None:
         """Close earlier incarnations and wait until none touches the pool: at most one copy of one
@@ -223,7 +223,7 @@ class LinkThread:
             predecessor.close("replaced")
             predecessor.wait_for_predecessor()
             for access in predecessor.revoked:
-                access.over.result()
+                access.revoke().result()
             self._predecessor = None
 
     def _opened(self) -> Link | BlockLink:
@@ -271,11 +271,11 @@ class LinkThread:
             fail(operation, error)
 
 
-def nothing(peer_rank: int) -> Operation:
+def nothing(peer_rank: int, ended: Callable[[PartResult | BatonError], None]) -> Operation:
     """An operation that only needs the link to be open."""
     result = PartResult(peer_rank=peer_rank, num_bytes=0, checksum=0)
     move = Moving(begin=lambda _: lambda: 0, result=lambda _: result, lane=0)
-    return Operation(access=Access(), work=lambda *_: result, move=move)
+    return Operation(access=Access(), ended=ended, work=lambda *_: result, move=move)
 
 
 def _forget_frames(error: BaseException | None) -> None:
@@ -288,4 +288,4 @@ def _forget_frames(error: BaseException | None) -> None:
 
 def fail(operation: Operation, error: BatonError) -> None:
     """Report a failure, but only once the operation can touch the pool no more."""
-    operation.access.revoke().add_done_callback(lambda _: operation.result.set_exception(error))
+    operation.access.revoke().add_done_callback(lambda _: operation.ended(error))

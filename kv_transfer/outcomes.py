@@ -1,72 +1,85 @@
-"""Joins what several operations of one order come to."""
+"""What the operations of one order come to, and how the event loop waits for it."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
+from typing import TypeVar
 
 from kv_transfer.access import Access
-from kv_transfer.links import Operation
 from kv_transfer.orders import Outcome, PartResult
-from protocol.errors import BatonError, Internal
+from protocol.errors import BatonError
+
+T = TypeVar("T")
 
 
-def done(outcome: Outcome) -> Future[Outcome]:
-    """A future that is done."""
-    future = _running()
-    future.set_result(outcome)
-    return future
-
-
-def _running() -> Future[Outcome]:
+def unanswered() -> Future[Outcome]:
     """A future that cannot be cancelled: whoever stops waiting does not stop the order."""
     future: Future[Outcome] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
-class _Countdown:
-    """Calls `finish` when `count` futures are done."""
+def done(outcome: Outcome) -> Future[Outcome]:
+    """A future that is done."""
+    future = unanswered()
+    future.set_result(outcome)
+    return future
 
-    def __init__(self, count: int, finish: Callable[[], None]) -> None:
+
+async def answer_to(future: Future[T]) -> T:
+    """Wait on the event loop for what another thread ends; a fraction of asyncio.wrap_future.
+    Whoever stops waiting changes nothing."""
+    loop = asyncio.get_running_loop()
+    over: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not over.done():
+            over.set_result(None)
+
+    def ended(_: Future[T]) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(wake)
+
+    future.add_done_callback(ended)
+    await over
+    return future.result()
+
+
+class Gathering:
+    """Calls `finish` with the outcome of `count` messages, once every one has ended: all results,
+    or the first error."""
+
+    def __init__(self, count: int, finish: Callable[[Outcome], None]) -> None:
         self._lock = threading.Lock()
-        self._count = count
+        self._left = count
         self._finish = finish
+        self._parts: list[PartResult] = []
+        self._error: BatonError | None = None
         if count == 0:
-            finish()
+            finish(Outcome())
 
-    def __call__(self, _: Future[PartResult] | Future[None]) -> None:
+    def __call__(self, ended: PartResult | BatonError | None) -> None:
+        """One more has ended, in any thread."""
         with self._lock:
-            self._count -= 1
-            last = self._count == 0
+            if isinstance(ended, PartResult):
+                self._parts.append(ended)
+            elif self._error is None:
+                self._error = ended
+            self._left -= 1
+            last = self._left == 0
         if last:
-            self._finish()
-
-
-def joined(operations: list[Operation]) -> Future[Outcome]:
-    """The outcome of several messages: all results, or the first error once every one has ended."""
-    result = _running()
-
-    def finish() -> None:
-        errors = [e for e in (op.result.exception() for op in operations) if e is not None]
-        if not errors:
-            result.set_result(Outcome(parts=tuple(op.result.result() for op in operations)))
-            return
-        first = errors[0]
-        error = first if isinstance(first, BatonError) else Internal(str(first))
-        result.set_result(Outcome(error=error.info()))
-
-    countdown = _Countdown(len(operations), finish)
-    for operation in operations:
-        operation.result.add_done_callback(countdown)
-    return result
+            error = None if self._error is None else self._error.info()
+            self._finish(Outcome(error=error, parts=tuple(self._parts)))
 
 
 def when_over(accesses: list[Access]) -> Future[Outcome]:
     """Revoke accesses; done once none of them is in progress."""
-    over = _running()
-    countdown = _Countdown(len(accesses), lambda: over.set_result(Outcome()))
+    answer = unanswered()
+    gathering = Gathering(len(accesses), answer.set_result)
     for access in accesses:
-        access.revoke().add_done_callback(countdown)
-    return over
+        access.revoke().add_done_callback(lambda _: gathering(None))
+    return answer

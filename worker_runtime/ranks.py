@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -13,6 +12,7 @@ from engine.ranks import RankGroup
 from kv_transfer.config import TransferConfig
 from kv_transfer.data_plane import DataPlane
 from kv_transfer.orders import Order, Outcome
+from kv_transfer.outcomes import answer_to
 from protocol import codec
 
 #: Name of the command with which rank 0 gives a follower a transfer order.
@@ -32,8 +32,8 @@ class Ranks:
         """Run one transfer order on a rank. Followers take it in order with their steps, so that a
         send after a step finds that step's KV. Raises RankLost when the rank is gone."""
         if rank == 0 or self.group is None:
-            return await asyncio.wrap_future(self.plane.submit(order))
-        answer = await asyncio.wrap_future(self.group.call(rank, TRANSFER, order.encode()))
+            return await answer_to(self.plane.submit(order))
+        answer = await answer_to(self.group.call(rank, TRANSFER, order.encode()))
         return codec.decode(Outcome, answer)
 
     def check(self) -> None:

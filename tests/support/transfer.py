@@ -16,6 +16,7 @@ from kv_transfer.config import TransferConfig
 from kv_transfer.data_plane import DataPlane
 from kv_transfer.listeners import TransferReport
 from kv_transfer.orders import Order, Outcome
+from kv_transfer.outcomes import answer_to
 from kv_transfer.party import Party
 from kv_transfer.ranks import RankChannel
 from kv_transfer.receiver import Receiver
@@ -40,7 +41,7 @@ class LocalRanks:
         self._planes = planes
 
     async def run(self, rank: int, order: Order) -> Outcome:
-        return await asyncio.wrap_future(self._planes[rank].submit(order))
+        return await answer_to(self._planes[rank].submit(order))
 
 
 def split_heads(num_heads: int, tp_size: int) -> tuple[tuple[int, int], ...]:

@@ -22,6 +22,7 @@ from kv_transfer.config import BackendName, ChecksumKind, TransferConfig
 from kv_transfer.data_plane import DataPlane
 from kv_transfer.links import LinkThread, Moving, Operation, Waiters, nothing
 from kv_transfer.orders import MoveOrder, Order, Part, PartResult
+from protocol.errors import BatonError
 from protocol.kv_layout import Cells
 from tests.support.held import Held
 from tests.support.memory_links import MemoryBackend, MemoryHub
@@ -275,9 +276,23 @@ def test_each_rank_has_a_port_of_its_own():
 # --- link threads ---------------------------------------------------------------------------------
 
 
+class Watched(Operation):
+    """`result` is how it ended."""
+
+    def __init__(self, **fields):
+        self.result = Future()
+        super().__init__(ended=self._ended, **fields)
+
+    def _ended(self, how):
+        if isinstance(how, BatonError):
+            self.result.set_exception(how)
+        else:
+            self.result.set_result(how)
+
+
 def operation(work, num_bytes=8):
     access = Access()
-    return Operation(access=access, num_bytes=num_bytes, work=lambda link, staging: work(access))
+    return Watched(access=access, num_bytes=num_bytes, work=lambda link, staging: work(access))
 
 
 def done(access):
@@ -372,9 +387,9 @@ def test_whoever_waits_for_a_broken_gpu_learns_of_it(monkeypatch):
     assert seen.result(5) == "called"
     thread = LinkThread(link_id(), open_link=Held, device=device, predecessor=None, waiters=waiters)
     thread.start()
-    opening = nothing(0)
-    thread.submit(opening)
-    assert "illegal memory access" in str(opening.result.exception(5))
+    opened = Future()
+    thread.submit(nothing(0, opened.set_result))
+    assert "illegal memory access" in str(opened.result(5))
     assert thread.join(5)
     waiters.close()
 
@@ -444,7 +459,7 @@ def test_a_broken_link_keeps_no_buffers_until_it_is_replaced(fails):
     )
     thread.start()
     moving = Moving(begin=lambda link: link.send_blocks(None, 1.0), result=lambda _: None, lane=0)
-    failing = Operation(access=Access(), move=moving)
+    failing = Watched(access=Access(), move=moving)
     thread.submit(failing)
     assert "communicator is gone" in str(failing.result.exception(5))
     assert thread.join(5)
@@ -504,10 +519,10 @@ def test_what_has_begun_is_ended_though_there_is_no_thread_for_it(monkeypatch, o
     for _ in range(2):
         access = Access()
         moving = Moving(begin=lambda link, a=access: link.send_blocks(a), result=int, lane=0)
-        moved = Operation(access=access, move=moving)
+        moved = Watched(access=access, move=moving)
         thread.submit(moved)
         assert moved.result.result(5) == 7
-        assert access.over.done()
+        assert access.revoke().done()
     thread.close()
     assert thread.join(5)
 
@@ -515,13 +530,13 @@ def test_what_has_begun_is_ended_though_there_is_no_thread_for_it(monkeypatch, o
 def test_an_access_can_be_revoked_only_before_it_begins():
     early, late = Access(), Access()
     early.revoke()
-    assert early.over.done()
+    assert early.revoke().done()
     with early.entered() as allowed:
         assert not allowed
     with late.entered() as allowed:
         assert allowed
         assert not late.revoke().done()
-    assert late.over.done()
+    assert late.revoke().done()
     with late.entered() as allowed:
         assert not allowed
 
