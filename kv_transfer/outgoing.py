@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Outgoing:
-    """One hand-off in progress. `moving` counts pieces that the ranks are sending."""
+    """One hand-off in progress. `moving` counts pieces that the ranks are sending, `commits` how
+    often decode was asked to commit; `out` are the pieces that are not delivered yet."""
 
     lease: Outbound
     lane: Lane | None = None
@@ -30,8 +31,9 @@ class Outgoing:
     plan: tuple[HeadSlice, ...] = ()
     max_cells: int = 1
     moving: int = 0
+    commits: int = 0
     started: float | None = None
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    out: set[int] = field(default_factory=set)
     pieces: dict[int, PieceOut] = field(default_factory=dict)
     still: asyncio.Event = field(default_factory=asyncio.Event)  # set whenever moving falls to 0
     quiet: asyncio.Event = field(

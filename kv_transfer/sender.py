@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from kv_transfer.backends.choice import choose_backend
@@ -161,7 +160,7 @@ class Sender:
                 after=after,
             )
             handoff.pieces[sequence] = piece
-            handoff.tasks.add(self._tasks.start(self._deliver(handoff, sequence)))
+            self._send(piece)
 
     def commit(self, key: RequestKey, first_token: int) -> None:
         """Everything was pushed and token 1 is known: commit once all of it is out. Returns at
@@ -169,7 +168,8 @@ class Sender:
         handoff = self._live.get(key)
         if handoff is not None:
             handoff.lease.committing(first_token)
-            self._tasks.start(self._commit(handoff))
+            if not handoff.out:
+                self._tasks.start(self._commit(handoff))
 
     async def end(self, key: RequestKey, released: bool, error: ErrorInfo | None = None) -> None:
         """Leave a hand-off: not needed any more (`released`), or failed here. `ended` is called as
@@ -278,12 +278,19 @@ class Sender:
         lease.deadline = min(lease.deadline, self._clock.monotonic() + self._config.lease_s)
         self._deadlines.add(lease.deadline, lease.key)
 
-    async def _deliver(self, handoff: Outgoing, sequence: int) -> None:
+    def _send(self, piece: PieceOut) -> None:
+        piece.handoff.out.add(piece.sequence)
+        self._tasks.start(self._deliver(piece))
+
+    async def _deliver(self, piece: PieceOut) -> None:
+        """Send a piece; if a commit waits for it, and for no other, that too."""
+        handoff = piece.handoff
+        lease = handoff.lease
         assert handoff.lane is not None
         if handoff.started is None:
             handoff.started = self._clock.wall()
         try:
-            outcomes = await handoff.lane.deliver(handoff.pieces[sequence])
+            outcomes = await handoff.lane.deliver(piece)
         except BatonError as error:
             if error.param == "backend":  # the next hand-off to this worker tries another way
                 handoff.lane.refused.add(handoff.backend)
@@ -292,26 +299,28 @@ class Sender:
             )
             return
         num_bytes, checksum = totals(outcomes)
-        handoff.lease.sent(sequence, num_bytes=num_bytes, checksum=checksum)
+        lease.sent(piece.sequence, num_bytes=num_bytes, checksum=checksum)
         self.stats.num_bytes += num_bytes
         self.stats.num_pieces += 1
+        handoff.out.remove(piece.sequence)
+        if lease.first_token is not None and not handoff.out:
+            await self._commit(handoff)
 
     async def _commit(self, handoff: Outgoing) -> None:
+        """Everything is out. Pieces that decode lacks are sent again, and then this once more."""
         lease = handoff.lease
-        lost: list[int] = []
-        for _ in range(self._config.piece_attempts):
-            again = [self._tasks.start(self._deliver(handoff, sequence)) for sequence in lost]
-            out = [task for task in (*handoff.tasks, *again) if not task.done()]
-            if out:
-                await asyncio.wait(out)
-            if lease.state in OVER:
-                return
-            request = lease.commit_request(handoff.written)
-            answer = await self._me.call(lease.peer, methods.COMMIT, request)
-            lost = lost_sequences(answer.error)
-            if not lost:
-                break
+        if lease.state in OVER:
+            return
+        request = lease.commit_request(handoff.written)
+        answer = await self._me.call(lease.peer, methods.COMMIT, request)
         if lease.is_in(*OVER):  # ended meanwhile; decode keeps the sequence if it had committed
+            return
+        handoff.commits += 1
+        pieces, lost = handoff.pieces, lost_sequences(answer.error)
+        again = [pieces[sequence] for sequence in lost if sequence in pieces]
+        if again and handoff.commits < self._config.piece_attempts:
+            for piece in again:
+                self._send(piece)
             return
         if answer.error is not None:
             error = as_failure(answer.error, "decode worker")
@@ -361,6 +370,7 @@ class Sender:
     def _retire(self, handoff: Outgoing) -> None:
         lease = handoff.lease
         del self._live[lease.key]
+        handoff.pieces.clear()  # each of them names the hand-off: a circle that would outlive it
         self._finished.put(lease.key, Finished(lease.peer.epoch, lease.error, handoff.quiet))
         if handoff.lane is not None:
             handoff.lane.users -= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from dataclasses import replace
 
 import pytest
@@ -20,7 +21,7 @@ from tests.support.transfer import (
     make_layout,
     random_kv,
 )
-from tests.support.transfer_steps import DEST, KEY, SOURCE
+from tests.support.transfer_steps import DEST, KEY, OTHER, SOURCE
 
 SIZES = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4)]
 
@@ -43,6 +44,23 @@ async def test_every_pair_of_degrees_moves_the_same_bits(backends, source_tp, de
     assert report.num_pieces == 3
     assert report.num_bytes == 5 * source.token_bytes() * source.block_size
     assert report.start <= report.end
+
+
+async def test_a_hand_off_leaves_no_circles_to_the_garbage_collector(any_backends):
+    """Each of its looks stops the event loop, and how often it looks such circles decide."""
+    layout = make_layout(2)
+    async with Pair(source=layout, dest=layout, backends=any_backends) as pair:
+        await pair.run(KEY, SOURCE, DEST)
+        gc.collect()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            await pair.run(OTHER, SOURCE, DEST)
+            gc.collect()
+            names = {type(each).__module__ for each in gc.garbage}
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+        assert {name for name in names if name.startswith(("kv_transfer", "concurrent"))} == set()
 
 
 @pytest.mark.parametrize(("source_tp", "dest_tp"), [(1, 3), (3, 1), (3, 3)])
