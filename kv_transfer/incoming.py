@@ -38,8 +38,6 @@ class Incoming:
         """Wait until nothing is on its way. Raises HandoffFailed when that takes too long, and
         PiecesLost when something has to come again."""
         lease = self.lease
-        if lease.is_settled and not lease.lost_pieces:
-            return
         try:
             async with asyncio.timeout(timeout_s):
                 while not lease.is_settled and lease.state not in OVER:

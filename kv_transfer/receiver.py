@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -185,7 +185,7 @@ class Receiver:
             self._arrivals.prepare(meeting)
         return Welcome(layout=self._me.layout, links=self._links)
 
-    async def on_piece(self, piece: Piece) -> Ack:
+    def on_piece(self, piece: Piece) -> Ack:
         """A piece is ready to move. The reply means that its receives are posted on every rank.
 
         Raises StaleMessage when ticket, epoch, generation or range are not those of a current
@@ -199,7 +199,7 @@ class Receiver:
         self._arrivals.announced(handoff, piece)
         return Ack()
 
-    async def on_commit(self, commit: Commit) -> Ack:
+    def on_commit(self, commit: Commit) -> Ack | Awaitable[Ack]:
         """Everything was sent. The reply means that all of it arrived and decode owns the sequence.
 
         Waits for what is still arriving. Raises HandoffFailed naming what is missing or differs,
@@ -212,12 +212,25 @@ class Receiver:
         lease = handoff.lease
         lease.check_current(commit.ticket, commit.generation)
         self._arrivals.written(handoff, commit.written)
+        if lease.is_settled and not lease.lost_pieces:
+            return self._commit(handoff, commit)
+        return self._commit_later(handoff, commit)
+
+    async def _commit_later(self, handoff: Incoming, commit: Commit) -> Ack:
         try:
             await handoff.settle(self._config.op_timeout_s)
-            if lease.commit(commit) is Verdict.REPEAT:
-                return Ack()
         except PiecesLost:
             raise  # the sender has them still
+        except HandoffFailed as error:
+            self._finish(handoff, released=False, error=error, tell=False)
+            raise
+        return self._commit(handoff, commit)
+
+    def _commit(self, handoff: Incoming, commit: Commit) -> Ack:
+        lease = handoff.lease
+        try:
+            if lease.commit(commit) is Verdict.REPEAT:
+                return Ack()
         except HandoffFailed as error:
             self._finish(handoff, released=False, error=error, tell=False)
             raise

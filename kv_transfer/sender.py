@@ -203,7 +203,7 @@ class Sender:
 
     # --- from decode ----------------------------------------------------------------------------
 
-    async def on_grant(self, grant: Grant) -> Ack:
+    def on_grant(self, grant: Grant) -> Ack:
         """Decode holds blocks for a request. Raises StaleMessage when it names another incarnation,
         ticket or generation, and HandoffFailed naming the field in which the two KV layouts
         differ."""
@@ -249,7 +249,7 @@ class Sender:
 
     async def _take_early(self, grant: Grant) -> None:
         try:
-            await self.on_grant(grant)
+            self.on_grant(grant)
         except BatonError as error:
             # The grant was acknowledged when it came: its refusal has to be told by hand.
             handoff = self._live.get(grant.key)

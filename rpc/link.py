@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 
 from protocol import codec
-from protocol.errors import BatonError, ErrorInfo, Unauthenticated, Unavailable
+from protocol.errors import BatonError, DeadlineExceeded, ErrorInfo, Unauthenticated, Unavailable
 from rpc.frames import ClientEnd, Kind
 
 _PATH = struct.Struct("!H")
@@ -46,21 +46,30 @@ class Link(ClientEnd):
             raise Unauthenticated(f"{address} does not know the secret of this cluster")
         return link
 
-    async def call(self, path: str, request: bytes) -> bytes:
-        """One reply; cancelling this cancels the call. Raises the peer's typed error, or
-        Unavailable when the connection breaks."""
+    async def call(self, path: str, request: bytes, limit: float) -> bytes:
+        """One reply; cancelling this cancels the call. Raises the peer's typed error, Unavailable
+        when the connection breaks, DeadlineExceeded at `limit` (the loop's time)."""
         if self.broken:
             raise Unavailable(f"{path} at {self._where}: not connected")
         number = next(self._numbers)
-        reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        reply: asyncio.Future[bytes] = loop.create_future()
         self._waiting[number] = reply
         self.send(Kind.CALL, number, joined(path, request))
+        timer = loop.call_at(limit, self._give_up, number, path)
         try:
             return await reply
         finally:
+            timer.cancel()
             del self._waiting[number]
             if not reply.done() or reply.cancelled():
                 self.send(Kind.CANCEL, number, b"")
+
+    def _give_up(self, number: int, path: str) -> None:
+        reply = self._waiting[number]
+        if not reply.done():
+            reply.set_exception(DeadlineExceeded(f"{path} at {self._where}: no answer in time"))
+            self.send(Kind.CANCEL, number, b"")
 
     async def stream(self, path: str, request: bytes) -> AsyncIterator[bytes]:
         """Items until the peer ends the stream; closing the iterator cancels it. Raises the peer's

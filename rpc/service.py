@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -48,7 +48,8 @@ class Method(Generic[Req, Rep]):
         return f"/{self.service}/{self.name}"
 
 
-Handler = Callable[[Any], Awaitable[Any] | AsyncIterator[Any]]
+#: Of a call: the reply, or an awaitable of it. Of a stream: an iterator of replies.
+Handler = Callable[[Any], Any]
 _Bound = tuple[Method[Any, Any], Handler]
 
 
@@ -155,29 +156,47 @@ class _Caller(ServerEnd):
 
     def frame(self, kind: int, number: int, payload: bytes) -> None:
         """A call, a stream, or that one is given up."""
-        if kind in (Kind.CALL, Kind.STREAM):
-            work = self._answer if kind == Kind.CALL else self._stream
-            task = asyncio.get_running_loop().create_task(work(number, payload))
-            self._running[number] = task
-            task.add_done_callback(lambda _: self._running.pop(number, None))
-            if kind == Kind.CALL:
-                self.calls.add(task)
-                task.add_done_callback(self.calls.discard)
+        if kind == Kind.CALL:
+            self._call(number, payload)
+        elif kind == Kind.STREAM:
+            self._start(number, self._stream(number, payload))
         elif kind == Kind.CANCEL and number in self._running:
             self._running[number].cancel()
 
-    async def _answer(self, number: int, payload: bytes) -> None:
+    def _start(self, number: int, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._running[number] = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(lambda _: self._running.pop(number, None))
+        return task
+
+    def _call(self, number: int, payload: bytes) -> None:
+        """Without a task where the handler does not wait for anything."""
         path, request = split(payload)
         try:
             method, handler = self._find(path, streams=False)
             try:
-                reply = await handler(codec.decode(method.request, request))  # type: ignore[misc]
+                reply = handler(codec.decode(method.request, request))
             except Exception as error:
                 raise _as_typed(method, error) from error
         except BatonError as error:
-            self.send(Kind.ERROR, number, codec.encode(error.info()))
-        else:
+            self._refuse(number, error)
+            return
+        if not isinstance(reply, Awaitable):
             self.send(Kind.REPLY, number, codec.encode(reply))
+            return
+        task = self._start(number, self._answer(number, method, reply))
+        self.calls.add(task)
+        task.add_done_callback(self.calls.discard)
+
+    async def _answer(self, number: int, method: Method[Any, Any], reply: Awaitable[Any]) -> None:
+        try:
+            answer = await reply
+        except Exception as error:  # noqa: BLE001 - whatever it is, the caller learns of it
+            self._refuse(number, _as_typed(method, error))
+        else:
+            self.send(Kind.REPLY, number, codec.encode(answer))
+
+    def _refuse(self, number: int, error: BatonError) -> None:
+        self.send(Kind.ERROR, number, codec.encode(error.info()))
 
     async def _stream(self, number: int, payload: bytes) -> None:
         path, request = split(payload)
@@ -185,14 +204,14 @@ class _Caller(ServerEnd):
             method, handler = self._find(path, streams=True)
             try:
                 replies = handler(codec.decode(method.request, request))
-                async with aclosing(replies):  # type: ignore[type-var]
-                    async for reply in replies:  # type: ignore[union-attr]
+                async with aclosing(replies):
+                    async for reply in replies:
                         self.send(Kind.ITEM, number, codec.encode(reply))
                         await self._writable.wait()
             except Exception as error:
                 raise _as_typed(method, error) from error
         except BatonError as error:
-            self.send(Kind.ERROR, number, codec.encode(error.info()))
+            self._refuse(number, error)
         else:
             self.send(Kind.END, number, b"")
 
@@ -215,10 +234,10 @@ def _as_typed(method: Method[Any, Any], error: Exception) -> BatonError:
 
 
 @asynccontextmanager
-async def _answered_in(timeout_s: float, what: str) -> AsyncIterator[None]:
-    """End the block with DeadlineExceeded after `timeout_s` seconds."""
+async def _answered_by(limit: float, what: str) -> AsyncIterator[None]:
+    """End the block with DeadlineExceeded at `limit` (the loop's time)."""
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout_at(limit):
             yield
     except TimeoutError:
         raise DeadlineExceeded(f"{what}: no answer in time") from None
@@ -238,14 +257,18 @@ class ControlClient:
         """One reply. Raises the peer's typed error, Unavailable when it cannot be reached,
         Unauthenticated when it does not know the secret, or DeadlineExceeded after `timeout_s`
         seconds."""
-        async with _answered_in(timeout_s, f"{method.path} at {self.address}"):
-            link = await self._meet()
-            reply = await link.call(method.path, codec.encode(request))
+        limit = asyncio.get_running_loop().time() + timeout_s
+        link = self._link
+        if link is None or link.broken:
+            async with _answered_by(limit, f"{method.path} at {self.address}"):
+                link = await self._meet()
+        reply = await link.call(method.path, codec.encode(request), limit)
         return codec.decode(method.reply, reply)
 
     async def stream(self, method: Method[Req, Rep], request: Req) -> AsyncIterator[Rep]:
         """Replies until the peer ends the stream; closing the iterator cancels it."""
-        async with _answered_in(_MEETING_S, self.address):
+        limit = asyncio.get_running_loop().time() + _MEETING_S
+        async with _answered_by(limit, self.address):
             link = await self._meet()
         items = link.stream(method.path, codec.encode(request))
         async with aclosing(items):  # type: ignore[type-var]

@@ -235,11 +235,17 @@ class Events:
         return key in dict(self.ends) or key in dict(self.commits)
 
 
+async def reply_of(handler: Callable[[Any], Any], request: Any) -> Any:
+    """What a handler answers, at once or later."""
+    reply = handler(request)
+    return await reply if isinstance(reply, Awaitable) else reply
+
+
 class DirectClients:
     """Calls handlers of this process through the codec. `intercept` may delay or lose calls."""
 
     def __init__(self) -> None:
-        self.handlers: dict[str, dict[Any, Callable[[Any], Awaitable[Any]]]] = {}
+        self.handlers: dict[str, dict[Any, Callable[[Any], Any]]] = {}
         self.calls: list[tuple[str, Any]] = []
         self.intercept: Callable[[str, Any, Any], Awaitable[None]] | None = None
 
@@ -261,7 +267,7 @@ class _Direct:
             raise Unavailable(f"nobody at {self._address}")
         copy = codec.decode(method.request, codec.encode(request))
         async with asyncio.timeout(timeout_s):
-            return await handler(copy)
+            return await reply_of(handler, copy)
 
 
 @dataclass

@@ -28,6 +28,7 @@ from kv_transfer.orders import (
 from protocol import codec
 from protocol.errors import BatonError, DeadlineExceeded, Unavailable
 from rpc import methods
+from tests.support.transfer import reply_of
 
 
 class SimSide(Protocol):
@@ -139,7 +140,7 @@ class Network:
     async def _handle(self, letter: Letter) -> None:
         request = codec.decode(letter.method.request, letter.data)
         try:
-            reply = await self.handlers[letter.address][letter.method](request)
+            reply = await reply_of(self.handlers[letter.address][letter.method], request)
         except BatonError as error:
             if letter.reply is not None and not letter.reply.done():
                 letter.reply.set_exception(error.info().to_error())

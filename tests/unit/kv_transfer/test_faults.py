@@ -23,7 +23,7 @@ from protocol.ids import RequestKey
 from protocol.messages import Commit
 from rpc import methods
 from tests.support.held import Held
-from tests.support.transfer import QUICK, Pair, differing, fill, random_kv
+from tests.support.transfer import QUICK, Pair, differing, fill, random_kv, reply_of
 from tests.support.transfer_steps import (
     DEST,
     KEY,
@@ -120,7 +120,7 @@ async def test_a_commit_that_waits_learns_at_once_of_the_end(memory):
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory, config=config) as pair:
         await ready(pair)
         (grant,) = moves(pair.clients, "Grant")
-        await pair.receiver.on_piece(piece_of(pair, grant))  # and nothing is sent
+        pair.receiver.on_piece(piece_of(pair, grant))  # and nothing is sent
         commit = Commit(
             key=KEY,
             ticket=grant.ticket,
@@ -129,7 +129,7 @@ async def test_a_commit_that_waits_learns_at_once_of_the_end(memory):
             num_pieces=1,
             num_blocks=5,
         )
-        waiting = asyncio.create_task(pair.receiver.on_commit(commit))
+        waiting = asyncio.create_task(reply_of(pair.receiver.on_commit, commit))
         await asyncio.sleep(0)
         await pair.receiver.end(KEY, True)
         async with asyncio.timeout(5):
@@ -142,13 +142,13 @@ async def test_a_piece_that_comes_again_while_prefill_is_asked_needs_no_answer(m
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory, config=config) as pair:
         await ready(pair)
         (grant,) = moves(pair.clients, "Grant")
-        await pair.receiver.on_piece(piece_of(pair, grant))
+        pair.receiver.on_piece(piece_of(pair, grant))
         asked = asyncio.Event()
 
         async def again_and_lost(address, method, request):
             if method is methods.GRANT:
                 pair.clients.intercept = None
-                await pair.receiver.on_piece(piece_of(pair, grant, link=2))
+                pair.receiver.on_piece(piece_of(pair, grant, link=2))
                 asked.set()
                 raise DeadlineExceeded("lost")
 
@@ -323,7 +323,7 @@ async def test_a_prefill_that_never_sends_nor_answers_is_given_up(memory):
         (grant, _) = moves(pair.clients, "Grant")
         pair.clients.intercept = silent
         piece = piece_of(pair, grant)
-        await pair.receiver.on_piece(piece)
+        pair.receiver.on_piece(piece)
         await pair.decode.events.wait(lambda e: len(e.safe) == 2, 3)
         assert "does not answer" in pair.decode.events.ended_with(OTHER).message
         pair.clients.intercept = None
@@ -461,7 +461,7 @@ async def test_links_of_a_worker_that_was_only_silent_are_not_taken_again(backen
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends) as pair:
         await ready(pair)
         (grant,) = moves(pair.clients, "Grant")
-        await pair.receiver.on_piece(piece_of(pair, grant))
+        pair.receiver.on_piece(piece_of(pair, grant))
         await pair.receiver.peer_lost(pair.prefill.ref.epoch)
         kv = await ready(pair, OTHER, MORE, LAND)
         await finish(pair, OTHER, MORE)
@@ -538,7 +538,7 @@ async def test_a_newer_link_frees_a_receive_that_waits_on_the_old_one(backends):
         await ready(pair)
         (grant,) = moves(pair.clients, "Grant")
         stuck = piece_of(pair, grant)
-        await pair.receiver.on_piece(stuck)
+        pair.receiver.on_piece(stuck)
         await asyncio.sleep(0.05)
         pair.sender._lanes.get(pair.decode.ref).renew(1)
         async with asyncio.timeout(5):

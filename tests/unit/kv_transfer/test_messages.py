@@ -15,7 +15,16 @@ from protocol.ids import RequestKey
 from protocol.kv_layout import Cells
 from protocol.messages import HandoffEnd
 from rpc import methods
-from tests.support.transfer import QUICK, SECRET, Pair, differing, fill, make_layout, random_kv
+from tests.support.transfer import (
+    QUICK,
+    SECRET,
+    Pair,
+    differing,
+    fill,
+    make_layout,
+    random_kv,
+    reply_of,
+)
 from tests.support.transfer_steps import (
     DEST,
     KEY,
@@ -43,7 +52,7 @@ async def test_one_message_lost_or_repeated_changes_nothing(backends, method, ho
                 return
             hit.append(request)
             if how != "lost":
-                await pair.clients.handlers[address][called](request)
+                await reply_of(pair.clients.handlers[address][called], request)
             if how != "twice":
                 raise DeadlineExceeded("lost")
 
@@ -66,12 +75,12 @@ async def test_everything_replayed_after_the_end_is_refused_and_touches_nothing(
         (commit,) = moves(pair.clients, "Commit")
         kv = await ready(pair, OTHER, SOURCE, DEST, seed=9)  # the same blocks
         with pytest.raises(StaleMessage):
-            await pair.receiver.on_piece(piece)
+            pair.receiver.on_piece(piece)
         with pytest.raises(StaleMessage):
-            await pair.receiver.on_commit(replace(commit, first_token=3))
+            await reply_of(pair.receiver.on_commit, replace(commit, first_token=3))
         with pytest.raises(StaleMessage):
-            await pair.sender.on_grant(grant)
-        await pair.receiver.on_commit(commit)  # the very same: acknowledged, nothing else
+            pair.sender.on_grant(grant)
+        await reply_of(pair.receiver.on_commit, commit)  # the very same: acknowledged, nothing else
         live = moves(pair.clients, "Grant")[1]
         forged = [
             replace(piece, key=OTHER),
@@ -81,7 +90,7 @@ async def test_everything_replayed_after_the_end_is_refused_and_touches_nothing(
         ]
         for bad in forged:
             with pytest.raises(StaleMessage):
-                await pair.receiver.on_piece(bad)
+                pair.receiver.on_piece(bad)
         assert len(pair.decode.events.commits) == 1
         await finish(pair, OTHER)
         assert differing(pair.decode.pools, LAYOUT, DEST, kv) == []
@@ -94,14 +103,14 @@ async def test_pieces_of_another_incarnation_or_shape_are_refused(memory):
         (grant,) = moves(pair.clients, "Grant")
         good = piece_of(pair, grant, num_cells=1, link=5)
         with pytest.raises(StaleMessage):
-            await pair.receiver.on_piece(replace(good, prefill=replace(good.prefill, epoch=99)))
+            pair.receiver.on_piece(replace(good, prefill=replace(good.prefill, epoch=99)))
         for shape in (make_layout(2, head_dim=16), make_layout(2, dtype="bfloat16")):
             with pytest.raises(HandoffFailed) as caught:
-                await pair.receiver.on_piece(replace(good, prefill_layout=shape))
+                pair.receiver.on_piece(replace(good, prefill_layout=shape))
             assert caught.value.param in ("head_dim", "dtype")
-        await pair.receiver.on_piece(good)
+        pair.receiver.on_piece(good)
         with pytest.raises(StaleMessage) as stale:
-            await pair.receiver.on_piece(replace(good, sequence=1, first_cell=1, link=4))
+            pair.receiver.on_piece(replace(good, sequence=1, first_cell=1, link=4))
         assert stale.value.param == "link"
 
 
@@ -237,7 +246,7 @@ async def test_a_grant_whose_replies_are_all_lost_still_serves_if_pieces_come(me
 
         async def deaf(address, method, request):
             if method is methods.GRANT:
-                await pair.clients.handlers[address][method](request)
+                await reply_of(pair.clients.handlers[address][method], request)
                 await pushed.wait()
                 raise DeadlineExceeded("lost")
 

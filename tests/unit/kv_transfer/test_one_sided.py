@@ -24,7 +24,7 @@ from protocol.messages import LinkAddress
 from rpc import methods
 from tests.support.held import Held
 from tests.support.one_sided import OneSidedBackend, OneSidedHub
-from tests.support.transfer import QUICK, Pair, differing, fill, make_layout, random_kv
+from tests.support.transfer import QUICK, Pair, differing, fill, make_layout, random_kv, reply_of
 from tests.support.transfer_steps import DEST, KEY, LAYOUT, OTHER, SOURCE, moves, ready
 
 HASTY = replace(QUICK, op_timeout_s=0.2, rpc_timeout_s=0.2, rpc_attempts=1, repair_s=0.05)
@@ -91,7 +91,7 @@ async def test_one_message_lost_or_repeated_changes_nothing(backends, method, ho
                 return
             hit.append(request)
             if how != "lost":
-                await pair.clients.handlers[address][called](request)
+                await reply_of(pair.clients.handlers[address][called], request)
             if how != "twice":
                 raise DeadlineExceeded("lost")
 
@@ -121,7 +121,7 @@ async def test_a_commit_that_names_other_pieces_gets_nothing(backends, change):
                 (piece,) = request.written
                 with pytest.raises((StaleMessage, HandoffFailed)):
                     forged = replace(request, written=(replace(piece, **change),))
-                    await pair.receiver.on_commit(forged)
+                    await reply_of(pair.receiver.on_commit, forged)
 
         pair.clients.intercept = forge
         await sent(pair)

@@ -114,6 +114,29 @@ async def test_a_defect_is_internal_and_the_server_lives_on():
     assert len(calls) == 2
 
 
+async def test_a_handler_that_waits_for_nothing_answers_before_the_next_call_is_looked_at():
+    calls = []
+
+    def cancel(request):
+        calls.append(len(request.keys))
+        if len(request.keys) == 1:
+            raise Overloaded("too many")
+        return Ack() if request.keys else {}["oops"]
+
+    async with serving({CANCEL: cancel}) as (client, server):
+        await client._meet()
+        (caller,) = server.connections
+        replies = [
+            client.call(CANCEL, Cancel(keys=KEYS.keys * count), timeout_s=5) for count in (2, 1, 0)
+        ]
+        ack, refused, broken = await asyncio.gather(*replies, return_exceptions=True)
+        assert ack == Ack()
+        assert (type(refused), str(refused)) == (Overloaded, "too many")
+        assert (type(broken), str(broken)) == (Internal, "Cancel: KeyError: 'oops'")
+        assert not caller.calls
+    assert calls == [2, 1, 0]
+
+
 def batch(sequence):
     return EventBatch(epoch=1, sequence=sequence, load=WorkerLoad(running=sequence))
 
@@ -233,7 +256,7 @@ async def test_bytes_that_are_no_message_name_the_field():
     async with serving({CANCEL: acknowledge}) as (client, _):
         link = await client._meet()
         with pytest.raises(InvalidRequest, match=r"Cancel\.keys"):
-            await link.call(CANCEL.path, b"\x91\x01")
+            await link.call(CANCEL.path, b"\x91\x01", asyncio.get_running_loop().time() + 5)
 
 
 async def test_a_reply_of_the_wrong_class_is_refused():
