@@ -30,14 +30,15 @@ class Credits:
         Internal, changing nothing, when one of them is in the account already."""
         if not self._held.isdisjoint(blocks):
             raise self._held_already(blocks)
-        granted = set(blocks)
-        if len(granted) != len(blocks):
+        held = len(self._held)
+        self._held.update(blocks)
+        if len(self._held) != held + len(blocks):
+            self._held.difference_update(blocks)
             raise Internal("a block is named twice in one grant")
         generation = self._next
         self._next += 1
         self._blocks[generation] = blocks
         self._holding[generation] = Holding.GRANTED
-        self._held |= granted
         return generation
 
     def quarantine(self, generation: int) -> None:

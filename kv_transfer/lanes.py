@@ -8,14 +8,18 @@ import itertools
 from collections import OrderedDict
 
 from kv_transfer.backends.base import LinkBroken
-from kv_transfer.orders import CloseOrder, Order, Outcome
+from kv_transfer.backends.choice import choose_backend
+from kv_transfer.orders import CloseOrder, Order, Outcome, Part, Parts
 from kv_transfer.outgoing import PieceOut
 from kv_transfer.party import Party
+from kv_transfer.plan import check_fingerprint, check_layout, reshard
 from kv_transfer.ranks import first_error, run_orders
 from kv_transfer.stats import TransferStats
 from kv_transfer.tasks import Tasks
 from protocol.errors import BatonError, HandoffFailed, StaleMessage
 from protocol.ids import WorkerRef
+from protocol.kv_layout import KVLayout
+from protocol.messages import Grant
 from rpc import methods
 
 #: The link used, what the ranks have answered, and what went wrong before they could.
@@ -44,11 +48,35 @@ class Lane:
         self._slots = asyncio.Semaphore(self._config.pipeline_depth)
         self._last: asyncio.Future[None] | None = None  # done once the last turn is over
         self._link = lanes.next_number()
+        self._asked: object = None  # what `_route` is the answer to
+        self._route: tuple[str, Parts] = ("", {})
 
     @property
     def link(self) -> int:
         """The incarnation of the connections that is good now, as far as is known."""
         return self._link
+
+    def route(self, grant: Grant) -> tuple[str, Parts]:
+        """The backend for a hand-off, and what each source rank sends by it; the same for all that
+        are granted alike. Raises HandoffFailed naming what does not fit."""
+        asked = grant.fingerprint, grant.layout, grant.links
+        if asked != self._asked:
+            check_fingerprint(self._me.fingerprint, grant.fingerprint)
+            check_layout(self._me.layout, grant.layout)
+            backend = choose_backend(
+                self._config.backend,
+                grant.links,
+                num_ranks=grant.layout.tp_size,
+                refused=self.refused,
+            )
+            self._route = backend, _parts(self._me.layout, grant, backend)
+            self._asked = asked
+        return self._route
+
+    def refuse(self, backend: str) -> None:
+        """This backend does not reach the worker: the next hand-off tries another."""
+        self.refused.add(backend)
+        self._asked = None
 
     async def deliver(self, job: PieceOut) -> list[Outcome]:
         """Announce and send one piece; every source rank's outcome. Raises the decode worker's
@@ -148,6 +176,21 @@ class Lane:
             forget=forget,
         )
         await self._me.run_everywhere(Order(close=close))
+
+
+def _parts(layout: KVLayout, grant: Grant, backend: str) -> Parts:
+    parts: dict[int, list[Part]] = {}
+    endpoints = {a.rank: a.endpoint for a in grant.links if a.backend == backend}
+    for slice_ in reshard(layout.rank_heads, grant.layout.rank_heads):
+        part = Part(
+            peer_rank=slice_.dest_rank,
+            first_head=slice_.source_heads[0],
+            num_heads=slice_.num_heads,
+            endpoint=endpoints[slice_.dest_rank],
+            peer_first_head=slice_.dest_heads[0],
+        )
+        parts.setdefault(slice_.source_rank, []).append(part)
+    return {rank: tuple(own) for rank, own in parts.items()}
 
 
 class Lanes:

@@ -29,6 +29,10 @@ class Part:
     peer_first_head: int = 0
 
 
+#: What each rank of one side sends or receives of every piece of a hand-off.
+Parts = dict[int, tuple[Part, ...]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveOrder:
     """Send or receive one rank's messages of one piece. `rank` is the rank that runs the order,

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from kv_transfer.config import ONE_SIDED
 from kv_transfer.coverage import Area
 from kv_transfer.leases import OVER, Outbound
-from kv_transfer.orders import MoveOrder, Order, Part, ReadyOrder
-from kv_transfer.plan import HeadSlice
+from kv_transfer.orders import MoveOrder, Order, Part, Parts, ReadyOrder
 from protocol.errors import BatonError
 from protocol.ids import WorkerRef
 from protocol.kv_layout import Cells, KVLayout
@@ -28,7 +27,7 @@ class Outgoing:
     lease: Outbound
     lane: Lane | None = None
     backend: str = ""
-    plan: tuple[HeadSlice, ...] = ()
+    parts: Parts = field(default_factory=dict)
     max_cells: int = 1
     moving: int = 0
     commits: int = 0
@@ -112,23 +111,9 @@ class PieceOut:
         """What each source rank has to send. Counts as moving from here on."""
         self.handoff.moving += 1
         self.handoff.still.clear()
-        parts: dict[int, list[Part]] = {}
-        grant = self.handoff.lease.grant_message
-        assert grant is not None
-        backend = self.handoff.backend
-        endpoints = {a.rank: a.endpoint for a in grant.links if a.backend == backend}
-        for slice_ in self.handoff.plan:
-            part = Part(
-                peer_rank=slice_.dest_rank,
-                first_head=slice_.source_heads[0],
-                num_heads=slice_.num_heads,
-                endpoint=endpoints[slice_.dest_rank],
-                peer_first_head=slice_.dest_heads[0],
-            )
-            parts.setdefault(slice_.source_rank, []).append(part)
         return {
-            rank: Order(send=self._order(rank, link, tuple(own), discard=discard))
-            for rank, own in parts.items()
+            rank: Order(send=self._order(rank, link, own, discard=discard))
+            for rank, own in self.handoff.parts.items()
         }
 
     def moved(self) -> None:
@@ -139,15 +124,17 @@ class PieceOut:
 
     def _order(self, rank: int, link: int, parts: tuple[Part, ...], *, discard: bool) -> MoveOrder:
         lease, area = self.handoff.lease, self.area
-        grant = lease.grant_message
-        assert grant is not None
-        peer_cells = Cells.within(
-            grant.block_ids,
-            grant.layout.block_size,
-            size=lease.cell_size,
-            first=area.first_cell,
-            count=area.num_cells,
-        )
+        peer_cells = None
+        if self.one_sided:
+            grant = lease.grant_message
+            assert grant is not None
+            peer_cells = Cells.within(
+                grant.block_ids,
+                grant.layout.block_size,
+                size=lease.cell_size,
+                first=area.first_cell,
+                count=area.num_cells,
+            )
         return MoveOrder(
             rank=rank,
             sender_epoch=self.me.epoch,
@@ -161,6 +148,6 @@ class PieceOut:
             parts=parts,
             discard=discard,
             backend=self.handoff.backend,
-            peer_cells=peer_cells if self.one_sided else None,
+            peer_cells=peer_cells,
             after=self.after,
         )

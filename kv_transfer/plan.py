@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from math import gcd
 
 from protocol.errors import HandoffFailed
@@ -43,6 +43,7 @@ def check_fingerprint(mine: KVFingerprint, theirs: KVFingerprint) -> None:
         )
 
 
+@lru_cache
 def check_layout(mine: KVLayout, theirs: KVLayout) -> None:
     """Raise HandoffFailed naming the first field in which two layouts must agree and do not."""
     for field in ("num_layers", "num_kv_heads", "head_dim", "dtype"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from kv_transfer.backends.choice import choose_backend
 from kv_transfer.calls import as_failure
 from kv_transfer.config import ONE_SIDED
 from kv_transfer.coverage import Area
@@ -17,11 +16,8 @@ from kv_transfer.outgoing import Finished, Outgoing, PieceOut
 from kv_transfer.party import Party
 from kv_transfer.plan import (
     cells_per_piece,
-    check_fingerprint,
-    check_layout,
     kv_bytes,
     layer_groups,
-    reshard,
 )
 from kv_transfer.ranks import totals
 from kv_transfer.remembered import Attempts, Remembered
@@ -259,16 +255,8 @@ class Sender:
                 await self._tell(grant.key, grant.decode, released=False, error=error)
 
     def _fit(self, handoff: Outgoing, grant: Grant) -> None:
-        check_fingerprint(self._me.fingerprint, grant.fingerprint)
-        check_layout(self._me.layout, grant.layout)
         lane = self._lanes.get(grant.decode)
-        handoff.backend = choose_backend(
-            self._config.backend,
-            grant.links,
-            num_ranks=grant.layout.tp_size,
-            refused=lane.refused,
-        )
-        handoff.plan = reshard(self._me.layout.rank_heads, grant.layout.rank_heads)
+        handoff.backend, handoff.parts = lane.route(grant)
         handoff.max_cells = cells_per_piece(
             self._me.layout, handoff.lease.cell_size, self._config.piece_bytes(handoff.backend)
         )
@@ -293,7 +281,7 @@ class Sender:
             outcomes = await handoff.lane.deliver(piece)
         except BatonError as error:
             if error.param == "backend":  # the next hand-off to this worker tries another way
-                handoff.lane.refused.add(handoff.backend)
+                handoff.lane.refuse(handoff.backend)
             self._finish(
                 handoff, released=False, error=as_failure(error, "decode worker"), tell=True
             )
