@@ -13,8 +13,7 @@ import typing
 from collections.abc import Callable
 from enum import Enum
 from functools import cache
-from itertools import repeat
-from operator import attrgetter, call
+from operator import attrgetter
 from typing import Any, TypeVar, Union
 
 import msgpack
@@ -23,7 +22,7 @@ from protocol.errors import InvalidRequest
 
 T = TypeVar("T")
 _Decoder = Callable[[Any], Any]
-_SCALARS: tuple[type, ...] = (int, str, bytes, bool)
+_SCALARS: frozenset[Any] = frozenset({int, str, bytes, bool})
 
 
 class _Wrong(Exception):
@@ -96,7 +95,7 @@ def _is_named_tuple(kind: Any) -> bool:
 def _decoder(kind: Any) -> _Decoder:
     origin = typing.get_origin(kind)
     if dataclasses.is_dataclass(kind) or _is_named_tuple(kind):
-        return _record_decoder(typing.cast(type, kind))
+        return _record_decoder(kind)
     if origin in (Union, types.UnionType):
         return _optional_decoder(kind)
     if origin is tuple:
@@ -137,50 +136,56 @@ def _enum_decoder(kind: type[Enum]) -> _Decoder:
     return member
 
 
-def _record_decoder(kind: type) -> _Decoder:
+def _record_decoder(kind: Any) -> _Decoder:
+    """Written out as source, as dataclasses do with their methods: loops over fields take twice as
+    long. `refuse` looks for what is wrong."""
     hints = typing.get_type_hints(kind)
     names = _field_names(kind)
-    decoders = [_decoder(hints[name]) for name in names]
-    make = _maker(kind, names)
+    parts = [_decoder(hints[name]) for name in names]
 
-    def build(value: Any) -> Any:
+    def refuse(value: Any) -> None:
         if type(value) is not tuple or len(value) != len(names):
             raise _Wrong(f"{kind.__name__} of {len(names)} fields", value)
-        try:
-            values = list(map(call, decoders, value))
-        except _Wrong as wrong:
-            wrong.names.append(names[_first_wrong(decoders, value)])
-            raise
-        return make(values)
+        for name, part, item in zip(names, parts, value, strict=True):
+            try:
+                part(item)
+            except _Wrong as wrong:
+                wrong.names.append(name)
+                raise
 
-    return build
+    fields = range(len(names))
+    scalar = [hints[name] in _SCALARS for name in names]
+    values = [f"v{i}" if scalar[i] else f"part{i}(v{i})" for i in fields]
+    lines = [
+        "def build(value):",
+        f" if type(value) is not tuple or len(value) != {len(names)}: refuse(value)",
+        f" [{', '.join(f'v{i}' for i in fields)}] = value",
+        *(f" if type(v{i}) is not type{i}: refuse(value)" for i in fields if scalar[i]),
+        " try:",
+        *(f"  {line}" for line in _making(kind, names, values)),
+        " except Wrong: refuse(value)",
+    ]
+    scope: dict[str, Any] = {"kind": kind, "refuse": refuse, "Wrong": _Wrong}
+    scope |= {"new": object.__new__, "new_tuple": tuple.__new__}
+    for i, name in enumerate(names):
+        scope |= {f"type{i}": hints[name], f"part{i}": parts[i], f"set{i}": _setter(kind, name)}
+    exec("\n".join(lines), scope)
+    return typing.cast(_Decoder, scope["build"])
 
 
-def _first_wrong(decoders: list[_Decoder], values: tuple[Any, ...]) -> int:
-    for place, (part, item) in enumerate(zip(decoders, values, strict=True)):
-        try:
-            part(item)
-        except _Wrong:
-            return place
-    raise AssertionError("none is wrong")
-
-
-def _maker(kind: Any, names: tuple[str, ...]) -> Callable[[list[Any]], Any]:
+def _making(kind: Any, names: tuple[str, ...], values: list[str]) -> list[str]:
     """From the values of all fields to an instance. The slots are filled directly, which is half
     the time of a frozen dataclass's own constructor, unless there is one that checks them."""
     if _is_named_tuple(kind):
-        return typing.cast(Callable[[list[Any]], Any], kind._make)
+        return [f"return new_tuple(kind, [{', '.join(values)}])"]
     if "__slots__" not in vars(kind) or hasattr(kind, "__post_init__"):
-        return lambda values: kind(**dict(zip(names, values, strict=True)))
-    setters = [vars(kind)[name].__set__ for name in names]
-    new = object.__new__
+        return [f"return kind({', '.join(map('='.join, zip(names, values, strict=True)))})"]
+    fill = [f"set{i}(message, {value})" for i, value in enumerate(values)]
+    return ["message = new(kind)", *fill, "return message"]
 
-    def make(values: list[Any]) -> Any:
-        message: Any = new(kind)
-        list(map(call, setters, repeat(message), values))
-        return message
 
-    return make
+def _setter(kind: Any, name: str) -> Any:
+    return getattr(vars(kind).get(name), "__set__", None)
 
 
 def _optional_decoder(kind: Any) -> _Decoder:
