@@ -28,13 +28,11 @@ class Credits:
     def grant(self, blocks: tuple[int, ...]) -> int:
         """Put writable blocks under a generation that was never used before; returns it. Raises
         Internal, changing nothing, when one of them is in the account already."""
-        if not self._held.isdisjoint(blocks):
-            raise self._held_already(blocks)
-        held = len(self._held)
+        together = len(self._held) + len(blocks)
         self._held.update(blocks)
-        if len(self._held) != held + len(blocks):
-            self._held.difference_update(blocks)
-            raise Internal("a block is named twice in one grant")
+        if len(self._held) != together:
+            self._held = set().union(*self._blocks.values())
+            raise self._refusal(blocks)
         generation = self._next
         self._next += 1
         self._blocks[generation] = blocks
@@ -56,10 +54,11 @@ class Credits:
         """Blocks held for one reason."""
         return sum(len(self._blocks[g]) for g, held in self._holding.items() if held is holding)
 
-    def _held_already(self, blocks: tuple[int, ...]) -> Internal:
-        block = next(block for block in blocks if block in self._held)
-        owner = next(generation for generation, own in self._blocks.items() if block in own)
-        return Internal(
-            f"block {block} is {self._holding[owner]} in generation {owner} and cannot be granted "
-            "again"
-        )
+    def _refusal(self, blocks: tuple[int, ...]) -> Internal:
+        for generation, own in self._blocks.items():
+            for block in set(own).intersection(blocks):
+                return Internal(
+                    f"block {block} is {self._holding[generation]} in generation {generation} and "
+                    "cannot be granted again"
+                )
+        return Internal("a block is named twice in one grant")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from kv_transfer.leases import OVER, Inbound, PiecesLost
 from kv_transfer.party import Party
 from protocol.errors import BatonError, HandoffFailed
-from protocol.messages import Commit, Grant, HandoffEnd, LinkAddress
+from protocol.messages import Grant, HandoffEnd, LinkAddress
 from protocol.states import TransferState
 
 
@@ -51,13 +51,13 @@ class Incoming:
 
 @dataclass(slots=True)
 class Settled:
-    """What a receiver remembers of a hand-off that is over; thousands are kept, so block ids are
-    packed and pieces left out."""
+    """What a receiver remembers of a hand-off that is over: thousands, so block ids are packed, and
+    of a commit its proof is kept."""
 
     peer_epoch: int
     state: TransferState
     error: BatonError | None = None
-    commit: Commit | None = None
+    proof: tuple[object, ...] = ()
     block_ids: array[int] = field(default_factory=lambda: array("I"))
 
 
@@ -68,7 +68,7 @@ def settled(lease: Inbound) -> Settled:
         peer_epoch=lease.peer.epoch,
         state=lease.state,
         error=lease.error,
-        commit=None if commit is None else replace(commit, written=()),
+        proof=() if commit is None else commit.proof,
         block_ids=array("I", lease.block_ids),
     )
 

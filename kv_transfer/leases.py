@@ -257,16 +257,15 @@ class Inbound(_Lease):
         return Verdict.NEW
 
     def _prove(self, commit: Commit) -> None:
-        arrived = [a for a in self._arrivals.values() if a.progress is Progress.ARRIVED]
-        missing = sorted(set(self._arrivals) - {a.piece.sequence for a in arrived})
-        checks = {
-            "num_pieces": (commit.num_pieces, len(arrived)),
-            "num_blocks": (commit.num_blocks, len(self.writable)),
-            "checksum": (commit.checksum, combine([a.checksum for a in arrived])),
-        }
+        found = self._arrivals
+        missing = sorted(n for n, a in found.items() if a.progress is not Progress.ARRIVED)
         if missing:
             raise HandoffFailed(f"{self.key}: pieces {missing} did not arrive", param="num_pieces")
-        for name, (theirs, mine) in checks.items():
+        for name, theirs, mine in (
+            ("num_pieces", commit.num_pieces, len(found)),
+            ("num_blocks", commit.num_blocks, len(self.writable)),
+            ("checksum", commit.checksum, combine([a.checksum for a in found.values()])),
+        ):
             if theirs != mine:
                 raise HandoffFailed(f"{self.key}: {name} is {theirs}, arrived {mine}", param=name)
         if not self._complete:

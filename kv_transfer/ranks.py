@@ -36,7 +36,8 @@ async def run_order(ranks: RankChannel, rank: int, order: Order) -> Outcome:
 async def run_orders(ranks: RankChannel, orders: dict[int, Order]) -> list[Outcome]:
     """Run one order on each of several ranks; returns when all have ended."""
     if len(orders) == 1:  # the common case, without a task of its own
-        return [await run_order(ranks, rank, order) for rank, order in orders.items()]
+        ((rank, order),) = orders.items()
+        return [await run_order(ranks, rank, order)]
     return await asyncio.gather(*(run_order(ranks, rank, order) for rank, order in orders.items()))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import Any
 
 from kv_transfer.arrivals import Arrivals
@@ -206,7 +205,7 @@ class Receiver:
         and StaleMessage for a hand-off that is not current.
         """
         settled = self._settled.get(commit.key)
-        if settled is not None and settled.commit == replace(commit, written=()):
+        if settled is not None and settled.proof == commit.proof:
             return Ack()
         handoff = self._current(commit.key, commit.ticket)
         lease = handoff.lease

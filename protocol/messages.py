@@ -297,6 +297,12 @@ class Commit:
     checksum: int = 0
     written: tuple[Piece, ...] = ()
 
+    @property
+    def proof(self) -> tuple[object, ...]:
+        """All but `written`."""
+        counts = self.num_pieces, self.num_blocks, self.checksum
+        return self.key, self.ticket, self.generation, self.first_token, *counts
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffEnd:
