@@ -7,19 +7,23 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from engine.kernels.jit.decode_attention import paged_decode
+from engine.kernels.jit.decode_attention import merge_parts, paged_decode
 from engine.kernels.jit.prefill_attention import paged_prefill
 from engine.kernels.launch import Repeated
 from engine.kernels.triton_elementwise import launch_options
 
 _PAGED_PREFILL = Repeated(paged_prefill)
 
-#: Programs that fill a Hopper card a few times over.
-_TARGET_PROGRAMS = 528
-_MAX_SPLITS = 64
+#: Programs that run at once on a Hopper card: four on each of 132 multiprocessors.
+_WAVE = 528
+_MAX_SPLITS = 128
+#: The most splits that the last of them merges: each two wait for memory once more.
+_MERGED_WITHIN = 4
 #: Splits whose parts are on their way together when they are merged. More of them take registers
 #: from the whole kernel: 32 sequences on an H200 take 26.6 us with 2, 32.3 with 16.
 _AT_ONCE = 2
+#: Dims of a head that one program of the merging kernel takes, at most.
+_PIECE = 32
 #: Sequences times splits where one context may be much longer than the others.
 _LONG_PARTS = 4096
 
@@ -34,16 +38,19 @@ class DecodeShape:
     stages: int = 3
     warps: int = 2
 
+    @property
+    def apart(self) -> bool:
+        """Whether a kernel of its own merges what the splits gave, instead of the last of them."""
+        return self.splits > _MERGED_WITHIN
+
 
 def decode_shape(batch: int, kv_heads: int, head_dim: int, long_context: bool) -> DecodeShape:
     """Splits for a batch: enough programs to fill the card, more where one context may be long.
 
     Tile, stages and warps are the best of those measured on an H100 over contexts of 512 to 32,768
-    tokens and batches of 1 to 256.
+    tokens and batches of 1 to 256, splits on an H200.
     """
-    splits = 1
-    while splits < _MAX_SPLITS and 2 * splits * batch * kv_heads <= _TARGET_PROGRAMS:
-        splits *= 2
+    splits = min(_MAX_SPLITS, max(1, _WAVE // (batch * kv_heads)))
     min_tiles = 1
     if long_context and splits < 32:
         splits = max(splits, min(32, _LONG_PARTS // batch))
@@ -96,7 +103,7 @@ def decode_attention(
     """
     _, _, kv_heads, page, dim = pool.shape
     group = num_heads // kv_heads
-    paged_decode[(kv_heads, shape.splits, qkv.shape[0])](
+    paged_decode[(kv_heads, qkv.shape[0], shape.splits)](
         qkv,
         cos,
         sin,
@@ -120,12 +127,48 @@ def decode_attention(
         PAGE=page,
         TILE=shape.tile,
         MERGE_P=triton.next_power_of_2(group),
-        MAX_SPLITS=_MAX_SPLITS,
+        MAX_SPLITS=_MERGED_WITHIN,
         AT_ONCE=_AT_ONCE,
+        APART=shape.apart,
         STAGES=shape.stages,
         PDL=pdl,
         PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
         num_warps=shape.warps,
+        **launch_options(pdl),
+    )
+    if shape.apart:
+        _merge(lengths, scratch, shape, pool, num_heads, out, pdl=pdl)
+
+
+def _merge(
+    lengths: torch.Tensor,
+    scratch: DecodeScratch,
+    shape: DecodeShape,
+    pool: torch.Tensor,
+    num_heads: int,
+    out: torch.Tensor,
+    *,
+    pdl: bool,
+) -> None:
+    _, _, kv_heads, _, dim = pool.shape
+    width = triton.next_power_of_2(dim)
+    piece = min(width, _PIECE)
+    merge_parts[(num_heads, width // piece, out.shape[0])](
+        scratch.partial,
+        scratch.stats,
+        lengths,
+        out,
+        shape.splits,
+        shape.min_tiles,
+        HEADS=num_heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        DIM_P=width,
+        TILE=shape.tile,
+        PIECE=piece,
+        MAX_SPLITS=triton.next_power_of_2(shape.splits),
+        PDL=pdl,
+        num_warps=4,
         **launch_options(pdl),
     )
 
@@ -180,7 +223,7 @@ def prefill_attention(
         HEADS=num_heads,
         KV_HEADS=kv_heads,
         DIM=dim,
-        DIM_P=width,
+        DIM_P=triton.next_power_of_2(dim),
         PAGE=page,
         BLOCK_M=block_m,
         TILE=tile,

@@ -2,13 +2,19 @@
 """Paged split-KV attention of one new token per sequence, with RoPE and the KV write fused in.
 
 Flash-decoding (Dao et al., 2023): the context is cut into splits that run side by side; the last
-split to finish merges the partial results, so that no second kernel is needed.
+split to finish merges the partial results, or a second kernel does where there are many.
 """
 
 import triton
 import triton.language as tl
 
 from engine.kernels.jit.elementwise import pdl_wait, rotated
+
+
+@triton.jit
+def active_splits(tiles, splits, min_tiles):
+    """How many splits of a context of so many tiles have any."""
+    return tl.minimum(splits, tl.cdiv(tiles, min_tiles))
 
 
 @triton.jit
@@ -103,6 +109,7 @@ def paged_decode(
     MERGE_P: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    APART: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -113,19 +120,19 @@ def paged_decode(
     pool: [block, 2, KV_HEADS, PAGE, DIM].
     lengths[b] counts the new token; a sequence's blocks are blocks[indptr[b]: indptr[b + 1]].
     Rows of length 0 are padding: they touch no KV and give zeros. out: [batch, HEADS * DIM].
+    APART: what the splits of a context gave is left to merge_parts.
     """
     kvh = tl.program_id(0)
-    split = tl.program_id(1)
-    b = tl.program_id(2)
+    b = tl.program_id(1)
+    split = tl.program_id(2)  # last: programs without work come after those that have some
     length = tl.load(lengths + b)
     table = blocks + tl.load(indptr + b)
     tiles = tl.cdiv(length, TILE)
-    share = tl.maximum(tl.cdiv(tiles, splits), min_tiles)
-    active = tl.cdiv(tiles, share)
+    active = active_splits(tiles, splits, min_tiles)
     page_size: tl.constexpr = PAGE * DIM
     head_pool = pool + kvh * page_size
-    start = split * share * TILE
-    end = tl.minimum(length, start + share * TILE)
+    start = split * tiles // tl.maximum(active, 1) * TILE
+    end = tl.minimum(length, (split + 1) * tiles // tl.maximum(active, 1) * TILE)
     last = tl.maximum(length - 1, 0)
     half: tl.constexpr = DIM // 2
     dims = tl.arange(0, DIM_P)
@@ -197,11 +204,57 @@ def paged_decode(
             )
             tl.store(stats + at_group * 2, peak, mask=in_group)
             tl.store(stats + at_group * 2 + 1, total, mask=in_group)
-            tl.debug_barrier()
-            finished = tl.atomic_add(counters + pair, 1, sem="acq_rel", scope="gpu")
-            if finished == active - 1:
-                merge_splits(
-                    partial, stats, first, active, out_row, dims, dim_ok,
-                    GROUP, MERGE_P, DIM, DIM_P, MAX_SPLITS, AT_ONCE,
-                )  # fmt: skip
-                tl.store(counters + pair, 0)
+            if not APART:
+                tl.debug_barrier()
+                finished = tl.atomic_add(counters + pair, 1, sem="acq_rel", scope="gpu")
+                if finished == active - 1:
+                    merge_splits(
+                        partial, stats, first, active, out_row, dims, dim_ok,
+                        GROUP, MERGE_P, DIM, DIM_P, MAX_SPLITS, AT_ONCE,
+                    )  # fmt: skip
+                    tl.store(counters + pair, 0)
+
+
+@triton.jit(do_not_specialize=["splits", "min_tiles"])
+def merge_parts(
+    partial,
+    stats,
+    lengths,
+    out,
+    splits,
+    min_tiles,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_P: tl.constexpr,
+    TILE: tl.constexpr,
+    PIECE: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One (head, piece of its dims, sequence) of what paged_decode gives with APART.
+
+    The parts of all splits are on their way together: one program that merges them all for a KV
+    head would wait for memory again and again. Rows of one split or none are whole already.
+    """
+    group: tl.constexpr = HEADS // KV_HEADS
+    head = tl.program_id(0)
+    b = tl.program_id(2)
+    length = tl.load(lengths + b)
+    active = active_splits(tl.cdiv(length, TILE), splits, min_tiles)
+    split = tl.arange(0, MAX_SPLITS)
+    dims = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    part = (b * KV_HEADS + head // group) * splits + split
+    row = part * group + head % group
+    ok = split < active
+    pdl_wait(PDL)
+    if active > 1:
+        peaks = tl.load(stats + row * 2, mask=ok, other=-float("inf"), cache_modifier=".cg")
+        totals = tl.load(stats + row * 2 + 1, mask=ok, other=0.0, cache_modifier=".cg")
+        inside = ok[:, None] & (dims < DIM)[None, :]
+        cells = partial + row[:, None] * DIM_P + dims[None, :]
+        values = tl.load(cells, mask=inside, other=0.0, cache_modifier=".cg")
+        weight = tl.exp2(peaks - tl.max(peaks, axis=0))
+        merged = tl.sum(values * weight[:, None], axis=0) / tl.sum(totals * weight, axis=0)
+        out_row = out + b.to(tl.int64) * (HEADS * DIM) + head * DIM
+        tl.store(out_row + dims, merged.to(out.dtype.element_ty), mask=dims < DIM)
