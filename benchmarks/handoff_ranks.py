@@ -19,7 +19,7 @@ from engine.kv.pool import KVPool
 from kv_transfer.config import TransferConfig
 from kv_transfer.data_plane import DataPlane
 from kv_transfer.orders import Order, Outcome
-from kv_transfer.outcomes import answer_to
+from kv_transfer.outcomes import answer_of
 from protocol import codec
 from protocol.kv_layout import KVLayout
 
@@ -127,9 +127,9 @@ class Ranks:
         """Run one order on one rank; its outcome."""
         found = self._ranks[rank]
         if isinstance(found, Rank):
-            return await answer_to(found.plane.submit(order))
-        answer: bytes = await answer_to(found.call("order", order.encode()))
-        return codec.decode(Outcome, answer)
+            return await answer_of(partial(found.plane.submit, order))
+        call = found.call("order", order.encode())
+        return codec.decode(Outcome, (await answer_of(call.add_done_callback)).result())
 
     def everywhere(self, name: str, *args: Any) -> list[Any]:
         """Call a method of every rank; what they return."""

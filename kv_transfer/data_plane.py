@@ -34,7 +34,7 @@ from kv_transfer.orders import (
     ReadyOrder,
     RevokeOrder,
 )
-from kv_transfer.outcomes import Gathering, done, unanswered, when_over
+from kv_transfer.outcomes import Finish, Gathering, revoke
 from kv_transfer.store import BlockStore
 from protocol import codec
 from protocol.errors import BatonError, Internal, InvalidRequest
@@ -80,19 +80,23 @@ class DataPlane:
         raises: errors are inside the outcome, so that they cross process borders typed."""
         answer: Future[bytes] = Future()
         answer.set_running_or_notify_cancel()  # whoever stops waiting does not stop the order
+
+        def finish(outcome: Outcome) -> None:
+            answer.set_result(codec.encode(outcome))
+
         try:
-            outcome = self.submit(codec.decode(Order, order))
+            self.submit(codec.decode(Order, order), finish)
         except BatonError as error:
-            outcome = done(Outcome(error=error.info()))
-        outcome.add_done_callback(lambda ended: answer.set_result(_encoded(ended)))
+            finish(Outcome(error=error.info()))
         return answer
 
-    def submit(self, order: Order) -> Future[Outcome]:
-        """The same for callers in this process, without the codec."""
+    def submit(self, order: Order, finish: Finish) -> None:
+        """The same for callers in this process, without the codec: `finish` is called with the
+        outcome, once, in any thread."""
         try:
-            return self._dispatch(order)
+            self._dispatch(order, finish)
         except BatonError as error:
-            return done(Outcome(error=error.info()))
+            finish(Outcome(error=error.info()))
 
     def close(self) -> None:
         """Break every link and stop listening; what is in flight fails."""
@@ -106,22 +110,24 @@ class DataPlane:
         for backend in self._backends.values():
             backend.close()
 
-    def _dispatch(self, order: Order) -> Future[Outcome]:
+    def _dispatch(self, order: Order, finish: Finish) -> None:
         if order.send is not None:
-            return self._move(order.send, sending=True)
-        if order.receive is not None:
-            return self._move(order.receive, sending=False)
-        if order.revoke is not None:
-            return self._revoke(order.revoke)
-        if order.open is not None:
-            return self._open(order.open)
-        if order.close is not None:
-            return self._close_links(order.close)
-        if order.ready is not None:
-            return self._ready(order.ready)
-        if order.listen is not None:
-            return done(self._listen())
-        raise InvalidRequest("empty transfer order", param="order")
+            self._move(order.send, finish, sending=True)
+        elif order.receive is not None:
+            self._move(order.receive, finish, sending=False)
+        elif order.revoke is not None:
+            self._revoke(order.revoke, finish)
+        elif order.open is not None:
+            self._open(order.open, finish)
+        elif order.close is not None:
+            self._close_links(order.close)
+            finish(Outcome())
+        elif order.ready is not None:
+            self._ready(order.ready, finish)
+        elif order.listen is not None:
+            finish(self._listen())
+        else:
+            raise InvalidRequest("empty transfer order", param="order")
 
     def _listen(self) -> Outcome:
         """Every backend that this rank can be reached by; the error of the last when none."""
@@ -136,52 +142,47 @@ class DataPlane:
             raise error
         return Outcome(listening=tuple(found))
 
-    def _ready(self, order: ReadyOrder) -> Future[Outcome]:
+    def _ready(self, order: ReadyOrder, finish: Finish) -> None:
         marks = self._store.marks
         if marks is None:
-            return done(Outcome())
-        answer = unanswered()
+            finish(Outcome())
+            return
 
         def wait() -> None:
             try:
                 marks.wait(order.after, order.layer)
             except Exception as error:  # noqa: BLE001 - a thread's edge: whoever waits must learn of it
-                answer.set_result(Outcome(error=Internal(f"step {order.after}: {error}").info()))
+                finish(Outcome(error=Internal(f"step {order.after}: {error}").info()))
             else:
-                answer.set_result(Outcome())
+                finish(Outcome())
 
         self._waiters.put(-1 - order.layer, wait)  # a lane for each layer: their order is given
-        return answer
 
     # --- moving ---------------------------------------------------------------------------------
 
-    def _move(self, order: MoveOrder, *, sending: bool) -> Future[Outcome]:
-        answer = unanswered()
+    def _move(self, order: MoveOrder, finish: Finish, *, sending: bool) -> None:
         backend = self._backend_of(order)
         handoff = (order.receiver_epoch, order.generation)
         accesses = [Access() for _ in order.parts]
 
-        def finish(outcome: Outcome) -> None:
+        def over(outcome: Outcome) -> None:
             self._forget(handoff, accesses)
-            answer.set_result(outcome)
+            finish(outcome)
 
         self._track(handoff, accesses)
-        ended = Gathering(len(accesses), finish)
+        ended = Gathering(len(accesses), over)
         device = backend.name in ON_DEVICE  # stages by itself
         make = self._block_operation if device else self._staged_operation
         for part, access in zip(order.parts, accesses, strict=True):
             operation = make(order, part, access, ended, sending)
             self._submit(operation, order, part.peer_rank, part.endpoint, backend, sending=sending)
-        return answer
 
-    def _open(self, order: OpenOrder) -> Future[Outcome]:
-        answer = unanswered()
+    def _open(self, order: OpenOrder, finish: Finish) -> None:
         backend = self._backend_of(order)
-        ended = Gathering(len(order.peers), answer.set_result)
+        ended = Gathering(len(order.peers), finish)
         for rank, endpoint in order.peers:
             operation = nothing(rank, ended)
             self._submit(operation, order, rank, endpoint, backend, sending=order.sending)
-        return answer
 
     def _backend_of(self, order: MoveOrder | OpenOrder) -> Backend:
         name = order.backend or next(iter(self._backends))
@@ -348,12 +349,12 @@ class DataPlane:
             if not left:
                 del self._accesses[handoff]
 
-    def _revoke(self, order: RevokeOrder) -> Future[Outcome]:
+    def _revoke(self, order: RevokeOrder, finish: Finish) -> None:
         with self._lock:
             accesses = list(self._accesses.get((order.receiver_epoch, order.generation), ()))
-        return when_over(accesses)
+        revoke(accesses, finish)
 
-    def _close_links(self, order: CloseOrder) -> Future[Outcome]:
+    def _close_links(self, order: CloseOrder) -> None:
         pair = (order.sender_epoch, order.receiver_epoch)
         with self._lock:
             found = {
@@ -366,13 +367,8 @@ class DataPlane:
                     del self._links[ends]
         for thread in found.values():
             thread.close("closed by its worker")
-        return done(Outcome())
 
 
 def _ends(order: MoveOrder | OpenOrder, peer_rank: int, sending: bool) -> tuple[int, int]:
     """The source's rank and the destination's."""
     return (order.rank, peer_rank) if sending else (peer_rank, order.rank)
-
-
-def _encoded(ended: Future[Outcome]) -> bytes:
-    return codec.encode(ended.result())

@@ -1,11 +1,10 @@
-"""What the operations of one order come to, and how the event loop waits for it."""
+"""What the operations of one order come to, and how an event loop waits for it."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeVar
 
@@ -14,46 +13,33 @@ from kv_transfer.orders import Outcome, PartResult
 from protocol.errors import BatonError
 
 T = TypeVar("T")
+#: Takes what an order came to, once, in any thread.
+Finish = Callable[[Outcome], None]
 
 
-def unanswered() -> Future[Outcome]:
-    """A future that cannot be cancelled: whoever stops waiting does not stop the order."""
-    future: Future[Outcome] = Future()
-    future.set_running_or_notify_cancel()
-    return future
-
-
-def done(outcome: Outcome) -> Future[Outcome]:
-    """A future that is done."""
-    future = unanswered()
-    future.set_result(outcome)
-    return future
-
-
-async def answer_to(future: Future[T]) -> T:
-    """Wait on the event loop for what another thread ends; a fraction of asyncio.wrap_future.
+async def answer_of(start: Callable[[Callable[[T], None]], object]) -> T:
+    """Wait on the event loop for what `start` has somebody call back with, once, in any thread.
     Whoever stops waiting changes nothing."""
     loop = asyncio.get_running_loop()
-    over: asyncio.Future[None] = loop.create_future()
+    over: asyncio.Future[T] = loop.create_future()
 
-    def wake() -> None:
+    def wake(answer: T) -> None:
         if not over.done():
-            over.set_result(None)
+            over.set_result(answer)
 
-    def ended(_: Future[T]) -> None:
+    def ended(answer: T) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody waits
-            loop.call_soon_threadsafe(wake)
+            loop.call_soon_threadsafe(wake, answer)
 
-    future.add_done_callback(ended)
-    await over
-    return future.result()
+    start(ended)
+    return await over
 
 
 class Gathering:
     """Calls `finish` with the outcome of `count` messages, once every one has ended: all results,
     or the first error."""
 
-    def __init__(self, count: int, finish: Callable[[Outcome], None]) -> None:
+    def __init__(self, count: int, finish: Finish) -> None:
         self._lock = threading.Lock()
         self._left = count
         self._finish = finish
@@ -76,10 +62,8 @@ class Gathering:
             self._finish(Outcome(error=error, parts=tuple(self._parts)))
 
 
-def when_over(accesses: list[Access]) -> Future[Outcome]:
-    """Revoke accesses; done once none of them is in progress."""
-    answer = unanswered()
-    gathering = Gathering(len(accesses), answer.set_result)
+def revoke(accesses: list[Access], finish: Finish) -> None:
+    """Revoke accesses; `finish` is called once none of them is in progress."""
+    gathering = Gathering(len(accesses), finish)
     for access in accesses:
         access.revoke().add_done_callback(lambda _: gathering(None))
-    return answer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from engine.config import EngineConfig
 from engine.executor import Executor, build_executor, build_follower
@@ -12,7 +13,7 @@ from engine.ranks import RankGroup
 from kv_transfer.config import TransferConfig
 from kv_transfer.data_plane import DataPlane
 from kv_transfer.orders import Order, Outcome
-from kv_transfer.outcomes import answer_to
+from kv_transfer.outcomes import answer_of
 from protocol import codec
 
 #: Name of the command with which rank 0 gives a follower a transfer order.
@@ -32,9 +33,9 @@ class Ranks:
         """Run one transfer order on a rank. Followers take it in order with their steps, so that a
         send after a step finds that step's KV. Raises RankLost when the rank is gone."""
         if rank == 0 or self.group is None:
-            return await answer_to(self.plane.submit(order))
-        answer = await answer_to(self.group.call(rank, TRANSFER, order.encode()))
-        return codec.decode(Outcome, answer)
+            return await answer_of(partial(self.plane.submit, order))
+        call = self.group.call(rank, TRANSFER, order.encode())
+        return codec.decode(Outcome, (await answer_of(call.add_done_callback)).result())
 
     def check(self) -> None:
         """Raise RankLost when a follower is gone."""

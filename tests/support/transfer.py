@@ -6,7 +6,9 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -16,7 +18,7 @@ from kv_transfer.config import TransferConfig
 from kv_transfer.data_plane import DataPlane
 from kv_transfer.listeners import TransferReport
 from kv_transfer.orders import Order, Outcome
-from kv_transfer.outcomes import answer_to
+from kv_transfer.outcomes import answer_of
 from kv_transfer.party import Party
 from kv_transfer.ranks import RankChannel
 from kv_transfer.receiver import Receiver
@@ -34,6 +36,13 @@ SECRET = b"a secret of the tests"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+def submitted(plane: DataPlane, order: Order) -> Future[Outcome]:
+    """The outcome of an order, when there is one."""
+    outcome: Future[Outcome] = Future()
+    plane.submit(order, outcome.set_result)
+    return outcome
+
+
 class LocalRanks:
     """Ranks whose data planes live in this process."""
 
@@ -41,7 +50,7 @@ class LocalRanks:
         self._planes = planes
 
     async def run(self, rank: int, order: Order) -> Outcome:
-        return await answer_to(self._planes[rank].submit(order))
+        return await answer_of(partial(self._planes[rank].submit, order))
 
 
 def split_heads(num_heads: int, tp_size: int) -> tuple[tuple[int, int], ...]:

@@ -26,7 +26,7 @@ from protocol.errors import BatonError
 from protocol.kv_layout import Cells
 from tests.support.held import Held
 from tests.support.memory_links import MemoryBackend, MemoryHub
-from tests.support.transfer import make_layout, make_pools
+from tests.support.transfer import make_layout, make_pools, submitted
 
 
 def link_id(link=1):
@@ -419,7 +419,7 @@ def test_an_order_ends_after_all_of_its_messages_though_one_cannot_begin(monkeyp
     monkeypatch.setattr(threading.Thread, "start", few_threads)
     pools = make_pools(make_layout(1))
     plane = DataPlane(pools[0], TransferConfig(), backend=Backend(MemoryHub()))
-    ended = plane.submit(Order(send=small_move(num_peers=2)))
+    ended = submitted(plane, Order(send=small_move(num_peers=2)))
     assert held.begun()
     assert not ended.done()
     held.release()
@@ -480,9 +480,9 @@ def test_a_link_without_a_thread_is_broken_for_what_follows(monkeypatch):
     )
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_threads)
-        first = plane.submit(Order(receive=small_move()))
+        first = submitted(plane, Order(receive=small_move()))
         assert "new thread" in first.result(5).error.message
-    second = plane.submit(Order(receive=small_move(sequence=1)))
+    second = submitted(plane, Order(receive=small_move(sequence=1)))
     assert "new thread" in second.result(5).error.message
     plane.close()
 

@@ -23,7 +23,7 @@ from protocol.ids import RequestKey
 from protocol.messages import Commit
 from rpc import methods
 from tests.support.held import Held
-from tests.support.transfer import QUICK, Pair, differing, fill, random_kv, reply_of
+from tests.support.transfer import QUICK, Pair, differing, fill, random_kv, reply_of, submitted
 from tests.support.transfer_steps import (
     DEST,
     KEY,
@@ -155,7 +155,7 @@ async def test_a_piece_that_comes_again_while_prefill_is_asked_needs_no_answer(m
         pair.clients.intercept = again_and_lost
         close = CloseOrder(sender_epoch=11, receiver_epoch=22, link=1)
         for plane in pair.decode.planes:
-            plane.submit(Order(close=close)).result(5)
+            submitted(plane, Order(close=close)).result(5)
         async with asyncio.timeout(5):
             await asked.wait()
         await asyncio.sleep(0)
