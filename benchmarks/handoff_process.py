@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import uvloop
 
 from benchmarks.handoff_worker import PATIENCE_S, Side
 from benchmarks.raw_links import DEVICE
@@ -24,7 +25,7 @@ _SWITCH_S = 0.05e-3  # a waiting thread must not wait long for the event loop's
 def _child(role: Role, pipe: Connection) -> None:
     torch.cuda.set_device(DEVICE)
     sys.setswitchinterval(_SWITCH_S)
-    asyncio.run(_serve(Side(role), pipe))
+    uvloop.run(_serve(Side(role), pipe))  # as Serve's replicas do
 
 
 async def _serve(side: Side, pipe: Connection) -> None:
