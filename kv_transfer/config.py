@@ -52,8 +52,8 @@ class TransferConfig:
     staging_bytes: one message of an nccl link, which holds two of them.
     staging_memory_bytes: what all nccl links of a rank hold, left free when its KV pool is sized;
     no link takes more than a quarter of what is left, so many links send smaller messages.
-    nccl_ctas: thread blocks of an nccl link, which the GPU's other kernels have to share with it:
-    over NVLink 4 carry 125 GB/s of hand-offs, 32 carry 285; a network card needs few.
+    nccl_ctas: thread blocks of an nccl link, which take whole multiprocessors from decode's steps:
+    over NVLink 4 carry 125 GB/s of hand-offs, more than a network card brings, and 32 carry 285.
     staging_ctas: thread blocks of the copy of a message out of blocks or into them.
     copy_ctas: thread blocks of a cuda_ipc write.
     max_peers: peers whose links are kept open; the least recently used idle one is closed.
@@ -74,8 +74,8 @@ class TransferConfig:
     device_piece_bytes: int = 512 << 20
     staging_bytes: int = 128 << 20
     staging_memory_bytes: int = 1 << 30
-    nccl_ctas: int = 32
-    staging_ctas: int = 32
+    nccl_ctas: int = 4
+    staging_ctas: int = 16
     copy_ctas: int = 66
     max_peers: int = 64
     remembered: int = 4096
