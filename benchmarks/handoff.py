@@ -47,6 +47,7 @@ _HEADS, _HEAD_DIM, _BLOCK = 8, 128, 16
 _RAW_SIZES = tuple(size * MIB for size in (16, 64, 256, 1024))
 _SEED_CHECK_BLOCKS = 128
 _LONGEST_AHEAD = 8192
+_BUSY_ROUNDS = 48  # about five steps each: of fewer the 99th percentile is the longest of all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +239,7 @@ class Bench:
         handoffs = self.handoffs(_SEED_CHECK_BLOCKS, 64)
         busy: list[float] = []
         moved = 0
-        for _ in range(12):
+        for _ in range(_BUSY_ROUNDS):
             self.prefill.do("expect", handoffs)
             self.decode.do("reserve", handoffs)
             self.prefill.start("send", handoffs, 4)
