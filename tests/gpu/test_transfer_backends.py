@@ -1,6 +1,7 @@
-"""Hand-offs between two GPUs, each side a process of its own that sees one of them.
+"""Hand-offs between two GPUs, each side a process of its own that sees one of them, and between
+four, each rank a process of its own.
 
-With more ranks than GPUs on a side, its ranks share the GPU.
+With more ranks than GPUs on a side, its ranks share them.
 """
 
 import itertools
@@ -44,14 +45,15 @@ def make_layout(tp_size, **changes):
 
 
 class Pair:
-    def __init__(self):
-        self.prefill = Process(Role.PREFILL, 0)
-        self.decode = Process(Role.DECODE, 1)
+    def __init__(self, prefill=(0,), decode=(1,)):
+        self.apart = len(prefill) > 1  # ranks in processes of their own
+        self.prefill = Process(Role.PREFILL, *prefill)
+        self.decode = Process(Role.DECODE, *decode)
 
     def build(self, source, dest, config):
         self.sizes = source.block_size, dest.block_size
-        self.prefill.start("build", source, config)
-        self.decode.start("build", dest, config)
+        self.prefill.start("build", source, config, self.apart)
+        self.decode.start("build", dest, config, self.apart)
         self.refs = self.prefill.result(), self.decode.result()
 
     def handoff(self, source, dest):
@@ -84,6 +86,15 @@ def pair():
     pair.close()
 
 
+@pytest.fixture(scope="module")
+def wide_pair():
+    if torch.cuda.device_count() < 4:
+        pytest.skip("needs 4 CUDA devices")
+    pair = Pair((0, 1), (2, 3))
+    yield pair
+    pair.close()
+
+
 @pytest.fixture
 def own_pair():
     pair = Pair()
@@ -98,6 +109,15 @@ def test_every_pair_of_degrees_moves_the_same_bits(pair, backend, source, dest):
     pair.build(make_layout(source), make_layout(dest), config)
     for seed in (1, 2):
         pair.check(seed)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("source", "dest"), [(1, 2), (2, 1), (2, 2), (4, 2)])
+def test_ranks_on_gpus_of_their_own_move_the_same_bits(wide_pair, backend, source, dest):
+    config = replace(SMALL, backend=BackendName(backend))
+    wide_pair.build(make_layout(source), make_layout(dest), config)
+    for seed in (1, 2):
+        wide_pair.check(seed)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
