@@ -25,10 +25,10 @@ _MERGE_ROOM = 16
 #: Splits whose parts are on their way together when they are merged. More of them take registers
 #: from the whole kernel: 32 sequences on an H200 take 26.6 us with 2, 32.3 with 16.
 _AT_ONCE = 2
-#: Dims of a head that one program of the merging kernel takes, and where there are many sequences:
-#: few of them need many programs to be quick, of many each program costs.
-_PIECE, _LARGE_PIECE = 32, 128
-_MANY = 8
+#: Dims of a head that one program of the merging kernel takes, and the splits that it is compiled
+#: for: few sequences need many programs to be quick, of many sequences (8) each program costs.
+_PIECE = 32
+_MANY, _MANY_PIECE, _MANY_SPLITS = 8, 128, 32
 #: Sequences times splits where one context may be much longer than the others.
 _LONG_PARTS = 4096
 
@@ -157,7 +157,10 @@ def _merge(
 ) -> None:
     _, _, kv_heads, _, dim = pool.shape
     width = triton.next_power_of_2(dim)
-    piece = min(width, _PIECE if out.shape[0] < _MANY else _LARGE_PIECE)
+    piece, splits = _PIECE, _MAX_SPLITS
+    if out.shape[0] >= _MANY:
+        piece, splits = _MANY_PIECE, max(_MANY_SPLITS, triton.next_power_of_2(shape.splits))
+    piece = min(width, piece)
     merge_parts[(num_heads, width // piece, out.shape[0])](
         scratch.partial,
         scratch.stats,
@@ -171,7 +174,7 @@ def _merge(
         DIM_P=width,
         TILE=shape.tile,
         PIECE=piece,
-        MAX_SPLITS=triton.next_power_of_2(shape.splits),
+        MAX_SPLITS=splits,
         PDL=pdl,
         num_warps=4,
         **launch_options(pdl),
