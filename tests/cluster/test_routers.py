@@ -1,0 +1,199 @@
+"""Two routers on the same two ports, of which one is killed: whose requests end, whose go on, and
+what becomes of the work that nobody waits for any more."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+
+import grpc
+import httpx
+import pytest
+
+from protocol.wire import inference_pb2 as wire
+from tests.cluster.conftest import CHUNKED, MODEL, Baton, session_processes
+from tests.cluster.load import LONG, ask, wait_until
+from tests.support import services
+from tests.support.ports import free_port
+
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+TOKENS = 600
+#: Keeps the prefill worker busy for seconds.
+PREFILL_TOKENS = 5000
+EACH = 3
+WORK = ("running", "waiting", "held_blocks", "quarantined_blocks")
+
+
+class Stream:
+    """One request, read in a thread: what has come of it and how it ended."""
+
+    def __init__(self, pieces: Iterator[list[int]], router: str = "") -> None:
+        self.router = router
+        self.token_ids: list[int] = []
+        self.error: Exception | None = None
+        self._pieces = pieces
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    @property
+    def over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def _read(self) -> None:
+        try:
+            for ids in self._pieces:
+                self.token_ids.extend(ids)
+        except (grpc.RpcError, httpx.TransportError) as error:
+            self.error = error
+
+
+def over_grpc(channel: grpc.Channel, **fields: object) -> Iterator[list[int]]:
+    request = wire.GenerateRequest(**GREEDY, **fields)
+    for message in services.InferenceStub(channel).Generate(request, timeout=120):
+        yield [number for choice in message.choices for number in choice.token_ids]
+
+
+def over_http(baton: Baton, prompt: str) -> Iterator[list[int]]:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": TOKENS, "stream": True, **GREEDY}
+    url = f"http://{baton.state()['http']}/v1/completions"
+    with httpx.stream("POST", url, json=body | {"return_token_ids": True}, timeout=120) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                choices = json.loads(line.removeprefix("data: "))["choices"]
+                yield [number for choice in choices for number in choice["token_ids"]]
+
+
+def view(channel: grpc.Channel) -> wire.Cluster:
+    return services.AdminStub(channel).GetCluster(wire.GetClusterRequest(), timeout=10)
+
+
+def own(channel: grpc.Channel) -> wire.RouterInfo:
+    """The router at the other end, which lists itself first."""
+    return view(channel).routers[0]
+
+
+def workers(channel: grpc.Channel) -> dict[str, wire.Worker]:
+    return {pool.role: pool.workers[0] for pool in view(channel).pools}
+
+
+class Connections:
+    """Connections of their own, by the router that they reached."""
+
+    def __init__(self, baton: Baton) -> None:
+        self._address = str(baton.state()["grpc"])
+        self._stack = ExitStack()
+        self.to: dict[str, list[grpc.Channel]] = {}
+
+    def connect_until(self, enough: Callable[[], bool]) -> None:
+        for _ in range(200):
+            if enough():
+                return
+            options = [("grpc.use_local_subchannel_pool", 1)]
+            channel = grpc.insecure_channel(self._address, options=options)
+            self._stack.callback(channel.close)
+            self.to.setdefault(own(channel).router_id, []).append(channel)
+        raise AssertionError(f"all connections went to {list(self.to)}")
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+@pytest.fixture
+def routers(baton: Baton) -> Iterator[Connections]:
+    """Two routers, one prefill and one decode worker."""
+    ports = [f"network.{name}={free_port()}" for name in ("http_port", "grpc_port")]
+    baton.up("local-cpu.yaml", *CHUNKED, "router.replicas=2", *ports)
+    with closing(Connections(baton)) as found:
+        found.connect_until(lambda: [len(c) > EACH for c in found.to.values()].count(True) == 2)
+        yield found
+
+
+def requests(routers: Connections) -> dict[str, int]:
+    """How many each router has in flight."""
+    return {name: own(channels[0]).requests for name, channels in routers.to.items()}
+
+
+def begin(baton: Baton, routers: Connections) -> list[Stream]:
+    """Streams over both doors of both routers, and a long prompt at each that takes its time."""
+    streams = [
+        Stream(over_grpc(channel, prompt=LONG, max_tokens=TOKENS), name)
+        for name, channels in routers.to.items()
+        for channel in channels[:EACH]
+    ]
+    while not all(count > EACH for count in requests(routers).values()):
+        streams.append(Stream(over_http(baton, LONG)))
+        wait_until(lambda: sum(requests(routers).values()) == len(streams), seconds=10)
+    wait_until(lambda: all(stream.token_ids for stream in streams), seconds=60)
+    for number, (name, channels) in enumerate(routers.to.items()):
+        ids = [number, *(1000 + i for i in range(PREFILL_TOKENS))]
+        prompt = wire.TokenIds(ids=ids)
+        pieces = over_grpc(channels[EACH], prompt_token_ids=prompt, max_tokens=8)
+        streams.append(Stream(pieces, name))
+    wait_until(lambda: sum(requests(routers).values()) == len(streams), seconds=10)
+    return streams
+
+
+@pytest.mark.chaos
+def test_killed_router_takes_only_its_own_requests_along(
+    baton: Baton, routers: Connections
+) -> None:
+    expected = ask(baton, LONG, tokens=TOKENS).token_ids
+    streams = begin(baton, routers)
+    before = requests(routers)
+    killed, _ = processes(baton, "ray::ServeReplica:router:router")
+    os.kill(killed, signal.SIGKILL)
+
+    # Its clients are told at once.
+    wait_until(lambda: any(stream.error for stream in streams), seconds=5)
+    (dead,) = {stream.router for stream in streams if stream.error and stream.router}
+    (alive,) = before.keys() - {dead}
+    wait_until(lambda: [s.over for s in streams].count(True) == before[dead], seconds=5)
+    assert all(s.error for s in streams if s.over or s.router == dead)
+    codes = {s.error.code() for s in streams if isinstance(s.error, grpc.RpcError)}
+    assert codes == {grpc.StatusCode.UNAVAILABLE}
+
+    # Its work ends while that of the other one goes on, and who comes now is served.
+    watch = routers.to[alive][0]
+    wait_until(lambda: workers(watch)["decode"].running == before[alive], seconds=5)
+    prefill = workers(watch)["prefill"]
+    assert prefill.running + prefill.waiting <= 1
+    assert [stream.over for stream in streams].count(True) == before[dead]
+    for _ in range(4):
+        assert ask(baton, LONG).token_ids == expected[:8]
+
+    wait_until(lambda: all(stream.over for stream in streams), seconds=90)
+    *answers, prompt = (stream.token_ids for stream in streams if not stream.error)
+    assert answers == [expected] * (before[alive] - 1)
+    assert len(prompt) == 8
+    wait_until(lambda: all(idle(worker) for worker in workers(watch).values()), seconds=10)
+
+    # Another one has taken its place.
+    wait_until(lambda: len(ready(baton)) == 2 and dead not in ready(baton), seconds=60)
+    assert ["router", "2", "2", "2", "running"] in rows(baton)
+    wait_until(lambda: len(processes(baton, "grammar.trial")) == 2, seconds=10)
+    (fresh,) = ready(baton) - {alive}
+    routers.connect_until(lambda: fresh in routers.to)
+    answer = over_grpc(routers.to[fresh][0], prompt=LONG, max_tokens=8)
+    assert [number for piece in answer for number in piece] == expected[:8]
+
+
+def processes(baton: Baton, title: str) -> list[int]:
+    found = session_processes(int(baton.state()["pid"]))
+    return [int(row.split()[1]) for row in found if title in row]
+
+
+def idle(worker: wire.Worker) -> bool:
+    return not any(getattr(worker, name) for name in WORK)
+
+
+def rows(baton: Baton) -> list[list[str]]:
+    return [line.split() for line in baton.run("status").stdout.splitlines()]
+
+
+def ready(baton: Baton) -> set[str]:
+    named = [row for row in rows(baton) if row and row[0].startswith("router-")]
+    return {row[0] for row in named if row[1] == "ready"}
