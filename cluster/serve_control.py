@@ -14,9 +14,11 @@ from ray.serve._private.common import DeploymentID
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
 from cluster.membership import Kind
-from protocol.errors import NotFound
+from protocol.errors import NotFound, Unavailable
 
 _LOOK_S = 0.2
+#: For Serve's controller to answer, which takes milliseconds unless it hangs.
+_ANSWER_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +39,12 @@ class PoolStatus:
 def set_replicas(kind: Kind, replicas: int) -> bool:
     """Set a pool's target through Serve's external scaling; False when Serve has no such pool.
 
-    Raises NotFound when Serve does not run.
+    Raises NotFound when Serve does not run, Unavailable when it does not answer.
     """
     deployment = DeploymentID(name=kind.value, app_name=kind.value)
     if kind not in pool_statuses():
         return False
-    ray.get(_controller().update_deployment_replicas.remote(deployment, replicas))
+    _ask("update_deployment_replicas", deployment, replicas)
     return True
 
 
@@ -52,37 +54,41 @@ def pool_statuses() -> dict[Kind, PoolStatus]:
     return {kind: _pool_status(kind, known[kind.value]) for kind in Kind if kind.value in known}
 
 
-def undeploy(timeout_s: float) -> bool:
+def undeploy(timeout_s: float) -> None:
     """Drain and end the routers, then the workers, which what they had accepted still needed, and
-    Serve itself unless it runs something else, too; False when that took longer than `timeout_s`.
-    """
+    Serve itself unless it runs something else, too. Raises Unavailable, naming the pools that
+    are still there after `timeout_s`, or when Serve does not answer."""
     deadline = time.monotonic() + timeout_s
     try:
         _delete((Kind.ROUTER,), deadline)
-        if _applications().keys() - set(Kind):
-            return _delete((Kind.PREFILL, Kind.DECODE), deadline)
-        left_s = max(0.0, deadline - time.monotonic())
-        ray.get(_controller().graceful_shutdown.remote(), timeout=left_s)
+        _delete((Kind.PREFILL, Kind.DECODE), deadline)
+        if not _applications():
+            _ask("graceful_shutdown")
     except (NotFound, RayActorError):
-        return True  # no controller, or it has ended as asked
-    except GetTimeoutError:
-        return False
-    return True
+        pass  # no controller, or it has ended as asked
 
 
-def _delete(kinds: Sequence[Kind], deadline: float) -> bool:
-    ray.get(_controller().delete_apps.remote([kind.value for kind in kinds]))
-    while not pool_statuses().keys().isdisjoint(kinds):
+def _delete(kinds: Sequence[Kind], deadline: float) -> None:
+    _ask("delete_apps", [kind.value for kind in kinds])
+    while left := pool_statuses().keys() & kinds:
         if time.monotonic() > deadline:
-            return False
+            raise Unavailable(f"not ended in time: {', '.join(sorted(left))}")
         time.sleep(_LOOK_S)
-    return True
 
 
 def _applications() -> Mapping[str, Any]:
-    details = ray.get(_controller().get_serve_instance_details.remote())
-    applications: Mapping[str, Any] = details.get("applications", {})
+    applications: Mapping[str, Any] = _ask("get_serve_instance_details").get("applications", {})
     return applications
+
+
+def _ask(method: str, *arguments: object, timeout_s: float = _ANSWER_S) -> Any:
+    """What a method of Serve's controller returns. Raises Unavailable when it does not in time."""
+    try:
+        return ray.get(getattr(_controller(), method).remote(*arguments), timeout=timeout_s)
+    except GetTimeoutError:
+        raise Unavailable(
+            f"Ray Serve's controller did not answer {method} within {timeout_s:.0f} s"
+        ) from None
 
 
 def _controller() -> Any:

@@ -57,7 +57,7 @@ def _ask(state: RunningCluster, options: argparse.Namespace, console: Console) -
 
 def _show_pools(console: Console) -> None:
     with session.connected() as directory:
-        view, secret = session.ask(directory.view, directory.secret)
+        view, secret = session.ask(directory.view.remote(), directory.secret.remote())
     from cluster.cli.status import show_members
 
     console.say()

@@ -51,12 +51,14 @@ def _drain(state: RunningCluster, console: Console) -> None:
     try:
         try:
             directory = find_directory()
-            drain_s = session.ask(directory.config)[0].lifecycle.drain_s
+            drain_s = session.ask(directory.config.remote())[0].lifecycle.drain_s
         except (ValueError, Unavailable):
             console.step("no directory answers")
         console.step(f"draining: running requests have {drain_s:.0f} s")
-        if not undeploy(drain_s + _GRACE_S):
-            console.warn(f"the replicas did not end within {drain_s + _GRACE_S:.0f} s")
+        try:
+            undeploy(drain_s + _GRACE_S)
+        except Unavailable as error:
+            console.warn(error.message)
         if directory is not None:
             ray.kill(directory)
     finally:

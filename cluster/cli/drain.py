@@ -12,7 +12,7 @@ from cluster.cli.console import Console
 def run(options: argparse.Namespace, console: Console) -> None:
     """Send the drain command."""
     with session.connected() as directory:
-        view, secret = session.ask(directory.view, directory.secret)
+        view, secret = session.ask(directory.view.remote(), directory.secret.remote())
         from cluster.admin import drain_worker
 
         member = asyncio.run(drain_worker(view, options.worker, secret=secret))

@@ -35,7 +35,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         from cluster.deployments import scale
 
         session.quiet_serve()
-        (config,) = session.ask(directory.config)
+        (config,) = session.ask(directory.config.remote())
         if Kind.ROUTER in wanted:
             routers = replace(config.router, replicas=wanted[Kind.ROUTER])
             check_ports(replace(config, router=routers))

@@ -67,13 +67,13 @@ def connect(state: RunningCluster) -> None:
     signal.signal(signal.SIGTERM, asked_to_stop)  # which Ray takes for a crash
 
 
-def ask(*methods: Any) -> list[Any]:
-    """What methods of the directory answer. Raises Unavailable when it does not."""
+def ask(*calls: Any, timeout_s: float = _ANSWER_S) -> list[Any]:
+    """What the directory answers to calls. Raises Unavailable when it does not."""
     import ray
     from ray.exceptions import RayError
 
     try:
-        answers: list[Any] = ray.get([method.remote() for method in methods], timeout=_ANSWER_S)
+        answers: list[Any] = ray.get(list(calls), timeout=timeout_s)
     except RayError as error:
         raise Unavailable(f"the directory does not answer: {type(error).__name__}") from error
     return answers

@@ -20,7 +20,7 @@ _CALL_S = 5.0
 def run(_options: argparse.Namespace, console: Console) -> None:
     """Show the running cluster."""
     with session.connected() as directory:
-        view, secret = session.ask(directory.view, directory.secret)
+        view, secret = session.ask(directory.view.remote(), directory.secret.remote())
         from cluster.serve_control import pool_statuses
 
         pools = pool_statuses()

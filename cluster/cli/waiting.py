@@ -6,8 +6,7 @@ import re
 import time
 from collections.abc import Mapping
 
-import ray
-
+from cluster.cli import session
 from cluster.cli.console import Console
 from cluster.config import ClusterConfig
 from cluster.directory import find_directory
@@ -39,7 +38,9 @@ def wait_for(wanted: Mapping[Kind, int], console: Console, *, deadline: float, e
     incarnation = version = -1
     shown = ""
     while True:
-        view: View = ray.get(directory.watch.remote(incarnation, version, _LOOK_S))
+        left_s = max(0.0, deadline - time.monotonic())
+        watch = directory.watch.remote(incarnation, version, _LOOK_S)
+        view: View = session.ask(watch, timeout_s=left_s + 2 * _LOOK_S)[0]
         incarnation, version = view.incarnation, view.version
         line = _progress(view, wanted)
         if line != shown:

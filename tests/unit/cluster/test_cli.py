@@ -195,9 +195,10 @@ def test_more_routers_need_ports_that_they_can_share(
 ) -> None:
     network = NetworkSection(metrics_port=9100)
     config = ClusterConfig(model=ModelSection(name="m"), network=network)
-    directory = contextlib.nullcontext(SimpleNamespace(config=None))
-    monkeypatch.setattr("cluster.cli.session.connected", lambda: directory)
-    monkeypatch.setattr("cluster.cli.session.ask", lambda *_: [config])
+    directory = SimpleNamespace(config=SimpleNamespace(remote=lambda: config))
+    connected = contextlib.nullcontext(directory)
+    monkeypatch.setattr("cluster.cli.session.connected", lambda: connected)
+    monkeypatch.setattr("cluster.cli.session.ask", lambda *answers: answers)
     monkeypatch.setattr("cluster.deployments.scale", None)
     code, error = one_line_error(["scale", "--router", "2"], capsys)
     assert code == EXIT_USAGE
@@ -338,25 +339,35 @@ def test_of_two_starts_at_once_one_starts(monkeypatch: pytest.MonkeyPatch) -> No
 def test_requests_have_the_configured_time_to_end(
     answers: bool, drain_s: float, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
+    """And the cluster is taken down whether or not that is enough."""
     limits: list[float] = []
+    killed: list[object] = []
     config = ClusterConfig(model=ModelSection(name="m"), lifecycle=LifecycleSection(drain_s=300.0))
+    directory = SimpleNamespace(config=SimpleNamespace(remote=lambda: config))
 
     def ask(*_: object) -> list[ClusterConfig]:
         if not answers:
             raise Unavailable("the directory does not answer")
         return [config]
 
+    def undeploy(limit: float) -> None:
+        limits.append(limit)
+        raise Unavailable("not ended in time: decode")
+
     monkeypatch.setattr("cluster.cli.session.connect", lambda _: None)
     monkeypatch.setattr("cluster.cli.session.disconnect", lambda: None)
     monkeypatch.setattr("cluster.cli.session.ask", ask)
-    monkeypatch.setattr("cluster.directory.find_directory", lambda: SimpleNamespace(config=None))
-    monkeypatch.setattr("cluster.serve_control.undeploy", lambda limit: limits.append(limit))
-    monkeypatch.setattr("ray.kill", lambda _: None)
+    monkeypatch.setattr("cluster.directory.find_directory", lambda: directory)
+    monkeypatch.setattr("cluster.serve_control.undeploy", undeploy)
+    monkeypatch.setattr("ray.kill", killed.append)
     up_command.down.take_down(
         RunningCluster(address="h:1", token="", config="c"), Console(), now=False
     )
     assert limits == [drain_s + 30.0]
-    assert f"running requests have {drain_s:.0f} s" in capsys.readouterr().err
+    assert killed == [directory]
+    said = capsys.readouterr().err
+    assert f"running requests have {drain_s:.0f} s" in said
+    assert "baton: warning: not ended in time: decode" in said
 
 
 @pytest.mark.parametrize("now", [False, True])

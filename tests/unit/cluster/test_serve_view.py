@@ -5,8 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import GetTimeoutError
 
 from cluster import serve_control
+from cluster.cli import waiting
+from cluster.cli.console import Console
 from cluster.cli.status import _worker_row
 from cluster.cli.waiting import _last_line, _progress, _raise_failed, _reached
 from cluster.config import ClusterConfig, ModelSection, PlacementSection, PoolSection
@@ -14,11 +17,12 @@ from cluster.membership import Kind, Member, View
 from cluster.ranks import gpu_index, process_env, runtime_env
 from cluster.serve_control import PoolStatus, _pool_status
 from engine.config import EngineConfig
-from protocol.errors import Internal
+from protocol.errors import Internal, Unavailable
 from protocol.messages import WorkerLoad
 from protocol.states import WorkerState
 
 READY, DRAINING = WorkerState.READY, WorkerState.DRAINING
+NEVER = object()  # the answer to a call that gets none
 
 
 def details(**deployment: object) -> dict[str, object]:
@@ -63,15 +67,19 @@ def test_unhealthy_is_not_failed() -> None:
 
 
 class Controller:
-    """Serve's controller: applications go at the second look after they were deleted."""
+    """Serve's controller: applications go at the second look after they were deleted. It never
+    answers the `silent` method."""
 
-    def __init__(self, *names: str) -> None:
+    def __init__(self, *names: str, silent: str = "") -> None:
         self.names = list(names)
+        self.silent = silent
         self.doomed: list[str] = []
         self.beside: list[set[str]] = []  # of ours, what ended at once
         self.shut_down = False
 
     def __getattr__(self, name: str) -> SimpleNamespace:
+        if name == self.silent:
+            return SimpleNamespace(remote=lambda *arguments: NEVER)
         return SimpleNamespace(remote=lambda *arguments: getattr(self, f"_{name}")(*arguments))
 
     def _get_serve_instance_details(self) -> dict[str, object]:
@@ -87,10 +95,25 @@ class Controller:
         self.shut_down = True
 
 
+def serve(monkeypatch: pytest.MonkeyPatch, *names: str, silent: str = "") -> Controller:
+    """A Serve that runs these applications."""
+
+    def get(value: object, timeout: float | None = None) -> object:
+        assert timeout is not None, "it would be waited for without an end"
+        if value is NEVER:
+            raise GetTimeoutError
+        return value
+
+    controller = Controller(*names, silent=silent)
+    monkeypatch.setattr(serve_control, "_controller", lambda: controller)
+    monkeypatch.setattr(serve_control.ray, "get", get)
+    return controller
+
+
 @pytest.mark.parametrize(
     ("names", "left", "shut_down"),
     [
-        (["router", "decode"], ["decode"], True),
+        (["router", "decode"], [], True),
         (["router", "chatbot", "decode"], ["chatbot"], False),
     ],
 )
@@ -99,12 +122,49 @@ def test_only_pools_of_ours_end(
 ) -> None:
     """Whether Serve is shut down as a whole depends on who else runs on it. Workers stay until the
     routers are gone."""
-    controller = Controller(*names)
-    monkeypatch.setattr(serve_control, "_controller", lambda: controller)
-    monkeypatch.setattr(serve_control.ray, "get", lambda value, timeout=None: value)
-    assert serve_control.undeploy(10.0)
+    controller = serve(monkeypatch, *names)
+    serve_control.undeploy(10.0)
     assert (controller.names, controller.shut_down) == (left, shut_down)
-    assert controller.beside == [{"router"}, *([] if shut_down else [{"decode"}])]
+    assert controller.beside == [{"router"}, {"decode"}]
+
+
+def test_pools_that_do_not_end_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller = serve(monkeypatch, "router", "prefill", "decode")
+    with pytest.raises(Unavailable, match=r"not ended in time: router$"):
+        serve_control.undeploy(-1.0)
+    with pytest.raises(Unavailable, match=r"not ended in time: decode, prefill$"):
+        serve_control.undeploy(-1.0)
+    assert not controller.shut_down
+
+
+def test_a_controller_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller = serve(monkeypatch, "router", "prefill", "decode", silent="delete_apps")
+    with pytest.raises(Unavailable, match="did not answer delete_apps within 30 s"):
+        serve_control.undeploy(600.0)
+    controller.silent = "update_deployment_replicas"
+    with pytest.raises(Unavailable, match="did not answer update_deployment_replicas within 30 s"):
+        serve_control.set_replicas(Kind.DECODE, 2)
+    controller.silent = "get_serve_instance_details"
+    with pytest.raises(Unavailable, match="did not answer get_serve_instance_details within 30 s"):
+        serve_control.pool_statuses()
+
+
+def test_a_silent_directory_is_not_waited_for_beyond_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits: list[float] = []
+
+    def get(calls: list[object], timeout: float) -> None:
+        assert calls == [NEVER]
+        limits.append(timeout)
+        raise GetTimeoutError
+
+    directory = SimpleNamespace(watch=SimpleNamespace(remote=lambda *arguments: NEVER))
+    monkeypatch.setattr(waiting, "find_directory", lambda: directory)
+    monkeypatch.setattr("ray.get", get)
+    with pytest.raises(Unavailable, match="the directory does not answer"):
+        waiting.wait_for({}, Console(), deadline=0.0, exact=False)
+    assert limits == [2.0]
 
 
 def test_pool_that_is_only_being_deployed() -> None:
