@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import socket
 
 
 def free_port() -> int:
-    """One of 127.0.0.1 that nobody listens on."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """One of 127.0.0.1 that nobody listens on, below those that systems give to whoever asks for
+    any: it stays free until it is used."""
+    while True:
+        port = random.randrange(20_000, 32_768)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
