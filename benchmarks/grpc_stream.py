@@ -14,6 +14,7 @@ from google.protobuf.json_format import MessageToDict
 from grpc import aio
 
 from benchmarks.measure import Result
+from cluster.cli.tls import ClientTls
 from protocol.wire import inference_pb2 as wire
 
 _GENERATE = "/baton.v1.Inference/Generate"
@@ -34,8 +35,12 @@ class Messages:
 class GrpcConnection:
     """One connection, any number of requests."""
 
-    def __init__(self, address: str, api_key: str = "") -> None:
-        self._channel = aio.insecure_channel(address, _OPTIONS)
+    def __init__(self, address: str, api_key: str = "", tls: ClientTls | None = None) -> None:
+        self._channel = (
+            aio.secure_channel(address, tls.credentials, _OPTIONS)
+            if tls
+            else aio.insecure_channel(address, _OPTIONS)
+        )
         self._generate: Any = self._channel.unary_stream(
             _GENERATE, request_serializer=wire.GenerateRequest.SerializeToString
         )

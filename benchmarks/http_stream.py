@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import time
 from dataclasses import dataclass, field
 from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httptools
+
+from cluster.cli.tls import ClientTls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +56,16 @@ class _Exchange:
 class Connection(asyncio.Protocol):
     """One keep-alive connection, one request at a time; made again when the server closed it."""
 
-    def __init__(self, url: str, headers: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, url: str, headers: dict[str, str] | None = None, tls: ClientTls | None = None
+    ) -> None:
+        """An https:// URL is called with `tls`, or else trusting the usual CAs."""
         parts = urlsplit(url)
         self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
+        self._tls: ssl.SSLContext | None = None
+        if parts.scheme == "https":
+            self._port = parts.port or 443
+            self._tls = tls.context if tls else ssl.create_default_context()
         self._prefix = parts.path.rstrip("/")
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         self._transport: asyncio.Transport | None = None
@@ -90,7 +100,7 @@ class Connection(asyncio.Protocol):
         async with asyncio.timeout(timeout_s):
             loop = asyncio.get_running_loop()
             if self._transport is None or self._transport.is_closing():
-                await loop.create_connection(lambda: self, self._host, self._port)
+                await loop.create_connection(lambda: self, self._host, self._port, ssl=self._tls)
             assert self._transport is not None
             exchange = self._exchange = _Exchange(loop.create_future())
             sent = time.perf_counter()

@@ -19,6 +19,7 @@ from benchmarks.grpc_stream import GrpcConnection, read_messages
 from benchmarks.http_stream import Connection
 from benchmarks.measure import Result, read_answer
 from benchmarks.workload import Ask, Style
+from cluster.cli.tls import ClientTls
 
 #: Begins the address of a gRPC door.
 GRPC = "grpc://"
@@ -47,6 +48,7 @@ class Target:
     style: Style
     timeout_s: float = 600.0
     api_key: str = ""
+    tls: ClientTls | None = None
 
     def connect(self) -> Client:
         """A connection of one client."""
@@ -63,7 +65,7 @@ class HttpClient:
     def __init__(self, target: Target) -> None:
         headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
         self._target = target
-        self._connection = Connection(target.url, headers)
+        self._connection = Connection(target.url, headers, target.tls)
 
     async def ask(self, ask: Ask, number: int) -> Reader:
         """Send request `number` and wait for its end; failures are in the result."""
@@ -88,7 +90,8 @@ class GrpcClient:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._connection = GrpcConnection(target.url.removeprefix(GRPC), target.api_key)
+        address = target.url.removeprefix(GRPC)
+        self._connection = GrpcConnection(address, target.api_key, target.tls)
 
     async def ask(self, ask: Ask, number: int) -> Reader:
         """Send request `number` and wait for its end; failures are in the result."""

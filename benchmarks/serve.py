@@ -22,6 +22,9 @@ from benchmarks.http_stream import Connection
 from benchmarks.load import GRPC, Target, closed_loop, timed_arrivals
 from benchmarks.measure import Slo, Summary, summarise
 from benchmarks.workload import Ask, Style, fit_trace, read_trace, spread_ticks
+from cluster.cli.arguments import add_connection
+from cluster.cli.tls import ClientTls, client_tls
+from protocol.errors import InvalidRequest
 
 
 def parser() -> argparse.ArgumentParser:
@@ -39,10 +42,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_server(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--url", default="http://127.0.0.1:8000", help="or grpc://host:port")
+    group.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="or https://, grpc://host:port"
+    )
     group.add_argument("--model", default="", help="default: the first that is served")
     group.add_argument("--api", choices=("completions", "chat"), default="completions")
-    group.add_argument("--api-key", default="")
+    add_connection(group)
     group.add_argument("--timeout", type=float, default=600.0, help="seconds for one request")
 
 
@@ -80,7 +85,7 @@ def _numbers(text: str) -> list[int]:
 async def run(options: argparse.Namespace) -> list[report.Run]:
     """Every run that the options ask for, announced as it ends."""
     if not options.model and not options.url.startswith(GRPC):
-        options.model = await first_model(options.url, options.api_key)
+        options.model = await first_model(options.url, options.api_key, client_tls(options))
     slo = None
     if options.slo_ttft is not None and options.slo_tpot is not None:
         slo = Slo(ttft=options.slo_ttft, tpot=options.slo_tpot)
@@ -150,16 +155,25 @@ def _target(options: argparse.Namespace) -> Target:
         temperature=options.temperature,
         ignore_eos=not options.respect_eos,
     )
-    return Target(url=options.url, style=style, timeout_s=options.timeout, api_key=options.api_key)
+    return Target(
+        url=options.url,
+        style=style,
+        timeout_s=options.timeout,
+        api_key=options.api_key or "",
+        tls=client_tls(options),
+    )
 
 
-async def first_model(url: str, api_key: str = "") -> str:
-    """The first model that the server lists."""
-    connection = Connection(url, {"Authorization": f"Bearer {api_key}"} if api_key else {})
+async def first_model(url: str, api_key: str | None = None, tls: ClientTls | None = None) -> str:
+    """The first model that the server lists. Raises OSError when it does not."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    connection = Connection(url, headers, tls)
     try:
         answer = await connection.get("/v1/models", timeout_s=30)
     finally:
         connection.close()
+    if answer.status != 200:
+        raise ConnectionError(f"HTTP {answer.status}: {answer.body.decode(errors='replace')}")
     return str(json.loads(answer.body)["data"][0]["id"])
 
 
@@ -177,8 +191,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         runs = asyncio.run(run(options))
+    except InvalidRequest as error:
+        report.say(error.message)
+        return 2
     except OSError as error:
-        report.say(f"{options.url}: {error}")
+        report.say(
+            f"{options.url}: {error} (if it wants TLS: --tls or --tls-ca, https:// in a URL)"
+        )
         return 2
     report.write_if_asked(
         options, command=command_line(arguments), workload="; ".join(_workload(options)), runs=runs

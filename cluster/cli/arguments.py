@@ -29,7 +29,6 @@ BENCH_OPTIONS = {
     "limit": "requests of the trace",
     "slo-ttft": "for goodput: seconds to the first token",
     "slo-tpot": "for goodput: seconds a token after it",
-    "api-key": "key of the server",
     "theme": "write a report of this name under benchmarks/results",
     "note": "for the report",
 }
@@ -112,7 +111,7 @@ def _drain(commands: Any) -> None:
     parser.add_argument("worker", help="worker id, as `baton status` shows it")
 
 
-def _connection(parser: Any) -> None:
+def add_connection(parser: Any) -> None:
     """How to call a router that asks for a key or speaks TLS. Twins: BATON_API_KEY, BATON_TLS_*."""
     parser.add_argument(
         "--api-key",
@@ -136,7 +135,7 @@ def _target(parser: Any) -> None:
         metavar="HOST:PORT",
         help=f"gRPC address of a router (default: the running cluster's, or {DEFAULT_GRPC})",
     )
-    _connection(parser)
+    add_connection(parser)
     parser.add_argument("--max-tokens", type=_positive, metavar="N")
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--top-p", type=float)
@@ -170,10 +169,11 @@ def _bench(commands: Any) -> None:
         "server",
         nargs="?",
         metavar="CONFIG|URL",
-        help="a configuration to bring up for it, http://HOST:PORT of any OpenAI server, or "
+        help="a configuration to bring up for it, http(s)://HOST:PORT of any OpenAI server, or "
         "grpc://HOST:PORT (default: the running cluster)",
     )
     _overrides(parser)
+    add_connection(parser)
     for name, text in BENCH_OPTIONS.items():
         parser.add_argument(f"--{name}", metavar="X", help=text)
 
@@ -201,7 +201,7 @@ def _demo(commands: Any) -> None:
         commands, "demo", "fetch the model, start a cluster, ask one question, show it, stop"
     )
     _config(parser, positional=False)
-    _connection(parser)
+    add_connection(parser)
     parser.add_argument("--question", default=DEFAULT_QUESTION)
     parser.add_argument("--max-tokens", type=_positive, default=64, metavar="N")
     parser.add_argument("--keep", action="store_true", help="leave the cluster up")

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import ssl
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-
-import grpc
 
 from cluster.cli.arguments import DEFAULT_GRPC
 from cluster.cli.console import Console
 from cluster.cli.timeline import show_timeline
+from cluster.cli.tls import client_tls
 from cluster.client import InferenceClient, Outcome
 from cluster.local_ray import load_state
 from protocol.errors import InvalidRequest
@@ -45,27 +42,8 @@ def open_client(address: str, options: argparse.Namespace) -> InferenceClient:
     key = options.api_key or ""
     if not (key.isascii() and key.isprintable()):
         raise InvalidRequest("--api-key must be printable ASCII", param="--api-key")
-    return InferenceClient(address, api_key=key, credentials=_credentials(options))
-
-
-def _credentials(options: argparse.Namespace) -> grpc.ChannelCredentials | None:
-    ca, cert, key = options.tls_ca, options.tls_cert, options.tls_key
-    if bool(cert) != bool(key):
-        raise InvalidRequest("--tls-cert and --tls-key go together", param="--tls-cert")
-    if not (options.tls or ca or cert):
-        return None
-    # What is wrong with a file is told by ssl; gRPC finds no router then, or aborts.
-    context, files = ssl.create_default_context(), f"--tls-ca {ca}"
-    try:
-        if ca:
-            context.load_verify_locations(ca)
-        if cert:
-            files = f"--tls-cert {cert} with --tls-key {key}"
-            context.load_cert_chain(cert, key)
-    except OSError as error:
-        raise InvalidRequest(f"{files}: {error.strerror}", param=files.split()[0]) from None
-    pems = (Path(path).read_bytes() if path else None for path in (ca, key, cert))
-    return grpc.ssl_channel_credentials(*pems)
+    tls = client_tls(options)
+    return InferenceClient(address, api_key=key, credentials=tls.credentials if tls else None)
 
 
 def default_target() -> str:

@@ -116,10 +116,13 @@ def test_both_doors_serve_who_has_a_certificate_and_a_key(secured: Secured) -> N
         assert "".join(choice.text for message in call for choice in message.choices) == text
     arguments = ["--tls-ca", secured.authority.ca_file, "--tls-cert", secured.client.cert]
     arguments += ["--tls-key", secured.client.key, "--api-key", secured.user]
-    arguments += ["--max-tokens", "8", "--temperature", "0"]
     target = str(secured.baton.state()["grpc"])
-    done = secured.baton.run("generate", LONG, "--target", target, *arguments)
+    asked = ["--max-tokens", "8", "--temperature", "0"]
+    done = secured.baton.run("generate", LONG, "--target", target, *arguments, *asked)
     assert text.strip() in done.stdout
+    load = ["--concurrency", "1", "--requests", "2", "--repeats", "1", "--output-tokens", "8"]
+    for door in ([], [f"grpc://{target}"]):
+        assert "1 client" in secured.baton.run("bench", *door, *arguments, *load).stdout
 
 
 def test_nobody_else_gets_in(secured: Secured) -> None:

@@ -34,6 +34,7 @@ from cluster.home import file_lock, run_dir
 from cluster.local_ray import RunningCluster, load_state, save_state
 from protocol.errors import Internal, InvalidRequest, Unavailable
 from router.keys import load_keys
+from tests.support.certificates import Authority
 
 
 @pytest.fixture(autouse=True)
@@ -100,21 +101,49 @@ def test_bench_hands_its_options_on_to_the_load_generator() -> None:
 
 @pytest.mark.parametrize(
     ("argv", "url"),
-    [(["bench"], "http://h:8"), (["bench", "grpc://x:2", "--limit", "3"], "grpc://x:2")],
+    [
+        (["bench"], "http://h:8"),
+        (["bench", "grpc://x:2", "--limit", "3"], "grpc://x:2"),
+        (["bench", "--tls"], "https://h:8"),
+    ],
 )
 def test_bench_measures_what_was_named(
     argv: list[str], url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commands: list[list[str]] = []
+    ((command, _),) = measured(argv, monkeypatch)
+    more = [argument for argument in argv[1:] if argument != url]
+    assert command == [sys.executable, "-m", "benchmarks.serve", "--url", url, *more]
 
-    def run(command: list[str], check: bool) -> subprocess.CompletedProcess[bytes]:
-        commands.append(command)
+
+def test_bench_calls_like_other_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And tells no process list the key."""
+    authority = Authority(tmp_path)
+    mine = authority.issue("client")
+    argv = ["bench", "--tls-ca", authority.ca_file, "--tls-cert", mine.cert, "--api-key", "k"]
+    ((command, env),) = measured([*argv, "--tls-key", mine.key], monkeypatch)
+    assert command == [sys.executable, "-m", "benchmarks.serve", "--url", "https://h:8"]
+    monkeypatch.setattr("os.environ", env)
+    options = serve.parser().parse_args([])
+    assert (options.tls_ca, options.tls_cert) == (authority.ca_file, mine.cert)
+    assert (options.tls_key, options.api_key) == (mine.key, "k")
+
+
+def measured(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[list[str], dict[str, str]]]:
+    """What `baton bench` runs, and in which environment, while a cluster serves at h:8."""
+    runs: list[tuple[list[str], dict[str, str]]] = []
+
+    def run(
+        command: list[str], check: bool, env: dict[str, str]
+    ) -> subprocess.CompletedProcess[bytes]:
+        runs.append((command, env))
         return subprocess.CompletedProcess(command, 1)
 
     monkeypatch.setattr(subprocess, "run", run)
     save_state(RunningCluster(address="h:1", token="", config="c", http="h:8"))
     assert main(argv) == EXIT_FAILED
-    assert commands == [[sys.executable, "-m", "benchmarks.serve", "--url", url, *argv[2:]]]
+    return runs
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import httpx
 import pytest
 from grpc import aio
 
+from benchmarks import serve
 from cluster.cli.arguments import make_parser
 from cluster.cli.generate import open_client
 from cluster.client import Outcome
@@ -119,6 +120,25 @@ async def test_mutual_tls_on_both_doors(
         await asyncio.to_thread(list, stream)
         client.close()
         assert outcome.completion_tokens == 4
+
+
+@pytest.mark.parametrize("door", ["https", "grpc"])
+async def test_the_load_generator_is_let_in(
+    door: str, fleet: StubFleet, model_folder: Path, authority: Authority
+) -> None:
+    own, known = authority.issue("server"), authority.issue("client")
+    tls = TlsConfig(cert_file=own.cert, key_file=own.key, client_ca_file=authority.ca_file)
+    load = ["--concurrency", "1", "--requests", "2", "--repeats", "1", "--warmup", "0"]
+    load += ["--prompt-tokens", "5", "--output-tokens", "4", "--vocab-size", "400"]
+    certificates = ["--tls-cert", known.cert, "--tls-key", known.key]
+    async with serving(fleet, model_folder, tls) as router:
+        address = {"https": router.addresses.http, "grpc": router.addresses.grpc}[door]
+        arguments = ["--url", f"{door}://{address}", "--tls-ca", authority.ca_file, *load]
+        (run,) = await serve.run(serve.parser().parse_args([*arguments, *certificates]))
+        assert [(repeat.failures, repeat.output_tokens) for repeat in run.repeats] == [(0, 8)]
+        stranger = serve.parser().parse_args([*arguments, "--model", "m"])
+        (run,) = await serve.run(stranger)
+        assert [repeat.failures for repeat in run.repeats] == [2]
 
 
 async def test_a_renewed_certificate_is_taken_without_a_restart(
