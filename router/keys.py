@@ -102,6 +102,15 @@ def hashed(key: str) -> str:
     return _HASH + _digest(key)
 
 
+def check_name(name: str) -> None:
+    """Raise InvalidRequest unless logs and metrics can show it."""
+    if not name.isprintable() or name != name.strip() or not name:
+        raise InvalidRequest(
+            f"name must be printable characters without spaces around them, got {name!r}",
+            param="name",
+        )
+
+
 def load_keys(path: Path, *, tiers: frozenset[str]) -> Keyring:
     """The keys in a YAML file. Raises ValueError naming what is wrong, never what a hash is."""
     try:
@@ -139,8 +148,9 @@ def _caller(entry: Mapping[str, Any], tiers: frozenset[str]) -> Caller:
         if name != "hash" and name not in Caller.__dataclass_fields__:
             raise InvalidRequest(f"{name}: no such field")
     label = read.text(entry, "name")
-    if not label:
+    if label is None:
         raise InvalidRequest("name is required")
+    check_name(label)
     tier = read.text(entry, "service_tier") or ""
     if tier and tier not in tiers:
         raise InvalidRequest(f"service_tier: no class {tier!r} is configured")

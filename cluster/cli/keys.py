@@ -7,11 +7,12 @@ import argparse
 import yaml
 
 from cluster.cli.console import Console
-from router.keys import hashed, new_key
+from router.keys import check_name, hashed, new_key
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
     """Print a fresh key, which is kept nowhere, and the entry that lets it in."""
+    check_name(options.name)
     key = new_key()
     entry = {"name": options.name, "hash": hashed(key)}
     if options.admin:

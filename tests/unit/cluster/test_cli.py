@@ -528,6 +528,15 @@ def test_a_new_key_is_shown_once_with_the_entry_that_lets_it_in(
     assert key not in path.read_text()
 
 
+@pytest.mark.parametrize("name", ["", " ", "team ", "a\nb", "\udcff"])
+def test_a_key_needs_a_name_that_can_be_shown(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, error = one_line_error(["keys", "new", name], capsys)
+    assert code == EXIT_USAGE
+    assert f"name must be printable characters without spaces around them, got {name!r}" in error
+
+
 def test_a_start_ends_with_the_cluster_that_it_starts(monkeypatch, capsys):
     exits: queue.Queue[int] = queue.Queue()
     monkeypatch.setattr(up_command, "_LOOK_S", 0.01)

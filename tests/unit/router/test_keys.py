@@ -83,6 +83,7 @@ def test_two_hashes_are_one_caller_while_a_key_is_replaced(tmp_path: Path) -> No
     ("entry", "fault"),
     [
         ({"hash": hashed(USER)}, "keys[0].name"),
+        ({"name": "a\nb", "hash": hashed(USER)}, "keys[0].name must be printable"),
         ({"name": "a"}, "keys[0].hash"),
         ({"name": "a", "hash": USER}, "keys[0].hash"),
         ({"name": "a", "hash": "sha256:12"}, "keys[0].hash"),
