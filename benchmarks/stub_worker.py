@@ -149,7 +149,6 @@ class StubWorker:
             max_prompt_tokens=CONTEXT - 1,
             steps=1,
             last_step_age_s=0.0,
-            uptime_s=1.0,
         )
 
     def _load(self) -> WorkerLoad:

@@ -172,7 +172,6 @@ class EventBatch:
     """
 
     epoch: int
-    sequence: int
     load: WorkerLoad
     tokens: tuple[TokenEvent, ...] = ()
     scores: tuple[ScoreEvent, ...] = ()
@@ -195,7 +194,6 @@ class WorkerStatus:
     max_prompt_tokens: int  # what fits the KV pool, one output token included
     steps: int
     last_step_age_s: float
-    uptime_s: float
     counters: dict[str, int] = field(default_factory=dict)
 
 

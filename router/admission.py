@@ -37,15 +37,13 @@ class Admission:
         self.num_routers = 1  # what a key may have is shared out over them
         self.in_flight = 0
         self.draining = False
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._ends: set[asyncio.Timeout] = set()  # of what is in flight; none is set
 
     @contextmanager
     def enter(self, sequences: int, caller: Caller = ANYONE, *, param: str = "n") -> Iterator[None]:
         """Count `sequences` of a caller for the length of the block; `param` asked for so many.
 
-        Raises Unavailable while draining, Overloaded when a bound would be passed, InvalidRequest
+        Raises Unavailable once closed, Overloaded when a bound would be passed, InvalidRequest
         when a bound is too small for it at any time.
         """
         most = min(self._limit, caller.max_requests or self._limit)
@@ -90,10 +88,6 @@ class Admission:
         for end in ends:
             end.reschedule(0.0)
 
-    async def idle(self) -> None:
-        """Return once nothing is in flight."""
-        await self._idle.wait()
-
     def _check_caller(self, caller: Caller, use: _Use, sequences: int) -> None:
         """Raise Overloaded when the caller has reached a bound of its own; count its request."""
         limit = share(caller.max_requests, self.num_routers)
@@ -118,7 +112,3 @@ class Admission:
     def _add(self, use: _Use, sequences: int) -> None:
         use.in_flight += sequences
         self.in_flight += sequences
-        if self.in_flight:
-            self._idle.clear()
-        else:
-            self._idle.set()

@@ -58,7 +58,7 @@ class RouterConfig:
         when empty.
     reuse_port: whether several routers of one host may share a port (SO_REUSEPORT).
     admin_enabled: whether the gRPC door serves baton.v1.Admin, which scales and drains.
-    drain_s: how long a drain waits for requests in flight.
+    drain_s: how long requests in flight have to end when the router does.
     api_keys_file: YAML file of the keys that may call (docs/security.md), read again when it
         changes; empty: no key is needed.
     otlp_endpoint: where OpenTelemetry spans of requests are sent, over OTLP/HTTP; empty: where the

@@ -56,7 +56,7 @@ class Router:
     """The front door of one process, on one event loop. Knows nothing of Ray.
 
     Whoever runs it calls `start` once, `set_workers` whenever the set of ready workers changes,
-    and at the end `drain` and `stop`. Construction reads the model's folder and may take a second.
+    and at the end `retire` and `stop`. Construction reads the model's folder and may take a second.
     """
 
     def __init__(
@@ -161,26 +161,13 @@ class Router:
         log.info("router started", extra={"http": http, "grpc": grpc, "router": self.router_id})
         return self.addresses
 
-    async def drain(self, timeout_s: float | None = None) -> bool:
-        """Refuse new requests and wait for those in flight; whether all ended within `timeout_s`
-        (the configured time if None)."""
-        self._service.admission.draining = True
-        await self._grpc.set_serving(False)
-        limit = self.config.drain_s if timeout_s is None else timeout_s
-        try:
-            async with asyncio.timeout(limit):
-                await self._service.admission.idle()
-        except TimeoutError:
-            return False
-        return True
-
     async def retire(self, timeout_s: float | None = None) -> bool:
         """Stop listening and wait for the requests in flight; whether all ended within `timeout_s`
         (the configured time if None).
 
         For a router that leaves while others stay: with a shared port, new connections reach those
         at once, and open ones are told to go there (GOAWAY, or closed after their answer) instead
-        of being refused as by `drain`. `stop` still has to follow.
+        of being refused. `stop` still has to follow.
         """
         limit = self.config.drain_s if timeout_s is None else timeout_s
         self._retiring = True

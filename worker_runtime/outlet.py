@@ -92,7 +92,6 @@ class EventOutlet:
         self._load = load
         self._on_gone = on_gone
         self._queues: dict[str, _Queue] = {}
-        self._sequence = 0
         self.cache = CacheFeed()
 
     def knows(self, router_id: str) -> bool:
@@ -132,7 +131,6 @@ class EventOutlet:
                     return
                 current = self._queues.get(router_id) is queue
                 cache = self.cache.take(router_id) if current else None
-                # Numbered here: a heartbeat may overtake what is queued.
                 yield self._batch(step, cache)
         finally:
             if self._queues.get(router_id) is queue:
@@ -151,10 +149,8 @@ class EventOutlet:
             queue.end()
 
     def _batch(self, step: RouterEvents, cache: CacheChange | None) -> EventBatch:
-        self._sequence += 1
         return EventBatch(
             epoch=self._epoch,
-            sequence=self._sequence,
             load=self._load(),
             tokens=tuple(step.tokens),
             scores=tuple(step.scores),

@@ -77,7 +77,6 @@ class Shell:
         self._compiling: set[RequestKey] = set()
         self._cancel = cancel
         self._handoff_counters = handoff_counters
-        self._started = clock()
         self._snapshot = Snapshot()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -151,7 +150,6 @@ class Shell:
             max_prompt_tokens=identity.limits.max_prompt_tokens,
             steps=self._progress.steps,
             last_step_age_s=now - self._progress.last_step_end,
-            uptime_s=now - self._started,
             counters={**(counters or {}), **self._handoff_counters()},
         )
 

@@ -168,10 +168,6 @@ class BlockAllocator:
         """Whether some sequence refers to a block."""
         return self._states[block] is BlockState.HELD
 
-    def references(self, block: int) -> int:
-        """How many sequences refer to a block."""
-        return self._references[block]
-
     def check(self) -> None:
         """Raise Internal unless states, references, lists and names agree."""
         count = {state: self._states.count(state) for state in BlockState}

@@ -31,7 +31,7 @@ class WatchedBlocks(BlockAllocator):
         for step in batch.sequences:
             end = self.blocks_for(step.start + len(step.tokens))
             for block in step.block_ids[step.start // self.block_size : end]:
-                assert self.references(block) == 1
+                assert self._references[block] == 1
                 assert block not in self._names
 
 

@@ -84,7 +84,7 @@ class Bench(SchedulerBench):
                 if index < reserve.num_cached_blocks:
                     assert slots[offset] == token
                 else:
-                    assert self.blocks.references(reserve.block_ids[index]) == 1
+                    assert self.blocks._references[reserve.block_ids[index]] == 1
                     slots[offset] = token
                     self.num_sent += 1
             first = next_token(context, submit.sampling.seed)

@@ -81,7 +81,6 @@ class StubWorker:
     ref: WorkerRef | None = None
     _server: ControlServer | None = None
     _streams: dict[str, asyncio.Queue[EventBatch | None]] = field(default_factory=dict)
-    _sequence: int = 0
 
     async def start(self) -> WorkerRef:
         """Serve on a free port."""
@@ -153,7 +152,6 @@ class StubWorker:
             max_prompt_tokens=min(self.max_model_len, self.num_blocks * 16) - 1,
             steps=1,
             last_step_age_s=0.0,
-            uptime_s=1.0,
         )
 
     async def _events(self, subscribe: Subscribe) -> AsyncIterator[EventBatch]:
@@ -287,10 +285,8 @@ class StubWorker:
         )
 
     def _batch(self, **events: object) -> EventBatch:
-        self._sequence += 1
         return EventBatch(
             epoch=self.epoch,
-            sequence=self._sequence,
             load=self._load(),
             **events,  # type: ignore[arg-type]
         )

@@ -42,7 +42,6 @@ def status(worker="decode-0", role=Role.DECODE, counters=None, steps=7, **load):
         max_prompt_tokens=100,
         steps=steps,
         last_step_age_s=0.25,
-        uptime_s=5.0,
         counters=counters or {},
     )
 

@@ -94,11 +94,10 @@ async def test_admission_counts_sequences_and_says_when_to_come_back() -> None:
             assert admission.in_flight == 3
         assert admission.in_flight == 2
     assert admission.in_flight == 0
-    await admission.idle()
 
 
-async def test_admission_while_draining() -> None:
+async def test_admission_once_closed() -> None:
     admission = Admission(limit=3, retry_after_s=1.0)
-    admission.draining = True
+    admission.close()
     with pytest.raises(Unavailable), admission.enter(1):
         pass

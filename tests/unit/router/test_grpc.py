@@ -241,7 +241,9 @@ async def test_health_follows_readiness(fleet: StubFleet, make_doors: MakeDoors)
         with pytest.raises(aio.AioRpcError) as caught:
             await check("no.such.Service")
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-        assert await doors.router.drain()
+        doors.router.set_workers([])
+        await doors.router._members.changed(5)
+        await asyncio.sleep(0.02)
         assert await check("baton.v1.Inference") == "NOT_SERVING"
 
 

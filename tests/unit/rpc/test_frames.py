@@ -275,7 +275,7 @@ async def test_a_reader_that_is_slow_holds_the_stream_up_and_loses_nothing():
     async def events(_request):
         nonlocal made
         for made in range(150):
-            yield EventBatch(epoch=made, sequence=made, load=WorkerLoad(), failures=(large,))
+            yield EventBatch(epoch=made, load=WorkerLoad(), failures=(large,))
 
     async with streaming(events) as client:
         stream = client.stream(EVENTS, Subscribe(router_id="r"))
@@ -294,7 +294,7 @@ async def test_a_broken_connection_ends_streams_after_what_came_and_stops_their_
 
     async def events(_request):
         try:
-            yield EventBatch(epoch=1, sequence=1, load=WorkerLoad())
+            yield EventBatch(epoch=1, load=WorkerLoad())
             await asyncio.Event().wait()
         finally:
             stopped.set()
@@ -316,7 +316,7 @@ async def test_a_server_that_stops_sends_what_it_has():
 
     async def events(_request):
         for number in range(50):
-            yield EventBatch(epoch=number, sequence=number, load=WorkerLoad(), tokens=TOKENS)
+            yield EventBatch(epoch=number, load=WorkerLoad(), tokens=TOKENS)
         ready.set()
 
     server = ControlServer({EVENTS: events}, secret=SECRET)

@@ -138,7 +138,7 @@ async def test_a_handler_that_waits_for_nothing_answers_before_the_next_call_is_
 
 
 def batch(sequence):
-    return EventBatch(epoch=1, sequence=sequence, load=WorkerLoad(running=sequence))
+    return EventBatch(epoch=sequence, load=WorkerLoad(running=sequence))
 
 
 async def test_a_stream_arrives_in_order_and_ends():
@@ -162,9 +162,9 @@ async def test_each_item_arrives_when_it_is_sent():
 
     async with serving({EVENTS: events}) as (client, _):
         stream = client.stream(EVENTS, Subscribe(router_id="r"))
-        assert (await asyncio.wait_for(anext(stream), 5)).sequence == 0
+        assert (await asyncio.wait_for(anext(stream), 5)).epoch == 0
         more.set()
-        assert (await asyncio.wait_for(anext(stream), 5)).sequence == 1
+        assert (await asyncio.wait_for(anext(stream), 5)).epoch == 1
         await stream.aclose()
 
 
