@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from kv_transfer.arrivals import Arrivals
@@ -198,7 +198,7 @@ class Receiver:
         self._arrivals.announced(handoff, piece)
         return Ack()
 
-    def on_commit(self, commit: Commit) -> Ack | Awaitable[Ack]:
+    def on_commit(self, commit: Commit) -> Ack | Coroutine[Any, Any, Ack]:
         """Everything was sent. The reply means that all of it arrived and decode owns the sequence.
 
         Waits for what is still arriving. Raises HandoffFailed naming what is missing or differs,

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from observability.logging import get_logger
@@ -48,7 +49,7 @@ class Method(Generic[Req, Rep]):
         return f"/{self.service}/{self.name}"
 
 
-#: Of a call: the reply, or an awaitable of it. Of a stream: an iterator of replies.
+#: Of a call: the reply, or a coroutine of it. Of a stream: an iterator of replies.
 Handler = Callable[[Any], Any]
 _Bound = tuple[Method[Any, Any], Handler]
 
@@ -121,9 +122,9 @@ class _Caller(ServerEnd):
 
     def __init__(self, server: ControlServer) -> None:
         super().__init__(server.secret)
-        self.calls: set[asyncio.Task[None]] = set()
+        self.calls: set[asyncio.Task[Any]] = set()
         self._server = server
-        self._running: dict[int, asyncio.Task[None]] = {}
+        self._running: dict[int, asyncio.Task[Any]] = {}
         self._writable = asyncio.Event()
         self._writable.set()
         self._patience: asyncio.TimerHandle | None = None
@@ -163,7 +164,7 @@ class _Caller(ServerEnd):
         elif kind == Kind.CANCEL and number in self._running:
             self._running[number].cancel()
 
-    def _start(self, number: int, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start(self, number: int, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = self._running[number] = asyncio.get_running_loop().create_task(work)
         task.add_done_callback(lambda _: self._running.pop(number, None))
         return task
@@ -180,20 +181,23 @@ class _Caller(ServerEnd):
         except BatonError as error:
             self._refuse(number, error)
             return
-        if not isinstance(reply, Awaitable):
+        if not isinstance(reply, Coroutine):
             self.send(Kind.REPLY, number, codec.encode(reply))
             return
-        task = self._start(number, self._answer(number, method, reply))
+        # It is the task: one that awaits it, given up before it begins, would leave it unawaited.
+        task = self._start(number, reply)
         self.calls.add(task)
-        task.add_done_callback(self.calls.discard)
+        task.add_done_callback(partial(self._answer, number, method))
 
-    async def _answer(self, number: int, method: Method[Any, Any], reply: Awaitable[Any]) -> None:
-        try:
-            answer = await reply
-        except Exception as error:  # noqa: BLE001 - whatever it is, the caller learns of it
-            self._refuse(number, _as_typed(method, error))
+    def _answer(self, number: int, method: Method[Any, Any], task: asyncio.Task[Any]) -> None:
+        self.calls.discard(task)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            self.send(Kind.REPLY, number, codec.encode(task.result()))
         else:
-            self.send(Kind.REPLY, number, codec.encode(answer))
+            self._refuse(number, _as_typed(method, error))
 
     def _refuse(self, number: int, error: BatonError) -> None:
         self.send(Kind.ERROR, number, codec.encode(error.info()))
@@ -226,7 +230,7 @@ class _Caller(ServerEnd):
             self.hang_up()
 
 
-def _as_typed(method: Method[Any, Any], error: Exception) -> BatonError:
+def _as_typed(method: Method[Any, Any], error: BaseException) -> BatonError:
     if isinstance(error, BatonError):
         return error
     log.error("control method failed", exc_info=error, extra={"method": method.path})

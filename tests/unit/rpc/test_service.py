@@ -1,6 +1,8 @@
 import asyncio
+import gc
 import socket
 import time
+import warnings
 from contextlib import asynccontextmanager
 
 import pytest
@@ -202,6 +204,27 @@ async def test_cancelling_the_caller_cancels_the_handler():
         with pytest.raises(asyncio.CancelledError):
             await call
         await asyncio.wait_for(stopped.wait(), 5)
+
+
+async def test_a_call_that_is_given_up_before_its_handler_begins_leaves_nothing_behind():
+    begun = []
+
+    async def cancel(_request):
+        begun.append(1)
+        return Ack()
+
+    async with serving({CANCEL: cancel}) as (client, _):
+        await client.call(CANCEL, KEYS, timeout_s=5)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call = asyncio.create_task(client.call(CANCEL, KEYS, timeout_s=60))
+            await asyncio.sleep(0)
+            call.cancel()  # both frames arrive together
+            await asyncio.gather(call, return_exceptions=True)
+            await client.call(CANCEL, KEYS, timeout_s=5)
+            gc.collect()
+    assert len(begun) == 2
+    assert [str(each.message) for each in caught] == []
 
 
 async def test_a_deadline_is_kept_and_typed():
