@@ -76,8 +76,7 @@ class DataPlane:
 
     def execute(self, order: bytes) -> Future[bytes]:
         """Start one order (orders.Order); does not block. The future yields an orders.Outcome and
-        never
-        raises: errors are inside the outcome, so that they cross process borders typed."""
+        never raises: errors are inside the outcome, so that they cross process borders typed."""
         answer: Future[bytes] = Future()
         answer.set_running_or_notify_cancel()  # whoever stops waiting does not stop the order
 
