@@ -34,6 +34,10 @@ _DEAD_PEER_MS = 15_000
 _ASK_AFTER_S = 10
 _ASK_EVERY_S = 5
 _ASK_TIMES = 3
+#: Items of a stream that may be on their way. The system takes in minutes of them for a process
+#: that is frozen; this is how its peer notices.
+STREAM_ITEMS = 128
+TAKEN_ITEMS = 32
 
 
 class Kind(IntEnum):
@@ -48,6 +52,7 @@ class Kind(IntEnum):
     ERROR = 6
     ITEM = 7
     END = 8
+    TAKEN = 9  # by who reads a stream: TAKEN_ITEMS more of them
 
 
 class _Seal:

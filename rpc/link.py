@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 
 from protocol import codec
 from protocol.errors import BatonError, DeadlineExceeded, ErrorInfo, Unauthenticated, Unavailable
-from rpc.frames import ClientEnd, Kind
+from rpc.frames import TAKEN_ITEMS, ClientEnd, Kind
 
 _PATH = struct.Struct("!H")
 
@@ -80,8 +80,12 @@ class Link(ClientEnd):
         incoming = self._streams[number] = _Incoming()
         self.send(Kind.STREAM, number, joined(path, request))
         try:
+            taken = 0
             async for item in incoming:
                 yield item
+                taken += 1
+                if taken % TAKEN_ITEMS == 0:
+                    self.send(Kind.TAKEN, number, b"")
         finally:
             del self._streams[number]
             if not incoming.ended:

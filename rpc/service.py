@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from observability.logging import get_logger
 from protocol import codec
 from protocol.errors import BatonError, DeadlineExceeded, Internal, Unavailable
-from rpc.frames import Kind, ServerEnd
+from rpc.frames import STREAM_ITEMS, TAKEN_ITEMS, Kind, ServerEnd
 from rpc.link import Link, split
 
 Req = TypeVar("Req")
@@ -125,6 +125,7 @@ class _Caller(ServerEnd):
         self.calls: set[asyncio.Task[Any]] = set()
         self._server = server
         self._running: dict[int, asyncio.Task[Any]] = {}
+        self._room: dict[int, asyncio.Semaphore] = {}  # of streams: items that may be sent
         self._writable = asyncio.Event()
         self._writable.set()
         self._patience: asyncio.TimerHandle | None = None
@@ -156,13 +157,16 @@ class _Caller(ServerEnd):
         self._writable.set()
 
     def frame(self, kind: int, number: int, payload: bytes) -> None:
-        """A call, a stream, or that one is given up."""
+        """A call, a stream, or that one is given up or was read on."""
         if kind == Kind.CALL:
             self._call(number, payload)
         elif kind == Kind.STREAM:
             self._start(number, self._stream(number, payload))
         elif kind == Kind.CANCEL and number in self._running:
             self._running[number].cancel()
+        elif kind == Kind.TAKEN and number in self._room:
+            for _ in range(TAKEN_ITEMS):
+                self._room[number].release()
 
     def _start(self, number: int, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = self._running[number] = asyncio.get_running_loop().create_task(work)
@@ -204,6 +208,7 @@ class _Caller(ServerEnd):
 
     async def _stream(self, number: int, payload: bytes) -> None:
         path, request = split(payload)
+        room = self._room[number] = asyncio.Semaphore(STREAM_ITEMS)
         try:
             method, handler = self._find(path, streams=True)
             try:
@@ -212,12 +217,15 @@ class _Caller(ServerEnd):
                     async for reply in replies:
                         self.send(Kind.ITEM, number, codec.encode(reply))
                         await self._writable.wait()
+                        await room.acquire()
             except Exception as error:
                 raise _as_typed(method, error) from error
         except BatonError as error:
             self._refuse(number, error)
         else:
             self.send(Kind.END, number, b"")
+        finally:
+            del self._room[number]
 
     def _find(self, path: str, *, streams: bool) -> _Bound:
         found = self._server.handlers.get(path)

@@ -25,6 +25,7 @@ from protocol.messages import (
     TokenEvent,
     WorkerLoad,
 )
+from rpc.frames import STREAM_ITEMS
 from rpc.link import Link
 from rpc.methods import END, EVENTS
 from rpc.service import ControlClient, ControlServer
@@ -274,7 +275,7 @@ async def test_a_reader_that_is_slow_holds_the_stream_up_and_loses_nothing():
 
     async def events(_request):
         nonlocal made
-        for made in range(150):
+        for made in range(100):
             yield EventBatch(epoch=made, load=WorkerLoad(), failures=(large,))
 
     async with streaming(events) as client:
@@ -283,10 +284,28 @@ async def test_a_reader_that_is_slow_holds_the_stream_up_and_loses_nothing():
         client._link._transport.pause_reading()
         await asyncio.sleep(0.2)
         held = made
-        assert held < 149
+        assert held < 99
         client._link._transport.resume_reading()
         rest = [item.epoch async for item in stream]
-    assert [first.epoch, *rest] == list(range(150))
+    assert [first.epoch, *rest] == list(range(100))
+
+
+async def test_a_reader_that_takes_nothing_is_not_sent_what_its_system_would_take():
+    """Small items would fill buffers for minutes."""
+    made = 0
+
+    async def events(_request):
+        nonlocal made
+        for made in range(1, 301):
+            yield EventBatch(epoch=made, load=WorkerLoad())
+
+    async with streaming(events) as client:
+        stream = client.stream(EVENTS, Subscribe(router_id="r"))
+        first = await anext(stream)
+        await asyncio.sleep(0.2)
+        assert made == STREAM_ITEMS + 1
+        rest = [item.epoch async for item in stream]
+    assert [first.epoch, *rest] == list(range(1, 301))
 
 
 async def test_a_broken_connection_ends_streams_after_what_came_and_stops_their_makers():

@@ -231,6 +231,26 @@ class TestOutlet:
         assert [batch.tokens async for batch in frozen] == []  # what waited was dropped
         assert gone == ["frozen"]
 
+    async def test_a_router_that_freezes_on_its_connection_counts_as_gone(
+        self, gone: list[str]
+    ) -> None:
+        """Though its system still takes in what is sent to it."""
+        outlet = EventOutlet(
+            epoch=5, heartbeat_s=9.0, patience_s=0.2, load=WorkerLoad, on_gone=gone.append
+        )
+        handlers = {methods.EVENTS: lambda subscribe: outlet.stream(subscribe.router_id)}
+        server = ControlServer(handlers, secret=b"s")
+        client = ControlClient(await server.start(), secret=b"s")
+        stream = client.stream(methods.EVENTS, Subscribe(router_id="frozen"))
+        await anext(stream)
+        async with asyncio.timeout(10):
+            while not gone:
+                outlet.publish({"frozen": RouterEvents()})
+                await asyncio.sleep(0.001)
+        assert gone == ["frozen"]
+        await client.close()
+        await server.stop()
+
     async def test_an_idle_router_is_not_gone(self, gone: list[str]) -> None:
         outlet = EventOutlet(
             epoch=5, heartbeat_s=9.0, patience_s=0.05, load=WorkerLoad, on_gone=gone.append
