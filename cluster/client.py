@@ -14,6 +14,8 @@ from protocol.wire import inference_pb2 as wire
 
 Fields = Mapping[str, Any]
 _GENERATE = "/baton.v1.Inference/Generate"
+#: Channels of one process would share a connection, and with it a router.
+_OPTIONS = [("grpc.use_local_subchannel_pool", 1)]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,9 +42,9 @@ class InferenceClient:
         self.address = address
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._channel = (
-            grpc.insecure_channel(address)
+            grpc.insecure_channel(address, _OPTIONS)
             if credentials is None
-            else grpc.secure_channel(address, credentials)
+            else grpc.secure_channel(address, credentials, _OPTIONS)
         )
         self._start: Any = self._channel.unary_stream(
             _GENERATE,
