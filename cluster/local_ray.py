@@ -118,6 +118,9 @@ def ray_environment(token: str) -> dict[str, str]:
         "RAY_enable_metrics_collection": "0",
         "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "0",
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
+        # Who failed its health checks is frozen or broken: it would be given time to finish while
+        # its clients hang, and keep the GPU that its successor needs.
+        "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     }
 
 

@@ -1,5 +1,5 @@
-"""Two routers on the same two ports, of which one is killed: whose requests end, whose go on, and
-what becomes of the work that nobody waits for any more."""
+"""Two routers on the same two ports, of which one is killed or freezes: whose requests end, whose
+go on, and what becomes of the work that nobody waits for any more."""
 
 from __future__ import annotations
 
@@ -103,10 +103,11 @@ class Connections:
 
 
 @pytest.fixture
-def routers(baton: Baton) -> Iterator[Connections]:
+def routers(baton: Baton, request: pytest.FixtureRequest) -> Iterator[Connections]:
     """Two routers, one prefill and one decode worker."""
     ports = [f"network.{name}={free_port()}" for name in ("http_port", "grpc_port")]
-    baton.up("local-cpu.yaml", *CHUNKED, "router.replicas=2", *ports)
+    more = getattr(request, "param", [])
+    baton.up("local-cpu.yaml", *CHUNKED, "router.replicas=2", *ports, *more)
     with closing(Connections(baton)) as found:
         found.connect_until(lambda: [len(c) > EACH for c in found.to.values()].count(True) == 2)
         yield found
@@ -179,6 +180,31 @@ def test_killed_router_takes_only_its_own_requests_along(
     routers.connect_until(lambda: fresh in routers.to)
     answer = over_grpc(routers.to[fresh][0], prompt=LONG, max_tokens=8)
     assert [number for piece in answer for number in piece] == expected[:8]
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("routers", [["lifecycle.health_timeout_s=2"]], indirect=True)
+def test_frozen_router_is_ended_and_replaced(baton: Baton, routers: Connections) -> None:
+    expected = ask(baton, LONG, tokens=TOKENS).token_ids
+    streams = [
+        Stream(over_grpc(channels[0], prompt=LONG, max_tokens=TOKENS), name)
+        for name, channels in routers.to.items()
+    ]
+    wait_until(lambda: all(stream.token_ids for stream in streams), seconds=60)
+    frozen, _ = processes(baton, "ray::ServeReplica:router:router")
+    os.kill(frozen, signal.SIGSTOP)
+
+    # Its client does not wait for what will never come, the other's notices nothing.
+    wait_until(lambda: all(stream.over for stream in streams), seconds=60)
+    assert frozen not in processes(baton, "ray::ServeReplica:router:router")
+    (lost,) = (stream for stream in streams if stream.error)
+    (whole,) = (stream for stream in streams if not stream.error)
+    assert whole.token_ids == expected
+    assert isinstance(lost.error, grpc.RpcError)
+    assert lost.error.code() is grpc.StatusCode.UNAVAILABLE
+    watch = routers.to[whole.router][0]
+    wait_until(lambda: all(idle(worker) for worker in workers(watch).values()), seconds=30)
+    wait_until(lambda: len(ready(baton)) == 2 and lost.router not in ready(baton), seconds=60)
 
 
 def processes(baton: Baton, title: str) -> list[int]:

@@ -107,7 +107,14 @@ def test_workers_are_not_niced(path: Path) -> None:
     """Ray's default is nice 15, which starves workers wherever anything else runs."""
     config = read(path)
     for commands in (config["head_start_ray_commands"], config["worker_start_ray_commands"]):
-        assert "export RAY_worker_niceness=0;" in commands[-1]
+        assert "export RAY_worker_niceness=0" in commands[-1]
+
+
+@pytest.mark.parametrize("path", RAY_FILES, ids=lambda p: p.name)
+def test_who_fails_its_checks_is_given_no_time(path: Path) -> None:
+    """Serve's controller runs on the head. It would let a frozen replica keep clients and GPU."""
+    start = read(path)["head_start_ray_commands"][-1]
+    assert "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS=1;" in start
 
 
 # --- Kubernetes -----------------------------------------------------------------------------------
