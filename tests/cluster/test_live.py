@@ -141,14 +141,22 @@ def test_unknown_worker_is_named(live: Baton) -> None:
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("pool", ["prefill", "decode"])
-def test_killed_worker_loses_no_request(live: Baton, client: InferenceClient, pool: str) -> None:
-    """SIGKILL while eight clients stream: every stream still gets the same tokens."""
+@pytest.mark.parametrize(
+    ("pool", "how"),
+    [("prefill", signal.SIGKILL), ("decode", signal.SIGKILL), ("decode", signal.SIGSTOP)],
+    ids=["prefill killed", "decode killed", "decode frozen"],
+)
+def test_lost_worker_loses_no_request(
+    live: Baton, client: InferenceClient, pool: str, how: signal.Signals
+) -> None:
+    """The only one of its pool is killed or freezes while four clients stream: every stream still
+    gets the same tokens."""
     expected = answer(client, LONG).token_ids
+    wait_until(lambda: len(live.pool(pool)) == 1, seconds=30)  # one lost before may be listed
     (old,) = live.pool(pool)
     with load(live, expected, clients=4) as running:
         wait_until(lambda: running.finished >= 4, seconds=60)
-        os.kill(replica_pid(live, pool), signal.SIGKILL)
+        os.kill(replica_pid(live, pool), how)
         wait_until(lambda: bool(live.pool(pool) - {old}), seconds=90)
         before = running.finished
         wait_until(lambda: running.finished >= before + 4, seconds=60)
