@@ -157,9 +157,9 @@ def _merge(
 ) -> None:
     _, _, kv_heads, _, dim = pool.shape
     width = triton.next_power_of_2(dim)
-    piece, splits = _PIECE, _MAX_SPLITS
+    piece, room = _PIECE, _MAX_SPLITS
     if out.shape[0] >= _MANY:
-        piece, splits = _MANY_PIECE, max(_MANY_SPLITS, triton.next_power_of_2(shape.splits))
+        piece, room = _MANY_PIECE, max(_MANY_SPLITS, triton.next_power_of_2(shape.splits))
     piece = min(width, piece)
     merge_parts[(num_heads, width // piece, out.shape[0])](
         scratch.partial,
@@ -174,7 +174,7 @@ def _merge(
         DIM_P=width,
         TILE=shape.tile,
         PIECE=piece,
-        MAX_SPLITS=splits,
+        MAX_SPLITS=room,
         PDL=pdl,
         num_warps=4,
         **launch_options(pdl),
