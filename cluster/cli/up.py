@@ -44,7 +44,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
     state = bring_up(config, options.config, console)
     show_endpoints(state, config, console)
     if options.foreground:
-        _hold(console)
+        with contextlib.suppress(KeyboardInterrupt):  # one that came right behind another
+            _hold(console)
         stop(state, console, now=False)
 
 

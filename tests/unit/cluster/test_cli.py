@@ -548,3 +548,22 @@ def test_a_start_ends_with_the_cluster_that_it_starts(monkeypatch, capsys):
     with up_command._leaving_with(gone, Console()):
         assert exits.get(timeout=10) == 1
     assert "the cluster was taken down meanwhile" in capsys.readouterr().err
+
+
+def test_two_signals_at_once_do_not_leave_the_cluster_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped: list[bool] = []
+    for name in ("read_config", "bring_up", "show_endpoints"):
+        monkeypatch.setattr(up_command, name, lambda *_: None)
+    monkeypatch.setattr(up_command, "stop", lambda *_, now: stopped.append(now))
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        for number in numbers:
+            os.kill(os.getpid(), number)
+        up_command.run(SimpleNamespace(foreground=True, config=""), Console())
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert stopped == [False]
