@@ -88,7 +88,9 @@ def disconnect() -> None:
     """Leave the cluster's Ray."""
     import ray
 
+    asked_to_stop = signal.getsignal(signal.SIGTERM)
     ray.shutdown()
+    signal.signal(signal.SIGTERM, asked_to_stop)  # which Ray sets back to what kills
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,10 +42,13 @@ def run(options: argparse.Namespace, console: Console) -> None:
     """Bring the cluster up; with --foreground, hold it until interrupted."""
     config = read_config(options, console)
     state = bring_up(config, options.config, console)
+    asked = threading.Event()
+    if options.foreground:  # of several signals, whichever threads they meet, the first counts
+        _on_stopping(lambda *_: asked.set())
     show_endpoints(state, config, console)
     if options.foreground:
-        with contextlib.suppress(KeyboardInterrupt):  # one that came right behind another
-            _hold(console)
+        console.step("running; Ctrl-C stops the cluster")
+        asked.wait()
         stop(state, console, now=False)
 
 
@@ -87,20 +90,32 @@ def bring_up(config: ClusterConfig, source: str, console: Console) -> RunningClu
 
 
 def stop(state: RunningCluster, console: Console, *, now: bool) -> None:
-    """Take down what this command started. Ctrl-C cuts only the wait for running requests short,
-    so that no process is left behind."""
+    """Take down what this command started. Ctrl-C or SIGTERM cuts only the wait for running
+    requests short, so that no process is left behind."""
+    before = {number: signal.getsignal(number) for number in _STOPPING}
     try:
-        if not now:
-            down.take_down(state, console, now=False)
-            return
+        _on_stopping(_ignore if now else _interrupt_once)
+        down.take_down(state, console, now=now)
     except KeyboardInterrupt:
         console.step("stopping at once")
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in _STOPPING}
-    try:
         down.take_down(state, console, now=True)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _on_stopping(handler: Callable[..., None]) -> None:
+    for number in _STOPPING:
+        signal.signal(number, handler)
+
+
+def _ignore(*_: object) -> None:
+    """A handler, since SIG_IGN would be passed on to processes that we start."""
+
+
+def _interrupt_once(*_: object) -> None:
+    _on_stopping(_ignore)  # nothing may interrupt what answers this interrupt
+    raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
@@ -193,10 +208,3 @@ def _check_free(config: ClusterConfig) -> None:
         raise Unavailable(
             f"a Baton cluster runs on this Ray already (actor {NAME} in namespace {NAMESPACE})"
         )
-
-
-def _hold(console: Console) -> None:
-    console.step("running; Ctrl-C stops the cluster")
-    signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
-    signal.sigwait(_STOPPING)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)

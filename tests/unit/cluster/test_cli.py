@@ -550,20 +550,34 @@ def test_a_start_ends_with_the_cluster_that_it_starts(monkeypatch, capsys):
     assert "the cluster was taken down meanwhile" in capsys.readouterr().err
 
 
-def test_two_signals_at_once_do_not_leave_the_cluster_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("said", "taken_down"),
+    [("served", [False]), ("running", [False]), ("draining", [False, True])],
+)
+def test_two_signals_at_once_do_not_leave_the_cluster_up(
+    said: str, taken_down: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     stopped: list[bool] = []
-    for name in ("read_config", "bring_up", "show_endpoints"):
+
+    class Signalling(Console):
+        def step(self, text: str) -> None:
+            if text.startswith((said, "running")):
+                for number in numbers:
+                    os.kill(os.getpid(), number)
+
+    def take_down(_: None, console: Console, *, now: bool) -> None:
+        stopped.append(now)
+        console.step("draining")
+
+    for name in ("read_config", "bring_up"):
         monkeypatch.setattr(up_command, name, lambda *_: None)
-    monkeypatch.setattr(up_command, "stop", lambda *_, now: stopped.append(now))
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
-    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    monkeypatch.setattr(up_command, "show_endpoints", lambda *_: console.step("served"))
+    monkeypatch.setattr(up_command.down, "take_down", take_down)
+    numbers, console = (signal.SIGINT, signal.SIGTERM), Signalling()
+    before = {number: signal.getsignal(number) for number in numbers}
     try:
-        for number in numbers:
-            os.kill(os.getpid(), number)
-        up_command.run(SimpleNamespace(foreground=True, config=""), Console())
+        up_command.run(SimpleNamespace(foreground=True, config=""), console)
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert stopped == [False]
+    assert stopped == taken_down
