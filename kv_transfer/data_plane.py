@@ -44,6 +44,7 @@ _Ends = tuple[int, int, int, int, str]
 #: Writes to other ranks' pools that may be under way without waiting for each other: one that waits
 #: for a step of the engine must not hold up the KV of a hand-off that is further.
 _LANES = 4
+_END_S = 1.0  # a thread that hangs does not hang its process
 _Handoff = tuple[int, int]  # receiver epoch, generation
 
 
@@ -104,8 +105,9 @@ class DataPlane:
         for link in links:
             link.close("data plane closed")
         for link in links:
-            link.join(1.0)
+            link.join(_END_S)
         self._waiters.close()
+        self._waiters.join(_END_S)
         for backend in self._backends.values():
             backend.close()
 

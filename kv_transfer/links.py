@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -54,6 +55,7 @@ class Waiters:
         self._device = device
         self._lock = threading.Lock()
         self._queues: dict[int, _Queue] = {}
+        self._threads: list[threading.Thread] = []
         self._closed = False
 
     def put(self, lane: int, wait: Callable[[], object]) -> None:
@@ -71,10 +73,12 @@ class Waiters:
     def _start(self, lane: int) -> _Queue | None:
         queue: _Queue = SimpleQueue()
         args, name = (queue, self._device), f"kv-wait-{lane}"
+        thread = threading.Thread(target=_wait_all, args=args, name=name, daemon=True)
         try:
-            threading.Thread(target=_wait_all, args=args, name=name, daemon=True).start()
+            thread.start()
         except RuntimeError:
             return None
+        self._threads.append(thread)
         self._queues[lane] = queue
         return queue
 
@@ -85,6 +89,14 @@ class Waiters:
             queues, self._queues = list(self._queues.values()), {}
             for queue in queues:
                 queue.put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for their end. A process that ends while one of them is in a call of torch aborts:
+        the interpreter unwinds the thread through C++ that cannot be unwound."""
+        limit = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, limit - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
 
 def _wait_all(queue: _Queue, device: torch.device) -> None:
@@ -158,10 +170,12 @@ class LinkThread:
         self._break(LinkBroken(f"link {self.link}: {reason}"))
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread's end."""
+        """Wait for the end of its threads."""
+        limit = time.monotonic() + timeout_s
         if self._thread.ident is not None:  # it has started
             self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        over = self._own.join(max(0.0, limit - time.monotonic()))
+        return over and not self._thread.is_alive()
 
     def _run(self) -> None:
         try:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kv_transfer import data_plane
 from kv_transfer.access import Access
 from kv_transfer.backends.base import LinkBroken, LinkId
 from kv_transfer.backends.choice import build_backends
@@ -21,7 +22,7 @@ from kv_transfer.checksum import combine, message_checksum
 from kv_transfer.config import BackendName, ChecksumKind, TransferConfig
 from kv_transfer.data_plane import DataPlane
 from kv_transfer.links import LinkThread, Moving, Operation, Waiters, nothing
-from kv_transfer.orders import MoveOrder, Order, Part, PartResult
+from kv_transfer.orders import MoveOrder, Order, Part, PartResult, ReadyOrder
 from protocol.errors import BatonError
 from protocol.kv_layout import Cells
 from tests.support.held import Held
@@ -394,6 +395,29 @@ def test_whoever_waits_for_a_broken_gpu_learns_of_it(monkeypatch):
     waiters.close()
 
 
+def test_a_closed_data_plane_has_no_thread_that_waits(monkeypatch):
+    """One in a call of torch at the end of the process would abort it."""
+    begun, held = threading.Event(), threading.Event()
+
+    class Marks:
+        def wait(self, step, layer):
+            begun.set()
+            held.wait()
+
+    monkeypatch.setattr(data_plane, "_END_S", 30.0)
+    pools = make_pools(make_layout(1))
+    pools[0].marks = Marks()
+    plane = DataPlane(pools[0], TransferConfig(), backend=MemoryBackend(MemoryHub()))
+    before = set(threading.enumerate())
+    ended = submitted(plane, Order(ready=ReadyOrder(after=1, layer=0)))
+    assert begun.wait(5)
+    (waiting,) = set(threading.enumerate()) - before
+    threading.Timer(0.1, held.set).start()
+    plane.close()
+    assert not waiting.is_alive()
+    assert ended.result(0).error is None
+
+
 def test_an_order_ends_after_all_of_its_messages_though_one_cannot_begin(monkeypatch):
     """Else its blocks would be given away while another of its messages is still written."""
     held = Held()
@@ -463,9 +487,6 @@ def test_a_broken_link_keeps_no_buffers_until_it_is_replaced(fails):
     thread.submit(failing)
     assert "communicator is gone" in str(failing.result.exception(5))
     assert thread.join(5)
-    for other in threading.enumerate():
-        if other.name == "kv-wait-0":
-            other.join(5)
     assert made[0]() is None
 
 
