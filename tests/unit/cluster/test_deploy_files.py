@@ -144,11 +144,60 @@ def test_rayservice_applications_are_ours(ray_service: dict[str, Any]) -> None:
         assert application.route_prefix is None
 
 
-def test_rayservice_groups_carry_the_labels(ray_service: dict[str, Any]) -> None:
-    groups = ray_service["rayClusterConfig"]["workerGroupSpecs"]
-    assert {group["groupName"]: group["labels"] for group in groups} == {
-        pool: {LABEL: pool} for pool in POOLS
+def groups(ray_service: dict[str, Any]) -> dict[str, Any]:
+    return {
+        group["groupName"]: group for group in ray_service["rayClusterConfig"]["workerGroupSpecs"]
     }
+
+
+def ray_container(group: dict[str, Any]) -> dict[str, Any]:
+    (container,) = group["template"]["spec"]["containers"]
+    return container
+
+
+def test_rayservice_groups_carry_the_labels(
+    ray_service: dict[str, Any], gpu_cluster: ClusterConfig
+) -> None:
+    labels = {name: group["labels"] for name, group in groups(ray_service).items()}
+    assert labels == {
+        name: getattr(gpu_cluster, name).placement.labels for name in ("router", *POOLS)
+    }
+
+
+def test_rayservice_comes_up(ray_service: dict[str, Any]) -> None:
+    """KubeRay deploys the applications once the head is ready, so the head must not wait for them;
+    it asks Ray Serve's proxy, which is not there, whether a worker without a probe is ready."""
+    head = ray_service["rayClusterConfig"]["headGroupSpec"]
+    assert not {"readinessProbe", "ports"} & set(ray_container(head))
+    probes = {
+        name: ray_container(group)["readinessProbe"]["httpGet"]
+        for name, group in groups(ray_service).items()
+    }
+    ray_is_up = {"path": "/api/local_raylet_healthz", "port": 52365}
+    assert probes == {
+        "router": {"path": "/ready", "port": 8000},
+        "prefill": ray_is_up,
+        "decode": ray_is_up,
+    }
+
+
+def test_rayservice_grows_when_replicas_ask(
+    ray_service: dict[str, Any], gpu_cluster: ClusterConfig
+) -> None:
+    assert gpu_cluster.ray.autoscaling
+    assert ray_service["rayClusterConfig"]["enableInTreeAutoscaling"]
+    assert ray_service["rayClusterConfig"]["autoscalerOptions"] == {"version": "v2"}
+
+
+def test_the_service_leads_to_ready_routers(
+    ray_service: dict[str, Any], gpu_cluster: ClusterConfig
+) -> None:
+    service = list(yaml.safe_load_all((DEPLOY / "k8s" / "rayservice.yaml").read_text()))[1]["spec"]
+    assert service["selector"] == {"ray.io/group": "router"}
+    ports = {port["targetPort"] for port in service["ports"]}
+    assert ports == {gpu_cluster.network.http_port, gpu_cluster.network.grpc_port}
+    open_ports = ray_container(groups(ray_service)["router"])["ports"]
+    assert ports == {port["containerPort"] for port in open_ports}
 
 
 def test_builder_arguments(tmp_path: Path) -> None:
