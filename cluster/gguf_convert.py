@@ -32,7 +32,8 @@ def convert_gguf(gguf: Path, target: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise Unavailable(
-            f"conversion needs {error.name}: pip install 'baton[models]'", param="model"
+            f"conversion needs {error.name}: pip install accelerate gguf transformers",
+            param="model",
         ) from error
     folder, name = str(gguf.parent), gguf.name
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, local_files_only=True)

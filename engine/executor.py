@@ -155,7 +155,7 @@ def _open_follower(follower: Follower, config: EngineConfig) -> RankRunner | Cud
 def _require_triton(config: EngineConfig) -> None:
     if find_spec("triton") is None:
         raise ModelRefused(
-            f"device {config.device!r} needs triton: pip install 'baton[gpu]'", param="device"
+            f"device {config.device!r} needs triton: pip install triton", param="device"
         )
 
 

@@ -1,7 +1,7 @@
 """OpenTelemetry spans of requests, made from their timelines once they are over.
 
 Nothing is done while a request runs but to draw the id of its span, which workers are told. The
-packages are optional (`pip install baton[tracing]`); sampling, limits and headers are set by the
+packages are optional (the extra `tracing`); sampling, limits and headers are set by the
 usual OTEL_* variables.
 """
 

@@ -85,7 +85,7 @@ def make_tracing(endpoint: str, router_id: str) -> Tracing | None:
 
         return exporting(endpoint, router_id)
     except ImportError as error:
-        missing = f"otlp_endpoint needs `pip install baton[tracing]`: {error}"
+        missing = f"otlp_endpoint needs the packages of the extra `tracing`: {error}"
         if endpoint:
             raise ValueError(missing) from None
         log.warning(missing)

@@ -18,7 +18,7 @@ BUILD = ("hatchling", "editables")
 CPU_HEAD = """\
 # Everything that running Baton on a CPU needs, exactly. Made by `make lock`; do not edit.
 #   pip install --no-deps -r constraints/cpu.txt        installs it without resolving anything
-#   pip install -c constraints/cpu.txt baton            resolves to the same versions
+#   pip install -c constraints/cpu.txt .                resolves to the same versions
 # torch: take the CPU build (+cpu); scripts/setup_env.py knows where to look for it.
 """
 DEV_HEAD = """\

@@ -53,6 +53,17 @@ def test_ci_calls_the_readme_test_command():
     assert "make test" in (ROOT / ".ci" / "run").read_text()
 
 
+def test_nobody_is_told_to_install_a_stranger():
+    """The package `baton` of the public index is another project."""
+    tracked = subprocess.run(
+        ["git", "grep", "-nE", r"pip install.* '?baton(\[|'| |$)", "--", ".", ":!tests"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    ).stdout
+    assert tracked == ""
+
+
 LINK = re.compile(r"\[[^\]]+\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
