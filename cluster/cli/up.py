@@ -121,7 +121,8 @@ def _interrupt_once(*_: object) -> None:
 @contextlib.contextmanager
 def _leaving_with(state: RunningCluster, console: Console) -> Iterator[None]:
     """End this process when the head does, by `baton down` elsewhere or by itself: nothing is left
-    to stop then, and Ray's client would call for it in vain for a minute."""
+    to stop then, and Ray's client would call for it in vain for a minute. After the block nobody
+    looks any more, or a head that we stop ourselves would end us in the middle of that."""
     over = threading.Event()
 
     def watch() -> None:
@@ -130,11 +131,13 @@ def _leaving_with(state: RunningCluster, console: Console) -> Iterator[None]:
                 console.error("the cluster was taken down meanwhile")
                 os._exit(1)
 
-    threading.Thread(target=watch, daemon=True).start()
+    watching = threading.Thread(target=watch, daemon=True)
+    watching.start()
     try:
         yield
     finally:
         over.set()
+        watching.join()
 
 
 def show_endpoints(state: RunningCluster, config: ClusterConfig, console: Console) -> None:

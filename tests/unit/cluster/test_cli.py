@@ -41,6 +41,8 @@ from tests.support.certificates import Authority
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("BATON_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("BATON_CONFIG", raising=False)
+    # Commands step back for good; here that would be the process of all other tests.
+    monkeypatch.setattr(os, "nice", lambda _: None)
     return tmp_path / "home"
 
 
@@ -548,6 +550,23 @@ def test_a_start_ends_with_the_cluster_that_it_starts(monkeypatch, capsys):
     with up_command._leaving_with(gone, Console()):
         assert exits.get(timeout=10) == 1
     assert "the cluster was taken down meanwhile" in capsys.readouterr().err
+
+
+def test_a_start_that_is_over_is_not_ended_by_a_last_look(monkeypatch):
+    monkeypatch.setattr(up_command, "_LOOK_S", 0.01)
+    looking, looked = threading.Event(), threading.Event()
+
+    class Looked:
+        @property
+        def alive(self):
+            looking.set()
+            time.sleep(0.1)
+            looked.set()
+            return True
+
+    with up_command._leaving_with(Looked(), Console()):
+        assert looking.wait(10)
+    assert looked.is_set()
 
 
 @pytest.mark.parametrize(
