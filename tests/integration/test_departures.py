@@ -24,7 +24,7 @@ from kv_transfer.backends.gloo import GlooLink
 from observability import metrics
 from protocol.errors import ErrorCode
 from tests.support.both_doors import BothDoors, Said
-from tests.support.router_doors import until as soon
+from tests.support.router_doors import until
 from tests.support.stack import Stack, running_stack
 from tests.support.tiny import save_tiny_llama
 from tests.support.tiny_text import write_model_text
@@ -42,11 +42,6 @@ OUTPUT = 60
 PREFILL, DECODE, WIRE = "prefill-0-steps", "decode-0-steps", "wire"
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """However busy the machine is."""
-    await soon(condition, 20)
 
 
 class Gates:

@@ -98,8 +98,8 @@ def letters(text: str) -> list[int]:
     return [place[byte] for byte in text.encode()]
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 3.0) -> None:
-    """Return once `condition` holds; fail when it does not in time."""
+async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    """Return once `condition` holds; fail when it does not, however busy the machine is."""
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.005)

@@ -75,6 +75,7 @@ class StubWorker:
     accepting: asyncio.Event | None = None  # if set, Submit is answered only once this is
     state: WorkerState = WorkerState.READY
     epoch: int = field(default_factory=new_epoch)
+    asked: int = 0  # Submits that came, answered or not
     submitted: list[Submit] = field(default_factory=list)
     cancelled: list[RequestKey] = field(default_factory=list)
     running: dict[RequestKey, asyncio.Task[None]] = field(default_factory=dict)
@@ -116,6 +117,7 @@ class StubWorker:
     # --- control methods --------------------------------------------------------------------------
 
     async def _submit(self, submit: Submit) -> Ack:
+        self.asked += 1
         if self.accepting is not None:
             await self.accepting.wait()
         if self.refuse is not None:

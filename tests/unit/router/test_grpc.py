@@ -174,12 +174,12 @@ async def test_the_calls_deadline_reaches_the_workers(
     async with make_doors(fleet) as doors:
         request = pb.GenerateRequest(prompt="hello", max_tokens=400)
         with pytest.raises(aio.AioRpcError) as caught:
-            async for _ in doors.inference.Generate(request, timeout=0.3):
+            async for _ in doors.inference.Generate(request, timeout=1.0):
                 pass
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await until(lambda: not worker.running)
         (submit,) = worker.submitted
-        assert submit.deadline - fleet.now() < 0.3
+        assert submit.deadline - fleet.now() < 1.0
         request.timeout = 0.2
         with pytest.raises(aio.AioRpcError) as caught:
             async for _ in doors.inference.Generate(request):
@@ -235,15 +235,16 @@ async def test_health_follows_readiness(fleet: StubFleet, make_doors: MakeDoors)
         await fleet.add(Role.DECODE)
         doors.router.set_workers(fleet.refs)
         await doors.wait_ready()
-        await asyncio.sleep(0.02)
+        while await check() != "SERVING":
+            await asyncio.sleep(0.01)
         for service in ("", "baton.v1.Inference", "baton.v1.Admin"):
             assert await check(service) == "SERVING"
         with pytest.raises(aio.AioRpcError) as caught:
             await check("no.such.Service")
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
         doors.router.set_workers([])
-        await doors.router._members.changed(5)
-        await asyncio.sleep(0.02)
+        while await check() != "NOT_SERVING":
+            await asyncio.sleep(0.01)
         assert await check("baton.v1.Inference") == "NOT_SERVING"
 
 

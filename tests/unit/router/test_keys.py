@@ -277,8 +277,8 @@ async def test_limits_of_a_key_on_both_doors(guarded: Doors) -> None:
 async def test_neither_keys_nor_prompts_reach_a_log(
     guarded: Doors, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.DEBUG)
-    logging.getLogger("baton").setLevel(logging.DEBUG)
+    for logger in (None, "baton"):
+        caplog.set_level(logging.DEBUG, logger)
     secret_words = "the prompt nobody may see"
     for key in (USER, "baton-wrong-but-private"):
         for body in ({"prompt": secret_words}, {"prompt": secret_words, "max_tokens": 10**9}):

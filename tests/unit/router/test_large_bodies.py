@@ -49,7 +49,7 @@ class Streams:
     async def more(self) -> None:
         """Return once every stream has got another token."""
         before = list(self.tokens)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while any(now <= then for now, then in zip(self.tokens, before, strict=True)):
                 await asyncio.sleep(0.002)
 
@@ -61,7 +61,7 @@ class Streams:
 
 @pytest.fixture
 async def doors(fleet: StubFleet, make_doors: MakeDoors) -> AsyncIterator[Doors]:
-    await fleet.add(Role.DECODE, delay_s=0.01, num_blocks=4096)
+    await fleet.add(Role.DECODE, delay_s=0.05, num_blocks=4096)
     async with make_doors(fleet) as doors:
         yield doors
 
@@ -141,7 +141,7 @@ async def test_health_and_streams_go_on_while_a_prompt_is_tokenised(
     doors: Doors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokenising is held still until health has answered and every stream has gone on."""
-    streams = Streams(doors, 5, max_tokens=100)
+    streams = Streams(doors, 5, max_tokens=400)  # for 20 s, if need be
     await streams.more()
     busy, go_on = threading.Event(), threading.Event()
     encode = ModelText.encode
@@ -164,4 +164,4 @@ async def test_health_and_streams_go_on_while_a_prompt_is_tokenised(
     go_on.set()
     doors.fleet.workers[0].delay_s = 0
     assert (await sending)[0] == 400
-    assert await streams.whole() == [100] * 5
+    assert await streams.whole() == [400] * 5

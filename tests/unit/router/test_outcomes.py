@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import grpc
 
@@ -27,10 +28,14 @@ def failures(doors: Doors, door: str) -> dict[str, float]:
 async def test_a_deadline_of_a_call_is_counted_as_one_and_a_cancel_as_one(
     fleet: StubFleet, make_doors: MakeDoors
 ) -> None:
-    await fleet.add(Role.DECODE, delay_s=0.05)
-    request = pb.GenerateRequest(prompt="hello", max_tokens=100)
+    worker = await fleet.add(Role.DECODE, delay_s=0.05)
+    request = pb.GenerateRequest(prompt="hello", max_tokens=400)
     async with make_doors(fleet) as doors:
-        late = [doors.inference.Generate(request, timeout=0.3) for _ in range(3)]
+        late = [doors.inference.Generate(request, timeout=2) for _ in range(3)]
+        await until(lambda: len(worker.submitted) == 3)
+        # A client's clock may run out before the server's, which takes that for a cancel; here both
+        # have by the time that the server looks.
+        time.sleep(2.1)  # noqa: ASYNC251
         assert {await call.code() for call in late} == {grpc.StatusCode.DEADLINE_EXCEEDED}
         call = doors.inference.Generate(request, timeout=30)
         await call.read()

@@ -305,7 +305,7 @@ async def test_an_output_that_came_in_time_waits_for_no_timeline_past_its_deadli
     await fleet.add(Role.DECODE)
     monkeypatch.setattr(Attempt, "_add_spans", lambda *_: None)  # prefill never reports
     async with make_doors(fleet, timeline_wait_s=60.0) as doors:
-        status, _ = await complete(doors, timeline=True, timeout=1)
+        status, _ = await complete(doors, timeline=True, timeout=3)
         assert status == 200
 
 
@@ -451,8 +451,8 @@ async def test_a_deadline_ends_the_request_everywhere(
     worker = await fleet.add(Role.DECODE, delay_s=0.05)
     async with make_doors(fleet) as doors:
         start = time.monotonic()
-        status, body = await complete(doors, max_tokens=400, timeout=0.3)
-        assert 0.2 < time.monotonic() - start < 10  # all tokens take 20 s
+        status, body = await complete(doors, max_tokens=400, timeout=1)
+        assert 0.9 < time.monotonic() - start < 10  # all tokens take 20 s
         assert (status, body["error"]["code"]) == (504, "deadline_exceeded")
         await until(lambda: worker.cancelled and not worker.running)
         assert idle(doors)
@@ -506,7 +506,7 @@ async def test_a_cancel_never_overtakes_its_submit(fleet: StubFleet, make_doors:
     worker = await fleet.add(Role.DECODE, delay_s=1, accepting=accepting)
     async with make_doors(fleet) as doors:
         task = asyncio.create_task(complete(doors))
-        await asyncio.sleep(0.1)
+        await until(lambda: worker.asked)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await until(lambda: idle(doors))

@@ -97,7 +97,7 @@ async def test_a_retiring_router_leaves_its_clients_to_the_other(
     fleet: StubFleet, model_folder: Path
 ) -> None:
     """On a shared port: what runs ends well, and not one new call is refused."""
-    await fleet.add(Role.DECODE, delay_s=0.02)
+    worker = await fleet.add(Role.DECODE, gate=asyncio.Event())
     config = RouterConfig(model_path=str(model_folder))
     routers = [Router(config, secret=fleet.secret) for _ in range(2)]
     where = {"http_host": "127.0.0.1", "grpc_host": "127.0.0.1", "http_port": free_port()}
@@ -121,11 +121,12 @@ async def test_a_retiring_router_leaves_its_clients_to_the_other(
         assert routers[0].num_requests, "the kernel gave every connection to one router"
         ready = grpc.ChannelConnectivity.READY
         num_leaving = routers[0].num_requests
-        retiring = asyncio.create_task(routers[0].retire(10.0))
+        retiring = asyncio.create_task(routers[0].retire(60.0))
         await until(  # they were told; a call that is sent before that may be cut off by gRPC
             lambda: sum(channel.get_state() is not ready for channel in channels) == num_leaving
         )
         assert routers[0].view().routers[0].state == "draining"
+        worker.gate.set()
         assert await asyncio.gather(*map(ask, stubs)) == [20] * 16
         assert await asyncio.gather(*running) == [20] * 16
         assert await retiring
@@ -194,7 +195,7 @@ async def test_a_request_that_was_still_being_sent_is_cut_off_no_worse(
     reader, writer = await asyncio.open_connection(*where.http.split(":"))
     writer.write(f"{head}expect: 100-continue\r\n\r\n".encode())
     assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-    retiring = asyncio.create_task(router.retire(0.3))
+    retiring = asyncio.create_task(router.retire(1.0))
     await asyncio.sleep(0)
     writer.write(body)
     await until(lambda: router.num_requests == 1)
