@@ -99,6 +99,7 @@ class MemoryBackend:
 
     def __init__(self, hub: MemoryHub) -> None:
         self._hub = hub
+        self._meeting: set[_Pipe] = set()
 
     def listen(self) -> str:
         """Nothing to listen on: ids are enough."""
@@ -113,13 +114,18 @@ class MemoryBackend:
         return self._meet(link, timeout_s)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nobody waits for the other end any more."""
+        for pipe in list(self._meeting):
+            pipe.close()
 
     def _meet(self, link: LinkId, timeout_s: float) -> _Pipe:
         pipe = self._hub.pipe(link)
+        self._meeting.add(pipe)
         try:
             pipe.arrive(timeout_s)
         except LinkBroken:
             self._hub.forget(link)
             raise
+        finally:
+            self._meeting.discard(pipe)
         return pipe

@@ -290,8 +290,9 @@ class Side:
     events: Events
 
 
-QUICK = TransferConfig(
-    lease_s=20, op_timeout_s=2, connect_timeout_s=2, rpc_timeout_s=1, repair_s=0.5
+#: Nothing is given up because the machine is busy.
+PATIENT = TransferConfig(
+    lease_s=60, op_timeout_s=20, connect_timeout_s=20, rpc_timeout_s=10, repair_s=0.5
 )
 
 
@@ -329,7 +330,7 @@ class Pair:
         source: KVLayout,
         dest: KVLayout,
         backends: Callable[[], Backend],
-        config: TransferConfig = QUICK,
+        config: TransferConfig = PATIENT,
         clients: DirectClients | None = None,
         wrap: Callable[[RankChannel], RankChannel] = lambda ranks: ranks,
         dest_fingerprint: KVFingerprint | None = None,

@@ -144,9 +144,9 @@ def test_two_links_that_nobody_joins_do_not_hold_up_a_third(backends):
     source, dest = backends(), backends()
     endpoint = dest.listen()
     with ThreadPoolExecutor(4) as pool:
-        lonely = [pool.submit(dest.accept, link_id(n), 1.5) for n in (7, 8)]
-        accepting = pool.submit(dest.accept, link_id(9), 3.0)
-        connecting = pool.submit(source.connect, link_id(9), endpoint, 3.0)
+        lonely = [pool.submit(dest.accept, link_id(n), 20.0) for n in (7, 8)]
+        accepting = pool.submit(dest.accept, link_id(9), 20.0)
+        connecting = pool.submit(source.connect, link_id(9), endpoint, 20.0)
         ends = connecting.result(), accepting.result()
         assert not any(waiting.done() for waiting in lonely)
         dest.close()

@@ -22,7 +22,7 @@ from protocol.ticket import Ticket
 from tests.support.memory_links import MemoryBackend, MemoryHub
 from tests.support.one_sided import OneSidedBackend, OneSidedHub
 from tests.support.transfer import (
-    QUICK,
+    PATIENT,
     SECRET,
     Pair,
     differing_tokens,
@@ -51,7 +51,9 @@ def scattered(layout, num_tokens):
     return tuple(reversed(range(1, layout.num_blocks, 2)))[: layout.blocks_for(num_tokens)]
 
 
-async def check_handoff(backends, source, dest, *, num_tokens, num_cached=0, chunk=1, config=QUICK):
+async def check_handoff(
+    backends, source, dest, *, num_tokens, num_cached=0, chunk=1, config=PATIENT
+):
     """Hand `num_tokens` tokens over; every one is right, and no other block was touched."""
     row = random_row(source, num_tokens, seed=1)
     ids, peer_ids = scattered(source, num_tokens), scattered(dest, num_tokens)
@@ -92,7 +94,7 @@ async def test_every_pair_of_sizes_and_degrees_moves_the_same_tokens(
 async def test_a_sender_that_writes_by_itself(source_size, dest_size, kind):
     hub = OneSidedHub()
     source, dest = layouts(2, 1, source_size, dest_size, 75)
-    config = replace(QUICK, checksum=kind)
+    config = replace(PATIENT, checksum=kind)
     await check_handoff(
         lambda: OneSidedBackend(hub), source, dest, num_tokens=75, num_cached=1, config=config
     )
@@ -113,7 +115,7 @@ def test_any_sizes_degrees_lengths_and_caches(
 ):
     source, dest = layouts(*tp, *sizes, num_tokens)
     hub, pools = MemoryHub(), OneSidedHub()
-    config = replace(QUICK, max_piece_bytes=1, device_piece_bytes=700) if small else QUICK
+    config = replace(PATIENT, max_piece_bytes=1, device_piece_bytes=700) if small else PATIENT
     asyncio.run(
         check_handoff(
             (lambda: OneSidedBackend(pools)) if one_sided else (lambda: MemoryBackend(hub)),

@@ -23,7 +23,7 @@ from protocol.ids import RequestKey
 from protocol.messages import Commit
 from rpc import methods
 from tests.support.held import Held
-from tests.support.transfer import QUICK, Pair, differing, fill, random_kv, reply_of, submitted
+from tests.support.transfer import PATIENT, Pair, differing, fill, random_kv, reply_of, submitted
 from tests.support.transfer_steps import (
     DEST,
     KEY,
@@ -37,6 +37,9 @@ from tests.support.transfer_steps import (
     piece_of,
     ready,
 )
+
+#: What the other side has posted is soon given up.
+BRISK = replace(PATIENT, op_timeout_s=2, connect_timeout_s=2)
 
 
 class Gate:
@@ -116,7 +119,7 @@ async def test_blocks_wait_for_what_moves_on_ranks_that_cannot_be_asked(memory):
 
 
 async def test_a_commit_that_waits_learns_at_once_of_the_end(memory):
-    config = replace(QUICK, op_timeout_s=60, connect_timeout_s=60)
+    config = replace(PATIENT, op_timeout_s=60, connect_timeout_s=60)
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory, config=config) as pair:
         await ready(pair)
         (grant,) = moves(pair.clients, "Grant")
@@ -138,7 +141,7 @@ async def test_a_commit_that_waits_learns_at_once_of_the_end(memory):
 
 
 async def test_a_piece_that_comes_again_while_prefill_is_asked_needs_no_answer(memory):
-    config = replace(QUICK, repair_s=0.1)
+    config = replace(BRISK, repair_s=0.1)
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory, config=config) as pair:
         await ready(pair)
         (grant,) = moves(pair.clients, "Grant")
@@ -280,7 +283,7 @@ async def test_a_link_that_dies_between_pieces_is_replaced_and_nothing_fails(bac
 async def test_a_send_that_never_comes_is_made_again_on_new_links(backends):
     """Prefill's ranks swallow an order: its deadline passes, the piece moves at the next
     attempt."""
-    config = replace(QUICK, op_timeout_s=0.5, connect_timeout_s=0.5, repair_s=0.05)
+    config = replace(PATIENT, op_timeout_s=0.5, connect_timeout_s=0.5, repair_s=0.05)
     gates: list[Gate] = []
 
     def gate(ranks: RankChannel) -> RankChannel:
@@ -310,7 +313,7 @@ async def test_a_send_that_never_comes_is_made_again_on_new_links(backends):
 
 async def test_a_prefill_that_never_sends_nor_answers_is_given_up(memory):
     config = replace(
-        QUICK, op_timeout_s=0.2, connect_timeout_s=0.2, repair_s=0.1, rpc_timeout_s=0.1
+        PATIENT, op_timeout_s=0.2, connect_timeout_s=0.2, repair_s=0.1, rpc_timeout_s=0.1
     )
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory, config=config) as pair:
 
@@ -324,13 +327,13 @@ async def test_a_prefill_that_never_sends_nor_answers_is_given_up(memory):
         pair.clients.intercept = silent
         piece = piece_of(pair, grant)
         pair.receiver.on_piece(piece)
-        await pair.decode.events.wait(lambda e: len(e.safe) == 2, 3)
+        await pair.decode.events.wait(lambda e: len(e.safe) == 2)
         assert "does not answer" in pair.decode.events.ended_with(OTHER).message
         pair.clients.intercept = None
 
 
 async def test_a_decode_worker_that_does_not_answer_fails_the_handoff_in_time(memory):
-    config = replace(QUICK, rpc_timeout_s=0.1, rpc_attempts=2)
+    config = replace(PATIENT, rpc_attempts=2)
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory, config=config) as pair:
 
         async def silent(address, method, request):
@@ -342,7 +345,7 @@ async def test_a_decode_worker_that_does_not_answer_fails_the_handoff_in_time(me
         pair.clients.intercept = silent
         pair.sender.push(KEY, SOURCE, 0)
         pair.sender.commit(KEY, 1)
-        await pair.prefill.events.wait(lambda e: e.is_over(KEY), 2)
+        await pair.prefill.events.wait(lambda e: e.is_over(KEY))
         assert pair.prefill.events.ended_with(KEY).code is ErrorCode.HANDOFF_FAILED
         pair.clients.intercept = None
         kv = await ready(pair, OTHER, MORE, LAND)
@@ -367,7 +370,7 @@ async def test_a_decode_worker_that_takes_no_end_is_given_up_with_all_that_is_me
 
 
 async def test_a_sender_that_gives_up_lost_pieces_tells_decode(memory):
-    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory, config=BRISK) as pair:
 
         async def lose(address, method, request):
             if method is methods.COMMIT:
@@ -378,11 +381,11 @@ async def test_a_sender_that_gives_up_lost_pieces_tells_decode(memory):
         await finish(pair)
         for side in (pair.prefill, pair.decode):
             assert side.events.ended_with(KEY).param == "lost:0"
-        assert len(moves(pair.clients, "Commit")) == QUICK.piece_attempts
+        assert len(moves(pair.clients, "Commit")) == BRISK.piece_attempts
 
 
 async def test_announcements_do_not_wait_for_each_other(memory):
-    config = replace(QUICK, max_piece_bytes=1)
+    config = replace(PATIENT, max_piece_bytes=1)
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory, config=config) as pair:
         waiting = 0
         enough = asyncio.Event()
@@ -406,7 +409,7 @@ async def test_announcements_do_not_wait_for_each_other(memory):
 
 
 async def test_a_piece_that_is_overtaken_takes_another_turn_on_the_same_link(memory):
-    config = replace(QUICK, max_piece_bytes=1)
+    config = replace(PATIENT, max_piece_bytes=1)
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory, config=config) as pair:
         overtaken = []
 
@@ -427,12 +430,12 @@ async def test_a_piece_that_is_overtaken_takes_another_turn_on_the_same_link(mem
 
 async def test_leases_end_by_themselves(memory):
     """Neither side ever hears of the other again: timers end both and give the blocks back."""
-    config = replace(QUICK, lease_s=0.2, rpc_timeout_s=0.1, rpc_attempts=1)
+    config = replace(PATIENT, lease_s=0.2, rpc_timeout_s=0.1, rpc_attempts=1)
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory, config=config) as pair:
         await ready(pair)
         pair.clients.handlers.clear()
         for side in (pair.prefill, pair.decode):
-            await side.events.wait(lambda e: e.is_over(KEY), 2)
+            await side.events.wait(lambda e: e.is_over(KEY))
             assert "deadline" in side.events.ended_with(KEY).message
         assert pair.decode.events.safe == [(KEY, DEST)]
 
@@ -441,7 +444,7 @@ async def test_an_offer_that_is_never_granted_ends_with_its_ticket(memory):
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
         pair.submit(KEY, 5, ttl_s=0.2)
         for side in (pair.prefill, pair.decode):
-            await side.events.wait(lambda e: e.is_over(KEY), 2)
+            await side.events.wait(lambda e: e.is_over(KEY))
             assert side.events.ended_with(KEY).code is ErrorCode.HANDOFF_FAILED
         assert pair.decode.events.safe == []
 
@@ -472,7 +475,7 @@ async def test_links_of_a_worker_that_was_only_silent_are_not_taken_again(backen
 
 async def test_nothing_is_sent_on_links_that_were_given_up_meanwhile(memory):
     """Decode is found silent while a piece is announced, and answers then."""
-    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory, config=BRISK) as pair:
 
         async def lost(address, method, request):
             if method is methods.PIECE:
@@ -533,7 +536,7 @@ async def test_a_pool_that_fails_fails_the_handoff_only(memory):
 
 async def test_a_newer_link_frees_a_receive_that_waits_on_the_old_one(backends):
     """Decode posted for a sender that gave up: the next piece does not wait for that."""
-    config = replace(QUICK, op_timeout_s=30, connect_timeout_s=30)
+    config = replace(PATIENT, op_timeout_s=30, connect_timeout_s=30)
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends, config=config) as pair:
         await ready(pair)
         (grant,) = moves(pair.clients, "Grant")

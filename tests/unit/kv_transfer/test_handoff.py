@@ -12,7 +12,7 @@ from kv_transfer.config import ChecksumKind
 from protocol.errors import ErrorCode, HandoffFailed
 from protocol.ids import RequestKey
 from tests.support.transfer import (
-    QUICK,
+    PATIENT,
     SECRET,
     Pair,
     differing,
@@ -26,7 +26,7 @@ from tests.support.transfer_steps import DEST, KEY, OTHER, SOURCE
 SIZES = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4)]
 
 
-async def moved(backends, source, dest, config=QUICK):
+async def moved(backends, source, dest, config=PATIENT):
     """Hand five blocks over; what prefill was told."""
     kv = random_kv(source, 5, seed=1)
     async with Pair(source=source, dest=dest, backends=backends, config=config) as pair:
@@ -99,7 +99,7 @@ async def test_large_pushes_are_split_and_joined(any_backends):
     layout = make_layout(1, num_layers=5)
     kv = random_kv(layout, 5, seed=1)
     size = 2 * 5 * 4 * 2 * 4 * 8 * 4  # two blocks
-    config = replace(QUICK, max_piece_bytes=size, device_piece_bytes=size)
+    config = replace(PATIENT, max_piece_bytes=size, device_piece_bytes=size)
     async with Pair(source=layout, dest=layout, backends=any_backends, config=config) as pair:
         fill(pair.prefill.pools, layout, SOURCE, kv)
         pair.submit(KEY, 5)
@@ -114,7 +114,7 @@ async def test_large_pushes_are_split_and_joined(any_backends):
 @pytest.mark.parametrize("kind", list(ChecksumKind))
 async def test_checksum_kinds(memory, kind):
     layout = make_layout(2, dtype="bfloat16")
-    await moved(memory, layout, layout, replace(QUICK, checksum=kind))
+    await moved(memory, layout, layout, replace(PATIENT, checksum=kind))
 
 
 async def test_many_handoffs_at_once_share_the_links(backends):
@@ -167,7 +167,7 @@ async def test_a_receiver_that_starts_anew_gets_links_of_its_own(backends):
 async def test_idle_links_beyond_the_limit_are_closed_and_made_again(backends):
     layout = make_layout(1)
     kv = random_kv(layout, 5, seed=1)
-    config = replace(QUICK, max_peers=1)
+    config = replace(PATIENT, max_peers=1)
     async with Pair(source=layout, dest=layout, backends=backends, config=config) as one:
         fill(one.prefill.pools, layout, SOURCE, kv)
         async with Pair(

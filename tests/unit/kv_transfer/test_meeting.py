@@ -11,7 +11,7 @@ from protocol.errors import DeadlineExceeded, Unavailable
 from protocol.ids import RequestKey
 from rpc import methods
 from tests.support.one_sided import OneSidedBackend, OneSidedHub
-from tests.support.transfer import QUICK, Pair, differing, fill, make_layout, random_kv
+from tests.support.transfer import PATIENT, Pair, differing, fill, make_layout, random_kv
 
 KEY = RequestKey("a")
 SOURCE, DEST = (3, 1, 4), (8, 2, 7)
@@ -68,7 +68,7 @@ async def test_a_one_sided_link_needs_nothing_of_decode():
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("error", [Unavailable, DeadlineExceeded])
 async def test_a_meeting_that_fails_costs_no_handoff(backends, which, error):
-    config = replace(QUICK, connect_timeout_s=0.3)
+    config = replace(PATIENT, connect_timeout_s=0.3)
     async with Pair(source=TP1, dest=TP2, backends=backends, config=config) as pair:
         calls = []
 
@@ -85,7 +85,7 @@ async def test_a_meeting_that_fails_costs_no_handoff(backends, which, error):
 
 
 async def test_a_rank_that_cannot_connect_costs_no_handoff(backends):
-    config = replace(QUICK, connect_timeout_s=0.3)
+    config = replace(PATIENT, connect_timeout_s=0.3)
     async with Pair(source=TP1, dest=TP1, backends=backends, config=config) as pair:
         (backend,) = pair.prefill.planes[0]._backends.values()
         connect = backend.connect

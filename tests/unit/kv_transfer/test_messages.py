@@ -16,7 +16,7 @@ from protocol.kv_layout import Cells
 from protocol.messages import HandoffEnd
 from rpc import methods
 from tests.support.transfer import (
-    QUICK,
+    PATIENT,
     SECRET,
     Pair,
     differing,
@@ -43,8 +43,7 @@ from tests.support.transfer_steps import (
 @pytest.mark.parametrize("method", [methods.GRANT, methods.PIECE, methods.COMMIT])
 @pytest.mark.parametrize("how", ["lost", "reply lost", "twice"])
 async def test_one_message_lost_or_repeated_changes_nothing(backends, method, how):
-    config = replace(QUICK, rpc_timeout_s=0.3)
-    async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends, config=config) as pair:
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends) as pair:
         hit = []
 
         async def fault(address, called, request):
@@ -97,7 +96,7 @@ async def test_everything_replayed_after_the_end_is_refused_and_touches_nothing(
 
 
 async def test_pieces_of_another_incarnation_or_shape_are_refused(memory):
-    config = replace(QUICK, connect_timeout_s=0.2)
+    config = replace(PATIENT, connect_timeout_s=0.2)
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory, config=config) as pair:
         await ready(pair)
         (grant,) = moves(pair.clients, "Grant")
@@ -219,7 +218,7 @@ def test_an_order_names_exactly_one_thing(memory):
     pair = Pair(source=LAYOUT, dest=LAYOUT, backends=memory)
     plane = pair.prefill.planes[0]
     for data in (codec.encode(Order()), b"\xc1"):
-        outcome = plane.execute(data).result(1)
+        outcome = plane.execute(data).result(10)
         assert b"invalid_request" in outcome
     order = MoveOrder(
         rank=0,
@@ -233,14 +232,14 @@ def test_an_order_names_exactly_one_thing(memory):
         num_layers=1,
         parts=(),
     )
-    assert b"invalid" not in plane.execute(Order(send=order).encode()).result(1)
+    assert b"invalid" not in plane.execute(Order(send=order).encode()).result(10)
     for side in (pair.prefill, pair.decode):
         for plane in side.planes:
             plane.close()
 
 
 async def test_a_grant_whose_replies_are_all_lost_still_serves_if_pieces_come(memory):
-    config = replace(QUICK, rpc_timeout_s=0.2, rpc_attempts=1)
+    config = replace(PATIENT, rpc_timeout_s=0.2, rpc_attempts=1)
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory, config=config) as pair:
         pushed = asyncio.Event()
 

@@ -24,10 +24,10 @@ from protocol.messages import LinkAddress
 from rpc import methods
 from tests.support.held import Held
 from tests.support.one_sided import OneSidedBackend, OneSidedHub
-from tests.support.transfer import QUICK, Pair, differing, fill, make_layout, random_kv, reply_of
+from tests.support.transfer import PATIENT, Pair, differing, fill, make_layout, random_kv, reply_of
 from tests.support.transfer_steps import DEST, KEY, LAYOUT, OTHER, SOURCE, moves, ready
 
-HASTY = replace(QUICK, op_timeout_s=0.2, rpc_timeout_s=0.2, rpc_attempts=1, repair_s=0.05)
+HASTY = replace(PATIENT, op_timeout_s=0.2, rpc_timeout_s=0.2, rpc_attempts=1, repair_s=0.05)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ async def sent(pair):
 async def test_every_pair_of_degrees_moves_the_same_bits(backends, source_tp, dest_tp, kind):
     source, dest = make_layout(source_tp), make_layout(dest_tp)
     kv = random_kv(source, 5, seed=1)
-    config = replace(QUICK, checksum=kind)
+    config = replace(PATIENT, checksum=kind)
     async with Pair(source=source, dest=dest, backends=backends, config=config) as pair:
         fill(pair.prefill.pools, source, SOURCE, kv)
         await pair.run(KEY, SOURCE, DEST)
@@ -66,7 +66,7 @@ async def test_every_pair_of_degrees_moves_the_same_bits(backends, source_tp, de
 
 
 async def test_content_that_changed_on_the_way_is_refused(backends):
-    config = replace(QUICK, checksum=ChecksumKind.SUM)
+    config = replace(PATIENT, checksum=ChecksumKind.SUM)
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends, config=config) as pair:
 
         async def corrupt(address, method, request):
@@ -82,8 +82,7 @@ async def test_content_that_changed_on_the_way_is_refused(backends):
 @pytest.mark.parametrize("how", ["lost", "reply lost", "twice"])
 @pytest.mark.parametrize("method", [methods.GRANT, methods.COMMIT])
 async def test_one_message_lost_or_repeated_changes_nothing(backends, method, how):
-    config = replace(QUICK, rpc_timeout_s=0.3)
-    async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends, config=config) as pair:
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends) as pair:
         hit = []
 
         async def fault(address, called, request):
