@@ -30,6 +30,8 @@ class Nodes:
         self.address = f"127.0.0.1:{free_port()}"
         # Ray listens on all interfaces; without its own token it takes one from the user's home.
         self.token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        # Its default is nice 15, which starves workers wherever anything else runs.
+        self._settings = {**self.token, "RAY_worker_niceness": "0"}
 
     def start(self, host: str, pool: str, *, cpus: int) -> None:
         """A machine at `host` for replicas of `pool`; the first one is the head."""
@@ -47,7 +49,7 @@ class Nodes:
         with log.open("wb") as output:
             self._nodes[host] = subprocess.Popen(
                 [*_RAY, "start", "--block", *role, *own, *_COMMON],
-                env={**env, **self.token},
+                env={**env, **self._settings},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -160,8 +160,7 @@ def test_killed_router_takes_only_its_own_requests_along(
     # Its work ends while that of the other one goes on, and who comes now is served.
     watch = routers.to[alive][0]
     wait_until(lambda: workers(watch)["decode"].running == before[alive], seconds=5)
-    prefill = workers(watch)["prefill"]
-    assert prefill.running + prefill.waiting <= 1
+    wait_until(lambda: prompts(workers(watch)["prefill"]) <= 1, seconds=5)
     assert [stream.over for stream in streams].count(True) == before[dead]
     for _ in range(4):
         assert ask(baton, LONG).token_ids == expected[:8]
@@ -210,6 +209,10 @@ def test_frozen_router_is_ended_and_replaced(baton: Baton, routers: Connections)
 def processes(baton: Baton, title: str) -> list[int]:
     found = session_processes(int(baton.state()["pid"]))
     return [int(row.split()[1]) for row in found if title in row]
+
+
+def prompts(worker: wire.Worker) -> int:
+    return worker.running + worker.waiting
 
 
 def idle(worker: wire.Worker) -> bool:

@@ -295,7 +295,7 @@ async def test_work_for_a_client_that_left_ends_within_a_step(
     if world.other is not None:
         said = await world.other
         assert (len(said.only.ids), said.only.finish) == (OUTPUT, "length")
-    await world.stack.pair.idle(3)
+    await world.stack.pair.idle()
     # Nothing of it went on, and on no worker did it count as finished.
     assert world.decode.steps - decode_steps <= 3 + others * OUTPUT
     outcomes = [after - then for after, then in zip(ended(world), before[1], strict=True)]

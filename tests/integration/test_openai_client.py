@@ -272,4 +272,4 @@ async def test_timeouts_and_streams_that_are_closed_end_the_work(
         async for _ in stream:
             break
     await until(lambda: stack.router.num_requests == 0)
-    await stack.pair.idle(3)
+    await stack.pair.idle()

@@ -221,7 +221,7 @@ class Pair:
         )
         return await self.router.answer(key)
 
-    async def idle(self, timeout_s: float = 10.0) -> None:
+    async def idle(self, timeout_s: float = 20.0) -> None:
         """Wait until no worker has anything left, then check that every block is free."""
         workers = [*self.prefills, *self.decodes]
         end = time.monotonic() + timeout_s

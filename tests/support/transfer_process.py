@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -22,6 +21,7 @@ from kv_transfer.sender import Sender
 from protocol.ids import RequestKey, Role, WorkerRef, new_epoch
 from protocol.ticket import Ticket
 from rpc.service import ClientPool, ControlServer
+from tests.support.held import Held
 from tests.support.processes import forks, obey
 from tests.support.transfer import (
     SECRET,
@@ -54,6 +54,7 @@ class _Host:
         self._role = role
         self._sides: list[Side] = []
         self._ends: list[Any] = []
+        self._held: dict[int, Held] = {}
         self._clients = ClientPool(secret=SECRET)
 
     async def make(self, tp_size: int, shape: dict[str, Any]) -> tuple[int, WorkerRef]:
@@ -102,10 +103,21 @@ class _Host:
             self._ends[which].push(key, part, first)
         self._ends[which].commit(key, 5)
 
-    async def slow(self, which: int, seconds: float) -> None:
-        """Every gather takes this long: a transfer can be caught in the middle."""
+    async def hold(self, which: int) -> None:
+        """Gathers wait: a transfer can be caught in the middle."""
+        held = self._held[which] = Held()
         for pool in self._sides[which].pools:
-            pool.before_gather = lambda: time.sleep(seconds)
+            pool.before_gather = held
+
+    async def caught(self, which: int) -> bool:
+        """Wait until a gather waits."""
+        return await asyncio.to_thread(self._held[which].begun)
+
+    async def release(self, which: int) -> None:
+        """Gathers go on, and wait no more."""
+        for pool in self._sides[which].pools:
+            pool.before_gather = lambda: None
+        self._held[which].release()
 
     async def over(self, which: int, key: RequestKey) -> tuple[str, Any]:
         """How a hand-off ended; waits for it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import re
 import signal
 import socket
@@ -13,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -537,36 +535,6 @@ def test_a_key_needs_a_name_that_can_be_shown(
     code, error = one_line_error(["keys", "new", name], capsys)
     assert code == EXIT_USAGE
     assert f"name must be printable characters without spaces around them, got {name!r}" in error
-
-
-def test_a_start_ends_with_the_cluster_that_it_starts(monkeypatch, capsys):
-    exits: queue.Queue[int] = queue.Queue()
-    monkeypatch.setattr(up_command, "_LOOK_S", 0.01)
-    monkeypatch.setattr(up_command.os, "_exit", exits.put)
-    here = RunningCluster(address="h:1", token="", config="")
-    with up_command._leaving_with(here, Console()), pytest.raises(queue.Empty):
-        exits.get(timeout=0.1)
-    gone = replace(here, pid=os.getpid(), started=-1)
-    with up_command._leaving_with(gone, Console()):
-        assert exits.get(timeout=10) == 1
-    assert "the cluster was taken down meanwhile" in capsys.readouterr().err
-
-
-def test_a_start_that_is_over_is_not_ended_by_a_last_look(monkeypatch):
-    monkeypatch.setattr(up_command, "_LOOK_S", 0.01)
-    looking, looked = threading.Event(), threading.Event()
-
-    class Looked:
-        @property
-        def alive(self):
-            looking.set()
-            time.sleep(0.1)
-            looked.set()
-            return True
-
-    with up_command._leaving_with(Looked(), Console()):
-        assert looking.wait(10)
-    assert looked.is_set()
 
 
 @pytest.mark.parametrize(

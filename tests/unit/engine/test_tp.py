@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -111,9 +112,17 @@ def test_nothing_waits_for_a_peer_that_is_known_to_be_gone(
     pair: tuple[TensorParallel, TensorParallel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tp, "_LOOK", timedelta(milliseconds=1))
+    asked = threading.Event()
+
+    def noted(work: Any) -> Any:
+        asked.set()
+        return work
+
+    answered_by(pair[0], noted)
     gone = RankLost("rank 1: it broke", param="rank 1")
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(pair[0].all_reduce, torch.tensor([2.0]))
+        assert asked.wait(20)
         pair[0].abandon(gone)
         with pytest.raises(RankLost, match="rank 1: it broke"):
             waiting.result(20)

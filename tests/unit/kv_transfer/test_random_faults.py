@@ -28,12 +28,13 @@ def test_under_faults_nothing_leaks_hangs_or_mixes(seed, one_sided):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("one_sided", [False, True])
-def test_thousands_of_handoffs_under_faults(one_sided):
+@pytest.mark.parametrize("first", range(1000, 1260, 20))
+def test_thousands_of_handoffs_under_faults(first, one_sided):
     outcomes: Counter[str] = Counter()
-    for seed in range(1000, 1260):
+    for seed in range(first, first + 20):
         outcomes += Chaos(seed, fault_rate=0.1, one_sided=one_sided).run(20)
-    assert outcomes.total() >= 5000
-    assert outcomes["committed"] > 2000
+    assert outcomes.total() >= 385
+    assert outcomes["committed"] > 154
 
 
 def test_pieces_that_were_lost_after_they_left_are_sent_again():
