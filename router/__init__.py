@@ -15,6 +15,6 @@ To read in this order; each is called by those above it:
     members, member             the workers, each followed over its event stream (with reservations,
                                 silence)
 
-Beside the path: access and tls (files that may change), spans and timeline and metering (what is
-told of a request afterwards), admin (what is needed of whoever runs the cluster).
+Beside the path: access and tls (files that may change), spans and metering (what is told of a
+request afterwards), admin (what is needed of whoever runs the cluster).
 """

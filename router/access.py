@@ -25,10 +25,9 @@ class Access:
         if self._path is not None:
             try:
                 self._stamp = stamp(self._path)
+                self._keys = load_keys(self._path, tiers=tiers)
             except OSError as error:
                 raise ValueError(f"api_keys_file {path}: {error.strerror}") from None
-            try:
-                self._keys = load_keys(self._path, tiers=tiers)
             except ValueError as error:
                 raise ValueError(f"api_keys_file {error}") from None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from observability import metrics
@@ -15,7 +15,6 @@ from protocol.states import FinishReason
 from router.choice import Choice, Delta, RequestText
 from router.prefix import PromptBlocks
 from router.relay import Flight, PlacedSpan, Relay, SequenceJob
-from router.timeline import timeline_json
 from router.waiting import Turn
 
 
@@ -148,14 +147,19 @@ class Generation:
         return [*self._spans, *(span for flight in self._flights for span in flight.spans)]
 
     def timeline(self) -> dict[str, Any]:
-        """Where the time went, so far."""
-        return timeline_json(
-            request_id=self.request_id,
-            arrival=self.arrival,
-            first_token=self.first_token,
-            end=self._relay.clock(),
-            spans=self.spans,
-        )
+        """Where the time went, so far; the gRPC message has the same names. Times are seconds since
+        the Unix epoch, `first_token` is 0 when there was none; spans in the order they began."""
+        ordered = sorted(self.spans, key=lambda placed: (placed.span.start, placed.span.end))
+        return {
+            "request_id": self.request_id,
+            "arrival": self.arrival,
+            "first_token": self.first_token,
+            "end": self._relay.clock(),
+            "spans": [
+                asdict(placed.span) | {"choice": placed.choice, "attempt": placed.attempt}
+                for placed in ordered
+            ],
+        }
 
     def _emit(self, delta: Delta) -> None:
         self._ready.append(delta)

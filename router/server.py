@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from uuid import uuid4
@@ -65,16 +65,11 @@ class Router:
         *,
         secret: bytes,
         admin: AdminBackend | None = None,
-        metric_set: MetricSet | None = None,
-        clock: Callable[[], float] = time.time,
-        rng: random.Random | None = None,
         tracing: Tracing | None = None,
     ) -> None:
         self.config = config
         self.router_id = f"router-{uuid4().hex[:12]}"
-        self.metrics = metric_set or MetricSet(
-            model_name=config.model_name, vllm_names=config.vllm_metric_names
-        )
+        self.metrics = MetricSet(model_name=config.model_name, vllm_names=config.vllm_metric_names)
         self.addresses = RouterAddresses(http="", grpc="", metrics="")
         self._access = Access(config.api_keys_file, tiers=frozenset(config.service_tiers))
         self._tls = Tls(config.tls)
@@ -87,17 +82,10 @@ class Router:
             secret=secret,
             config=config,
             metric_set=self.metrics,
-            clock=clock,
-            rng=rng or random.Random(),
+            clock=time.time,
+            rng=random.Random(),
         )
-        self._service = InferenceService(
-            config=config,
-            model=self._model,
-            relay=relay,
-            metric_set=self.metrics,
-            clock=clock,
-            tracing=self._tracing,
-        )
+        self._service = InferenceService(self._model, relay, tracing=self._tracing)
         app = make_app(
             self._service,
             access=self._access,

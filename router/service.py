@@ -11,7 +11,6 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from observability import metrics
-from observability.export import MetricSet
 from observability.logging import get_logger
 from protocol.errors import (
     BatonError,
@@ -31,9 +30,8 @@ from router import fields as read
 from router import metering
 from router.admission import Admission
 from router.choice import RequestText
-from router.config import RouterConfig
 from router.generation import Generation
-from router.keys import ANYONE, Caller
+from router.keys import Caller
 from router.messages import parse_messages
 from router.model import ModelInfo, ServedModel
 from router.prepare import Limits, base_sampling, check_ids, make_jobs, too_long
@@ -79,26 +77,17 @@ class Tokens:
 class InferenceService:
     """Generate, ListModels, Tokenize, Detokenize. Every failure leaves as a typed error."""
 
-    def __init__(
-        self,
-        *,
-        config: RouterConfig,
-        model: ServedModel,
-        relay: Relay,
-        metric_set: MetricSet,
-        clock: Callable[[], float],
-        tracing: Tracing | None = None,
-    ) -> None:
+    def __init__(self, model: ServedModel, relay: Relay, *, tracing: Tracing | None) -> None:
         self._tracing = tracing
-        self.metrics = metric_set
-        self.clock = clock
+        self.metrics = relay.metrics
+        self.clock = relay.clock
+        self._config = config = relay.config
         self.admission = Admission(limit=config.max_requests, retry_after_s=config.retry_after_s)
-        self._config = config
         self._model = model
         self._relay = relay
         self._num_texts = 0  # that Tokenize and Detokenize work on
         self._waiting = WaitingRoom(
-            members=relay.members, config=config, metric_set=metric_set, clock=clock
+            members=relay.members, config=config, metric_set=self.metrics, clock=self.clock
         )
 
     @property
@@ -140,7 +129,7 @@ class InferenceService:
         request: GenerateRequest,
         *,
         arrival: float,
-        caller: Caller = ANYONE,
+        caller: Caller,
         trace: TraceContext | None = None,
         time_left_s: float | None = None,
     ) -> AsyncIterator[Generation]:
@@ -182,7 +171,7 @@ class InferenceService:
             if tpot_s is not None:
                 self._waiting.finished(tpot_s)
 
-    async def tokenize(self, fields: Mapping[str, Any], caller: Caller = ANYONE) -> Tokens:
+    async def tokenize(self, fields: Mapping[str, Any], caller: Caller) -> Tokens:
         """Ids of `prompt`, or of `messages` and `tools` through the chat template; a few contexts
         at most."""
         with self._text_work():
@@ -211,7 +200,7 @@ class InferenceService:
             ids = await self._model.encode_text(prompt, add_special_tokens=add, limit=limit)
         return Tokens(ids=ids, max_model_len=self._model.context)
 
-    async def detokenize(self, fields: Mapping[str, Any], caller: Caller = ANYONE) -> str:
+    async def detokenize(self, fields: Mapping[str, Any], caller: Caller) -> str:
         """Text of `tokens`, special tokens included."""
         check_fields(fields, frozenset({"model", "tokens"}))
         self._model.check_name(read.text(fields, "model"), caller)
@@ -250,11 +239,11 @@ class InferenceService:
         """The name that answers carry."""
         return self._model.name
 
-    def models(self, caller: Caller = ANYONE) -> list[ModelInfo]:
+    def models(self, caller: Caller) -> list[ModelInfo]:
         """The models served to this caller."""
         return [self._model.info()] if caller.may_use(self._model.names) else []
 
-    def find_model(self, name: str, caller: Caller = ANYONE) -> ModelInfo:
+    def find_model(self, name: str, caller: Caller) -> ModelInfo:
         """One model by any of its names. Raises NotFound, or PermissionDenied."""
         self._model.check_name(name, caller)
         return self._model.info()

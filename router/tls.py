@@ -45,13 +45,13 @@ class TlsConfig:
 class Tls:
     """The certificates in force. Raises ValueError, naming the field, for files that do not load.
 
-    A renewed certificate and key are taken within about a second by new connections; the client
-    CA is read once.
+    `context` is for the HTTP door, None for plain text. A renewed certificate and key are taken
+    within about a second by new connections; the client CA is read once.
     """
 
     def __init__(self, config: TlsConfig) -> None:
         self._config = config
-        self._context: ssl.SSLContext | None = None
+        self.context: ssl.SSLContext | None = None
         self._stamps: tuple[Stamp, Stamp] | None = None
         self._client_ca: bytes | None = None
         self._for_grpc: grpc.ServerCertificateConfiguration | None = None
@@ -59,12 +59,7 @@ class Tls:
             for name in ("cert_file", "key_file", "client_ca_file"):
                 _check_readable(name, getattr(config, name))
             self._stamps = self._look()
-            self._context = self._load()
-
-    @property
-    def context(self) -> ssl.SSLContext | None:
-        """For the HTTP door; None for plain text."""
-        return self._context
+            self.context = self._load()
 
     def grpc_credentials(self) -> grpc.ServerCredentials | None:
         """For the gRPC door; None for plain text."""
@@ -86,7 +81,7 @@ class Tls:
     async def refresh(self) -> None:
         """Take the certificate again if it has changed; a pair that does not load (yet) changes
         nothing."""
-        if self._context is None:
+        if self.context is None:
             return
         try:
             stamps = await asyncio.to_thread(self._look)
@@ -94,7 +89,7 @@ class Tls:
                 return
             self._stamps = stamps
             await asyncio.to_thread(self._load)
-            self._context.load_cert_chain(self._config.cert_file, self._config.key_file)
+            self.context.load_cert_chain(self._config.cert_file, self._config.key_file)
         except (OSError, ValueError) as error:
             log.error("the certificate is not renewed", extra={"error": str(error)})
         else:
