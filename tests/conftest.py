@@ -112,7 +112,8 @@ def pytest_collection_modifyitems(items):
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
     for item in items:
-        if "tests/unit/" in item.nodeid and not item.get_closest_marker("timeout"):
+        own = [item.get_closest_marker(name) for name in ("timeout", "slow")]
+        if "tests/unit/" in item.nodeid and not any(own):
             item.add_marker(pytest.mark.timeout(UNIT_TIMEOUT_S))
     # Where files are spread over the cores, those that take long must not be the last to begin.
     slow = {item.path for item in items if item.get_closest_marker("slow")}

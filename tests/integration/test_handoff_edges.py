@@ -51,7 +51,7 @@ class Doors:
     async def idle(self) -> None:
         """Nothing may be left anywhere."""
         await self.pair.idle()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while self.router.num_requests:
                 await asyncio.sleep(0.01)
 
@@ -79,7 +79,7 @@ async def running_doors(model: str, decode_config: WorkerConfig = CONFIG) -> Asy
             http_host="127.0.0.1", http_port=0, grpc_host="127.0.0.1", grpc_port=0
         )
         alone.set_workers(stack.pair.decode_refs)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             while not alone.ready:
                 await asyncio.sleep(0.01)
         clients = [

@@ -37,7 +37,7 @@ class Raw:
 @contextlib.asynccontextmanager
 async def connected(doors: Doors) -> AsyncIterator[Raw]:
     reader, writer = await asyncio.open_connection(*doors.router.addresses.http.split(":"))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         try:
             yield Raw(reader, writer)
         finally:
@@ -224,7 +224,7 @@ async def test_a_call_that_is_never_sent_or_never_read_ends_with_its_connection(
             raw.writer.write(frame(_DATA, 1, 1, b"\0" + len(message).to_bytes(4, "big") + message))
             await until(lambda: worker.submitted)
             assert len(asyncio.all_tasks()) > before
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(20):
                 await raw.reader.read()  # to the end: hung up on
         await until(lambda: len(asyncio.all_tasks()) <= before)
 
@@ -233,7 +233,7 @@ async def test_grpc_connections_have_a_bound(fleet: StubFleet, make_doors: MakeD
     await fleet.add(Role.DECODE)
     async with make_doors(fleet, max_connections=1) as doors:
         assert await doors.inference.ListModels(pb.ListModelsRequest())
-        async with deaf(doors) as raw, asyncio.timeout(10):
+        async with deaf(doors) as raw, asyncio.timeout(20):
             with contextlib.suppress(ConnectionResetError):
                 assert await raw.reader.read() == b""
         assert await doors.inference.ListModels(pb.ListModelsRequest())

@@ -381,6 +381,6 @@ async def test_a_connection_that_comes_about_after_the_close_is_closed():
         await client.close()
         with pytest.raises(Unavailable, match="was closed"):
             await call
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while server.connections:
                 await asyncio.sleep(0.01)

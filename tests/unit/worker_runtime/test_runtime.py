@@ -243,7 +243,7 @@ class TestOutlet:
         client = ControlClient(await server.start(), secret=b"s")
         stream = client.stream(methods.EVENTS, Subscribe(router_id="frozen"))
         await anext(stream)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             while not gone:
                 outlet.publish({"frozen": RouterEvents()})
                 await asyncio.sleep(0.001)
