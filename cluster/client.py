@@ -113,7 +113,8 @@ def _typed(error: Any, address: str, *, began: bool) -> BatonError:
         text = (
             f"the router at {address} hung up"
             if began
-            else f"no router answers at {address} over gRPC (if it wants TLS: --tls or --tls-ca)"
+            else f"no router answers at {address} over gRPC: {text.rpartition('last error: ')[2]}"
+            " (if it wants TLS: --tls or --tls-ca)"
         )
     info = ErrorInfo(code=ErrorCode(code), message=text, param=trailers.get("baton-error-param"))
     return info.to_error()
