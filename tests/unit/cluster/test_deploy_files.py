@@ -75,6 +75,21 @@ def test_pools_have_node_types_of_their_own(name: str, gpu_cluster: ClusterConfi
     assert types["prefill"]["node_config"] != types["decode"]["node_config"]
 
 
+@pytest.mark.parametrize(
+    ("name", "image", "account"),
+    [("aws", "ImageId", "IamInstanceProfile"), ("gcp", "disks", "serviceAccounts")],
+)
+def test_rented_machines_can_run_it_and_read_the_model(name: str, image: str, account: str) -> None:
+    """Ray's own image for AWS has Python 3.6, Ubuntu before 24.04 one before 3.11. An account that
+    may read buckets is given by Ray to the head node only."""
+    types = read(DEPLOY / "ray" / f"{name}.yaml")["available_node_types"]
+    for node in types.values():
+        systems = re.findall(r"ubuntu-(?:accelerator-)?(\d+)", str(node["node_config"][image]))
+        assert set(systems) <= {"2404"}
+    for pool in POOLS:
+        assert types[pool]["node_config"][account]
+
+
 @pytest.mark.parametrize("path", RAY_FILES, ids=lambda p: p.name)
 def test_the_head_node_has_the_configuration_that_is_started_there(path: Path) -> None:
     config = re.search(r"baton up (/\S+)/(\S+)", path.read_text())
