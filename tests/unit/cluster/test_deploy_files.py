@@ -118,6 +118,13 @@ def test_setup_can_be_repeated(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", RAY_FILES, ids=lambda p: p.name)
+def test_a_wheel_of_the_same_version_is_installed(path: Path) -> None:
+    """pip takes it for the one that is there, and the old code would go on."""
+    lines = [line for line in read(path)["setup_commands"] if "baton-*.whl" in line]
+    assert "--no-deps --force-reinstall" in lines[-1]
+
+
+@pytest.mark.parametrize("path", RAY_FILES, ids=lambda p: p.name)
 def test_workers_are_not_niced(path: Path) -> None:
     """Ray's default is nice 15, which starves workers wherever anything else runs."""
     config = read(path)
