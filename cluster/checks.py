@@ -64,13 +64,7 @@ def check_config(config: ClusterConfig, model_path: Path) -> None:
     _check_length(config, model)
     for role in Role:
         _check_pool(config, role, model)
-    devices = {role: config.pool(role).engine.device for role in Role}
-    if len(set(devices.values())) > 1:  # also where a pool is empty: it may be scaled
-        raise _refuse(
-            "prefill.engine.device",
-            f"is {devices[Role.PREFILL]!r}, but decode.engine.device is "
-            f"{devices[Role.DECODE]!r}: KV is handed over between devices of one kind",
-        )
+    check_devices(config, [role for role in Role if config.pool(role).replicas])
 
 
 def check_doors(network: NetworkSection) -> None:
@@ -93,16 +87,22 @@ def check_doors(network: NetworkSection) -> None:
 def check_resources(demands: Sequence[Demand], nodes: Sequence[Node]) -> None:
     """Raise InvalidRequest, with demand and supply printed, when the replicas cannot all be placed.
 
-    Packs the largest replicas first, each onto the fullest node that still has room, which leaves
-    whole nodes for other large ones.
+    Packs replicas that few nodes could hold first, of those the largest, each onto the fullest node
+    that still has room, which leaves whole nodes for other large ones.
     """
     free = [(node, dict(node.resources)) for node in nodes]
     wanted = [demand for demand in demands for _ in range(demand.replicas)]
     placed: dict[str, int] = {demand.pool: 0 for demand in demands}
-    for demand in sorted(wanted, key=lambda d: -sum(d.total().values())):
+
+    def order(demand: Demand) -> tuple[int, float]:
+        need = demand.total()
+        able = [n for n in nodes if n.carries(demand.labels) and _holds(n.resources, need)]
+        return len(able), -sum(need.values())
+
+    for demand in sorted(wanted, key=order):
         need = demand.total()
         offers = [left for node, left in free if node.carries(demand.labels)]
-        fits = [left for left in offers if all(left.get(k, 0.0) >= v for k, v in need.items())]
+        fits = [left for left in offers if _holds(left, need)]
         if not fits:
             message = _shortage(demand, placed[demand.pool] + 1, demands, nodes)
             if all(sum(left.get(k, 0.0) for left in offers) >= v for k, v in need.items()):
@@ -112,6 +112,11 @@ def check_resources(demands: Sequence[Demand], nodes: Sequence[Node]) -> None:
         for name, amount in need.items():
             best[name] -= amount
         placed[demand.pool] += 1
+
+
+def _holds(offer: Bundle, need: Bundle) -> bool:
+    """Whether a node that offers so much has room; as Ray counts, in ten-thousandths."""
+    return all(round(offer.get(name, 0.0) - amount, 4) >= 0 for name, amount in need.items())
 
 
 def demands_of(config: ClusterConfig) -> tuple[Demand, ...]:
@@ -172,6 +177,20 @@ def _check_files(config: ClusterConfig) -> None:
         raise _refuse(f"router.settings.{name}", fault) from None
 
 
+def check_devices(config: ClusterConfig, roles: Sequence[Role] = tuple(Role)) -> None:
+    """Raise InvalidRequest when the pools of these roles cannot run where they are to, or not
+    together."""
+    for role in roles:
+        _check_device(config.pool(role), role.value, config.transfer.backend)
+    devices = {role: config.pool(role).engine.device for role in roles}
+    if len(set(devices.values())) > 1:
+        raise _refuse(
+            "prefill.engine.device",
+            f"is {devices[Role.PREFILL]!r}, but decode.engine.device is "
+            f"{devices[Role.DECODE]!r}: KV is handed over between devices of one kind",
+        )
+
+
 def _check_length(config: ClusterConfig, model: ModelConfig) -> None:
     wanted, limit = config.model.max_model_len, model.max_position_embeddings
     if wanted is not None and wanted < 2:
@@ -194,7 +213,6 @@ def _check_pool(config: ClusterConfig, role: Role, model: ModelConfig) -> None:
             f"{pool.engine.tp_size} does not suit {model.num_heads} query and "
             f"{model.num_kv_heads} KV heads; allowed: {', '.join(map(str, allowed))}",
         )
-    _check_device(pool, where, config.transfer.backend)
 
 
 def _check_device(pool: PoolSection, where: str, backend: BackendName) -> None:

@@ -15,7 +15,7 @@ from ray._private.state import available_resources_per_node
 from ray.serve.api import RunTarget
 from ray.serve.config import ProxyLocation
 
-from cluster.checks import Node, check_resources, demands_of
+from cluster.checks import Node, check_devices, check_resources, demands_of
 from cluster.config import ClusterConfig, PlacementSection
 from cluster.membership import Kind
 from cluster.ranks import process_env, runtime_env
@@ -42,7 +42,10 @@ def scale(config: ClusterConfig, wanted: Mapping[Kind, int]) -> None:
     """Set pools' numbers of replicas. Serve starts or drains the difference and touches nothing
     else: neither a pool's other replicas nor other pools. `config` makes a pool that is not
     there yet. Raises NotFound when Serve does not run, and InvalidRequest before anything changes
-    when a pool is to grow and the cluster is too small for it; who leaves another makes room."""
+    when a pool is to grow and the cluster is too small for it (who leaves another makes room), or
+    when the configuration has no device for it."""
+    if wanted.get(Kind.PREFILL):
+        check_devices(config)
     if not config.ray.autoscaling:
         sizes = {kind: pool.target for kind, pool in pool_statuses().items()}
         # A smaller pool is what a cluster needs that has lost a machine.

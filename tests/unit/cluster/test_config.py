@@ -299,6 +299,13 @@ def test_good_config_passes(base: Path, model_path: Path) -> None:
     check_config(load(base, "network.http_port=0", "network.grpc_port=0"), model_path)
 
 
+def test_an_empty_pool_needs_no_device(base: Path, model_path: Path) -> None:
+    on_gpu = ("decode.engine.device=cuda", "decode.placement.gpus=1", "transfer.backend=nccl")
+    check_config(load(base, "prefill.replicas=0", *on_gpu), model_path)
+    with pytest.raises(InvalidRequest, match=r"^transfer\.backend: nccl needs GPUs, but prefill"):
+        check_config(load(base, *on_gpu), model_path)
+
+
 def test_unserved_model_is_refused(base: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["OtherModel"]}))
     with pytest.raises(InvalidRequest, match="OtherModel") as caught:

@@ -70,6 +70,29 @@ def test_labels_keep_pools_to_their_nodes() -> None:
     assert "fragmented" not in caught.value.message
 
 
+def test_replicas_that_could_go_anywhere_leave_labelled_nodes_to_those_that_must_go_there() -> None:
+    """Whichever is larger, and whichever node comes first; a custom resource says the same."""
+    label = {"pool": "decode"}
+    labelled = Node(resources={"GPU": 4, "decode_node": 1}, labels=label)
+    anywhere = group("prefill", 1, 4, GPU=1)
+    by_label = Demand(pool="decode", replicas=2, bundles=({"GPU": 1},), labels=label)
+    by_resource = group("decode", 2, 1, GPU=1, decode_node=0.5)
+    plain = Node(resources={"GPU": 4})
+    for few in (by_label, by_resource):
+        check_resources([anywhere, few], [labelled, plain])
+        check_resources([anywhere, few], [plain, labelled])
+        with pytest.raises(InvalidRequest, match="replica 1 of"):
+            check_resources([anywhere, few], [labelled])
+
+
+def test_a_node_can_be_filled_to_its_end_with_parts_of_cores() -> None:
+    """As floats, 1 - 0.8 - 0.1 is less than 0.1."""
+    parts = [group("router", 1, 1, CPU=0.8), group("prefill", 1, 1, CPU=0.1)]
+    check_resources([*parts, group("decode", 1, 1, CPU=0.1)], nodes({"CPU": 1.0}))
+    with pytest.raises(InvalidRequest, match=r"^prefill\.replicas"):
+        check_resources([*parts, group("decode", 1, 1, CPU=0.1001)], nodes({"CPU": 1.0}))
+
+
 def test_nothing_to_place() -> None:
     check_resources([group("prefill", 0, 1, GPU=1)], [])
 
@@ -128,6 +151,24 @@ def test_pools_of_a_cluster_that_has_lost_a_machine_can_shrink(
     with pytest.raises(InvalidRequest, match=r"^decode\.replicas"):
         deployments.scale(config, {Kind.PREFILL: 1, Kind.DECODE: 4})
     assert len(asked) == 3
+
+
+def test_a_pool_without_a_device_of_its_own_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A configuration of decode alone says nothing about prefill's device."""
+    on_gpu = PoolSection(
+        placement=PlacementSection(gpus=1), engine=EngineConfig(model_path="m", device="cuda")
+    )
+    config = ClusterConfig(
+        model=ModelSection(name="m"), prefill=PoolSection(replicas=0), decode=on_gpu
+    )
+    asked: list[tuple[Kind, int]] = []
+    monkeypatch.setattr(deployments, "pool_statuses", lambda: statuses(router=1, decode=1))
+    monkeypatch.setattr(deployments, "nodes", lambda: nodes({"CPU": 9.0, "GPU": 9.0}))
+    monkeypatch.setattr(deployments, "set_replicas", lambda *size: not asked.append(size))
+    deployments.scale(config, {Kind.DECODE: 2, Kind.PREFILL: 0})
+    with pytest.raises(InvalidRequest, match=r"^prefill\.engine\.device: is 'cpu', but decode"):
+        deployments.scale(config, {Kind.DECODE: 3, Kind.PREFILL: 1})
+    assert asked == [(Kind.DECODE, 2), (Kind.PREFILL, 0)]
 
 
 def test_demands_of_a_config() -> None:
