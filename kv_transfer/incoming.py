@@ -44,7 +44,9 @@ class Incoming:
                     self.changed.clear()
                     await self.changed.wait()
         except TimeoutError:
-            raise HandoffFailed(f"{lease.key}: pieces did not arrive", param="num_pieces") from None
+            if not lease.is_settled and lease.state not in OVER:  # else at the same moment
+                message = f"{lease.key}: pieces did not arrive"
+                raise HandoffFailed(message, param="num_pieces") from None
         if lease.lost_pieces and lease.state not in OVER:
             raise PiecesLost(lease.lost_pieces)
 

@@ -8,6 +8,7 @@ import pytest
 
 from kv_transfer.coverage import Area, Coverage
 from kv_transfer.credits import Credits, Holding
+from kv_transfer.incoming import Incoming
 from kv_transfer.leases import Inbound, Outbound, Verdict
 from kv_transfer.party import check_ticket
 from kv_transfer.remembered import Attempts, Remembered
@@ -18,6 +19,7 @@ from protocol.messages import Commit, Grant, Piece
 from protocol.states import TransferState
 from protocol.ticket import Ticket
 from tests.support.transfer import SECRET, make_fingerprint, make_layout
+from tests.support.transfer_net import SimLoop
 
 KEY = RequestKey("r")
 LAYOUT = make_layout(1)
@@ -55,6 +57,26 @@ def piece(sequence, first_cell, num_cells, *, link=1, first_layer=0, num_layers=
 def commit(num_pieces=2, **changes):
     fields = {"ticket": TICKET, "generation": 5, "num_blocks": 3, "checksum": 30, **changes}
     return Commit(key=KEY, first_token=9, num_pieces=num_pieces, **fields)
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_what_arrives_at_the_very_end_of_a_wait_has_arrived(arrives):
+    loop, lease = SimLoop(), inbound()
+    handoff = Incoming(lease)
+    lease.announce(piece(0, 1, 3))
+    waiting = loop.run(handoff.settle(5.0))
+
+    def arrive():
+        lease.arrived(0, 1, num_bytes=8, checksum=30)
+        handoff.changed.set()
+
+    loop.now += 5.0
+    if arrives:
+        loop.call_soon(arrive)
+    loop.settle()
+    loop.close()
+    error = waiting.exception()
+    assert (type(error) if error else None) is (None if arrives else HandoffFailed)
 
 
 def test_a_whole_inbound_handoff():
