@@ -21,6 +21,7 @@ from cluster.membership import Kind
 from cluster.ranks import process_env, runtime_env
 from cluster.router_replica import RouterReplica
 from cluster.serve_control import pool_statuses, set_replicas
+from cluster.within import ANSWER_S, within
 from cluster.worker_replica import WorkerReplica
 from protocol.ids import Role
 
@@ -31,11 +32,11 @@ _CONSTRUCTOR_TRIES = 2
 
 def deploy(config: ClusterConfig) -> None:
     """Hand the applications to Serve, and return at once. Serve's own proxies stay off: the routers
-    listen themselves. A pool of no replicas is left out (Serve knows none); `scale` brings it."""
-    serve.start(proxy_location=ProxyLocation.Disabled)
+    listen themselves. A pool of no replicas is left out (Serve knows none); `scale` brings it.
+    Raises Unavailable when Serve has not taken them within the time of a start."""
     roles = [role for role in Role if config.pool(role).replicas > 0]
     targets = [_target(pool_application(config, role), role.value) for role in roles]
-    _run([*targets, _target(router_application(config), Kind.ROUTER.value)])
+    _run(config, [*targets, _target(router_application(config), Kind.ROUTER.value)])
 
 
 def scale(config: ClusterConfig, wanted: Mapping[Kind, int]) -> None:
@@ -56,28 +57,37 @@ def scale(config: ClusterConfig, wanted: Mapping[Kind, int]) -> None:
     for kind, replicas in wanted.items():
         if set_replicas(kind, replicas) or replicas == 0 or kind is Kind.ROUTER:
             continue
-        _run([_target(pool_application(config, Role(kind), replicas=replicas), kind.value)])
+        application = pool_application(config, Role(kind), replicas=replicas)
+        _run(config, [_target(application, kind.value)])
 
 
 def nodes(*, free: bool = False) -> list[Node]:
     """What each node has, or what of it is `free` now."""
-    left = available_resources_per_node() if free else {}
+    left, found = within(
+        ANSWER_S,
+        "Ray did not say which nodes it has",
+        lambda: (available_resources_per_node() if free else {}, ray.nodes()),
+    )
     return [
         Node(
             resources=dict(left.get(node["NodeID"], {}) if free else node["Resources"]),
             labels=dict(node.get("Labels", {})),
         )
-        for node in ray.nodes()
+        for node in found
         if node["Alive"]
     ]
 
 
-def _run(targets: list[RunTarget]) -> None:
-    serve.run_many(
-        targets,
-        wait_for_ingress_deployment_creation=False,
-        wait_for_applications_running=False,
-    )
+def _run(config: ClusterConfig, targets: list[RunTarget]) -> None:
+    def run() -> None:
+        serve.start(proxy_location=ProxyLocation.Disabled)
+        serve.run_many(
+            targets,
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+
+    within(config.lifecycle.start_timeout_s, "Ray Serve did not take the applications", run)
 
 
 def pool_application(config: ClusterConfig, role: Role, *, replicas: int | None = None) -> Any:

@@ -17,6 +17,7 @@ import ray
 
 from cluster.config import ClusterConfig
 from cluster.membership import Member, Membership, View
+from cluster.within import ANSWER_S, within
 from protocol.ids import new_epoch
 
 NAMESPACE = "baton"
@@ -80,7 +81,8 @@ class Directory:
 
 
 def create_directory(config: ClusterConfig, *, secret: bytes) -> Any:
-    """Start the directory of this Ray cluster, or find the one that runs."""
+    """Start the directory of this Ray cluster, or find the one that runs. Raises Unavailable when
+    Ray does not answer."""
     actor = ray.remote(Directory).options(
         name=NAME,
         namespace=NAMESPACE,
@@ -93,9 +95,18 @@ def create_directory(config: ClusterConfig, *, secret: bytes) -> Any:
         max_task_retries=-1,
         max_concurrency=10_000,
     )
-    return actor.remote(secret=secret, config=config)
+    return within(
+        ANSWER_S,
+        "Ray did not start the directory",
+        lambda: actor.remote(secret=secret, config=config),
+    )
 
 
 def find_directory() -> Any:
-    """The handle of the running directory. Raises ValueError when there is none."""
-    return ray.get_actor(NAME, namespace=NAMESPACE)
+    """The handle of the running directory. Raises ValueError when there is none, Unavailable when
+    Ray does not answer."""
+    return within(
+        ANSWER_S,
+        "Ray did not find the directory",
+        lambda: ray.get_actor(NAME, namespace=NAMESPACE),
+    )

@@ -172,11 +172,12 @@ def wait_local_ray(state: RunningCluster) -> RunningCluster:
 
 
 def lost_daemons(state: RunningCluster) -> list[str]:
-    """Which of Ray's own processes an owned cluster has lost; Ray would look for them for a minute.
-    What runs goes on serving, but nothing can be asked for or mended any more."""
+    """Which of Ray's own processes an owned cluster has lost; Ray would look for them for a minute,
+    and end the process that looks. What runs goes on serving, but nothing can be asked for or
+    mended any more."""
     if not state.owned:
         return []
-    names = {process.name for process in _session_members(state.pid)}
+    names = {process.name for process in _session_members(state.pid) if not process.stopped}
     return [daemon for daemon in _DAEMONS if daemon not in names]
 
 
@@ -240,11 +241,12 @@ def _environment(token: str) -> dict[str, str]:
 
 class _Process(NamedTuple):
     """What /proc/PID/stat says of a process. ended: it only waits to be collected (a zombie).
-    started: clock ticks since boot."""
+    stopped: by a signal. started: clock ticks since boot."""
 
     pid: int
     name: str
     ended: bool
+    stopped: bool
     session: int
     started: int
 
@@ -260,6 +262,7 @@ def _process(pid: int) -> _Process | None:
         pid=pid,
         name=head.partition("(")[2],
         ended=fields[0] == "Z",
+        stopped=fields[0] == "T",
         session=int(fields[3]),
         started=int(fields[19]),
     )

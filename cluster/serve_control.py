@@ -14,11 +14,10 @@ from ray.serve._private.common import DeploymentID
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
 from cluster.membership import Kind
+from cluster.within import ANSWER_S, within
 from protocol.errors import NotFound, Unavailable
 
 _LOOK_S = 0.2
-#: For Serve's controller to answer, which takes milliseconds unless it hangs.
-_ANSWER_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +80,7 @@ def _applications() -> Mapping[str, Any]:
     return applications
 
 
-def _ask(method: str, *arguments: object, timeout_s: float = _ANSWER_S) -> Any:
+def _ask(method: str, *arguments: object, timeout_s: float = ANSWER_S) -> Any:
     """What a method of Serve's controller returns. Raises Unavailable when it does not in time."""
     try:
         return ray.get(getattr(_controller(), method).remote(*arguments), timeout=timeout_s)
@@ -93,8 +92,12 @@ def _ask(method: str, *arguments: object, timeout_s: float = _ANSWER_S) -> Any:
 
 def _controller() -> Any:
     """Serve's controller. Raises NotFound when Serve does not run."""
-    try:
+
+    def find() -> Any:
         return ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+
+    try:
+        return within(ANSWER_S, "Ray did not find Ray Serve's controller", find)
     except ValueError as error:
         raise NotFound("Ray Serve does not run on this cluster") from error
 

@@ -8,6 +8,7 @@ from cluster.cli import session
 from cluster.cli.console import Console
 from cluster.config import LifecycleSection
 from cluster.local_ray import RunningCluster, forget_state, stop_local_ray, sweep
+from cluster.within import ANSWER_S, within
 from protocol.errors import BatonError, Unavailable
 
 #: What ending replicas may take beyond the time that their requests have.
@@ -60,6 +61,6 @@ def _drain(state: RunningCluster, console: Console) -> None:
         except Unavailable as error:
             console.warn(error.message)
         if directory is not None:
-            ray.kill(directory)
+            within(ANSWER_S, "Ray did not end the directory", lambda: ray.kill(directory))
     finally:
         session.disconnect()

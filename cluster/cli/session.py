@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from cluster.local_ray import RunningCluster, load_state, lost_daemons, ray_environment
+from cluster.within import ANSWER_S, within
 from protocol.errors import Unavailable
 
 _REACH_S = 5.0
 _ANSWER_S = 10.0
+_LEAVE_S = 10.0
 _NO_CLUSTER = "no cluster is up here: start one with `baton up CONFIG`"
 
 
@@ -40,31 +42,35 @@ def connect(state: RunningCluster) -> None:
     if not state.address:
         raise Unavailable("the cluster is still starting, or its start was cut off: `baton down`")
     if lost := lost_daemons(state):
-        raise Unavailable(f"{' and '.join(lost)} of its Ray died: `baton down` ends the rest")
+        raise Unavailable(
+            f"{' and '.join(lost)} of its Ray died or is stopped: `baton down` ends the rest"
+        )
     prepare(state)
     import ray
 
     if ray.is_initialized():
         return
+
+    def join() -> None:
+        ray.init(
+            address=state.address,
+            namespace="baton-cli",
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+
     host, colon, port = state.address.rpartition(":")
-    asked_to_stop = signal.getsignal(signal.SIGTERM)
     try:
         if colon:  # Ray would try for minutes
             socket.create_connection((host, int(port)), timeout=_REACH_S).close()
         # Ray prints what it thinks of the cluster; the command has its own words.
         with contextlib.redirect_stderr(io.StringIO()):
-            ray.init(
-                address=state.address,
-                namespace="baton-cli",
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
+            within(ANSWER_S, f"the Ray cluster at {state.address} did not answer", join)
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise Unavailable(
             f"the Ray cluster at {state.address} does not answer: {reason}"
         ) from error
-    signal.signal(signal.SIGTERM, asked_to_stop)  # which Ray takes for a crash
 
 
 def ask(*calls: Any, timeout_s: float = _ANSWER_S) -> list[Any]:
@@ -89,7 +95,8 @@ def disconnect() -> None:
     import ray
 
     asked_to_stop = signal.getsignal(signal.SIGTERM)
-    ray.shutdown()
+    with contextlib.suppress(Unavailable):
+        within(_LEAVE_S, "Ray did not let go", ray.shutdown)
     signal.signal(signal.SIGTERM, asked_to_stop)  # which Ray sets back to what kills
 
 

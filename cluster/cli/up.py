@@ -186,10 +186,10 @@ def _start(config: ClusterConfig, state: RunningCluster, console: Console) -> Ru
     session.quiet_serve()
     if state.owned:
         _check_free(config)
+    deadline = time.monotonic() + config.lifecycle.start_timeout_s
     create_directory(config, secret=secrets.token_bytes(32))
     deploy(config)
     console.step("deployed; loading the model")
-    deadline = time.monotonic() + config.lifecycle.start_timeout_s
     router = wait_ready(config, console, deadline=deadline)
     session.disconnect()
     http, grpc = (reachable(door, router.node) for door in (router.http, router.grpc))

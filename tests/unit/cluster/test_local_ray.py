@@ -115,6 +115,9 @@ def test_daemons_that_ray_has_lost_are_named() -> None:
     head.stdout.close()
     state = RunningCluster(address="h:1", token="", config="", pid=head.pid, started=1)
     assert local_ray.lost_daemons(state) == ["gcs_server"]
+    head.send_signal(signal.SIGSTOP)  # one that is stopped ends, after a while, who looks for it
+    os.waitpid(head.pid, os.WUNTRACED)
+    assert local_ray.lost_daemons(state) == ["gcs_server", "raylet"]
     head.kill()
     head.wait()
     head.stdin.close()
