@@ -29,6 +29,15 @@ def running() -> RunningCluster:
     return state
 
 
+def _reachable() -> RunningCluster:
+    """That one, or what others deployed on the Ray that RAY_ADDRESS names, as it does in every pod
+    of KubeRay. Raises Unavailable without either."""
+    address = os.environ.get("RAY_ADDRESS")
+    if load_state() is None and address:
+        return RunningCluster(address=address, token="", config="")
+    return running()
+
+
 def prepare(state: RunningCluster) -> None:
     """Set what Ray reads from the environment while it is imported. Call before that."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -102,9 +111,9 @@ def disconnect() -> None:
 
 @contextlib.contextmanager
 def connected() -> Iterator[Any]:
-    """The directory of the running cluster. From here on this process runs below the priority of
-    those that serve: it may share their machine, and imports Ray, which takes seconds."""
-    state = running()
+    """The directory of the cluster within reach. From here on this process runs below the priority
+    of those that serve: it may share their machine, and imports Ray, which takes seconds."""
+    state = _reachable()
     os.nice(10)
     connect(state)
     from cluster.directory import find_directory

@@ -39,6 +39,7 @@ from tests.support.certificates import Authority
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("BATON_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("BATON_CONFIG", raising=False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     # Commands step back for good; here that would be the process of all other tests.
     monkeypatch.setattr(os, "nice", lambda _: None)
     return tmp_path / "home"
@@ -209,6 +210,19 @@ def test_without_a_cluster(argv: list[str], capsys: pytest.CaptureFixture[str]) 
     code, error = one_line_error(argv, capsys)
     assert code == EXIT_FAILED
     assert "baton up" in error
+
+
+@pytest.mark.parametrize("argv", [["status"], ["scale", "--decode", "2"], ["drain", "w"]])
+def test_what_others_deployed_is_found_by_its_ray(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a pod of KubeRay nothing was brought up by `baton up`, and RAY_ADDRESS is set."""
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    code, error = one_line_error(argv, capsys)
+    assert code == EXIT_FAILED
+    assert "the Ray cluster at 127.0.0.1:1 does not answer" in error
+    code, error = one_line_error(["down"], capsys)  # is for what `baton up` started
+    assert "no cluster is up here" in error
 
 
 def test_scale_needs_a_pool_and_at_least_one_decode(capsys: pytest.CaptureFixture[str]) -> None:
