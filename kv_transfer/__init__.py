@@ -2,6 +2,7 @@
 schedulers.
 
 Reading order. Pure: plan and coverage (what goes where), leases (the life of one hand-off). Rank 0
-of a prefill worker, on its event loop: sender, outgoing, lanes; of a decode worker: receiver,
-incoming, arrivals, peers, writers. Every rank, in threads: orders, data_plane, links, backends.
+of a worker, on its event loop: side (what both do alike); of prefill: sender, outgoing, lanes; of
+decode: receiver, incoming, arrivals, peers, writers. Every rank, in threads: orders, data_plane,
+links, backends.
 """

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
 
 from kv_transfer.checksum import combine, place_checksum
 from kv_transfer.config import ChecksumKind
 from kv_transfer.incoming import Incoming
 from kv_transfer.leases import Verdict
 from kv_transfer.meeting import accept_orders
-from kv_transfer.orders import MoveOrder, Order, Part, Parts
+from kv_transfer.orders import MoveOrder, Order, received_parts
 from kv_transfer.party import Party
 from kv_transfer.peers import Peer, Peers
-from kv_transfer.plan import HeadRange, check_layout, kv_bytes, reshard
+from kv_transfer.plan import check_layout, kv_bytes, reshard
 from kv_transfer.ranks import first_error, run_orders, totals
 from kv_transfer.stats import TransferStats
 from kv_transfer.tasks import Tasks
@@ -143,18 +142,5 @@ def receive_orders(
                 backend=piece.backend,
             )
         )
-        for rank, own in _parts(piece.prefill_layout.rank_heads, layout.rank_heads).items()
+        for rank, own in received_parts(piece.prefill_layout.rank_heads, layout.rank_heads).items()
     }
-
-
-@cache
-def _parts(source: tuple[HeadRange, ...], dest: tuple[HeadRange, ...]) -> Parts:
-    parts: dict[int, list[Part]] = {}
-    for slice_ in reshard(source, dest):
-        part = Part(
-            peer_rank=slice_.source_rank,
-            first_head=slice_.dest_heads[0],
-            num_heads=slice_.num_heads,
-        )
-        parts.setdefault(slice_.dest_rank, []).append(part)
-    return {rank: tuple(own) for rank, own in parts.items()}

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from kv_transfer.leases import OVER, Inbound, PiecesLost
 from kv_transfer.party import Party
-from protocol.errors import BatonError, HandoffFailed
-from protocol.messages import Grant, HandoffEnd, LinkAddress
+from kv_transfer.remembered import Past
+from protocol.errors import HandoffFailed
+from protocol.messages import Grant, LinkAddress
 from protocol.states import TransferState
 
 
@@ -52,13 +53,11 @@ class Incoming:
 
 
 @dataclass(slots=True)
-class Settled:
+class Settled(Past):
     """What a receiver remembers of a hand-off that is over: thousands, so block ids are packed, and
     of a commit its proof is kept."""
 
-    peer_epoch: int
     state: TransferState
-    error: BatonError | None = None
     proof: tuple[object, ...] = ()
     block_ids: array[int] = field(default_factory=lambda: array("I"))
 
@@ -72,16 +71,6 @@ def settled(lease: Inbound) -> Settled:
         error=lease.error,
         proof=() if commit is None else commit.proof,
         block_ids=array("I", lease.block_ids),
-    )
-
-
-def end_message(lease: Inbound, epoch: int) -> HandoffEnd:
-    """What the sender is told of a hand-off that the receiver of this epoch has ended."""
-    return HandoffEnd(
-        key=lease.key,
-        epoch=epoch,
-        released=lease.state is TransferState.RELEASED,
-        error=None if lease.error is None else lease.error.info(),
     )
 
 

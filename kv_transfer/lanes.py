@@ -9,16 +9,15 @@ from collections import OrderedDict
 
 from kv_transfer.backends.base import LinkBroken
 from kv_transfer.backends.choice import choose_backend
-from kv_transfer.orders import CloseOrder, Order, Outcome, Part, Parts
+from kv_transfer.orders import CloseOrder, Order, Outcome, Parts, sent_parts
 from kv_transfer.outgoing import PieceOut
 from kv_transfer.party import Party
-from kv_transfer.plan import check_fingerprint, check_layout, reshard
+from kv_transfer.plan import check_fingerprint, check_layout
 from kv_transfer.ranks import first_error, run_orders
 from kv_transfer.stats import TransferStats
 from kv_transfer.tasks import Tasks
 from protocol.errors import BatonError, HandoffFailed, StaleMessage
 from protocol.ids import WorkerRef
-from protocol.kv_layout import KVLayout
 from protocol.messages import Grant
 from rpc import methods
 
@@ -69,7 +68,7 @@ class Lane:
                 num_ranks=grant.layout.tp_size,
                 refused=self.refused,
             )
-            self._route = backend, _parts(self._me.layout, grant, backend)
+            self._route = backend, sent_parts(self._me.layout, grant, backend)
             self._asked = asked
         return self._route
 
@@ -176,21 +175,6 @@ class Lane:
             forget=forget,
         )
         await self._me.run_everywhere(Order(close=close))
-
-
-def _parts(layout: KVLayout, grant: Grant, backend: str) -> Parts:
-    parts: dict[int, list[Part]] = {}
-    endpoints = {a.rank: a.endpoint for a in grant.links if a.backend == backend}
-    for slice_ in reshard(layout.rank_heads, grant.layout.rank_heads):
-        part = Part(
-            peer_rank=slice_.dest_rank,
-            first_head=slice_.source_heads[0],
-            num_heads=slice_.num_heads,
-            endpoint=endpoints[slice_.dest_rank],
-            peer_first_head=slice_.dest_heads[0],
-        )
-        parts.setdefault(slice_.source_rank, []).append(part)
-    return {rank: tuple(own) for rank, own in parts.items()}
 
 
 class Lanes:

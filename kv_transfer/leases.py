@@ -9,7 +9,7 @@ to another attempt, epoch, ticket or generation raises StaleMessage.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kv_transfer.checksum import combine
@@ -18,7 +18,7 @@ from kv_transfer.plan import cell_size
 from protocol.errors import BatonError, HandoffFailed, StaleMessage
 from protocol.ids import RequestKey, WorkerRef
 from protocol.kv_layout import Cells, KVLayout
-from protocol.messages import Commit, Grant, Piece
+from protocol.messages import Commit, Grant, HandoffEnd, Piece
 from protocol.states import TransferState, check_transfer
 from protocol.ticket import Ticket
 
@@ -66,18 +66,16 @@ def lost_sequences(error: BatonError | None) -> list[int]:
     return [int(number) for number in numbers.split(",")] if kind == "lost" else []
 
 
-class _Lease:
+@dataclass(slots=True, kw_only=True, eq=False)
+class Lease:
     """What both sides keep: identity, ticket, state, deadline (monotonic seconds)."""
 
-    def __init__(
-        self, *, key: RequestKey, ticket: Ticket, peer: WorkerRef, deadline: float
-    ) -> None:
-        self.key = key
-        self.ticket = ticket
-        self.peer = peer
-        self.deadline = deadline
-        self.state = TransferState.OFFERED
-        self.error: BatonError | None = None
+    key: RequestKey
+    ticket: Ticket
+    peer: WorkerRef
+    deadline: float
+    state: TransferState = TransferState.OFFERED
+    error: BatonError | None = None
 
     def is_in(self, *states: TransferState) -> bool:
         """Whether the hand-off is in one of these states now."""
@@ -96,28 +94,34 @@ class _Lease:
         self.error = error
         return Verdict.NEW
 
+    def end_message(self, epoch: int) -> HandoffEnd:
+        """What the peer is told of a hand-off that this side, of this epoch, has ended."""
+        return HandoffEnd(
+            key=self.key,
+            epoch=epoch,
+            released=self.state is TransferState.RELEASED,
+            error=None if self.error is None else self.error.info(),
+        )
+
     def check_same(self, ticket: Ticket) -> None:
         """Raise StaleMessage when a message of this attempt carries another ticket."""
         if ticket != self.ticket:
             raise StaleMessage(f"{self.key} has another ticket", param="ticket")
 
 
-class Inbound(_Lease):
+@dataclass(slots=True, kw_only=True, eq=False)
+class Inbound(Lease):
     """Decode's side: grants blocks, takes pieces, proves at commit that all of it arrived."""
 
-    def __init__(
-        self, *, key: RequestKey, ticket: Ticket, peer: WorkerRef, deadline: float
-    ) -> None:
-        super().__init__(key=key, ticket=ticket, peer=peer, deadline=deadline)
-        self.generation = 0
-        self.block_ids: tuple[int, ...] = ()
-        self.num_cached = 0
-        self.num_tokens = 0
-        self.commit_message: Commit | None = None
-        self.cell_size = 0  # once a piece has come
-        self._layout: KVLayout
-        self._coverage: Coverage | None = None
-        self._arrivals: dict[int, _Arrival] = {}
+    generation: int = 0
+    block_ids: tuple[int, ...] = ()
+    num_cached: int = 0
+    num_tokens: int = 0
+    commit_message: Commit | None = None
+    cell_size: int = 0  # once a piece has come
+    _layout: KVLayout = field(init=False)
+    _coverage: Coverage | None = None
+    _arrivals: dict[int, _Arrival] = field(default_factory=dict)
 
     @property
     def writable(self) -> tuple[int, ...]:
@@ -282,20 +286,17 @@ def _rectangle(piece: Piece) -> tuple[int, int, int, int]:
     return piece.first_cell, piece.num_cells, piece.first_layer, piece.num_layers
 
 
-class Outbound(_Lease):
+@dataclass(slots=True, kw_only=True, eq=False)
+class Outbound(Lease):
     """Prefill's side: takes the grant, splits pushes into pieces, sums up for the commit."""
 
-    def __init__(
-        self, *, key: RequestKey, ticket: Ticket, peer: WorkerRef, deadline: float
-    ) -> None:
-        super().__init__(key=key, ticket=ticket, peer=peer, deadline=deadline)
-        self.grant_message: Grant | None = None
-        self.first_token: int | None = None
-        self.num_pieces = 0
-        self.cell_size = 0
-        self._num_held = 0  # cells of the blocks that hold the tokens here
-        self._coverage: Coverage | None = None
-        self._sent: dict[int, tuple[int, int]] = {}
+    grant_message: Grant | None = None
+    first_token: int | None = None
+    num_pieces: int = 0
+    cell_size: int = 0
+    _num_held: int = 0  # cells of the blocks that hold the tokens here
+    _coverage: Coverage | None = None
+    _sent: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:

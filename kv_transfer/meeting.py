@@ -8,14 +8,13 @@ from dataclasses import replace
 from kv_transfer.backends.choice import choose_backend
 from kv_transfer.config import ONE_SIDED
 from kv_transfer.lanes import Lane
-from kv_transfer.orders import OpenOrder, Order
+from kv_transfer.orders import OpenOrder, Order, Parts, received_parts, sent_parts
 from kv_transfer.party import Party
-from kv_transfer.plan import check_layout, reshard
+from kv_transfer.plan import check_layout
 from kv_transfer.ranks import first_error, run_orders
 from observability.logging import get_logger
 from protocol.errors import BatonError
-from protocol.ids import WorkerRef
-from protocol.messages import Meeting, Welcome
+from protocol.messages import Meeting
 from rpc import methods
 
 log = get_logger(__name__)
@@ -48,35 +47,22 @@ async def _meet(party: Party, lane: Lane, link: int) -> None:
     if backend not in ONE_SIDED:  # decode's ranks have to wait for ours
         meeting = replace(meeting, link=link, backend=backend)
         await clients.get(address).call(methods.MEET, meeting, timeout_s=limit)
-    failure = first_error(
-        await run_orders(party.ranks, _connect(party, lane.decode, welcome, link, backend))
-    )
+    parts, ends = sent_parts(party.layout, welcome, backend), (party.ref.epoch, lane.decode.epoch)
+    orders = _orders(parts, *ends, link, backend, sending=True)
+    failure = first_error(await run_orders(party.ranks, orders))
     if failure is not None:
         raise failure
 
 
-def _connect(
-    party: Party, decode: WorkerRef, welcome: Welcome, link: int, backend: str
-) -> dict[int, Order]:
-    """What each source rank has to do."""
-    endpoints = {each.rank: each.endpoint for each in welcome.links if each.backend == backend}
-    peers: dict[int, dict[int, str]] = {}
-    for each in reshard(party.layout.rank_heads, welcome.layout.rank_heads):
-        peers.setdefault(each.source_rank, {})[each.dest_rank] = endpoints[each.dest_rank]
-    return _orders(peers, party.ref.epoch, decode.epoch, link, backend, sending=True)
-
-
 def accept_orders(party: Party, meeting: Meeting) -> dict[int, Order]:
     """What each destination rank has to do for the links of a meeting."""
-    peers: dict[int, dict[int, str]] = {}
-    for each in reshard(meeting.prefill_layout.rank_heads, party.layout.rank_heads):
-        peers.setdefault(each.dest_rank, {})[each.source_rank] = ""
+    parts = received_parts(meeting.prefill_layout.rank_heads, party.layout.rank_heads)
     ends = (meeting.prefill.epoch, party.ref.epoch)
-    return _orders(peers, *ends, meeting.link, meeting.backend, sending=False)
+    return _orders(parts, *ends, meeting.link, meeting.backend, sending=False)
 
 
 def _orders(
-    peers: dict[int, dict[int, str]],
+    parts: Parts,
     sender_epoch: int,
     receiver_epoch: int,
     link: int,
@@ -92,9 +78,9 @@ def _orders(
                 receiver_epoch=receiver_epoch,
                 link=link,
                 backend=backend,
-                peers=tuple(own.items()),
+                peers=tuple((part.peer_rank, part.endpoint) for part in own),
                 sending=sending,
             )
         )
-        for rank, own in peers.items()
+        for rank, own in parts.items()
     }

@@ -7,10 +7,13 @@ link is named by the epochs and ranks of its two ends and its incarnation `link`
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
+from kv_transfer.plan import HeadRange, reshard
 from protocol import codec
 from protocol.errors import ErrorInfo
-from protocol.kv_layout import Cells
+from protocol.kv_layout import Cells, KVLayout
+from protocol.messages import Grant, Welcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +34,36 @@ class Part:
 
 #: What each rank of one side sends or receives of every piece of a hand-off.
 Parts = dict[int, tuple[Part, ...]]
+
+
+def sent_parts(layout: KVLayout, peer: Grant | Welcome, backend: str) -> Parts:
+    """What ranks of this `layout` send to a decode worker over its links of one backend."""
+    parts: dict[int, list[Part]] = {}
+    endpoints = {link.rank: link.endpoint for link in peer.links if link.backend == backend}
+    for slice_ in reshard(layout.rank_heads, peer.layout.rank_heads):
+        part = Part(
+            peer_rank=slice_.dest_rank,
+            first_head=slice_.source_heads[0],
+            num_heads=slice_.num_heads,
+            endpoint=endpoints[slice_.dest_rank],
+            peer_first_head=slice_.dest_heads[0],
+        )
+        parts.setdefault(slice_.source_rank, []).append(part)
+    return {rank: tuple(own) for rank, own in parts.items()}
+
+
+@cache
+def received_parts(source: tuple[HeadRange, ...], dest: tuple[HeadRange, ...]) -> Parts:
+    """What the `dest` ranks receive from the `source` ranks, by the heads that they hold."""
+    parts: dict[int, list[Part]] = {}
+    for slice_ in reshard(source, dest):
+        part = Part(
+            peer_rank=slice_.source_rank,
+            first_head=slice_.dest_heads[0],
+            num_heads=slice_.num_heads,
+        )
+        parts.setdefault(slice_.dest_rank, []).append(part)
+    return {rank: tuple(own) for rank, own in parts.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from kv_transfer.config import ONE_SIDED
 from kv_transfer.coverage import Area
 from kv_transfer.leases import OVER, Outbound
 from kv_transfer.orders import MoveOrder, Order, Part, Parts, ReadyOrder
-from protocol.errors import BatonError
+from kv_transfer.remembered import Past
 from protocol.ids import WorkerRef
 from protocol.kv_layout import Cells, KVLayout
 from protocol.messages import Piece
@@ -47,12 +47,10 @@ class Outgoing:
         return tuple(piece.announcement(0, 0) for piece in self.pieces.values())
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+@dataclass(slots=True)
+class Finished(Past):
     """What a sender remembers of a hand-off that is over. `quiet` is None when it never began."""
 
-    peer_epoch: int
-    error: BatonError | None
     quiet: asyncio.Event | None
 
 

@@ -11,7 +11,7 @@ from kv_transfer.config import TransferConfig
 from kv_transfer.orders import Order, Outcome, RevokeOrder
 from kv_transfer.ranks import RankChannel, first_error, run_orders
 from protocol.errors import BatonError, StaleMessage, Unavailable
-from protocol.ids import RequestKey, WorkerRef
+from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.ticket import Ticket
 from rpc.service import ClientPool, Method, Rep, Req
@@ -35,17 +35,22 @@ class Party:
     def check_ticket(
         self, ticket: Ticket, key: RequestKey, peer_epoch: int, *, genuine: Ticket | None = None
     ) -> None:
-        """Raise StaleMessage unless the ticket is for this request, this worker and that peer. One
-        equal to `genuine`, which was checked before, needs no look at its signature."""
-        check_ticket(
-            ticket,
-            key,
-            secret=self.secret,
-            now=self.clock.wall(),
-            me=self.ref,
-            peer_epoch=peer_epoch,
-            genuine=genuine,
-        )
+        """Raise StaleMessage unless the ticket is genuine, in time, and for this request, this
+        worker and that peer. One equal to `genuine`, which was checked before, needs no look at its
+        signature."""
+        if ticket.key != key:
+            raise StaleMessage(f"ticket of {ticket.key} used for {key}", param="ticket")
+        if ticket == genuine:
+            ticket.check_time(self.clock.wall())
+        else:
+            ticket.verify(self.secret, now=self.clock.wall())
+        mine, theirs = ticket.decode_epoch, ticket.prefill_epoch
+        if self.ref.role is Role.PREFILL:
+            mine, theirs = theirs, mine
+        if mine != self.ref.epoch:
+            raise StaleMessage(f"ticket of {ticket.key} is for another incarnation", param="epoch")
+        if theirs != peer_epoch:
+            raise StaleMessage(f"ticket of {ticket.key} is for another peer", param="epoch")
 
     async def call(
         self,
@@ -80,31 +85,3 @@ class Party:
         buffers, so this takes at most one copy. False when a rank cannot be asked."""
         revoke = RevokeOrder(receiver_epoch=receiver_epoch, generation=generation)
         return first_error(await self.run_everywhere(Order(revoke=revoke))) is None
-
-
-def check_ticket(
-    ticket: Ticket,
-    key: RequestKey,
-    *,
-    secret: bytes,
-    now: float,
-    me: WorkerRef,
-    peer_epoch: int,
-    genuine: Ticket | None = None,
-) -> None:
-    """Raise StaleMessage unless the ticket is genuine, in time, and for this request and these two
-    incarnations. `now` is wall-clock time in seconds. One equal to `genuine` is signed as that is.
-    """
-    if ticket.key != key:
-        raise StaleMessage(f"ticket of {ticket.key} used for {key}", param="ticket")
-    if ticket == genuine:
-        ticket.check_time(now)
-    else:
-        ticket.verify(secret, now=now)
-    mine, theirs = ticket.decode_epoch, ticket.prefill_epoch
-    if me.role == "prefill":
-        mine, theirs = theirs, mine
-    if mine != me.epoch:
-        raise StaleMessage(f"ticket of {ticket.key} is for another incarnation", param="epoch")
-    if theirs != peer_epoch:
-        raise StaleMessage(f"ticket of {ticket.key} is for another peer", param="epoch")

@@ -9,18 +9,15 @@ from kv_transfer.arrivals import Arrivals
 from kv_transfer.calls import Answer, as_failure
 from kv_transfer.config import ONE_SIDED
 from kv_transfer.credits import Credits, Holding
-from kv_transfer.deadlines import Deadlines
-from kv_transfer.incoming import Incoming, Settled, end_message, grant_message, settled
+from kv_transfer.incoming import Incoming, Settled, grant_message, settled
 from kv_transfer.leases import Inbound, PiecesLost, Verdict
 from kv_transfer.listeners import ReceiverListener
 from kv_transfer.party import Party
 from kv_transfer.peers import listen
 from kv_transfer.plan import check_layout
-from kv_transfer.remembered import Attempts, Remembered
-from kv_transfer.stats import TransferStats
-from kv_transfer.tasks import Tasks
+from kv_transfer.side import Side
 from kv_transfer.writers import may_write, writer_stopped
-from protocol.errors import BatonError, ErrorInfo, HandoffFailed, StaleMessage, Unavailable
+from protocol.errors import BatonError, ErrorInfo, HandoffFailed, StaleMessage
 from protocol.ids import RequestKey, WorkerRef
 from protocol.messages import Ack, Commit, HandoffEnd, LinkAddress, Meeting, Piece, Welcome
 from protocol.states import TransferState
@@ -28,35 +25,17 @@ from protocol.ticket import Ticket
 from rpc import methods
 from rpc.service import Handler, Method
 
-_CLOSE_GRACE_S = 3.0
 
-
-class Receiver:
-    """Grants blocks to prefill workers and takes KV into them.
-
-    Every method belongs to the event loop that it was made on: from another thread go through
-    `loop.call_soon_threadsafe`. Only the methods that are coroutines wait for anything.
-    """
+class Receiver(Side[Incoming, Settled]):
+    """Grants blocks to prefill workers and takes KV into them."""
 
     def __init__(self, party: Party, listener: ReceiverListener) -> None:
-        self.stats = TransferStats()
-        self._me = party
-        self._config = party.config
-        self._clock = party.clock
+        super().__init__(party)
         self._listener = listener
-        self._tasks = Tasks()
         self._links: tuple[LinkAddress, ...] = ()
         self._one_sided = False
-        self._live: dict[RequestKey, Incoming] = {}
-        self._settled: Remembered[RequestKey, Settled] = Remembered(party.config.remembered)
-        self._attempts = Attempts(party.config.remembered)
         self._credits = Credits()
         self._arrivals = Arrivals(party, self._tasks, self.stats, lost=self._repair_later)
-        self._deadlines = Deadlines(
-            now=self._clock.monotonic,
-            ring=lambda: self.expire(self._clock.monotonic()),
-            alive=self._live.__contains__,
-        )
 
     async def start(self) -> None:
         """Make every rank listen for links. Raises HandoffFailed when one cannot."""
@@ -72,11 +51,6 @@ class Receiver:
             methods.END: self.on_end,
         }
 
-    @property
-    def num_live(self) -> int:
-        """Hand-offs offered or in progress."""
-        return len(self._live)
-
     def num_blocks(self, holding: Holding) -> int:
         """Blocks that are granted to hand-offs, or quarantined after them."""
         return self._credits.count(holding)
@@ -87,18 +61,7 @@ class Receiver:
         """A request was submitted whose KV will come from `peer`. Holds no blocks. Raises
         StaleMessage for a bad ticket or an older attempt, and the error of a hand-off that prefill
         has ended already. Idempotent."""
-        if key in self._live:
-            self._live[key].lease.check_same(ticket)
-            return
-        settled = self._settled.get(key)
-        if settled is not None and settled.peer_epoch == peer.epoch:
-            raise settled.error or StaleMessage(f"hand-off of {key} is over", param="key")
-        self._me.check_ticket(ticket, key, peer.epoch)
-        for older in self._attempts.admit(key):
-            self._end_key(older, StaleMessage(f"{key} replaces {older}", param="attempt"))
-        deadline = self._clock.until(ticket.expires_at)
-        self._live[key] = Incoming(Inbound(key=key, ticket=ticket, peer=peer, deadline=deadline))
-        self._deadlines.add(deadline, key)
+        self._begin(key, ticket, peer)
 
     async def reserve(
         self,
@@ -143,22 +106,10 @@ class Receiver:
             failure = None if error is None else error.to_error()
             self._finish(handoff, released=released, error=failure, tell=True)
             return
-        settled = self._settled.get(key)
+        settled = self._past.get(key)
         if settled is not None and settled.state is TransferState.COMMITTED:
             settled.state = TransferState.RELEASED
             self._listener.blocks_safe(key, tuple(settled.block_ids))
-
-    def expire(self, now: float) -> None:
-        """End every hand-off whose deadline has come (monotonic seconds). Called by a timer,
-        too."""
-        for key in self._deadlines.due(now):
-            handoff = self._live.get(key)
-            if handoff is None or handoff.deadline > now:
-                continue
-            if handoff.lease.deadline <= now:
-                self._end_key(key, HandoffFailed(f"hand-off of {key} passed its deadline"))
-            else:
-                self._tasks.start(self._repair(handoff))
 
     async def peer_lost(self, epoch: int) -> None:
         """The prefill worker of this epoch has left or is silent: end what it was to send, drop its
@@ -166,13 +117,6 @@ class Receiver:
         quarantined."""
         self._end_all(epoch, "is lost")
         await self._arrivals.forget(epoch)
-
-    async def close(self) -> None:
-        """End everything, tell the peers if they listen, and stop."""
-        for key in list(self._live):
-            self._end_key(key, Unavailable("the decode worker stops"))
-        self._deadlines.close()
-        await self._tasks.wind_up(_CLOSE_GRACE_S)
 
     # --- from prefill ---------------------------------------------------------------------------
 
@@ -204,7 +148,7 @@ class Receiver:
         Waits for what is still arriving. Raises HandoffFailed naming what is missing or differs,
         and StaleMessage for a hand-off that is not current.
         """
-        settled = self._settled.get(commit.key)
+        settled = self._past.get(commit.key)
         if settled is not None and settled.proof == commit.proof:
             return Ack()
         handoff = self._current(commit.key, commit.ticket)
@@ -247,19 +191,24 @@ class Receiver:
             if end.epoch != handoff.lease.peer.epoch:
                 raise StaleMessage(f"end of {end.key} is from another incarnation", param="epoch")
             self._finish(handoff, released=end.released, error=error, tell=False)
-        elif self._settled.get(end.key) is None:
+        elif self._past.get(end.key) is None:
             state = TransferState.RELEASED if end.released else TransferState.ABORTED
-            self._settled.put(end.key, Settled(end.epoch, state, error))
+            self._past.put(end.key, Settled(end.epoch, error, state))
         return Ack()
 
     # --- one hand-off ---------------------------------------------------------------------------
+
+    def _record(
+        self, *, key: RequestKey, ticket: Ticket, peer: WorkerRef, deadline: float
+    ) -> Incoming:
+        return Incoming(Inbound(key=key, ticket=ticket, peer=peer, deadline=deadline))
 
     def _current(self, key: RequestKey, ticket: Ticket) -> Incoming:
         handoff = self._live.get(key)
         genuine = None if handoff is None else handoff.lease.ticket
         self._me.check_ticket(ticket, key, ticket.prefill_epoch, genuine=genuine)
         if handoff is None:
-            settled = self._settled.get(key)
+            settled = self._past.get(key)
             state = "unknown" if settled is None else settled.state
             raise StaleMessage(f"hand-off of {key} is {state}", param="key")
         return handoff
@@ -280,8 +229,11 @@ class Receiver:
         except BatonError:
             self._credits.close(generation)
             raise
-        lease.deadline = min(lease.deadline, self._clock.monotonic() + self._config.lease_s)
-        self._deadlines.add(lease.deadline, lease.key)
+        self._shorten(lease)
+
+    def _look_at(self, handoff: Incoming, now: float) -> None:
+        if handoff.deadline <= now:
+            self._tasks.start(self._repair(handoff))
 
     async def _repair(self, handoff: Incoming) -> None:
         """A lost piece has not come again: prefill may not know yet, or be dead. Its answer to the
@@ -310,11 +262,6 @@ class Receiver:
             error = HandoffFailed(f"prefill worker {handoff.lease.peer.worker_id} {why}")
             self._finish(handoff, released=False, error=error, tell=False, writes=True)
 
-    def _end_key(self, key: RequestKey, error: BatonError) -> None:
-        handoff = self._live.get(key)
-        if handoff is not None:
-            self._finish(handoff, released=False, error=error, tell=True)
-
     def _finish(
         self,
         handoff: Incoming,
@@ -327,13 +274,8 @@ class Receiver:
         """`tell` the sender; otherwise it ended the hand-off itself, unless it `writes` for all we
         know."""
         lease = handoff.lease
-        if lease.end(released=released, error=error) is Verdict.REPEAT:
+        if not self._ends(handoff, released=released, error=error):
             return
-        self._retire(handoff)
-        if released:
-            self.stats.released += 1
-        else:
-            self.stats.failures["unknown" if error is None else error.code.value] += 1
         handoff.changed.set()
         if lease.generation:
             self._credits.quarantine(lease.generation)
@@ -342,7 +284,7 @@ class Receiver:
             self._tasks.start(self._confirm(handoff))
             return
         if tell:
-            self._tasks.start(self._tell(lease))
+            self._tasks.start(self._leave(lease))
         if lease.generation == 0:
             return
         if handoff.moving == 0:
@@ -353,13 +295,13 @@ class Receiver:
     async def _confirm(self, handoff: Incoming) -> None:
         """Nothing here stops a sender that writes by itself: it has to say that it has stopped."""
         lease = handoff.lease
-        await writer_stopped(lambda: self._tell(lease), self._me)
+        await writer_stopped(lambda: self._leave(lease), self._me)
         await self._fence(handoff)
 
     def _retire(self, handoff: Incoming) -> None:
         lease = handoff.lease
         del self._live[lease.key]
-        self._settled.put(lease.key, settled(lease))
+        self._past.put(lease.key, settled(lease))
 
     async def _fence(self, handoff: Incoming) -> None:
         """Wait until no rank writes the blocks. One that cannot be asked has to end its receives
@@ -375,9 +317,5 @@ class Receiver:
         self._credits.close(lease.generation)
         self._listener.blocks_safe(lease.key, lease.block_ids)
 
-    async def _tell(self, lease: Inbound) -> Answer:
-        end = end_message(lease, self._me.ref.epoch)
-        answer = await self._me.call(lease.peer, methods.END, end)
-        if answer.error is not None and not answer.refused:
-            self._end_all(lease.peer.epoch, "does not answer")
-        return answer
+    async def _leave(self, lease: Inbound) -> Answer:
+        return await self._tell(lease.peer, lease.end_message(self._me.ref.epoch))

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from protocol.errors import StaleMessage
+from protocol.errors import BatonError, StaleMessage
 from protocol.ids import RequestKey
 
 K = TypeVar("K")
 T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Past:
+    """Of a hand-off that is over: with which incarnation of the peer it was, and why it failed."""
+
+    peer_epoch: int
+    error: BatonError | None
 
 
 class Remembered(Generic[K, T]):

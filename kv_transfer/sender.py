@@ -7,7 +7,6 @@ from typing import Any
 from kv_transfer.calls import as_failure
 from kv_transfer.config import ONE_SIDED
 from kv_transfer.coverage import Area
-from kv_transfer.deadlines import Deadlines
 from kv_transfer.lanes import Lanes
 from kv_transfer.leases import OVER, Outbound, Verdict, lost_sequences
 from kv_transfer.listeners import SenderListener, TransferReport
@@ -20,10 +19,9 @@ from kv_transfer.plan import (
     layer_groups,
 )
 from kv_transfer.ranks import totals
-from kv_transfer.remembered import Attempts, Remembered
-from kv_transfer.stats import TransferStats
-from kv_transfer.tasks import Tasks
-from protocol.errors import BatonError, ErrorInfo, HandoffFailed, StaleMessage, Unavailable
+from kv_transfer.remembered import Remembered
+from kv_transfer.side import Side
+from protocol.errors import BatonError, ErrorInfo, HandoffFailed, StaleMessage
 from protocol.ids import RequestKey, WorkerRef
 from protocol.kv_layout import Cells
 from protocol.messages import Ack, Grant, HandoffEnd
@@ -32,42 +30,19 @@ from protocol.ticket import Ticket
 from rpc import methods
 from rpc.service import Handler, Method
 
-_CLOSE_GRACE_S = 3.0
 
-
-class Sender:
-    """Sends finished KV blocks to decode workers.
-
-    Every method belongs to the event loop that it was made on: from another thread go through
-    `loop.call_soon_threadsafe`. Only the methods that are coroutines wait for anything.
-    """
+class Sender(Side[Outgoing, Finished]):
+    """Sends finished KV blocks to decode workers."""
 
     def __init__(self, party: Party, listener: SenderListener) -> None:
-        self.stats = TransferStats()
-        self._me = party
-        self._config = party.config
-        self._clock = party.clock
+        super().__init__(party)
         self._listener = listener
-        self._tasks = Tasks()
-        self._live: dict[RequestKey, Outgoing] = {}
-        self._finished: Remembered[RequestKey, Finished] = Remembered(party.config.remembered)
         self._early: Remembered[RequestKey, Grant] = Remembered(party.config.remembered)
-        self._attempts = Attempts(party.config.remembered)
         self._lanes = Lanes(party, self._tasks, self.stats)
-        self._deadlines = Deadlines(
-            now=self._clock.monotonic,
-            ring=lambda: self.expire(self._clock.monotonic()),
-            alive=self._live.__contains__,
-        )
 
     def handlers(self) -> dict[Method[Any, Any], Handler]:
         """What decode workers may call."""
         return {methods.GRANT: self.on_grant, methods.END: self.on_end}
-
-    @property
-    def num_live(self) -> int:
-        """Hand-offs expected or in progress."""
-        return len(self._live)
 
     # --- from the worker ------------------------------------------------------------------------
 
@@ -81,22 +56,8 @@ class Sender:
         """A request was submitted whose KV will go to `decode`; its grant may already be here, or
         come until the ticket expires. Raises StaleMessage for a bad ticket or an older attempt, and
         the error of a hand-off that decode has ended before it began. Idempotent."""
-        if key in self._live:
-            self._live[key].lease.check_same(ticket)
-            return
-        finished = self._finished.get(key)
-        if finished is not None and finished.peer_epoch == decode.epoch:
-            raise finished.error or StaleMessage(f"hand-off of {key} is over", param="key")
-        self._me.check_ticket(ticket, key, decode.epoch)
-        for older in self._attempts.admit(key):
-            self._end_key(older, StaleMessage(f"{key} replaces {older}", param="attempt"))
-        deadline = self._clock.until(ticket.expires_at)
-        lease = Outbound(key=key, ticket=ticket, peer=decode, deadline=deadline)
-        self._live[key] = Outgoing(lease)
-        self._deadlines.add(deadline, key)
-        early = self._early.take(key)
-        if early is not None:  # decode was quicker than the router
-            self._tasks.start(self._take_early(early))
+        if self._begin(key, ticket, decode) and (early := self._early.take(key)):
+            self._tasks.start(self._take_early(early))  # decode was quicker than the router
 
     def push(
         self,
@@ -177,25 +138,10 @@ class Sender:
             self._finish(handoff, released=released, error=failure, tell=True)
             await handoff.quiet.wait()
 
-    def expire(self, now: float) -> None:
-        """End every hand-off whose deadline has come (monotonic seconds). Called by a timer,
-        too."""
-        for key in self._deadlines.due(now):
-            handoff = self._live.get(key)
-            if handoff is not None and handoff.lease.deadline <= now:
-                self._end_key(key, HandoffFailed(f"hand-off of {key} passed its deadline"))
-
     async def peer_lost(self, epoch: int) -> None:
         """The decode worker of this epoch is gone: end what was meant for it, drop its links."""
         self._end_all(epoch, "is lost")
         await self._lanes.forget(epoch)
-
-    async def close(self) -> None:
-        """End everything, tell the peers if they listen, and stop."""
-        for key in list(self._live):
-            self._end_key(key, Unavailable("the prefill worker stops"))
-        self._deadlines.close()
-        await self._tasks.wind_up(_CLOSE_GRACE_S)
 
     # --- from decode ----------------------------------------------------------------------------
 
@@ -206,7 +152,7 @@ class Sender:
         handoff = self._live.get(grant.key)
         genuine = None if handoff is None else handoff.lease.ticket
         self._me.check_ticket(grant.ticket, grant.key, grant.decode.epoch, genuine=genuine)
-        finished = self._finished.get(grant.key)
+        finished = self._past.get(grant.key)
         if finished is not None and finished.peer_epoch == grant.decode.epoch:
             raise StaleMessage(f"hand-off of {grant.key} is over", param="key")
         if handoff is None:
@@ -225,23 +171,27 @@ class Sender:
     async def on_end(self, end: HandoffEnd) -> Ack:
         """Decode leaves a hand-off. The reply means that nothing more will be written for it."""
         handoff = self._live.get(end.key)
+        error = None if end.error is None else end.error.to_error()
         if handoff is not None:
             if end.epoch != handoff.lease.peer.epoch:
                 raise StaleMessage(f"end of {end.key} is from another incarnation", param="epoch")
-            error = None if end.error is None else end.error.to_error()
             self._finish(handoff, released=end.released, error=error, tell=False)
             await handoff.quiet.wait()
             return Ack()
-        finished = self._finished.get(end.key)
+        finished = self._past.get(end.key)
         if finished is None:
             self._early.take(end.key)
-            error = None if end.error is None else end.error.to_error()
-            self._finished.put(end.key, Finished(end.epoch, error, None))
+            self._past.put(end.key, Finished(end.epoch, error, None))
         elif finished.quiet is not None:
             await finished.quiet.wait()
         return Ack()
 
     # --- one hand-off ---------------------------------------------------------------------------
+
+    def _record(
+        self, *, key: RequestKey, ticket: Ticket, peer: WorkerRef, deadline: float
+    ) -> Outgoing:
+        return Outgoing(Outbound(key=key, ticket=ticket, peer=peer, deadline=deadline))
 
     async def _take_early(self, grant: Grant) -> None:
         try:
@@ -252,7 +202,9 @@ class Sender:
             if handoff is not None:
                 self._finish(handoff, released=False, error=error, tell=True)
             else:
-                await self._tell(grant.key, grant.decode, released=False, error=error)
+                epoch, info = self._me.ref.epoch, error.info()
+                end = HandoffEnd(key=grant.key, epoch=epoch, released=False, error=info)
+                await self._tell(grant.decode, end)
 
     def _fit(self, handoff: Outgoing, grant: Grant) -> None:
         lane = self._lanes.get(grant.decode)
@@ -262,9 +214,7 @@ class Sender:
         )
         handoff.lane = lane
         lane.users += 1
-        lease = handoff.lease
-        lease.deadline = min(lease.deadline, self._clock.monotonic() + self._config.lease_s)
-        self._deadlines.add(lease.deadline, lease.key)
+        self._shorten(handoff.lease)
 
     def _send(self, piece: PieceOut) -> None:
         piece.handoff.out.add(piece.sequence)
@@ -332,24 +282,13 @@ class Sender:
             error = HandoffFailed(f"decode worker {handoff.lease.peer.worker_id} {why}")
             self._finish(handoff, released=False, error=error, tell=False)
 
-    def _end_key(self, key: RequestKey, error: BatonError) -> None:
-        handoff = self._live.get(key)
-        if handoff is not None:
-            self._finish(handoff, released=False, error=error, tell=True)
-
     def _finish(
         self, handoff: Outgoing, *, released: bool, error: BatonError | None, tell: bool
     ) -> None:
-        lease = handoff.lease
-        if lease.end(released=released, error=error) is Verdict.REPEAT:
+        if not self._ends(handoff, released=released, error=error):
             return
-        self._retire(handoff)
-        if released:
-            self.stats.released += 1
-        else:
-            self.stats.failures["unknown" if error is None else error.code.value] += 1
         if tell:
-            self._tasks.start(self._leave(handoff, released=released, error=error))
+            self._tasks.start(self._leave(handoff))
         if handoff.moving == 0:
             self._become_quiet(handoff)
         else:
@@ -359,7 +298,7 @@ class Sender:
         lease = handoff.lease
         del self._live[lease.key]
         handoff.pieces.clear()  # each of them names the hand-off: a circle that would outlive it
-        self._finished.put(lease.key, Finished(lease.peer.epoch, lease.error, handoff.quiet))
+        self._past.put(lease.key, Finished(lease.peer.epoch, lease.error, handoff.quiet))
         if handoff.lane is not None:
             handoff.lane.users -= 1
 
@@ -375,17 +314,8 @@ class Sender:
         error = handoff.lease.error
         self._listener.ended(handoff.lease.key, None if error is None else error.info())
 
-    async def _leave(self, handoff: Outgoing, *, released: bool, error: BatonError | None) -> None:
+    async def _leave(self, handoff: Outgoing) -> None:
         if handoff.backend in ONE_SIDED:  # to decode it means that its blocks are not written
             await handoff.quiet.wait()
         lease = handoff.lease
-        await self._tell(lease.key, lease.peer, released=released, error=error)
-
-    async def _tell(
-        self, key: RequestKey, decode: WorkerRef, *, released: bool, error: BatonError | None
-    ) -> None:
-        info = None if error is None else error.info()
-        end = HandoffEnd(key=key, epoch=self._me.ref.epoch, released=released, error=info)
-        answer = await self._me.call(decode, methods.END, end)
-        if answer.error is not None and not answer.refused:
-            self._end_all(decode.epoch, "does not answer")
+        await self._tell(lease.peer, lease.end_message(self._me.ref.epoch))

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from kv_transfer.clock import Clock
+from kv_transfer.config import TransferConfig
 from kv_transfer.coverage import Area, Coverage
 from kv_transfer.credits import Credits, Holding
 from kv_transfer.incoming import Incoming
 from kv_transfer.leases import Inbound, Outbound, Verdict
-from kv_transfer.party import check_ticket
+from kv_transfer.party import Party
 from kv_transfer.remembered import Attempts, Remembered
 from protocol import codec
 from protocol.errors import HandoffFailed, Internal, StaleMessage
@@ -307,6 +309,19 @@ def test_a_second_grant_is_refused():
 # --- tickets, credits, memory ---------------------------------------------------------------------
 
 
+def party(me, *, secret=SECRET, now=0.0):
+    return Party(
+        ref=me,
+        layout=LAYOUT,
+        fingerprint=make_fingerprint(LAYOUT),
+        secret=secret,
+        ranks=None,
+        clients=None,
+        config=TransferConfig(),
+        clock=Clock(wall=lambda: now),
+    )
+
+
 @pytest.mark.parametrize(
     ("ticket", "now", "peer_epoch"),
     [
@@ -321,25 +336,17 @@ def test_a_second_grant_is_refused():
 @pytest.mark.parametrize("genuine", [None, TICKET])
 def test_bad_tickets_are_refused(ticket, now, peer_epoch, genuine):
     with pytest.raises(StaleMessage):
-        check_ticket(
-            ticket,
-            ticket.key,
-            secret=SECRET,
-            now=now,
-            me=DECODE,
-            peer_epoch=peer_epoch,
-            genuine=genuine,
-        )
+        party(DECODE, now=now).check_ticket(ticket, ticket.key, peer_epoch, genuine=genuine)
 
 
 def test_good_tickets_pass_on_both_sides():
-    check_ticket(TICKET, KEY, secret=SECRET, now=0.0, me=DECODE, peer_epoch=1)
-    check_ticket(TICKET, KEY, secret=SECRET, now=0.0, me=PREFILL, peer_epoch=2)
+    party(DECODE).check_ticket(TICKET, KEY, 1)
+    party(PREFILL).check_ticket(TICKET, KEY, 2)
 
 
 def test_only_the_very_ticket_that_was_checked_needs_no_second_look_at_its_signature():
     def check(ticket):
-        check_ticket(ticket, KEY, secret=b"other", now=0.0, me=DECODE, peer_epoch=1, genuine=TICKET)
+        party(DECODE, secret=b"other").check_ticket(ticket, KEY, 1, genuine=TICKET)
 
     check(codec.decode(Ticket, codec.encode(TICKET)))
     for other in (replace(TICKET, expires_at=200.0), TICKET.signed(b"another secret")):
