@@ -14,7 +14,6 @@ optionally `set` (overrides, as of `baton up --set`):
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,5 +58,5 @@ def _prepare(args: Mapping[str, Any]) -> ClusterConfig:
     """The checked configuration; whoever comes first starts the directory."""
     config = read_arguments(args)
     check_config(config, find_model(config.model.name))
-    create_directory(config, secret=secrets.token_bytes(32))
+    create_directory(config)
     return config

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
 from typing import Any
 
@@ -80,9 +81,9 @@ class Directory:
         event.set()
 
 
-def create_directory(config: ClusterConfig, *, secret: bytes) -> Any:
-    """Start the directory of this Ray cluster, or find the one that runs. Raises Unavailable when
-    Ray does not answer."""
+def create_directory(config: ClusterConfig) -> None:
+    """Start the directory of this Ray cluster, with a secret of its own, unless one runs. Raises
+    Unavailable when Ray does not answer."""
     actor = ray.remote(Directory).options(
         name=NAME,
         namespace=NAMESPACE,
@@ -95,10 +96,10 @@ def create_directory(config: ClusterConfig, *, secret: bytes) -> Any:
         max_task_retries=-1,
         max_concurrency=10_000,
     )
-    return within(
+    within(
         ANSWER_S,
         "Ray did not start the directory",
-        lambda: actor.remote(secret=secret, config=config),
+        lambda: actor.remote(secret=secrets.token_bytes(32), config=config),
     )
 
 

@@ -34,7 +34,6 @@ class Member:
     kind: Kind
     state: WorkerState
     node: str = ""
-    pid: int = 0
     address: str = ""
     http: str = ""
     grpc: str = ""

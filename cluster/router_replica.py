@@ -98,7 +98,6 @@ class RouterReplica:
             kind=Kind.ROUTER,
             state=self._state,
             node=node,
-            pid=os.getpid(),
             http=addresses.http,
             grpc=addresses.grpc,
             metrics=reachable(addresses.metrics, node),

@@ -80,13 +80,13 @@ def _applications() -> Mapping[str, Any]:
     return applications
 
 
-def _ask(method: str, *arguments: object, timeout_s: float = ANSWER_S) -> Any:
+def _ask(method: str, *arguments: object) -> Any:
     """What a method of Serve's controller returns. Raises Unavailable when it does not in time."""
     try:
-        return ray.get(getattr(_controller(), method).remote(*arguments), timeout=timeout_s)
+        return ray.get(getattr(_controller(), method).remote(*arguments), timeout=ANSWER_S)
     except GetTimeoutError:
         raise Unavailable(
-            f"Ray Serve's controller did not answer {method} within {timeout_s:.0f} s"
+            f"Ray Serve's controller did not answer {method} within {ANSWER_S:.0f} s"
         ) from None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from typing import TYPE_CHECKING
 
@@ -116,7 +115,6 @@ class WorkerReplica:
             kind=Kind(self._ref.role),
             state=state,
             node=str(ray.util.get_node_ip_address()),
-            pid=os.getpid(),
             address=self._ref.address,
         )
 

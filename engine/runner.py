@@ -10,8 +10,9 @@ from torch import Tensor
 from engine.batch import SequenceStep, StepBatch, StepResult
 from engine.config import EngineConfig
 from engine.inputs import PreparedStep, StepLimits, prepare_step
-from engine.kernels.base import Geometry, Kernels
+from engine.kernels.base import Geometry
 from engine.kernels.cpu import CpuKernels
+from engine.kernels.sampling import sample
 from engine.kv.pool import KVPool
 from engine.loader import Checkpoint
 from engine.model.config import ModelConfig
@@ -97,7 +98,7 @@ class RankRunner:
     def submit(self, step: PreparedStep) -> FinishedStep:
         """Run one step; on ranks other than 0 every token is None."""
         with torch.inference_mode():
-            result = run_prepared(self.model, self.kernels, self.pool.layers, step)
+            result = run_prepared(self.model, self.pool.layers, step)
         return FinishedStep(result)
 
     def follow_step(self, batch: StepBatch) -> None:
@@ -133,16 +134,14 @@ def warmup_batches(block_size: int, max_model_len: int) -> list[StepBatch]:
     ]
 
 
-def run_prepared(
-    model: LlamaModel, kernels: Kernels, kv: Sequence[Tensor], step: PreparedStep
-) -> StepResult:
+def run_prepared(model: LlamaModel, kv: Sequence[Tensor], step: PreparedStep) -> StepResult:
     """Run a step on a model and sample; on ranks other than 0 there is nothing in the result."""
     tokens: list[int | None] = [None] * len(step.inputs.queries)
     logprobs: dict[int, TokenLogprobs] = {}
     scores: dict[int, tuple[TokenLogprobs, ...]] = {}
     logits, hidden = model.forward(step.inputs, kv)
     if logits is not None:
-        sampled, logprobs = _sample(kernels, logits, step)
+        sampled, logprobs = _sample(logits, step)
         for index, token in zip(step.sampled, sampled, strict=True):
             tokens[index] = token
     if hidden is not None and step.scored is not None:
@@ -152,14 +151,12 @@ def run_prepared(
     return StepResult(tokens=tuple(tokens), logprobs=logprobs, target_logprobs=scores)
 
 
-def _sample(
-    kernels: Kernels, logits: Tensor, step: PreparedStep
-) -> tuple[list[int], dict[int, TokenLogprobs]]:
+def _sample(logits: Tensor, step: PreparedStep) -> tuple[list[int], dict[int, TokenLogprobs]]:
     wanted = step.logprobs
     if wanted is None:
-        return kernels.sample(logits, step.sampling).tolist(), {}
+        return sample(logits, step.sampling).tolist(), {}
     raw = logits[wanted.rows]  # a copy: sampling may write to the logits
-    tokens = kernels.sample(logits, step.sampling)
+    tokens = sample(logits, step.sampling)
     table = wanted.table(lambda part: raw[part], tokens[wanted.rows])
     assert table is not None
     return tokens.tolist(), {index: entry for index, (entry,) in wanted.read(table).items()}

@@ -117,7 +117,7 @@ class Arrivals:
         handoff.changed.set()
 
     def _arrived(self, handoff: Incoming, piece: Piece, num_bytes: int, checksum: int) -> None:
-        handoff.lease.arrived(piece.sequence, piece.link, num_bytes=num_bytes, checksum=checksum)
+        handoff.lease.arrived(piece.sequence, piece.link, checksum=checksum)
         self._stats.num_bytes += num_bytes
         self._stats.num_pieces += 1
 

@@ -182,7 +182,7 @@ class DataPlane:
         backend = self._backend_of(order)
         ended = Gathering(len(order.peers), finish)
         for rank, endpoint in order.peers:
-            operation = nothing(rank, ended)
+            operation = nothing(ended)
             self._submit(operation, order, rank, endpoint, backend, sending=order.sending)
 
     def _backend_of(self, order: MoveOrder | OpenOrder) -> Backend:
@@ -281,7 +281,7 @@ class DataPlane:
             tokens = order.cells.num_tokens
             size = self._token_bytes * order.num_layers * tokens * part.num_heads
             checksum = combine([place, content])
-            return PartResult(peer_rank=part.peer_rank, num_bytes=size, checksum=checksum)
+            return PartResult(num_bytes=size, checksum=checksum)
 
         def begin(link: BlockLink) -> End:
             run = link.send_blocks if sending else link.recv_blocks
@@ -311,7 +311,7 @@ class DataPlane:
                 dest=dest,
             )
             size = staging.numel()
-            return PartResult(peer_rank=part.peer_rank, num_bytes=size, checksum=checksum)
+            return PartResult(num_bytes=size, checksum=checksum)
 
         def send(link: Link, staging: torch.Tensor) -> PartResult:
             """A revoked or discarded message still goes out, with whatever the staging buffer

@@ -43,11 +43,10 @@ class Progress(StrEnum):
 
 @dataclass(slots=True)
 class _Arrival:
-    """What became of one announced piece; `checksum` and `num_bytes` once it has arrived."""
+    """What became of one announced piece; `checksum` once it has arrived."""
 
     piece: Piece
     progress: Progress = Progress.POSTED
-    num_bytes: int = 0
     checksum: int = 0
 
 
@@ -127,11 +126,6 @@ class Inbound(Lease):
     def writable(self) -> tuple[int, ...]:
         """The blocks that pieces may write."""
         return self.block_ids[self.num_cached :]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that arrived."""
-        return sum(a.num_bytes for a in self._arrivals.values())
 
     def reserve(
         self,
@@ -220,12 +214,12 @@ class Inbound(Lease):
         self._arrivals[piece.sequence] = _Arrival(piece)
         return Verdict.NEW
 
-    def arrived(self, sequence: int, link: int, *, num_bytes: int, checksum: int) -> None:
+    def arrived(self, sequence: int, link: int, *, checksum: int) -> None:
         """All ranks have this piece, by this link."""
         arrival = self._arrivals[sequence]
         if arrival.piece.link == link:
             arrival.progress = Progress.ARRIVED
-            arrival.num_bytes, arrival.checksum = num_bytes, checksum
+            arrival.checksum = checksum
 
     def lost(self, sequence: int, link: int) -> bool:
         """The piece failed on this link; True when nothing newer replaces it yet."""

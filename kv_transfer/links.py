@@ -285,9 +285,9 @@ class LinkThread:
             fail(operation, error)
 
 
-def nothing(peer_rank: int, ended: Callable[[PartResult | BatonError], None]) -> Operation:
+def nothing(ended: Callable[[PartResult | BatonError], None]) -> Operation:
     """An operation that only needs the link to be open."""
-    result = PartResult(peer_rank=peer_rank, num_bytes=0, checksum=0)
+    result = PartResult(num_bytes=0, checksum=0)
     move = Moving(begin=lambda _: lambda: 0, result=lambda _: result, lane=0)
     return Operation(access=Access(), ended=ended, work=lambda *_: result, move=move)
 

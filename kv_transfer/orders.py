@@ -167,7 +167,6 @@ class Order:
 class PartResult:
     """One message moved: its size and checksum."""
 
-    peer_rank: int
     num_bytes: int
     checksum: int
 

@@ -25,7 +25,7 @@ from protocol.trace import TraceContext
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
-    """Run one request. Sent to decode and, unless `local_prefill_reason` is set, to prefill.
+    """Run one request. Sent to decode and, unless that is to prefill by itself, to prefill.
 
     `output_ids` are tokens the client already has (after a lost attempt): they count as output and
     the first new token has index len(output_ids). `deadline` is seconds since the Unix epoch.
@@ -44,7 +44,6 @@ class Submit:
     output_ids: tuple[int, ...] = ()
     peer: WorkerRef | None = None
     ticket: Ticket | None = None
-    local_prefill_reason: str = ""
     cache_salt: str = ""
     bypass_prefix_cache: bool = False
     grammar: Grammar | None = None

@@ -36,6 +36,7 @@ log = get_logger(__name__)
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 1.0
 _CANCEL_TRIES = 3
+_STATUS_S = 1.0
 #: Tokens of a batch that are handed out before the event loop does anything else.
 _TOKENS_AT_ONCE = 64
 
@@ -216,11 +217,11 @@ class Member:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    async def refresh(self, timeout_s: float) -> None:
+    async def refresh(self) -> None:
         """Ask for the worker's status; what cannot be had in time stays as it was."""
         if self.connected:
             try:
-                self.status = await self._call(STATUS, StatusQuery(), timeout_s)
+                self.status = await self._call(STATUS, StatusQuery(), _STATUS_S)
             except BatonError as error:
                 log.info("no status", extra={"worker": self.ref.worker_id, "error": error.message})
 

@@ -68,10 +68,10 @@ class Members:
             async with asyncio.timeout(timeout_s):
                 await event.wait()
 
-    async def refresh(self, timeout_s: float = 1.0) -> None:
+    async def refresh(self) -> None:
         """Ask every worker for its status; who asks meanwhile waits for the same answers."""
         if self._refreshing is None or self._refreshing.done():
-            answers = (member.refresh(timeout_s) for member in self.all())
+            answers = (member.refresh() for member in self.all())
             self._refreshing = asyncio.gather(*answers)
         await asyncio.shield(self._refreshing)
 

@@ -309,7 +309,6 @@ class Flight:
             sampling=sampling,
             deadline=self._job.deadline,
             output_ids=tuple(self._merger.output_ids),
-            local_prefill_reason=pair.choice.local_reason or "",
             cache_salt=self._job.cache_salt,
             bypass_prefix_cache=self._job.bypass_prefix_cache,
             trace=self._job.trace,

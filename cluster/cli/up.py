@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import secrets
 import signal
 import threading
 import time
@@ -187,7 +186,7 @@ def _start(config: ClusterConfig, state: RunningCluster, console: Console) -> Ru
     if state.owned:
         _check_free(config)
     deadline = time.monotonic() + config.lifecycle.start_timeout_s
-    create_directory(config, secret=secrets.token_bytes(32))
+    create_directory(config)
     deploy(config)
     console.step("deployed; loading the model")
     router = wait_ready(config, console, deadline=deadline)

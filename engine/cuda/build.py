@@ -45,9 +45,7 @@ def options_for(config: EngineConfig) -> CudaOptions:
     )
 
 
-def load_rank(
-    config: EngineConfig, rank: int, options: CudaOptions
-) -> tuple[CudaRunner, KVFingerprint]:
+def load_rank(config: EngineConfig, rank: int) -> tuple[CudaRunner, KVFingerprint]:
     """A rank with its weights on its device, not yet opened."""
     device = rank_device(config, rank)
     torch.cuda.set_device(device)
@@ -55,7 +53,7 @@ def load_rank(
     source = Checkpoint(config.model_path, getattr(torch, config.dtype), device)
     source.check()
     check_fits(config, model, device)
-    runner = CudaRunner(config, model, source, options, rank=rank, device=device)
+    runner = CudaRunner(config, model, source, options_for(config), rank=rank, device=device)
     return runner, _fingerprint(config, model, source.digest())
 
 
@@ -81,22 +79,17 @@ def num_parameters(model: ModelConfig) -> int:
 
 
 def build_cuda_executor(
-    config: EngineConfig,
-    group: RankGroup | None = None,
-    *,
-    timeout_s: float = 600.0,
-    options: CudaOptions | None = None,
+    config: EngineConfig, group: RankGroup | None, *, timeout_s: float
 ) -> Executor:
     """Load rank 0, wait for the followers of `group`, make pools and graphs on all ranks.
 
     Raises ModelRefused naming what cannot be served or does not fit, and RankLost when a follower
     does not come or fails within `timeout_s`.
     """
-    options = options or options_for(config)
     began = time.monotonic()
     if group is not None:
         group.accept(timeout_s)
-    runner, fingerprint = load_rank(config, 0, options)
+    runner, fingerprint = load_rank(config, 0)
     loaded = time.monotonic()
     num_blocks = runner.choose_num_blocks()
     runner.open(num_blocks)
@@ -116,11 +109,9 @@ def build_cuda_executor(
     return Executor(runner, fingerprint, group)
 
 
-def load_follower(
-    follower: Follower, config: EngineConfig, options: CudaOptions | None = None
-) -> CudaRunner:
+def load_follower(follower: Follower, config: EngineConfig) -> CudaRunner:
     """Load a follower's share, make its pool when rank 0 says so, join the other ranks' GPUs."""
-    runner, _ = load_rank(config, follower.rank, options or options_for(config))
+    runner, _ = load_rank(config, follower.rank)
     follower.open(runner)
     runner.start(_join(follower.invite, follower.rank, runner))
     return runner

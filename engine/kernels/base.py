@@ -12,8 +12,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from engine.kernels.sampling import SamplingInputs
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
@@ -89,8 +87,6 @@ class Kernels(Protocol):
     per layer; the result goes back into the calls as `plan`.
     """
 
-    geometry: Geometry
-
     def loaded(self) -> None:
         """Called once, when all weights of the model have been given to `linear`."""
         ...
@@ -109,10 +105,6 @@ class Kernels(Protocol):
         """Work done once per step. cos, sin: float32 tables `[positions, D / 2]`."""
         ...
 
-    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
-        """Rows of `table`: `[T] -> [T, H]`."""
-        ...
-
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The norm x / sqrt(mean(x^2) + eps) * weight of each row: `[T, H]`."""
         ...
@@ -123,8 +115,4 @@ class Kernels(Protocol):
 
     def paged_attention(self, q: Tensor, kv: Tensor, plan: Any) -> Tensor:
         """Causal attention of each row over its sequence's KV: `[T, Q, D] -> [T, Q D]`."""
-        ...
-
-    def sample(self, logits: Tensor, inputs: SamplingInputs) -> Tensor:
-        """The next token of each row of `logits` `[n, vocabulary]`, on the host, int64 `[n]`."""
         ...

@@ -14,7 +14,6 @@ from torch.nn import functional
 from engine.kernels.base import Geometry, Linear, Product, StepInputs
 from engine.kernels.memory import advise_huge_pages
 from engine.kernels.onednn import PackedGated, PackedLinear, packs
-from engine.kernels.sampling import SamplingInputs, sample
 
 #: Rows of queries that one attention product of a prompt chunk takes.
 _QUERY_TILE = 128
@@ -120,10 +119,6 @@ class CpuKernels:
         """Row indexes, masks and rotations of the step."""
         return make_plan(inputs, cos, sin, self.geometry)
 
-    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
-        """`[T] -> [T, H]`."""
-        return functional.embedding(token_ids, table)
-
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The norm of each row."""
         return functional.rms_norm(x, (x.shape[-1],), weight, eps)
@@ -135,10 +130,6 @@ class CpuKernels:
     def paged_attention(self, q: Tensor, kv: Tensor, plan: CpuPlan) -> Tensor:
         """`[T, Q, D] -> [T, Q D]`."""
         return paged_attention(q, kv, plan, self.geometry)
-
-    def sample(self, logits: Tensor, inputs: SamplingInputs) -> Tensor:
-        """The next token of each row."""
-        return sample(logits, inputs)
 
 
 def make_plan(inputs: StepInputs, cos: Tensor, sin: Tensor, geometry: Geometry) -> CpuPlan:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from engine.kernels.base import Kernels
 from engine.model.sharding import RankShare
@@ -17,10 +18,7 @@ from engine.tp import TensorParallel
 class VocabularyEmbedding:
     """Token ids to vectors, each from the rank that holds its row."""
 
-    def __init__(
-        self, kernels: Kernels, table: Tensor, share: RankShare, tp: TensorParallel
-    ) -> None:
-        self._kernels = kernels
+    def __init__(self, table: Tensor, share: RankShare, tp: TensorParallel) -> None:
         self._table = table
         self._share = share
         self._tp = tp
@@ -28,11 +26,11 @@ class VocabularyEmbedding:
     def __call__(self, token_ids: Tensor) -> Tensor:
         """`[T] -> [T, H]`, equal on every rank."""
         if self._tp.size == 1:
-            return self._kernels.embed(token_ids, self._table)
+            return functional.embedding(token_ids, self._table)
         first, last = self._share.vocab
         elsewhere = (token_ids < first) | (token_ids >= last)
         local = (token_ids - first).masked_fill_(elsewhere, 0)
-        out = self._kernels.embed(local, self._table).masked_fill_(elsewhere[:, None], 0)
+        out = functional.embedding(local, self._table).masked_fill_(elsewhere[:, None], 0)
         return self._tp.all_reduce(out)
 
 

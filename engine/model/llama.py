@@ -61,7 +61,7 @@ class LlamaModel:
         self._eps = config.rms_norm_eps
         self._cos, self._sin = loader.rotations(max_positions)
         table = loader.embedding()
-        self._embedding = VocabularyEmbedding(kernels, table, loader.share, tp)
+        self._embedding = VocabularyEmbedding(table, loader.share, tp)
         self._layers = [
             LlamaLayer(loader.layer(index), self._eps, kernels, tp)
             for index in range(config.num_layers)

@@ -18,7 +18,6 @@ class RankShare:
     """
 
     rank: int
-    size: int
     kv_heads: Span
     q_heads: Span
     intermediate: Span
@@ -61,7 +60,6 @@ def share_of(model: ModelConfig, rank: int, size: int) -> RankShare:
     rows = -(-model.vocab_size // size)
     return RankShare(
         rank=rank,
-        size=size,
         kv_heads=kv_heads,
         q_heads=q_heads,
         intermediate=_even(model.intermediate_size, rank, size),

@@ -26,7 +26,6 @@ from engine.kernels.cpu import (
     rope_and_write_kv,
 )
 from engine.kernels.memory import advise_huge_pages
-from engine.kernels.sampling import SamplingInputs, sample
 from engine.native.build import AttentionShape, has_matrix_unit, load_library
 
 _PANEL = 32  # outputs of one panel of packed weights
@@ -222,10 +221,6 @@ class NativeKernels:
             tables=_int32(list(chain.from_iterable(inputs.block_ids))),
         )
 
-    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
-        """`[T] -> [T, H]`."""
-        return functional.embedding(token_ids, table)
-
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The norm of each row."""
         if self._wide is not None and x.shape[0] >= _WIDE_ROWS:
@@ -279,10 +274,6 @@ class NativeKernels:
             self._threads.count,
         )
         return out
-
-    def sample(self, logits: Tensor, inputs: SamplingInputs) -> Tensor:
-        """The next token of each row."""
-        return sample(logits, inputs)
 
 
 def _leave_torch(count: int) -> None:

@@ -43,7 +43,6 @@ log = get_logger(__name__)
 def shape_of(store: PagedStore) -> PoolShape:
     """The shape of a store's pool."""
     return PoolShape(
-        num_layers=store.num_layers,
         num_blocks=store.data.shape[1],
         num_heads=store.num_heads,
         page=store.block_size * store.head_dim * store.dtype.itemsize,
@@ -171,7 +170,7 @@ class CudaIpcBackend:
         self._store = store
         self._shape = shape_of(store)
         self._ctas = ctas
-        self.device = self._device = store.device
+        self._device = store.device
         self._lock = threading.Lock()
         self._mappings: dict[str, Mapping] = {}
         with torch.cuda.device(self._device):

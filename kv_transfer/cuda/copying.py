@@ -26,7 +26,6 @@ class PoolShape:
     """`[layer][block, k/v, kv_head, token, head_dim]`: `page` is the bytes of one token block of
     one head."""
 
-    num_layers: int
     num_blocks: int
     num_heads: int
     page: int

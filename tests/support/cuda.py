@@ -103,7 +103,7 @@ class Reference:
         )
         step = prepare_step(batch, limits)
         with torch.inference_mode():
-            return run_prepared(self.model, self.kernels, self.pool.layers, step)
+            return run_prepared(self.model, self.pool.layers, step)
 
 
 def make_runner(device, config, rank=0, tp_size=1, dtype="float32", **options):

@@ -154,8 +154,7 @@ class FakeRouter:
             deadline=deadline,
         )
         if prefill is None:
-            local = replace(base, local_prefill_reason="test")
-            await self.pool.get(decode.address).call(methods.SUBMIT, local, timeout_s=10)
+            await self.pool.get(decode.address).call(methods.SUBMIT, base, timeout_s=10)
             return key
         ticket = Ticket(
             key=key,

@@ -228,9 +228,7 @@ class Fabric:
             wire.flying.append((cells, size))
         elif cells:
             op.target.write(op, cells)
-        op.done.set_result(
-            PartResult(peer_rank=op.part.peer_rank, num_bytes=size, checksum=checksum)
-        )
+        op.done.set_result(PartResult(num_bytes=size, checksum=checksum))
         self._loop.settle()
 
     def receive(self, wire: Wire) -> None:
@@ -241,9 +239,7 @@ class Fabric:
         if not op.revoked:
             op.side.scatter(op, cells)
         checksum = _checksum(cells, op, wire)
-        op.done.set_result(
-            PartResult(peer_rank=op.part.peer_rank, num_bytes=size, checksum=checksum)
-        )
+        op.done.set_result(PartResult(num_bytes=size, checksum=checksum))
         self._loop.settle()
 
     def snap(self, wire: Wire) -> None:

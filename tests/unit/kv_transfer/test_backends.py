@@ -298,7 +298,7 @@ def operation(work, num_bytes=8):
 
 def done(access):
     with access.entered():
-        return PartResult(peer_rank=0, num_bytes=0, checksum=0)
+        return PartResult(num_bytes=0, checksum=0)
 
 
 def test_a_closed_link_thread_fails_what_is_queued_and_starts_nothing():
@@ -311,12 +311,12 @@ def test_a_closed_link_thread_fails_what_is_queued_and_starts_nothing():
             order.append(allowed)
             held()
             order.append("end of the old")
-        return PartResult(peer_rank=0, num_bytes=0, checksum=0)
+        return PartResult(num_bytes=0, checksum=0)
 
     def later(access):
         with access.entered() as allowed:
             order.append(("new", allowed))
-        return PartResult(peer_rank=0, num_bytes=0, checksum=0)
+        return PartResult(num_bytes=0, checksum=0)
 
     def opening(name):
         return lambda: MemoryBackend(hub)._hub.pipe(link_id(name))
@@ -389,7 +389,7 @@ def test_whoever_waits_for_a_broken_gpu_learns_of_it(monkeypatch):
     thread = LinkThread(link_id(), open_link=Held, device=device, predecessor=None, waiters=waiters)
     thread.start()
     opened = Future()
-    thread.submit(nothing(0, opened.set_result))
+    thread.submit(nothing(opened.set_result))
     assert "illegal memory access" in str(opened.result(5))
     assert thread.join(5)
     waiters.close()

@@ -69,7 +69,7 @@ def make_pool(num_blocks, num_heads, dim, dtype, seed, tokens=TOKENS):
     shape = (LAYERS, num_blocks, 2, num_heads, tokens, dim)
     pool = torch.randn(shape, generator=generator).to(DEVICE, dtype)
     page = tokens * dim * dtype.itemsize
-    return pool, PoolShape(num_layers=LAYERS, num_blocks=num_blocks, num_heads=num_heads, page=page)
+    return pool, PoolShape(num_blocks=num_blocks, num_heads=num_heads, page=page)
 
 
 def ids(blocks):

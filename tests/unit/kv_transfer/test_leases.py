@@ -89,12 +89,11 @@ def test_a_whole_inbound_handoff():
     assert lease.state is TransferState.MOVING
     assert lease.announce(piece(1, 3, 1)) is Verdict.NEW
     assert not lease.is_settled
-    lease.arrived(1, 1, num_bytes=5, checksum=20)
-    lease.arrived(0, 1, num_bytes=6, checksum=10)
+    lease.arrived(1, 1, checksum=20)
+    lease.arrived(0, 1, checksum=10)
     assert lease.is_settled
     assert lease.commit(commit()) is Verdict.NEW
     assert lease.commit(commit()) is Verdict.REPEAT
-    assert lease.num_bytes == 11
     with pytest.raises(StaleMessage):
         lease.commit(replace(commit(), first_token=8))
     with pytest.raises(StaleMessage):
@@ -113,8 +112,8 @@ def test_a_commit_must_agree_with_what_arrived(bad, param):
     lease = inbound()
     lease.announce(piece(0, 1, 2))
     lease.announce(piece(1, 3, 1))
-    lease.arrived(0, 1, num_bytes=1, checksum=10)
-    lease.arrived(1, 1, num_bytes=1, checksum=20)
+    lease.arrived(0, 1, checksum=10)
+    lease.arrived(1, 1, checksum=20)
     with pytest.raises(HandoffFailed) as caught:
         lease.commit(bad)
     assert caught.value.param == param
@@ -124,7 +123,7 @@ def test_a_commit_must_agree_with_what_arrived(bad, param):
 def test_a_commit_with_a_missing_piece_or_block_fails():
     lease = inbound()
     lease.announce(piece(0, 1, 2))
-    lease.arrived(0, 1, num_bytes=1, checksum=30)
+    lease.arrived(0, 1, checksum=30)
     with pytest.raises(HandoffFailed, match="not all blocks"):
         lease.commit(commit(num_pieces=1))
     lease.announce(piece(1, 3, 1))
@@ -176,9 +175,9 @@ def test_a_lost_piece_comes_again_on_a_newer_link():
     assert lease.announce(piece(0, 1, 3, link=6)) is Verdict.NEW
     assert lease.lost_pieces == []
     assert not lease.lost(0, 4)  # the old link's failure is history
-    lease.arrived(0, 4, num_bytes=9, checksum=9)  # and so is its success
+    lease.arrived(0, 4, checksum=9)  # and so is its success
     assert not lease.is_settled
-    lease.arrived(0, 6, num_bytes=1, checksum=30)
+    lease.arrived(0, 6, checksum=30)
     with pytest.raises(StaleMessage, match="newer link"):
         lease.announce(piece(0, 1, 3, link=4))
     with pytest.raises(StaleMessage, match="another one"):

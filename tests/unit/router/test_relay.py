@@ -61,7 +61,6 @@ async def test_both_workers_get_the_request_with_ticket_and_peer(doors: Doors) -
         assert submit.prompt_ids == tuple(PROMPT)
         assert submit.sampling.seed == 5
         assert submit.sampling.eos_token_ids == (2,)
-        assert submit.local_prefill_reason == ""
         assert submit.ticket.prefill_epoch == prefill.epoch
         assert submit.ticket.decode_epoch == decode.epoch
         assert submit.ticket.num_blocks == 1
@@ -77,7 +76,6 @@ async def test_short_prompts_stay_on_decode(doors: Doors) -> None:
     assert prefill.submitted == []
     (submit,) = decode.submitted
     assert (submit.peer, submit.ticket) == (None, None)
-    assert submit.local_prefill_reason == "short_prompt"
     assert metric(doors, metrics.LOCAL_PREFILLS, reason="short_prompt") == 1
 
 
@@ -87,7 +85,7 @@ async def test_without_prefill_workers_decode_does_it_all(
     decode = await fleet.add(Role.DECODE)
     async with make_doors(fleet) as doors:
         assert await ids_of(doors) == expected(8)
-        assert decode.submitted[0].local_prefill_reason == "no_prefill_ready"
+        assert decode.submitted[0].peer is None
         assert metric(doors, metrics.LOCAL_PREFILLS, reason="no_prefill_ready") == 1
 
 
@@ -100,7 +98,7 @@ async def test_decode_computes_a_prompt_while_prefill_is_busy_but_not_two(
         (other,) = doors.router._members.ready(Role.DECODE)
         busy.reservations.reserve(RequestKey("long", 0), tokens=10**6, blocks=0)
         assert await ids_of(doors) == expected(8)
-        assert decode.submitted[0].local_prefill_reason == "prefill_busy"
+        assert decode.submitted[0].peer is None
         assert metric(doors, metrics.LOCAL_PREFILLS, reason="prefill_busy") == 1
         other.reservations.reserve(RequestKey("local", 0), tokens=1, blocks=0)
         decode.accepting = asyncio.Event()
@@ -192,7 +190,7 @@ async def test_a_lost_prefill_worker_before_token_one(
         await slow.stop()
         assert await running == expected(8)
         assert decode.submitted[0].key in decode.cancelled
-        assert decode.submitted[1].local_prefill_reason == "no_prefill_ready"
+        assert metric(doors, metrics.LOCAL_PREFILLS, reason="no_prefill_ready") == 1
         assert metric(doors, metrics.RESUMES, cause="prefill_lost") == 1
 
 
@@ -376,7 +374,7 @@ async def test_a_refusal_by_prefill_cancels_decode_and_goes_on(doors: Doors) -> 
     assert await ids_of(doors) == expected(8)
     assert [submit.key.attempt for submit in decode.submitted] == [0, 1]
     assert decode.submitted[0].key in decode.cancelled
-    assert decode.submitted[1].local_prefill_reason == "no_prefill_ready"
+    assert metric(doors, metrics.LOCAL_PREFILLS, reason="no_prefill_ready") == 1
 
 
 async def test_an_invalid_request_is_not_tried_elsewhere(
