@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from engine.batch import StepBatch
 from engine.channel import Channel, ChannelClosed, greet
 from engine.errors import RankLost
-from engine.rank_messages import Command, Order, RankInvite, Report, Sign, error_info, open_store
+from engine.rank_messages import Command, Order, RankInvite, Report, Sign, open_store
 from engine.tp import TensorParallel
 from protocol import codec
+from protocol.errors import typed
 
 if TYPE_CHECKING:
     from engine.cuda.runner import CudaRunner
@@ -71,7 +72,7 @@ class Follower:
 
     def broken(self, error: Exception) -> None:
         """Tell rank 0 why this rank ends, and hang up."""
-        self._report(Report(sign=Sign.BROKEN, error=error_info(error)), quiet=True)
+        self._report(Report(sign=Sign.BROKEN, error=typed(error).info()), quiet=True)
         self.close()
 
     def close(self) -> None:
@@ -99,7 +100,7 @@ class Follower:
         if isinstance(outcome, bytes):
             self._report(Report(sign=Sign.ANSWER, number=number, payload=outcome), quiet=True)
         else:
-            report = Report(sign=Sign.ANSWER, number=number, error=error_info(outcome))
+            report = Report(sign=Sign.ANSWER, number=number, error=typed(outcome).info())
             self._report(report, quiet=True)
 
     def _next(self) -> Order:

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from protocol.errors import BatonError, ErrorInfo, Internal
+from protocol.errors import ErrorInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +68,3 @@ def open_store(invite: RankInvite) -> FileStore:
     store = FileStore(invite.store)
     store.set_timeout(timedelta(seconds=invite.timeout_s))
     return store
-
-
-def error_info(error: BaseException) -> ErrorInfo:
-    """Any exception as a value."""
-    if isinstance(error, BatonError):
-        return error.info()
-    return Internal(f"{type(error).__name__}: {error}").info()

@@ -154,6 +154,15 @@ class Internal(BatonError):
     code = ErrorCode.INTERNAL
 
 
+def typed(error: BaseException) -> BatonError:
+    """The error itself if it is of this tree, else a defect of ours that names it."""
+    if isinstance(error, BatonError):
+        return error
+    internal = Internal(f"{type(error).__name__}: {error}")
+    internal.__cause__ = error
+    return internal
+
+
 _CLASSES: dict[ErrorCode, type[BatonError]] = {
     cls.code: cls
     for cls in (

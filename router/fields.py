@@ -31,22 +31,22 @@ _MAX_INT = 2**63 - 1
 MAX_DEPTH = 64
 
 
-def kind_of(value: object) -> str:
-    """What a JSON value is, in words."""
-    return _NAMES.get(type(value), type(value).__name__)
-
-
 def wrong_type(param: str, expected: str, value: object) -> InvalidRequest:
     """The error of a field with a value of the wrong type."""
-    return InvalidRequest(f"{param} must be {expected}, got {kind_of(value)}", param=param)
+    found = _NAMES.get(type(value), type(value).__name__)
+    return InvalidRequest(f"{param} must be {expected}, got {found}", param=param)
 
 
 def boolean(fields: Fields, name: str) -> bool | None:
     """A boolean field."""
-    value = fields.get(name)
+    return as_boolean(fields.get(name), name)
+
+
+def as_boolean(value: object, param: str) -> bool | None:
+    """`value` as a boolean, or null."""
     if value is None or isinstance(value, bool):
         return value
-    raise wrong_type(name, "a boolean", value)
+    raise wrong_type(param, "a boolean", value)
 
 
 def integer(fields: Fields, name: str) -> int | None:

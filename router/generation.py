@@ -10,7 +10,7 @@ from typing import Any, Self
 from observability import metrics
 from observability.export import MetricSet
 from observability.metrics import Metric
-from protocol.errors import BatonError, Internal
+from protocol.errors import BatonError, typed
 from protocol.states import FinishReason
 from router.choice import Choice, Delta, RequestText
 from router.prefix import PromptBlocks
@@ -74,7 +74,7 @@ class Generation:
         self._ready: list[Delta] = []
         self._reader: asyncio.Future[None] | None = None
         self._running = len(jobs)
-        self._error: BaseException | None = None
+        self._error: BatonError | None = None
         self._last_token = 0.0
         self._gauge: Metric | None = None
 
@@ -191,8 +191,7 @@ class Generation:
         if not task.cancelled():
             error = task.exception()
             if error is not None and self._error is None:
-                known = isinstance(error, BatonError)
-                self._error = error if known else _internal(error)
+                self._error = typed(error)
                 for other in self._tasks:
                     other.cancel()
         self._rouse()
@@ -200,9 +199,3 @@ class Generation:
     def _rouse(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
-
-
-def _internal(error: BaseException) -> Internal:
-    internal = Internal(f"{type(error).__name__}: {error}")
-    internal.__cause__ = error
-    return internal

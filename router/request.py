@@ -300,20 +300,16 @@ def _stream_options(fields: Fields, *, stream: bool) -> tuple[bool, bool]:
             raise Unsupported(
                 f"stream_options.{name} is not supported", param=f"stream_options.{name}"
             )
-    usage, always = (_option(options, name) for name in ("include_usage", "continuous_usage_stats"))
+    usage, always = (
+        read.as_boolean(options.get(name), f"stream_options.{name}") or False
+        for name in ("include_usage", "continuous_usage_stats")
+    )
     if always and not usage:
         raise InvalidRequest(
             "stream_options.continuous_usage_stats needs include_usage: true",
             param="stream_options.continuous_usage_stats",
         )
     return usage, always
-
-
-def _option(options: Fields, name: str) -> bool:
-    value = options.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise read.wrong_type(f"stream_options.{name}", "a boolean", value)
-    return value or False
 
 
 def _cache_salt(fields: Fields) -> str:

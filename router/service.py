@@ -21,6 +21,7 @@ from protocol.errors import (
     InvalidRequest,
     Overloaded,
     Unavailable,
+    typed,
 )
 from protocol.ids import Role, new_request_id
 from protocol.sampling import MAX_SEED
@@ -118,7 +119,7 @@ class InferenceService:
         except Exception as error:
             self._failed(door, ErrorCode.INTERNAL)
             log.exception("request failed", extra={"endpoint": endpoint})
-            raise Internal(f"{type(error).__name__}: {error}") from error
+            raise typed(error) from error
 
     def _failed(self, door: Door, code: ErrorCode) -> None:
         self.metrics.count(metrics.REQUEST_FAILURES, door=door, code=code.value)
@@ -154,7 +155,15 @@ class InferenceService:
         param = "n" if request.n > 1 else "prompt"
         admitted = self.admission.enter(request.num_sequences, caller, param=param)
         with traced_request as span, admitted:
-            errand = self._errand(request, caller, arrival, deadline)
+            tier = tier_name(request.service_tier, caller, self._config.service_tiers)
+            errand = Errand(
+                caller=caller,
+                tier_name=tier,
+                tier=self._config.service_tiers.get(tier, ServiceTier()),
+                priority=request.priority,
+                arrival=arrival,
+                deadline=deadline,
+            )
             async with self.admission.until_closed():
                 async with _ended_in(deadline - self.clock(), "before its turn came"):
                     span.generation = await self._prepare(request, errand, span.context)
@@ -267,21 +276,6 @@ class InferenceService:
             vocab_size=self._model.vocab_size,
             context=min(context, max_model_len),
             capacity=capacity,
-        )
-
-    def _errand(
-        self, request: GenerateRequest, caller: Caller, arrival: float, deadline: float
-    ) -> Errand:
-        tiers = self._config.service_tiers
-        name = tier_name(request.service_tier, caller, tiers)
-        return Errand(
-            caller=caller,
-            tier_name=name,
-            tier=tiers.get(name, ServiceTier()),
-            tokens=0,
-            priority=request.priority,
-            arrival=arrival,
-            deadline=deadline,
         )
 
     async def _prepare(

@@ -87,9 +87,8 @@ def _response_format(value: object) -> StructuredOutput | None:
         raise InvalidRequest(f"{param}.name is required", param=f"{param}.name")
     for name in ("name", "description"):
         read.as_text(described.get(name) or "", f"{param}.{name}")
-    strict = described.get("strict")  # either way the output follows the schema
-    if strict is not None and not isinstance(strict, bool):
-        raise read.wrong_type(f"{param}.strict", "a boolean", strict)
+    # Either way the output follows the schema.
+    read.as_boolean(described.get("strict"), f"{param}.strict")
     schema = described.get("schema")
     return _json(_OBJECT if schema is None else schema, f"{param}.schema")
 

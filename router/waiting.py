@@ -43,10 +43,10 @@ class Errand:
     caller: Caller
     tier_name: str
     tier: ServiceTier
-    tokens: int
     priority: int
     arrival: float
     deadline: float
+    tokens: int = 0
     cached: int = 0
 
     @property

@@ -14,7 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from observability.logging import get_logger
-from protocol.errors import BatonError, Internal, InvalidRequest, Unavailable
+from protocol.errors import BatonError, InvalidRequest, Unavailable, typed
 from protocol.wire import inference_pb2 as pb
 from router.access import Access
 from router.config import RouterConfig
@@ -177,7 +177,7 @@ class _Guard:
                 await abort(context, error)
             except Exception as error:
                 log.exception("call failed", extra={"method": method.__name__})
-                await abort(context, Internal(f"{type(error).__name__}: {error}"))
+                await abort(context, typed(error))
 
         return call
 

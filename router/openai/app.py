@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from observability.export import CONTENT_TYPE
-from protocol.errors import BatonError, Internal, InvalidRequest, NotFound, Unavailable
+from protocol.errors import BatonError, InvalidRequest, NotFound, Unavailable, typed
 from router.access import Access
 from router.generation import Generation
 from router.keys import Caller
@@ -273,9 +273,7 @@ async def _http_exception(request: Request, error: HTTPException) -> Response:
 
 
 async def _exception(_: Request, error: Exception) -> Response:
-    if not isinstance(error, BatonError):
-        error = Internal(f"{type(error).__name__}: {error}")
-    return _error(error)
+    return _error(typed(error))
 
 
 _HANDLERS: dict[Any, Any] = {

@@ -65,7 +65,8 @@ class HttpServer:
         if self._task.done():
             await self._task
             raise Unavailable("the HTTP server ended while starting")
-        return f"{bracketed(host)}:{listener.getsockname()[1]}"
+        where = f"[{host}]" if ":" in host else host
+        return f"{where}:{listener.getsockname()[1]}"
 
     async def stop(self, grace_s: float = 1.0) -> None:
         """Stop listening, give running answers `grace_s` seconds, close every connection: idle ones
@@ -154,11 +155,6 @@ class _Connections(set[Any]):
         super().discard(connection)
         if not self:
             self.none.set()
-
-
-def bracketed(host: str) -> str:
-    """A host as it stands before `:port`."""
-    return f"[{host}]" if ":" in host else host
 
 
 def _bind(host: str, port: int, param: str, *, reuse_port: bool) -> socket.socket:

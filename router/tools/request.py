@@ -101,7 +101,7 @@ def _tool(value: object, path: str) -> Tool:
     described = {"name": name}
     if function.get("description") is not None:
         described["description"] = read.as_text(function["description"], f"{path}.description")
-    read.boolean({f"{path}.strict": function.get("strict")}, f"{path}.strict")  # either way it is
+    read.as_boolean(function.get("strict"), f"{path}.strict")  # either way it is
     parameters = function.get("parameters")
     schema = _NOTHING if parameters is None else read.as_object(parameters, f"{path}.parameters")
     read.check_depth(schema, f"{path}.parameters")
