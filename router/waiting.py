@@ -28,7 +28,7 @@ from router.tiers import ServiceTier
 
 #: Output tokens count this often as much as prompt tokens (the paper behind FairQueue has 2).
 _OUTPUT_WEIGHT = 2.0
-#: How long the pace of finished requests says something about the next.
+#: How long the pace of finished requests, or of an earlier queue, says something about the next.
 _PACE_AGE_S = 10.0
 
 
@@ -132,6 +132,8 @@ class WaitingRoom:
     def push(self, errand: Errand, ready: asyncio.Future[None]) -> Entry[_Waiter]:
         """Put a request in line; `ready` is resolved, and its tokens started, when it may go."""
         if not self._queue:
+            if self._since_drained() > _PACE_AGE_S:
+                self._drained = Rate()  # how another queue drained says nothing about this one
             self._drained_at = self.clock()
         self._waiting_of[errand.caller.name] += errand.work
         entry = self._queue.push(

@@ -365,6 +365,37 @@ async def test_a_pause_of_the_queue_is_not_taken_for_its_end() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def test_how_slowly_another_queue_drained_says_nothing() -> None:
+    """Cached prompts left one a second, a token's work each, while decode was full. What prefill
+    does in 4 s is not refused an hour later because at that pace it would take 300."""
+    bench = Bench()
+    bench.workers.decode.room_tokens = 150
+    running = bench.turn(100)
+    await running.wait()
+    turns = [bench.turn(100, cached=100) for _ in range(10)]
+    tasks = [asyncio.create_task(turn.wait()) for turn in turns]
+    await soon()
+    for turn in turns:
+        bench.now += 1.0
+        running.end(0)
+        await soon()
+        running = turn
+    assert bench.waiting == (0, 0)
+    running.end(0)
+    bench.workers.decode.room_tokens = 1600
+    bench.now += 3600.0
+    running = bench.turn(110)
+    await running.wait()
+    tasks += [asyncio.create_task(bench.turn(100, left_s=60.0).wait()) for _ in range(4)]
+    await soon()
+    assert bench.waiting == (4, 400)
+    assert bench.metrics.value(metrics.REFUSALS, reason="deadline") == 0
+    running.end(0)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def test_which_tier_a_request_is_in() -> None:
     tiers = {"interactive": ServiceTier(ttft_s=1.0), "batch": ServiceTier(weight=0.1)}
     assert tier_name(None, ANYONE, tiers) == "default"
