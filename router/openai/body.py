@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
 from protocol.errors import (
@@ -20,7 +21,6 @@ from protocol.errors import (
     UnsupportedEncoding,
 )
 from router.fields import as_object
-from router.openai.guard import header
 from router.openai.pieces import loads_in_pieces, refuse_constant
 
 #: Bodies of more bytes are parsed in a thread.
@@ -48,7 +48,7 @@ class Bodies:
         DeadlineExceeded when it does not come in time, Cancelled when the client goes away before
         it is complete, Overloaded when too much is unparsed.
         """
-        encoding = (header(scope, b"content-encoding") or "identity").strip().lower()
+        encoding = (Headers(scope=scope).get("content-encoding") or "identity").strip().lower()
         if encoding not in ("identity", "gzip", "x-gzip"):
             raise UnsupportedEncoding(
                 f"content-encoding {encoding!r} is not read here; send gzip, or the body as it is",
@@ -144,7 +144,7 @@ async def _read(scope: Scope, receive: Receive, limit: int, count: Callable[[int
 
 
 def _declared_length(scope: Scope) -> int:
-    declared = header(scope, b"content-length") or ""
+    declared = Headers(scope=scope).get("content-length", "")
     return int(declared) if declared.isdigit() else 0
 
 

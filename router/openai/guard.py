@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from protocol.errors import BatonError
@@ -20,7 +21,7 @@ def guarded(app: ASGIApp, access: Access) -> ASGIApp:
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] not in PUBLIC:
             try:
-                scope[_CALLER] = access.caller(header(scope, b"authorization"))
+                scope[_CALLER] = access.caller(Headers(scope=scope).get("authorization"))
             except BatonError as error:
                 await Answer(scope, send).error(error)
                 return
@@ -37,12 +38,5 @@ def caller_of(scope: Scope) -> Caller:
 
 def trace_of(scope: Scope) -> TraceContext | None:
     """Where the client says a request stands in its trace."""
-    return parse_trace(header(scope, b"traceparent"), header(scope, b"tracestate"))
-
-
-def header(scope: Scope, name: bytes) -> str | None:
-    """The first header of this (lower-case) name."""
-    for key, value in scope["headers"]:
-        if key == name:
-            return str(value, "latin-1")
-    return None
+    headers = Headers(scope=scope)
+    return parse_trace(headers.get("traceparent"), headers.get("tracestate"))
