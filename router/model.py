@@ -16,7 +16,6 @@ from router.forms import OutputForms
 from router.keys import Caller
 from router.messages import ChatMessage
 from router.request import GenerateRequest, RequestKind
-from router.text.detokenizer import Detokenizer
 from router.text.tokenizer import ModelText, PromptText
 from router.tools.request import ToolUse
 
@@ -43,20 +42,17 @@ class ServedModel:
         self.name = config.model_name
         self.names = frozenset({self.name, *config.model_aliases})
         self._created = int(time.time())
-        self._text = ModelText(
+        self.text = ModelText(
             Path(config.model_path),
             neutralise_control_tokens=config.neutralise_control_tokens,
             chat_template=config.chat_template,
             tool_format=config.tool_format,
         )
-        known = [n for n in (config.max_model_len, self._text.max_position) if n is not None]
+        known = [n for n in (config.max_model_len, self.text.max_position) if n is not None]
         if not known:
             raise ValueError("max_model_len must be set: the model's config does not state it")
         self.context = min(known)
-        self.vocab_size = self._text.vocab_size
-        self.eos_ids = self._text.eos_ids
-        self.pieces = self._text.pieces
-        self.forms = OutputForms(self._text)
+        self.forms = OutputForms(self.text)
         self._short = ThreadPoolExecutor(config.text_threads, thread_name_prefix="text")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="long-text")
 
@@ -74,10 +70,6 @@ class ServedModel:
         """What clients are told."""
         return ModelInfo(id=self.name, created=self._created, max_model_len=self.context)
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A fresh incremental decoder."""
-        return self._text.detokenizer(skip_special_tokens=skip_special_tokens)
-
     async def show_prompts(
         self, request: GenerateRequest, ids: Sequence[tuple[int, ...]]
     ) -> dict[tuple[int, ...], PromptText]:
@@ -86,7 +78,7 @@ class ServedModel:
         def show_all() -> dict[tuple[int, ...], PromptText]:
             skip = request.skip_special_tokens
             pairs = zip(request.prompts, ids, strict=True)
-            return {t: self._text.show(p, t, skip_special_tokens=skip) for p, t in pairs}
+            return {t: self.text.show(p, t, skip_special_tokens=skip) for p, t in pairs}
 
         return await self._in_thread(show_all, sum(map(len, request.prompts)))
 
@@ -106,7 +98,7 @@ class ServedModel:
         def encode_all() -> list[tuple[int, ...]]:
             self._check_lengths(texts, limit, "prompt")
             return [
-                self._text.encode(p) if isinstance(p, str) else tuple(p) for p in request.prompts
+                self.text.encode(p) if isinstance(p, str) else tuple(p) for p in request.prompts
             ]
 
         return await self._in_thread(encode_all, sum(map(len, texts)))
@@ -118,7 +110,7 @@ class ServedModel:
 
         def encode() -> tuple[int, ...]:
             self._check_lengths([text], limit, "prompt")
-            return self._text.encode(text, add_special_tokens=add_special_tokens)
+            return self.text.encode(text, add_special_tokens=add_special_tokens)
 
         return await self._in_thread(encode, len(text))
 
@@ -136,13 +128,13 @@ class ServedModel:
         definitions: Sequence[Mapping[str, Any]] = ()
         schemas: list[str] = []
         if tools is not None:
-            self._text.chat.require_tools()
+            self.text.chat.require_tools()
             definitions, schemas = tools.definitions, [tool.schema for tool in tools.tools]
 
         def encode() -> tuple[int, ...]:
             self._check_lengths(texts, limit, "messages")
             self._check_lengths(schemas, limit, "tools")
-            return self._text.encode_chat(
+            return self.text.encode_chat(
                 messages, definitions, add_special_tokens=add_special_tokens, limit=limit
             )
 
@@ -151,7 +143,7 @@ class ServedModel:
     async def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens included."""
         return await self._in_thread(
-            lambda: self._text.decode(ids, skip_special_tokens=False), len(ids)
+            lambda: self.text.decode(ids, skip_special_tokens=False), len(ids)
         )
 
     def close(self) -> None:
@@ -162,7 +154,7 @@ class ServedModel:
 
     def _check_lengths(self, texts: Sequence[str], limit: int, param: str) -> None:
         for text in texts:
-            if self._text.longer_than(text, limit):
+            if self.text.longer_than(text, limit):
                 raise ContextTooLong(
                     f"{param}: a text of {len(text)} characters has more than {limit} tokens",
                     param=param,

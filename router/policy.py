@@ -112,28 +112,27 @@ def choose(
     here = f"decode {ground}: {decode.cached_tokens} tokens cached, room {room(decode)} blocks"
     fitting = fitting_prefills(need, decode, prefills)
     reason = local_reason(need, decode, prefills, fitting, local_tokens=config.local_prefill_tokens)
-    prefill = choose_prefill(need, fitting, rng) if reason is None else None
-    measured = any(view.load.tokens_per_second > 0 for view in fitting)
-    wait_s = backlog_s(prefill, _mean_rate(fitting)) if prefill and measured else 0.0
-    if prefill is not None and _spills(decode, wait_s, config):
-        prefill, reason = None, LocalReason.PREFILL_BUSY
-    if reason is not None:
-        return Choice(
-            decode=decode,
-            prefill=None,
-            decode_ground=ground,
-            prefill_ground=reason,
-            why=f"local: {reason}; {here}",
-        )
-    assert prefill is not None
-    prefill_ground = _ground(prefill, len(fitting), has_room=True)
+    if reason is None:
+        prefill = choose_prefill(need, fitting, rng)
+        measured = any(view.load.tokens_per_second > 0 for view in fitting)
+        wait_s = backlog_s(prefill, _mean_rate(fitting)) if measured else 0.0
+        if not _spills(decode, wait_s, config):
+            there = _ground(prefill, len(fitting), has_room=True)
+            return Choice(
+                decode=decode,
+                prefill=prefill,
+                decode_ground=ground,
+                prefill_ground=there,
+                why=f"prefill {there}: {prefill.cached_tokens} tokens cached, "
+                f"backlog {wait_s:.2f} s; {here}",
+            )
+        reason = LocalReason.PREFILL_BUSY
     return Choice(
         decode=decode,
-        prefill=prefill,
+        prefill=None,
         decode_ground=ground,
-        prefill_ground=prefill_ground,
-        why=f"prefill {prefill_ground}: {prefill.cached_tokens} tokens cached, "
-        f"backlog {wait_s:.2f} s; {here}",
+        prefill_ground=reason,
+        why=f"local: {reason}; {here}",
     )
 
 

@@ -273,7 +273,7 @@ class InferenceService:
         context = self._model.context
         max_model_len, capacity = self._relay.members.longest() or (context, context)
         return Limits(
-            vocab_size=self._model.vocab_size,
+            vocab_size=self._model.text.vocab_size,
             context=min(context, max_model_len),
             capacity=capacity,
         )
@@ -283,7 +283,7 @@ class InferenceService:
     ) -> Generation:
         limits = self._limits()
         sampling = base_sampling(
-            request, limits, eos_ids=self._model.eos_ids, seed=secrets.randbelow(MAX_SEED)
+            request, limits, eos_ids=self._model.text.eos_ids, seed=secrets.randbelow(MAX_SEED)
         )
         for prompt in request.prompts:
             if not isinstance(prompt, str):
@@ -327,7 +327,7 @@ class InferenceService:
             jobs=jobs,
             text=RequestText(
                 stream=lambda: self._text_stream(request),
-                pieces=self._model.pieces,
+                pieces=self._model.text.pieces,
                 shown=shown,
                 whole=not request.stream,
             ),
@@ -341,7 +341,7 @@ class InferenceService:
         # Some models mark calls by special tokens.
         skip = request.skip_special_tokens and parser is None
         return TextStream(
-            self._model.detokenizer(skip_special_tokens=skip),
+            self._model.text.detokenizer(skip_special_tokens=skip),
             StopMatcher(request.stop, include=request.include_stop_str_in_output),
             min_tokens=request.min_tokens,
             include_stop=request.include_stop_str_in_output,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,7 @@ from protocol.messages import (
     Ack,
     Cancel,
     DrainCommand,
-    EventBatch,
-    StatusQuery,
     Submit,
-    Subscribe,
     WorkerStatus,
 )
 from protocol.states import WorkerState, check_worker
@@ -94,8 +91,8 @@ class Shell:
         return {
             methods.SUBMIT: self._on_submit,
             methods.CANCEL: self._on_cancel,
-            methods.EVENTS: self._on_events,
-            methods.STATUS: self._on_status,
+            methods.EVENTS: lambda subscribe: self.outlet.stream(subscribe.router_id),
+            methods.STATUS: lambda _query: self.status(),
             methods.DRAIN: self._on_drain,
         }
 
@@ -196,12 +193,6 @@ class Shell:
         self._compiling.difference_update(cancel.keys)
         self._cancel(cancel)
         return Ack()
-
-    def _on_events(self, subscribe: Subscribe) -> AsyncIterator[EventBatch]:
-        return self.outlet.stream(subscribe.router_id)
-
-    async def _on_status(self, _query: StatusQuery) -> WorkerStatus:
-        return self.status()
 
     async def _on_drain(self, _command: DrainCommand) -> Ack:
         if self.state is WorkerState.READY:

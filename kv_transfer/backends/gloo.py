@@ -17,9 +17,8 @@ import torch
 from torch._C._distributed_c10d import ProcessGroupGloo, Work
 
 from kv_transfer.backends.base import LinkBroken, LinkId
-from kv_transfer.backends.rendezvous import Meeting, SocketStore, call
+from kv_transfer.backends.rendezvous import MeetingBackend, SocketStore
 
-_SENDER, _RECEIVER = 0, 1
 _POISON_TAG = (1 << 31) - 1
 
 
@@ -77,32 +76,14 @@ class GlooLink:
             pass  # as intended, or broken before
 
 
-class GlooBackend:
-    """Makes gloo links for one rank. `host` is the address to listen on and to advertise."""
+class GlooBackend(MeetingBackend[GlooLink]):
+    """Makes gloo links for one rank."""
 
     name = "gloo"
 
     def __init__(self, host: str) -> None:
-        self._meeting = Meeting(host)
+        super().__init__(host)
         self._device = ProcessGroupGloo.create_device(hostname=host)
-
-    def listen(self) -> str:
-        """Listen on a free port of `host`, once."""
-        return self._meeting.listen()
-
-    def connect(self, link: LinkId, endpoint: str, timeout_s: float) -> GlooLink:
-        """Meet the receiver at its endpoint."""
-        limit = time.monotonic() + timeout_s
-        return self._build(link, call(endpoint, link, limit), _SENDER, limit)
-
-    def accept(self, link: LinkId, timeout_s: float) -> GlooLink:
-        """Wait for the sender."""
-        limit = time.monotonic() + timeout_s
-        return self._build(link, self._meeting.await_sender(link, limit), _RECEIVER, limit)
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._meeting.close()
 
     def _build(self, link: LinkId, connection: socket.socket, me: int, limit: float) -> GlooLink:
         # Private, but the only way to choose the interface; the contract suite checks it.

@@ -24,7 +24,7 @@ import torch
 
 from kv_transfer.backends.base import BlockMove, End, LinkBroken, LinkId
 from kv_transfer.backends.cuda_ipc import shape_of
-from kv_transfer.backends.rendezvous import Meeting, SocketStore, call
+from kv_transfer.backends.rendezvous import SENDER, MeetingBackend, SocketStore
 from kv_transfer.backends.watch import Watch
 from kv_transfer.checksum import content_checksum
 from kv_transfer.config import ChecksumKind
@@ -42,7 +42,6 @@ from kv_transfer.cuda.nccl import Communicator, unique_id
 from kv_transfer.cuda.staging import Staging
 from kv_transfer.store import PagedStore
 
-_SENDER, _RECEIVER = 0, 1
 BUFFERS = 2  # one on the wire, the other being filled or emptied
 _WARM_BYTES = 1 << 20
 _STRETCH, _STRETCHES = 16, 4  # messages; so many times as many may be queued
@@ -291,39 +290,25 @@ class NcclLink:
             raise LinkBroken(f"link {self._name}: {error}") from error
 
 
-class NcclBackend:
-    """Makes links for one rank. `host` is the address to meet peers at."""
+class NcclBackend(MeetingBackend[NcclLink]):
+    """Makes links for one rank."""
 
     name = "nccl"
 
     def __init__(
         self, store: PagedStore, *, host: str, staging: Staging, ctas: int, copy_ctas: int
     ) -> None:
+        super().__init__(host)
         self.store = store
         self.staging = staging
         self.copy_ctas = copy_ctas
         self.watch = Watch("kv-nccl-watch")
         self._ctas = ctas
-        self._meeting = Meeting(host)
         load_copies(store.device)
-
-    def listen(self) -> str:
-        """Listen on a free port of `host`, once."""
-        return self._meeting.listen()
-
-    def connect(self, link: LinkId, endpoint: str, timeout_s: float) -> NcclLink:
-        """Meet the receiver at its endpoint."""
-        limit = time.monotonic() + timeout_s
-        return self._build(link, call(endpoint, link, limit), _SENDER, limit)
-
-    def accept(self, link: LinkId, timeout_s: float) -> NcclLink:
-        """Wait for the sender."""
-        limit = time.monotonic() + timeout_s
-        return self._build(link, self._meeting.await_sender(link, limit), _RECEIVER, limit)
 
     def close(self) -> None:
         """Stop listening."""
-        self._meeting.close()
+        super().close()
         self.watch.close()
 
     def _build(self, link: LinkId, connection: socket.socket, me: int, limit: float) -> NcclLink:
@@ -340,7 +325,7 @@ class NcclBackend:
             except (OSError, RuntimeError, ValueError) as error:
                 self.staging.give(size)
                 raise LinkBroken(f"link {link}: {error}") from error
-        made.warm(sending=me == _SENDER, limit=limit)
+        made.warm(sending=me == SENDER, limit=limit)
         return made
 
     @property
@@ -352,7 +337,7 @@ class NcclBackend:
     def _agree(self, store: SocketStore, me: int, size: int) -> tuple[bytes, int]:
         """The communicator's name, as the sender says, and the size of a message, which is the
         smaller of what the two would take."""
-        if me == _SENDER:
+        if me == SENDER:
             name = unique_id()
             store.set("nccl", name + size.to_bytes(8, "big"))
             return name, int.from_bytes(store.get("size"), "big")

@@ -15,12 +15,16 @@ import socket
 import struct
 import threading
 import time
+from abc import ABC, abstractmethod
 from datetime import timedelta
+from typing import Generic, TypeVar
 
 from torch._C._distributed_c10d import Store
 
-from kv_transfer.backends.base import LinkBroken, LinkId
+from kv_transfer.backends.base import BlockLink, Link, LinkBroken, LinkId
 
+L = TypeVar("L", bound=Link | BlockLink)
+SENDER, RECEIVER = 0, 1
 _HELLO = struct.Struct("!HH")  # lengths of token and link name
 _FRAME = struct.Struct("!II")  # lengths of key and value
 _HELLO_TIMEOUT_S = 5.0
@@ -173,6 +177,37 @@ class Meeting:
             self._arrived.notify_all()
         for stale in dropped:
             stale.close()
+
+
+class MeetingBackend(ABC, Generic[L]):
+    """A backend whose links are built by two ends that meet at a socket of the receiver's. `host`
+    is the address to listen on and to advertise."""
+
+    def __init__(self, host: str) -> None:
+        self._meeting = Meeting(host)
+
+    def listen(self) -> str:
+        """Listen on a free port of `host`, once."""
+        return self._meeting.listen()
+
+    def connect(self, link: LinkId, endpoint: str, timeout_s: float) -> L:
+        """Meet the receiver at its endpoint."""
+        limit = time.monotonic() + timeout_s
+        return self._build(link, call(endpoint, link, limit), SENDER, limit)
+
+    def accept(self, link: LinkId, timeout_s: float) -> L:
+        """Wait for the sender."""
+        limit = time.monotonic() + timeout_s
+        return self._build(link, self._meeting.await_sender(link, limit), RECEIVER, limit)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._meeting.close()
+
+    @abstractmethod
+    def _build(self, link: LinkId, connection: socket.socket, me: int, limit: float) -> L:
+        """The end `me` (SENDER, RECEIVER) of a link over a connection of the two, to be closed
+        then. Raises LinkBroken at `limit` (monotonic) or before."""
 
 
 def call(endpoint: str, link: LinkId, limit: float) -> socket.socket:

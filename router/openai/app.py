@@ -76,7 +76,7 @@ def make_app(
         version=_version(),
         names=sorted(model.names),
         context=model.context,
-        vocab_size=model.vocab_size,
+        vocab_size=model.text.vocab_size,
     )
 
     async def serve_targets(_: Request) -> Response:
