@@ -109,9 +109,11 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if not self.model_path:
             raise ValueError("model_path must not be empty")
-        for name in _POSITIVE:
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            checked = type(value) in (int, float) and name not in _OTHER_NUMBERS
+            if checked and value <= 0:
+                raise ValueError(f"{name} must be positive, got {value}")
         if min(self.local_prefill_tokens, self.local_backlog_s) < 0:
             raise ValueError("local_prefill_tokens and local_backlog_s must be >= 0")
         if self.max_model_len is not None and self.max_model_len < 2:
@@ -138,11 +140,5 @@ class RouterConfig:
 
 #: https://www.rfc-editor.org/rfc/rfc6454#section-6.2
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
-_POSITIVE = (
-    *("max_requests", "max_queued_requests", "max_queued_tokens", "dispatch_window_s"),
-    *("max_body_bytes", "max_message_bytes", "max_connections", "default_timeout_s"),
-    *("max_timeout_s", "max_attempts", "resume_wait_s", "silence_s", "submit_timeout_s"),
-    "prefix_tokens_per_sequence",
-    *("connect_timeout_s", "timeline_wait_s", "retry_after_s", "keep_alive_s"),
-    *("text_threads", "drain_s"),
-)
+#: All others are to be positive.
+_OTHER_NUMBERS = {"local_prefill_tokens", "local_backlog_s", "max_model_len"}
