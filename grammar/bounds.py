@@ -33,10 +33,7 @@ _ENDLESS = 1 << 40
 
 def check_source(grammar: Grammar) -> None:
     """Raise InvalidRequest when a grammar is too large or not of its kind's form."""
-    if len(grammar.source) > MAX_SOURCE_CHARS:
-        raise InvalidRequest(
-            f"a grammar has at most {MAX_SOURCE_CHARS} characters, got {len(grammar.source)}"
-        )
+    check_length(grammar)
     match grammar.kind:
         case GrammarKind.REGEX:
             _check_regex(grammar.source)
@@ -47,6 +44,14 @@ def check_source(grammar: Grammar) -> None:
         case GrammarKind.JSON_SCHEMA:
             for key, value in _walk(_parsed(grammar.source), 0):
                 _check_schema_text(key, value)
+
+
+def check_length(grammar: Grammar) -> None:
+    """Raise InvalidRequest when a grammar is too long to be looked at."""
+    if len(grammar.source) > MAX_SOURCE_CHARS:
+        raise InvalidRequest(
+            f"a grammar has at most {MAX_SOURCE_CHARS} characters, got {len(grammar.source)}"
+        )
 
 
 def _parsed(source: str) -> Any:

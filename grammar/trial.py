@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Mapping
 
-from grammar.bounds import MAX_SOURCE_CHARS
+from grammar.bounds import check_length
 from grammar.matcher import Matcher, compute_masks
 from protocol.errors import InvalidRequest, Unavailable
 from protocol.grammar import Grammar, GrammarKind
@@ -49,10 +49,7 @@ class Trial:
     def check(self, grammar: Grammar) -> None:
         """Return when the grammar compiles; blocks. Raises InvalidRequest saying why not, and
         Unavailable when there was no time to find out."""
-        if len(grammar.source) > MAX_SOURCE_CHARS:
-            raise InvalidRequest(
-                f"a grammar has at most {MAX_SOURCE_CHARS} characters, got {len(grammar.source)}"
-            )
+        check_length(grammar)
         if self.known(grammar):
             return
         verdict = self._verdicts[hash(grammar)] = self._ask(grammar)

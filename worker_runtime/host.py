@@ -22,7 +22,7 @@ from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.tasks import Tasks
 from protocol.ids import Role, WorkerRef, new_epoch
-from protocol.messages import Cancel, Submit, WorkerStatus
+from protocol.messages import Submit, WorkerStatus
 from protocol.states import WorkerState
 from rpc.service import ClientPool, ControlServer
 from worker_runtime.commands import Cancelled, RouterCommand, RouterGone, Submitted
@@ -227,9 +227,6 @@ class Worker(ABC, Generic[C, Out, Side]):
             self._accept(submit)
             self.inbox.put(Submitted(submit=submit, matcher=matcher))
 
-        def cancel(message: Cancel) -> None:
-            self.inbox.put(Cancelled(keys=message.keys))
-
         limits = Limits(
             vocab_size=executor.vocab_size,
             max_model_len=executor.max_model_len,
@@ -249,7 +246,7 @@ class Worker(ABC, Generic[C, Out, Side]):
             clock=self.clock,
             accept=accept_and_queue,
             grammars=self._grammars,
-            cancel=cancel,
+            cancel=lambda message: self.inbox.put(Cancelled(keys=message.keys)),
             router_gone=lambda router_id: self.inbox.put(RouterGone(router_id=router_id)),
             handoff_counters=self._handoff.stats.counters,
         )

@@ -51,7 +51,7 @@ class Snapshot:
 
     load: WorkerLoad = field(default_factory=WorkerLoad)
     num_unfinished: int = 0
-    counters: Mapping[str, int] | None = None
+    counters: Mapping[str, int] = field(default_factory=dict)
     cache: Mapping[bytes, bool] = field(default_factory=dict)
 
 

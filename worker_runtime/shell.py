@@ -136,7 +136,7 @@ class Shell:
     def status(self) -> WorkerStatus:
         """This worker as it is now."""
         now = self._clock()
-        identity, counters = self._identity, self._snapshot.counters
+        identity = self._identity
         return WorkerStatus(
             ref=self.ref,
             state=self.state,
@@ -147,7 +147,7 @@ class Shell:
             max_prompt_tokens=identity.limits.max_prompt_tokens,
             steps=self._progress.steps,
             last_step_age_s=now - self._progress.last_step_end,
-            counters={**(counters or {}), **self._handoff_counters()},
+            counters={**self._snapshot.counters, **self._handoff_counters()},
         )
 
     # --- methods --------------------------------------------------------------------------------

@@ -9,9 +9,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import grpc
-from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
@@ -32,28 +30,19 @@ async def abort(context: aio.ServicerContext[Any, Any], error: BatonError) -> No
 def trailers(info: ErrorInfo) -> tuple[tuple[str, str | bytes], ...]:
     """The trailing metadata of an error."""
     pairs: list[tuple[str, str | bytes]] = [("baton-error-code", info.code.value)]
-    details: list[Message] = []
+    status = status_pb2.Status(
+        code=grpc.StatusCode[STATUSES[info.code].grpc].value[0], message=info.message
+    )
     if info.param is not None:
         pairs.append(("baton-error-param", info.param.encode("ascii", "replace").decode()))
         violation = error_details_pb2.BadRequest.FieldViolation(
             field=info.param, description=info.message
         )
-        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
     if info.retry_after_s is not None:
         pairs.append(("retry-after", f"{info.retry_after_s:g}"))
         delay = Duration()
         delay.FromNanoseconds(int(info.retry_after_s * 1e9))
-        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
-    status = status_pb2.Status(
-        code=grpc.StatusCode[STATUSES[info.code].grpc].value[0],
-        message=info.message,
-        details=[_packed(detail) for detail in details],
-    )
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
     pairs.append((_DETAILS_KEY, status.SerializeToString()))
     return tuple(pairs)
-
-
-def _packed(detail: Message) -> AnyMessage:
-    packed = AnyMessage()
-    packed.Pack(detail)
-    return packed
