@@ -69,6 +69,7 @@ def connect(state: RunningCluster) -> None:
         )
 
     host, colon, port = state.address.rpartition(":")
+    asked_to_stop = signal.getsignal(signal.SIGTERM)
     try:
         if colon:  # Ray would try for minutes
             socket.create_connection((host, int(port)), timeout=_REACH_S).close()
@@ -80,6 +81,7 @@ def connect(state: RunningCluster) -> None:
         raise Unavailable(
             f"the Ray cluster at {state.address} does not answer: {reason}"
         ) from error
+    signal.signal(signal.SIGTERM, asked_to_stop)  # which Ray takes for a crash
 
 
 def ask(*calls: Any, timeout_s: float = _ANSWER_S) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -45,6 +46,15 @@ def test_a_ray_that_takes_nobody_in(hang: Hang, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("ray.init", hang)
     with pytest.raises(Unavailable, match="the Ray cluster at auto did not answer within 0 s"):
         session.connect(RunningCluster(address="auto", token="", config="c"))
+
+
+def test_who_is_asked_to_stop_stops_as_before_joining(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's client puts a handler of its own, below Python's, that takes it for a crash."""
+    handlers: list[tuple[int, object]] = []
+    monkeypatch.setattr("ray.init", lambda **_: None)
+    monkeypatch.setattr(session.signal, "signal", lambda *handler: handlers.append(handler))
+    session.connect(RunningCluster(address="auto", token="", config="c"))
+    assert handlers == [(signal.SIGTERM, signal.getsignal(signal.SIGTERM))]
 
 
 def test_a_ray_that_lets_nobody_go(hang: Hang, monkeypatch: pytest.MonkeyPatch) -> None:
