@@ -32,7 +32,8 @@ def wait_ready(config: ClusterConfig, console: Console, *, deadline: float) -> M
 def wait_for(wanted: Mapping[Kind, int], console: Console, *, deadline: float, exact: bool) -> View:
     """Wait until so many members of each kind are ready (with `exact`: and no others are left).
 
-    Raises Internal with Serve's reason when a pool cannot start, Unavailable when time runs out.
+    Raises Internal with Serve's reason when a pool cannot start, Unavailable when time runs out or
+    somebody else has given a pool another size meanwhile.
     """
     directory = find_directory()
     incarnation = version = -1
@@ -50,6 +51,7 @@ def wait_for(wanted: Mapping[Kind, int], console: Console, *, deadline: float, e
             return view
         statuses = pool_statuses()
         _raise_failed(statuses)
+        _raise_resized(statuses, wanted)
         if time.monotonic() > deadline:
             raise Unavailable(f"not ready in time: {line}. {_reasons(statuses)}".strip())
 
@@ -76,6 +78,13 @@ def _raise_failed(statuses: Mapping[Kind, PoolStatus]) -> None:
     for status in statuses.values():
         if status.failed:
             raise Internal(f"the {status.kind} pool cannot start: {_last_line(status.message)}")
+
+
+def _raise_resized(statuses: Mapping[Kind, PoolStatus], wanted: Mapping[Kind, int]) -> None:
+    for kind, count in wanted.items():
+        target = statuses[kind].target if kind in statuses else 0
+        if target not in (0, count):  # 0: Serve has not made the pool yet
+            raise Unavailable(f"the {kind} pool was scaled to {target} meanwhile")
 
 
 def _reasons(statuses: Mapping[Kind, PoolStatus]) -> str:

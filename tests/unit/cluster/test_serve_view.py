@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from cluster import serve_control
 from cluster.cli import waiting
 from cluster.cli.console import Console
 from cluster.cli.status import _worker_row
-from cluster.cli.waiting import _last_line, _progress, _raise_failed, _reached
+from cluster.cli.waiting import _last_line, _progress, _raise_failed, _raise_resized, _reached
 from cluster.config import ClusterConfig, ModelSection, PlacementSection, PoolSection
 from cluster.membership import Kind, Member, View
 from cluster.ranks import gpu_index, process_env, runtime_env
@@ -64,6 +65,16 @@ def test_unhealthy_is_not_failed() -> None:
     status = _pool_status(Kind.DECODE, details(**given))
     assert not status.failed
     _raise_failed({Kind.DECODE: status})
+
+
+def test_a_pool_that_somebody_else_gives_another_size_is_not_waited_for() -> None:
+    """One that Serve is about to make has no size yet."""
+    made, coming = (_pool_status(Kind.PREFILL, details()) for _ in range(2))
+    made = replace(made, target=1)
+    _raise_resized({Kind.PREFILL: made}, {Kind.PREFILL: 1, Kind.DECODE: 2})
+    _raise_resized({Kind.PREFILL: coming}, {Kind.PREFILL: 1})
+    with pytest.raises(Unavailable, match=r"^the prefill pool was scaled to 1 meanwhile$"):
+        _raise_resized({Kind.PREFILL: made}, {Kind.PREFILL: 2})
 
 
 class Controller:
