@@ -58,7 +58,7 @@ def make_handoff(
         prefill_epoch=prefill.epoch,
         decode_epoch=decode.epoch,
         num_blocks=len(dest),
-        expires_at=time.time() + 300,
+        lifetime_s=300.0,
     ).signed(SECRET)
     return Handoff(key=key, ticket=ticket, prefill=prefill, decode=decode, source=source, dest=dest)
 

@@ -30,6 +30,7 @@ from engine.cuda.runner import CudaRunner
 from engine.executor import Executor, PendingStep
 from engine.kv.allocator import BlockAllocator
 from kv_transfer.listeners import TransferReport
+from observability.clock import steady_clock
 from prefill_worker.scheduler import PrefillScheduler
 from protocol import codec
 from protocol.ids import RequestKey, Role, WorkerRef
@@ -113,7 +114,7 @@ class Worker:
             deliver=lambda *turn: loop.call_soon_threadsafe(self._deliver, *turn),
             executor=self.executor,
             inbox=self.inbox,
-            clock=time.time,
+            clock=steady_clock(),
         )
         self._reader = asyncio.create_task(self._read())
 
@@ -148,7 +149,7 @@ def submit(index: int, prompt: int, sampling: SamplingParams) -> Submit:
         router_id=ROUTER,
         prompt_ids=tuple((7 * i + index) % 4000 for i in range(prompt)),
         sampling=sampling,
-        deadline=time.time() + 3600.0,
+        time_left_s=3600.0,
         peer=PEER,
     )
 

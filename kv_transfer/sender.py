@@ -54,8 +54,8 @@ class Sender(Side[Outgoing, Finished]):
 
     def expect(self, key: RequestKey, ticket: Ticket, decode: WorkerRef) -> None:
         """A request was submitted whose KV will go to `decode`; its grant may already be here, or
-        come until the ticket expires. Raises StaleMessage for a bad ticket or an older attempt, and
-        the error of a hand-off that decode has ended before it began. Idempotent."""
+        come as long as the ticket is good. Raises StaleMessage for a bad ticket or an older
+        attempt, and the error of a hand-off that decode has ended before it began. Idempotent."""
         if self._begin(key, ticket, decode) and (early := self._early.take(key)):
             self._tasks.start(self._take_early(early))  # decode was quicker than the router
 

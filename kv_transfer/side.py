@@ -115,7 +115,7 @@ class Side(ABC, Generic[H, P]):
         self._me.check_ticket(ticket, key, peer.epoch)
         for older in self._attempts.admit(key):
             self._end_key(older, StaleMessage(f"{key} replaces {older}", param="attempt"))
-        deadline = self._clock.until(ticket.expires_at)
+        deadline = self._clock.monotonic() + ticket.lifetime_s
         self._live[key] = self._record(key=key, ticket=ticket, peer=peer, deadline=deadline)
         self._deadlines.add(deadline, key)
         return True

@@ -28,7 +28,7 @@ class Submit:
     """Run one request. Sent to decode and, unless that is to prefill by itself, to prefill.
 
     `output_ids` are tokens the client already has (after a lost attempt): they count as output and
-    the first new token has index len(output_ids). `deadline` is seconds since the Unix epoch.
+    the first new token has index len(output_ids). `time_left_s` is until the request's deadline.
     `peer` is the other worker of the pair, `router_id` names the event stream to answer on.
     `cache_salt`: only requests of the same salt share cached KV. `bypass_prefix_cache`: every
     prompt token has to run (its logits are wanted); what it computes is cached all the same.
@@ -40,7 +40,7 @@ class Submit:
     router_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
-    deadline: float
+    time_left_s: float
     output_ids: tuple[int, ...] = ()
     peer: WorkerRef | None = None
     ticket: Ticket | None = None

@@ -149,7 +149,7 @@ class Relay:
         if long and kinds:
             await asyncio.to_thread(lambda: [blocks.hints(*k) for blocks in long for k in kinds])
 
-    def ticket(self, key: RequestKey, pair: _Pair, *, blocks: int, deadline: float) -> Ticket:
+    def ticket(self, key: RequestKey, pair: _Pair, *, blocks: int, time_left_s: float) -> Ticket:
         """A signed ticket for one attempt."""
         assert pair.prefill is not None
         return Ticket(
@@ -157,7 +157,7 @@ class Relay:
             prefill_epoch=pair.prefill.ref.epoch,
             decode_epoch=pair.decode.ref.epoch,
             num_blocks=blocks,
-            expires_at=deadline,
+            lifetime_s=time_left_s,
         ).signed(self._secret)
 
 
@@ -302,12 +302,13 @@ class Flight:
         sampling = self._job.sampling
         if self._merger.output_ids:  # the prompt was scored before its first output token
             sampling = replace(sampling, prompt_logprobs=None)
+        time_left_s = self._job.deadline - self._relay.clock()
         base = Submit(
             key=key,
             router_id=self._relay.router_id,
             prompt_ids=self._job.prompt_ids,
             sampling=sampling,
-            deadline=self._job.deadline,
+            time_left_s=time_left_s,
             output_ids=tuple(self._merger.output_ids),
             cache_salt=self._job.cache_salt,
             bypass_prefix_cache=self._job.bypass_prefix_cache,
@@ -316,7 +317,7 @@ class Flight:
         )
         if pair.prefill is None:
             return [base]
-        ticket = self._relay.ticket(key, pair, blocks=blocks, deadline=self._job.deadline)
+        ticket = self._relay.ticket(key, pair, blocks=blocks, time_left_s=time_left_s)
         return [
             replace(base, peer=peer, ticket=ticket) for peer in (pair.prefill.ref, pair.decode.ref)
         ]

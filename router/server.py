@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from uuid import uuid4
 from starlette.types import ASGIApp
 
 from observability import metrics
+from observability.clock import steady_clock
 from observability.export import MetricSet
 from observability.logging import get_logger
 from protocol.ids import Role, WorkerRef
@@ -82,7 +82,7 @@ class Router:
             secret=secret,
             config=config,
             metric_set=self.metrics,
-            clock=time.time,
+            clock=steady_clock(),
             rng=random.Random(),
         )
         self._service = InferenceService(self._model, relay, tracing=self._tracing)

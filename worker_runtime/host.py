@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -16,11 +14,13 @@ from engine.config import EngineConfig
 from engine.kv.allocator import BlockAllocator
 from engine.ranks import RankGroup
 from grammar.matcher import Matcher
+from kv_transfer.clock import Clock
 from kv_transfer.config import TransferConfig
 from kv_transfer.party import Party
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.tasks import Tasks
+from observability.clock import steady_clock
 from protocol.ids import Role, WorkerRef, new_epoch
 from protocol.messages import Submit, WorkerStatus
 from protocol.states import WorkerState
@@ -74,10 +74,9 @@ class Worker(ABC, Generic[C, Out, Side]):
         settings: WorkerSettings,
         *,
         group: RankGroup | None = None,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self.settings = settings
-        self.clock = clock
+        self.clock = steady_clock()
         self.inbox: Inbox[C | RouterCommand] = Inbox()
         self.tasks = Tasks()
         self._clients = ClientPool(secret=settings.secret)
@@ -130,6 +129,7 @@ class Worker(ABC, Generic[C, Out, Side]):
                 ranks=self.ranks,
                 clients=self._clients,
                 config=self.settings.transfer,
+                clock=Clock(wall=self.clock),
             )
         )
         scheduler = self.scheduler(

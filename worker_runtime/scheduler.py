@@ -164,7 +164,7 @@ class Scheduler(ABC, Generic[E, C, Out]):
                     sequence.mark_start(Phase.CREDIT_WAIT, now)
                     self._entries[submit.key] = self._enter(sequence, self._next_order)
                     self._next_order += 1
-                    self._due = min(self._due, submit.deadline)
+                    self._due = min(self._due, sequence.deadline)
             case Cancelled(keys=keys):
                 self._cancel(keys, out)
             case RouterGone(router_id=router_id):
@@ -226,7 +226,7 @@ class Scheduler(ABC, Generic[E, C, Out]):
         if now < self._due:
             return
         for entry in list(self._entries.values()):
-            if now >= entry.sequence.submit.deadline and not entry.ending:
+            if now >= entry.sequence.deadline and not entry.ending:
                 error = DeadlineExceeded("the request's deadline passed", param="deadline").info()
                 self._fail(entry, error, retriable=False, out=out)
                 self._leave(entry, out, released=False, error=error)
@@ -262,7 +262,7 @@ class Scheduler(ABC, Generic[E, C, Out]):
     def _earliest(self) -> float | None:
         """The earliest deadline of all requests."""
         alive = (e for e in self._entries.values() if not e.ending)
-        return min((e.sequence.submit.deadline for e in alive), default=None)
+        return min((e.sequence.deadline for e in alive), default=None)
 
     def counters(self) -> dict[str, int]:
         """How requests ended here, since the start."""

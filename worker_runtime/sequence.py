@@ -35,6 +35,7 @@ class Sequence:
 
     submit: Submit
     arrival: float
+    deadline: float
     tokens: list[int]
     history: TokenHistory | None = None
     matcher: Matcher | None = None
@@ -61,6 +62,7 @@ class Sequence:
         return cls(
             submit=submit,
             arrival=now,
+            deadline=now + submit.time_left_s,
             tokens=[*prompt, *output],
             history=TokenHistory(prompt, output, sampling) if sampling.penalised else None,
             matcher=matcher,

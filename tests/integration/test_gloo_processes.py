@@ -78,7 +78,7 @@ def begin(
         prefill_epoch=prefill.ref.epoch,
         decode_epoch=decode.ref.epoch,
         num_blocks=len(dest),
-        expires_at=time.time() + ttl_s,
+        lifetime_s=ttl_s,
     ).signed(SECRET)
     decode.do("submit", key, ticket, prefill.ref)
     prefill.do("submit", key, ticket, decode.ref)

@@ -86,7 +86,7 @@ async def test_a_peer_without_a_ticket_is_refused_and_holds_nothing(pair: Pair) 
         router_id=pair.router.router_id,
         prompt_ids=(1, 2, 3),
         sampling=GREEDY,
-        deadline=time.time() + 60.0,
+        time_left_s=60.0,
         peer=pair.prefill_refs[0],
     )
     with pytest.raises(InvalidRequest) as caught:
@@ -278,6 +278,7 @@ async def test_ticket_of_a_stranger_is_refused(pair: Pair) -> None:
 
 
 async def test_deadline_is_a_typed_end(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the time is another one."""
     executor = pair.decodes[0].ranks.executor
     launch = executor.launch
 
@@ -286,6 +287,7 @@ async def test_deadline_is_a_typed_end(pair: Pair, monkeypatch: pytest.MonkeyPat
         return launch(batch)
 
     monkeypatch.setattr(executor, "launch", launch_late)
+    monkeypatch.setattr(pair.decodes[0]._loop, "_clock", lambda: time.time() - 86_400.0)
     long = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
     key = await pair.router.submit(
         random_ids(40), long, pair.decode_refs[0], pair.prefill_refs[0], timeout_s=1.0
@@ -293,6 +295,16 @@ async def test_deadline_is_a_typed_end(pair: Pair, monkeypatch: pytest.MonkeyPat
     answer = await pair.router.answer(key)
     assert answer.failures[0].error.code is ErrorCode.DEADLINE_EXCEEDED
     assert not answer.failures[0].retriable
+    await pair.idle()
+
+
+async def test_machines_need_not_agree_on_the_time(
+    pair: Pair, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair.prefills[0]._loop, "_clock", lambda: time.time() + 86_400.0)
+    monkeypatch.setattr(pair.decodes[0]._loop, "_clock", lambda: time.time() - 86_400.0)
+    prompt = random_ids(40)
+    assert (await pair.generate(prompt, GREEDY)).ids() == oracle.greedy(prompt, 12)
     await pair.idle()
 
 

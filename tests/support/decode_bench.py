@@ -25,7 +25,7 @@ def make_submit(
     max_tokens: int = 5,
     seed: int = 0,
     remote: bool = False,
-    deadline: float = 1e9,
+    time_left_s: float = 1e9,
     output: tuple[int, ...] = (),
     attempt: int = 0,
     router: str = "r",
@@ -37,7 +37,7 @@ def make_submit(
         prompt_ids=tuple(prompt),
         output_ids=output,
         sampling=sampling,
-        deadline=deadline,
+        time_left_s=time_left_s,
         peer=PEER if remote else None,
     )
 

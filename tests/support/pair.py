@@ -143,7 +143,6 @@ class FakeRouter:
     ) -> RequestKey:
         key = RequestKey(new_request_id(), attempt)
         self.answers[key] = Answer()
-        deadline = time.time() + timeout_s
         base = Submit(
             key=key,
             router_id=self.router_id,
@@ -151,7 +150,7 @@ class FakeRouter:
             output_ids=tuple(output),
             grammar=grammar,
             sampling=sampling,
-            deadline=deadline,
+            time_left_s=timeout_s,
         )
         if prefill is None:
             await self.pool.get(decode.address).call(methods.SUBMIT, base, timeout_s=10)
@@ -161,7 +160,7 @@ class FakeRouter:
             prefill_epoch=prefill.epoch,
             decode_epoch=decode.epoch,
             num_blocks=-(-(len(prompt) + len(output)) // block_size),
-            expires_at=deadline,
+            lifetime_s=timeout_s,
         ).signed(SECRET)
         await asyncio.gather(
             self.pool.get(decode.address).call(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from decode_worker.commands import Output
 from decode_worker.scheduler import DecodeScheduler
 from engine.executor import Executor
 from engine.kv.allocator import BlockAllocator
+from observability.clock import steady_clock
 from protocol.ids import RequestKey
 from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.messages import Submit
@@ -54,7 +54,7 @@ async def served(
             router_id="r",
             prompt_ids=tuple(ids),
             sampling=sampling,
-            deadline=time.time() + 600.0,
+            time_left_s=600.0,
         )
         inbox.put(Submitted(submit=submit))
     here = asyncio.get_running_loop()
@@ -64,7 +64,7 @@ async def served(
         deliver=lambda *turn: here.call_soon_threadsafe(deliver, *turn),
         executor=executor,
         inbox=inbox,
-        clock=time.time,
+        clock=steady_clock(),
     )
     loop.start()
     await asyncio.wait_for(done.wait(), 30)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -383,7 +382,7 @@ class Pair:
             prefill_epoch=self.prefill.ref.epoch,
             decode_epoch=self.decode.ref.epoch,
             num_blocks=num_blocks,
-            expires_at=time.time() + ttl_s,
+            lifetime_s=ttl_s,
         ).signed(SECRET)
 
     def submit(self, key: RequestKey, num_blocks: int, ttl_s: float = 30.0) -> Ticket:

@@ -314,7 +314,7 @@ class World:
             prefill_epoch=self.prefill_ref.epoch,
             decode_epoch=self.decode_ref.epoch,
             num_blocks=num_blocks,
-            expires_at=self.loop.now + ttl_s,
+            lifetime_s=ttl_s,
         ).signed(SECRET)
 
     def on_loop(self, work: Callable[[], Any]) -> BatonError | None:

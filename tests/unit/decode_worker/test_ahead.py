@@ -60,7 +60,7 @@ def scripted(i: int, script: Script) -> tuple[Submit, list[int]]:
         script.prompt,
         remote=script.remote,
         router=f"r{i}",
-        deadline=101.5 + script.ends_at if script.ends == "deadline" else 1e9,
+        time_left_s=1.5 + script.ends_at if script.ends == "deadline" else 1e9,
     )
     end = next((n + 1 for n, token in enumerate(whole) if token in stop), len(whole))
     return replace(submit, sampling=sampling), whole[:end]

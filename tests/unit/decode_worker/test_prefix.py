@@ -157,7 +157,7 @@ def test_waiting_for_a_silent_handoff_ends_in_time_though_nothing_else_happens()
     bench.now = wake - 1.0
     bench.turn()
     assert bench.reserves[-1].key == second
-    assert bench.scheduler.next_deadline() == 1e9
+    assert bench.scheduler.next_deadline() == 1e9 + 100.0
     bench.finish()
     assert bench.idle()
 

@@ -143,7 +143,7 @@ def test_request_that_comes_twice_runs_once() -> None:
 @pytest.mark.parametrize("how", ["cancel", "router", "deadline", "broken"])
 def test_request_that_waits_for_its_blocks_only_is_ended_once(how: str) -> None:
     bench = Bench()
-    key = bench.submit(make_submit("a", list(range(9)), remote=True, deadline=105.0))
+    key = bench.submit(make_submit("a", list(range(9)), remote=True, time_left_s=5.0))
     bench.turn()
     bench.tell(Cancelled(keys=(key,)))
     match how:
@@ -296,7 +296,9 @@ def test_router_that_leaves_takes_its_requests_with_it_and_no_others() -> None:
 @pytest.mark.parametrize("remote", [False, True])
 def test_deadline_ends_a_request_with_a_typed_error(remote: bool) -> None:
     bench = Bench()
-    key = bench.submit(make_submit("a", list(range(6)), max_tokens=50, remote=remote, deadline=105))
+    key = bench.submit(
+        make_submit("a", list(range(6)), max_tokens=50, remote=remote, time_left_s=5.0)
+    )
     assert bench.scheduler.next_deadline() == 105
     for _ in range(8):
         bench.turn()

@@ -167,7 +167,7 @@ def test_cells_name_the_same_tokens_on_both_sides(sizes, first, count):
 
 PREFILL = WorkerRef(worker_id="p", epoch=1, role=Role.PREFILL, address="p:1")
 DECODE = WorkerRef(worker_id="d", epoch=2, role=Role.DECODE, address="d:1")
-TICKET = Ticket(key=KEY, prefill_epoch=1, decode_epoch=2, num_blocks=9, expires_at=100.0).signed(
+TICKET = Ticket(key=KEY, prefill_epoch=1, decode_epoch=2, num_blocks=9, lifetime_s=100.0).signed(
     SECRET
 )
 

@@ -44,7 +44,7 @@ def make_submit(
     *,
     seed: int = 0,
     max_tokens: int = 9,
-    deadline: float = 1e9,
+    time_left_s: float = 1e9,
     router: str = "r",
     output: tuple[int, ...] = (),
     stop: tuple[int, ...] = (),
@@ -57,7 +57,7 @@ def make_submit(
         sampling=SamplingParams(
             seed=seed, max_tokens=max_tokens, ignore_eos=True, stop_token_ids=stop
         ),
-        deadline=deadline,
+        time_left_s=time_left_s,
         peer=PEER,
     )
 
@@ -305,7 +305,7 @@ def test_cancel_ends_the_handoff_and_frees_blocks_once_it_is_over(phase: str) ->
 @pytest.mark.parametrize("how", ["cancel", "router", "deadline", "broken"])
 def test_request_that_waits_for_its_blocks_only_is_ended_once(how: str) -> None:
     bench = Bench()
-    key = bench.submit(make_submit("a", [1, 2, 3], deadline=105.0))
+    key = bench.submit(make_submit("a", [1, 2, 3], time_left_s=5.0))
     bench.turn()
     bench.tell(Cancelled(keys=(key,)))
     match how:
@@ -370,7 +370,7 @@ def test_failed_handoff_is_retriable_and_frees_the_blocks() -> None:
 
 def test_deadline_ends_a_request_that_never_got_credits() -> None:
     bench = Bench()
-    bench.submit(make_submit("a", [1], deadline=103.0), grant=False)
+    bench.submit(make_submit("a", [1], time_left_s=3.0), grant=False)
     for _ in range(4):
         bench.turn()
     assert bench.failures[0].error.code is ErrorCode.DEADLINE_EXCEEDED

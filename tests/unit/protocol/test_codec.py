@@ -258,7 +258,7 @@ def test_a_long_prompt_is_compact():
         router_id="router-0",
         prompt_ids=tuple(range(8192)),
         sampling=SamplingParams(),
-        deadline=1e9,
+        time_left_s=1e9,
     )
     assert len(codec.encode(submit)) < 3 * 8192 + 300
     assert codec.decode(Submit, codec.encode(submit)) == submit

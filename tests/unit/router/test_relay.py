@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from typing import Any
 
@@ -64,10 +65,23 @@ async def test_both_workers_get_the_request_with_ticket_and_peer(doors: Doors) -
         assert submit.ticket.prefill_epoch == prefill.epoch
         assert submit.ticket.decode_epoch == decode.epoch
         assert submit.ticket.num_blocks == 1
-        submit.ticket.verify(b"secret", now=time.time())
+        submit.ticket.verify(b"secret")
+        assert 0.0 < submit.ticket.lifetime_s == submit.time_left_s < 600.0
     assert idle(doors)
     assert not prefill.cancelled
     assert not decode.cancelled
+
+
+async def test_whoever_sets_the_clock_gives_a_request_neither_more_nor_less_time(
+    fleet: StubFleet, make_doors: MakeDoors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each look that somebody takes at it, it is an hour later."""
+    times = itertools.count(time.time(), 3600.0)
+    monkeypatch.setattr(time, "time", lambda: next(times))
+    worker = await fleet.add(Role.DECODE)
+    async with make_doors(fleet) as doors:
+        assert await ids_of(doors) == expected(8)
+    assert 0.0 < worker.submitted[0].time_left_s < 600.0
 
 
 async def test_short_prompts_stay_on_decode(doors: Doors) -> None:

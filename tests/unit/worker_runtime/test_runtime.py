@@ -59,7 +59,12 @@ def make_submit(
 ) -> Submit:
     params = SamplingParams(**{"max_tokens": 5, **sampling})  # type: ignore[arg-type]
     return Submit(
-        key=KEY, router_id="r", prompt_ids=prompt, output_ids=output, sampling=params, deadline=1e12
+        key=KEY,
+        router_id="r",
+        prompt_ids=prompt,
+        output_ids=output,
+        sampling=params,
+        time_left_s=1e12,
     )
 
 

@@ -344,7 +344,7 @@ def launched_rows(flight: Flight[Any], counts: list[int], now: float) -> None:
             router_id="r",
             prompt_ids=(1,) * count,
             sampling=GREEDY,
-            deadline=1e12,
+            time_left_s=1e12,
         )
         rows.append(Row(Entry(Sequence.of(submit, 0.0)), count, False, []))
     assert flight.launch(rows, now) is not None
