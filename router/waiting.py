@@ -97,7 +97,8 @@ class WaitingRoom:
         self._drained = Rate()  # tokens per second that leave the queue while it is not empty
         self._drained_at = 0.0
         self._pace: tuple[float, float] = (0.0, 0.0)  # when, seconds a token
-        members.on_news = self.pump
+        self._looking = False
+        members.on_news = self._look_soon
 
     def turn(self, errand: Errand) -> Turn:
         """A turn to wait for. Nothing is counted before that."""
@@ -159,8 +160,7 @@ class WaitingRoom:
             self._queue.charge(errand.flow, _OUTPUT_WEIGHT * output_tokens)
 
     def pump(self) -> None:
-        """Let go whoever may. Called on every report of a worker, so it is quick when nobody
-        waits."""
+        """Let go whoever may."""
         while (entry := self._queue.first()) is not None:
             waiter = entry.item
             if not self._open(self._pressure(), waiter.errand):
@@ -171,6 +171,17 @@ class WaitingRoom:
             if not waiter.ready.done():
                 self.start(waiter.errand)
                 waiter.ready.set_result(None)
+
+    def _look_soon(self) -> None:
+        """A worker has reported. Where many do, as often as they step, they are looked at once for
+        all that have come together."""
+        if self._queue and not self._looking:
+            self._looking = True
+            asyncio.get_running_loop().call_soon(self._look)
+
+    def _look(self) -> None:
+        self._looking = False
+        self.pump()
 
     # --- deciding ---------------------------------------------------------------------------------
 

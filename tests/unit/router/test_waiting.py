@@ -41,11 +41,13 @@ class Workers:
     """Stands for Members: one prefill worker of 100 tokens a second, one decode worker."""
 
     def __init__(self) -> None:
+        self.looks = 0
         self.on_news = lambda: None
         self.prefill = Worker(WorkerLoad(tokens_per_second=100.0))
         self.decode = Worker(WorkerLoad(), room_tokens=1600)
 
     def ready(self, role: Role) -> list[Worker]:
+        self.looks += role is Role.DECODE
         return [self.prefill if role is Role.PREFILL else self.decode]
 
     def report(self, **load: Any) -> None:
@@ -93,6 +95,29 @@ class Bench:
 async def soon() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
+
+
+async def test_reports_that_come_together_are_looked_at_once() -> None:
+    """A hundred workers report a hundred times a second each."""
+    bench = Bench()
+    first, second = bench.turn(160), bench.turn(60)
+    await first.wait()
+    waiting = asyncio.create_task(second.wait())
+    await soon()
+    for backlog in (160, 140, 120):
+        before = bench.workers.looks
+        for _ in range(100):
+            bench.workers.report(waiting_tokens=backlog)
+        await soon()
+        assert bench.workers.looks - before == 1
+    assert not waiting.done()
+    first.started()
+    await waiting
+    for _ in range(100):
+        bench.workers.report()
+    before = bench.workers.looks
+    await soon()
+    assert bench.workers.looks == before, "nobody waits"
 
 
 async def test_workers_get_a_window_of_work_and_the_rest_waits() -> None:
