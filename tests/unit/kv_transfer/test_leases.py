@@ -68,7 +68,7 @@ def test_what_arrives_at_the_very_end_of_a_wait_has_arrived(arrives):
     waiting = loop.run(handoff.settle(5.0))
 
     def arrive():
-        lease.arrived(0, 1, num_bytes=8, checksum=30)
+        lease.arrived(0, 1, checksum=30)
         handoff.changed.set()
 
     loop.now += 5.0
