@@ -116,35 +116,40 @@ class CpuKernels:
         return DenseGated(DenseLinear(gate, gate_bias), DenseLinear(up, up_bias))
 
     def prepare(self, inputs: StepInputs, cos: Tensor, sin: Tensor) -> CpuPlan:
-        """Row indexes, masks and rotations of the step."""
-        return make_plan(inputs, cos, sin, self.geometry)
+        """Row indexes, masks and rotations of the step: once what every layer needs."""
+        geometry = self.geometry
+        row_cos, row_sin = cos[inputs.positions], sin[inputs.positions]
+        blocks = inputs.slots // geometry.block_size
+        offsets = inputs.slots % geometry.block_size
+        heads = torch.arange(2 * geometry.num_kv_heads)  # (k/v, head), as a block stores them
+        kv_rows = (blocks[:, None] * (2 * geometry.num_kv_heads) + heads) * geometry.block_size
+        return CpuPlan(
+            cos=torch.cat((row_cos, row_cos), -1)[:, None].to(geometry.dtype),
+            sin=torch.cat((-row_sin, row_sin), -1)[:, None].to(geometry.dtype),
+            kv_rows=kv_rows + offsets[:, None],
+            groups=(*_decode_groups(inputs, geometry), *_chunk_groups(inputs, geometry)),
+        )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The norm of each row."""
         return functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
     def rope_and_write_kv(self, qkv: Tensor, kv: Tensor, plan: CpuPlan) -> Tensor:
-        """Rotated q; k and v are written."""
-        return rope_and_write_kv(qkv, kv, plan, self.geometry)
+        """Rotate q and k in place, write k and v, return q `[T, Q, D]`, a view of `qkv`."""
+        q_heads, dim = self.geometry.num_q_heads, self.geometry.head_dim
+        heads = qkv.view(qkv.shape[0], q_heads + 2 * self.geometry.num_kv_heads, dim)
+        turning = heads[:, : q_heads + self.geometry.num_kv_heads]
+        # x cos + (x with its halves swapped) (-sin | sin) is the rotate-half rotation.
+        swapped = turning.roll(dim // 2, -1)
+        torch.addcmul(turning * plan.cos, swapped, plan.sin, out=turning)
+        kv.view(-1, dim).index_put_((plan.kv_rows,), heads[:, q_heads:])
+        return heads[:, :q_heads]
 
     def paged_attention(self, q: Tensor, kv: Tensor, plan: CpuPlan) -> Tensor:
-        """`[T, Q, D] -> [T, Q D]`."""
-        return paged_attention(q, kv, plan, self.geometry)
-
-
-def make_plan(inputs: StepInputs, cos: Tensor, sin: Tensor, geometry: Geometry) -> CpuPlan:
-    """Compute once what every layer needs."""
-    row_cos, row_sin = cos[inputs.positions], sin[inputs.positions]
-    blocks = inputs.slots // geometry.block_size
-    offsets = inputs.slots % geometry.block_size
-    heads = torch.arange(2 * geometry.num_kv_heads)  # (k/v, head), as a block stores them
-    kv_rows = (blocks[:, None] * (2 * geometry.num_kv_heads) + heads) * geometry.block_size
-    return CpuPlan(
-        cos=torch.cat((row_cos, row_cos), -1)[:, None].to(geometry.dtype),
-        sin=torch.cat((-row_sin, row_sin), -1)[:, None].to(geometry.dtype),
-        kv_rows=kv_rows + offsets[:, None],
-        groups=(*_decode_groups(inputs, geometry), *_chunk_groups(inputs, geometry)),
-    )
+        """Attention group by group: `[T, Q, D] -> [T, Q D]`."""
+        pages = kv.view(-1, self.geometry.block_size * self.geometry.head_dim)
+        parts = [_attend(q[group.rows], pages, group, self.geometry) for group in plan.groups]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _decode_groups(inputs: StepInputs, geometry: Geometry) -> list[AttentionGroup]:
@@ -208,25 +213,6 @@ def _pages(tables: Tensor, geometry: Geometry) -> Tensor:
     kind = torch.arange(2)[:, None, None, None]
     head = torch.arange(heads)[None, None, :, None]
     return ((tables[None, :, None, :] * 2 + kind) * heads + head).flatten()
-
-
-def rope_and_write_kv(qkv: Tensor, kv: Tensor, plan: CpuPlan, geometry: Geometry) -> Tensor:
-    """Rotate q and k in place, write k and v, return q `[T, Q, D]`, a view of `qkv`."""
-    q_heads, kv_heads, dim = geometry.num_q_heads, geometry.num_kv_heads, geometry.head_dim
-    heads = qkv.view(qkv.shape[0], q_heads + 2 * kv_heads, dim)
-    turning = heads[:, : q_heads + kv_heads]
-    # x cos + (x with its halves swapped) (-sin | sin) is the rotate-half rotation.
-    swapped = turning.roll(dim // 2, -1)
-    torch.addcmul(turning * plan.cos, swapped, plan.sin, out=turning)
-    kv.view(-1, dim).index_put_((plan.kv_rows,), heads[:, q_heads:])
-    return heads[:, :q_heads]
-
-
-def paged_attention(q: Tensor, kv: Tensor, plan: CpuPlan, geometry: Geometry) -> Tensor:
-    """Attention group by group: `[T, Q, D] -> [T, Q D]`."""
-    pages = kv.view(-1, geometry.block_size * geometry.head_dim)
-    parts = [_attend(q[group.rows], pages, group, geometry) for group in plan.groups]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _attend(q: Tensor, pages: Tensor, group: AttentionGroup, geometry: Geometry) -> Tensor:

@@ -17,14 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.kernels.base import Geometry, Linear, Product, StepInputs
-from engine.kernels.cpu import (
-    CpuKernels,
-    CpuPlan,
-    DenseGated,
-    DenseLinear,
-    paged_attention,
-    rope_and_write_kv,
-)
+from engine.kernels.cpu import CpuKernels, CpuPlan, DenseGated, DenseLinear
 from engine.kernels.memory import advise_huge_pages
 from engine.native.build import AttentionShape, has_matrix_unit, load_library
 
@@ -241,7 +234,8 @@ class NativeKernels:
     def rope_and_write_kv(self, qkv: Tensor, kv: Tensor, plan: NativePlan | CpuPlan) -> Tensor:
         """Rotated q, a view of `qkv`; k and v are written."""
         if isinstance(plan, CpuPlan):
-            return rope_and_write_kv(qkv, kv, plan, self.geometry)
+            assert self._wide is not None
+            return self._wide.rope_and_write_kv(qkv, kv, plan)
         self._library.baton_rope(
             qkv.data_ptr(),
             qkv.shape[0],
@@ -259,7 +253,8 @@ class NativeKernels:
     def paged_attention(self, q: Tensor, kv: Tensor, plan: NativePlan | CpuPlan) -> Tensor:
         """`[T, Q, D] -> [T, Q D]`."""
         if isinstance(plan, CpuPlan):
-            return paged_attention(q, kv, plan, self.geometry)
+            assert self._wide is not None
+            return self._wide.paged_attention(q, kv, plan)
         out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
         self._library.baton_attend(
             self._shape_address,

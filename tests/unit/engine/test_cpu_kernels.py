@@ -63,8 +63,8 @@ def test_attention_over_mixed_chunks_and_decodes(lengths, heads, dtype):
     kv = torch.randn(NUM_BLOCKS, 2, heads[1], BLOCK, DIM).to(dtype)
     q = torch.randn(inputs.num_tokens, heads[0], DIM).to(dtype)
     table = torch.zeros(200, DIM // 2)
-    plan = cpu.make_plan(inputs, table, table, shape)
-    got = cpu.paged_attention(q, kv, plan, shape)
+    plan = cpu.CpuKernels(shape).prepare(inputs, table, table)
+    got = cpu.CpuKernels(shape).paged_attention(q, kv, plan)
     expected = reference.paged_attention(q, kv, *tables(inputs), shape.scale)
     torch.testing.assert_close(got, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
@@ -76,15 +76,15 @@ def test_a_chunk_longer_than_a_tile_sees_exactly_its_past(monkeypatch):
     kv = torch.randn(NUM_BLOCKS, 2, 2, BLOCK, DIM)
     q = torch.randn(inputs.num_tokens, 4, DIM)
     table = torch.zeros(200, DIM // 2)
-    plan = cpu.make_plan(inputs, table, table, shape)
+    plan = cpu.CpuKernels(shape).prepare(inputs, table, table)
     expected = reference.paged_attention(q, kv, *tables(inputs), shape.scale)
-    torch.testing.assert_close(cpu.paged_attention(q, kv, plan, shape), expected)
+    torch.testing.assert_close(cpu.CpuKernels(shape).paged_attention(q, kv, plan), expected)
 
 
 def test_decodes_of_very_different_lengths_are_not_padded_to_the_longest():
     inputs = step_of([(90, 1), (80, 1), (9, 1), (7, 1)])
     table = torch.zeros(200, DIM // 2)
-    plan = cpu.make_plan(inputs, table, table, geometry(4, 2, torch.float32))
+    plan = cpu.CpuKernels(geometry(4, 2, torch.float32)).prepare(inputs, table, table)
     assert [group.num_sequences for group in plan.groups] == [2, 2]
     assert plan.groups[1].length == 12
 
@@ -95,8 +95,8 @@ def test_what_others_left_in_the_pool_does_not_matter():
     kv = torch.randn(NUM_BLOCKS, 2, 2, BLOCK, DIM)
     q = torch.randn(inputs.num_tokens, 4, DIM)
     table = torch.zeros(200, DIM // 2)
-    plan = cpu.make_plan(inputs, table, table, shape)
-    before = cpu.paged_attention(q, kv, plan, shape)
+    plan = cpu.CpuKernels(shape).prepare(inputs, table, table)
+    before = cpu.CpuKernels(shape).paged_attention(q, kv, plan)
     used = {
         (ids[position // BLOCK], position % BLOCK)
         for ids, context in zip(inputs.block_ids, inputs.contexts, strict=True)
@@ -106,7 +106,7 @@ def test_what_others_left_in_the_pool_does_not_matter():
         for offset in range(BLOCK):
             if (block, offset) not in used:
                 kv[block, :, :, offset] = 1e4
-    assert torch.equal(cpu.paged_attention(q, kv, plan, shape), before)
+    assert torch.equal(cpu.CpuKernels(shape).paged_attention(q, kv, plan), before)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
@@ -120,8 +120,8 @@ def test_rotation_and_kv_writes(dtype):
     slow_q = reference.rope_and_write_kv(
         qkv.clone(), cos[inputs.positions], sin[inputs.positions], inputs.slots, slow_kv, 4
     )
-    plan = cpu.make_plan(inputs, cos, sin, shape)
-    fast_q = cpu.rope_and_write_kv(qkv, fast_kv, plan, shape)
+    plan = cpu.CpuKernels(shape).prepare(inputs, cos, sin)
+    fast_q = cpu.CpuKernels(shape).rope_and_write_kv(qkv, fast_kv, plan)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(fast_q, slow_q, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(fast_kv, slow_kv, rtol=tolerance, atol=tolerance)
