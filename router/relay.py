@@ -110,7 +110,7 @@ class Relay:
         self.config = config
         self.metrics = metric_set
         self.clock = clock
-        self._secret = secret
+        self.secret = secret
         self._rng = rng
 
     def choose(self, need: Need, blocks: PromptBlocks, excluded: set[str]) -> _Pair | None:
@@ -148,17 +148,6 @@ class Relay:
         kinds = {(s.fingerprint, s.layout.block_size) for s in statuses if s is not None}
         if long and kinds:
             await asyncio.to_thread(lambda: [blocks.hints(*k) for blocks in long for k in kinds])
-
-    def ticket(self, key: RequestKey, pair: _Pair, *, blocks: int, time_left_s: float) -> Ticket:
-        """A signed ticket for one attempt."""
-        assert pair.prefill is not None
-        return Ticket(
-            key=key,
-            prefill_epoch=pair.prefill.ref.epoch,
-            decode_epoch=pair.decode.ref.epoch,
-            num_blocks=blocks,
-            lifetime_s=time_left_s,
-        ).signed(self._secret)
 
 
 class Flight:
@@ -317,7 +306,13 @@ class Flight:
         )
         if pair.prefill is None:
             return [base]
-        ticket = self._relay.ticket(key, pair, blocks=blocks, time_left_s=time_left_s)
+        ticket = Ticket(
+            key=key,
+            prefill_epoch=pair.prefill.ref.epoch,
+            decode_epoch=pair.decode.ref.epoch,
+            num_blocks=blocks,
+            lifetime_s=time_left_s,
+        ).signed(self._relay.secret)
         return [
             replace(base, peer=peer, ticket=ticket) for peer in (pair.prefill.ref, pair.decode.ref)
         ]

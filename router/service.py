@@ -44,7 +44,7 @@ from router.text.stream import TextStream
 from router.tiers import ServiceTier, tier_name
 from router.tools.request import parse_tools
 from router.unserved import check_fields
-from router.waiting import Errand, WaitingRoom
+from router.waiting import Errand, Turn, WaitingRoom
 
 if TYPE_CHECKING:
     from observability.tracing import Tracing
@@ -332,7 +332,7 @@ class InferenceService:
                 whole=not request.stream,
             ),
             prompt_tokens=sum(map(len, prompts)),
-            turn=self._waiting.turn(errand),
+            turn=Turn(self._waiting, errand),
             spans=[PlacedSpan(span=span, choice=0, attempt=0)],
         )
 

@@ -100,10 +100,6 @@ class WaitingRoom:
         self._looking = False
         members.on_news = self._look_soon
 
-    def turn(self, errand: Errand) -> Turn:
-        """A turn to wait for. Nothing is counted before that."""
-        return Turn(self, errand)
-
     def finished(self, tpot_s: float) -> None:
         """A request has ended that took so long for each token after its first."""
         self._pace = (self.clock(), tpot_s)
@@ -277,7 +273,8 @@ class WaitingRoom:
 
 
 class Turn:
-    """One request's turn: `wait` for it, say when it has `started`, and `end` it."""
+    """One request's turn: `wait` for it, say when it has `started`, and `end` it. Nothing is
+    counted before that."""
 
     def __init__(self, room: WaitingRoom, errand: Errand) -> None:
         self._room = room

@@ -24,7 +24,7 @@ from router.config import RouterConfig
 from router.keys import ANYONE, Caller, hashed, new_key
 from router.pressure import Peak, pressure
 from router.tiers import ServiceTier, tier_name
-from router.waiting import Errand, WaitingRoom
+from router.waiting import Errand, Turn, WaitingRoom
 from tests.support.router_doors import Doors, MakeDoors, status_of, until
 from tests.support.stub_workers import StubFleet
 
@@ -82,7 +82,7 @@ class Bench:
             deadline=self.now + fields.pop("left_s", 600.0),
             cached=fields.pop("cached", 0),
         )
-        return self.room.turn(errand)
+        return Turn(self.room, errand)
 
     @property
     def waiting(self) -> tuple[float, float]:
