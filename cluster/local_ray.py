@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import secrets
 import shutil
@@ -28,6 +27,7 @@ from protocol.errors import Unavailable
 
 _START_S = 60.0
 _STOP_S = 10.0
+_KILL_S = 1.0
 _POLL_S = 0.02
 _DAEMONS = ("gcs_server", "raylet")
 #: Logical CPUs offered when the config names none: CPU workers are bounded by their thread counts.
@@ -210,13 +210,15 @@ def stop_local_ray(state: RunningCluster) -> int:
         return 0
     with contextlib.suppress(ProcessLookupError):
         os.kill(state.pid, signal.SIGTERM)
-    left = _wait_for_end(state.pid, _STOP_S)
-    for process in left:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
-    _wait_for_end(state.pid, math.inf)
+    left, killed = _wait_for_end(state.pid, _STOP_S), set[int]()
+    while left:  # again for what one of them started before it was gone
+        for process in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        killed |= {process.pid for process in left}
+        left = _wait_for_end(state.pid, _KILL_S)
     _clear(state)
-    return len(left)
+    return len(killed)
 
 
 def _read_state() -> RunningCluster | None:
@@ -278,7 +280,10 @@ def _session_members(session: int) -> list[_Process]:
 def _wait_for_end(session: int, limit_s: float) -> list[_Process]:
     """Wait until a session has no living process; those left when the time is over."""
     deadline = time.monotonic() + limit_s
-    while (left := _session_members(session)) and time.monotonic() < deadline:
+    # Who is born and orphaned while we look is seen by a second look only.
+    while (
+        left := _session_members(session) or _session_members(session)
+    ) and time.monotonic() < deadline:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(session, os.WNOHANG)  # the head, if it is our own child
         time.sleep(_POLL_S)

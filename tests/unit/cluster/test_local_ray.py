@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,16 @@ if child == 0:
 else:
     print("up", flush=True)
 time.sleep(60)
+"""
+
+
+#: A head that starts a process for each line that it is told, and ends after the last.
+PARENT = """
+import signal, subprocess, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for _ in sys.stdin:
+    subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    print("born", flush=True)
 """
 
 
@@ -86,6 +97,66 @@ def test_nothing_of_the_session_is_left(
     assert not (tmp_path / "ray").exists()
     assert load_state() is None
     assert (local_ray.kept_logs() / "worker.err").read_text() == "why"
+
+
+@pytest.fixture
+def parent() -> Iterator[subprocess.Popen[str]]:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(
+        [sys.executable, "-uc", PARENT], start_new_session=True, text=True, **pipes
+    ) as process:
+        bear(process)  # it listens from here on
+        yield process
+        for member in local_ray._session_members(process.pid):
+            os.kill(member.pid, signal.SIGKILL)
+
+
+def bear(parent: subprocess.Popen[str]) -> None:
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+    parent.stdin.write("\n")
+    parent.stdin.flush()
+    assert parent.stdout.readline() == "born\n"
+
+
+def test_who_is_born_and_orphaned_while_we_look_is_seen(
+    parent: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (elder,) = (p for p in local_ray._session_members(parent.pid) if p.pid != parent.pid)
+    os.kill(elder.pid, signal.SIGKILL)
+    look = local_ray._process
+
+    def late(pid: int) -> local_ray._Process | None:
+        if pid == parent.pid and parent.poll() is None:
+            bear(parent)
+            parent.kill()
+            parent.wait()
+        return look(pid)
+
+    monkeypatch.setattr(local_ray, "_process", late)
+    assert [process.name for process in local_ray._wait_for_end(parent.pid, 0.0)] == ["sleep"]
+
+
+def test_who_is_born_while_the_rest_is_killed_is_killed_too(
+    parent: subprocess.Popen[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    impatient: None,
+) -> None:
+    kill = os.kill
+
+    def late(pid: int, number: int) -> None:
+        if (pid, number) == (parent.pid, signal.SIGKILL) and parent.poll() is None:
+            bear(parent)
+        kill(pid, number)
+
+    monkeypatch.setattr(local_ray.os, "kill", late)
+    head = local_ray._process(parent.pid)
+    assert head is not None
+    ray = str(tmp_path / "ray")
+    state = RunningCluster("h:1", "", "c", pid=head.pid, started=head.started, temp_dir=ray)
+    assert stop_local_ray(state) == 3
+    assert local_ray._session_members(parent.pid) == []
 
 
 def test_a_full_disk_keeps_nothing_from_ending(
