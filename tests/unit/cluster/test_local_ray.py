@@ -153,8 +153,8 @@ def test_who_is_born_while_the_rest_is_killed_is_killed_too(
     monkeypatch.setattr(local_ray.os, "kill", late)
     head = local_ray._process(parent.pid)
     assert head is not None
-    ray = str(tmp_path / "ray")
-    state = RunningCluster("h:1", "", "c", pid=head.pid, started=head.started, temp_dir=ray)
+    known = {"pid": head.pid, "started": head.started, "temp_dir": str(tmp_path / "ray")}
+    state = RunningCluster(address="h:1", token="", config="c", **known)
     assert stop_local_ray(state) == 3
     assert local_ray._session_members(parent.pid) == []
 
