@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from protocol.errors import Unavailable
@@ -12,11 +12,13 @@ from protocol.errors import Unavailable
 T = TypeVar("T")
 #: For what Ray answers in milliseconds unless it hangs.
 ANSWER_S = 30.0
+_MOMENT_S = 5.0
 
 
 def within(limit_s: float, what: str, work: Callable[[], T]) -> T:
     """The result of `work`, run in a thread of its own. Raises Unavailable, saying that `what`,
-    when it takes longer than `limit_s`; nobody waits for it then."""
+    when it takes longer than `limit_s`; nobody waits for it then. Ctrl-C leaves the work a moment:
+    what Ray does aborts the process if Ray is left meanwhile."""
     done: Future[T] = Future()
 
     def run() -> None:
@@ -32,3 +34,6 @@ def within(limit_s: float, what: str, work: Callable[[], T]) -> T:
         if done.done():  # it was the work's own, or came at the same moment
             return done.result()
         raise Unavailable(f"{what} within {limit_s:.0f} s") from None
+    except KeyboardInterrupt:
+        wait([done], timeout=min(limit_s, _MOMENT_S))
+        raise

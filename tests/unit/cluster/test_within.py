@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,3 +95,23 @@ def test_a_serve_that_hangs(what: str, hang: Hang, monkeypatch: pytest.MonkeyPat
         deployments.deploy(config)
     with pytest.raises(Unavailable, match="Ray Serve did not take the applications within"):
         deployments.scale(config, {Kind.PREFILL: 1})
+
+
+def test_work_that_runs_is_over_before_an_interrupt_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else Ray would be left, or the process end, in the middle of a call of Ray."""
+    over = threading.Event()
+
+    class Interrupted(Future[None]):
+        def result(self, timeout: float | None = None) -> None:
+            raise KeyboardInterrupt
+
+    def work() -> None:
+        time.sleep(0.1)
+        over.set()
+
+    monkeypatch.setattr("cluster.within.Future", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        within(30.0, "it did not end", work)
+    assert over.is_set()
