@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from cluster.cli.arguments import make_parser
 from cluster.cli.console import Console
@@ -15,6 +17,16 @@ from protocol.errors import BatonError, InvalidRequest, NotFound
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+
+
+def run() -> NoReturn:
+    """The process of one command. It ends without taking the interpreter down: threads of Ray, and
+    calls of it that were given up, still run then, and may abort under that."""
+    code = main()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

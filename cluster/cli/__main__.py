@@ -1,8 +1,6 @@
 """`python -m cluster.cli` is `baton`."""
 
-import sys
-
-from cluster.cli import main
+from cluster.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()
