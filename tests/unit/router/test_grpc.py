@@ -179,7 +179,7 @@ async def test_the_calls_deadline_reaches_the_workers(
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await until(lambda: not worker.running)
         (submit,) = worker.submitted
-        assert submit.time_left_s < 1.0
+        assert submit.time_left_s < 1.02  # gRPC sends hundredths, rounded up
         request.timeout = 0.2
         with pytest.raises(aio.AioRpcError) as caught:
             async for _ in doors.inference.Generate(request):
