@@ -81,7 +81,8 @@ def connect(state: RunningCluster) -> None:
         raise Unavailable(
             f"the Ray cluster at {state.address} does not answer: {reason}"
         ) from error
-    signal.signal(signal.SIGTERM, asked_to_stop)  # which Ray takes for a crash
+    finally:
+        signal.signal(signal.SIGTERM, asked_to_stop)  # which Ray takes for a crash
 
 
 def ask(*calls: Any, timeout_s: float = _ANSWER_S) -> list[Any]:

@@ -59,6 +59,20 @@ def test_who_is_asked_to_stop_stops_as_before_joining(monkeypatch: pytest.Monkey
     assert handlers == [(signal.SIGTERM, signal.getsignal(signal.SIGTERM))]
 
 
+def test_who_is_asked_to_stop_stops_as_before_a_join_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def init(**_: object) -> None:
+        raise ConnectionError("nobody there")
+
+    handlers: list[tuple[int, object]] = []
+    monkeypatch.setattr("ray.init", init)
+    monkeypatch.setattr(session.signal, "signal", lambda *handler: handlers.append(handler))
+    with pytest.raises(Unavailable, match="does not answer: nobody there"):
+        session.connect(RunningCluster(address="auto", token="", config="c"))
+    assert handlers == [(signal.SIGTERM, signal.getsignal(signal.SIGTERM))]
+
+
 def test_a_ray_that_lets_nobody_go(hang: Hang, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "_LEAVE_S", 0.0)
     monkeypatch.setattr("ray.shutdown", hang)
