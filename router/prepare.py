@@ -11,6 +11,7 @@ from protocol.sampling import MAX_SEED, SamplingParams
 from router.prefix import PromptBlocks
 from router.relay import SequenceJob
 from router.request import DEFAULT_COMPLETION_TOKENS, GenerateRequest, RequestKind
+from router.request_id import RequestId
 
 #: Log-probabilities of prompt tokens in one answer.
 MAX_PROMPT_SCORES = 1 << 18
@@ -78,7 +79,7 @@ def make_jobs(
     sampling: SamplingParams,
     limits: Limits,
     *,
-    request_id: str,
+    called: RequestId,
     deadline: float,
     grammar: Grammar | None = None,
 ) -> list[SequenceJob]:
@@ -95,7 +96,8 @@ def make_jobs(
             index = i * request.n + j
             jobs.append(
                 SequenceJob(
-                    request_id=f"{request_id}-{index}",
+                    request_id=f"{called.key}-{index}",
+                    request_name=called.name,
                     index=index,
                     prompt_ids=ids,
                     sampling=replace(fitted, seed=(fitted.seed + j) & MAX_SEED),

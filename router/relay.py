@@ -48,9 +48,11 @@ _WHOLE = (Outcome.FINISHED, Outcome.CUT)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceJob:
     """One output to make. `index` is its place among the request's choices, `deadline` in seconds
-    since the Unix epoch. The outputs of one prompt have the same `blocks`."""
+    since the Unix epoch. The outputs of one prompt have the same `blocks`. `request_name` is for
+    logs."""
 
     request_id: str
+    request_name: str
     index: int
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -242,6 +244,7 @@ class Flight:
             "request resumed",
             extra={
                 "request": self._job.request_id,
+                "request_name": self._job.request_name,
                 "attempt": self._next_attempt,
                 "output_tokens": len(self._merger.output_ids),
                 "cause": ended.error.message,

@@ -23,7 +23,7 @@ from protocol.errors import (
     Unavailable,
     typed,
 )
-from protocol.ids import Role, new_request_id
+from protocol.ids import Role
 from protocol.sampling import MAX_SEED
 from protocol.timeline import Phase, Span
 from protocol.trace import TraceContext
@@ -38,6 +38,7 @@ from router.model import ModelInfo, ServedModel
 from router.prepare import Limits, base_sampling, check_ids, make_jobs, too_long
 from router.relay import PlacedSpan, Relay
 from router.request import GenerateRequest
+from router.request_id import RequestId
 from router.spans import traced
 from router.text.stops import StopMatcher
 from router.text.stream import TextStream
@@ -98,19 +99,25 @@ class InferenceService:
 
     @contextmanager
     def track(
-        self, door: Door, endpoint: str, *, overdue: Callable[[], bool] = lambda: False
+        self,
+        door: Door,
+        endpoint: str,
+        called: RequestId,
+        *,
+        overdue: Callable[[], bool] = lambda: False,
     ) -> Iterator[None]:
         """Count one call of Generate and, if it fails, its code; whatever fails leaves typed.
 
         A call that is cancelled while `overdue()` ended by its deadline.
         """
         self.metrics.count(metrics.REQUESTS, door=door, endpoint=endpoint)
+        which = {"endpoint": endpoint, "request": called.key, "request_name": called.name}
         try:
             yield
         except BatonError as error:
             self._failed(door, error.code)
             if isinstance(error, Internal):
-                log.error("request failed", exc_info=error, extra={"endpoint": endpoint})
+                log.error("request failed", exc_info=error, extra=which)
             raise
         except (asyncio.CancelledError, GeneratorExit):
             late = overdue()
@@ -118,7 +125,7 @@ class InferenceService:
             raise
         except Exception as error:
             self._failed(door, ErrorCode.INTERNAL)
-            log.exception("request failed", extra={"endpoint": endpoint})
+            log.exception("request failed", extra=which)
             raise typed(error) from error
 
     def _failed(self, door: Door, code: ErrorCode) -> None:
@@ -129,6 +136,7 @@ class InferenceService:
         self,
         request: GenerateRequest,
         *,
+        called: RequestId,
         arrival: float,
         caller: Caller,
         trace: TraceContext | None = None,
@@ -147,6 +155,7 @@ class InferenceService:
         traced_request = traced(
             self._tracing,
             request,
+            called=called,
             arrival=arrival,
             incoming=trace,
             model=self.model_name,
@@ -166,7 +175,7 @@ class InferenceService:
             )
             async with self.admission.until_closed():
                 async with _ended_in(deadline - self.clock(), "before its turn came"):
-                    span.generation = await self._prepare(request, errand, span.context)
+                    span.generation = await self._prepare(request, called, errand, span.context)
                 # Outputs have ended by their deadline, but a client that does not read what it is
                 # sent would keep them in flight for as long as it likes.
                 left_s = deadline + _UNREAD_S - self.clock()
@@ -279,7 +288,11 @@ class InferenceService:
         )
 
     async def _prepare(
-        self, request: GenerateRequest, errand: Errand, trace: TraceContext | None
+        self,
+        request: GenerateRequest,
+        called: RequestId,
+        errand: Errand,
+        trace: TraceContext | None,
     ) -> Generation:
         limits = self._limits()
         sampling = base_sampling(
@@ -294,13 +307,12 @@ class InferenceService:
         start = self.clock()
         prompts = await self._model.encode_request(request, limit=limits.total)
         shown = await self._model.show_prompts(request, prompts) if request.echo else {}
-        request_id = new_request_id()
         jobs = make_jobs(
             request,
             prompts,
             sampling,
             limits,
-            request_id=request_id,
+            called=called,
             deadline=errand.deadline,
             grammar=grammar,
         )
@@ -323,7 +335,7 @@ class InferenceService:
         )
         return Generation(
             self._relay,
-            request_id=request_id,
+            request_id=called.key,
             jobs=jobs,
             text=RequestText(
                 stream=lambda: self._text_stream(request),

@@ -13,6 +13,7 @@ from protocol.errors import BatonError, ErrorCode
 from protocol.trace import TraceContext
 from router.generation import Generation
 from router.request import GenerateRequest
+from router.request_id import RequestId
 
 if TYPE_CHECKING:  # its packages are optional
     from observability.tracing import Tracing
@@ -36,6 +37,7 @@ def traced(
     tracing: Tracing | None,
     request: GenerateRequest,
     *,
+    called: RequestId,
     arrival: float,
     incoming: TraceContext | None,
     model: str,
@@ -53,7 +55,8 @@ def traced(
         code = _code(error)
         raise
     finally:
-        attributes = {"gen_ai.request.model": model} | _described(trace.generation)
+        named = {"gen_ai.request.model": model, "baton.request_name": called.name}
+        attributes = named | _described(trace.generation)
         if trace.generation is not None and span.recording:
             for placed in trace.generation.spans:
                 place = {"baton.choice": placed.choice, "baton.attempt": placed.attempt}

@@ -23,7 +23,7 @@ async def abort(context: aio.ServicerContext[Any, Any], error: BatonError) -> No
     """End the call with this error's status."""
     info = presentable(error)
     code = grpc.StatusCode[STATUSES[info.code].grpc]
-    await context.abort(code, info.message, trailers(info))
+    await context.abort(code, info.message, (*trailers(info), *context.trailing_metadata()))
     raise AssertionError("abort returned")
 
 

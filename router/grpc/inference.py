@@ -12,10 +12,11 @@ from grpc import aio
 from protocol.wire import inference_pb2 as pb
 from router.generation import Generation
 from router.grpc import convert
-from router.grpc.metadata import trace_of
+from router.grpc.metadata import metadata_value, trace_of
 from router.keys import Caller
 from router.large import off_loop
 from router.request import GenerateRequest, parse_request
+from router.request_id import REQUEST_ID, request_id
 from router.service import Door, InferenceService
 
 _Context = aio.ServicerContext[Any, Any]
@@ -42,12 +43,15 @@ class InferenceServicer:
         Writes to the context rather than yielding: so a cancelled call unwinds here and at once.
         """
         arrival = self._service.clock()
-        with self._service.track(Door.GRPC, "generate", overdue=partial(_overdue, context)):
+        called = request_id(metadata_value(context, REQUEST_ID))
+        context.set_trailing_metadata(((REQUEST_ID, called.name),))
+        with self._service.track(Door.GRPC, "generate", called, overdue=partial(_overdue, context)):
             kind, fields = convert.generate_fields(request)
             parsed = parse_request(kind, fields)
             token_ids = not request.HasField("return_token_ids") or request.return_token_ids
             async with self._service.generate(
                 parsed,
+                called=called,
                 caller=caller,
                 arrival=arrival,
                 trace=trace_of(context),
@@ -131,7 +135,8 @@ class InferenceServicer:
             message.timeline.CopyFrom(pb.Timeline(**timeline))
             trailer = json.dumps(timeline)
             if len(trailer) <= _MAX_TRAILER:
-                context.set_trailing_metadata((("baton-timeline", trailer),))
+                named = context.trailing_metadata()
+                context.set_trailing_metadata((*named, ("baton-timeline", trailer)))
         return message
 
 

@@ -28,10 +28,12 @@ from router.openai.answers import Answer, cancelled_when_gone
 from router.openai.body import Bodies
 from router.openai.chunks import ChunkWriter
 from router.openai.chunks import answer as answer_bytes
+from router.openai.connection import id_of
 from router.openai.document import openapi_document
 from router.openai.errors import JSON_TYPE, error_body, error_headers, error_status
 from router.openai.guard import caller_of, guarded, trace_of
 from router.request import GenerateRequest, RequestKind, parse_request
+from router.request_id import REQUEST_ID
 from router.service import Door, InferenceService
 
 _Ending = Callable[[], Awaitable[None]]
@@ -111,7 +113,7 @@ def make_app(
         allow_origins=cors_origins,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
-        expose_headers=["baton-request-id", "retry-after"],
+        expose_headers=["baton-request-id", "retry-after", REQUEST_ID],
         max_age=_CORS_AGE_S,
     )
 
@@ -140,15 +142,19 @@ class _Door:
 
     async def generate(self, kind: RequestKind, scope: Scope, receive: Receive, send: Send) -> None:
         """POST /v1/chat/completions and /v1/completions."""
-        arrival = self._service.clock()
+        arrival, called = self._service.clock(), id_of(scope)
         answer = Answer(scope, send)
         try:
-            with self._service.track(Door.HTTP, _ENDPOINTS[kind]):
+            with self._service.track(Door.HTTP, _ENDPOINTS[kind], called):
                 request = parse_request(kind, await self._bodies.read_object(scope, receive))
                 async with (
                     cancelled_when_gone(receive),
                     self._service.generate(
-                        request, caller=caller_of(scope), arrival=arrival, trace=trace_of(scope)
+                        request,
+                        called=called,
+                        caller=caller_of(scope),
+                        arrival=arrival,
+                        trace=trace_of(scope),
                     ) as generation,
                 ):
                     ending = await self._relay(request, generation, answer)

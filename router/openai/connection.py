@@ -6,11 +6,13 @@ import asyncio
 import re
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from protocol.errors import Unavailable
+from protocol.errors import BatonError, InvalidRequest, Unavailable
 from router.openai.errors import JSON_TYPE, error_body, error_headers, error_status
+from router.request_id import REQUEST_ID, RequestId, request_id
 
 #: Bytes of a request's head that are read before it counts as endless.
 MAX_HEAD_BYTES = 1 << 16
@@ -20,12 +22,14 @@ HEAD_S = 60.0
 #: Requests sent ahead of the one that is answered. Each read of a connection may bring thousands.
 MAX_AHEAD = 64
 _HANG_UP = "baton.hang_up"
+_ID = "baton.request_id"
 _HEAD_END = b"\r\n\r\n"
 _OFFER = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 
 class HttpConnection(HttpToolsProtocol):
-    """Heads are bounded in size and time, and what nobody reads is dropped in the end."""
+    """Heads are bounded in size and time, and what nobody reads is dropped in the end. Every answer
+    says what its request is called, whoever makes it."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -40,7 +44,7 @@ class HttpConnection(HttpToolsProtocol):
         if self.connections.admit():  # type: ignore[attr-defined]
             self._expect_head()
         else:
-            self._refuse()
+            self._refuse(Unavailable("too many connections are open"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Expect nothing. uvicorn tells the request that came last, which may not have begun."""
@@ -73,7 +77,10 @@ class HttpConnection(HttpToolsProtocol):
         self._head_bytes = None
         self._num_heads += 1
         self.scope[_HANG_UP] = self.transport.abort  # type: ignore[literal-required]
+        called = request_id(Headers(raw=self.headers).get(REQUEST_ID))
+        self.scope[_ID] = called  # type: ignore[literal-required]
         super().on_headers_complete()
+        self.cycle.default_headers = [*self.cycle.default_headers, _header(called)]
         if self.expect_100_continue:  # whoever gets an answer instead may not send the body at all
             self.cycle.keep_alive = False
         if len(self.pipeline) > MAX_AHEAD:
@@ -100,10 +107,14 @@ class HttpConnection(HttpToolsProtocol):
         else:
             super().timeout_keep_alive_handler()
 
-    def _refuse(self) -> None:
-        error = Unavailable("too many connections are open")
+    def send_400_response(self, msg: str) -> None:
+        """What came is not HTTP."""
+        self._refuse(InvalidRequest(msg))
+
+    def _refuse(self, error: BatonError) -> None:
         body = error_body(error)
         headers = [
+            *(*self.server_state.default_headers, _header(request_id(None))),
             *(JSON_TYPE, *error_headers(error), (b"connection", b"close")),
             (b"content-length", b"%d" % len(body)),
         ]
@@ -131,6 +142,16 @@ def _declined(data: bytes) -> bytes:
     by default): the parser would take a body for that protocol. Whoever offers goes on without."""
     head, end, rest = data.partition(_HEAD_END)
     return _OFFER.sub(b"\r\nnot-taken:", head) + end + rest if _OFFER.search(head) else data
+
+
+def _header(called: RequestId) -> tuple[bytes, bytes]:
+    return REQUEST_ID.encode(), called.name.encode()
+
+
+def id_of(scope: Scope) -> RequestId:
+    """What a request is called."""
+    called: RequestId = scope[_ID]
+    return called
 
 
 def hang_up(scope: Scope) -> None:

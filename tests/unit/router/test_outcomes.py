@@ -13,6 +13,7 @@ from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
 from router.keys import ANYONE
 from router.request import RequestKind, parse_request
+from router.request_id import request_id
 from tests.support.router_doors import Doors, MakeDoors, until
 from tests.support.stub_workers import StubFleet
 
@@ -52,7 +53,9 @@ async def test_a_client_that_leaves_while_its_request_ends_is_not_counted_for_ev
     request = parse_request(RequestKind.COMPLETION, {"prompt": "hello", "max_tokens": 3})
 
     async def ask() -> None:
-        async with service.generate(request, arrival=service.clock(), caller=ANYONE) as generation:
+        async with service.generate(
+            request, called=request_id(None), arrival=service.clock(), caller=ANYONE
+        ) as generation:
             async for _ in generation:
                 pass
             asyncio.current_task().cancel()  # takes effect at the next wait, which is the end

@@ -9,9 +9,11 @@ from protocol.sampling import MAX_SEED
 from router.prepare import Limits, base_sampling, check_ids, make_jobs
 from router.relay import SequenceJob
 from router.request import RequestKind, parse_request
+from router.request_id import request_id
 
 WIDE = Limits(vocab_size=100, context=64, capacity=1000)
 NARROW = Limits(vocab_size=100, context=64, capacity=32)
+ID = request_id(None)
 
 
 def jobs(
@@ -21,7 +23,7 @@ def jobs(
     request = parse_request(RequestKind(kind), prompt | fields)
     sampling = base_sampling(request, limits, eos_ids=[2], seed=77)
     ids = tuple(range(1, length + 1))
-    return make_jobs(request, [ids], sampling, limits, request_id="r", deadline=9.0)
+    return make_jobs(request, [ids], sampling, limits, called=ID, deadline=9.0)
 
 
 def max_tokens(limits: Limits, length: int, kind: str = "completion", **fields: object) -> int:
@@ -72,7 +74,7 @@ def test_each_choice_has_its_place_and_its_seed() -> None:
         RequestKind.COMPLETION, {"prompt": ["a", "b"], "n": 3, "seed": MAX_SEED}
     )
     sampling = base_sampling(request, WIDE, eos_ids=[], seed=0)
-    made = make_jobs(request, [(5,), (6,)], sampling, WIDE, request_id="r", deadline=1.0)
+    made = make_jobs(request, [(5,), (6,)], sampling, WIDE, called=ID, deadline=1.0)
     assert [job.index for job in made] == list(range(6))
     assert [job.prompt_ids for job in made] == [(5,)] * 3 + [(6,)] * 3
     assert [job.sampling.seed for job in made] == [MAX_SEED, 0, 1] * 2

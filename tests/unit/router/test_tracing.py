@@ -27,7 +27,8 @@ BODY = {"prompt": "hello there", "max_tokens": 3}
 
 
 def headers(sampled: bool = True) -> dict[str, str]:
-    return {"traceparent": f"00-{TRACE}-{SPAN}-0{int(sampled)}", "tracestate": "vendor=1"}
+    parent = f"00-{TRACE}-{SPAN}-0{int(sampled)}"
+    return {"traceparent": parent, "tracestate": "vendor=1", "x-request-id": "mine"}
 
 
 @pytest.fixture
@@ -77,6 +78,7 @@ async def test_spans_of_a_request(traced: Doors, spans: InMemorySpanExporter, as
     assert f"{root.context.trace_id:032x}" == TRACE
     assert f"{root.parent.span_id:016x}" == SPAN
     assert root.name == "completion tiny"
+    assert root.attributes["baton.request_name"] == "mine"
     assert root.attributes["gen_ai.usage.output_tokens"] == 3
     assert 0 < root.attributes["baton.time_to_first_token"] < took
     assert {s.name for s in phases} >= {"tokenize", "route", "prefill", "transfer", "decode"}
