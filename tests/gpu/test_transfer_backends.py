@@ -1,7 +1,8 @@
 """Hand-offs between two GPUs, each side a process of its own that sees one of them, and between
 four, each rank a process of its own.
 
-With more ranks than GPUs on a side, its ranks share them.
+With more ranks than GPUs on a side, its ranks share them. Where there is but one GPU both sides
+share it, which only cuda_ipc can do.
 """
 
 import itertools
@@ -19,9 +20,10 @@ from kv_transfer.config import BackendName, ChecksumKind, TransferConfig
 from protocol.ids import RequestKey, Role
 from tests.support import transfer
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
 
-BACKENDS = ("cuda_ipc", "nccl")
+BACKENDS = ("cuda_ipc", pytest.param("nccl", marks=two_gpus))
+DECODE_GPU = 0 if torch.cuda.device_count() < 2 else 1
 NUM_BLOCKS = 96
 #: Small buffers and pieces, so that every hand-off needs several of both.
 SMALL = TransferConfig(
@@ -45,7 +47,7 @@ def make_layout(tp_size, **changes):
 
 
 class Pair:
-    def __init__(self, prefill=(0,), decode=(1,)):
+    def __init__(self, prefill=(0,), decode=(DECODE_GPU,)):
         self.apart = len(prefill) > 1  # ranks in processes of their own
         self.prefill = Process(Role.PREFILL, *prefill)
         self.decode = Process(Role.DECODE, *decode)
@@ -246,7 +248,7 @@ def test_a_receiver_killed_in_the_middle(own_pair, backend):
     outcomes = pair.prefill.do("outcomes", keys)
     assert set(outcomes) <= {"committed", "handoff_failed"}
     pair.prefill.do("lose", pair.refs[1].epoch)
-    pair.decode = Process(Role.DECODE, 1)
+    pair.decode = Process(Role.DECODE, DECODE_GPU)
     layout, _ = long_handoffs(pair, 1)
     config = replace(LONG, backend=BackendName(backend))
     pair.refs = pair.refs[0], pair.decode.do("build", layout, config)
