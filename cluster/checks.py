@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster.config import ClusterConfig, NetworkSection, PoolSection
+from cluster.config import AUTO, ClusterConfig, NetworkSection, PoolSection
 from engine.model.config import ModelConfig
 from engine.model.sharding import allowed_degrees
 from kv_transfer.config import BackendName
@@ -68,20 +68,25 @@ def check_config(config: ClusterConfig, model_path: Path) -> None:
 
 
 def check_doors(network: NetworkSection) -> None:
-    """Raise InvalidRequest when a front door cannot be opened on this machine. Routers share their
-    ports, so they would share them with those of another cluster, too."""
-    host = network.host
+    """Raise InvalidRequest when this machine, on which all is to run, cannot listen somewhere: at a
+    front door, or where workers do. Routers share their ports, so they would share them with those
+    of another cluster, too."""
+    _check_listening("host", network.host, 0)
+    for name in ("http_port", "grpc_port", "metrics_port"):
+        _check_listening(name, network.host, getattr(network, name))
+    if network.worker_host != AUTO:
+        _check_listening("worker_host", network.worker_host.strip("[]"), 0)
+
+
+def _check_listening(name: str, host: str, port: int) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    doors = ("host", 0), ("http_port", network.http_port), ("grpc_port", network.grpc_port)
-    for name, port in (*doors, ("metrics_port", network.metrics_port)):
+    try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                raise _refuse(
-                    f"network.{name}", f"cannot listen on {host}:{port}: {error.strerror}"
-                ) from None
+            probe.bind((host, port))
+    except (OSError, TypeError) as error:  # the latter for what can be no name
+        fault = getattr(error, "strerror", None) or error
+        raise _refuse(f"network.{name}", f"cannot listen on {host}:{port}: {fault}") from None
 
 
 def check_resources(demands: Sequence[Demand], nodes: Sequence[Node]) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +16,6 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import serve
-from cluster.checks import check_doors
 from cluster.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, main
 from cluster.cli import models as models_command
 from cluster.cli import up as up_command
@@ -321,28 +318,6 @@ def test_an_error_in_the_middle_of_an_answer_has_a_line_of_its_own(
     with pytest.raises(Internal):
         show(stream(), Outcome(), parse("chat", "x"), Console())
     assert capsys.readouterr().out == "half\n"
-
-
-@pytest.mark.parametrize("door", ["http_port", "grpc_port", "metrics_port"])
-def test_a_port_that_another_cluster_shares_is_taken(
-    door: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(up_command, "spawn_local_ray", None)
-    with socket.socket() as other:
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        network = NetworkSection(**({"http_port": 0, "grpc_port": 0} | {door: port}))
-        config = ClusterConfig(model=ModelSection(name="m"), network=network)
-        told = f"network.{door}: cannot listen on 127.0.0.1:{port}: Address already in use"
-        with pytest.raises(InvalidRequest, match=re.escape(told)):
-            up_command.bring_up(config, "c.yaml", Console())
-
-
-def test_a_host_that_is_not_here_is_named() -> None:
-    with pytest.raises(InvalidRequest, match=r"network\.host: cannot listen on 203\.0\.113\.7:0"):
-        check_doors(NetworkSection(host="203.0.113.7"))
 
 
 def test_a_start_that_is_refused_takes_nothing_down(monkeypatch: pytest.MonkeyPatch) -> None:
