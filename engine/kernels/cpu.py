@@ -58,7 +58,8 @@ class AttentionGroup:
 
     pages: rows of the KV layer seen as `[(block, k/v, head), B D]`, ordered (k/v, sequence, head,
     block), so that gathering them gives dense k and v. mask: added to the scores,
-    `[sequences K, 1, length]`; of a chunk to one tile of them, `[tile, 1, tile]`.
+    `[sequences K, 1, length]`; of a chunk to one tile of them, `[tile, 1, tile]`. unused: rows of
+    what is gathered, seen as `[(k/v, sequence, head, token), D]`, past the contexts of decodes.
     """
 
     rows: slice
@@ -67,6 +68,7 @@ class AttentionGroup:
     length: int
     pages: Tensor
     mask: Tensor
+    unused: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +183,7 @@ def _decode_group(inputs: StepInputs, first: int, last: int, geometry: Geometry)
         length=length,
         pages=_pages(torch.tensor(tables), geometry),
         mask=mask.repeat_interleave(geometry.num_kv_heads, 0)[:, None],
+        unused=hidden[:, None].expand(2, -1, geometry.num_kv_heads, -1).flatten().nonzero()[:, 0],
     )
 
 
@@ -201,6 +204,7 @@ def _chunk_groups(inputs: StepInputs, geometry: Geometry) -> list[AttentionGroup
                 length=inputs.contexts[s],
                 pages=_pages(torch.tensor([inputs.block_ids[s]]), geometry),
                 mask=mask[:, None],
+                unused=torch.empty(0, dtype=torch.int64),
             )
         )
         row += queries
@@ -221,6 +225,9 @@ def _attend(q: Tensor, pages: Tensor, group: AttentionGroup, geometry: Geometry)
         2, group.num_sequences * geometry.num_kv_heads, -1, geometry.head_dim
     ).unbind()
     if group.queries == 1:
+        # Whoever had the block before may have left NaN there, which no mask and no weight of 0
+        # keeps out of a sum.
+        gathered.view(-1, geometry.head_dim).index_fill_(0, group.unused, 0.0)
         return _attend_decodes(q, k, v, group.mask, geometry)
     return _attend_chunk(q, k, v, group, geometry)
 

@@ -89,9 +89,10 @@ def test_decodes_of_very_different_lengths_are_not_padded_to_the_longest():
     assert plan.groups[1].length == 12
 
 
-def test_what_others_left_in_the_pool_does_not_matter():
+@pytest.mark.parametrize("left", [1e4, torch.inf, torch.nan])
+def test_what_others_left_in_the_pool_does_not_matter(left):
     shape = geometry(4, 2, torch.float32)
-    inputs = step_of([(10, 1), (2, 1), (0, 6)])
+    inputs = step_of([(10, 1), (6, 1), (2, 1), (0, 6), (0, 1)])
     kv = torch.randn(NUM_BLOCKS, 2, 2, BLOCK, DIM)
     q = torch.randn(inputs.num_tokens, 4, DIM)
     table = torch.zeros(200, DIM // 2)
@@ -105,7 +106,7 @@ def test_what_others_left_in_the_pool_does_not_matter():
     for block in range(NUM_BLOCKS):
         for offset in range(BLOCK):
             if (block, offset) not in used:
-                kv[block, :, :, offset] = 1e4
+                kv[block, :, :, offset] = left
     assert torch.equal(cpu.CpuKernels(shape).paged_attention(q, kv, plan), before)
 
 
