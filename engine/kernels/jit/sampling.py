@@ -169,6 +169,8 @@ def sample_rows(
         value = tl.where(keep, value + noise, -float("inf"))
     else:
         value = tl.load(row + at, mask=at < V, other=-float("inf")).to(tl.float32)
+    # NaN compares with nothing: the winner could be an id past the vocabulary.
+    value = tl.where(value == value, value, -float("inf"))
     best, winner = tl.max(value, axis=0, return_indices=True)
     slot = index * CHUNKS + chunk
     tl.store(best_values + slot, best)

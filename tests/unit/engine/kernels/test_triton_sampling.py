@@ -66,6 +66,22 @@ def test_rows_are_independent_and_ties_go_to_the_lowest_id(device):
     assert together[0] == 70
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}]
+)
+def test_logits_that_are_nan_give_an_id_of_the_vocabulary_and_no_other_row_notices(device, params):
+    logits = torch.randn(3, 5000, device=device)
+    chosen = [SamplingParams(seed=row, **params) for row in range(3)]
+    sound = device_sample(logits, chosen, [1, 2, 3], device)
+    logits[1] = torch.nan
+    logits[2, sound[2] + 1 :] = torch.nan
+    first, second, third = device_sample(logits, chosen, [1, 2, 3], device)
+    assert first == sound[0]
+    assert 0 <= second < 5000
+    assert 0 <= third <= sound[2]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("first_id", "width"), [(0, 4100), (4000, 100)])
 def test_masks_leave_the_same_logits_as_the_reference(device, dtype, first_id, width):
