@@ -79,6 +79,7 @@ class Choice:
         self.job = job
         self.stream = text.stream()
         self._whole = text.whole
+        self._pieces = text.pieces
         self._shown = shown = text.shown.get(job.prompt_ids)
         self._offset = 0 if shown is None else len(shown.text)
         self._measure = measure
@@ -95,10 +96,11 @@ class Choice:
         """One token, in order; whether the output is cut here."""
         self._measure()
         stream = self.stream
-        if self._scores is not None:
-            offset = self._offset + stream.characters
-            self._scores.append(Score(event.token, event.logprobs, offset))
+        before = stream.characters
         text = stream.push(event.token, event.finish)
+        if self._scores is not None:
+            begin = self._pieces[event.token].begins(before, stream.characters)
+            self._scores.append(Score(event.token, event.logprobs, self._offset + begin))
         self._ids.append(event.token)
         if text:
             self._texts.append(text)

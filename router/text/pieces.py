@@ -18,6 +18,11 @@ class Piece:
     text: str
     data: bytes
 
+    def begins(self, before: int, after: int) -> int:
+        """Where the text of this token begins, in characters, when it took the text of all from
+        `before` to `after`: bytes in front of it that have become no character are U+FFFD now."""
+        return max(before, after - len(self.text))
+
     @staticmethod
     def of(data: bytes) -> Piece:
         """The piece of some bytes."""

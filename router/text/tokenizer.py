@@ -135,8 +135,9 @@ class ModelText:
         detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
         text, offsets = "", []
         for token in ids:
-            offsets.append(len(text))
+            before = len(text)
             text += detokenizer.push(token)
+            offsets.append(self.pieces[token].begins(before, len(text)))
         return PromptText(text=text + detokenizer.flush(), offsets=tuple(offsets))
 
     def longer_than(self, text: str, limit: int) -> bool:

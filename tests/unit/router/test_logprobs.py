@@ -121,6 +121,20 @@ async def test_text_that_is_held_back_keeps_its_entries(doors: Doors) -> None:
     assert parts[3]["logprobs"]["text_offset"] == [3, 4, 5, 6, 7]
 
 
+async def test_tokens_behind_bytes_that_become_no_character_have_their_place(doors: Doors) -> None:
+    half = letters("🙂")[:2]
+    for worker in doors.fleet.workers:
+        worker.script = lambda s: [*letters("a"), *half, *letters("bc"), half[0], *letters("d")]
+    body = {"prompt": [*half, *HELLO], "max_tokens": 7, "logprobs": 0, "echo": True}
+    _, whole = await doors.post("/v1/completions", body)
+    (choice,) = whole["choices"]
+    assert choice["text"] == "\ufffdhelloa\ufffdbc\ufffdd"
+    found = choice["logprobs"]
+    assert found["text_offset"] == [0, 0, 1, 2, 3, 4, 5, 6, 7, 7, 8, 9, 10, 11]
+    for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
+        assert token.startswith("bytes:") or choice["text"][offset] == token
+
+
 async def test_scoring_as_evaluation_tools_do_it(doors: Doors) -> None:
     body = {"prompt": ["hello", HELLO], "max_tokens": 0, "echo": True, "logprobs": 1}
     status, answer = await doors.post("/v1/completions", body)
