@@ -149,10 +149,9 @@ class Lane:
             turn.set_result(None)
 
     async def _move(self, job: PieceOut, orders: dict[int, Order]) -> list[Outcome]:
-        try:
-            return await run_orders(self._me.ranks, orders)
-        finally:
-            job.moved()
+        outcomes = await run_orders(self._me.ranks, orders)
+        job.moved(outcomes)
+        return outcomes
 
     def renew(self, link: int) -> None:
         """Leave a link that may be broken or out of step; what is blocked on it fails at once."""

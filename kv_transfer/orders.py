@@ -173,8 +173,10 @@ class PartResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A rank's answer to any order. With `error` set nothing else counts."""
+    """A rank's answer to any order. With `error` set nothing else counts. Not `answered`: the rank
+    cannot be reached, and if it is not dead it may still do what it was told."""
 
     error: ErrorInfo | None = None
+    answered: bool = True
     parts: tuple[PartResult, ...] = ()
     listening: tuple[Listening, ...] = ()  # the most direct first

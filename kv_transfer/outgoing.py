@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kv_transfer.config import ONE_SIDED
 from kv_transfer.coverage import Area
 from kv_transfer.leases import OVER, Outbound
-from kv_transfer.orders import MoveOrder, Order, Part, Parts, ReadyOrder
+from kv_transfer.orders import MoveOrder, Order, Outcome, Part, Parts, ReadyOrder
 from kv_transfer.remembered import Past
 from protocol.ids import WorkerRef
 from protocol.kv_layout import Cells, KVLayout
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 @dataclass(slots=True, eq=False)
 class Outgoing:
     """One hand-off in progress. `moving` counts pieces that the ranks are sending, `commits` how
-    often decode was asked to commit; `out` are the pieces that are not delivered yet."""
+    often decode was asked to commit; `out` are the pieces that are not delivered yet. `adrift`: a
+    rank that is lost may be frozen, and write into decode's blocks when it thaws."""
 
     lease: Outbound
     lane: Lane | None = None
@@ -31,6 +32,7 @@ class Outgoing:
     max_cells: int = 1
     moving: int = 0
     commits: int = 0
+    adrift: bool = False
     started: float | None = None
     out: set[int] = field(default_factory=set)
     pieces: dict[int, PieceOut] = field(default_factory=dict)
@@ -114,8 +116,10 @@ class PieceOut:
             for rank, own in self.handoff.parts.items()
         }
 
-    def moved(self) -> None:
-        """The ranks have ended what `orders` named."""
+    def moved(self, outcomes: list[Outcome]) -> None:
+        """The ranks have ended what `orders` named, as far as they can be asked."""
+        if self.one_sided and not all(outcome.answered for outcome in outcomes):
+            self.handoff.adrift = True
         self.handoff.moving -= 1
         if self.handoff.moving == 0:
             self.handoff.still.set()

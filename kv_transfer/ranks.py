@@ -28,9 +28,10 @@ async def run_order(ranks: RankChannel, rank: int, order: Order) -> Outcome:
     try:
         return await ranks.run(rank, order)
     except BatonError as error:
-        return Outcome(error=error.info())
+        return Outcome(error=error.info(), answered=False)
     except Exception as error:  # noqa: BLE001 - the hand-off must end whatever the trouble
-        return Outcome(error=Internal(f"rank {rank}: {type(error).__name__}: {error}").info())
+        internal = Internal(f"rank {rank}: {type(error).__name__}: {error}")
+        return Outcome(error=internal.info(), answered=False)
 
 
 async def run_orders(ranks: RankChannel, orders: dict[int, Order]) -> list[Outcome]:

@@ -310,7 +310,8 @@ class Sender(Side[Outgoing, Finished]):
         self._become_quiet(handoff)
 
     def _become_quiet(self, handoff: Outgoing) -> None:
-        handoff.quiet.set()
+        if not handoff.adrift:  # else decode never hears so: it waits for the end of this process
+            handoff.quiet.set()
         error = handoff.lease.error
         self._listener.ended(handoff.lease.key, None if error is None else error.info())
 

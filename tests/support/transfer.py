@@ -24,7 +24,7 @@ from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.store import Marks
 from protocol import codec
-from protocol.errors import ErrorInfo, Unavailable
+from protocol.errors import DeadlineExceeded, ErrorInfo, Unavailable
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import Cells, KVFingerprint, KVLayout
 from protocol.messages import Commit, Grant
@@ -274,8 +274,11 @@ class _Direct:
         if handler is None:
             raise Unavailable(f"nobody at {self._address}")
         copy = codec.decode(method.request, codec.encode(request))
-        async with asyncio.timeout(timeout_s):
-            return await reply_of(handler, copy)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await reply_of(handler, copy)
+        except TimeoutError:
+            raise DeadlineExceeded(f"{method.name}: no answer in time") from None
 
 
 @dataclass

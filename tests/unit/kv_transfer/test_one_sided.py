@@ -242,6 +242,52 @@ async def test_a_dead_senders_blocks_come_back(backends, news):
             assert asyncio.get_running_loop().time() - began >= HASTY.op_timeout_s
 
 
+class Thawing:
+    """A rank channel whose rank 1 can freeze: what it is told then, it does when it thaws."""
+
+    def __init__(self, ranks):
+        self._ranks = ranks
+        self._late = []
+        self.frozen = False
+
+    async def run(self, rank, order):
+        if rank == 1 and self.frozen:
+            self._late.append(order)
+            raise Unavailable("rank 1 is silent")
+        return await self._ranks.run(rank, order)
+
+    async def thaw(self):
+        for order in self._late:
+            await self._ranks.run(1, order)
+
+
+async def test_a_frozen_rank_of_a_sender_may_still_write(backends):
+    """Rank 0 of prefill has given it up and answers for it, but cannot know that it has stopped."""
+    channels = []
+
+    def wrap(ranks):
+        channels.append(Thawing(ranks))
+        return channels[-1]
+
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends, config=HASTY, wrap=wrap) as pair:
+        kv = await ready(pair)
+        channels[0].frozen = True
+        pair.sender.push(KEY, SOURCE, 0)
+        await pair.prefill.events.wait(lambda e: e.is_over(KEY))
+        assert pair.prefill.events.ended_with(KEY).code is ErrorCode.HANDOFF_FAILED
+        await pair.receiver.end(KEY, True)
+        await asyncio.sleep(2 * HASTY.op_timeout_s)
+        assert pair.receiver.num_blocks(Holding.QUARANTINED) == 5
+        await channels[0].thaw()
+        assert (
+            differing(pair.decode.pools[1:], replace(LAYOUT, rank_heads=((2, 4),)), DEST, kv) == []
+        )
+        assert pair.decode.events.safe == []
+        del pair.clients.handlers[pair.prefill.ref.address]  # its process has ended
+        await pair.decode.events.wait(lambda e: e.safe, 5)
+        assert pair.decode.events.safe == [(KEY, DEST)]
+
+
 async def test_silence_alone_is_no_proof(backends):
     """A frozen process refuses nothing; in between it was there."""
     answers = iter(
