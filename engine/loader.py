@@ -18,6 +18,8 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _SAMPLE_BYTES = 2048
 _SAMPLES = 4
+#: Types of numbers that are weights as they are. Others are quantised, and mean nothing alone.
+_WEIGHT_TYPES = ("F64", "F32", "F16", "BF16")
 
 Span = tuple[int, int]
 
@@ -59,6 +61,12 @@ class Checkpoint:
             if found != shape:
                 raise ModelRefused(
                     f"{path}: tensor {name} has shape {list(found)}, expected {list(shape)}",
+                    param=name,
+                )
+            if part.get_dtype() not in _WEIGHT_TYPES:
+                raise ModelRefused(
+                    f"{path}: tensor {name} is {part.get_dtype()}: quantised weights are not "
+                    "served",
                     param=name,
                 )
             data = _slice(part, rows, columns)

@@ -56,6 +56,14 @@ def test_tensors_arrive_in_the_dtype_asked_for(folder):
     assert Checkpoint(folder, torch.bfloat16).read("a", (6, 4)).dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.int32])
+def test_weights_that_are_quantised_are_refused_by_name(folder, dtype):
+    single(folder, a=A, b=B.to(dtype))
+    with pytest.raises(ModelRefused, match="quantised weights are not served") as caught:
+        checkpoint(folder).read("b", (5,))
+    assert caught.value.param == "b"
+
+
 def test_the_index_decides_which_file_owns_a_tensor(folder):
     sharded(folder)
     save_file({"a": A, "b": B + 100}, folder / "one.safetensors")
