@@ -20,7 +20,7 @@ from kv_transfer.backends.base import (
 )
 from kv_transfer.backends.choice import build_backends
 from kv_transfer.checksum import combine, message_checksum, place_checksum
-from kv_transfer.config import ON_DEVICE, TransferConfig
+from kv_transfer.config import ON_DEVICE, ONE_SIDED, TransferConfig
 from kv_transfer.links import LinkThread, Moving, Operation, Waiters, fail, nothing
 from kv_transfer.orders import (
     CloseOrder,
@@ -205,10 +205,12 @@ class DataPlane:
         """Never raises: an order ends with the last of its operations, however one fares."""
         source, dest = _ends(order, peer_rank, sending)
         ends = (order.sender_epoch, order.receiver_epoch, source, dest, backend.name)
+        alone = not sending and backend.name in ONE_SIDED  # a link without another end to renew
         try:
             with self._lock:
                 thread = self._links.get(ends)
-                if thread is None or thread.link.link != order.link:
+                usable = thread is not None and not (alone and thread.broken)
+                if thread is None or not usable or thread.link.link != order.link:
                     thread = self._replace(thread, ends, order.link, endpoint, backend, sending)
             thread.submit(operation)
         except LinkBroken as error:

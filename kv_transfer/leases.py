@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kv_transfer.checksum import combine
+from kv_transfer.config import ONE_SIDED
 from kv_transfer.coverage import Area, Coverage, check_sizes
 from kv_transfer.plan import cell_size
 from protocol.errors import BatonError, HandoffFailed, StaleMessage
@@ -166,7 +167,7 @@ class Inbound(Lease):
 
     def announce(self, piece: Piece) -> Verdict:
         """A piece wants in. NEW: post receives for it. A piece known before is posted again only on
-        a newer link, and only if it has not arrived."""
+        a newer link, or if it was written and could not be read."""
         self.check_current(piece.ticket, piece.generation)
         known = self._arrivals.get(piece.sequence)
         if known is not None:
@@ -207,7 +208,8 @@ class Inbound(Lease):
             raise StaleMessage(f"piece {piece.sequence} was another one before", param="sequence")
         if piece.link < known.piece.link:
             raise StaleMessage(f"piece {piece.sequence} has moved to a newer link", param="link")
-        if piece.link == known.piece.link:
+        written = known.progress is Progress.LOST and piece.backend in ONE_SIDED  # to be read again
+        if piece.link == known.piece.link and not written:
             return Verdict.REPEAT
         if self.state is not TransferState.MOVING:
             raise StaleMessage(f"hand-off of {self.key} is {self.state}", param="generation")

@@ -141,6 +141,11 @@ class LinkThread:
         self._staging = torch.empty(0, dtype=torch.uint8, device=device)
         self._thread = threading.Thread(target=self._run, name=f"kv-{link}", daemon=True)
 
+    @property
+    def broken(self) -> bool:
+        """Whether it fails whatever it is given."""
+        return self._failure is not None
+
     def start(self) -> None:
         """Start the thread. Raises LinkBroken when there is none to be had: then this link is
         broken."""

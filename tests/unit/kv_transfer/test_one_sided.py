@@ -79,6 +79,24 @@ async def test_content_that_changed_on_the_way_is_refused(backends):
         assert pair.decode.events.ended_with(KEY).param == "checksum"
 
 
+async def test_content_that_could_not_be_read_is_read_again(backends):
+    """A rank had no memory to sum it in: neither this hand-off nor those that follow fail."""
+    config = replace(PATIENT, checksum=ChecksumKind.SUM)
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends, config=config) as pair:
+        troubles = [RuntimeError("out of memory")]
+
+        def trouble():
+            if troubles:
+                raise troubles.pop()
+
+        pair.decode.pools[0].before_gather = trouble
+        kv = await sent(pair)
+        await pair.prefill.events.wait(lambda e: e.is_over(KEY))
+        await pair.run(OTHER, SOURCE, (0, 3, 4, 5, 6))
+        assert [key for key, _ in pair.decode.events.commits] == [KEY, OTHER]
+        assert differing(pair.decode.pools, LAYOUT, DEST, kv) == []
+
+
 @pytest.mark.parametrize("how", ["lost", "reply lost", "twice"])
 @pytest.mark.parametrize("method", [methods.GRANT, methods.COMMIT])
 async def test_one_message_lost_or_repeated_changes_nothing(backends, method, how):
