@@ -120,7 +120,8 @@ def sampling_floor(
                 within = mass_over(row, V, temperature, middle.to(tl.int32), peak, BLOCK) < wanted
                 high = tl.where(within, middle, high)
                 low = tl.where(within, low, middle + 1)
-            key = tl.maximum(key, low)
+            # Never above the highest: a top_p that is 0 in float32 still leaves that one.
+            key = tl.maximum(key, tl.minimum(low, ordered(peak).to(tl.int64)))
         if limited | (top_p < 1.0):
             floor = unordered(key.to(tl.int32))
         if min_p > 0.0:

@@ -36,6 +36,7 @@ def device_sample(logits, params, positions, device):
         {"temperature": 0.6},
         {"temperature": 1.5, "top_k": 7},
         {"temperature": 1.0, "top_p": 0.8},
+        {"temperature": 1.0, "top_p": 1e-46},  # 0 in float32
         {"temperature": 1.0, "min_p": 0.05},
         {"temperature": 0.9, "top_k": 300, "top_p": 0.95, "min_p": 0.01},
         {"temperature": 2.0, "top_k": 3, "top_p": 0.4},
