@@ -16,7 +16,7 @@ from kv_transfer.checksum import combine
 from kv_transfer.config import ONE_SIDED
 from kv_transfer.coverage import Area, Coverage, check_sizes
 from kv_transfer.plan import cell_size
-from protocol.errors import BatonError, HandoffFailed, StaleMessage
+from protocol.errors import BatonError, ErrorInfo, HandoffFailed, StaleMessage
 from protocol.ids import RequestKey, WorkerRef
 from protocol.kv_layout import Cells, KVLayout
 from protocol.messages import Commit, Grant, HandoffEnd, Piece
@@ -75,7 +75,7 @@ class Lease:
     peer: WorkerRef
     deadline: float
     state: TransferState = TransferState.OFFERED
-    error: BatonError | None = None
+    error: ErrorInfo | None = None
 
     def is_in(self, *states: TransferState) -> bool:
         """Whether the hand-off is in one of these states now."""
@@ -86,7 +86,7 @@ class Lease:
         check_transfer(self.state, target)
         self.state = target
 
-    def end(self, *, released: bool, error: BatonError | None) -> Verdict:
+    def end(self, *, released: bool, error: ErrorInfo | None) -> Verdict:
         """Leave without a commit. REPEAT when it is over already."""
         if self.state in OVER:
             return Verdict.REPEAT
@@ -100,7 +100,7 @@ class Lease:
             key=self.key,
             epoch=epoch,
             released=self.state is TransferState.RELEASED,
-            error=None if self.error is None else self.error.info(),
+            error=self.error,
         )
 
     def check_same(self, ticket: Ticket) -> None:

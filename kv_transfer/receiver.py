@@ -89,7 +89,7 @@ class Receiver(Side[Incoming, Settled]):
                 num_tokens = len(block_ids) * self._me.layout.block_size
             self._reserve(handoff, block_ids, num_cached_blocks, num_tokens)
         except BatonError as error:
-            self._finish(handoff, released=False, error=error, tell=True)
+            self._finish(handoff, released=False, error=error.info(), tell=True)
             self._listener.blocks_safe(key, block_ids)
             return
         # Once pieces come, prefill has the grant whatever became of the reply.
@@ -103,8 +103,7 @@ class Receiver(Side[Incoming, Settled]):
         """
         handoff = self._live.get(key)
         if handoff is not None:
-            failure = None if error is None else error.to_error()
-            self._finish(handoff, released=released, error=failure, tell=True)
+            self._finish(handoff, released=released, error=error, tell=True)
             return
         settled = self._past.get(key)
         if settled is not None and settled.state is TransferState.COMMITTED:
@@ -165,7 +164,7 @@ class Receiver(Side[Incoming, Settled]):
         except PiecesLost:
             raise  # the sender has them still
         except HandoffFailed as error:
-            self._finish(handoff, released=False, error=error, tell=False)
+            self._finish(handoff, released=False, error=error.info(), tell=False)
             raise
         return self._commit(handoff, commit)
 
@@ -175,7 +174,7 @@ class Receiver(Side[Incoming, Settled]):
             if lease.commit(commit) is Verdict.REPEAT:
                 return Ack()
         except HandoffFailed as error:
-            self._finish(handoff, released=False, error=error, tell=False)
+            self._finish(handoff, released=False, error=error.info(), tell=False)
             raise
         self._credits.close(lease.generation)
         self._retire(handoff)
@@ -186,14 +185,13 @@ class Receiver(Side[Incoming, Settled]):
     async def on_end(self, end: HandoffEnd) -> Ack:
         """Prefill leaves a hand-off."""
         handoff = self._live.get(end.key)
-        error = None if end.error is None else end.error.to_error()
         if handoff is not None:
             if end.epoch != handoff.lease.peer.epoch:
                 raise StaleMessage(f"end of {end.key} is from another incarnation", param="epoch")
-            self._finish(handoff, released=end.released, error=error, tell=False)
+            self._finish(handoff, released=end.released, error=end.error, tell=False)
         elif self._past.get(end.key) is None:
             state = TransferState.RELEASED if end.released else TransferState.ABORTED
-            self._past.put(end.key, Settled(end.epoch, error, state))
+            self._past.put(end.key, Settled(end.epoch, end.error, state))
         return Ack()
 
     # --- one hand-off ---------------------------------------------------------------------------
@@ -254,20 +252,20 @@ class Receiver(Side[Incoming, Settled]):
         grant = grant_message(lease, self._me, self._links)
         answer = await self._me.call(lease.peer, methods.GRANT, grant, attempts)
         if answer.error is not None and not unless():
-            error = as_failure(answer.error, "prefill worker")
+            error = as_failure(answer.error, "prefill worker").info()
             self._finish(handoff, released=False, error=error, tell=answer.uncertain)
 
     def _end_all(self, epoch: int, why: str) -> None:
         for handoff in [h for h in self._live.values() if h.lease.peer.epoch == epoch]:
             error = HandoffFailed(f"prefill worker {handoff.lease.peer.worker_id} {why}")
-            self._finish(handoff, released=False, error=error, tell=False, writes=True)
+            self._finish(handoff, released=False, error=error.info(), tell=False, writes=True)
 
     def _finish(
         self,
         handoff: Incoming,
         *,
         released: bool,
-        error: BatonError | None,
+        error: ErrorInfo | None,
         tell: bool,
         writes: bool = False,
     ) -> None:
@@ -279,7 +277,7 @@ class Receiver(Side[Incoming, Settled]):
         handoff.changed.set()
         if lease.generation:
             self._credits.quarantine(lease.generation)
-        self._listener.ended(lease.key, None if error is None else error.info())
+        self._listener.ended(lease.key, error)
         if lease.generation and self._one_sided and (tell or writes) and may_write(handoff):
             self._tasks.start(self._confirm(handoff))
             return

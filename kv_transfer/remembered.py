@@ -6,7 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from protocol.errors import BatonError, StaleMessage
+from protocol.errors import ErrorInfo, StaleMessage
 from protocol.ids import RequestKey
 
 K = TypeVar("K")
@@ -18,7 +18,7 @@ class Past:
     """Of a hand-off that is over: with which incarnation of the peer it was, and why it failed."""
 
     peer_epoch: int
-    error: BatonError | None
+    error: ErrorInfo | None
 
 
 class Remembered(Generic[K, T]):

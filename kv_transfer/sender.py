@@ -134,8 +134,7 @@ class Sender(Side[Outgoing, Finished]):
         already."""
         handoff = self._live.get(key)
         if handoff is not None:
-            failure = None if error is None else error.to_error()
-            self._finish(handoff, released=released, error=failure, tell=True)
+            self._finish(handoff, released=released, error=error, tell=True)
             await handoff.quiet.wait()
 
     async def peer_lost(self, epoch: int) -> None:
@@ -163,7 +162,7 @@ class Sender(Side[Outgoing, Finished]):
         try:
             self._fit(handoff, grant)
         except HandoffFailed as error:
-            self._finish(handoff, released=False, error=error, tell=False)
+            self._finish(handoff, released=False, error=error.info(), tell=False)
             raise
         self._listener.granted(grant.key, grant)
         return Ack()
@@ -171,17 +170,16 @@ class Sender(Side[Outgoing, Finished]):
     async def on_end(self, end: HandoffEnd) -> Ack:
         """Decode leaves a hand-off. The reply means that nothing more will be written for it."""
         handoff = self._live.get(end.key)
-        error = None if end.error is None else end.error.to_error()
         if handoff is not None:
             if end.epoch != handoff.lease.peer.epoch:
                 raise StaleMessage(f"end of {end.key} is from another incarnation", param="epoch")
-            self._finish(handoff, released=end.released, error=error, tell=False)
+            self._finish(handoff, released=end.released, error=end.error, tell=False)
             await handoff.quiet.wait()
             return Ack()
         finished = self._past.get(end.key)
         if finished is None:
             self._early.take(end.key)
-            self._past.put(end.key, Finished(end.epoch, error, None))
+            self._past.put(end.key, Finished(end.epoch, end.error, None))
         elif finished.quiet is not None:
             await finished.quiet.wait()
         return Ack()
@@ -200,7 +198,7 @@ class Sender(Side[Outgoing, Finished]):
             # The grant was acknowledged when it came: its refusal has to be told by hand.
             handoff = self._live.get(grant.key)
             if handoff is not None:
-                self._finish(handoff, released=False, error=error, tell=True)
+                self._finish(handoff, released=False, error=error.info(), tell=True)
             else:
                 epoch, info = self._me.ref.epoch, error.info()
                 end = HandoffEnd(key=grant.key, epoch=epoch, released=False, error=info)
@@ -232,9 +230,8 @@ class Sender(Side[Outgoing, Finished]):
         except BatonError as error:
             if error.param == "backend":  # the next hand-off to this worker tries another way
                 handoff.lane.refuse(handoff.backend)
-            self._finish(
-                handoff, released=False, error=as_failure(error, "decode worker"), tell=True
-            )
+            failure = as_failure(error, "decode worker").info()
+            self._finish(handoff, released=False, error=failure, tell=True)
             return
         num_bytes, checksum = totals(outcomes)
         lease.sent(piece.sequence, num_bytes=num_bytes, checksum=checksum)
@@ -261,7 +258,7 @@ class Sender(Side[Outgoing, Finished]):
                 self._send(piece)
             return
         if answer.error is not None:
-            error = as_failure(answer.error, "decode worker")
+            error = as_failure(answer.error, "decode worker").info()
             self._finish(handoff, released=False, error=error, tell=answer.uncertain or bool(lost))
             return
         started = handoff.started or self._clock.wall()
@@ -280,10 +277,10 @@ class Sender(Side[Outgoing, Finished]):
     def _end_all(self, epoch: int, why: str) -> None:
         for handoff in [h for h in self._live.values() if h.lease.peer.epoch == epoch]:
             error = HandoffFailed(f"decode worker {handoff.lease.peer.worker_id} {why}")
-            self._finish(handoff, released=False, error=error, tell=False)
+            self._finish(handoff, released=False, error=error.info(), tell=False)
 
     def _finish(
-        self, handoff: Outgoing, *, released: bool, error: BatonError | None, tell: bool
+        self, handoff: Outgoing, *, released: bool, error: ErrorInfo | None, tell: bool
     ) -> None:
         if not self._ends(handoff, released=released, error=error):
             return
@@ -312,8 +309,7 @@ class Sender(Side[Outgoing, Finished]):
     def _become_quiet(self, handoff: Outgoing) -> None:
         if not handoff.adrift:  # else decode never hears so: it waits for the end of this process
             handoff.quiet.set()
-        error = handoff.lease.error
-        self._listener.ended(handoff.lease.key, None if error is None else error.info())
+        self._listener.ended(handoff.lease.key, handoff.lease.error)
 
     async def _leave(self, handoff: Outgoing) -> None:
         if handoff.backend in ONE_SIDED:  # to decode it means that its blocks are not written

@@ -12,7 +12,7 @@ from kv_transfer.party import Party
 from kv_transfer.remembered import Attempts, Past, Remembered
 from kv_transfer.stats import TransferStats
 from kv_transfer.tasks import Tasks
-from protocol.errors import BatonError, HandoffFailed, StaleMessage, Unavailable
+from protocol.errors import BatonError, ErrorInfo, HandoffFailed, StaleMessage, Unavailable
 from protocol.ids import RequestKey, WorkerRef
 from protocol.messages import HandoffEnd
 from protocol.ticket import Ticket
@@ -90,7 +90,7 @@ class Side(ABC, Generic[H, P]):
         """It asked to be looked at before its deadline."""
 
     @abstractmethod
-    def _finish(self, handoff: H, *, released: bool, error: BatonError | None, tell: bool) -> None:
+    def _finish(self, handoff: H, *, released: bool, error: ErrorInfo | None, tell: bool) -> None:
         """End a hand-off without a commit, and `tell` the peer. Nothing when it is over."""
 
     @abstractmethod
@@ -111,7 +111,8 @@ class Side(ABC, Generic[H, P]):
             return False
         past = self._past.get(key)
         if past is not None and past.peer_epoch == peer.epoch:
-            raise past.error or StaleMessage(f"hand-off of {key} is over", param="key")
+            over = StaleMessage(f"hand-off of {key} is over", param="key")
+            raise over if past.error is None else past.error.to_error()
         self._me.check_ticket(ticket, key, peer.epoch)
         for older in self._attempts.admit(key):
             self._end_key(older, StaleMessage(f"{key} replaces {older}", param="attempt"))
@@ -128,9 +129,9 @@ class Side(ABC, Generic[H, P]):
     def _end_key(self, key: RequestKey, error: BatonError) -> None:
         handoff = self._live.get(key)
         if handoff is not None:
-            self._finish(handoff, released=False, error=error, tell=True)
+            self._finish(handoff, released=False, error=error.info(), tell=True)
 
-    def _ends(self, handoff: H, *, released: bool, error: BatonError | None) -> bool:
+    def _ends(self, handoff: H, *, released: bool, error: ErrorInfo | None) -> bool:
         """Count an end and remember the hand-off; False when it was over already."""
         if handoff.lease.end(released=released, error=error) is Verdict.REPEAT:
             return False

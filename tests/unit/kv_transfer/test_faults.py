@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from dataclasses import replace
 
 import pytest
 import torch
 
-from kv_transfer.leases import PiecesLost
+from kv_transfer.leases import Lease, PiecesLost
 from kv_transfer.orders import CloseOrder, Order, Outcome
 from kv_transfer.ranks import RankChannel
 from protocol.errors import (
@@ -20,7 +21,7 @@ from protocol.errors import (
     Unavailable,
 )
 from protocol.ids import RequestKey
-from protocol.messages import Commit
+from protocol.messages import Commit, Grant, Piece
 from rpc import methods
 from tests.support.held import Held
 from tests.support.transfer import PATIENT, Pair, differing, fill, random_kv, reply_of, submitted
@@ -447,6 +448,33 @@ async def test_an_offer_that_is_never_granted_ends_with_its_ticket(memory):
             await side.events.wait(lambda e: e.is_over(KEY))
             assert side.events.ended_with(KEY).code is ErrorCode.HANDOFF_FAILED
         assert pair.decode.events.safe == []
+
+
+@pytest.mark.parametrize("method", [methods.GRANT, methods.PIECE, methods.COMMIT])
+async def test_of_a_handoff_that_failed_only_the_reason_is_kept(memory, method):
+    key = RequestKey("refused")
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
+
+        async def refuse(address, called, request):
+            if called is method:
+                raise HandoffFailed("refused", param="x")
+
+        pair.clients.intercept = refuse
+        await ready(pair, key)
+        if method is not methods.GRANT:
+            pair.sender.push(key, SOURCE, 0)
+            pair.sender.commit(key, 1)
+            await pair.prefill.events.wait(lambda e: e.is_over(key))
+        await pair.sender.end(key, True)
+        await pair.receiver.end(key, True)
+        await pair.decode.events.wait(lambda e: e.is_over(key) and e.safe)
+        await asyncio.sleep(0.05)  # tasks end
+        pair.clients.calls.clear()
+        pair.prefill.events.grants.clear()
+        gc.collect()
+        kinds = (Lease, Grant, Piece, Commit)
+        left = [each for each in gc.get_objects() if isinstance(each, kinds)]
+        assert [type(each) for each in left if each.key == key] == []
 
 
 async def test_a_lost_peer_ends_its_handoffs_at_once(memory):
