@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.batch import SequenceStep, StepBatch, StepResult
+from engine.batch import StepBatch, StepResult
 from engine.config import EngineConfig
 from engine.cuda.comm import Communicator
 from engine.cuda.graphs import GraphSet
@@ -22,7 +22,7 @@ from engine.cuda.prefill import ChunkAttention, cudnn_serves
 from engine.cuda.sampler import TokenSampler
 from engine.cuda.split_decode import SplitDecode
 from engine.cuda.staging import Lane, StagingRing, to_device, to_host
-from engine.cuda.warmup import warmup_steps
+from engine.cuda.warmup import largest_prompts, warmup_steps
 from engine.errors import RankLost
 from engine.kernels.logprobs import LogprobRows
 from engine.kernels.triton_attention import DecodeScratch, DecodeShape, decode_shape
@@ -33,7 +33,6 @@ from engine.model.weights import WeightLoader, WeightSource
 from engine.sizing import block_bytes, kv_layout, num_kv_blocks
 from protocol.kv_layout import KVLayout
 from protocol.logprobs import TokenLogprobs
-from protocol.sampling import SamplingParams
 
 
 @dataclass(slots=True)
@@ -149,16 +148,19 @@ class CudaRunner:
 
     def _measure_working_memory(self) -> int:
         """Everything but weights and KV at the peak of the largest step of prompt tokens."""
-        tokens = min(self.options.max_chunk_tokens, self.max_model_len - 1)
+        options, block_size = self.options, self.config.block_size
+        probes = largest_prompts(
+            max_tokens=options.max_chunk_tokens,
+            max_sequences=options.max_batch,
+            max_model_len=self.max_model_len,
+            block_size=block_size,
+        )
         before = torch.cuda.memory_allocated(self.device)
         self.open(1)
         torch.cuda.reset_peak_memory_stats(self.device)
-        blocks = -(-tokens // self.config.block_size)
-        probe = SequenceStep(
-            tokens=(0,) * tokens, start=0, block_ids=(0,) * blocks, sampling=SamplingParams()
-        )
         with torch.inference_mode(), self._lane.active():
-            chunks = self._uploader.upload([probe], [blocks], self.config.block_size)
+            counts = [len(probe.block_ids) for probe in probes]
+            chunks = self._uploader.upload(probes, counts, block_size)
             self._forward_chunks(0, chunks, next(iter(self._cuts.values())))
         self._lane.synchronize()
         peak = torch.cuda.max_memory_allocated(self.device) - before

@@ -34,3 +34,21 @@ def warmup_steps(*, block_size: int, max_model_len: int, vocab_size: int) -> lis
             batches.append(StepBatch(sequences=(chunk,)))
             batches.append(StepBatch(sequences=(*decode, chunk)))
     return batches
+
+
+def largest_prompts(
+    *, max_tokens: int, max_sequences: int, max_model_len: int, block_size: int
+) -> list[SequenceStep]:
+    """As many prompt tokens as one step can run, in as few prompts as hold them; all in block 0."""
+    longest = max(1, max_model_len - 1)
+    total = min(max_tokens, max_sequences * longest)
+    counts = [min(longest, total - first) for first in range(0, total, longest)]
+    return [
+        SequenceStep(
+            tokens=(0,) * count,
+            start=0,
+            block_ids=(0,) * -(-count // block_size),
+            sampling=_PLAIN,
+        )
+        for count in counts
+    ]

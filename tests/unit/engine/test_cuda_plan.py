@@ -16,7 +16,7 @@ from engine.cuda.memory import blocks_that_fit
 from engine.cuda.options import CudaOptions, graph_batches
 from engine.cuda.plan import LONG_CONTEXT, Limits, plan_step
 from engine.cuda.staging import StagingRing
-from engine.cuda.warmup import warmup_steps
+from engine.cuda.warmup import largest_prompts, warmup_steps
 from engine.errors import ModelRefused, RankLost
 from engine.executor import build_executor
 from engine.kernels.sampling import noise_key
@@ -191,6 +191,28 @@ def test_what_is_run_before_serving_is_sound(max_model_len):
     plans = [plan_step(batch, limits, []) for batch in batches]
     assert {plan.filtered for plan in plans} == {True, False}
     assert any(plan.decodes and plan.chunks for plan in plans) == (max_model_len > 2)
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "max_sequences", "counts"),
+    [(9000, 4, [8192]), (8193, 4, [8192]), (3001, 4, [3000, 3000, 2192]), (3001, 2, [3000, 3000])],
+)
+def test_memory_is_measured_with_as_many_prompt_tokens_as_a_step_can_have(
+    max_model_len, max_sequences, counts
+):
+    prompts = largest_prompts(
+        max_tokens=8192, max_sequences=max_sequences, max_model_len=max_model_len, block_size=16
+    )
+    assert [len(prompt.tokens) for prompt in prompts] == counts
+    limits = Limits(
+        block_size=16,
+        num_blocks=1,
+        vocab_size=203,
+        max_model_len=max_model_len,
+        max_batch=max_sequences,
+        max_chunk_tokens=8192,
+    )
+    assert plan_step(StepBatch(sequences=tuple(prompts)), limits, []).chunks == prompts
 
 
 def test_padding_counts_only_what_lies_past_the_step():
