@@ -13,8 +13,8 @@ class Marks(Protocol):
     """Where a rank's engine is: lets a copy be queued behind a step that still runs. Steps are
     numbered from 1, alike on all ranks. Safe from any thread."""
 
-    def follow(self, step: int, layer: int) -> None:
-        """Have the current stream wait for the KV that `step` writes, up to and with `layer`."""
+    def follow(self, stream: torch.cuda.Stream, step: int, layer: int) -> None:
+        """Have a stream wait for the KV that `step` writes, up to and with `layer`."""
         ...
 
     def wait(self, step: int, layer: int) -> None:

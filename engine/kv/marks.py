@@ -42,11 +42,11 @@ class StepMarks:
         self._ends[self._last % _DEPTH].record()
         return self._last
 
-    def follow(self, step: int, layer: int) -> None:
-        """Have the current stream wait for the KV that `step` writes, up to and with `layer`."""
+    def follow(self, stream: torch.cuda.Stream, step: int, layer: int) -> None:
+        """Have a stream wait for the KV that `step` writes, up to and with `layer`."""
         event = self._event(step, layer)
         if event is not None:
-            torch.cuda.current_stream().wait_event(event)
+            stream.wait_event(event)
 
     def wait(self, step: int, layer: int) -> None:
         """Block until the KV that `step` writes is there, up to and with `layer`."""

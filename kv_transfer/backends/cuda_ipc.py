@@ -12,8 +12,6 @@ from __future__ import annotations
 import base64
 import json
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 
 import torch
@@ -32,7 +30,13 @@ from kv_transfer.cuda.copying import (
     load_copies,
     pool_rows,
 )
-from kv_transfer.cuda.driver import DriverError, close_memory, export_memory, open_memory
+from kv_transfer.cuda.driver import (
+    Context,
+    DriverError,
+    close_memory,
+    export_memory,
+    open_memory,
+)
 from kv_transfer.plan import layer_groups
 from kv_transfer.store import PagedStore
 from observability.logging import get_logger
@@ -173,15 +177,16 @@ class CudaIpcBackend:
         self._device = store.device
         self._lock = threading.Lock()
         self._mappings: dict[str, Mapping] = {}
-        with torch.cuda.device(self._device):
+        self._lanes: dict[int, _Lane] = {}
+        self._context = Context(self._device)
+        self._kernel = load_copies(self._device)
+        with self._context:
             self._stream = torch.cuda.Stream()
-            self._lanes: dict[int, _Lane] = {}
-        load_copies(self._device)
 
     def listen(self) -> str:
         """Export the pool."""
         try:
-            with self._context():
+            with self._context:
                 handle, offset = export_memory(self._store.data.data_ptr())
         except DriverError as error:
             raise LinkBroken(f"the pool cannot be shared: {error}", param="backend") from error
@@ -223,7 +228,7 @@ class CudaIpcBackend:
                 return
             del self._mappings[endpoint]
         try:
-            with self._context():
+            with self._context:
                 mapping.unmap()
         except DriverError as error:  # the mapping leaks until this process ends
             log.warning("a peer's pool could not be unmapped", extra={"reason": str(error)})
@@ -236,23 +241,26 @@ class CudaIpcBackend:
             raise LinkBroken("the peer's cells are not as many")
         if target.shape.page % self._cell_bytes(move):
             raise LinkBroken("the peer's pool has another shape")
-        with torch.cuda.device(self._device):
+        with self._context:
             on = self._lane(move.lane)
             flight = on.take()
-            with torch.cuda.stream(on.stream):
-                try:
-                    self._launch(move, target, flight)
-                except BaseException:
-                    on.stream.synchronize()  # what was queued already must not outlive the access
-                    raise
-                flight.done.record(on.stream)
+            try:
+                self._launch(move, target, flight, on.stream)
+            except BaseException:
+                on.stream.synchronize()  # what was queued already must not outlive the access
+                raise
+            flight.done.record(on.stream)
         return flight
 
-    def _launch(self, move: BlockMove, target: Mapping, flight: _Flight) -> None:
+    def _launch(
+        self, move: BlockMove, target: Mapping, flight: _Flight, stream: torch.cuda.Stream
+    ) -> None:
         assert move.peer_cells is not None
         size = self._cell_bytes(move)
         pages, peer_pages = flight.pages.load(
-            self._shape.pages(move.cells, size), target.shape.pages(move.peer_cells, size)
+            stream.cuda_stream,
+            self._shape.pages(move.cells, size),
+            target.shape.pages(move.peer_cells, size),
         )
         marks = self._store.marks if move.after else None
         flight.gated = marks is not None and not marks.is_over(move.after)
@@ -261,8 +269,8 @@ class CudaIpcBackend:
         first = move.first_layer
         for count in groups:
             if marks is not None and flight.gated:
-                marks.follow(move.after, first + count - 1)
-                flight.gate.record()
+                marks.follow(stream, move.after, first + count - 1)
+                flight.gate.record(stream)
             to = pool_rows(
                 target.address,
                 target.shape,
@@ -271,7 +279,7 @@ class CudaIpcBackend:
                 cell_bytes=size,
                 pages=peer_pages,
             )
-            self._copy(move, self._rows(move, first, pages), to, count)
+            self._copy(move, self._rows(move, first, pages), to, count, stream)
             first += count
 
     def land(self, move: BlockMove, flight: _Flight) -> int:
@@ -291,22 +299,16 @@ class CudaIpcBackend:
         """The checksum of blocks of the own pool."""
         size = self._cell_bytes(move)
         shape = (move.num_layers, move.cells.count, 2, move.num_heads, size)
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with self._context, torch.cuda.stream(self._stream):
             data = torch.empty(shape, dtype=torch.uint8, device=self._device)
             to = dense_rows(data.data_ptr(), self._extent(move, move.num_layers))
-            (pages,) = PageTable(self._device).load(self._shape.pages(move.cells, size))
-            self._copy(move, self._rows(move, move.first_layer, pages), to, move.num_layers)
+            table = PageTable(self._device)
+            (pages,) = table.load(self._stream.cuda_stream, self._shape.pages(move.cells, size))
+            rows = self._rows(move, move.first_layer, pages)
+            self._copy(move, rows, to, move.num_layers, self._stream)
             return content_checksum(data.view(-1), move.checksum)
 
-    @contextmanager
-    def _context(self) -> Iterator[None]:
-        """The driver's calls need a current context, which a thread gets on its first call of the
-        runtime."""
-        with torch.cuda.device(self._device):
-            torch.cuda.current_stream().synchronize()
-            yield
-
-    def _rows(self, move: BlockMove, first_layer: int, pages: torch.Tensor) -> Rows:
+    def _rows(self, move: BlockMove, first_layer: int, pages: int) -> Rows:
         return pool_rows(
             self._store.data.data_ptr(),
             self._shape,
@@ -327,8 +329,22 @@ class CudaIpcBackend:
             cell_bytes=self._cell_bytes(move),
         )
 
-    def _copy(self, move: BlockMove, source: Rows, target: Rows, num_layers: int) -> None:
-        copy_rows(source, target, self._extent(move, num_layers), ctas=self._ctas)
+    def _copy(
+        self,
+        move: BlockMove,
+        source: Rows,
+        target: Rows,
+        num_layers: int,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        copy_rows(
+            source,
+            target,
+            self._extent(move, num_layers),
+            kernel=self._kernel,
+            stream=stream.cuda_stream,
+            ctas=self._ctas,
+        )
 
     def _map(self, endpoint: str) -> Mapping:
         host, _, rest = endpoint.partition("|")
@@ -337,7 +353,7 @@ class CudaIpcBackend:
         try:
             what = json.loads(rest)
             shape = PoolShape(**what["shape"])
-            with self._context():
+            with self._context:
                 return Mapping(base64.b64decode(what["handle"]), what["offset"], shape)
         except (DriverError, KeyError, TypeError, ValueError) as error:
             text = f"the peer's pool cannot be mapped: {error}"

@@ -29,6 +29,7 @@ from kv_transfer.backends.watch import Watch
 from kv_transfer.checksum import content_checksum
 from kv_transfer.config import ChecksumKind
 from kv_transfer.cuda.copying import (
+    PAGE_NUMBER_BYTES,
     Extent,
     PageTable,
     Rows,
@@ -148,7 +149,8 @@ class NcclLink:
                 flight = self._idle.popleft() if self._idle else _Flight(self._device)
                 flight.checksum = 0
                 size = self._cell_bytes(move)
-                (pages,) = flight.pages.load(self._shape.pages(move.cells, size))
+                numbers = self._shape.pages(move.cells, size)
+                (pages,) = flight.pages.load(self._stream.cuda_stream, numbers)
                 for chunk in self._chunks(move):
                     self._keep_short()
                     data = queue(move, chunk, pages if touches else None, limit)
@@ -184,7 +186,7 @@ class NcclLink:
         return flight.checksum
 
     def _send(
-        self, move: BlockMove, chunk: _Chunk, pages: torch.Tensor | None, limit: float
+        self, move: BlockMove, chunk: _Chunk, pages: int | None, limit: float
     ) -> torch.Tensor:
         slot = next(self._turns)
         data = slot.data[: chunk.num_bytes]
@@ -198,7 +200,7 @@ class NcclLink:
         return data
 
     def _receive(
-        self, move: BlockMove, chunk: _Chunk, pages: torch.Tensor | None, limit: float
+        self, move: BlockMove, chunk: _Chunk, pages: int | None, limit: float
     ) -> torch.Tensor:
         slot = next(self._turns)
         data = slot.data[: chunk.num_bytes]
@@ -223,14 +225,15 @@ class NcclLink:
         self,
         move: BlockMove,
         chunk: _Chunk,
-        pages: torch.Tensor,
+        pages: int,
         data: torch.Tensor,
         *,
         gather: bool,
     ) -> None:
         """One kernel between pool and buffer."""
         if gather and move.after and self._store.marks is not None:
-            self._store.marks.follow(move.after, chunk.first_layer + chunk.num_layers - 1)
+            last = chunk.first_layer + chunk.num_layers - 1
+            self._store.marks.follow(self._stream, move.after, last)
         size = self._cell_bytes(move)
         pool = pool_rows(
             self._store.data.data_ptr(),
@@ -238,7 +241,7 @@ class NcclLink:
             first_layer=chunk.first_layer,
             first_head=move.first_head,
             cell_bytes=size,
-            pages=pages[chunk.first_cell : chunk.first_cell + chunk.num_cells],
+            pages=pages + PAGE_NUMBER_BYTES * chunk.first_cell,
         )
         extent = Extent(
             num_layers=chunk.num_layers,
@@ -248,7 +251,13 @@ class NcclLink:
         )
         staged = dense_rows(data.data_ptr(), extent)
         sides: tuple[Rows, Rows] = (pool, staged) if gather else (staged, pool)
-        copy_rows(*sides, extent, ctas=self._backend.copy_ctas)
+        copy_rows(
+            *sides,
+            extent,
+            kernel=self._backend.kernel,
+            stream=self._stream.cuda_stream,
+            ctas=self._backend.copy_ctas,
+        )
 
     def _chunks(self, move: BlockMove) -> list[_Chunk]:
         """Whole layers, as many as a buffer holds; or, where it holds none, as many cells of one:
@@ -304,7 +313,7 @@ class NcclBackend(MeetingBackend[NcclLink]):
         self.copy_ctas = copy_ctas
         self.watch = Watch("kv-nccl-watch")
         self._ctas = ctas
-        load_copies(store.device)
+        self.kernel = load_copies(store.device)
 
     def close(self) -> None:
         """Stop listening."""

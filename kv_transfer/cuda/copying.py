@@ -11,9 +11,11 @@ from pathlib import Path
 
 import torch
 
+from kv_transfer.cuda.driver import check, quick
 from kv_transfer.cuda.program import Kernel
 from protocol.kv_layout import Cells
 
+PAGE_NUMBER_BYTES = 4  # of one page number on the device
 _ALIGN = 16
 _TILE = 16384  # bytes
 _SLOTS = 8  # tiles that a thread block has under way
@@ -43,15 +45,15 @@ class PoolShape:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
     """One side of a copy. `address` is that of the first layer's first page's first head named;
-    strides in bytes; `pages` are page numbers on the copying device, or None when cells follow each
-    other."""
+    strides in bytes; `pages` is where the copying device has the page numbers (int32), or None when
+    cells follow each other."""
 
     address: int
     layer: int
     page: int
     half: int
     head: int
-    pages: torch.Tensor | None
+    pages: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +74,10 @@ def pool_rows(
     first_layer: int,
     first_head: int,
     cell_bytes: int,
-    pages: torch.Tensor,
+    pages: int,
 ) -> Rows:
-    """Cells, `cell_bytes` a head, of a pool that begins at address `base`; `pages` are
-    PoolShape.pages."""
+    """Cells, `cell_bytes` a head, of a pool that begins at address `base`; `pages` is where the
+    device has PoolShape.pages."""
     half = shape.num_heads * shape.page
     layer = shape.num_blocks * 2 * half
     return Rows(
@@ -103,30 +105,34 @@ def dense_rows(base: int, extent: Extent) -> Rows:
 
 class PageTable:
     """Page numbers on the device, through a pinned buffer that is kept. A load overwrites the one
-    before, which must not be in use any more."""
+    before, which must not be in use any more.
+
+    The driver copies: torch's own would take longer than all else of a launch."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._grow(2048)
 
-    def load(self, *pages: Sequence[int]) -> list[torch.Tensor]:
-        """The numbers of each list, ordered on the current stream."""
-        total = sum(len(ids) for ids in pages)
-        if total > self._pinned.numel():
-            self._grow(2 * total)
-        views = []
-        first = 0
+    def load(self, stream: int, *pages: Sequence[int]) -> list[int]:
+        """Where the numbers of each list begin, for what comes later on a raw stream of the
+        device, which must be the current one."""
+        numbers = array("i")
+        starts = []
         for ids in pages:
-            end = first + len(ids)
-            self._view[first:end] = array("i", ids)
-            views.append(self._ids[first:end])
-            first = end
-        self._ids[:total].copy_(self._pinned[:total], non_blocking=True)
-        return views
+            starts.append(PAGE_NUMBER_BYTES * len(numbers))
+            numbers += array("i", ids)
+        if len(numbers) > self._pinned.numel():
+            self._grow(2 * len(numbers))
+        size = PAGE_NUMBER_BYTES * len(numbers)
+        here, there = self._pinned.data_ptr(), self._ids.data_ptr()
+        ctypes.memmove(here, numbers.buffer_info()[0], size)
+        if size:
+            code = quick().cuMemcpyHtoDAsync_v2(there, here, size, stream)
+            check("cuMemcpyHtoDAsync", code)
+        return [there + start for start in starts]
 
     def _grow(self, size: int) -> None:
         self._pinned = torch.empty(size, dtype=torch.int32, pin_memory=True)
-        self._view = self._pinned.numpy()
         self._ids = torch.empty(size, dtype=torch.int32, device=self._device)
 
 
@@ -152,8 +158,11 @@ class _Size(ctypes.Structure):
     )
 
 
-def copy_rows(source: Rows, target: Rows, extent: Extent, *, ctas: int) -> None:
-    """Copy on the current stream of the current device, with at most `ctas` thread blocks.
+def copy_rows(
+    source: Rows, target: Rows, extent: Extent, *, kernel: Kernel, stream: int, ctas: int
+) -> None:
+    """Copy on a raw stream of the kernel's device, which must be the current one, with at most
+    `ctas` thread blocks.
 
     Both sides must be reachable from it, all addresses, strides and sizes multiples of 16 bytes.
     """
@@ -166,10 +175,9 @@ def copy_rows(source: Rows, target: Rows, extent: Extent, *, ctas: int) -> None:
         raise ValueError(f"runs of {run} bytes at {source.address}, {target.address}: not aligned")
     tiles = -(-run // _TILE)
     chunks = extent.num_layers * extent.num_cells * halves * heads * tiles
-    stream = torch.cuda.current_stream()
-    load_copies(stream.device).launch(
+    kernel.launch(
         min(chunks, ctas),
-        stream.cuda_stream,
+        stream,
         _rows(source),
         _rows(target),
         _Size(extent.num_cells, halves, heads, run, tiles, chunks),
@@ -193,5 +201,4 @@ def load_copies(device: torch.device) -> Kernel:
 
 
 def _rows(rows: Rows) -> _Rows:
-    pages = None if rows.pages is None else rows.pages.data_ptr()
-    return _Rows(rows.address, pages, rows.layer, rows.page, rows.half, rows.head)
+    return _Rows(rows.address, rows.pages, rows.layer, rows.page, rows.half, rows.head)

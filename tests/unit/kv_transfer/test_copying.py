@@ -4,6 +4,7 @@ import ctypes
 import math
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,15 @@ import pytest
 import torch
 
 from kv_transfer.cuda import copying
-from kv_transfer.cuda.copying import Extent, PoolShape, copy_rows, dense_rows, pool_rows
+from kv_transfer.cuda.copying import (
+    Extent,
+    PageTable,
+    PoolShape,
+    copy_rows,
+    dense_rows,
+    load_copies,
+    pool_rows,
+)
 from protocol.kv_layout import Cells
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -52,16 +61,14 @@ def on_cpu(tmp_path_factory):
     return SimpleNamespace(launch=launch)
 
 
-@pytest.fixture(autouse=True)
-def kernel(request, monkeypatch):
-    """On a GPU the real one, with tiles of its own size."""
+@pytest.fixture
+def copy(request, monkeypatch):
+    """copy_rows on the device's own stream; on a GPU with tiles of its own size."""
     if DEVICE.type == "cuda":
-        return
-    plain = request.getfixturevalue("on_cpu")
-    stream = SimpleNamespace(device=DEVICE, cuda_stream=0)
+        stream = torch.cuda.current_stream(DEVICE).cuda_stream
+        return partial(copy_rows, kernel=load_copies(DEVICE), stream=stream)
     monkeypatch.setattr(copying, "_TILE", TILE)
-    monkeypatch.setattr(copying, "load_copies", lambda _: plain)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    return partial(copy_rows, kernel=request.getfixturevalue("on_cpu"), stream=0)
 
 
 def make_pool(num_blocks, num_heads, dim, dtype, seed, tokens=TOKENS):
@@ -72,8 +79,16 @@ def make_pool(num_blocks, num_heads, dim, dtype, seed, tokens=TOKENS):
     return pool, PoolShape(num_blocks=num_blocks, num_heads=num_heads, page=page)
 
 
-def ids(blocks):
-    return torch.tensor(blocks, dtype=torch.int32, device=DEVICE)
+@pytest.fixture
+def ids():
+    """Page numbers on the device, for as long as the test runs: where they are."""
+    kept = []
+
+    def load(numbers):
+        kept.append(torch.tensor(numbers, dtype=torch.int32, device=DEVICE))
+        return kept[-1].data_ptr()
+
+    return load
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -83,7 +98,7 @@ def ids(blocks):
     [(0, 3, 0, 0, 4, 4), (1, 2, 1, 0, 3, 3), (2, 1, 3, 1, 1, 2), (0, 3, 0, 2, 2, 4)],
 )
 def test_between_pools(
-    dtype, ctas, first_layer, num_layers, head, peer_head, num_heads, peer_heads
+    copy, ids, dtype, ctas, first_layer, num_layers, head, peer_head, num_heads, peer_heads
 ):
     source, shape = make_pool(7, 4, 24, dtype, seed=1)
     target, peer_shape = make_pool(9, peer_heads, 24, dtype, seed=2)
@@ -92,7 +107,7 @@ def test_between_pools(
     layers = slice(first_layer, first_layer + num_layers)
     picked = source[layers][:, blocks, :, head : head + num_heads]
     expected[layers, :, :, peer_head : peer_head + num_heads][:, peer_blocks] = picked
-    copy_rows(
+    copy(
         pool_rows(
             source.data_ptr(),
             shape,
@@ -120,7 +135,7 @@ def test_between_pools(
     assert torch.equal(target, expected)
 
 
-def test_through_a_dense_buffer():
+def test_through_a_dense_buffer(copy, ids):
     source, shape = make_pool(7, 4, 16, torch.bfloat16, seed=1)
     target, _ = make_pool(7, 4, 16, torch.bfloat16, seed=2)
     expected = target.clone()
@@ -129,11 +144,9 @@ def test_through_a_dense_buffer():
     extent = Extent(num_layers=2, num_cells=3, num_heads=2, cell_bytes=shape.page)
     dense = dense_rows(buffer.data_ptr(), extent)
     place = {"first_layer": 1, "first_head": 1, "cell_bytes": shape.page}
-    copy_rows(
-        pool_rows(source.data_ptr(), shape, pages=ids(blocks), **place), dense, extent, ctas=4
-    )
+    copy(pool_rows(source.data_ptr(), shape, pages=ids(blocks), **place), dense, extent, ctas=4)
     assert torch.equal(buffer, source[1:][:, blocks, :, 1:3])
-    copy_rows(
+    copy(
         dense, pool_rows(target.data_ptr(), shape, pages=ids(peer_blocks), **place), extent, ctas=4
     )
     expected[1:, :, :, 1:3][:, peer_blocks] = buffer
@@ -143,7 +156,9 @@ def test_through_a_dense_buffer():
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize(("tokens", "peer_tokens"), [(8, 4), (4, 8), (12, 8), (2, 8)])
 @pytest.mark.parametrize(("head", "peer_head", "num_heads"), [(0, 0, 4), (2, 1, 2), (3, 0, 1)])
-def test_between_blocks_of_different_sizes(staged, tokens, peer_tokens, head, peer_head, num_heads):
+def test_between_blocks_of_different_sizes(
+    copy, ids, staged, tokens, peer_tokens, head, peer_head, num_heads
+):
     dim, dtype, first, count = 8, torch.float32, 1, 5
     source, shape = make_pool(20, 4, dim, dtype, seed=1, tokens=tokens)
     target, peer_shape = make_pool(20, 4, dim, dtype, seed=2, tokens=peer_tokens)
@@ -178,18 +193,32 @@ def test_between_blocks_of_different_sizes(staged, tokens, peer_tokens, head, pe
     if staged:
         buffer = torch.zeros(2, count, 2, num_heads, size, dim, device=DEVICE)
         dense = dense_rows(buffer.data_ptr(), extent)
-        copy_rows(sides[0], dense, extent, ctas=3)
-        copy_rows(dense, sides[1], extent, ctas=3)
+        copy(sides[0], dense, extent, ctas=3)
+        copy(dense, sides[1], extent, ctas=3)
     else:
-        copy_rows(*sides, extent, ctas=3)
+        copy(*sides, extent, ctas=3)
     assert torch.equal(target, expected)
 
 
-def test_what_is_not_aligned_is_refused():
+def test_what_is_not_aligned_is_refused(copy, ids):
     source, shape = make_pool(2, 1, 16, torch.float32, seed=1)
     rows = pool_rows(
         source.data_ptr(), shape, first_layer=0, first_head=0, cell_bytes=12, pages=ids([0])
     )
     extent = Extent(num_layers=1, num_cells=1, num_heads=1, cell_bytes=12)
     with pytest.raises(ValueError, match="not aligned"):
-        copy_rows(rows, rows, extent, ctas=1)
+        copy(rows, rows, extent, ctas=1)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
+def test_page_numbers_reach_the_device():
+    table = PageTable(DEVICE)
+    stream = torch.cuda.Stream(DEVICE)
+    for length in (3, 1500, 9000):  # the last is more than it has room for at first
+        lists = list(range(length)), [], list(range(length, 0, -1))
+        starts = table.load(stream.cuda_stream, *lists)
+        stream.synchronize()
+        first, empty, last = (start - starts[0] for start in starts)
+        assert (first, empty, last) == (0, 4 * length, 4 * length)
+        assert table._ids[: 2 * length].tolist() == [*lists[0], *lists[2]]
+        assert starts[0] == table._ids.data_ptr()

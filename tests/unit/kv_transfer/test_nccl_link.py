@@ -158,8 +158,8 @@ def on(stream):
     yield
 
 
-def copy_rows(source, target, extent, *, ctas):
-    DEVICE.queue(CURRENT.stream, lambda: True, lambda: copy_now(source, target, extent))
+def copy_rows(source, target, extent, *, kernel, stream, ctas):
+    DEVICE.queue(DEVICE.streams[stream], lambda: True, lambda: copy_now(source, target, extent))
 
 
 def copy_now(source, target, extent):
@@ -168,10 +168,14 @@ def copy_now(source, target, extent):
     for layer, cell, half, head in itertools.product(*map(range, counts)):
         ends = []
         for rows in (source, target):
-            page = cell if rows.pages is None else int(rows.pages[cell])
+            page = cell if rows.pages is None else page_number(rows.pages, cell)
             within = layer * rows.layer + page * rows.page + half * rows.half + head * rows.head
             ends.append(rows.address + within)
         ctypes.memmove(ends[1], ends[0], extent.cell_bytes)
+
+
+def page_number(address, cell):
+    return ctypes.c_int32.from_address(address + 4 * cell).value
 
 
 def content_checksum(data, kind):
@@ -181,10 +185,12 @@ def content_checksum(data, kind):
 
 class Pages:
     def __init__(self, device):
-        pass
+        self.kept = []
 
-    def load(self, *pages):
-        return [torch.tensor(numbers) for numbers in pages]
+    def load(self, stream, *pages):
+        tensors = [torch.tensor(numbers, dtype=torch.int32) for numbers in pages]
+        self.kept += tensors
+        return [tensor.data_ptr() for tensor in tensors]
 
 
 @pytest.fixture
@@ -220,7 +226,11 @@ def links(monkeypatch):
             )
             staging = Staging(1 << 30, largest=chunk_bytes, count=nccl.BUFFERS)
             backend = SimpleNamespace(
-                store=store, watch=Watch("test"), copy_ctas=1, staging=staging
+                store=store,
+                watch=Watch("test"),
+                copy_ctas=1,
+                staging=staging,
+                kernel=None,
             )
             link = nccl.NcclLink("link", Group(wire, kind), backend, chunk_bytes)
             ends.append((link, data))
