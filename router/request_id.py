@@ -22,6 +22,6 @@ class RequestId:
 
 def request_id(given: str | None) -> RequestId:
     """The id of a request for which the client gave this one, taken over if it is sane."""
-    key, given = new_request_id(), given or ""
+    key, given = new_request_id(), (given or "").strip()
     sane = 0 < len(given) <= _MAX_CHARS and given.isascii() and given.isprintable()
     return RequestId(key=key, name=given if sane else key)

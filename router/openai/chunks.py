@@ -87,7 +87,8 @@ class ChunkWriter:
     def _scored_event(self, delta: Delta, text: str, extra: str) -> str:
         logprobs = encode_in_pieces(logprobs_json(self._request, self._generation.pieces, delta))
         prompt, end = prompt_logprobs_json(self._request, self._generation.pieces, delta), ""
-        if prompt is not None:
+        told = self._first is not None and len(self._started) > 1  # a chat has one prompt
+        if prompt is not None and not told:
             field = f',"prompt_logprobs":{encode_in_pieces(prompt)}'
             extra, end = (extra, field) if self._first is not None else (extra + field, "")
         return self._event(delta.index, text, _finish(delta.finish), extra, logprobs, end)

@@ -166,7 +166,7 @@ async def test_prompt_logprobs_in_the_form_of_vllm(doors: Doors) -> None:
         own = {"logprob": -0.75, "rank": 2, "decoded_token": "e"}
         assert found[1] == {str(HELLO[1] + 1): first, str(HELLO[1]): own}
         assert choice["logprobs"] is None
-    chat = {"messages": MESSAGES, "prompt_logprobs": 0, "max_tokens": 1}
+    chat = {"messages": MESSAGES, "prompt_logprobs": 0, "max_tokens": 1, "n": 2}
     status, answer = await doors.post("/v1/chat/completions", chat)
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
     assert "prompt_logprobs" not in answer["choices"][0]

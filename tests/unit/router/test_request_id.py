@@ -33,7 +33,7 @@ async def ask(doors: Doors, path: str, method: str = "POST", given: str | None =
 
 @pytest.mark.parametrize("given", ["a", "trace 7/b", "~" * 128])
 def test_a_sane_name_is_taken_over_and_never_as_the_key(given: str) -> None:
-    first, second = request_id(given), request_id(given)
+    first, second = request_id(given), request_id(f"{given} \t")
     assert first.name == second.name == given
     assert len({first.key, second.key, given}) == 3
 
