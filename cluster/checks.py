@@ -227,9 +227,17 @@ def _check_device(pool: PoolSection, where: str, backend: BackendName) -> None:
             f"{where}.engine.device",
             f"must be 'cpu' or 'cuda' (Ray picks the GPU), got {pool.engine.device!r}",
         )
-    if on_gpu and gpus != 1:
+    if on_gpu and not 0 < gpus <= 1:
         raise _refuse(
-            f"{where}.placement.gpus", f"must be 1 for each rank on device cuda, got {gpus}"
+            f"{where}.placement.gpus",
+            f"must be 1 for each rank on device cuda, or the share of one, got {gpus}",
+        )
+    sized = pool.engine.kv_memory_bytes is not None or pool.engine.num_blocks is not None
+    if on_gpu and gpus < 1 and not sized:
+        raise _refuse(
+            f"{where}.engine.kv_memory_bytes",
+            f"must be set where workers share a GPU (placement.gpus is {gpus}): what is free "
+            "would be taken by the first",
         )
     if not on_gpu and backend in (BackendName.NCCL, BackendName.CUDA_IPC):
         raise _refuse(

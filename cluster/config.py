@@ -63,7 +63,8 @@ class PlacementSection:
     """What Ray reserves for each rank of a replica (for a router: for the replica).
 
     cpus: logical CPUs, for placement only (what is used is set by thread counts). gpus: 1 on device
-    cuda, else 0. memory_bytes: of the node's memory; None reserves none.
+    cuda, or the share of one (then set the engine's kv_memory_bytes); else 0. memory_bytes: of the
+    node's memory; None reserves none.
     resources: custom Ray resources by name. labels: node labels that must match, so that each pool
     keeps to its own nodes. env: environment of the processes, set before they import anything.
     """

@@ -267,6 +267,16 @@ def test_empty_section_is_all_defaults(tmp_path: Path) -> None:
         (["prefill.engine.tp_size=4"], "prefill.engine.tp_size", "allowed: 1, 2, 3, 9"),
         (["decode.engine.tp_size=5"], "decode.engine.tp_size", "9 query and 3 KV heads"),
         (["decode.engine.device=cuda"], "decode.placement.gpus", "must be 1"),
+        (
+            ["decode.engine.device=cuda", "decode.placement.gpus=1.5"],
+            "decode.placement.gpus",
+            "must be 1",
+        ),
+        (
+            ["decode.engine.device=cuda", "decode.placement.gpus=0.5"],
+            "decode.engine.kv_memory_bytes",
+            "share a GPU",
+        ),
         (["decode.engine.device=cuda:1"], "decode.engine.device", "Ray picks the GPU"),
         (["transfer.backend=nccl"], "transfer.backend", "needs GPUs, but prefill"),
         (
