@@ -10,7 +10,7 @@ from kv_transfer.calls import Answer
 from kv_transfer.config import ONE_SIDED
 from kv_transfer.incoming import Incoming
 from kv_transfer.party import Party
-from protocol.errors import Internal, Unavailable
+from protocol.errors import Internal
 
 
 def may_write(handoff: Incoming) -> bool:
@@ -21,8 +21,8 @@ def may_write(handoff: Incoming) -> bool:
 async def writer_stopped(ask: Callable[[], Awaitable[Answer]], party: Party) -> None:
     """Ask again and again, however long it takes: a frozen sender may still write when it thaws.
 
-    Nobody listening at its address for an operation's time counts as dead: a frozen process still
-    listens.
+    Nobody listening at its address (rpc.service: an error that names it) for an operation's time
+    counts as dead: a frozen process still listens.
     """
     absent_since: float | None = None
     while True:
@@ -32,7 +32,7 @@ async def writer_stopped(ask: Callable[[], Awaitable[Answer]], party: Party) -> 
         if answer.refused and not isinstance(answer.error, Internal):
             return  # its address belongs to another incarnation
         now = party.clock.monotonic()
-        if not isinstance(answer.error, Unavailable):
+        if answer.error.param != "address":
             absent_since = None
         elif absent_since is None:
             absent_since = now

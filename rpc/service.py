@@ -266,9 +266,9 @@ class ControlClient:
         self._closed = False
 
     async def call(self, method: Method[Req, Rep], request: Req, *, timeout_s: float) -> Rep:
-        """One reply. Raises the peer's typed error, Unavailable when it cannot be reached,
-        Unauthenticated when it does not know the secret, or DeadlineExceeded after `timeout_s`
-        seconds."""
+        """One reply. Raises the peer's typed error, Unavailable when it cannot be reached, naming
+        `address` when that is because nobody listens there, Unauthenticated when it does not know
+        the secret, or DeadlineExceeded after `timeout_s` seconds."""
         limit = asyncio.get_running_loop().time() + timeout_s
         link = self._link
         if link is None or link.broken:
@@ -303,8 +303,11 @@ class ControlClient:
             self._check_open()
             try:
                 link = await Link.connect(self.address, secret=self._secret)
-            except OSError as error:
-                raise Unavailable(f"{self.address}: cannot connect: {error}") from error
+            except (OSError, ValueError, OverflowError) as error:
+                # All but a refusal may be for want of files, ports or a network on our side.
+                absent = not isinstance(error, OSError) or isinstance(error, ConnectionError)
+                text, field = f"{self.address}: cannot connect: {error}", "address"
+                raise Unavailable(text, param=field if absent else None) from error
             if self._closed:
                 link.hang_up()
             self._check_open()  # it may have been closed meanwhile

@@ -272,7 +272,7 @@ class _Direct:
             await self._clients.intercept(self._address, method, request)
         handler = self._clients.handlers.get(self._address, {}).get(method)
         if handler is None:
-            raise Unavailable(f"nobody at {self._address}")
+            raise Unavailable(f"nobody at {self._address}", param="address")
         copy = codec.decode(method.request, codec.encode(request))
         try:
             async with asyncio.timeout(timeout_s):

@@ -116,7 +116,7 @@ class Network:
     def refuse(self, letter: Letter) -> None:
         """Nobody listens at its address."""
         self.letters.remove(letter)
-        self._give_up(letter, Unavailable("nobody listens"))
+        self._give_up(letter, Unavailable("nobody listens", param="address"))
         self._loop.settle()
 
     def delay(self, letter: Letter) -> None:

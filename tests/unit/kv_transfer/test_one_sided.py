@@ -250,7 +250,7 @@ async def test_a_dead_senders_blocks_come_back(backends, news):
                 await asyncio.sleep(0.01)
                 if news == "another incarnation":
                     raise StaleMessage("not the one you mean", param="epoch")
-                raise Unavailable("gone")
+                raise Unavailable("gone", param="address")
 
         pair.clients.intercept = gone
         began = asyncio.get_running_loop().time()
@@ -306,11 +306,11 @@ async def test_a_frozen_rank_of_a_sender_may_still_write(backends):
         assert pair.decode.events.safe == [(KEY, DEST)]
 
 
-async def test_silence_alone_is_no_proof(backends):
-    """A frozen process refuses nothing; in between it was there."""
-    answers = iter(
-        [Unavailable("x"), DeadlineExceeded("x"), Unavailable("x"), DeadlineExceeded("x"), None]
-    )
+@pytest.mark.parametrize("sign", [DeadlineExceeded("x"), Unavailable("no file left")])
+async def test_silence_alone_is_no_proof(backends, sign):
+    """A frozen process refuses nothing, and who cannot call learns nothing of it."""
+    gone = Unavailable("x", param="address")
+    answers = iter([gone, sign, gone, sign, None])
     asked = []
 
     async def ask():

@@ -1,5 +1,6 @@
 import asyncio
 import gc
+import resource
 import socket
 import time
 import warnings
@@ -305,10 +306,32 @@ async def test_an_absent_peer_is_unavailable_at_once():
         address = server.address
     client = ControlClient(address, secret=SECRET)
     began = time.monotonic()
-    with pytest.raises(Unavailable):
+    with pytest.raises(Unavailable) as caught:
         await client.call(CANCEL, KEYS, timeout_s=20)
+    assert caught.value.param == "address"
     assert time.monotonic() - began < 10
     await client.close()
+
+
+async def test_a_caller_without_files_does_not_take_the_peer_for_absent():
+    async with serving({CANCEL: acknowledge}) as (client, _):
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        try:
+            with pytest.raises(Unavailable) as caught:
+                await client.call(CANCEL, KEYS, timeout_s=5)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert caught.value.param is None
+        assert await client.call(CANCEL, KEYS, timeout_s=5) == Ack()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:65536", "127.0.0.1:port", "nobody"])
+async def test_nobody_listens_at_an_address_that_is_none(address):
+    client = ControlClient(address, secret=SECRET)
+    with pytest.raises(Unavailable) as caught:
+        await client.call(CANCEL, KEYS, timeout_s=5)
+    assert caught.value.param == "address"
 
 
 async def test_a_server_that_stops_ends_its_streams():
