@@ -188,7 +188,7 @@ class Receiver(Side[Incoming, Settled]):
         if handoff is not None:
             if end.epoch != handoff.lease.peer.epoch:
                 raise StaleMessage(f"end of {end.key} is from another incarnation", param="epoch")
-            self._finish(handoff, released=end.released, error=end.error, tell=False)
+            self._finish(handoff, released=end.released, error=end.error, tell=False, stopped=True)
         elif self._past.get(end.key) is None:
             state = TransferState.RELEASED if end.released else TransferState.ABORTED
             self._past.put(end.key, Settled(end.epoch, end.error, state))
@@ -258,7 +258,7 @@ class Receiver(Side[Incoming, Settled]):
     def _end_all(self, epoch: int, why: str) -> None:
         for handoff in [h for h in self._live.values() if h.lease.peer.epoch == epoch]:
             error = HandoffFailed(f"prefill worker {handoff.lease.peer.worker_id} {why}")
-            self._finish(handoff, released=False, error=error.info(), tell=False, writes=True)
+            self._finish(handoff, released=False, error=error.info(), tell=False)
 
     def _finish(
         self,
@@ -267,10 +267,10 @@ class Receiver(Side[Incoming, Settled]):
         released: bool,
         error: ErrorInfo | None,
         tell: bool,
-        writes: bool = False,
+        stopped: bool = False,
     ) -> None:
-        """`tell` the sender; otherwise it ended the hand-off itself, unless it `writes` for all we
-        know."""
+        """`tell` the sender. One that may write by itself has to confirm the end in any case,
+        unless it said already that it has `stopped`."""
         lease = handoff.lease
         if not self._ends(handoff, released=released, error=error):
             return
@@ -278,7 +278,7 @@ class Receiver(Side[Incoming, Settled]):
         if lease.generation:
             self._credits.quarantine(lease.generation)
         self._listener.ended(lease.key, error)
-        if lease.generation and self._one_sided and (tell or writes) and may_write(handoff):
+        if lease.generation and self._one_sided and not stopped and may_write(handoff):
             self._tasks.start(self._confirm(handoff))
             return
         if tell:

@@ -260,6 +260,29 @@ async def test_a_dead_senders_blocks_come_back(backends, news):
             assert asyncio.get_running_loop().time() - began >= HASTY.op_timeout_s
 
 
+async def test_a_sender_that_refuses_a_grant_may_still_write(backends):
+    """It has left while it wrote a piece again that decode could not read."""
+    config = replace(HASTY, checksum=ChecksumKind.SUM)
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends, config=config) as pair:
+        held = Held()
+
+        def trouble():
+            pair.decode.pools[0].before_gather = lambda: None
+            pair.decode.pools[0].before_scatter = held
+            raise RuntimeError("out of memory")
+
+        pair.decode.pools[0].before_gather = trouble
+        await sent(pair)
+        assert await asyncio.to_thread(held.begun)
+        leaving = asyncio.create_task(pair.sender.end(KEY, True))
+        await pair.decode.events.wait(lambda e: e.is_over(KEY))
+        await asyncio.sleep(HASTY.op_timeout_s)
+        assert pair.decode.events.safe == []
+        held.release()
+        await leaving
+        await pair.decode.events.wait(lambda e: e.safe)
+
+
 class Thawing:
     """A rank channel whose rank 1 can freeze: what it is told then, it does when it thaws."""
 
