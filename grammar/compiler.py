@@ -37,6 +37,7 @@ class Compiler:
 
     def __init__(self, vocabulary: LLTokenizer, *, threads: int = 1) -> None:
         self._vocabulary = vocabulary
+        self._special = _special_texts(vocabulary)
         self._executor = LLExecutor(num_threads=threads)
         self._kept: OrderedDict[Grammar, LLMatcher | str] = OrderedDict()
         self._lock = Lock()
@@ -78,6 +79,9 @@ class Compiler:
         try:
             check_source(grammar)
             text = _to_llguidance(grammar)
+            plain = grammar.source.replace("\\", "")
+            if any(special in plain for special in self._special):
+                text = _spelled(text, grammar.kind)
         except InvalidRequest as error:
             return error.message
         except ValueError as error:
@@ -85,6 +89,20 @@ class Compiler:
         limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
         state = LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
         return state.get_error().strip() if state.is_error() else state
+
+
+def _special_texts(vocabulary: LLTokenizer) -> list[str]:
+    ids = filter(vocabulary.is_special_token, range(vocabulary.vocab_size))
+    texts = (vocabulary.decode_str([token]) for token in ids)
+    return [text for text in texts if text and not text.startswith("<[")]  # padding has no text
+
+
+def _spelled(text: str, kind: GrammarKind) -> str:
+    """A grammar in which a special token's text is text like any other. Where only one text fits,
+    the library would have what the tokenizer makes of it, the special token, which does not."""
+    if kind is GrammarKind.JSON_SCHEMA:
+        text = f"start: %json {json.dumps(json.loads(text)['grammars'][0]['json_schema'])}"
+    return f'%llguidance {{"no_forcing": true}}\n{text}'
 
 
 def _to_llguidance(grammar: Grammar) -> str:

@@ -23,8 +23,9 @@ class OutputForms:
     def __init__(self, text: ModelText) -> None:
         self._chat = text.chat
         self._has_end = bool(text.eos_ids)
-        self._special_ids = {token: i for i, token in text.special_tokens.items()}
-        self._trial = Trial(text.special_tokens)
+        # To a grammar they are all special, those that are text, too.
+        self._special_ids = {token: i for i, token in text.added_tokens.items()}
+        self._trial = Trial(text.added_tokens)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     def tool_format(self, request: GenerateRequest) -> ToolFormat | None:

@@ -60,9 +60,12 @@ class Grammars:
         compiler = self._compiler
         if compiler is None:
             raise Unsupported("this worker has no tokenizer.json to read a grammar with")
-        return await asyncio.get_running_loop().run_in_executor(
-            self._thread, lambda: compiler.start(grammar, ends=ends, output=submit.output_ids)
-        )
+        try:
+            return await asyncio.get_running_loop().run_in_executor(
+                self._thread, lambda: compiler.start(grammar, ends=ends, output=submit.output_ids)
+            )
+        except InvalidRequest as error:
+            raise InvalidRequest(f"grammar: {error.message}", param="grammar") from None
 
     def close(self) -> None:
         """End the thread."""

@@ -41,7 +41,8 @@ class ModelText:
     """Text to ids and back for one model. Thread-safe once made; encoding releases the GIL.
 
     vocab_size: ids the model can be given. max_position: its context in tokens, None if not stated.
-    special_tokens: the text of the tokens that are no text. chat: its chat templates; the file
+    special_tokens: the text of the tokens that are no text. added_tokens: of these and others that
+    the tokenizer takes whole. chat: its chat templates; the file
     `chat_template` instead of its own if that is set.
     eos_ids: every id that ends an output: the tokenizer's, config.json's and
     generation_config.json's together, because each of them alone is wrong for some model.
@@ -66,6 +67,7 @@ class ModelText:
         self.eos_ids = self._end_tokens(settings, text_model, generation)
         decoder = self._tokenizer.get_added_tokens_decoder()
         self.special_tokens = {i: token.content for i, token in decoder.items() if token.special}
+        self.added_tokens = {i: token.content for i, token in decoder.items()}
         added = decoder.values()
         self._control = ControlTokens(
             special=[token.content for token in added if token.special],

@@ -236,6 +236,23 @@ def test_a_form_that_no_text_has_is_refused_in_words(compiler):
         compiler.start(schema({"$ref": "#"}))
 
 
+@pytest.mark.parametrize("name", ["<|im_start|>", "<think>", "<s>"])
+def test_text_may_be_spelled_like_a_special_token(compiler, name):
+    """Where it is the only text that fits, too; the token itself is another thing."""
+    made = {"type": "object", "properties": {name: {"const": name}}, "required": [name]}
+    for grammar in (
+        Grammar(kind=GrammarKind.CHOICE, source=json.dumps([f"a{name}b"])),
+        Grammar(kind=GrammarKind.LARK, source=f'start: "a{name}b"'),
+        Grammar(kind=GrammarKind.LARK, source=f'root ::= "a{name}b"'),
+        regex(re.escape(f"a{name}b")),
+        schema(made | {"additionalProperties": False}),
+    ):
+        output = sample(compiler, grammar, 1)
+        assert not any(map(compiler._vocabulary.is_special_token, output))
+        text = text_of(compiler, output)
+        assert text == f"a{name}b" or json.loads(text) == {name: name}
+
+
 def test_the_byte_vocabulary_knows_the_special_tokens():
     small = Compiler(byte_vocabulary({0: "<|endoftext|>", 300: "[CALL]"}))
     small.start(Grammar(kind=GrammarKind.LARK, source='start: <[300]> "a" <|endoftext|>'))

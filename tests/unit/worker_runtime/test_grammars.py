@@ -103,7 +103,8 @@ async def test_grammars_are_refused_where_they_cannot_be_served(compiler: Compil
     with pytest.raises(Unsupported):
         await without.matcher(submit_of("a"))
     for wrong in (submit_of("("), submit_of("a", output=[B]), submit_of("a", ignore_eos=True)):
-        with pytest.raises(InvalidRequest):
+        with pytest.raises(InvalidRequest) as caught:
             await served.matcher(wrong)
+        assert caught.value.param == "grammar"  # the router knows the client's name for it
     served.close()
     without.close()

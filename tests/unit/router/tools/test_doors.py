@@ -12,7 +12,8 @@ from openai import AsyncOpenAI, BadRequestError, pydantic_function_tool
 from pydantic import BaseModel
 
 from grammar.compiler import Compiler
-from grammar.vocabulary import byte_vocabulary
+from grammar.matcher import compute_masks
+from grammar.vocabulary import byte_vocabulary, load_vocabulary
 from protocol.errors import InvalidRequest
 from protocol.grammar import Grammar, GrammarKind
 from protocol.ids import Role
@@ -251,6 +252,37 @@ async def test_special_tokens_mark_the_calls_of_some_models(
         (call,) = answer["choices"][0]["message"]["tool_calls"]
         assert (call["function"], len(call["id"])) == ({"name": "clock", "arguments": "{}"}, 9)
         assert f"<[{mark}]>" in fleet.workers[1].submitted[0].grammar.source
+
+
+async def test_tokens_that_are_text_mark_the_calls_of_others(
+    fleet: StubFleet, tmp_path: Path
+) -> None:
+    """To a grammar they are single tokens, as in what such a model has learnt, and no text."""
+    await fleet.add(Role.PREFILL)
+    await fleet.add(Role.DECODE)
+    tokenizer = byte_level()
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    begin, end = map(tokenizer.token_to_id, ("<tool_call>", "</tool_call>"))
+    folder = write_model_text(tmp_path / "tiny", tokenizer=tokenizer, context=4000)
+    async with open_doors(fleet, folder, chat_template=str(HERMES)) as doors:
+        written = letters('\n{"name": "clock", "arguments": {}}\n')
+        for worker in fleet.workers:
+            worker.script = lambda _submit: [begin, *written, end, 2]
+        body = {"messages": HI, "tools": [CLOCK], "tool_choice": "required"}
+        status, answer = await doors.post("/v1/chat/completions", body)
+    assert status == 200, answer
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": "clock", "arguments": "{}"}
+    grammar = fleet.workers[1].submitted[0].grammar
+    vocabulary = load_vocabulary(folder, 512)
+    assert grammar is not None
+    assert vocabulary is not None
+    matcher = Compiler(vocabulary).start(grammar, ends=[2])
+    for token in [begin, *written, end]:
+        matcher.take([token])
+        compute_masks([matcher])
+        assert not matcher.error
+    assert matcher.state.is_accepting()
 
 
 async def test_what_cannot_be_served_is_refused_by_name(
