@@ -14,8 +14,11 @@ from protocol.errors import ErrorInfo, InvalidRequest, Unsupported
 from protocol.ids import RequestKey
 from protocol.messages import Submit
 from worker_runtime.sequence import Sequence
+from worker_runtime.threads import in_own_thread
 
 if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
     from grammar.compiler import Compiler
 
 
@@ -30,6 +33,12 @@ def constrain(sequences: Iterable[Sequence]) -> list[tuple[RequestKey, ErrorInfo
     ]
 
 
+def _load_vocabulary(folder: Path, vocab_size: int) -> LLTokenizer | None:
+    from grammar.vocabulary import load_vocabulary
+
+    return load_vocabulary(folder, vocab_size)
+
+
 class Grammars:
     """One thread compiles, so that a costly grammar holds up only other new ones."""
 
@@ -38,16 +47,18 @@ class Grammars:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     @staticmethod
-    def load(folder: Path, vocab_size: int, *, threads: int) -> Grammars:
+    async def load(folder: Path, vocab_size: int, *, threads: int) -> Grammars:
         """For the model in `folder`. Without its tokenizer (or without llguidance, on a bench)
-        every grammar is refused. `threads` compute the masks of a step."""
+        every grammar is refused. `threads` compute the masks of a step, with the priority of this
+        one."""
         if find_spec("llguidance") is None:
             return Grammars(None)
+        vocabulary = await in_own_thread(lambda: _load_vocabulary(folder, vocab_size))
+        if vocabulary is None:
+            return Grammars(None)
         from grammar.compiler import Compiler
-        from grammar.vocabulary import load_vocabulary
 
-        vocabulary = load_vocabulary(folder, vocab_size)
-        return Grammars(None if vocabulary is None else Compiler(vocabulary, threads=threads))
+        return Grammars(Compiler(vocabulary, threads=threads))
 
     async def matcher(self, submit: Submit) -> Matcher:
         """The matcher of a request with a grammar, at the output it has so far. Raises

@@ -31,7 +31,7 @@ from worker_runtime.cores import SharedCores
 from worker_runtime.grammars import Grammars
 from worker_runtime.inbox import Inbox
 from worker_runtime.limits import Limits
-from worker_runtime.ranks import Ranks, build_ranks
+from worker_runtime.ranks import Ranks, join_ranks, load_ranks
 from worker_runtime.scheduler import Output, Scheduler, Snapshot
 from worker_runtime.shell import Identity, Shell
 from worker_runtime.step_loop import StepLoop
@@ -185,15 +185,16 @@ class Worker(ABC, Generic[C, Out, Side]):
         if _shares_cores(settings.engine):
             self._cores = SharedCores()
             self._cores.claim()
-        self.ranks = await in_own_thread(
-            lambda: build_ranks(settings.engine, settings.transfer, self._group)
+        executor = await in_own_thread(
+            lambda: load_ranks(settings.engine, settings.transfer, self._group)
         )
-        self._grammars = await in_own_thread(
-            lambda: Grammars.load(
-                Path(settings.engine.model_path),
-                self.ranks.executor.vocab_size,
-                threads=settings.worker.grammar_threads,
-            )
+        self.ranks = await in_own_thread(
+            lambda: join_ranks(executor, settings.transfer, self._group), steps_back=False
+        )
+        self._grammars = await Grammars.load(
+            Path(settings.engine.model_path),
+            executor.vocab_size,
+            threads=settings.worker.grammar_threads,
         )
         if self.ranks.executor.pool.marks is not None:
             sys.setswitchinterval(_SWITCH_S)

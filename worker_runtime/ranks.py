@@ -14,6 +14,7 @@ from kv_transfer.config import TransferConfig
 from kv_transfer.data_plane import DataPlane
 from kv_transfer.orders import Order, Outcome
 from kv_transfer.outcomes import answer_of
+from kv_transfer.single_thread import enter_thread
 from protocol import codec
 
 #: Name of the command with which rank 0 gives a follower a transfer order.
@@ -50,11 +51,17 @@ class Ranks:
         self.executor.close()
 
 
-def build_ranks(engine: EngineConfig, transfer: TransferConfig, group: RankGroup | None) -> Ranks:
+def load_ranks(engine: EngineConfig, transfer: TransferConfig, group: RankGroup | None) -> Executor:
     """Load rank 0, wait for the followers, run one real step. Blocking: seconds to minutes."""
     spare = engine.spare_bytes + transfer.device_memory_bytes
     executor = build_executor(replace(engine, spare_bytes=spare), group)
     executor.warmup()
+    return executor
+
+
+def join_ranks(executor: Executor, transfer: TransferConfig, group: RankGroup | None) -> Ranks:
+    """Give loaded ranks their data plane, whose threads get the priority of this one."""
+    enter_thread(executor.pool.device)
     return Ranks(executor=executor, plane=DataPlane(executor.pool, transfer), group=group)
 
 

@@ -16,12 +16,13 @@ T = TypeVar("T")
 LOAD_NICENESS = 10
 
 
-async def in_own_thread(work: Callable[[], T]) -> T:
+async def in_own_thread(work: Callable[[], T], *, steps_back: bool = True) -> T:
     """The result of `work`, run in a new thread.
 
-    It runs below the other threads' priority: a worker that loads beside others must not hold up
-    their streams. Not a pool's thread: one that has run tensor operations keeps its OpenMP team
-    until it ends, and a second team in the process slows down every step (see
+    It `steps_back` below the other threads' priority: a worker that loads beside others must not
+    hold up their streams. Every thread that it starts does so, too, and for good, so that threads
+    that serve have to be started elsewhere. Not a pool's thread: one that has run tensor operations
+    keeps its OpenMP team until it ends, and a second team in the process slows down every step (see
     kv_transfer.single_thread).
     """
     done: Future[T] = Future()
@@ -29,7 +30,9 @@ async def in_own_thread(work: Callable[[], T]) -> T:
 
     def run() -> None:
         try:
-            if sys.platform == "linux":  # elsewhere priorities belong to whole processes
+            if (
+                steps_back and sys.platform == "linux"
+            ):  # elsewhere priorities belong to whole processes
                 _step_back()
             done.set_result(work())
         except BaseException as error:  # noqa: BLE001 - it is raised where the result is awaited

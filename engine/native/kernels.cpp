@@ -7,6 +7,8 @@
 
 #include <immintrin.h>
 #include <sched.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -58,7 +60,10 @@ class Pool {
     for (long i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count;) call_(context_, i);
   }
 
+  // A thread has the priority of the one that starts it for good: one that has stepped back, as it
+  // does to load, starts none.
   void grow(int helpers) {
+    if (getpriority(PRIO_PROCESS, 0) > getpriority(PRIO_PROCESS, getpid())) return;
     for (; started_ < helpers; ++started_) std::thread(&Pool::help, this, started_).detach();
   }
 

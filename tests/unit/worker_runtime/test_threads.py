@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
 from kv_transfer.single_thread import use_one_thread
+from tests.support.tiny import save_tiny_llama
+from tests.support.tiny_text import byte_level
 from worker_runtime.threads import in_own_thread
 
 
@@ -50,6 +55,60 @@ async def test_a_process_of_low_priority_loads_too(
     async with asyncio.timeout(20):
         assert await in_own_thread(lambda: 42) == 42
     assert given == [max(10, niceness)]
+
+
+WORKER = """
+import asyncio, sys, time
+from pathlib import Path
+
+from decode_worker.worker import DecodeWorker
+from engine.config import EngineConfig
+from kv_transfer.config import TransferConfig
+from worker_runtime.config import WorkerConfig
+from worker_runtime.host import WorkerSettings
+
+
+def niceness():
+    stats = (path.read_text() for path in Path("/proc/self/task").glob("*/stat"))
+    return [int(stat.rpartition(")")[2].split()[16]) for stat in stats]
+
+
+async def main():
+    settings = WorkerSettings(
+        worker_id="d",
+        engine=EngineConfig(model_path=sys.argv[1], num_blocks=16),
+        worker=WorkerConfig(),
+        transfer=TransferConfig(),
+        secret=b"s" * 32,
+    )
+    worker = DecodeWorker(settings)
+    await worker.start()
+    end = time.monotonic() + 5
+    while max(niceness()) > 0 and time.monotonic() < end:  # the last that has loaded may yet go
+        await asyncio.sleep(0.05)
+    print(*niceness())
+    await worker.stop()
+
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="priorities belong to processes")
+@pytest.mark.skipif(os.getpriority(os.PRIO_PROCESS, 0) > 0, reason="all have stepped back")
+def test_no_thread_that_serves_has_the_priority_of_loading(tmp_path: Path) -> None:
+    model = save_tiny_llama(tmp_path, head_dim=64, intermediate_size=512, vocab_size=401)
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    out = subprocess.run(
+        [sys.executable, "-c", WORKER, model],
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    ).stdout.split()
+    assert len(out) >= 6  # the loop's, the steps', four that compute masks
+    assert set(out) == {"0"}
 
 
 async def test_a_thread_that_cannot_begin_leaves_nobody_waiting(
