@@ -39,6 +39,7 @@ class HttpServer:
             ws="none",
             lifespan="off",
             log_config=None,
+            log_level="error",  # or whoever sends what is not HTTP writes a line in our logs
             access_log=False,
             server_header=False,
             timeout_keep_alive=keep_alive_s,

@@ -79,6 +79,16 @@ async def test_a_body_behind_an_offer_is_never_another_request(doors: Doors) -> 
     assert answers.count(b"HTTP/1.1") == 1
 
 
+async def test_what_is_not_http_is_refused_and_not_logged(
+    doors: Doors, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with connected(doors) as raw:
+        raw.writer.write(b"nonsense\r\n\r\n")
+        status, answer = await raw.answer()
+    assert (status, answer["error"]["code"]) == (400, "invalid_request")
+    assert caplog.records == []
+
+
 async def test_requests_sent_ahead_are_answered_in_order(doors: Doors) -> None:
     """The beginning of a head that comes with the end of a large body is not as large as both."""
     async with connected(doors) as raw:
