@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from llguidance import LLTokenizer
-from tokenizers import Tokenizer
 
 
 def load_vocabulary(folder: Path, vocab_size: int) -> LLTokenizer | None:
@@ -18,12 +18,13 @@ def load_vocabulary(folder: Path, vocab_size: int) -> LLTokenizer | None:
     path = folder / "tokenizer.json"
     if not path.is_file():
         return None
-    tokenizer = Tokenizer.from_file(str(path))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    added = tokenizer.get_added_tokens_decoder().items()
-    first = min((i for i, token in added if token.special), default=0)
-    return LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=first)
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    tokenizer["truncation"] = tokenizer["padding"] = None
+    # Who trains a model further may add tokens, for padding say, and give it no rows for them.
+    added = [token for token in tokenizer["added_tokens"] if token["id"] < vocab_size]
+    tokenizer["added_tokens"] = added
+    first = min((token["id"] for token in added if token["special"]), default=0)
+    return LLTokenizer(json.dumps(tokenizer), n_vocab=vocab_size, eos_token=first)
 
 
 def byte_vocabulary(special: Mapping[int, str]) -> LLTokenizer:

@@ -36,10 +36,22 @@ def compiler(tokenizer, tmp_path_factory):
     return Compiler(vocabulary)
 
 
-def ids_of(mask):
-    assert len(mask) == -(-VOCAB // 32) * 4
+def test_tokens_that_the_model_has_no_row_for_are_left_out(tmp_path):
+    tokenizer = byte_level()
+    size = tokenizer.get_vocab_size()
+    tokenizer.add_special_tokens(["[PAD]"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    vocabulary = load_vocabulary(tmp_path, size)
+    assert vocabulary is not None
+    assert vocabulary.vocab_size == size
+    start = Compiler(vocabulary).start(regex("[a-z]{3}"), ends=ENDS)
+    assert tokenizer.token_to_id("a") in ids_of(start.mask, size)
+
+
+def ids_of(mask, vocab_size=VOCAB):
+    assert len(mask) == -(-vocab_size // 32) * 4
     bits = int.from_bytes(mask, "little")
-    return [i for i in range(VOCAB) if bits >> i & 1]
+    return [i for i in range(vocab_size) if bits >> i & 1]
 
 
 def regex(source):
