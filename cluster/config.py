@@ -56,6 +56,10 @@ class NetworkSection:
         for name in ("http_port", "grpc_port", "metrics_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ValueError(f"{name} must be between 0 and 65535, got {getattr(self, name)}")
+        if self.worker_host.strip("[]") in ("", "0.0.0.0", "::"):  # workers are called there
+            raise ValueError(
+                f"worker_host must be one address of a node, or 'auto', got {self.worker_host!r}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
