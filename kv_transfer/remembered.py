@@ -53,12 +53,12 @@ class Attempts:
     def __init__(self, limit: int) -> None:
         self._newest: Remembered[RequestKey, int] = Remembered(limit)
 
-    def admit(self, key: RequestKey) -> list[RequestKey]:
-        """Note an attempt; the older attempts that it replaces. Raises StaleMessage when it is the
+    def admit(self, key: RequestKey) -> RequestKey | None:
+        """Note an attempt; the one that it replaces, if any. Raises StaleMessage when it is the
         older."""
         request = RequestKey(key.request_id)
         newest = self._newest.get(request)
         if newest is not None and key.attempt < newest:
             raise StaleMessage(f"{key} is older than attempt {newest}", param="attempt")
         self._newest.put(request, key.attempt)
-        return [RequestKey(key.request_id, attempt) for attempt in range(key.attempt)]
+        return None if newest in (None, key.attempt) else RequestKey(key.request_id, newest)

@@ -114,7 +114,7 @@ class Side(ABC, Generic[H, P]):
             over = StaleMessage(f"hand-off of {key} is over", param="key")
             raise over if past.error is None else past.error.to_error()
         self._me.check_ticket(ticket, key, peer.epoch)
-        for older in self._attempts.admit(key):
+        if (older := self._attempts.admit(key)) is not None:
             self._end_key(older, StaleMessage(f"{key} replaces {older}", param="attempt"))
         deadline = self._clock.monotonic() + ticket.lifetime_s
         self._live[key] = self._record(key=key, ticket=ticket, peer=peer, deadline=deadline)

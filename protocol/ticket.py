@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 from dataclasses import dataclass, replace
 
 from protocol.errors import StaleMessage
@@ -42,7 +43,9 @@ class Ticket:
         return replace(self, signature=digest)
 
     def verify(self, secret: bytes) -> None:
-        """Raise StaleMessage when the signature is wrong."""
+        """Raise StaleMessage when the signature is wrong, or the lifetime is no time."""
         expected = hmac.new(secret, self._body(), hashlib.sha256).digest()
         if not hmac.compare_digest(expected, self.signature):
             raise StaleMessage(f"ticket of {self.key} has a wrong signature", param="ticket")
+        if not math.isfinite(self.lifetime_s):
+            raise StaleMessage(f"ticket of {self.key} never ends", param="ticket")

@@ -3,6 +3,7 @@ a worker still never lets a bad id or an impossible length reach the engine."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from protocol.errors import ContextTooLong, InvalidRequest
@@ -37,6 +38,8 @@ class Limits:
                 raise InvalidRequest(
                     f"{name} has a token id outside the vocabulary of {self.vocab_size}", param=name
                 )
+        if not math.isfinite(submit.time_left_s):
+            raise InvalidRequest("a deadline must be a time", param="time_left_s")
         submit.sampling.validate(self.vocab_size)
         max_tokens = submit.sampling.max_tokens
         if len(submit.output_ids) >= max_tokens > 0:

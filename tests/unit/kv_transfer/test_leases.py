@@ -380,10 +380,12 @@ def test_coverage_counts_layers_per_block():
 
 def test_old_attempts_are_refused_and_replaced():
     attempts = Attempts(10)
-    assert attempts.admit(RequestKey("a", 0)) == []
-    assert attempts.admit(RequestKey("a", 2)) == [RequestKey("a", 0), RequestKey("a", 1)]
+    assert attempts.admit(RequestKey("a", 0)) is None
+    assert attempts.admit(RequestKey("a", 2)) == RequestKey("a", 0)
+    assert attempts.admit(RequestKey("a", 2)) is None
     with pytest.raises(StaleMessage):
         attempts.admit(RequestKey("a", 1))
+    assert attempts.admit(RequestKey("a", 2**62)) == RequestKey("a", 2)  # at once
     attempts.admit(RequestKey("b", 1))
 
 

@@ -56,6 +56,11 @@ def test_a_tampered_field_breaks_the_signature(field, value):
     assert "signature" in refused(replace(GOOD, **{field: value}))
 
 
+@pytest.mark.parametrize("lifetime_s", [math.nan, math.inf, -math.inf])
+def test_a_ticket_has_an_end(lifetime_s):
+    assert "never ends" in refused(replace(GOOD, lifetime_s=lifetime_s).signed(SECRET))
+
+
 @pytest.mark.parametrize("secret", [b"", b"another secret", SECRET + b"!", SECRET[:-1]])
 def test_another_secret_breaks_the_signature(secret):
     assert "signature" in refused(GOOD, secret=secret)

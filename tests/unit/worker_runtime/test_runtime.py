@@ -15,7 +15,6 @@ from kv_transfer.tasks import Tasks
 from observability.rate import Rate
 from protocol.errors import (
     Cancelled,
-    ContextTooLong,
     Internal,
     InvalidRequest,
     Overloaded,
@@ -66,44 +65,6 @@ def make_submit(
         sampling=params,
         time_left_s=1e12,
     )
-
-
-class TestLimits:
-    @pytest.mark.parametrize(
-        ("submit", "param", "kind"),
-        [
-            (make_submit(()), "prompt", InvalidRequest),
-            (make_submit((-1,)), "prompt", InvalidRequest),
-            (make_submit((100,)), "prompt", InvalidRequest),
-            (make_submit((99, 2**40)), "prompt", InvalidRequest),
-            (make_submit(output=(4, 100)), "output_ids", InvalidRequest),
-            (make_submit(output=(-1, 4)), "output_ids", InvalidRequest),
-            (make_submit(temperature=-1.0), "temperature", InvalidRequest),
-            (make_submit(stop_token_ids=(100,)), "stop_token_ids", InvalidRequest),
-            (make_submit(output=(1,) * 5), "max_tokens", InvalidRequest),
-            (make_submit((1,) * 46), "max_tokens", ContextTooLong),
-            (make_submit((1,) * 36), "prompt", ContextTooLong),
-        ],
-    )
-    def test_names_the_field(self, submit: Submit, param: str, kind: type[InvalidRequest]) -> None:
-        with pytest.raises(kind) as caught:
-            LIMITS.check(submit, whole_output=True)
-        assert caught.value.param == param
-        assert type(caught.value) is kind
-
-    def test_exact_fit_passes(self) -> None:
-        LIMITS.check(make_submit((1,) * 35), whole_output=True)
-        LIMITS.check(make_submit((99, 0)), whole_output=True)
-
-    def test_prefill_needs_room_for_one_token_only(self) -> None:
-        LIMITS.check(make_submit((1,) * 39, max_tokens=11), whole_output=False)
-        with pytest.raises(ContextTooLong):
-            LIMITS.check(make_submit((1,) * 40, max_tokens=10), whole_output=False)
-
-    @pytest.mark.parametrize(("context", "expected"), [(50, 39), (20, 19)])
-    def test_longest_prompt(self, context: int, expected: int) -> None:
-        limits = Limits(vocab_size=9, max_model_len=context, block_size=4, num_blocks=10)
-        assert limits.max_prompt_tokens == expected
 
 
 class TestInbox:
