@@ -175,7 +175,7 @@ def test_unknown_environment_variable_warns_with_a_suggestion(base: Path) -> Non
         ("network.http_port=70000", "network.http_port", "65535"),
         ("network.grpc_port=-1", "network.grpc_port", "65535"),
         ("network.worker_host=0.0.0.0", "network.worker_host", "one address of a node"),
-        ("network.worker_host=[::]", "network.worker_host", "one address of a node"),
+        ("network.worker_host=::", "network.worker_host", "one address of a node"),
         ("network.worker_host=", "network.worker_host", "one address of a node"),
         ("prefill.placement.cpus=-1", "prefill.placement.cpus", "negative"),
         ("prefill.placement.resources={x: 0}", "prefill.placement.resources", "positive"),
