@@ -148,7 +148,7 @@ class _Lane:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.stream = torch.cuda.Stream()
+        self.stream = torch.cuda.Stream(device)
         self._idle: list[_Flight] = []
 
     def take(self) -> _Flight:
@@ -180,8 +180,7 @@ class CudaIpcBackend:
         self._lanes: dict[int, _Lane] = {}
         self._context = Context(self._device)
         self._kernel = load_copies(self._device)
-        with self._context:
-            self._stream = torch.cuda.Stream()
+        self._stream = torch.cuda.Stream(self._device)
 
     def listen(self) -> str:
         """Export the pool."""
