@@ -16,6 +16,9 @@ Rates are in GB/s of KV; the ratios are to the best raw rate of the same kind of
 Between degrees of tensor parallelism the ranks of a side take its GPUs in turn, several on one
 where there are fewer; the raw rate is then that of one GPU times the GPUs of the smaller side. With
 more than two GPUs every rank is a process of its own, as in a worker.
+
+On one GPU (`--decode-gpus 0`, `--backends cuda_ipc`) the wire is its own memory, many times as
+fast: `stream` is then how fast the software is. A GPU may be named twice, for ranks of their own.
 """
 
 from __future__ import annotations
@@ -172,7 +175,7 @@ class Bench:
         blocks = tokens // _BLOCK
         size = tokens * LAYERS[layout] * 2 * _HEADS * _HEAD_DIM * 2
         sides = zip(tp, (self.args.prefill_gpus, self.args.decode_gpus), strict=True)
-        gpus = min(min(size, len(own)) for size, own in sides)
+        gpus = min(min(size, len(set(own))) for size, own in sides)
         raw = gpus * max(self.raw[backend].values())
         slots = self.num_blocks // blocks
         self.run(self.handoffs(blocks, 1), 1)

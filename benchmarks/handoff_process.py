@@ -49,7 +49,7 @@ class Process:
         self._pipe, other = context.Pipe()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = [str(gpu) for gpu in range(256)] if visible is None else visible.split(",")
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] for gpu in gpus)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] for gpu in dict.fromkeys(gpus))
         self._child = context.Process(target=_child, args=(role, other))
         self._child.start()
         if visible is None:
