@@ -17,6 +17,9 @@ from router.request import GenerateRequest, RequestKind
 from router.tools.parser import CallDelta
 
 DONE = b"data: [DONE]\n\n"
+#: In an event stream they end no line, but some clients split it with their language's own means
+#: (httpx's iter_lines), so they are escaped.
+_LINE_ENDS = "\x85\u2028\u2029"
 
 
 class ChunkWriter:
@@ -53,7 +56,10 @@ class ChunkWriter:
                 out.append(self._event(delta.index, text, _finish(delta.finish), extra))
             else:
                 out.append(self._scored_event(delta, text, extra))
-        return "".join(out).encode()
+        events = "".join(out)
+        for char in _LINE_ENDS:
+            events = events.replace(char, f"\\u{ord(char):04x}")
+        return events.encode()
 
     def last(self) -> bytes:
         """What comes after the last token: usage and timeline, if asked for, and the end mark."""

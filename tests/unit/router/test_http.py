@@ -79,6 +79,16 @@ async def test_chat_stream(doors: Doors) -> None:
     assert finishes == [None] * (len(chunks) - 1) + ["length"]
 
 
+async def test_an_event_is_one_line_whatever_counts_as_its_end(doors: Doors) -> None:
+    for worker in doors.fleet.workers:
+        worker.script = lambda s: letters("a\u2028b\u2029c\x85d\ne")
+    body = {"prompt": "hello", "max_tokens": 14, "stream": True}
+    async with doors.http.post(doors.url + "/v1/completions", json=body) as response:
+        lines = list(filter(None, (await response.text()).splitlines()))
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert "".join(event["choices"][0]["text"] for event in events) == "a\u2028b\u2029c\x85d\ne"
+
+
 async def test_without_include_usage_there_is_no_usage(doors: Doors) -> None:
     events, _ = await events_of(doors, "/v1/completions", prompt="hello", max_tokens=3)
     assert all("usage" not in event for event in events[:-1])
