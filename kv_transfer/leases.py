@@ -117,6 +117,7 @@ class Inbound(Lease):
     block_ids: tuple[int, ...] = ()
     num_cached: int = 0
     num_tokens: int = 0
+    num_refused: int = 0  # commits, for lost pieces
     commit_message: Commit | None = None
     cell_size: int = 0  # once a piece has come
     _layout: KVLayout = field(init=False)
@@ -241,6 +242,14 @@ class Inbound(Lease):
         """Sequences of the pieces that failed and were not announced again."""
         return sorted(n for n, a in self._arrivals.items() if a.progress is Progress.LOST)
 
+    def check_new(self, commit: Commit) -> None:
+        """Raise when a commit was refused before. It may have been on its way for long, and of the
+        pieces that were lost then the sender may have given up to send the content again."""
+        if commit.number < self.num_refused:
+            if self.lost_pieces:
+                raise PiecesLost(self.lost_pieces)
+            raise StaleMessage(f"commit {commit.number} of {self.key} was refused", param="commit")
+
     def commit(self, commit: Commit) -> Verdict:
         """Own the sequence. Raises HandoffFailed naming what is missing or differs; the caller ends
         the hand-off then."""
@@ -363,8 +372,8 @@ class Outbound(Lease):
             raise ValueError(f"{self.key}: commit before all blocks were pushed")
         self.first_token = first_token
 
-    def commit_request(self, written: tuple[Piece, ...] = ()) -> Commit:
-        """The proof to send once every piece is out."""
+    def commit_request(self, written: tuple[Piece, ...] = (), number: int = 0) -> Commit:
+        """The proof to send once every piece is out; `number` were refused before."""
         grant = self.grant_message
         assert grant is not None
         assert self.first_token is not None
@@ -377,6 +386,7 @@ class Outbound(Lease):
             num_blocks=len(grant.block_ids) - grant.num_cached_blocks,
             checksum=combine([checksum for _, checksum in self._sent.values()]),
             written=written,
+            number=number,
         )
 
 

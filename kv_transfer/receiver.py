@@ -153,6 +153,7 @@ class Receiver(Side[Incoming, Settled]):
         handoff = self._current(commit.key, commit.ticket)
         lease = handoff.lease
         lease.check_current(commit.ticket, commit.generation)
+        lease.check_new(commit)
         self._arrivals.written(handoff, commit.written)
         if lease.is_settled and not lease.lost_pieces:
             return self._commit(handoff, commit)
@@ -161,8 +162,9 @@ class Receiver(Side[Incoming, Settled]):
     async def _commit_later(self, handoff: Incoming, commit: Commit) -> Ack:
         try:
             await handoff.settle(self._config.op_timeout_s)
-        except PiecesLost:
-            raise  # the sender has them still
+        except PiecesLost:  # the sender has them still
+            handoff.lease.num_refused = commit.number + 1
+            raise
         except HandoffFailed as error:
             self._finish(handoff, released=False, error=error.info(), tell=False)
             raise

@@ -246,7 +246,7 @@ class Sender(Side[Outgoing, Finished]):
         lease = handoff.lease
         if lease.state in OVER:
             return
-        request = lease.commit_request(handoff.written)
+        request = lease.commit_request(handoff.written, handoff.commits)
         answer = await self._me.call(lease.peer, methods.COMMIT, request)
         if lease.is_in(*OVER):  # ended meanwhile; decode keeps the sequence if it had committed
             return

@@ -283,7 +283,9 @@ class Piece:
 class Commit:
     """Prefill -> decode: everything was sent. The reply (Ack) means that all of it arrived and
     decode owns the sequence from here. `num_pieces` and `checksum` let decode prove it. `written`
-    are the pieces that prefill has written by itself, and that were not announced before."""
+    are the pieces that prefill has written by itself, and that were not announced before. `number`
+    counts the commits of a hand-off from 0: one that was refused, for pieces that have to come
+    again, proves nothing of what comes."""
 
     key: RequestKey
     ticket: Ticket
@@ -293,10 +295,11 @@ class Commit:
     num_blocks: int
     checksum: int = 0
     written: tuple[Piece, ...] = ()
+    number: int = 0
 
     @property
     def proof(self) -> tuple[object, ...]:
-        """All but `written`."""
+        """All but `written` and `number`."""
         counts = self.num_pieces, self.num_blocks, self.checksum
         return self.key, self.ticket, self.generation, self.first_token, *counts
 

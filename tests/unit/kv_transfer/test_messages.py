@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from kv_transfer.config import ChecksumKind
 from kv_transfer.credits import Holding
 from kv_transfer.orders import MoveOrder, Order
 from protocol import codec
@@ -15,6 +16,7 @@ from protocol.ids import RequestKey
 from protocol.kv_layout import Cells
 from protocol.messages import HandoffEnd
 from rpc import methods
+from tests.support.held import Held
 from tests.support.transfer import (
     PATIENT,
     SECRET,
@@ -263,3 +265,69 @@ async def test_a_grant_whose_replies_are_all_lost_still_serves_if_pieces_come(me
         await finish(pair, first=2)
         assert differing(pair.decode.pools, LAYOUT, DEST, kv) == []
         assert pair.decode.events.ends == []
+
+
+async def lose_a_piece(pair):
+    """All is sent, but a rank of decode fails on it afterwards."""
+    held = Held()
+
+    def trouble():
+        pair.decode.pools[0].before_scatter = lambda: None
+        held()
+        raise RuntimeError("once")
+
+    pair.decode.pools[0].before_scatter = trouble
+    kv = await ready(pair)
+    pair.sender.push(KEY, SOURCE, 0)
+    while pair.sender.stats.num_pieces == 0:
+        await asyncio.sleep(0)
+    held.release()
+    return kv
+
+
+async def test_a_commit_that_was_refused_proves_nothing_of_what_comes_again(memory):
+    """Prefill gives up while it sends a lost piece once more, and what arrives has no content: a
+    copy of the commit that the loss was the answer to must not make it decode's."""
+    config = replace(PATIENT, checksum=ChecksumKind.NONE)
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory, config=config) as pair:
+        handlers = pair.clients.handlers[pair.decode.ref.address]
+        over = asyncio.Event()
+        leaving = []
+
+        async def fault(address, method, request):
+            if method is methods.END:
+                await over.wait()
+            if method is methods.PIECE and request.link > 1:
+                await reply_of(handlers[method], request)
+                leaving.append(asyncio.create_task(pair.sender.end(KEY, False)))
+                await asyncio.sleep(0)
+
+        await lose_a_piece(pair)
+        pair.clients.intercept = fault
+        pair.sender.commit(KEY, 1)
+        await pair.prefill.events.wait(lambda e: e.is_over(KEY))
+        (commit,) = moves(pair.clients, "Commit")
+        with pytest.raises(StaleMessage, match="was refused"):
+            await reply_of(handlers[methods.COMMIT], commit)
+        over.set()
+        await pair.decode.events.wait(lambda e: e.safe)
+        assert pair.decode.events.commits == []
+        await asyncio.gather(*leaving)
+
+
+async def test_the_answer_that_pieces_were_lost_may_get_lost(memory):
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
+
+        async def fault(address, method, request):
+            if method is methods.COMMIT and len(moves(pair.clients, "Commit")) == 1:
+                with pytest.raises(HandoffFailed, match="did not arrive"):
+                    await reply_of(pair.clients.handlers[address][method], request)
+                raise DeadlineExceeded("lost")
+
+        kv = await lose_a_piece(pair)
+        pair.clients.intercept = fault
+        pair.sender.commit(KEY, 1)
+        await pair.prefill.events.wait(lambda e: e.is_over(KEY))
+        assert [commit.number for commit in moves(pair.clients, "Commit")] == [0, 0, 1]
+        assert len(pair.decode.events.commits) == len(pair.prefill.events.commits) == 1
+        assert differing(pair.decode.pools, LAYOUT, DEST, kv) == []
