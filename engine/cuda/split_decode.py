@@ -18,6 +18,7 @@ from engine.kernels.triton_split_linear import (
     NextInput,
     SplitScratch,
     block_rows,
+    fits,
     scratch_sizes,
     split_linear,
     split_shape,
@@ -32,7 +33,8 @@ class SplitDecode:
     """One rank's products; calls only put work on the current stream."""
 
     def __init__(self, weights: ModelWeights, eps: float, most_rows: int, *, pdl: bool) -> None:
-        """Serves steps of 2 to `most_rows` rows, if the sizes of all products allow it."""
+        """Serves steps of 2 to `most_rows` rows, if the device and the sizes of all products allow
+        it."""
         self._weights = weights
         self._eps = eps
         self._most_rows = most_rows
@@ -45,7 +47,8 @@ class SplitDecode:
         row_blocks = sorted({block_rows(m) for m in range(MIN_ROWS, most_rows + 1)})
         counts = [(m, *size) for m in row_blocks for size in sizes]
         shapes = [split_shape(*count) for count in counts]
-        self._possible = bool(shapes) and None not in shapes and first.gate_up_bias is None
+        sized = bool(shapes) and None not in shapes
+        self._possible = sized and first.gate_up_bias is None and fits(device)
         if self._possible:
             scratch = [
                 scratch_sizes(m, n, gated, shape)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
+from triton.runtime import driver
 
 from engine.kernels.jit.split_linear import split_linear as kernel
 from engine.kernels.triton_elementwise import launch_options
@@ -20,6 +21,8 @@ _FEW, _MANY = (64, 128), (128, 64)
 #: Shared memory that a launch may use for its stages, and the stages that were ever worth it,
 #: without and with a gate.
 _STAGE_BYTES, _MAX_STAGES = 208 << 10, (6, 4)
+#: What the largest launch takes where it takes least, on an A100. Many other cards have 99 KiB.
+_LEAST_SHARED = 160 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,14 @@ def split_shape(rows: int, n: int, k: int, gated: bool) -> SplitShape | None:
         stages=min(_MAX_STAGES[gated], _STAGE_BYTES // stage),
         warps=4 if rows <= 64 else 8,
     )
+
+
+def fits(device: torch.device) -> bool:
+    """Whether the device has the shared memory that launches are cut for."""
+    if device.type != "cuda":
+        return True
+    properties = driver.active.utils.get_device_properties(device.index)
+    return int(properties["max_shared_mem"]) >= _LEAST_SHARED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

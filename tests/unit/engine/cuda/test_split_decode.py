@@ -1,5 +1,7 @@
 """Decode steps on the split kernel compute what they do with torch's products and norms."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -69,3 +71,22 @@ def test_sizes_that_no_tile_divides_stay_with_torch(device):
         CudaOptions(max_batch=4),
     )
     assert not SplitDecode(runner.weights, 1e-5, 64, pdl=False).serves(32)
+
+
+@pytest.mark.parametrize(("shared", "serves"), [(232_448, True), (166_912, True), (101_376, False)])
+def test_a_card_with_too_little_shared_memory_stays_with_torch(device, monkeypatch, shared, serves):
+    """They are those of an H100, an A100 and a desktop's card."""
+    utils = SimpleNamespace(get_device_properties=lambda index: {"max_shared_mem": shared})
+    monkeypatch.setattr(
+        triton_split_linear, "driver", SimpleNamespace(active=SimpleNamespace(utils=utils))
+    )
+    assert triton_split_linear.fits(torch.device("cuda", 0)) is serves
+    monkeypatch.setattr(triton_split_linear, "_FEW", (32, 32))
+    monkeypatch.setattr("engine.cuda.split_decode.fits", lambda device: serves)
+    runner = CudaRunner(
+        EngineConfig(model_path="unused", dtype="float32", device=str(device)),
+        tiny_config(vocab_size=224),
+        HostSource(device),
+        CudaOptions(max_batch=4),
+    )
+    assert SplitDecode(runner.weights, 1e-5, 64, pdl=False).serves(32) is serves
