@@ -64,11 +64,11 @@ class RouterReplica:
                 raise Unavailable(f"the router's {task.get_name()} ended")
 
     async def __del__(self) -> None:
-        """Leave: stop listening, finish what runs, end."""
+        """Leave: stop listening, finish what runs, end; known as a member until then."""
         self._state = WorkerState.DRAINING
-        self._heart.cancel()
         await self._registration.report(self._member())
         await self._router.retire()
+        self._heart.cancel()
         self._watch.cancel()
         await self._router.stop()
         await self._registration.leave(self._member())

@@ -72,14 +72,15 @@ class WorkerReplica:
                 raise Unavailable(f"the worker's {task.get_name()} ended")
 
     async def __del__(self) -> None:
-        """Leave: tell the directory, finish what runs, end."""
-        self._heart.cancel()
-        self._watch.cancel()
+        """Leave: tell the directory, finish what runs, end. Until then it goes on reporting: who is
+        taken off for its silence loses its hand-offs."""
         draining = asyncio.ensure_future(self._worker.drain(self._config.lifecycle.drain_s))
         await asyncio.sleep(0)  # let it refuse new work before routers hear of it
-        await self._registration.report(self._member(WorkerState.DRAINING))
+        await self._report()
         if not await draining:
             log.warning("drain ran out of time", extra={"worker": self._ref.worker_id})
+        self._heart.cancel()
+        self._watch.cancel()
         await self._registration.leave(self._member(WorkerState.DRAINING))
         await self._worker.stop()
 
