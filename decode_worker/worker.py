@@ -6,7 +6,7 @@ from decode_worker.commands import BlocksSafe, Command, Committed, Output
 from decode_worker.scheduler import DecodeScheduler
 from kv_transfer.party import Party
 from kv_transfer.receiver import Receiver
-from protocol.errors import ErrorInfo, InvalidRequest
+from protocol.errors import ErrorInfo, Internal, InvalidRequest
 from protocol.ids import RequestKey, Role
 from protocol.messages import Commit, Submit
 from worker_runtime.commands import HandoffEnded
@@ -49,7 +49,14 @@ class DecodeWorker(Worker[Command, Output, Receiver]):
 
     def committed(self, key: RequestKey, commit: Commit) -> None:
         """All KV arrived."""
-        self.inbox.put(Committed(key=key, first_token=commit.first_token))
+        token = commit.first_token
+        if 0 <= token < self.ranks.executor.vocab_size:
+            self.inbox.put(Committed(key=key, first_token=token))
+            return
+        # The engine would break on it, for everybody.
+        error = Internal(f"prefill's first token is {token}", param="first_token").info()
+        self.ended(key, error)
+        self.tasks.start(self._handoff.end(key, False, error))
 
     def ended(self, key: RequestKey, error: ErrorInfo | None) -> None:
         """No more writes of this hand-off will be accepted."""

@@ -119,6 +119,23 @@ async def test_a_hand_off_that_cannot_go_on_hurts_nobody_else(
     await pair.idle()
 
 
+async def test_a_first_token_that_is_none_fails_its_request_alone(
+    pair: Pair, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefill worker whose GPU goes wrong must not end its decode workers."""
+    sender = pair.prefills[0]._handoff
+    prompt = random_ids(40)
+    with monkeypatch.context() as wrong:
+        commit = sender.commit
+        wrong.setattr(sender, "commit", lambda key, _token: commit(key, -1))
+        answer = await pair.generate(prompt, GREEDY)
+    assert [failure.error.code for failure in answer.failures] == [ErrorCode.INTERNAL]
+    assert answer.failures[0].retriable
+    await pair.idle()
+    assert (await pair.generate(prompt, GREEDY)).ids() == oracle.greedy(prompt, 12)
+    await pair.idle()
+
+
 async def test_sampled_ids_do_not_depend_on_the_path(pair: Pair, model: str) -> None:
     params = SamplingParams(
         temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=42, max_tokens=16, ignore_eos=True

@@ -260,9 +260,9 @@ def test_a_listener_outlives_calls_that_cannot_be_taken(monkeypatch):
     with pytest.raises(LinkBroken):
         source.connect(link_id(), f"{host}|{port}|\u00e9", 1.0)  # hung up on, not ignored
     with ThreadPoolExecutor(2) as pool:
-        accepting = pool.submit(dest.accept, link_id(), 5.0)
-        pool.submit(source.connect, link_id(), dest.listen(), 5.0).result(5).close()
-        accepting.result(5).close()
+        accepting = pool.submit(dest.accept, link_id(), 30.0)
+        pool.submit(source.connect, link_id(), dest.listen(), 30.0).result(60).close()
+        accepting.result(60).close()
     assert failures == []
     dest.close()
 
