@@ -181,19 +181,25 @@ class Following:
 class Departures:
     """What a worker makes of the views it gets: which incarnations have left since the last one.
 
-    A restarted directory starts empty: whoever is not in its first view has not left by that.
+    A restarted directory starts empty: those known before have left only when they are not in its
+    views after `grace_s`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, grace_s: float) -> None:
+        self._grace_s = grace_s
         self._incarnation: int | None = None
         self._epochs: frozenset[int] = frozenset()
+        self._awaited_until = 0.0
 
-    def take(self, view: View) -> frozenset[int]:
+    def take(self, view: View, now: float) -> frozenset[int]:
         """The epochs of the workers that have left."""
-        before = self._epochs if view.incarnation == self._incarnation else frozenset()
+        if self._incarnation not in (None, view.incarnation):
+            self._awaited_until = now + self._grace_s
         self._incarnation = view.incarnation
-        self._epochs = frozenset(m.epoch for m in view.members if m.kind is not Kind.ROUTER)
-        return before - self._epochs
+        there = frozenset(m.epoch for m in view.members if m.kind is not Kind.ROUTER)
+        left = self._epochs - there if now >= self._awaited_until else frozenset[int]()
+        self._epochs = (self._epochs | there) - left
+        return left
 
 
 def _may_follow(current: WorkerState, target: WorkerState) -> bool:

@@ -94,9 +94,9 @@ class WorkerReplica:
 
     async def _follow(self) -> None:
         """Tell the worker who is there, and whose hand-offs can be given up."""
-        departures = Departures()
+        departures = Departures(grace_s=self._config.lifecycle.expiry_s)
         async for view in self._registration.views():
-            self._worker.peers_left(departures.take(view))
+            self._worker.peers_left(departures.take(view, time.monotonic()))
             self._worker.peers_joined(view.ready_workers())
 
     async def _finish(self) -> None:

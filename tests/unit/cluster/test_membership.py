@@ -186,31 +186,36 @@ def test_restarted_directory_twice_within_the_grace() -> None:
 
 
 def test_departures_are_workers_that_a_later_view_lacks() -> None:
-    t, departures = table(), Departures()
+    t, departures = table(), Departures(grace_s=6.0)
     t.report(member("d1", epoch=1), 0.0)
     t.report(member("p1", epoch=2, kind=Kind.PREFILL), 0.0)
     t.report(member("r1", epoch=3, kind=Kind.ROUTER), 0.0)
-    assert departures.take(t.view()) == set()
+    assert departures.take(t.view(), 1.0) == set()
     t.report(member("d1", epoch=1, state=DRAINING), 1.0)
     t.leave("r1", 3)
-    assert departures.take(t.view()) == set()
+    assert departures.take(t.view(), 1.0) == set()
     t.report(member("d1", epoch=9), 4.0)  # replaced
-    assert departures.take(t.view()) == {1}
+    assert departures.take(t.view(), 1.0) == {1}
     t.expire(6.0)  # silent
-    assert departures.take(t.view()) == {2}
-    assert departures.take(t.view()) == set()
+    assert departures.take(t.view(), 1.0) == {2}
+    assert departures.take(t.view(), 1.0) == set()
 
 
-def test_nobody_departs_because_the_directory_was_restarted() -> None:
-    t, departures = table(), Departures()
+def test_a_restarted_directory_is_given_time_to_hear_of_all_before_anybody_has_left() -> None:
+    t, departures = table(), Departures(grace_s=6.0)
     t.report(member("d1", epoch=1), 0.0)
-    departures.take(t.view())
+    t.report(member("d2", epoch=2), 0.0)
+    t.report(member("d3", epoch=3), 0.0)
+    departures.take(t.view(), 0.0)
     again = Membership(incarnation=8, expiry_s=5.0)
-    assert departures.take(again.view()) == set()
-    again.report(member("d1", epoch=1), 1.0)
-    departures.take(again.view())
+    assert departures.take(again.view(), 10.0) == set()
+    again.report(member("d1", epoch=1), 11.0)
+    again.report(member("d3", epoch=3), 11.0)
+    assert departures.take(again.view(), 15.9) == set()
+    again.leave("d3", 3)
+    assert departures.take(again.view(), 16.0) == {2, 3}  # the one died with the directory
     again.leave("d1", 1)
-    assert departures.take(again.view()) == {1}
+    assert departures.take(again.view(), 17.0) == {1}
 
 
 @pytest.mark.parametrize(
