@@ -17,13 +17,15 @@ from typing import Any
 import ray
 
 from cluster.config import ClusterConfig
-from cluster.membership import Member, Membership, View
+from cluster.membership import Attention, Member, Membership, View
 from cluster.within import ANSWER_S, within
 from protocol.ids import new_epoch
 
 NAMESPACE = "baton"
 HEAD_NODE_RESOURCE = "node:__internal_head__"
 NAME = "directory"
+#: So often, at least, somebody who watches looks while a member may be silent.
+_LOOKS = 4
 
 
 class Directory:
@@ -34,6 +36,7 @@ class Directory:
         self._config = config
         expiry_s = config.lifecycle.expiry_s
         self._table = Membership(incarnation=new_epoch(), expiry_s=expiry_s)
+        self._attention = Attention(most_s=expiry_s / _LOOKS)
         self._changed = asyncio.Event()
 
     async def secret(self) -> bytes:
@@ -46,7 +49,7 @@ class Directory:
 
     async def report(self, member: Member) -> None:
         """A member says what and how it is."""
-        if self._table.report(member, time.monotonic()):
+        if self._table.report(member, self._now()):
             self._announce()
 
     async def leave(self, name: str, epoch: int) -> None:
@@ -67,14 +70,17 @@ class Directory:
             left = deadline - time.monotonic()
             if (view.incarnation, view.version) != (incarnation, version) or left <= 0:
                 return view
-            pause = min(left, self._table.next_expiry(time.monotonic()) + 0.01)
+            pause = min(left, self._table.next_expiry(self._now()) + 0.01, self._attention.most_s)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._changed.wait()
 
     def _expire(self) -> None:
-        if self._table.expire(time.monotonic()):
+        if self._table.expire(self._now()):
             self._announce()
+
+    def _now(self) -> float:
+        return self._attention.time(time.monotonic())
 
     def _announce(self) -> None:
         event, self._changed = self._changed, asyncio.Event()

@@ -151,6 +151,22 @@ class Membership:
             self._gone.popitem(last=False)
 
 
+class Attention:
+    """Time as seen by who listens: at most `most_s` pass between two looks at the clock. A stall of
+    this process, however long, is no silence of those who spoke meanwhile and are heard then."""
+
+    def __init__(self, *, most_s: float) -> None:
+        self.most_s = most_s
+        self._time = 0.0
+        self._looked = 0.0
+
+    def time(self, now: float) -> float:
+        """Seconds of attention, by a clock that says `now`."""
+        self._time += min(now - self._looked, self.most_s)
+        self._looked = now
+        return self._time
+
+
 class Following:
     """What a router makes of the views it gets: the workers to follow.
 

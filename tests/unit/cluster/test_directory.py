@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,6 +75,25 @@ async def test_watch_notices_silence_by_itself() -> None:
     assert [m.name for m in known.members] == ["decode-1"]
     later = await asyncio.wait_for(directory.watch(known.incarnation, known.version, 60.0), 20)
     assert later.members == ()
+
+
+async def test_who_spoke_while_the_directory_stood_still_is_heard_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A watcher may wake before the reports that came meanwhile are taken."""
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("cluster.directory.time", clock)
+    now = 100.0
+    directory = Directory(secret=SECRET, config=replace(CONFIG, lifecycle=LifecycleSection()))
+    await directory.report(member())
+    now += 3600.0
+    assert [m.name for m in (await directory.view()).members] == ["decode-1"]
+    await directory.report(member())
+    for _ in range(3):
+        now += 1.5
+        assert [m.name for m in (await directory.view()).members] == ["decode-1"]
+    now += 1.5
+    assert (await directory.view()).members == ()
 
 
 async def test_leave_is_announced(directory: Directory) -> None:
