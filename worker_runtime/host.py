@@ -186,7 +186,8 @@ class Worker(ABC, Generic[C, Out, Side]):
             self._cores = SharedCores()
             self._cores.claim()
         executor = await in_own_thread(
-            lambda: load_ranks(settings.engine, settings.transfer, self._group)
+            lambda: load_ranks(settings.engine, settings.transfer, self._group),
+            steps_back=self._group is None,  # or what ranks meet through would, too
         )
         self.ranks = await in_own_thread(
             lambda: join_ranks(executor, settings.transfer, self._group), steps_back=False

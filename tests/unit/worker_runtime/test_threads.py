@@ -58,14 +58,16 @@ async def test_a_process_of_low_priority_loads_too(
 
 
 WORKER = """
-import asyncio, sys, time
+import asyncio, sys, threading, time
 from pathlib import Path
 
 from decode_worker.worker import DecodeWorker
 from engine.config import EngineConfig
+from engine.ranks import RankGroup
 from kv_transfer.config import TransferConfig
 from worker_runtime.config import WorkerConfig
 from worker_runtime.host import WorkerSettings
+from worker_runtime.ranks import follow_rank
 
 
 def niceness():
@@ -76,12 +78,17 @@ def niceness():
 async def main():
     settings = WorkerSettings(
         worker_id="d",
-        engine=EngineConfig(model_path=sys.argv[1], num_blocks=16),
+        engine=EngineConfig(model_path=sys.argv[1], num_blocks=16, tp_size=int(sys.argv[2])),
         worker=WorkerConfig(),
         transfer=TransferConfig(),
         secret=b"s" * 32,
     )
-    worker = DecodeWorker(settings)
+    group = None
+    if settings.engine.tp_size > 1:
+        group = RankGroup(2)
+        rank = group.invite, 1, settings.engine, settings.transfer
+        threading.Thread(target=follow_rank, args=rank, daemon=True).start()
+    worker = DecodeWorker(settings, group=group)
     await worker.start()
     end = time.monotonic() + 5
     while max(niceness()) > 0 and time.monotonic() < end:  # the last that has loaded may yet go
@@ -96,11 +103,12 @@ asyncio.run(main())
 
 @pytest.mark.skipif(sys.platform != "linux", reason="priorities belong to processes")
 @pytest.mark.skipif(os.getpriority(os.PRIO_PROCESS, 0) > 0, reason="all have stepped back")
-def test_no_thread_that_serves_has_the_priority_of_loading(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tp_size", ["1", "2"])
+def test_no_thread_that_serves_has_the_priority_of_loading(tmp_path: Path, tp_size: str) -> None:
     model = save_tiny_llama(tmp_path, head_dim=64, intermediate_size=512, vocab_size=401)
     byte_level().save(str(tmp_path / "tokenizer.json"))
     out = subprocess.run(
-        [sys.executable, "-c", WORKER, model],
+        [sys.executable, "-c", WORKER, model, tp_size],
         env={**os.environ, "OMP_NUM_THREADS": "2"},
         capture_output=True,
         text=True,
