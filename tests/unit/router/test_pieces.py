@@ -61,6 +61,17 @@ def test_ids_are_shown_as_they_decode(model: ModelText, text: str) -> None:
         assert max(shown.offsets) <= len(shown.text)
 
 
+@given(ids=st.lists(st.integers(0, 300), min_size=1, max_size=24))
+def test_offsets_of_any_ids_are_where_tokens_begin(model: ModelText, ids: list[int]) -> None:
+    """Bytes that become no character come before what follows them, too."""
+    shown = model.show(ids, ids, skip_special_tokens=False)
+    assert list(shown.offsets) == sorted(shown.offsets)
+    for token, offset in zip(ids, shown.offsets, strict=True):
+        piece = model.pieces[token]
+        if len(piece.data) > 1 and not piece.text.startswith("bytes:"):
+            assert shown.text[offset:].startswith((piece.text, piece.text.lstrip(" ")))
+
+
 def test_special_and_missing_ids(model: ModelText) -> None:
     assert model.pieces[1].text in ("<|im_start|>", "<s>")
     assert model.pieces[model.vocab_size - 1] == Piece(text="", data=b"")
