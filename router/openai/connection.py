@@ -21,6 +21,9 @@ MAX_HEAD_BYTES = 1 << 16
 HEAD_S = 60.0
 #: Requests sent ahead of the one that is answered. Each read of a connection may bring thousands.
 MAX_AHEAD = 64
+#: For a client to send the request that it is refused: sent to a closed connection it would be
+#: answered with a reset, and some clients then do not read what came before.
+_REFUSED_S = 1.0
 _HANG_UP = "baton.hang_up"
 _ID = "baton.request_id"
 _HEAD_END = b"\r\n\r\n"
@@ -37,14 +40,16 @@ class HttpConnection(HttpToolsProtocol):
         self._num_heads = 0
         self._patience: asyncio.TimerHandle | None = None
         self._answering: Any = None  # the request whose answer is being made
+        self._admitted = True
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Expect a request, if there is room for one more."""
         super().connection_made(transport)
-        if self.connections.admit():  # type: ignore[attr-defined]
+        self._admitted = self.connections.admit()  # type: ignore[attr-defined]
+        if self._admitted:
             self._expect_head()
         else:
-            self._refuse(Unavailable("too many connections are open"))
+            self._patience = self.loop.call_later(_REFUSED_S, self._turn_away)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Expect nothing. uvicorn tells the request that came last, which may not have begun."""
@@ -56,6 +61,9 @@ class HttpConnection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Count what comes before the end of a head."""
+        if not self._admitted:
+            self._turn_away()
+            return
         in_head, heads = self._head_bytes, self._num_heads
         super().data_received(data if in_head is None else _declined(data))
         if in_head is None or heads != self._num_heads:
@@ -106,6 +114,9 @@ class HttpConnection(HttpToolsProtocol):
             self.transport.abort()
         else:
             super().timeout_keep_alive_handler()
+
+    def _turn_away(self) -> None:
+        self._refuse(Unavailable("too many connections are open"))
 
     def send_400_response(self, msg: str) -> None:
         """What came is not HTTP."""

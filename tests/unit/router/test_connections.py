@@ -8,6 +8,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator
 
+import httpx
 import pytest
 
 from observability import metrics
@@ -178,8 +179,11 @@ async def test_connections_have_a_bound(fleet: StubFleet, make_doors: MakeDoors)
             assert head.startswith("HTTP/1.1 503 ")
             assert {"retry-after: 1", "connection: close"} <= set(head.split("\r\n"))
             assert json.loads(await third.reader.read())["error"]["code"] == "unavailable"
+        async with httpx.AsyncClient(base_url=doors.url) as client:
+            refused = await client.post("/v1/completions", json={"prompt": "hello"})
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         refusals = doors.router.metrics.value(metrics.REFUSALS, reason="connections")
-        assert refusals == 1
+        assert refusals == 2
         raw.writer.write(post())
         assert (await raw.answer())[0] == 200
         raw.writer.close()
