@@ -41,13 +41,16 @@ def run(options: argparse.Namespace, console: Console) -> None:
     """Bring the cluster up; with --foreground, hold it until interrupted."""
     config = read_config(options, console)
     state = bring_up(config, options.config, console)
-    asked = threading.Event()
-    if options.foreground:  # of several signals, whichever threads they meet, the first counts
-        _on_stopping(lambda *_: asked.set())
-    show_endpoints(state, config, console)
-    if options.foreground:
+    if not options.foreground:
+        show_endpoints(state, config, console)
+        return
+    asked = threading.Event()  # of several signals, whichever threads they meet, the first counts
+    _on_stopping(lambda *_: asked.set())
+    try:
+        show_endpoints(state, config, console)
         console.step("running; Ctrl-C stops the cluster")
         asked.wait()
+    finally:
         stop(state, console, now=False)
 
 
@@ -68,22 +71,28 @@ def bring_up(config: ClusterConfig, source: str, console: Console) -> RunningClu
     """Start the cluster and wait until it serves. On failure, Ctrl-C or SIGTERM nothing of it is
     left."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # to be asked to stop is Ctrl-C, too
-    with file_lock(run_dir() / "up.lock"):  # of two commands at once, one starts
-        existing = load_state()
-        if existing is not None:
-            raise InvalidRequest(f"a cluster is up already ({existing.config}): `baton down` first")
-        sweep()
-        state = _claim(config, source)
+    state = None
     try:
+        with file_lock(run_dir() / "up.lock"):  # of two commands at once, one starts
+            existing = load_state()
+            if existing is not None:
+                raise InvalidRequest(
+                    f"a cluster is up already ({existing.config}): `baton down` first"
+                )
+            sweep()
+            # Between a Ray of our own and our knowledge of it there is no moment to stop at.
+            with _uninterrupted() if config.ray.local else contextlib.nullcontext():
+                state = _claim(config, source)
         state = _reach_ray(state, console)
         with _leaving_with(state, console):
             state = _start(config, state, console)
         save_state(state)
     except BaseException:
-        console.step("stopping what was started")
-        stop(state, console, now=True)
-        if state.owned:
-            console.step(f"logs: {kept_logs()}")
+        if state is not None:
+            console.step("stopping what was started")
+            stop(state, console, now=True)
+            if state.owned:
+                console.step(f"logs: {kept_logs()}")
         raise
     return state
 
@@ -115,6 +124,21 @@ def _ignore(*_: object) -> None:
 def _interrupt_once(*_: object) -> None:
     _on_stopping(_ignore)  # nothing may interrupt what answers this interrupt
     raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C and SIGTERM come when the block is over."""
+    asked = threading.Event()
+    before = {number: signal.getsignal(number) for number in _STOPPING}
+    _on_stopping(lambda *_: asked.set())
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if asked.is_set():
+            raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
