@@ -119,8 +119,12 @@ class HttpConnection(HttpToolsProtocol):
         self._refuse(Unavailable("too many connections are open"))
 
     def send_400_response(self, msg: str) -> None:
-        """What came is not HTTP."""
-        self._refuse(InvalidRequest(msg))
+        """What came is not HTTP. No answer is put into the middle of another."""
+        answer = self._answering
+        if answer is not None and answer.response_started and not answer.response_complete:
+            self.transport.close()
+        else:
+            self._refuse(InvalidRequest(msg))
 
     def _refuse(self, error: BatonError) -> None:
         body = error_body(error)

@@ -90,6 +90,19 @@ async def test_what_is_not_http_is_refused_and_not_logged(
     assert caplog.records == []
 
 
+async def test_what_is_not_http_gets_no_answer_inside_another(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    worker = await fleet.add(Role.DECODE, delay_s=0.02)
+    async with make_doors(fleet) as doors, connected(doors) as raw:
+        raw.writer.write(post(stream=True, max_tokens=400))
+        begun = await raw.reader.readuntil(b"data: ")
+        raw.writer.write(b"nonsense\r\n\r\n")
+        rest = await raw.reader.read()  # to the end
+        assert (begun.count(b"HTTP/1.1"), rest.count(b"HTTP/1.1")) == (1, 0)
+        await until(lambda: worker.cancelled)
+
+
 async def test_requests_sent_ahead_are_answered_in_order(doors: Doors) -> None:
     """The beginning of a head that comes with the end of a large body is not as large as both."""
     async with connected(doors) as raw:
