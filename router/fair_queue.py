@@ -97,10 +97,10 @@ class FairQueue(Generic[T]):
             heapq.heapify(flow.heap)
             flow.gone = 0
 
-    def charge(self, flow: str, tokens: float) -> None:
-        """Count tokens that a flow has had besides what was waiting here."""
-        state = self._flows.setdefault(flow, _Flow())
-        state.had += tokens / state.weight
+    def charge(self, flow: str, tokens: float, *, weight: float) -> None:
+        """Count tokens that a flow, which may never have waited, has had besides what was waiting
+        here."""
+        self._flows.setdefault(flow, _Flow()).had += tokens / weight
 
     def ahead(self, flow: str, *, weight: float) -> int:
         """About how many tokens would go before an item that came now."""

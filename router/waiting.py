@@ -153,7 +153,8 @@ class WaitingRoom:
         """Count what a request has made towards its caller's share, if others wait: what is had of
         an idle cluster costs nobody anything."""
         if self._queue:
-            self._queue.charge(errand.flow, _OUTPUT_WEIGHT * output_tokens)
+            tokens = _OUTPUT_WEIGHT * output_tokens
+            self._queue.charge(errand.flow, tokens, weight=errand.weight)
 
     def pump(self) -> None:
         """Let go whoever may."""

@@ -51,10 +51,20 @@ def test_output_tokens_are_paid_for() -> None:
             push(queue, flow, 10)
     for _ in range(5000):
         flow = queue.take().flow
-        queue.charge(flow, answers[flow])
+        queue.charge(flow, answers[flow], weight=1.0)
         served[flow] += 10 + answers[flow]
         push(queue, flow, 10)
     assert served["long"] / served["short"] == pytest.approx(1.0, rel=0.02)
+
+
+def test_output_is_paid_for_by_weight_also_by_who_never_waited() -> None:
+    """360 tokens at weight 4 are as many as 90 at weight 1."""
+    queue: FairQueue[str] = FairQueue()
+    for _ in range(3):
+        push(queue, "light", 50)
+    queue.charge("heavy", 360, weight=4.0)
+    push(queue, "heavy", 50, weight=4.0)
+    assert [entry.flow for entry in drain(queue)] == ["light", "light", "heavy", "light"]
 
 
 def test_idling_banks_nothing_and_costs_nothing() -> None:
