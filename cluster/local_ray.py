@@ -78,7 +78,7 @@ def sweep() -> bool:
     if state is None or state.alive:
         return False
     stop_local_ray(state)
-    forget_state()
+    forget_state(state)
     return True
 
 
@@ -93,9 +93,11 @@ def save_state(state: RunningCluster) -> None:
     temporary.rename(path)
 
 
-def forget_state() -> None:
-    """Forget the cluster."""
-    _state_file().unlink(missing_ok=True)
+def forget_state(state: RunningCluster) -> None:
+    """Forget the cluster, unless another one has been brought up meanwhile."""
+    known = _read_state()
+    if known is None or (known.pid, known.started) == (state.pid, state.started):
+        _state_file().unlink(missing_ok=True)
 
 
 def ray_environment(token: str) -> dict[str, str]:

@@ -38,7 +38,7 @@ def take_down(state: RunningCluster, console: Console, *, now: bool) -> None:
         killed = stop_local_ray(state)
         if killed:
             console.warn(f"{killed} process(es) did not end by themselves and were killed")
-    forget_state()
+    forget_state(state)
 
 
 def _drain(state: RunningCluster, console: Console) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from cluster import local_ray
+from cluster.cli.console import Console
+from cluster.cli.down import take_down
 from cluster.local_ray import RunningCluster, load_state, save_state, stop_local_ray
 
 #: A head with a child; `stubborn` ones do not end when asked.
@@ -226,6 +228,19 @@ def test_a_reused_pid_is_not_touched(tmp_path: Path) -> None:
     assert state.alive
     assert len(local_ray._session_members(state.pid)) == 2
     stop_local_ray(state)
+
+
+def test_a_late_down_does_not_forget_the_next_cluster(tmp_path: Path) -> None:
+    """Of two commands that take one down, the slower may end when the next one is up."""
+    old = start("willing", tmp_path / "old")
+    stop_local_ray(old)
+    new = start("willing", tmp_path / "new")
+    save_state(new)
+    take_down(old, Console(), now=True)
+    assert load_state() == new
+    take_down(new, Console(), now=True)
+    assert local_ray._read_state() is None
+    assert local_ray._session_members(new.pid) == []
 
 
 def test_failure_to_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
