@@ -48,7 +48,7 @@ def scale(config: ClusterConfig, wanted: Mapping[Kind, int]) -> None:
     if wanted.get(Kind.PREFILL):
         check_devices(config)
     if not config.ray.autoscaling:
-        sizes = {kind: pool.target for kind, pool in pool_statuses().items()}
+        sizes = {kind: pool.target or 0 for kind, pool in pool_statuses().items()}
         # A smaller pool is what a cluster needs that has lost a machine.
         if any(replicas > sizes.get(kind, 0) for kind, replicas in wanted.items()):
             sizes |= wanted

@@ -22,13 +22,14 @@ _LOOK_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStatus:
-    """A pool as Serve sees it: how many replicas it wants, and how many are in which state.
+    """A pool as Serve sees it: how many replicas it wants (None: it is about to be made), and how
+    many are in which state.
 
     failed: new replicas could not be constructed; Serve goes on trying where others already run.
     """
 
     kind: Kind
-    target: int
+    target: int | None
     replicas: Mapping[str, int]
     healthy: bool
     failed: bool
@@ -109,7 +110,7 @@ def _pool_status(kind: Kind, application: Mapping[str, Any]) -> PoolStatus:
     states = (application.get("status"), deployment.get("status"))
     return PoolStatus(
         kind=kind,
-        target=int(deployment.get("target_num_replicas") or 0),
+        target=deployment.get("target_num_replicas"),
         replicas=counts,
         healthy=deployment.get("status") == "HEALTHY",
         failed="DEPLOY_FAILED" in states

@@ -32,7 +32,7 @@ def run(_options: argparse.Namespace, console: Console) -> None:
             if status
             else ""
         )
-        rows.append((kind.value, status.target if status else 0, len(view.of(kind)), states))
+        rows.append((kind.value, (status and status.target) or 0, len(view.of(kind)), states))
     console.table(("POOL", "WANTED", "MEMBERS", "REPLICAS"), rows)
     console.say()
     show_members(view, secret, console)

@@ -82,8 +82,8 @@ def _raise_failed(statuses: Mapping[Kind, PoolStatus]) -> None:
 
 def _raise_resized(statuses: Mapping[Kind, PoolStatus], wanted: Mapping[Kind, int]) -> None:
     for kind, count in wanted.items():
-        target = statuses[kind].target if kind in statuses else 0
-        if target not in (0, count):  # 0: Serve has not made the pool yet
+        target = statuses[kind].target if kind in statuses else None
+        if target not in (None, count):
             raise Unavailable(f"the {kind} pool was scaled to {target} meanwhile")
 
 

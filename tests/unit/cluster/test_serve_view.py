@@ -69,12 +69,14 @@ def test_unhealthy_is_not_failed() -> None:
 
 def test_a_pool_that_somebody_else_gives_another_size_is_not_waited_for() -> None:
     """One that Serve is about to make has no size yet."""
-    made, coming = (_pool_status(Kind.PREFILL, details()) for _ in range(2))
-    made = replace(made, target=1)
+    coming = _pool_status(Kind.PREFILL, {"deployments": {}})
+    made, emptied = (replace(coming, target=target) for target in (1, 0))
     _raise_resized({Kind.PREFILL: made}, {Kind.PREFILL: 1, Kind.DECODE: 2})
     _raise_resized({Kind.PREFILL: coming}, {Kind.PREFILL: 1})
     with pytest.raises(Unavailable, match=r"^the prefill pool was scaled to 1 meanwhile$"):
         _raise_resized({Kind.PREFILL: made}, {Kind.PREFILL: 2})
+    with pytest.raises(Unavailable, match=r"^the prefill pool was scaled to 0 meanwhile$"):
+        _raise_resized({Kind.PREFILL: emptied}, {Kind.PREFILL: 2})
 
 
 class Controller:
@@ -180,7 +182,8 @@ def test_a_silent_directory_is_not_waited_for_beyond_the_deadline(
 
 def test_pool_that_is_only_being_deployed() -> None:
     status = _pool_status(Kind.DECODE, {"status": "DEPLOYING", "deployments": {}})
-    assert (status.target, status.replicas, status.healthy, status.failed) == (0, {}, False, False)
+    assert (status.target, status.replicas) == (None, {})
+    assert (status.healthy, status.failed) == (False, False)
 
 
 def test_last_line_is_the_reason() -> None:
