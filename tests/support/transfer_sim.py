@@ -237,7 +237,7 @@ class DecodeSide(Worker):
             self.blocks.quarantine(ids)
 
 
-class _Faults(logging.Handler):
+class Faults(logging.Handler):
     """Collects what background tasks die of: nothing, if the code is right."""
 
     def __init__(self) -> None:
@@ -297,7 +297,7 @@ class World:
         )
         self.network.handlers[self.prefill_ref.address] = self.sender.handlers()
         self.network.handlers[self.decode_ref.address] = self.receiver.handlers()
-        self.faults = _Faults()
+        self.faults = Faults()
         logging.getLogger("baton.kv_transfer").addHandler(self.faults)
         self.loop.run(self.receiver.start())
         self.sizes: dict[RequestKey, int] = {}

@@ -1,0 +1,33 @@
+"""Both schedulers, prefix caches included, with the hand-off between them, under every fault."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.support.worker_sim import WorkerWorld
+
+
+@pytest.mark.parametrize("one_sided", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_without_faults_requests_finish(seed, one_sided):
+    world = WorkerWorld(seed, fault_rate=0.0, one_sided=one_sided)
+    assert world.run(12) == {"finished": 12}
+
+
+@pytest.mark.parametrize("one_sided", [False, True])
+@pytest.mark.parametrize("seed", range(100, 115))
+def test_under_faults_tokens_are_right_and_nothing_is_left(seed, one_sided):
+    ends = WorkerWorld(seed, fault_rate=0.08, one_sided=one_sided).run(12)
+    assert ends.total() == 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("one_sided", [False, True])
+@pytest.mark.parametrize("first", range(1000, 1200, 50))
+def test_thousands_of_requests_under_faults(first, one_sided):
+    ends: Counter[str] = Counter()
+    for seed in range(first, first + 50):
+        ends += WorkerWorld(seed, fault_rate=0.08, one_sided=one_sided).run(12)
+    assert ends["finished"] > 300
