@@ -55,6 +55,8 @@ class WindowDetokenizer:
         self._window.append(token)
         held = len(self._window) - self._num_emitted
         before, after = self._texts()
+        if after == before and held >= _MAX_HELD_TOKENS:
+            del self._window[self._num_emitted :]  # special tokens: there may be thousands
         if len(after) <= len(before) or (after.endswith(_REPLACEMENT) and held < _MAX_HELD_TOKENS):
             return ""
         self._window = self._window[self._num_emitted :]

@@ -129,3 +129,20 @@ def test_window_decoding_does_not_hold_garbage_for_ever() -> None:
     detokenizer = WindowDetokenizer(lambda window: tokenizer.decode(window))
     lone_byte = tokenizer.token_to_id("<0xFF>")
     assert any(detokenizer.push(lone_byte) for _ in range(20))
+
+
+def test_window_decoding_keeps_no_tokens_without_text() -> None:
+    """As many as a client likes, and each would be decoded again with every one after it."""
+    tokenizer = sentencepiece_like()
+    tokenizer.add_special_tokens(["</s>"])
+    fox, end = tokenizer.encode("the fox").ids, [tokenizer.token_to_id("</s>")]
+    most = 0
+
+    def decode(window: list[int]) -> str:
+        nonlocal most
+        most = max(most, len(window))
+        return tokenizer.decode(window)
+
+    for ids in (end * 200 + fox, fox + end * 200 + fox, fox[:1] + end * 8 + fox):
+        assert "".join(stream(WindowDetokenizer(decode), ids)) == tokenizer.decode(ids)
+    assert most <= 16
