@@ -22,7 +22,7 @@ class SequenceStep:
     targets: prompt tokens to be scored: targets[i] follows the i-th of `tokens`, and its
         log-probability is wanted, with the num_top likeliest.
     seen, counts: the different tokens that the penalties look at, and how often each of them is in
-        the output (0: in the prompt only). Empty without penalties.
+        the output (0: in the prompt only), as int32 (engine.history). Empty without penalties.
     allowed: the only ids that may be sampled now (a grammar), as bits: engine.kernels.masks; None
         when all may. `banned` leaves at least one of them.
     previous: when set, `tokens` is one placeholder, and the token that runs is the one that
@@ -35,8 +35,8 @@ class SequenceStep:
     block_ids: tuple[int, ...]
     sampling: SamplingParams | None
     banned: tuple[int, ...] = ()
-    seen: tuple[int, ...] = ()
-    counts: tuple[int, ...] = ()
+    seen: bytes = b""
+    counts: bytes = b""
     allowed: bytes | None = None
     targets: tuple[int, ...] = ()
     num_top: int = 0

@@ -141,8 +141,8 @@ class LocalEngine:
             block_ids=tuple(sequence.blocks),
             sampling=sequence.sampling if last else None,
             banned=sequence.sampling.banned(len(sequence.output)) if last else (),
-            seen=history.seen() if history else (),
-            counts=history.counts() if history else (),
+            seen=history.seen() if history else b"",
+            counts=history.counts() if history else b"",
             allowed=sequence.mask_of(sequence.output) if last and sequence.mask_of else None,
         )
 

@@ -8,9 +8,10 @@ once, so the result is the same on every device and in every batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,16 +50,14 @@ class Penalties:
             [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for _, _, p in seen],
             dtype=torch.float32,
         ).reshape(len(seen), 3)
-        sizes = torch.tensor([len(step.seen) for _, step, _ in seen], dtype=torch.int64)
-        tokens = [token for _, step, _ in seen for token in step.seen]
-        counts = [count for _, step, _ in seen for count in step.counts]
+        sizes = torch.tensor([len(step.seen) // 4 for _, step, _ in seen], dtype=torch.int64)
+        tokens = _unpacked(step.seen for _, step, _ in seen)
+        counts = _unpacked(step.counts for _, step, _ in seen)
         parts = (
             bias[:2].long(),
             bias[2].float(),
-            torch.stack((owners.repeat_interleave(sizes), torch.tensor(tokens, dtype=torch.int64))),
-            torch.cat(
-                (torch.tensor([counts]).float(), factors.repeat_interleave(sizes, dim=0).t())
-            ),
+            torch.stack((owners.repeat_interleave(sizes), tokens.long())),
+            torch.cat((counts.float()[None], factors.repeat_interleave(sizes, dim=0).t())),
         )
         bias_at, values, seen_at, table = (p.pin_memory() if pinned else p for p in parts)
         return Penalties(bias_at=bias_at, bias=values, seen_at=seen_at, seen=table)
@@ -75,3 +74,8 @@ class Penalties:
             value = logits[rows, tokens]
             value = torch.where(value > 0, value / repetition, value * repetition)
             logits[rows, tokens] = value - frequency * count - presence * (count > 0)
+
+
+def _unpacked(parts: Iterable[bytes]) -> Tensor:
+    """int32, one part after the other."""
+    return torch.from_numpy(np.frombuffer(b"".join(parts), np.int32).copy())

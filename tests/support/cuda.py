@@ -18,6 +18,7 @@ from engine.model.weights import WeightLoader
 from engine.runner import run_prepared
 from engine.tp import TensorParallel
 from protocol.sampling import SamplingParams
+from tests.support.engine import int32
 
 GREEDY = SamplingParams(temperature=0.0)
 SEEDED = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=1234)
@@ -148,7 +149,7 @@ def mixed_script():
         [seq(ids[33:50], 33, (5, 2, 9, 11)), seq([9], 5, (1,), SEEDED, banned=(0, 4))],
         [seq([17], 50, (5, 2, 9, 11), SEEDED), seq([30], 6, (1,)), seq(ids[:70], 0, range(12, 17))],
         [
-            seq([18], 51, (5, 2, 9, 11), PENALISED, seen=(3, 18, 200), counts=(0, 1, 4)),
+            seq([18], 51, (5, 2, 9, 11), PENALISED, seen=int32(3, 18, 200), counts=int32(0, 1, 4)),
             seq([31], 7, (1,), BIASED),
             seq([1], 70, range(12, 17)),
         ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
@@ -28,6 +29,11 @@ def config(path: str, **changes: Any) -> EngineConfig:
         "num_threads": 1,
     }
     return EngineConfig(**(settings | changes))
+
+
+def int32(*numbers: int) -> bytes:
+    """As a SequenceStep has what its penalties look at."""
+    return array("i", numbers).tobytes()
 
 
 def prompt(length: int, vocab: int = 100, seed: int = 0) -> list[int]:

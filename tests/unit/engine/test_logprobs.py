@@ -14,7 +14,7 @@ from protocol import codec
 from protocol.errors import Internal
 from protocol.logprobs import LOWEST_LOGPROB
 from protocol.sampling import SamplingParams
-from tests.support.engine import GREEDY, ThreadedRanks, hf_logits, prompt, whole_runner
+from tests.support.engine import GREEDY, ThreadedRanks, hf_logits, int32, prompt, whole_runner
 
 #: Of a log-probability, between transformers and the engine, both in float32.
 TOLERANCE = 1e-4
@@ -79,10 +79,10 @@ def test_values_are_the_models_own_before_bias_penalty_and_temperature(tiny):
         block_ids=tuple(range(5)),
         sampling=params,
         banned=(5,),
-        seen=tuple(sorted(set(ids))),
-        counts=(0,) * len(set(ids)),
+        seen=int32(*sorted(set(ids))),
+        counts=int32(*[0] * len(set(ids))),
     )
-    plain = replace(step, sampling=replace(GREEDY, logprobs=None), seen=(), counts=())
+    plain = replace(step, sampling=replace(GREEDY, logprobs=None), seen=b"", counts=b"")
     runner = whole_runner(tiny)
     result = runner.submit(runner.prepare(StepBatch(sequences=(plain, step)))).wait()
     assert result.tokens[1] == 77

@@ -21,7 +21,7 @@ from engine.kernels.penalties import Penalties
 from engine.kernels.sampling import SamplingInputs, sample
 from engine.local import LocalEngine
 from protocol.sampling import SamplingParams
-from tests.support.engine import config, prompt
+from tests.support.engine import config, int32, prompt
 
 VOCAB = 60
 IDS = st.lists(st.integers(0, VOCAB - 1), max_size=40)
@@ -39,7 +39,7 @@ PARAMS = st.builds(
 
 def step_of(params, prompt_ids, output_ids) -> SequenceStep:
     history = TokenHistory(prompt_ids, output_ids, params)
-    seen, counts = (history.seen(), history.counts()) if params.penalised else ((), ())
+    seen, counts = (history.seen(), history.counts()) if params.penalised else (b"", b"")
     return SequenceStep(
         tokens=(0,), start=0, block_ids=(0,), sampling=params, seen=seen, counts=counts
     )
@@ -112,7 +112,7 @@ def test_counts_of_a_resumed_sequence_are_those_of_an_unbroken_one():
     for token in (9, 7, 9):
         unbroken.add(token)
     resumed = TokenHistory([4, 4, 9], [9, 7, 9], params)
-    assert (resumed.seen(), resumed.counts()) == ((4, 9, 7), (0, 2, 1))
+    assert (resumed.seen(), resumed.counts()) == (int32(4, 9, 7), int32(0, 2, 1))
     assert (unbroken.seen(), unbroken.counts()) == (resumed.seen(), resumed.counts())
 
 
