@@ -230,10 +230,11 @@ class Router:
         return ClusterView(model=self.config.model_name, pools=pools, routers=(own,))
 
     async def metrics_text(self) -> bytes:
-        """The metrics of this router and of the workers it follows, in Prometheus' text format."""
+        """The metrics of this router and of the workers it hears of, in Prometheus' text format."""
         await self._members.refresh()
-        known = {m.ref.worker_id: m.status for m in self._members.all() if m.status is not None}
-        self.metrics.workers.statuses = tuple(known.values())
+        # What a lost one said last, that it is ready for instance, may be true no more.
+        heard = {m.ref.worker_id: m.status for m in self._members.all() if m.connected and m.status}
+        self.metrics.workers.statuses = tuple(heard.values())
         return self.metrics.render()
 
     # --- parts ------------------------------------------------------------------------------------

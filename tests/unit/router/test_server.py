@@ -277,6 +277,18 @@ async def test_the_cluster_can_be_seen(doors: Doors) -> None:
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+async def test_a_lost_worker_is_not_exported_as_ready(doors: Doors) -> None:
+    ready = 'baton_workers{model_name="tiny",role="decode",state="ready"} 1.0'
+    assert ready in (await doors.router.metrics_text()).decode()
+    (decode,) = (worker for worker in doors.fleet.workers if worker.role is Role.DECODE)
+    await decode.stop()
+    while doors.router.ready:
+        await doors.router._members.changed(5)
+    text = (await doors.router.metrics_text()).decode()
+    assert 'role="decode",state=' not in text
+    assert 'baton_workers{model_name="tiny",role="prefill",state="ready"} 1.0' in text
+
+
 async def test_the_cluster_can_be_steered(fleet: StubFleet, make_doors: MakeDoors) -> None:
     await fleet.add(Role.PREFILL)
     await fleet.add(Role.DECODE)
