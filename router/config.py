@@ -44,8 +44,9 @@ class RouterConfig:
         fast a first token comes tells any caller whether somebody has sent the same prefix lately.
     max_attempts: times a request may be submitted after a worker accepted it and was lost or
         failed.
-    resume_wait_s: how long an accepted request waits for a worker when its own was lost: enough for
-        the only one of a pool to be missed (three health checks) and replaced.
+    resume_wait_s: how long an accepted request waits for a worker when its own was lost, or when
+        there is none as its turn comes: enough for the only one of a pool to be missed (three
+        health checks) and replaced.
     silence_s: an event stream silent for longer is broken (workers speak at least every second).
     submit_timeout_s, connect_timeout_s: deadlines of calls to workers.
     timeline_wait_s: how long the last message waits for prefill's spans when a timeline was asked

@@ -98,6 +98,8 @@ class WaitingRoom:
         self._drained_at = 0.0
         self._pace: tuple[float, float] = (0.0, 0.0)  # when, seconds a token
         self._looking = False
+        self._patience: asyncio.TimerHandle | None = None  # runs while there is no decode worker
+        self._deserted = False  # for longer than that
         members.on_news = self._look_soon
 
     def finished(self, tpot_s: float) -> None:
@@ -110,7 +112,8 @@ class WaitingRoom:
         """Whether the request may start at once; raises when it should not even wait."""
         now = self._pressure()
         self._check_time(errand, now)
-        if not self._queue and self._open(now, errand):
+        # Without workers it fails with the right error.
+        if not self._queue and (now is None or self._open(now, errand)):
             return True
         self._check_bounds(errand, now)
         return False
@@ -160,7 +163,7 @@ class WaitingRoom:
         """Let go whoever may."""
         while (entry := self._queue.first()) is not None:
             waiter = entry.item
-            if not self._open(self._pressure(), waiter.errand):
+            if not self._may_go(self._pressure(), waiter.errand):
                 return
             self._queue.take()
             self._drained.add(entry.cost, self._since_drained())
@@ -168,6 +171,20 @@ class WaitingRoom:
             if not waiter.ready.done():
                 self.start(waiter.errand)
                 waiter.ready.set_result(None)
+
+    def _may_go(self, now: Pressure | None, errand: Errand) -> bool:
+        """Whether a request in line may go. While there is no decode worker it waits for one, as
+        those do that a worker had already; after that time it fails with the right error."""
+        if now is not None:
+            return self._open(now, errand)
+        if self._patience is None:
+            wait_s = self._config.resume_wait_s
+            self._patience = asyncio.get_running_loop().call_later(wait_s, self._desert)
+        return self._deserted
+
+    def _desert(self) -> None:
+        self._deserted = True
+        self.pump()
 
     def _look_soon(self) -> None:
         """A worker has reported. Where many do, as often as they step, they are looked at once for
@@ -186,6 +203,9 @@ class WaitingRoom:
         decodes = self._members.ready(Role.DECODE)
         if not decodes:
             return None
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience, self._deserted = None, False
         prefills = self._members.ready(Role.PREFILL)
         room_tokens = sum(member.room_tokens for member in decodes)
         now = pressure([member.load for member in prefills], room_tokens=room_tokens)
@@ -194,10 +214,10 @@ class WaitingRoom:
         best = self._peak.take(now.rate / len(prefills), self.clock())
         return replace(now, rate=best * len(prefills))
 
-    def _open(self, now: Pressure | None, errand: Errand) -> bool:
+    def _open(self, now: Pressure, errand: Errand) -> bool:
         """Whether a request may go to the workers."""
-        if now is None or not self._outstanding:
-            return True  # without workers it fails with the right error
+        if not self._outstanding:
+            return True
         if now.backlog_s(self._outstanding) > self._config.dispatch_window_s:
             return False
         # Room is blocks that nobody holds: what is cached of these prompts is in it too.

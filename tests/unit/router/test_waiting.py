@@ -45,10 +45,17 @@ class Workers:
         self.on_news = lambda: None
         self.prefill = Worker(WorkerLoad(tokens_per_second=100.0))
         self.decode = Worker(WorkerLoad(), room_tokens=1600)
+        self.lost = False  # decode
 
     def ready(self, role: Role) -> list[Worker]:
         self.looks += role is Role.DECODE
-        return [self.prefill if role is Role.PREFILL else self.decode]
+        if role is Role.PREFILL:
+            return [self.prefill]
+        return [] if self.lost else [self.decode]
+
+    def lose_decode(self, lost: bool = True) -> None:
+        self.lost = lost
+        self.on_news()
 
     def report(self, **load: Any) -> None:
         self.prefill.load = replace(self.prefill.load, **load)
@@ -218,6 +225,41 @@ async def test_decode_without_room_holds_prompts_back() -> None:
     first.started()
     await soon()
     assert task.done()
+
+
+async def test_who_waits_while_the_only_decode_worker_is_replaced_keeps_its_place() -> None:
+    """Or all that had been accepted would be refused, for a stream that broke for a moment."""
+    bench = Bench()
+    running = bench.turn(150)
+    await running.wait()
+    tasks = [asyncio.create_task(bench.turn(tokens).wait()) for tokens in (120, 70)]
+    await soon()
+    bench.workers.lose_decode()
+    running.end(0)  # its worker is gone
+    await soon()
+    assert [task.done() for task in tasks] == [False, False]
+    bench.workers.lose_decode(False)
+    await soon()
+    assert [task.done() for task in tasks] == [True, False]
+    bench.workers.lose_decode()
+    await soon()
+    assert not tasks[1].done()
+    tasks[1].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert bench.waiting == (0, 0)
+
+
+async def test_without_a_new_decode_worker_nobody_waits_for_ever() -> None:
+    bench = Bench(resume_wait_s=0.05)
+    running = bench.turn(150)
+    await running.wait()
+    waiting = bench.turn(60)
+    task = asyncio.create_task(waiting.wait())
+    await soon()
+    bench.workers.lose_decode()
+    async with asyncio.timeout(20):
+        await task  # and finds no worker
+    assert bench.waiting == (0, 0)
 
 
 async def test_cancelled_and_late_requests_leave_nothing_behind() -> None:
