@@ -8,8 +8,9 @@ once, so the result is the same on every device and in every batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -42,25 +43,24 @@ class Penalties:
         ]
         if not rows:
             return None
-        biases = [(row, *pair) for row, _, params in rows for pair in params.logit_bias]
-        seen = [(row, step, params) for row, step, params in rows if step.seen]
-        bias = torch.tensor(biases, dtype=torch.float64).reshape(len(biases), 3).t()
-        owners = torch.tensor([row for row, _, _ in seen], dtype=torch.int64)
-        factors = torch.tensor(
-            [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for _, _, p in seen],
-            dtype=torch.float32,
-        ).reshape(len(seen), 3)
-        sizes = torch.tensor([len(step.seen) // 4 for _, step, _ in seen], dtype=torch.int64)
-        tokens = _unpacked(step.seen for _, step, _ in seen)
-        counts = _unpacked(step.counts for _, step, _ in seen)
-        parts = (
-            bias[:2].long(),
-            bias[2].float(),
-            torch.stack((owners.repeat_interleave(sizes), tokens.long())),
-            torch.cat((counts.float()[None], factors.repeat_interleave(sizes, dim=0).t())),
-        )
-        bias_at, values, seen_at, table = (p.pin_memory() if pinned else p for p in parts)
-        return Penalties(bias_at=bias_at, bias=values, seen_at=seen_at, seen=table)
+        # In place and by numpy: thousands a row are too many for lists, and too few to be shared
+        # among torch's threads, which may have to wait for a core.
+        numbers = chain.from_iterable(chain.from_iterable(p.logit_bias for _, _, p in rows))
+        pairs = np.fromiter(numbers, np.float64).reshape(-1, 2)
+        tokens = np.frombuffer(b"".join(step.seen for _, step, _ in rows), np.int32)
+        bias_at, seen_at = (np.empty((2, len(of)), np.int64) for of in (pairs, tokens))
+        bias_at[1], seen_at[1] = pairs[:, 0], tokens
+        seen = np.empty((4, len(tokens)), np.float32)
+        seen[0] = np.frombuffer(b"".join(step.counts for _, step, _ in rows), np.int32)
+        biased = looked_at = 0
+        for row, step, p in rows:
+            bias_at[0, slice(biased, biased := biased + len(p.logit_bias))] = row
+            part = slice(looked_at, looked_at := looked_at + len(step.seen) // 4)
+            seen_at[0, part] = row
+            seen[1:, part] = [[p.repetition_penalty], [p.frequency_penalty], [p.presence_penalty]]
+        parts = map(torch.from_numpy, (bias_at, pairs[:, 1].astype(np.float32), seen_at, seen))
+        at, values, looked, table = (part.pin_memory() if pinned else part for part in parts)
+        return Penalties(bias_at=at, bias=values, seen_at=looked, seen=table)
 
     def apply(self, logits: Tensor) -> None:
         """Change `logits` `[rows, vocabulary]`, float32, in place. Does not wait for the device."""
@@ -74,8 +74,3 @@ class Penalties:
             value = logits[rows, tokens]
             value = torch.where(value > 0, value / repetition, value * repetition)
             logits[rows, tokens] = value - frequency * count - presence * (count > 0)
-
-
-def _unpacked(parts: Iterable[bytes]) -> Tensor:
-    """int32, one part after the other."""
-    return torch.from_numpy(np.frombuffer(b"".join(parts), np.int32).copy())
