@@ -41,7 +41,9 @@ class SimSide(Protocol):
 
 
 class SimLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time is the test's."""
+    """An event loop whose time is the test's: to be turned by binary fractions. A loop rings a
+    timer that is due within its clock's resolution, and time that stands still just before it would
+    have it ring for ever."""
 
     def __init__(self) -> None:
         super().__init__()

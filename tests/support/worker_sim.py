@@ -410,7 +410,7 @@ class WorkerWorld:
     def _progress(self) -> None:
         choose, fabric = self.random.choice, self.fabric
         if self.random.random() < 0.05:
-            self._turn_clock(0.2)
+            self._turn_clock(0.25)
             return
         ways: list[Callable[[], object]] = [self.prefill.turn, self.decode.turn]
         if self.coming:

@@ -160,7 +160,7 @@ class HandoffMachine(RuleBasedStateMachine):
         keys = sorted(self.world.decode.running, key=str)
         self.world.decode.finish(keys[which % len(keys)])
 
-    @rule(seconds=st.sampled_from([0.1, 2.0, 6.0, 30.0]))
+    @rule(seconds=st.sampled_from([0.125, 2.0, 6.0, 30.0]))
     def wait(self, seconds: float) -> None:
         self.world.turn_clock(seconds)
 
