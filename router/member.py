@@ -332,7 +332,10 @@ class Member:
         self.load = WorkerLoad()
         self.prefix.forget()
         if was_connected:
-            log.warning("worker lost", extra={"worker": self.ref.worker_id, "reason": reason})
+            if self._stop.is_set():
+                log.info("worker left", extra={"worker": self.ref.worker_id})
+            else:
+                log.warning("worker lost", extra={"worker": self.ref.worker_id, "reason": reason})
             self._on_change(self)
         else:
             log.info("no worker yet", extra={"worker": self.ref.worker_id, "reason": reason})

@@ -532,7 +532,7 @@ async def test_a_cancel_never_overtakes_its_submit(fleet: StubFleet, make_doors:
 
 
 async def test_a_leaving_worker_finishes_what_it_has(
-    fleet: StubFleet, make_doors: MakeDoors
+    fleet: StubFleet, make_doors: MakeDoors, caplog: pytest.LogCaptureFixture
 ) -> None:
     old = await fleet.add(Role.DECODE, delay_s=0.01)
     async with make_doors(fleet) as doors:
@@ -545,6 +545,7 @@ async def test_a_leaving_worker_finishes_what_it_has(
         assert len(new.submitted) == 1
         assert await running == expected(30)
         await until(lambda: len(doors.router._members.all()) == 1)
+        assert "worker lost" not in caplog.messages  # nobody is to be alarmed
 
 
 async def test_a_worker_that_is_named_again_stays(doors: Doors) -> None:
