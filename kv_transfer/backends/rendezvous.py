@@ -51,7 +51,7 @@ class SocketStore(Store):
         data = value.encode() if isinstance(value, str) else value
         self._values[key] = data
         name = key.encode()
-        self._wait_at_most(self._limit)
+        _wait_at_most(self._connection, self._limit)
         self._connection.sendall(_FRAME.pack(len(name), len(data)) + name + data)
 
     def get(self, key: str) -> bytes:
@@ -68,15 +68,11 @@ class SocketStore(Store):
 
     def _read_until(self, keys: list[str], limit: float) -> None:
         while not all(key in self._values for key in keys):
-            self._wait_at_most(limit)
-            key_size, value_size = _FRAME.unpack(_read(self._connection, _FRAME.size))
+            key_size, value_size = _FRAME.unpack(_read(self._connection, _FRAME.size, limit))
             if key_size + value_size > _MAX_FRAME:
                 raise RuntimeError("the other end does not speak the link's language")
-            data = _read(self._connection, key_size + value_size)
+            data = _read(self._connection, key_size + value_size, limit)
             self._values[data[:key_size].decode()] = data[key_size:]
-
-    def _wait_at_most(self, limit: float) -> None:
-        self._connection.settimeout(max(0.001, limit - time.monotonic()))
 
 
 class Meeting:
@@ -155,11 +151,11 @@ class Meeting:
                 connection.close()
 
     def _greet(self, connection: socket.socket) -> None:
+        limit = time.monotonic() + _HELLO_TIMEOUT_S  # for all of it, however slowly it comes
         try:
-            connection.settimeout(_HELLO_TIMEOUT_S)
-            token_size, name_size = _HELLO.unpack(_read(connection, _HELLO.size))
-            token = _read(connection, token_size)
-            name = _read(connection, name_size).decode()
+            token_size, name_size = _HELLO.unpack(_read(connection, _HELLO.size, limit))
+            token = _read(connection, token_size, limit)
+            name = _read(connection, name_size, limit).decode()
         except (OSError, RuntimeError, ValueError):
             connection.close()
             return
@@ -227,9 +223,14 @@ def call(endpoint: str, link: LinkId, limit: float) -> socket.socket:
     return connection
 
 
-def _read(connection: socket.socket, size: int) -> bytes:
+def _wait_at_most(connection: socket.socket, limit: float) -> None:
+    connection.settimeout(max(0.001, limit - time.monotonic()))
+
+
+def _read(connection: socket.socket, size: int, limit: float) -> bytes:
     data = bytearray()
     while len(data) < size:
+        _wait_at_most(connection, limit)
         part = connection.recv(size - len(data))
         if not part:
             raise RuntimeError("the other end hung up")

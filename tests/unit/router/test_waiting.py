@@ -528,6 +528,19 @@ async def test_a_named_tier_is_answered(fleet: StubFleet, make_doors: MakeDoors)
             assert (first.service_tier if first.HasField("service_tier") else None) == given
 
 
+async def test_how_slowly_a_client_reads_is_not_the_pace_of_the_workers(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    await fleet.add(Role.DECODE)
+    async with make_doors(fleet, service_tiers={"steady": ServiceTier(tpot_s=20.0)}) as doors:
+        service = doors.router._service
+        clock = service.clock
+        service.clock = lambda: clock() + 100.0  # as late is the end of each request seen
+        body = {"prompt": "hello", "max_tokens": 3, "service_tier": "steady"}
+        for _ in range(2):
+            assert (await doors.post("/v1/completions", body))[0] == 200
+
+
 async def test_a_light_key_passes_a_heavy_one(
     fleet: StubFleet, make_doors: MakeDoors, tmp_path: Path
 ) -> None:
