@@ -60,7 +60,7 @@ class Generation:
         self.request_id = request_id
         self.arrival = turn.arrival
         self.tier_name = turn.tier_name
-        self.first_token = 0.0
+        self.first_token = self.last_token = 0.0  # when they came
         self.pieces = text.pieces
         self.prompts = [job.prompt_ids for job in jobs]
         self._relay = relay
@@ -75,7 +75,6 @@ class Generation:
         self._reader: asyncio.Future[None] | None = None
         self._running = len(jobs)
         self._error: BatonError | None = None
-        self._last_token = 0.0
         self._gauge: Metric | None = None
 
     async def __aenter__(self) -> Self:
@@ -169,14 +168,14 @@ class Generation:
         now = self._relay.clock()
         if self.first_token:
             if len(self._choices) == 1:  # tokens of several choices interleave: no gap to speak of
-                self._metrics.observe(metrics.INTER_TOKEN_LATENCY, max(0.0, now - self._last_token))
+                self._metrics.observe(metrics.INTER_TOKEN_LATENCY, max(0.0, now - self.last_token))
         else:
             self.first_token = now
             self._turn.started()
             self._metrics.observe(metrics.TIME_TO_FIRST_TOKEN, max(0.0, now - self.arrival))
             if self._gauge is not None:
                 self._count_as(metrics.REQUESTS_RUNNING)
-        self._last_token = now
+        self.last_token = now
 
     def _count_as(self, gauge: Metric | None) -> None:
         """Be counted by this gauge and by no other."""

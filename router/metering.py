@@ -16,10 +16,12 @@ _PREFILLS = (Phase.PREFILL, Phase.LOCAL_PREFILL)
 
 
 def succeeded(metric_set: MetricSet, generation: Generation, *, end: float) -> float | None:
-    """Record a request that ended well, at `end` seconds since the Unix epoch.
+    """Record a request that ended well, at `end` seconds since the Unix epoch: with its last token,
+    if it has any, however slowly the client reads.
 
     Returns its seconds for each token after the first, if it says.
     """
+    end = generation.last_token or end
     reason = generation.finishes[0] or FinishReason.STOP
     metric_set.count(metrics.REQUEST_SUCCESS, finished_reason=reason.value)
     usage = generation.usage
