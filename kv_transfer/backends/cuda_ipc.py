@@ -13,6 +13,7 @@ import base64
 import json
 import threading
 from dataclasses import asdict
+from secrets import token_hex
 
 import torch
 
@@ -172,6 +173,7 @@ class CudaIpcBackend:
         if not store.data.is_contiguous():
             raise ValueError("a pool must be contiguous to be shared")
         self._store = store
+        self._owner = token_hex(8)  # a later process may export its pool by the same handle
         self._shape = shape_of(store)
         self._ctas = ctas
         self._device = store.device
@@ -190,6 +192,7 @@ class CudaIpcBackend:
         except DriverError as error:
             raise LinkBroken(f"the pool cannot be shared: {error}", param="backend") from error
         what = {
+            "owner": self._owner,
             "handle": base64.b64encode(handle).decode(),
             "offset": offset,
             "shape": asdict(self._shape),
@@ -351,9 +354,10 @@ class CudaIpcBackend:
             raise LinkBroken("the peer's pool is on another host", param="backend")
         try:
             what = json.loads(rest)
+            handle, offset = base64.b64decode(what["handle"]), int(what["offset"])
             shape = PoolShape(**what["shape"])
             with self._context:
-                return Mapping(base64.b64decode(what["handle"]), what["offset"], shape)
+                return Mapping(handle, offset, shape)
         except (DriverError, KeyError, TypeError, ValueError) as error:
             text = f"the peer's pool cannot be mapped: {error}"
             raise LinkBroken(text, param="backend") from error

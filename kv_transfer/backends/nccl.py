@@ -330,12 +330,19 @@ class NcclBackend(MeetingBackend[NcclLink]):
                 with torch.cuda.device(self.store.device):
                     torch.cuda.current_stream().synchronize()  # NCCL needs a current context
                     group = Communicator(name, me, ctas=self._ctas, limit=limit)
-                made = NcclLink(link, group, self, size)
+                made = self._made(link, group, size)
             except (OSError, RuntimeError, ValueError) as error:
                 self.staging.give(size)
                 raise LinkBroken(f"link {link}: {error}") from error
         made.warm(sending=me == SENDER, limit=limit)
         return made
+
+    def _made(self, link: LinkId, group: Communicator, size: int) -> NcclLink:
+        try:
+            return NcclLink(link, group, self, size)
+        except BaseException:  # there may be no memory for its buffers
+            group.abort()
+            raise
 
     @property
     def _block_bytes(self) -> int:

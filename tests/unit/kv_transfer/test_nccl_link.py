@@ -469,3 +469,17 @@ def test_links_share_a_budget_of_buffers():
     assert staging.take(64) == 128 * mib
     assert Staging(0, largest=mib, count=2).take(64) == mib  # less is not worth a message
     assert Staging(0, largest=mib, count=2).take(3 * mib) == 3 * mib
+
+
+def test_a_communicator_whose_link_finds_no_memory_is_aborted(monkeypatch):
+    """Or its other end would wait for a first message."""
+
+    def full(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(nccl, "NcclLink", full)
+    group = Group(Wire(), "send")
+    backend = object.__new__(nccl.NcclBackend)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        backend._made("link", group, 1)
+    assert group._gone
