@@ -231,12 +231,12 @@ class WaitingRoom:
         if now is None:
             return
         wait_s = self._wait_s(errand, now)
-        left_s = errand.deadline - moment
-        promised_s = errand.tier.ttft_s
-        if promised_s is not None:
-            left_s = min(left_s, promised_s - (moment - errand.arrival))
+        left_s, reason = errand.deadline - moment, "deadline"
+        if errand.tier.ttft_s is not None:
+            promised_s = errand.tier.ttft_s - (moment - errand.arrival)
+            left_s, reason = min((left_s, reason), (promised_s, "ttft"))
         if wait_s > left_s:
-            self._refuse("deadline" if promised_s is None else "ttft")
+            self._refuse(reason)
             raise Unavailable(
                 f"cannot be served in time: about {wait_s:.1f} s of work wait before it, "
                 f"{max(0.0, left_s):.1f} s are left",
