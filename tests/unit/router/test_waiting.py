@@ -402,7 +402,7 @@ async def test_a_new_prefill_worker_after_a_quiet_hour_is_not_taken_to_be_slow()
     assert task.done()
     with pytest.raises(Late, match=r"about 2\.0 s of work"):
         await bench.turn(10, left_s=1.0).wait()
-    assert bench.metrics.value(metrics.REFUSALS, reason="deadline") == 2
+    assert bench.metrics.value(metrics.REFUSALS, reason="deadline") == 1
 
 
 async def test_a_pause_of_the_queue_is_not_taken_for_its_end() -> None:
