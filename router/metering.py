@@ -15,11 +15,13 @@ _QUEUES = (Phase.QUEUE, Phase.CREDIT_WAIT, Phase.PREFILL_QUEUE)
 _PREFILLS = (Phase.PREFILL, Phase.LOCAL_PREFILL)
 
 
-def succeeded(metric_set: MetricSet, generation: Generation, *, end: float) -> float | None:
+def succeeded(
+    metric_set: MetricSet, generation: Generation, *, end: float
+) -> tuple[int, float] | None:
     """Record a request that ended well, at `end` seconds since the Unix epoch: with its last token,
     if it has any, however slowly the client reads.
 
-    Returns its seconds for each token after the first, if it says.
+    Returns its tokens after the first and the seconds that they took, if it says.
     """
     end = generation.last_token or end
     reason = generation.finishes[0] or FinishReason.STOP
@@ -27,15 +29,14 @@ def succeeded(metric_set: MetricSet, generation: Generation, *, end: float) -> f
     usage = generation.usage
     metric_set.observe(metrics.REQUEST_PROMPT_TOKENS, usage.prompt_tokens)
     metric_set.observe(metrics.REQUEST_GENERATION_TOKENS, usage.completion_tokens)
-    tpot_s: float | None = None
+    pace: tuple[int, float] | None = None
     total_s = max(0.0, end - generation.arrival)
     metric_set.observe(metrics.E2E_LATENCY, total_s)
     if usage.completion_tokens > 1 and len(generation.finishes) == 1:
-        after_first_s = max(0.0, end - generation.first_token)
-        tpot_s = after_first_s / (usage.completion_tokens - 1)
-        metric_set.observe(metrics.TIME_PER_OUTPUT_TOKEN, tpot_s)
+        pace = usage.completion_tokens - 1, max(0.0, end - generation.first_token)
+        metric_set.observe(metrics.TIME_PER_OUTPUT_TOKEN, pace[1] / pace[0])
     _measure_phases(metric_set, generation)
-    return tpot_s
+    return pace
 
 
 def _measure_phases(metric_set: MetricSet, generation: Generation) -> None:

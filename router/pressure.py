@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,3 +57,29 @@ class Peak:
         self._value = max(self._value, self._latest)
         self._at = now
         return self._value
+
+
+class Pace:
+    """Seconds a token of the requests that ended in the last `age_s` seconds, by all their tokens
+    together: a short one that happened to be slow says little."""
+
+    def __init__(self, age_s: float) -> None:
+        self._age_s = age_s
+        self._ended: deque[tuple[float, int, float]] = deque()  # when, tokens, seconds
+
+    def add(self, tokens: int, seconds: float, now: float) -> None:
+        """A request has ended whose last `tokens` took so long."""
+        self._forget(now)
+        self._ended.append((now, tokens, seconds))
+
+    def take(self, now: float) -> tuple[float, float]:
+        """The pace, 0 when no request has ended lately, and for how long the latest counts."""
+        self._forget(now)
+        if not self._ended:
+            return 0.0, 0.0
+        tokens, seconds = (sum(column) for column in list(zip(*self._ended, strict=True))[1:])
+        return seconds / tokens, self._ended[-1][0] + self._age_s - now
+
+    def _forget(self, now: float) -> None:
+        while self._ended and self._ended[0][0] <= now - self._age_s:
+            self._ended.popleft()

@@ -185,9 +185,9 @@ class InferenceService:
                         yield generation
                     except InvalidRequest as error:
                         raise self._model.forms.named(error, request) from None
-            tpot_s = metering.succeeded(self.metrics, generation, end=self.clock())
-            if tpot_s is not None:
-                self._waiting.finished(tpot_s)
+            pace = metering.succeeded(self.metrics, generation, end=self.clock())
+            if pace is not None:
+                self._waiting.finished(*pace)
 
     async def tokenize(self, fields: Mapping[str, Any], caller: Caller) -> Tokens:
         """Ids of `prompt`, or of `messages` and `tools` through the chat template; a few contexts

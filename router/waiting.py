@@ -22,7 +22,7 @@ from router.config import RouterConfig
 from router.fair_queue import Entry, FairQueue
 from router.keys import Caller, share
 from router.members import Members
-from router.pressure import Peak, Pressure, pressure
+from router.pressure import Pace, Peak, Pressure, pressure
 from router.relay import PlacedSpan
 from router.tiers import ServiceTier
 
@@ -96,15 +96,15 @@ class WaitingRoom:
         self._peak = Peak()
         self._drained = Rate()  # tokens per second that leave the queue while it is not empty
         self._drained_at = 0.0
-        self._pace: tuple[float, float] = (0.0, 0.0)  # when, seconds a token
+        self._pace = Pace(_PACE_AGE_S)
         self._looking = False
         self._patience: asyncio.TimerHandle | None = None  # runs while there is no decode worker
         self._deserted = False  # for longer than that
         members.on_news = self._look_soon
 
-    def finished(self, tpot_s: float) -> None:
-        """A request has ended that took so long for each token after its first."""
-        self._pace = (self.clock(), tpot_s)
+    def finished(self, tokens: int, seconds: float) -> None:
+        """A request has ended that took so long for its tokens after the first."""
+        self._pace.add(tokens, seconds, self.clock())
 
     # --- used by Turn -----------------------------------------------------------------------------
 
@@ -242,14 +242,15 @@ class WaitingRoom:
                 f"{max(0.0, left_s):.1f} s are left",
                 retry_after_s=self._retry_s(wait_s - left_s),
             )
-        measured_at, tpot_s = self._pace
-        fresh = moment - measured_at < _PACE_AGE_S
-        if errand.tier.tpot_s is not None and fresh and tpot_s > errand.tier.tpot_s:
+        if errand.tier.tpot_s is None:
+            return
+        tpot_s, counts_s = self._pace.take(moment)
+        if tpot_s > errand.tier.tpot_s:
             self._refuse("tpot")
             raise Unavailable(
                 f"cannot be served in time: a token takes {tpot_s:.3f} s now, the service tier "
                 f"{errand.tier_name!r} promises {errand.tier.tpot_s:g} s",
-                retry_after_s=self._retry_s(measured_at + _PACE_AGE_S - moment),
+                retry_after_s=self._retry_s(counts_s),
             )
 
     def _check_bounds(self, errand: Errand, now: Pressure | None) -> None:

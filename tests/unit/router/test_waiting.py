@@ -349,7 +349,7 @@ async def test_what_cannot_be_had_in_time_is_refused_at_once() -> None:
     task.cancel()
     running.end(0)
     await bench.turn(10, tier=ServiceTier(ttft_s=0.5)).wait()
-    bench.room.finished(0.2)
+    bench.room.finished(10, 2.0)
     with pytest.raises(Late, match=r"a token takes 0\.200 s now"):
         await bench.turn(10, tier=ServiceTier(tpot_s=0.1)).wait()
     bench.now += 11.0  # the measurement is old: try again
@@ -357,6 +357,23 @@ async def test_what_cannot_be_had_in_time_is_refused_at_once() -> None:
     assert bench.metrics.value(metrics.REFUSALS, reason="deadline") == 2
     assert bench.metrics.value(metrics.REFUSALS, reason="ttft") == 1
     assert bench.metrics.value(metrics.REFUSALS, reason="tpot") == 1
+
+
+async def test_one_slow_request_among_many_refuses_nobody() -> None:
+    """What counts is how many tokens a second all had that ended lately."""
+    bench = Bench()
+    tier = ServiceTier(tpot_s=0.1)
+    bench.room.finished(1000, 20.0)
+    bench.room.finished(2, 3.0)
+    await bench.turn(10, tier=tier).wait()
+    bench.now += 9.0
+    bench.room.finished(100, 15.0)
+    await bench.turn(10, tier=tier).wait()
+    bench.now += 1.0  # of these, the first two are too old
+    with pytest.raises(Late, match=r"a token takes 0\.150 s now") as caught:
+        await bench.turn(10, tier=tier).wait()
+    assert caught.value.retry_after_s == 9.0
+    assert len(bench.room._pace._ended) == 1
 
 
 async def test_a_light_caller_is_promised_its_own_wait_not_the_heavy_ones() -> None:
