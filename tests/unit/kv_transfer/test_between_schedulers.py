@@ -25,9 +25,9 @@ def test_under_faults_tokens_are_right_and_nothing_is_left(seed, one_sided):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("one_sided", [False, True])
-@pytest.mark.parametrize("first", range(1000, 1200, 50))
-def test_thousands_of_requests_under_faults(first, one_sided):
+@pytest.mark.parametrize("first", range(1000, 1040, 20))
+def test_hundreds_of_requests_under_faults(first, one_sided):
     ends: Counter[str] = Counter()
-    for seed in range(first, first + 50):
+    for seed in range(first, first + 20):
         ends += WorkerWorld(seed, fault_rate=0.08, one_sided=one_sided).run(12)
-    assert ends["finished"] > 300
+    assert ends["finished"] > 120
