@@ -66,20 +66,26 @@ class Pace:
     def __init__(self, age_s: float) -> None:
         self._age_s = age_s
         self._ended: deque[tuple[float, int, float]] = deque()  # when, tokens, seconds
+        self._tokens, self._seconds = 0, 0.0  # of all of them
 
     def add(self, tokens: int, seconds: float, now: float) -> None:
         """A request has ended whose last `tokens` took so long."""
         self._forget(now)
         self._ended.append((now, tokens, seconds))
+        self._tokens += tokens
+        self._seconds += seconds
 
     def take(self, now: float) -> tuple[float, float]:
         """The pace, 0 when no request has ended lately, and for how long the latest counts."""
         self._forget(now)
         if not self._ended:
             return 0.0, 0.0
-        tokens, seconds = (sum(column) for column in list(zip(*self._ended, strict=True))[1:])
-        return seconds / tokens, self._ended[-1][0] + self._age_s - now
+        return self._seconds / self._tokens, self._ended[-1][0] + self._age_s - now
 
     def _forget(self, now: float) -> None:
         while self._ended and self._ended[0][0] <= now - self._age_s:
-            self._ended.popleft()
+            _, tokens, seconds = self._ended.popleft()
+            self._tokens -= tokens
+            self._seconds -= seconds
+        if not self._ended:
+            self._seconds = 0.0  # whatever rounding has left

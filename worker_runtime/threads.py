@@ -30,9 +30,8 @@ async def in_own_thread(work: Callable[[], T], *, steps_back: bool = True) -> T:
 
     def run() -> None:
         try:
-            if (
-                steps_back and sys.platform == "linux"
-            ):  # elsewhere priorities belong to whole processes
+            # Elsewhere than on Linux priorities belong to whole processes.
+            if steps_back and sys.platform == "linux":
                 _step_back()
             done.set_result(work())
         except BaseException as error:  # noqa: BLE001 - it is raised where the result is awaited

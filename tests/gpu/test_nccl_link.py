@@ -11,14 +11,12 @@ import pytest
 import torch
 
 from engine.kv.pool import KVPool
-from kv_transfer.access import Access
 from kv_transfer.backends import nccl
-from kv_transfer.backends.base import BlockMove
 from kv_transfer.backends.watch import Watch
 from kv_transfer.config import ChecksumKind
 from kv_transfer.cuda.copying import load_copies
 from kv_transfer.cuda.staging import Staging
-from protocol.kv_layout import Cells
+from tests.support import moves
 from tests.support.transfer import make_layout
 
 LAYERS, HEADS, TOKENS, DIM, BLOCKS = 6, 4, 16, 64, 24
@@ -107,16 +105,8 @@ def ends(device):
 
 
 def make_move(blocks, **changes):
-    fields = {
-        "cells": Cells(blocks=tuple(blocks), size=TOKENS, count=len(blocks)),
-        "first_layer": 0,
-        "num_layers": LAYERS,
-        "first_head": 0,
-        "num_heads": HEADS,
-        "access": Access(),
-        "checksum": ChecksumKind.NONE,
-    }
-    return BlockMove(**fields | changes)
+    shape = {"block_size": TOKENS, "num_layers": LAYERS, "num_heads": HEADS}
+    return moves.make_move(blocks, **shape | changes)
 
 
 def carry(ends, pairs):

@@ -15,13 +15,12 @@ import pytest
 import torch
 
 from kv_transfer import checksum
-from kv_transfer.access import Access
 from kv_transfer.backends import nccl
-from kv_transfer.backends.base import BlockMove, LinkBroken
+from kv_transfer.backends.base import LinkBroken
 from kv_transfer.backends.watch import Watch
 from kv_transfer.config import ChecksumKind
 from kv_transfer.cuda.staging import Staging
-from protocol.kv_layout import Cells
+from tests.support import moves
 
 LAYERS, BLOCKS, HEADS, TOKENS, DIM = 4, 12, 2, 2, 4
 PAGE = TOKENS * DIM * 2
@@ -244,16 +243,8 @@ def links(monkeypatch):
 
 
 def move(blocks, **changes):
-    fields = {
-        "cells": Cells(blocks=tuple(blocks), size=TOKENS, count=len(blocks)),
-        "first_layer": 0,
-        "num_layers": LAYERS,
-        "first_head": 0,
-        "num_heads": HEADS,
-        "access": Access(),
-        "checksum": ChecksumKind.NONE,
-    }
-    return BlockMove(**fields | changes)
+    shape = {"block_size": TOKENS, "num_layers": LAYERS, "num_heads": HEADS}
+    return moves.make_move(blocks, **shape | changes)
 
 
 def in_thread(run):

@@ -8,26 +8,9 @@ from dataclasses import replace
 import pytest
 
 from protocol.errors import ContextTooLong, InvalidRequest
-from protocol.ids import RequestKey
 from protocol.messages import Submit
-from protocol.sampling import SamplingParams
+from tests.support.submits import LIMITS, make_submit
 from worker_runtime.limits import Limits
-
-LIMITS = Limits(vocab_size=100, max_model_len=50, block_size=4, num_blocks=10)
-
-
-def make_submit(
-    prompt: tuple[int, ...] = (1, 2, 3), output: tuple[int, ...] = (), **sampling: object
-) -> Submit:
-    params = SamplingParams(**{"max_tokens": 5, **sampling})  # type: ignore[arg-type]
-    return Submit(
-        key=RequestKey("q"),
-        router_id="r",
-        prompt_ids=prompt,
-        output_ids=output,
-        sampling=params,
-        time_left_s=1e12,
-    )
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from protocol.errors import (
     Unavailable,
 )
 from protocol.grammar import Grammar, GrammarKind
-from protocol.ids import RequestKey, Role, WorkerRef
+from protocol.ids import Role, WorkerRef
 from protocol.kv_layout import KVLayout
 from protocol.messages import (
     Cancel,
@@ -35,36 +35,18 @@ from protocol.messages import (
     WorkerLoad,
 )
 from protocol.prefix import CacheChange, hints, split_hints
-from protocol.sampling import SamplingParams
 from protocol.states import WorkerState
 from rpc import methods
 from rpc.service import ControlClient, ControlServer
 from tests.support.blocks import FINGERPRINT
+from tests.support.submits import KEY, LIMITS, make_submit
 from worker_runtime.config import WorkerConfig
 from worker_runtime.grammars import Grammars
 from worker_runtime.inbox import Inbox
-from worker_runtime.limits import Limits
 from worker_runtime.outlet import EventOutlet, RouterEvents
 from worker_runtime.scheduler import Snapshot
 from worker_runtime.sequence import Sequence
 from worker_runtime.shell import Identity, Shell
-
-KEY = RequestKey("q")
-LIMITS = Limits(vocab_size=100, max_model_len=50, block_size=4, num_blocks=10)
-
-
-def make_submit(
-    prompt: tuple[int, ...] = (1, 2, 3), output: tuple[int, ...] = (), **sampling: object
-) -> Submit:
-    params = SamplingParams(**{"max_tokens": 5, **sampling})  # type: ignore[arg-type]
-    return Submit(
-        key=KEY,
-        router_id="r",
-        prompt_ids=prompt,
-        output_ids=output,
-        sampling=params,
-        time_left_s=1e12,
-    )
 
 
 class TestInbox:
