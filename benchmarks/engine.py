@@ -28,7 +28,7 @@ from benchmarks.random_weights import RandomSource
 from benchmarks.shapes import MODELS
 from engine.batch import SequenceStep, StepBatch
 from engine.config import EngineConfig
-from engine.cuda.comm import Communicator
+from engine.cuda.comm import RankCollectives
 from engine.cuda.group import DeviceGroup
 from engine.cuda.options import CudaOptions
 from engine.cuda.runner import CudaRunner, PendingTokens
@@ -227,7 +227,7 @@ def build(
     args: argparse.Namespace,
     device: torch.device,
     ranks: Ranks,
-    comm: Communicator | None,
+    comm: RankCollectives | None,
     report: Report,
 ) -> CudaRunner:
     """An engine with random weights and a pool of random values, sized from what is free."""

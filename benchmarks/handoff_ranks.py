@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from cluster.heap import settle_heap
+from cluster.serve.gc_tuning import settle_heap
 from engine.kv.pool import KVPool
 from kv_transfer.config import TransferConfig
-from kv_transfer.data_plane import DataPlane
-from kv_transfer.orders import Order, Outcome
-from kv_transfer.outcomes import answer_of
+from kv_transfer.data.data_plane import DataPlane
+from kv_transfer.data.operation_results import answer_of
+from kv_transfer.data.rank_commands import RankCommand, RankResult
 from protocol import codec
 from protocol.kv_layout import KVLayout
 
@@ -114,7 +114,7 @@ class FarRank:
 
 
 class Ranks:
-    """All ranks of a side (kv_transfer.ranks.RankChannel), those after the first `apart` or not."""
+    """All ranks of a side (kv_transfer.control.rank_channel.RankChannel), those after the first `apart` or not."""
 
     def __init__(self, layout: KVLayout, config: TransferConfig, *, apart: bool) -> None:
         kind = FarRank if apart else Rank
@@ -123,13 +123,13 @@ class Ranks:
         torch.cuda.set_device(0)
         self._ranks: list[Rank | FarRank] = [self.first, *rest]
 
-    async def run(self, rank: int, order: Order) -> Outcome:
+    async def run(self, rank: int, order: RankCommand) -> RankResult:
         """Run one order on one rank; its outcome."""
         found = self._ranks[rank]
         if isinstance(found, Rank):
             return await answer_of(partial(found.plane.submit, order))
         call = found.call("order", order.encode())
-        return codec.decode(Outcome, (await answer_of(call.add_done_callback)).result())
+        return codec.decode(RankResult, (await answer_of(call.add_done_callback)).result())
 
     def everywhere(self, name: str, *args: Any) -> list[Any]:
         """Call a method of every rank; what they return."""

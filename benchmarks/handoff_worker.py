@@ -14,14 +14,14 @@ import torch
 
 from benchmarks.handoff_ranks import Ranks
 from benchmarks.raw_links import DEVICE, Decoding, Prompting, raw_copies, raw_messages
-from cluster.heap import settle_heap
+from cluster.serve.gc_tuning import settle_heap
 from kv_transfer.config import TransferConfig
+from kv_transfer.control.context import EndpointContext
+from kv_transfer.control.listeners import TransferReport
+from kv_transfer.control.receiver import Receiver
+from kv_transfer.control.sender import Sender
 from kv_transfer.cuda.driver import export_memory
 from kv_transfer.cuda.nccl import unique_id
-from kv_transfer.listeners import TransferReport
-from kv_transfer.party import Party
-from kv_transfer.receiver import Receiver
-from kv_transfer.sender import Sender
 from protocol.errors import ErrorInfo
 from protocol.ids import RequestKey, Role, WorkerRef, new_epoch
 from protocol.kv_layout import KVFingerprint, KVLayout
@@ -127,7 +127,7 @@ class Side:
             worker_id=str(self._role), epoch=new_epoch(), role=self._role, address=address
         )
         self._events = _Ends(asyncio.get_running_loop())
-        party = Party(
+        party = EndpointContext(
             ref=ref,
             layout=layout,
             fingerprint=_fingerprint(layout),

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from benchmarks import front_door
 from benchmarks.front_door_clients import HttpDoor
 from benchmarks.measure import percentile
-from cluster.models import find_model
+from cluster.models.sources import find_model
 
 _POLL_S = 0.005
 _SENTENCE = "the quick brown fox jumps over the lazy dog. "

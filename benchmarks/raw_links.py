@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from engine.kv.marks import StepMarks
+from engine.kv.step_events import StepEvents
 from kv_transfer.cuda.driver import close_memory, open_memory
 from kv_transfer.cuda.nccl import Communicator
 
@@ -107,7 +107,7 @@ class Prompting:
     """Runs the products of an 8B model's prompt chunks, and marks each layer as its engine does:
     about 2 x 218 million operations a token and layer."""
 
-    def __init__(self, num_layers: int, marks: Sequence[StepMarks]) -> None:
+    def __init__(self, num_layers: int, marks: Sequence[StepEvents]) -> None:
         self._num_layers = num_layers
         self._marks = marks
         make = partial(torch.randn, device=DEVICE, dtype=torch.bfloat16)

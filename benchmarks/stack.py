@@ -31,10 +31,10 @@ from benchmarks.serve import first_model
 from benchmarks.stack_checks import Check, checks_of, until_idle
 from benchmarks.stack_page import Act, Replay, Variant, details, raw
 from benchmarks.workload import Ask, Style, fit_trace, read_trace
-from cluster.config import ClusterConfig
-from cluster.config_load import load_config
-from cluster.local_ray import load_state
-from cluster.models import find_model
+from cluster.config.load import load_config
+from cluster.config.schema import ClusterConfig
+from cluster.local.local_ray import load_state
+from cluster.models.sources import find_model
 from protocol.errors import BatonError
 
 _WARM_UPS = 12

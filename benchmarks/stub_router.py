@@ -16,7 +16,7 @@ import sys
 import uvloop
 
 from benchmarks.stub_worker import SECRET
-from cluster.heap import settle_heap
+from cluster.serve.gc_tuning import settle_heap
 from protocol.ids import Role, WorkerRef
 from router.config import RouterConfig
 from router.server import Router

@@ -20,7 +20,7 @@ from typing import Any
 import uvloop
 from tokenizers import Tokenizer
 
-from cluster.heap import settle_heap
+from cluster.serve.gc_tuning import settle_heap
 from protocol.ids import RequestKey, Role, WorkerRef, new_epoch
 from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.messages import (
@@ -37,7 +37,7 @@ from protocol.messages import (
 from protocol.states import FinishReason, WorkerState
 from rpc.methods import CANCEL, EVENTS, STATUS, SUBMIT
 from rpc.service import ControlServer, Handler, Method
-from worker_runtime.outlet import EventOutlet, RouterEvents
+from worker_runtime.control.event_publisher import EventPublisher, RouterEvents
 
 SECRET = b"front-door-benchmark"
 CONTEXT = 8192
@@ -69,10 +69,10 @@ class StubWorker:
     ref: WorkerRef | None = None
     server: ControlServer | None = None
     peer: StubWorker | None = None
-    outlet: EventOutlet = field(init=False)
+    outlet: EventPublisher = field(init=False)
 
     def __post_init__(self) -> None:
-        self.outlet = EventOutlet(
+        self.outlet = EventPublisher(
             epoch=self.epoch, heartbeat_s=1.0, load=self._load, on_gone=self._gone
         )
 

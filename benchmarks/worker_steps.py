@@ -29,7 +29,7 @@ from engine.batch import StepBatch, StepResult
 from engine.cuda.runner import CudaRunner
 from engine.executor import Executor, PendingStep
 from engine.kv.allocator import BlockAllocator
-from kv_transfer.listeners import TransferReport
+from kv_transfer.control.listeners import TransferReport
 from observability.clock import steady_clock
 from prefill_worker.scheduler import PrefillScheduler
 from protocol import codec
@@ -37,11 +37,11 @@ from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import KVFingerprint
 from protocol.messages import Submit
 from protocol.sampling import SamplingParams
-from worker_runtime.commands import Submitted
 from worker_runtime.config import WorkerConfig
+from worker_runtime.control.event_publisher import EventPublisher
 from worker_runtime.inbox import Inbox
-from worker_runtime.outlet import EventOutlet
-from worker_runtime.scheduler import Snapshot
+from worker_runtime.scheduling.commands import Submitted
+from worker_runtime.scheduling.scheduler import Snapshot
 from worker_runtime.step_loop import StepLoop
 
 PEER = WorkerRef(worker_id="peer", epoch=1, role=Role.PREFILL, address="127.0.0.1:1")
@@ -99,7 +99,7 @@ class Worker:
         self.idle = asyncio.Event()
         self._snapshot = Snapshot()
         self._on_output = on_output
-        self._outlet = EventOutlet(
+        self._outlet = EventPublisher(
             epoch=1, heartbeat_s=0.5, load=lambda: self._snapshot.load, on_gone=lambda _: None
         )
         loop = asyncio.get_running_loop()
@@ -160,7 +160,7 @@ async def decode_steps(
     """Seconds between the landings of whole decode steps of a decode worker."""
     reserved: list[RequestKey] = []
 
-    def on_output(out: decode.Output) -> None:
+    def on_output(out: decode.DecodeOutput) -> None:
         reserved.extend(reserve.key for reserve in out.reserves)
         if out.reserves and len(reserved) == batch:
             for key in reserved:
@@ -181,7 +181,7 @@ async def prefill_rate(runner: CudaRunner, count: int, length: int, depth: int) 
     """Prompt tokens a second of a prefill worker whose peer takes blocks at once."""
     report = TransferReport(num_bytes=0, num_pieces=0, start=0.0, end=0.0)
 
-    def on_output(out: prefill.Output) -> None:
+    def on_output(out: prefill.PrefillOutput) -> None:
         for order in out.handoffs:
             if isinstance(order, prefill.CommitHandoff):
                 worker.inbox.put(prefill.Delivered(key=order.key, report=report))

@@ -12,20 +12,20 @@ from typing import Any, TypeVar
 
 from ray.exceptions import RayError
 
-from cluster.config import ClusterConfig
-from cluster.membership import Kind, Member, View
-from cluster.serve_control import pool_statuses
+from cluster.config.schema import ClusterConfig
+from cluster.membership.table import Member, MemberKind, View
+from cluster.serve.control import pool_statuses
 from protocol.errors import NotFound, Unavailable
 from protocol.messages import DrainCommand
 from protocol.states import WorkerState
-from router.admin import ClusterView, PoolView, RouterView
+from router.admin import ClusterInfo, PoolInfo, RouterInfo
 from rpc.methods import DRAIN
 from rpc.service import ControlClient
 
 R = TypeVar("R")
 _CALL_S = 5.0
-#: Sets pools' sizes: cluster.deployments.scale.
-Scale = Callable[[ClusterConfig, Mapping[Kind, int]], None]
+#: Sets pools' sizes: cluster.serve.deployments.scale.
+Scale = Callable[[ClusterConfig, Mapping[MemberKind, int]], None]
 
 
 class ClusterAdmin:
@@ -41,7 +41,7 @@ class ClusterAdmin:
         # Serve may be away for as long as it likes: that must not take the threads of requests.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="serve")
 
-    async def view(self, own: ClusterView) -> ClusterView:
+    async def view(self, own: ClusterInfo) -> ClusterInfo:
         """The router's own view, with what the directory and Serve know beyond it."""
         with _typed():
             view = await self._members()
@@ -49,12 +49,12 @@ class ClusterAdmin:
                 targets = await self._in_thread(pool_statuses)
         pools = tuple(_with_target(pool, targets) for pool in own.pools)
         known = {router.grpc_address for router in own.routers}
-        others = tuple(_router(m) for m in view.of(Kind.ROUTER) if m.grpc not in known)
+        others = tuple(_router(m) for m in view.of(MemberKind.ROUTER) if m.grpc not in known)
         return dataclasses.replace(own, pools=pools, routers=own.routers + others)
 
     async def scale(self, *, prefill: int | None, decode: int | None) -> None:
         """Set the targets of the pools named."""
-        given = {Kind.PREFILL: prefill, Kind.DECODE: decode}
+        given = {MemberKind.PREFILL: prefill, MemberKind.DECODE: decode}
         wanted = {kind: replicas for kind, replicas in given.items() if replicas is not None}
         with _typed():
             await self._in_thread(partial(self._scale, self._config, wanted))
@@ -85,7 +85,7 @@ def _typed() -> Iterator[None]:
 
 async def drain_worker(view: View, worker_id: str, *, secret: bytes) -> Member:
     """Send the drain command to the worker of this id. Raises NotFound naming those there are."""
-    workers = [member for member in view.members if member.kind is not Kind.ROUTER]
+    workers = [member for member in view.members if member.kind is not MemberKind.ROUTER]
     found = next((member for member in workers if member.name == worker_id), None)
     if found is None:
         names = ", ".join(member.name for member in workers) or "none"
@@ -98,13 +98,13 @@ async def drain_worker(view: View, worker_id: str, *, secret: bytes) -> Member:
     return dataclasses.replace(found, state=WorkerState.DRAINING)
 
 
-def _with_target(pool: PoolView, targets: Any) -> PoolView:
-    status = targets.get(Kind(pool.role))
+def _with_target(pool: PoolInfo, targets: Any) -> PoolInfo:
+    status = targets.get(MemberKind(pool.role))
     return pool if status is None else dataclasses.replace(pool, target=status.target)
 
 
-def _router(member: Member) -> RouterView:
-    return RouterView(
+def _router(member: Member) -> RouterInfo:
+    return RouterInfo(
         router_id=member.name,
         http_address=member.http,
         grpc_address=member.grpc,

@@ -19,7 +19,7 @@ _OPTIONS = [("grpc.use_local_subchannel_pool", 1)]
 
 
 @dataclass(slots=True, kw_only=True)
-class Outcome:
+class GenerateOutcome:
     """What is known once a stream has ended."""
 
     finish_reason: str = ""
@@ -52,13 +52,13 @@ class InferenceClient:
             response_deserializer=wire.GenerateResponse.FromString,
         )
 
-    def complete(self, prompt: str, fields: Fields, outcome: Outcome) -> Iterator[str]:
+    def complete(self, prompt: str, fields: Fields, outcome: GenerateOutcome) -> Iterator[str]:
         """Text pieces that continue `prompt`; `outcome` is filled in as they come. `fields` are
         further ones of the request."""
         return self._generate(wire.GenerateRequest(prompt=prompt, **fields), outcome)
 
     def chat(
-        self, messages: Sequence[wire.Message], fields: Fields, outcome: Outcome
+        self, messages: Sequence[wire.Message], fields: Fields, outcome: GenerateOutcome
     ) -> Iterator[str]:
         """Text pieces of the answer to a conversation, in the same way."""
         chat = wire.Chat(messages=messages)
@@ -68,7 +68,7 @@ class InferenceClient:
         """Close the connection; streams that run are cancelled."""
         self._channel.close()
 
-    def _generate(self, request: wire.GenerateRequest, outcome: Outcome) -> Iterator[str]:
+    def _generate(self, request: wire.GenerateRequest, outcome: GenerateOutcome) -> Iterator[str]:
         with _typed_errors(self.address, outcome):
             call = self._start(request, metadata=self._metadata)
             try:
@@ -78,7 +78,7 @@ class InferenceClient:
                 call.cancel()
 
 
-def _take(message: wire.GenerateResponse, outcome: Outcome) -> Iterator[str]:
+def _take(message: wire.GenerateResponse, outcome: GenerateOutcome) -> Iterator[str]:
     for choice in message.choices:
         outcome.token_ids.extend(choice.token_ids)
         if choice.HasField("finish_reason"):
@@ -93,7 +93,7 @@ def _take(message: wire.GenerateResponse, outcome: Outcome) -> Iterator[str]:
 
 
 @contextmanager
-def _typed_errors(address: str, outcome: Outcome) -> Iterator[None]:
+def _typed_errors(address: str, outcome: GenerateOutcome) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from decode_worker.commands import Reserve
-from decode_worker.entry import ADMITTED, WAITING, Entry, State
+from decode_worker.entry import ADMITTED, WAITING, DecodeEntry, DecodeState
 from engine.kv.allocator import BlockAllocator
 from protocol.timeline import Phase
 from worker_runtime.config import WorkerConfig
-from worker_runtime.prefix_cache import PrefixCache
-from worker_runtime.sequence import Sequence
+from worker_runtime.scheduling.prefix_cache import PrefixCache
+from worker_runtime.scheduling.sequence import Sequence
 
 #: A sequence that finds no room even with what it could share looks for that again after so long:
 #: it costs more than counting blocks.
@@ -20,7 +20,7 @@ _LOOK_AGAIN_S = 0.25
 _Origin = tuple[bytes, int]
 
 
-class Admission:
+class BlockAdmission:
     """Gives blocks for everything known and the next token, those in the prefix cache first.
 
     A watermark of blocks stays free for the growth of sequences that run already.
@@ -34,7 +34,7 @@ class Admission:
         #: When a hand-off that waits for another has waited long enough, if one does.
         self.look_at: float | None = None
 
-    def admit(self, entries: Collection[Entry], now: float) -> list[Reserve]:
+    def admit(self, entries: Collection[DecodeEntry], now: float) -> list[Reserve]:
         """Let sequences run, or arrive: then their blocks are to be granted. `entries` come oldest
         first; one that does not fit is passed over, until it has waited `starvation_s`: then
         younger ones wait for it."""
@@ -52,14 +52,14 @@ class Admission:
                     break
                 continue
             num_admitted += 1
-            if entry.state is State.ARRIVING:
+            if entry.state is DecodeState.ARRIVING:
                 reserves.append(self._reserve(entry.sequence))
                 arriving |= self._arriving((entry,))
             if num_admitted >= self._config.max_num_seqs:
                 break
         return reserves
 
-    def _has_no_room(self, entry: Entry, now: float, spare: int) -> bool:
+    def _has_no_room(self, entry: DecodeEntry, now: float, spare: int) -> bool:
         """Whether it does not fit, as far as counting tells: of a thousand that wait most end
         here."""
         return entry.needed + spare > self._blocks.num_available and now < entry.look_again
@@ -74,16 +74,16 @@ class Admission:
         num_next = min(1, sequence.sampling.max_tokens)
         return self._blocks.blocks_for(len(sequence.tokens) + num_next)
 
-    def _take(self, entry: Entry, arriving: set[_Origin], now: float, spare: int) -> bool:
+    def _take(self, entry: DecodeEntry, arriving: set[_Origin], now: float, spare: int) -> bool:
         sequence = entry.sequence
         if self._follows(entry, arriving, now) or sequence.num_in_flight:
             return False  # or it was preempted, and its last step has not landed
-        local = entry.state is State.WAITING
+        local = entry.state is DecodeState.WAITING
         if not self._cache.take(sequence, entry.needed, computes=local, spare=spare):
             entry.look_again = now + _LOOK_AGAIN_S
             return False
         sequence.mark_end(Phase.CREDIT_WAIT, now)
-        entry.state = State.RUNNING if local else State.ARRIVING
+        entry.state = DecodeState.RUNNING if local else DecodeState.ARRIVING
         return True
 
     def _reserve(self, sequence: Sequence) -> Reserve:
@@ -95,19 +95,19 @@ class Admission:
             num_tokens=len(sequence.tokens),
         )
 
-    def _arriving(self, entries: Iterable[Entry]) -> set[_Origin]:
+    def _arriving(self, entries: Iterable[DecodeEntry]) -> set[_Origin]:
         """What hand-offs are bringing here and is not here yet."""
-        origins = {self._origin(e.sequence) for e in entries if e.state is State.ARRIVING}
+        origins = {self._origin(e.sequence) for e in entries if e.state is DecodeState.ARRIVING}
         return {origin for origin in origins if origin[0] and not self._blocks.find(origin[:1])}
 
-    def _follows(self, entry: Entry, arriving: set[_Origin], now: float) -> bool:
+    def _follows(self, entry: DecodeEntry, arriving: set[_Origin], now: float) -> bool:
         """Whether a hand-off should wait for another that brings the same prompt from the same
         worker, which computes it once: then there is little left to send. Not for long, because
         that one may fail."""
         until = entry.sequence.arrival + self._config.starvation_s
         follows = (
             bool(arriving)
-            and entry.state is State.WAITING_ROOM
+            and entry.state is DecodeState.WAITING_ROOM
             and now < until
             and self._origin(entry.sequence) in arriving
         )

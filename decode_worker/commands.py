@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from protocol.ids import RequestKey
-from worker_runtime import scheduler
-from worker_runtime.commands import EndHandoff, HandoffEnded
+from worker_runtime.scheduling import scheduler
+from worker_runtime.scheduling.commands import EndHandoff, HandoffEnded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Reserve:
 
 
 @dataclass(slots=True)
-class Output(scheduler.Output):
+class DecodeOutput(scheduler.StepOutput):
     """What one turn of the step thread wants done on the event loop."""
 
     reserves: list[Reserve] = field(default_factory=list)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from worker_runtime import scheduler
+from worker_runtime.scheduling import scheduler
 
 
-class State(StrEnum):
+class DecodeState(StrEnum):
     """Where a sequence is on this worker."""
 
     WAITING_ROOM = "waiting_room"
@@ -21,21 +21,21 @@ class State(StrEnum):
 
 #: Sequences that have no blocks yet, those that take a place in the batch, and those whose tokens
 #: are computed here.
-WAITING = (State.WAITING, State.WAITING_ROOM)
-ADMITTED = (State.RUNNING, State.ARRIVING)
-COMPUTED_HERE = (State.WAITING, State.RUNNING)
+WAITING = (DecodeState.WAITING, DecodeState.WAITING_ROOM)
+ADMITTED = (DecodeState.RUNNING, DecodeState.ARRIVING)
+COMPUTED_HERE = (DecodeState.WAITING, DecodeState.RUNNING)
 
 
 @dataclass(slots=True)
-class Entry(scheduler.Entry):
+class DecodeEntry(scheduler.SchedulerEntry):
     """While it waits it needs `needed` blocks, and one that found no room is looked at more closely
     again at `look_again`."""
 
-    state: State
+    state: DecodeState
     needed: int
     look_again: float = 0.0
 
     @property
     def ending(self) -> bool:
         """Whether it waits for its blocks to be safe."""
-        return self.state is State.ENDING
+        return self.state is DecodeState.ENDING

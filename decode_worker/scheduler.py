@@ -14,14 +14,9 @@ when it is gone.
 
 from __future__ import annotations
 
-from decode_worker.admission import Admission
-from decode_worker.commands import (
-    BlocksSafe,
-    Command,
-    Committed,
-    Output,
-)
-from decode_worker.entry import ADMITTED, COMPUTED_HERE, WAITING, Entry, State
+from decode_worker.admission import BlockAdmission
+from decode_worker.commands import BlocksSafe, Command, Committed, DecodeOutput
+from decode_worker.entry import ADMITTED, COMPUTED_HERE, WAITING, DecodeEntry, DecodeState
 from engine.batch import StepBatch, StepResult
 from engine.kv.allocator import BlockAllocator
 from protocol.errors import ErrorInfo
@@ -30,16 +25,16 @@ from protocol.kv_layout import KVFingerprint
 from protocol.logprobs import TokenLogprobs
 from protocol.messages import WorkerLoad
 from protocol.timeline import Phase, Span
-from worker_runtime import counters
-from worker_runtime.commands import EndHandoff, HandoffEnded
 from worker_runtime.config import WorkerConfig
-from worker_runtime.flight import Row
-from worker_runtime.grammars import constrain
-from worker_runtime.scheduler import Scheduler
-from worker_runtime.sequence import Sequence
+from worker_runtime.control.grammars import constrain
+from worker_runtime.scheduling import counters
+from worker_runtime.scheduling.commands import EndHandoff, HandoffEnded
+from worker_runtime.scheduling.inflight_steps import Row
+from worker_runtime.scheduling.scheduler import Scheduler
+from worker_runtime.scheduling.sequence import Sequence
 
 
-class DecodeScheduler(Scheduler[Entry, Command, Output]):
+class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
     """Decides what a decode worker does next."""
 
     def __init__(
@@ -51,23 +46,23 @@ class DecodeScheduler(Scheduler[Entry, Command, Output]):
         place: str,
     ) -> None:
         super().__init__(config=config, blocks=blocks, fingerprint=fingerprint, place=place)
-        self._admission = Admission(config, blocks, self._cache)
-        self._rows: list[Row[Entry]] = []
-        self._short: Entry | None = None
+        self._admission = BlockAdmission(config, blocks, self._cache)
+        self._rows: list[Row[DecodeEntry]] = []
+        self._short: DecodeEntry | None = None
         self.num_preemptions = 0
 
     # --- commands -------------------------------------------------------------------------------
 
-    def new_output(self) -> Output:
+    def new_output(self) -> DecodeOutput:
         """An empty output for the next turn."""
-        return Output()
+        return DecodeOutput()
 
-    def _enter(self, sequence: Sequence, order: int) -> Entry:
+    def _enter(self, sequence: Sequence, order: int) -> DecodeEntry:
         remote = sequence.submit.peer is not None
-        state = State.WAITING_ROOM if remote else State.WAITING
-        return Entry(sequence, order, state, self._admission.needed(sequence))
+        state = DecodeState.WAITING_ROOM if remote else DecodeState.WAITING
+        return DecodeEntry(sequence, order, state, self._admission.needed(sequence))
 
-    def _handoff(self, command: Command, now: float, out: Output) -> None:
+    def _handoff(self, command: Command, now: float, out: DecodeOutput) -> None:
         match command:
             case Committed(key=key, first_token=token):
                 self._committed(key, token, now)
@@ -78,7 +73,7 @@ class DecodeScheduler(Scheduler[Entry, Command, Output]):
 
     def _committed(self, key: RequestKey, first_token: int, now: float) -> None:
         entry = self._entries.get(key)
-        if entry is None or entry.state is not State.ARRIVING:
+        if entry is None or entry.state is not DecodeState.ARRIVING:
             return
         sequence = entry.sequence
         sequence.num_computed = len(sequence.tokens)
@@ -86,22 +81,22 @@ class DecodeScheduler(Scheduler[Entry, Command, Output]):
         sequence.scoring = False  # prefill has told of the prompt
         sequence.append(first_token)
         sequence.mark_start(Phase.DECODE_QUEUE, now)
-        entry.state = State.RUNNING
+        entry.state = DecodeState.RUNNING
 
-    def _handoff_ended(self, key: RequestKey, error: ErrorInfo | None, out: Output) -> None:
+    def _handoff_ended(self, key: RequestKey, error: ErrorInfo | None, out: DecodeOutput) -> None:
         entry = self._entries.get(key)
-        if entry is None or entry.state not in (State.WAITING_ROOM, State.ARRIVING):
+        if entry is None or entry.state not in (DecodeState.WAITING_ROOM, DecodeState.ARRIVING):
             return
         if error is not None:
             self._fail(entry, error, retriable=True, out=out)
         else:
             self.num_released += 1
-        if entry.state is State.ARRIVING:
+        if entry.state is DecodeState.ARRIVING:
             self._quarantine(entry)
         else:
             self._forget(entry)
 
-    def _quarantine(self, entry: Entry) -> None:
+    def _quarantine(self, entry: DecodeEntry) -> None:
         """Set aside what the hand-off may still write to; it never does to blocks that were
         there."""
         sequence = entry.sequence
@@ -109,23 +104,23 @@ class DecodeScheduler(Scheduler[Entry, Command, Output]):
         self._blocks.free(sequence.block_ids[:num_shared])
         sequence.block_ids = sequence.block_ids[num_shared:]
         self._blocks.quarantine(sequence.block_ids)
-        entry.state = State.ENDING
+        entry.state = DecodeState.ENDING
 
     def _blocks_safe(self, key: RequestKey) -> None:
         entry = self._entries.get(key)
-        if entry is not None and entry.state is State.ENDING:
+        if entry is not None and entry.state is DecodeState.ENDING:
             self._blocks.unquarantine(entry.sequence.block_ids)
             entry.sequence.block_ids = []
             self._forget(entry)
 
     # --- plan -----------------------------------------------------------------------------------
 
-    def admit(self, now: float, out: Output) -> None:
+    def admit(self, now: float, out: DecodeOutput) -> None:
         """Give blocks to those who wait, unless an older one in want of them runs."""
-        if self._short is None or self._short.state is not State.RUNNING:
+        if self._short is None or self._short.state is not DecodeState.RUNNING:
             out.reserves += self._admission.admit(self._entries.values(), now)
 
-    def plan(self, now: float, out: Output) -> StepBatch | None:
+    def plan(self, now: float, out: DecodeOutput) -> StepBatch | None:
         """Decoding sequences first, then prompts, as far as the token budget goes."""
         self._expire(now, out)
         self._constrain(out)
@@ -136,11 +131,11 @@ class DecodeScheduler(Scheduler[Entry, Command, Output]):
         for entry, num_runnable in self._runnable():
             if budget == 0 or len(self._rows) == self._config.max_num_seqs:
                 break
-            if entry.state is State.RUNNING:  # an older one may have preempted it just now
+            if entry.state is DecodeState.RUNNING:  # an older one may have preempted it just now
                 budget -= self._take(entry, num_runnable, budget, now)
         return self._flight.launch(self._rows, now)
 
-    def _constrain(self, out: Output) -> None:
+    def _constrain(self, out: DecodeOutput) -> None:
         """Masks for the sequences that have a new token; one whose grammar gives up fails."""
         constrained = [
             e.sequence for e in self._entries.values() if e.sequence.matcher and not e.ending
@@ -149,14 +144,14 @@ class DecodeScheduler(Scheduler[Entry, Command, Output]):
             self._fail(self._entries[key], error, retriable=False, out=out)
             self._leave(self._entries[key], out, released=False, error=error)
 
-    def _runnable(self) -> list[tuple[Entry, int]]:
+    def _runnable(self) -> list[tuple[DecodeEntry, int]]:
         """Decoding sequences first, so that a prompt's chunk never takes their place; then by
         age."""
-        running = (e for e in self._entries.values() if e.state is State.RUNNING)
+        running = (e for e in self._entries.values() if e.state is DecodeState.RUNNING)
         counted = [(e, count) for e in running if (count := e.sequence.num_runnable)]
         return sorted(counted, key=lambda pair: (pair[1] > 1, pair[0].order))
 
-    def _take(self, entry: Entry, num_runnable: int, budget: int, now: float) -> int:
+    def _take(self, entry: DecodeEntry, num_runnable: int, budget: int, now: float) -> int:
         sequence = entry.sequence
         names: list[bytes] = []
         if num_runnable > 1:
@@ -175,7 +170,7 @@ class DecodeScheduler(Scheduler[Entry, Command, Output]):
         self._rows.append(Row(entry, num_tokens, samples, names))
         return num_tokens
 
-    def _make_room(self, entry: Entry, num_positions: int) -> bool:
+    def _make_room(self, entry: DecodeEntry, num_positions: int) -> bool:
         """Give `entry` blocks for its next positions, preempting younger sequences if there are
         none; a victim in flight gives its blocks when it has landed, so `entry` sits this step out,
         and so do others that find none: they may be enough for all."""
@@ -197,18 +192,18 @@ class DecodeScheduler(Scheduler[Entry, Command, Output]):
                 return False
         return True
 
-    def _youngest_running(self) -> Entry:
-        running = (e for e in self._entries.values() if e.state is State.RUNNING)
+    def _youngest_running(self) -> DecodeEntry:
+        running = (e for e in self._entries.values() if e.state is DecodeState.RUNNING)
         return max(running, key=lambda e: e.order)
 
-    def _preempt(self, entry: Entry) -> None:
+    def _preempt(self, entry: DecodeEntry) -> None:
         self.num_preemptions += 1
         entry.sequence.num_preemptions += 1
-        entry.state = State.WAITING
+        entry.state = DecodeState.WAITING
         self._rows = [row for row in self._rows if row.entry is not entry]
         self._settle(entry)
 
-    def _settle(self, entry: Entry) -> None:
+    def _settle(self, entry: DecodeEntry) -> None:
         """Take the blocks of a sequence that runs no more, unless a step in flight writes to
         them."""
         sequence = entry.sequence
@@ -216,12 +211,12 @@ class DecodeScheduler(Scheduler[Entry, Command, Output]):
         if sequence.num_in_flight == 0:
             self._blocks.free(sequence.drop_kv())
 
-    def launched(self, step: int, out: Output) -> None:
+    def launched(self, step: int, out: DecodeOutput) -> None:
         """Nothing of a step leaves this worker before it has landed."""
 
     # --- apply ----------------------------------------------------------------------------------
 
-    def apply(self, result: StepResult, now: float, out: Output) -> None:
+    def apply(self, result: StepResult, now: float, out: DecodeOutput) -> None:
         """Take the tokens of the oldest step in flight in; finished sequences leave and free their
         blocks."""
         rows = self._flight.land(now)
@@ -230,22 +225,22 @@ class DecodeScheduler(Scheduler[Entry, Command, Output]):
             if row.num_tokens > 1 or not row.samples:
                 entry.sequence.num_chunks += 1
                 entry.sequence.mark_end(Phase.LOCAL_PREFILL, now)
-            if entry.state is not State.GONE:
+            if entry.state is not DecodeState.GONE:
                 self._cache.keep(entry.sequence)
                 if entry.sequence.scoring:
                     self._scored(row, result.target_logprobs.get(index, ()), out)
                 if token is not None:
                     self._sampled(entry, token, result.logprobs.get(index), now, out)
-            if entry.state is not State.RUNNING:
+            if entry.state is not DecodeState.RUNNING:
                 self._settle(entry)
 
     def _sampled(
         self,
-        entry: Entry,
+        entry: DecodeEntry,
         token: int,
         logprobs: TokenLogprobs | None,
         now: float,
-        out: Output,
+        out: DecodeOutput,
     ) -> None:
         sequence = entry.sequence
         sequence.num_steps += 1
@@ -258,23 +253,25 @@ class DecodeScheduler(Scheduler[Entry, Command, Output]):
 
     # --- ends -----------------------------------------------------------------------------------
 
-    def _leave(self, entry: Entry, out: Output, *, released: bool, error: ErrorInfo | None) -> None:
+    def _leave(
+        self, entry: DecodeEntry, out: DecodeOutput, *, released: bool, error: ErrorInfo | None
+    ) -> None:
         """Forget a sequence that did not finish; blocks that may be written to go into
         quarantine."""
         sequence = entry.sequence
-        if entry.state in (State.WAITING_ROOM, State.ARRIVING):
+        if entry.state in (DecodeState.WAITING_ROOM, DecodeState.ARRIVING):
             out.ends.append(EndHandoff(key=sequence.key, released=released, error=error))
-        if entry.state is State.ARRIVING:
+        if entry.state is DecodeState.ARRIVING:
             self._quarantine(entry)
             return
         self._forget(entry)
         self._settle(entry)
 
-    def _finished(self, entry: Entry, out: Output) -> None:
+    def _finished(self, entry: DecodeEntry, out: DecodeOutput) -> None:
         self._forget(entry)
 
-    def _forget(self, entry: Entry) -> None:
-        entry.state = State.GONE
+    def _forget(self, entry: DecodeEntry) -> None:
+        entry.state = DecodeState.GONE
         del self._entries[entry.sequence.key]
 
     # --- views ----------------------------------------------------------------------------------
@@ -311,7 +308,7 @@ class DecodeScheduler(Scheduler[Entry, Command, Output]):
         """How requests ended here, since the start."""
         return {**super().counters(), counters.PREEMPTIONS: self.num_preemptions}
 
-    def _spans(self, entry: Entry) -> tuple[Span, ...]:
+    def _spans(self, entry: DecodeEntry) -> tuple[Span, ...]:
         sequence = entry.sequence
         return sequence.spans(
             self._place,

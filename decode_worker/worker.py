@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from decode_worker.commands import BlocksSafe, Command, Committed, Output
+from decode_worker.commands import BlocksSafe, Command, Committed, DecodeOutput
 from decode_worker.scheduler import DecodeScheduler
-from kv_transfer.party import Party
-from kv_transfer.receiver import Receiver
+from kv_transfer.control.context import EndpointContext
+from kv_transfer.control.receiver import Receiver
 from protocol.errors import ErrorInfo, Internal, InvalidRequest
 from protocol.ids import RequestKey, Role
 from protocol.messages import Commit, Submit
-from worker_runtime.commands import HandoffEnded
-from worker_runtime.host import Worker
+from worker_runtime.scheduling.commands import HandoffEnded
+from worker_runtime.worker import Worker
 
 
-class DecodeWorker(Worker[Command, Output, Receiver]):
+class DecodeWorker(Worker[Command, DecodeOutput, Receiver]):
     """One replica of the decode pool, with a receiver. It is the receiver's listener."""
 
     role = Role.DECODE
     whole_output = True
     scheduler = DecodeScheduler
 
-    async def _open_handoff(self, party: Party) -> Receiver:
+    async def _open_handoff(self, party: EndpointContext) -> Receiver:
         receiver = Receiver(party, self)
         await receiver.start()
         return receiver
@@ -32,7 +32,7 @@ class DecodeWorker(Worker[Command, Output, Receiver]):
             raise InvalidRequest("a request with a peer needs a ticket", param="ticket")
         self._handoff.offer(submit.key, submit.ticket, submit.peer)
 
-    def _carry_out(self, out: Output) -> None:
+    def _carry_out(self, out: DecodeOutput) -> None:
         for reserve in out.reserves:
             self.tasks.start(
                 self._handoff.reserve(

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.batch import StepBatch, StepResult
 from engine.config import EngineConfig
+from engine.cpu.runner import RankRunner
 from engine.errors import ModelRefused
-from engine.follower import Follower, Handler
-from engine.ranks import RankGroup, RankInvite
-from engine.runner import RankRunner
-from engine.tp import TensorParallel
+from engine.ranks.follower import Follower, Handler
+from engine.ranks.group import RankGroup, RankInvite
+from engine.ranks.tensor_parallel import TensorParallel
 from protocol.errors import InvalidRequest
 from protocol.kv_layout import KVFingerprint
 

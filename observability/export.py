@@ -13,18 +13,14 @@ from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 from observability import metrics
-from observability.metrics import REQUEST_METRICS, Kind, Metric, split_counter_key
+from observability.metrics import REQUEST_METRICS, Metric, MetricKind, split_counter_key
 from protocol.messages import WorkerStatus
 
 PREFIX = "baton_"
@@ -75,7 +71,7 @@ class MetricSet:
 
     def value(self, metric: Metric, **labels: str) -> float:
         """What a counter or gauge stands at; of a histogram, how many values it holds."""
-        suffix = "_count" if metric.kind is Kind.HISTOGRAM else ""
+        suffix = "_count" if metric.kind is MetricKind.HISTOGRAM else ""
         labels = {_MODEL_LABEL: self._model_name, **labels}
         return self._registry.get_sample_value(PREFIX + metric.name + suffix, labels) or 0.0
 
@@ -85,9 +81,9 @@ class MetricSet:
 
     def _register(self, metric: Metric) -> Counter | Gauge | _Histogram:
         name, labels = PREFIX + metric.name, (_MODEL_LABEL, *metric.labels)
-        if metric.kind is Kind.COUNTER:
+        if metric.kind is MetricKind.COUNTER:
             return Counter(name, metric.help, labels, registry=self._registry)
-        if metric.kind is Kind.GAUGE:
+        if metric.kind is MetricKind.GAUGE:
             return Gauge(name, metric.help, labels, registry=self._registry)
         histogram = _Histogram(name, metric, labels)
         self._registry.register(histogram)
@@ -196,7 +192,7 @@ class WorkerCollector(Collector):
         self, metric: Metric, extra: tuple[str, ...] = ()
     ) -> GaugeMetricFamily | CounterMetricFamily:
         labels = (_MODEL_LABEL, *extra, *metric.labels)
-        family = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+        family = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
         return family(PREFIX + metric.name, metric.help, labels=labels)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Kind(StrEnum):
+class MetricKind(StrEnum):
     """How a metric's value moves."""
 
     COUNTER = "counter"
@@ -24,7 +24,7 @@ class Metric:
     """One metric. `name` has no prefix; counters end in `_total`, times are in seconds."""
 
     name: str
-    kind: Kind
+    kind: MetricKind
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
@@ -53,18 +53,18 @@ def split_counter_key(key: str) -> tuple[str, dict[str, str]]:
 
 
 def _counter(name: str, text: str, *labels: str, vllm: bool = False) -> Metric:
-    return Metric(name=name, kind=Kind.COUNTER, help=text, labels=labels, vllm=vllm)
+    return Metric(name=name, kind=MetricKind.COUNTER, help=text, labels=labels, vllm=vllm)
 
 
 def _gauge(name: str, text: str, *labels: str, vllm: bool = False) -> Metric:
-    return Metric(name=name, kind=Kind.GAUGE, help=text, labels=labels, vllm=vllm)
+    return Metric(name=name, kind=MetricKind.GAUGE, help=text, labels=labels, vllm=vllm)
 
 
 def _histogram(
     name: str, text: str, buckets: tuple[float, ...], *labels: str, vllm: bool = False
 ) -> Metric:
     return Metric(
-        name=name, kind=Kind.HISTOGRAM, help=text, labels=labels, buckets=buckets, vllm=vllm
+        name=name, kind=MetricKind.HISTOGRAM, help=text, labels=labels, buckets=buckets, vllm=vllm
     )
 
 

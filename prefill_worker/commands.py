@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kv_transfer.listeners import TransferReport
+from kv_transfer.control.listeners import TransferReport
 from protocol.ids import RequestKey
-from worker_runtime import scheduler
-from worker_runtime.commands import EndHandoff, HandoffEnded
+from worker_runtime.scheduling import scheduler
+from worker_runtime.scheduling.commands import EndHandoff, HandoffEnded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class CommitHandoff:
 
 
 @dataclass(slots=True)
-class Output(scheduler.Output):
+class PrefillOutput(scheduler.StepOutput):
     """What one turn of the step thread wants done on the event loop, in this order."""
 
     handoffs: list[Push | CommitHandoff | EndHandoff] = field(default_factory=list)

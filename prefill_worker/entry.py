@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from worker_runtime import scheduler
+from worker_runtime.scheduling import scheduler
 
 
-class State(StrEnum):
+class PrefillState(StrEnum):
     """Where a sequence is on this worker."""
 
     EXPECTING = "expecting"
@@ -20,11 +20,11 @@ class State(StrEnum):
 
 
 @dataclass(slots=True)
-class Entry(scheduler.Entry):
+class PrefillEntry(scheduler.SchedulerEntry):
     """`pushed` counts blocks handed to the sender, `num_found` tokens of one that has not started
     were in the cache when it came."""
 
-    state: State
+    state: PrefillState
     num_found: int = 0
     pushed: int = 0
     granted_at: float = 0.0
@@ -34,4 +34,4 @@ class Entry(scheduler.Entry):
     @property
     def ending(self) -> bool:
         """Whether it waits until no read of its blocks is in flight."""
-        return self.state is State.ENDING
+        return self.state is PrefillState.ENDING

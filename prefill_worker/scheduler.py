@@ -15,39 +15,32 @@ those of a sequence that is gone are freed once no step in flight writes to them
 from __future__ import annotations
 
 from engine.batch import StepBatch, StepResult
-from prefill_worker.commands import (
-    Command,
-    CommitHandoff,
-    Delivered,
-    Granted,
-    Output,
-    Push,
-)
-from prefill_worker.entry import Entry, State
+from prefill_worker.commands import Command, CommitHandoff, Delivered, Granted, PrefillOutput, Push
+from prefill_worker.entry import PrefillEntry, PrefillState
 from protocol.errors import ErrorInfo
 from protocol.ids import RequestKey
 from protocol.logprobs import TokenLogprobs
 from protocol.messages import SpanEvent, WorkerLoad
 from protocol.timeline import Phase, Span
-from worker_runtime.commands import EndHandoff, HandoffEnded
-from worker_runtime.flight import Row
-from worker_runtime.scheduler import Scheduler
-from worker_runtime.sequence import Sequence
+from worker_runtime.scheduling.commands import EndHandoff, HandoffEnded
+from worker_runtime.scheduling.inflight_steps import Row
+from worker_runtime.scheduling.scheduler import Scheduler
+from worker_runtime.scheduling.sequence import Sequence
 
 
-class PrefillScheduler(Scheduler[Entry, Command, Output]):
+class PrefillScheduler(Scheduler[PrefillEntry, Command, PrefillOutput]):
     """Decides what a prefill worker does next."""
 
     # --- commands -------------------------------------------------------------------------------
 
-    def new_output(self) -> Output:
+    def new_output(self) -> PrefillOutput:
         """An empty output for the next turn."""
-        return Output()
+        return PrefillOutput()
 
-    def _enter(self, sequence: Sequence, order: int) -> Entry:
-        return Entry(sequence, order, State.EXPECTING, self._cache.found(sequence))
+    def _enter(self, sequence: Sequence, order: int) -> PrefillEntry:
+        return PrefillEntry(sequence, order, PrefillState.EXPECTING, self._cache.found(sequence))
 
-    def _handoff(self, command: Command, now: float, out: Output) -> None:
+    def _handoff(self, command: Command, now: float, out: PrefillOutput) -> None:
         match command:
             case Granted():
                 self._granted(command, now)
@@ -58,19 +51,19 @@ class PrefillScheduler(Scheduler[Entry, Command, Output]):
 
     def _granted(self, command: Granted, now: float) -> None:
         entry = self._entries.get(command.key)
-        if entry is None or entry.state is not State.EXPECTING:
+        if entry is None or entry.state is not PrefillState.EXPECTING:
             return
-        entry.state = State.GRANTED
+        entry.state = PrefillState.GRANTED
         entry.pushed = command.num_cached_tokens // self._block_size
         entry.granted_at = now
         entry.sequence.mark_end(Phase.CREDIT_WAIT, now)
         entry.sequence.mark_start(Phase.PREFILL_QUEUE, now)
 
-    def _delivered(self, command: Delivered, out: Output) -> None:
+    def _delivered(self, command: Delivered, out: PrefillOutput) -> None:
         entry = self._entries.get(command.key)
-        if entry is None or entry.state not in (State.SENDING, State.ENDING):
+        if entry is None or entry.state not in (PrefillState.SENDING, PrefillState.ENDING):
             return
-        if entry.state is State.SENDING:
+        if entry.state is PrefillState.SENDING:
             self.num_finished += 1
             report = command.report
             entry.sequence.marks[Phase.TRANSFER] = [report.start, report.end]
@@ -80,11 +73,11 @@ class PrefillScheduler(Scheduler[Entry, Command, Output]):
             )
         self._remove(entry)
 
-    def _handoff_ended(self, key: RequestKey, error: ErrorInfo | None, out: Output) -> None:
+    def _handoff_ended(self, key: RequestKey, error: ErrorInfo | None, out: PrefillOutput) -> None:
         entry = self._entries.get(key)
         if entry is None:
             return
-        if entry.state is not State.ENDING:
+        if entry.state is not PrefillState.ENDING:
             if error is not None:
                 self._fail(entry, error, retriable=True, out=out)
             else:
@@ -93,20 +86,20 @@ class PrefillScheduler(Scheduler[Entry, Command, Output]):
 
     # --- plan -----------------------------------------------------------------------------------
 
-    def admit(self, now: float, out: Output) -> None:
+    def admit(self, now: float, out: PrefillOutput) -> None:
         """Prompts get blocks when they are planned: those with the least work first."""
 
-    def plan(self, now: float, out: Output) -> StepBatch | None:
+    def plan(self, now: float, out: PrefillOutput) -> StepBatch | None:
         """Chunks of prompts, as far as the token budget goes. One that has waited too long and has
         no room gets what becomes free: younger ones do not start before it."""
         self._expire(now, out)
-        rows: list[Row[Entry]] = []
+        rows: list[Row[PrefillEntry]] = []
         starts = True
         budget = self._config.max_num_batched_tokens
         for entry in sorted(self._runnable(), key=lambda e: self._rank(e, now)):
             if budget == 0 or len(rows) == self._config.max_num_seqs:
                 break
-            if entry.state is State.GRANTED and not (starts and self._start(entry, out)):
+            if entry.state is PrefillState.GRANTED and not (starts and self._start(entry, out)):
                 starts = starts and not self._is_overdue(entry, now)
                 continue
             row = self._chunk(entry, budget, now, out)
@@ -118,7 +111,7 @@ class PrefillScheduler(Scheduler[Entry, Command, Output]):
         full = full or len(rows) == self._config.max_num_seqs
         return self._flight.launch(rows, now, timed=full)
 
-    def _rank(self, entry: Entry, now: float) -> tuple[bool, float, int]:
+    def _rank(self, entry: PrefillEntry, now: float) -> tuple[bool, float, int]:
         """Shortest remaining work first, so that a short prompt never sits behind a whole long one;
         every second of waiting counts as a second of work already done, so that none starves."""
         waited = now - entry.granted_at
@@ -127,21 +120,23 @@ class PrefillScheduler(Scheduler[Entry, Command, Output]):
         num_left = entry.sequence.num_runnable - entry.num_found
         return not overdue, -waited if overdue else num_left / speed - waited, entry.order
 
-    def _is_overdue(self, entry: Entry, now: float) -> bool:
+    def _is_overdue(self, entry: PrefillEntry, now: float) -> bool:
         return now - entry.granted_at > self._config.starvation_s
 
-    def _start(self, entry: Entry, out: Output) -> bool:
+    def _start(self, entry: PrefillEntry, out: PrefillOutput) -> bool:
         """Take blocks for the whole prompt, or leave the sequence waiting. Those that are filled
         are pushed at once."""
         num_blocks = -(-len(entry.sequence.tokens) // self._block_size)
         if not self._cache.take(entry.sequence, num_blocks):
             return False
-        entry.state = State.RUNNING
+        entry.state = PrefillState.RUNNING
         entry.num_found = 0
         self._push(entry, entry.sequence.num_computed, out)
         return True
 
-    def _chunk(self, entry: Entry, budget: int, now: float, out: Output) -> Row[Entry] | None:
+    def _chunk(
+        self, entry: PrefillEntry, budget: int, now: float, out: PrefillOutput
+    ) -> Row[PrefillEntry] | None:
         """The next part of a prompt; None while another sequence computes the same."""
         sequence = entry.sequence
         if self._cache.catch_up(sequence):
@@ -155,7 +150,7 @@ class PrefillScheduler(Scheduler[Entry, Command, Output]):
             sequence.mark_start(Phase.PREFILL, now)
         return Row(entry, num_tokens, samples, names)
 
-    def launched(self, step: int, out: Output) -> None:
+    def launched(self, step: int, out: PrefillOutput) -> None:
         """The planned step runs: push the blocks that it completes."""
         for row in self._flight.newest:
             sequence = row.entry.sequence
@@ -164,17 +159,17 @@ class PrefillScheduler(Scheduler[Entry, Command, Output]):
 
     # --- apply ----------------------------------------------------------------------------------
 
-    def apply(self, result: StepResult, now: float, out: Output) -> None:
+    def apply(self, result: StepResult, now: float, out: PrefillOutput) -> None:
         """Take the oldest step in flight in: token 1 of prompts that are done."""
         rows = self._flight.land(now)
         for index, (row, token) in enumerate(zip(rows, result.tokens, strict=True)):
             entry = row.entry
             entry.sequence.num_chunks += 1
-            if entry.state is State.GONE:
+            if entry.state is PrefillState.GONE:
                 self._settle(entry)
             else:
                 self._cache.keep(entry.sequence)
-            if entry.state is not State.RUNNING:
+            if entry.state is not PrefillState.RUNNING:
                 continue
             if entry.sequence.scoring:
                 self._scored(row, result.target_logprobs.get(index, ()), out)
@@ -182,7 +177,13 @@ class PrefillScheduler(Scheduler[Entry, Command, Output]):
                 self._sampled(entry, token, result.logprobs.get(index), now, out)
 
     def _push(
-        self, entry: Entry, num_tokens: int, out: Output, *, last: bool = False, after: int = 0
+        self,
+        entry: PrefillEntry,
+        num_tokens: int,
+        out: PrefillOutput,
+        *,
+        last: bool = False,
+        after: int = 0,
     ) -> None:
         """Send the blocks that are complete with `num_tokens` of the sequence, and with the `last`
         of them the block that stays half full; none if the request is known to end here."""
@@ -203,11 +204,11 @@ class PrefillScheduler(Scheduler[Entry, Command, Output]):
 
     def _sampled(
         self,
-        entry: Entry,
+        entry: PrefillEntry,
         token: int,
         logprobs: TokenLogprobs | None,
         now: float,
-        out: Output,
+        out: PrefillOutput,
     ) -> None:
         sequence = entry.sequence
         finish = sequence.append(token)
@@ -215,25 +216,27 @@ class PrefillScheduler(Scheduler[Entry, Command, Output]):
         out.of(entry.router_id).prompts.append(sequence.prompt_event)
         self._tell(entry, token, logprobs, finish, out)
         if finish is None:
-            entry.state = State.SENDING
+            entry.state = PrefillState.SENDING
             out.handoffs.append(CommitHandoff(key=sequence.key, first_token=token))
 
     # --- ends -----------------------------------------------------------------------------------
 
-    def _leave(self, entry: Entry, out: Output, *, released: bool, error: ErrorInfo | None) -> None:
+    def _leave(
+        self, entry: PrefillEntry, out: PrefillOutput, *, released: bool, error: ErrorInfo | None
+    ) -> None:
         """Blocks stay held until the sender says that no read is in flight."""
-        entry.state = State.ENDING
+        entry.state = PrefillState.ENDING
         out.handoffs.append(EndHandoff(key=entry.sequence.key, released=released, error=error))
 
-    def _finished(self, entry: Entry, out: Output) -> None:
+    def _finished(self, entry: PrefillEntry, out: PrefillOutput) -> None:
         self._leave(entry, out, released=True, error=None)
 
-    def _remove(self, entry: Entry) -> None:
-        entry.state = State.GONE
+    def _remove(self, entry: PrefillEntry) -> None:
+        entry.state = PrefillState.GONE
         del self._entries[entry.sequence.key]
         self._settle(entry)
 
-    def _settle(self, entry: Entry) -> None:
+    def _settle(self, entry: PrefillEntry) -> None:
         """Take the blocks of a sequence that is gone, unless a step in flight writes to them."""
         sequence = entry.sequence
         if sequence.num_in_flight == 0:
@@ -245,15 +248,15 @@ class PrefillScheduler(Scheduler[Entry, Command, Output]):
     def load(self) -> WorkerLoad:
         """Figures for the routers; `waiting_tokens` over `tokens_per_second` is the backlog in
         seconds."""
-        working = (State.EXPECTING, State.GRANTED, State.RUNNING)
+        working = (PrefillState.EXPECTING, PrefillState.GRANTED, PrefillState.RUNNING)
         backlog = sum(
             e.sequence.num_uncomputed - e.num_found
             for e in self._entries.values()
             if e.state in working
         )
         return WorkerLoad(
-            running=self._count(State.RUNNING, State.SENDING),
-            waiting=self._count(State.EXPECTING, State.GRANTED),
+            running=self._count(PrefillState.RUNNING, PrefillState.SENDING),
+            waiting=self._count(PrefillState.EXPECTING, PrefillState.GRANTED),
             waiting_tokens=backlog,
             free_blocks=self._blocks.num_available,
             total_blocks=self._blocks.num_blocks,
@@ -263,16 +266,20 @@ class PrefillScheduler(Scheduler[Entry, Command, Output]):
             quarantined_blocks=self._blocks.num_quarantined,
         )
 
-    def _runnable(self) -> list[Entry]:
+    def _runnable(self) -> list[PrefillEntry]:
         """Prompts with chunks to launch: not those whose token 1 is being sampled, or whose end is
         in flight because they are only scored."""
-        running = (e for e in self._entries.values() if e.state in (State.GRANTED, State.RUNNING))
+        running = (
+            e
+            for e in self._entries.values()
+            if e.state in (PrefillState.GRANTED, PrefillState.RUNNING)
+        )
         return [e for e in running if not e.sequence.num_pending and e.sequence.num_runnable]
 
-    def _count(self, *states: State) -> int:
+    def _count(self, *states: PrefillState) -> int:
         return sum(e.state in states for e in self._entries.values())
 
-    def _spans(self, entry: Entry) -> tuple[Span, ...]:
+    def _spans(self, entry: PrefillEntry) -> tuple[Span, ...]:
         sequence = entry.sequence
         return sequence.spans(
             self._place,

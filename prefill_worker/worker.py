@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from kv_transfer.listeners import TransferReport
-from kv_transfer.party import Party
-from kv_transfer.sender import Sender
+from kv_transfer.control.context import EndpointContext
+from kv_transfer.control.listeners import TransferReport
+from kv_transfer.control.sender import Sender
 from observability.logging import get_logger
-from prefill_worker.commands import (
-    Command,
-    CommitHandoff,
-    Delivered,
-    Granted,
-    Output,
-    Push,
-)
+from prefill_worker.commands import Command, CommitHandoff, Delivered, Granted, PrefillOutput, Push
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.errors import BatonError, ErrorInfo, Internal, InvalidRequest
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.messages import Grant, Submit
-from worker_runtime.commands import EndHandoff, HandoffEnded
-from worker_runtime.host import Worker
+from worker_runtime.scheduling.commands import EndHandoff, HandoffEnded
+from worker_runtime.worker import Worker
 
 log = get_logger(__name__)
 
 
-class PrefillWorker(Worker[Command, Output, Sender]):
+class PrefillWorker(Worker[Command, PrefillOutput, Sender]):
     """One replica of the prefill pool, with a sender. It is the sender's listener."""
 
     role = Role.PREFILL
@@ -37,7 +30,7 @@ class PrefillWorker(Worker[Command, Output, Sender]):
             if ref.role is Role.DECODE:
                 self.tasks.start(self._handoff.meet(ref))
 
-    async def _open_handoff(self, party: Party) -> Sender:
+    async def _open_handoff(self, party: EndpointContext) -> Sender:
         return Sender(party, self)
 
     def _accept(self, submit: Submit) -> None:
@@ -45,7 +38,7 @@ class PrefillWorker(Worker[Command, Output, Sender]):
             raise InvalidRequest("a prefill worker needs a peer and a ticket", param="peer")
         self._handoff.expect(submit.key, submit.ticket, submit.peer)
 
-    def _carry_out(self, out: Output) -> None:
+    def _carry_out(self, out: PrefillOutput) -> None:
         for handoff in out.handoffs:
             try:
                 self._order(handoff)

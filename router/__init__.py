@@ -2,7 +2,7 @@
 
 To read in this order; each is called by those above it:
 
-    server                      one router: makes and runs all of this (for cluster.router_replica)
+    server                      one router: makes and runs all of this (for cluster.serve.router_replica)
     openai/app, grpc/inference  the two doors: what clients say in, what they are told out
     request                     the one request model that both read into (with fields, messages,
                                 structured, tools/request, unserved)

@@ -10,7 +10,7 @@ from protocol.messages import WorkerLoad
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerView:
+class WorkerInfo:
     """One worker. `state` is its own word, or `lost`; `in_flight` counts this router's requests."""
 
     ref: WorkerRef
@@ -20,16 +20,16 @@ class WorkerView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolView:
+class PoolInfo:
     """One pool. `target` is how many replicas are wanted, None when that is not known here."""
 
     role: Role
-    workers: tuple[WorkerView, ...]
+    workers: tuple[WorkerInfo, ...]
     target: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterView:
+class RouterInfo:
     """One router. `requests` are the sequences it has in flight."""
 
     router_id: str
@@ -40,18 +40,18 @@ class RouterView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterView:
+class ClusterInfo:
     """The whole cluster, as far as it is known where it is asked."""
 
     model: str
-    pools: tuple[PoolView, ...]
-    routers: tuple[RouterView, ...]
+    pools: tuple[PoolInfo, ...]
+    routers: tuple[RouterInfo, ...]
 
 
 class AdminBackend(Protocol):
     """Steers the cluster. Its errors are BatonErrors."""
 
-    async def view(self, own: ClusterView) -> ClusterView:
+    async def view(self, own: ClusterInfo) -> ClusterInfo:
         """The cluster, given this router's own view of it."""
         ...
 

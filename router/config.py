@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from router.tiers import ServiceTier
-from router.tls import TlsConfig
-from router.tools.formats import ToolFormat
+from router.auth.tiers import ServiceTier
+from router.auth.tls import TlsConfig
+from router.text.tool_formats import ToolFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,21 +16,21 @@ from observability.clock import steady_clock
 from observability.export import MetricSet
 from observability.logging import get_logger
 from protocol.ids import Role, WorkerRef
-from router.access import Access
-from router.admin import AdminBackend, ClusterView, PoolView, RouterView, WorkerView
+from router.admin import AdminBackend, ClusterInfo, PoolInfo, RouterInfo, WorkerInfo
+from router.auth.key_file import KeyFile
+from router.auth.tls import Tls
 from router.config import RouterConfig
+from router.dispatch.request_trace import make_tracing
+from router.dispatch.sequence_run import Dispatcher
 from router.grpc.admin import AdminServicer
 from router.grpc.inference import InferenceServicer
 from router.grpc.server import GrpcServer
-from router.member import Member
-from router.members import Members
-from router.model import ServedModel
 from router.openai.app import make_app, make_metrics_app
 from router.openai.server import HttpServer
-from router.relay import Relay
+from router.served_model import ServedModel
 from router.service import InferenceService
-from router.spans import make_tracing
-from router.tls import Tls
+from router.workers.worker_client import WorkerClient
+from router.workers.worker_set import WorkerSet
 
 if TYPE_CHECKING:
     from observability.tracing import Tracing
@@ -71,12 +71,12 @@ class Router:
         self.router_id = f"router-{uuid4().hex[:12]}"
         self.metrics = MetricSet(model_name=config.model_name, vllm_names=config.vllm_metric_names)
         self.addresses = RouterAddresses(http="", grpc="", metrics="")
-        self._access = Access(config.api_keys_file, tiers=frozenset(config.service_tiers))
+        self._access = KeyFile(config.api_keys_file, tiers=frozenset(config.service_tiers))
         self._tls = Tls(config.tls)
         self._tracing = tracing or make_tracing(config.otlp_endpoint, self.router_id)
         self._model = ServedModel(config)
-        self._members = Members(router_id=self.router_id, secret=secret, config=config)
-        relay = Relay(
+        self._members = WorkerSet(router_id=self.router_id, secret=secret, config=config)
+        relay = Dispatcher(
             router_id=self.router_id,
             members=self._members,
             secret=secret,
@@ -211,23 +211,23 @@ class Router:
         """Sequences in flight."""
         return self._service.admission.in_flight
 
-    def view(self) -> ClusterView:
+    def view(self) -> ClusterInfo:
         """The cluster as this router sees it."""
         members = self._members.all()
         pools = tuple(
-            PoolView(
+            PoolInfo(
                 role=role, workers=tuple(_worker_view(m) for m in members if m.ref.role is role)
             )
             for role in Role
         )
-        own = RouterView(
+        own = RouterInfo(
             router_id=self.router_id,
             http_address=self.addresses.http,
             grpc_address=self.addresses.grpc,
             state=self._state(),
             requests=self.num_requests,
         )
-        return ClusterView(model=self.config.model_name, pools=pools, routers=(own,))
+        return ClusterInfo(model=self.config.model_name, pools=pools, routers=(own,))
 
     async def metrics_text(self) -> bytes:
         """The metrics of this router and of the workers it hears of, in Prometheus' text format."""
@@ -265,13 +265,13 @@ class Router:
         return "ready" if self._service.ready else "waiting for workers"
 
 
-def _worker_view(member: Member) -> WorkerView:
+def _worker_view(member: WorkerClient) -> WorkerInfo:
     if not member.connected:
         state = "lost" if member.status is not None else "connecting"
     elif member.leaving:
         state = "leaving"
     else:
         state = "connected" if member.status is None else member.status.state.value
-    return WorkerView(
+    return WorkerInfo(
         ref=member.ref, state=state, load=member.load, in_flight=member.reservations.in_flight
     )

@@ -27,25 +27,25 @@ from protocol.ids import Role
 from protocol.sampling import MAX_SEED
 from protocol.timeline import Phase, Span
 from protocol.trace import TraceContext
-from router import fields as read
-from router import metering
-from router.admission import Admission
-from router.choice import RequestText
-from router.generation import Generation
-from router.keys import Caller
-from router.messages import parse_messages
-from router.model import ModelInfo, ServedModel
-from router.prepare import Limits, base_sampling, check_ids, make_jobs, too_long
-from router.relay import PlacedSpan, Relay
-from router.request import GenerateRequest
-from router.request_id import RequestId
-from router.spans import traced
+from router.admission.limits import InflightLimits
+from router.admission.queue import AdmissionQueue, AdmissionTicket, QueuedRequest
+from router.auth.keys import Caller
+from router.auth.tiers import ServiceTier, tier_name
+from router.dispatch import request_metrics
+from router.dispatch.output_stream import RequestText
+from router.dispatch.request_run import RequestRun
+from router.dispatch.request_trace import traced
+from router.dispatch.sequence_jobs import TokenLimits, base_sampling, check_ids, make_jobs, too_long
+from router.dispatch.sequence_run import Dispatcher, PlacedSpan
+from router.request import fields as read
+from router.request.chat_messages import parse_messages
+from router.request.generate_request import GenerateRequest
+from router.request.request_id import RequestId
+from router.request.tools import parse_tools
+from router.request.unserved import check_fields
+from router.served_model import ModelInfo, ServedModel
 from router.text.stops import StopMatcher
 from router.text.stream import TextStream
-from router.tiers import ServiceTier, tier_name
-from router.tools.request import parse_tools
-from router.unserved import check_fields
-from router.waiting import Errand, Turn, WaitingRoom
 
 if TYPE_CHECKING:
     from observability.tracing import Tracing
@@ -61,7 +61,7 @@ TOKENIZE_FIELDS = frozenset(
 )
 
 
-class Door(StrEnum):
+class FrontEnd(StrEnum):
     """Which front door a request came through; a label of the metrics."""
 
     HTTP = "http"
@@ -79,16 +79,18 @@ class Tokens:
 class InferenceService:
     """Generate, ListModels, Tokenize, Detokenize. Every failure leaves as a typed error."""
 
-    def __init__(self, model: ServedModel, relay: Relay, *, tracing: Tracing | None) -> None:
+    def __init__(self, model: ServedModel, relay: Dispatcher, *, tracing: Tracing | None) -> None:
         self._tracing = tracing
         self.metrics = relay.metrics
         self.clock = relay.clock
         self._config = config = relay.config
-        self.admission = Admission(limit=config.max_requests, retry_after_s=config.retry_after_s)
+        self.admission = InflightLimits(
+            limit=config.max_requests, retry_after_s=config.retry_after_s
+        )
         self._model = model
         self._relay = relay
         self._num_texts = 0  # that Tokenize and Detokenize work on
-        self._waiting = WaitingRoom(
+        self._waiting = AdmissionQueue(
             members=relay.members, config=config, metric_set=self.metrics, clock=self.clock
         )
 
@@ -100,7 +102,7 @@ class InferenceService:
     @contextmanager
     def track(
         self,
-        door: Door,
+        door: FrontEnd,
         endpoint: str,
         called: RequestId,
         *,
@@ -128,7 +130,7 @@ class InferenceService:
             log.exception("request failed", extra=which)
             raise typed(error) from error
 
-    def _failed(self, door: Door, code: ErrorCode) -> None:
+    def _failed(self, door: FrontEnd, code: ErrorCode) -> None:
         self.metrics.count(metrics.REQUEST_FAILURES, door=door, code=code.value)
 
     @asynccontextmanager
@@ -141,7 +143,7 @@ class InferenceService:
         caller: Caller,
         trace: TraceContext | None = None,
         time_left_s: float | None = None,
-    ) -> AsyncIterator[Generation]:
+    ) -> AsyncIterator[RequestRun]:
         """Run a request for the length of the block.
 
         `arrival` is when it came, in seconds since the Unix epoch; `time_left_s` is the deadline of
@@ -165,7 +167,7 @@ class InferenceService:
         admitted = self.admission.enter(request.num_sequences, caller, param=param)
         with traced_request as span, admitted:
             tier = tier_name(request.service_tier, caller, self._config.service_tiers)
-            errand = Errand(
+            errand = QueuedRequest(
                 caller=caller,
                 tier_name=tier,
                 tier=self._config.service_tiers.get(tier, ServiceTier()),
@@ -185,7 +187,7 @@ class InferenceService:
                         yield generation
                     except InvalidRequest as error:
                         raise self._model.forms.named(error, request) from None
-            pace = metering.succeeded(self.metrics, generation, end=self.clock())
+            pace = request_metrics.succeeded(self.metrics, generation, end=self.clock())
             if pace is not None:
                 self._waiting.finished(*pace)
 
@@ -277,11 +279,11 @@ class InferenceService:
         asked_s = request.timeout_s or self._config.default_timeout_s
         return asked_s if time_left_s is None else min(asked_s, time_left_s)
 
-    def _limits(self) -> Limits:
+    def _limits(self) -> TokenLimits:
         """What fits now; only the model's own limits while there is no worker."""
         context = self._model.context
         max_model_len, capacity = self._relay.members.longest() or (context, context)
-        return Limits(
+        return TokenLimits(
             vocab_size=self._model.text.vocab_size,
             context=min(context, max_model_len),
             capacity=capacity,
@@ -291,9 +293,9 @@ class InferenceService:
         self,
         request: GenerateRequest,
         called: RequestId,
-        errand: Errand,
+        errand: QueuedRequest,
         trace: TraceContext | None,
-    ) -> Generation:
+    ) -> RequestRun:
         limits = self._limits()
         sampling = base_sampling(
             request, limits, eos_ids=self._model.text.eos_ids, seed=secrets.randbelow(MAX_SEED)
@@ -333,7 +335,7 @@ class InferenceService:
             tokens=sum(len(job.prompt_ids) for job in jobs),
             cached=self._relay.cached_tokens(jobs),
         )
-        return Generation(
+        return RequestRun(
             self._relay,
             request_id=called.key,
             jobs=jobs,
@@ -344,7 +346,7 @@ class InferenceService:
                 whole=not request.stream,
             ),
             prompt_tokens=sum(map(len, prompts)),
-            turn=Turn(self._waiting, errand),
+            turn=AdmissionTicket(self._waiting, errand),
             spans=[PlacedSpan(span=span, choice=0, attempt=0)],
         )
 

@@ -40,7 +40,7 @@ STREAM_ITEMS = 128
 TAKEN_ITEMS = 32
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame is."""
 
     HELLO = 0  # a random number; of the server, with its proof behind
@@ -114,7 +114,7 @@ class Connection(asyncio.Protocol, ABC):
         """The stream is gone."""
         self._transport = None
 
-    def send(self, kind: Kind, number: int, payload: bytes) -> None:
+    def send(self, kind: FrameKind, number: int, payload: bytes) -> None:
         """Send a frame, if anybody is there."""
         if self._transport is None:
             return
@@ -167,14 +167,14 @@ class ServerEnd(Connection):
 
     def greeted(self, kind: int, payload: bytes) -> None:
         """First the client's number, then its proof."""
-        if self._client is None and kind == Kind.HELLO and len(payload) == _NONCE_BYTES:
+        if self._client is None and kind == FrameKind.HELLO and len(payload) == _NONCE_BYTES:
             self._client = payload
             proof = self._derived(b"server", payload, self._nonce)
-            self.send(Kind.HELLO, 0, self._nonce + proof)
+            self.send(FrameKind.HELLO, 0, self._nonce + proof)
             return
         client = self._client or b""
         proof = self._derived(b"client", client, self._nonce)
-        if kind != Kind.PROOF or not client or not hmac.compare_digest(payload, proof):
+        if kind != FrameKind.PROOF or not client or not hmac.compare_digest(payload, proof):
             self.hang_up()
             return
         self._in = _Seal(self._derived(b"to server", client, self._nonce))
@@ -192,19 +192,19 @@ class ClientEnd(Connection):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Say hello."""
         super().connection_made(transport)
-        self.send(Kind.HELLO, 0, self._nonce)
+        self.send(FrameKind.HELLO, 0, self._nonce)
 
     def greeted(self, kind: int, payload: bytes) -> None:
         """The server's number and proof."""
         server, proof = payload[:_NONCE_BYTES], payload[_NONCE_BYTES:]
-        known = kind == Kind.HELLO and len(proof) == _PROOF_BYTES
+        known = kind == FrameKind.HELLO and len(proof) == _PROOF_BYTES
         if not known or not hmac.compare_digest(
             proof, self._derived(b"server", self._nonce, server)
         ):
             self.hang_up()
             self._resolve(False)
             return
-        self.send(Kind.PROOF, 0, self._derived(b"client", self._nonce, server))
+        self.send(FrameKind.PROOF, 0, self._derived(b"client", self._nonce, server))
         self._out = _Seal(self._derived(b"to server", self._nonce, server))
         self._in = _Seal(self._derived(b"to client", self._nonce, server))
         self._resolve(True)

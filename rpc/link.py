@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator
 
 from protocol import codec
 from protocol.errors import BatonError, DeadlineExceeded, ErrorInfo, Unauthenticated, Unavailable
-from rpc.frames import TAKEN_ITEMS, ClientEnd, Kind
+from rpc.frames import TAKEN_ITEMS, ClientEnd, FrameKind
 
 _PATH = struct.Struct("!H")
 
 
-class Link(ClientEnd):
+class ClientLink(ClientEnd):
     """Once broken it stays so. `where` is what errors call the peer."""
 
     def __init__(self, where: str, secret: bytes) -> None:
@@ -27,7 +27,7 @@ class Link(ClientEnd):
         self.broken = False
 
     @classmethod
-    async def connect(cls, address: str, *, secret: bytes) -> Link:
+    async def connect(cls, address: str, *, secret: bytes) -> ClientLink:
         """Raises OSError when nobody listens at `host:port` or hangs up, Unauthenticated when who
         does cannot show that it knows the secret."""
         host, _, port = address.rpartition(":")
@@ -55,7 +55,7 @@ class Link(ClientEnd):
         loop = asyncio.get_running_loop()
         reply: asyncio.Future[bytes] = loop.create_future()
         self._waiting[number] = reply
-        self.send(Kind.CALL, number, joined(path, request))
+        self.send(FrameKind.CALL, number, joined(path, request))
         timer = loop.call_at(limit, self._give_up, number, path)
         try:
             return await reply
@@ -63,13 +63,13 @@ class Link(ClientEnd):
             timer.cancel()
             del self._waiting[number]
             if not reply.done() or reply.cancelled():
-                self.send(Kind.CANCEL, number, b"")
+                self.send(FrameKind.CANCEL, number, b"")
 
     def _give_up(self, number: int, path: str) -> None:
         reply = self._waiting[number]
         if not reply.done():
             reply.set_exception(DeadlineExceeded(f"{path} at {self._where}: no answer in time"))
-            self.send(Kind.CANCEL, number, b"")
+            self.send(FrameKind.CANCEL, number, b"")
 
     async def stream(self, path: str, request: bytes) -> AsyncIterator[bytes]:
         """Items until the peer ends the stream; closing the iterator cancels it. Raises the peer's
@@ -78,18 +78,18 @@ class Link(ClientEnd):
             raise Unavailable(f"{path} at {self._where}: not connected")
         number = next(self._numbers)
         incoming = self._streams[number] = _Incoming()
-        self.send(Kind.STREAM, number, joined(path, request))
+        self.send(FrameKind.STREAM, number, joined(path, request))
         try:
             taken = 0
             async for item in incoming:
                 yield item
                 taken += 1
                 if taken % TAKEN_ITEMS == 0:
-                    self.send(Kind.TAKEN, number, b"")
+                    self.send(FrameKind.TAKEN, number, b"")
         finally:
             del self._streams[number]
             if not incoming.ended:
-                self.send(Kind.CANCEL, number, b"")
+                self.send(FrameKind.CANCEL, number, b"")
 
     def frame(self, kind: int, number: int, payload: bytes) -> None:
         """A reply, or a part of a stream."""
@@ -99,7 +99,7 @@ class Link(ClientEnd):
         reply = self._waiting.get(number)
         if reply is None or reply.done():
             return
-        if kind == Kind.REPLY:
+        if kind == FrameKind.REPLY:
             reply.set_result(payload)
         else:
             reply.set_exception(codec.decode(ErrorInfo, payload).to_error())
@@ -126,10 +126,10 @@ class _Incoming:
 
     def frame(self, kind: int, payload: bytes) -> None:
         """An item, or the end."""
-        if kind == Kind.ITEM:
+        if kind == FrameKind.ITEM:
             self._items.append(payload)
             self._rouse()
-        elif kind == Kind.END:
+        elif kind == FrameKind.END:
             self.end(None)
         else:
             self.end(codec.decode(ErrorInfo, payload).to_error())

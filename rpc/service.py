@@ -19,8 +19,8 @@ from typing import Any, Generic, TypeVar
 from observability.logging import get_logger
 from protocol import codec
 from protocol.errors import BatonError, DeadlineExceeded, Internal, Unavailable
-from rpc.frames import STREAM_ITEMS, TAKEN_ITEMS, Kind, ServerEnd
-from rpc.link import Link, split
+from rpc.frames import STREAM_ITEMS, TAKEN_ITEMS, FrameKind, ServerEnd
+from rpc.link import ClientLink, split
 
 Req = TypeVar("Req")
 Rep = TypeVar("Rep")
@@ -158,13 +158,13 @@ class _Caller(ServerEnd):
 
     def frame(self, kind: int, number: int, payload: bytes) -> None:
         """A call, a stream, or that one is given up or was read on."""
-        if kind == Kind.CALL:
+        if kind == FrameKind.CALL:
             self._call(number, payload)
-        elif kind == Kind.STREAM:
+        elif kind == FrameKind.STREAM:
             self._start(number, self._stream(number, payload))
-        elif kind == Kind.CANCEL and number in self._running:
+        elif kind == FrameKind.CANCEL and number in self._running:
             self._running[number].cancel()
-        elif kind == Kind.TAKEN and number in self._room:
+        elif kind == FrameKind.TAKEN and number in self._room:
             for _ in range(TAKEN_ITEMS):
                 self._room[number].release()
 
@@ -186,7 +186,7 @@ class _Caller(ServerEnd):
             self._refuse(number, error)
             return
         if not isinstance(reply, Coroutine):
-            self.send(Kind.REPLY, number, codec.encode(reply))
+            self.send(FrameKind.REPLY, number, codec.encode(reply))
             return
         # It is the task: one that awaits it, given up before it begins, would leave it unawaited.
         task = self._start(number, reply)
@@ -199,12 +199,12 @@ class _Caller(ServerEnd):
             return
         error = task.exception()
         if error is None:
-            self.send(Kind.REPLY, number, codec.encode(task.result()))
+            self.send(FrameKind.REPLY, number, codec.encode(task.result()))
         else:
             self._refuse(number, _as_typed(method, error))
 
     def _refuse(self, number: int, error: BatonError) -> None:
-        self.send(Kind.ERROR, number, codec.encode(error.info()))
+        self.send(FrameKind.ERROR, number, codec.encode(error.info()))
 
     async def _stream(self, number: int, payload: bytes) -> None:
         path, request = split(payload)
@@ -215,7 +215,7 @@ class _Caller(ServerEnd):
                 replies = handler(codec.decode(method.request, request))
                 async with aclosing(replies):
                     async for reply in replies:
-                        self.send(Kind.ITEM, number, codec.encode(reply))
+                        self.send(FrameKind.ITEM, number, codec.encode(reply))
                         await self._writable.wait()
                         await room.acquire()
             except Exception as error:
@@ -223,7 +223,7 @@ class _Caller(ServerEnd):
         except BatonError as error:
             self._refuse(number, error)
         else:
-            self.send(Kind.END, number, b"")
+            self.send(FrameKind.END, number, b"")
         finally:
             del self._room[number]
 
@@ -261,7 +261,7 @@ class ControlClient:
     def __init__(self, address: str, *, secret: bytes) -> None:
         self.address = address
         self._secret = secret
-        self._link: Link | None = None
+        self._link: ClientLink | None = None
         self._meeting = asyncio.Lock()
         self._closed = False
 
@@ -293,7 +293,7 @@ class ControlClient:
         if self._link is not None:
             self._link.hang_up()
 
-    async def _meet(self) -> Link:
+    async def _meet(self) -> ClientLink:
         """The connection; made if there is none, by one call while the others wait."""
         if self._link is not None and not self._link.broken:
             return self._link
@@ -302,7 +302,7 @@ class ControlClient:
                 return self._link
             self._check_open()
             try:
-                link = await Link.connect(self.address, secret=self._secret)
+                link = await ClientLink.connect(self.address, secret=self._secret)
             except (OSError, ValueError, OverflowError) as error:
                 # All but a refusal may be for want of files, ports or a network on our side.
                 absent = not isinstance(error, OSError) or isinstance(error, ConnectionError)

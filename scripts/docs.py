@@ -12,8 +12,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from cluster.config import DERIVED, ClusterConfig
-from cluster.config_load import env_name
+from cluster.config.load import env_name
+from cluster.config.schema import DERIVED, ClusterConfig
 from observability import metrics
 from observability.metrics import Metric
 

@@ -2,7 +2,7 @@
 
 An engine that runs steps on a device of its own gets the next step before the loop waits for the
 one that runs, so the device never waits for this thread. The plan of that step takes the tokens in
-flight into account (worker_runtime.flight).
+flight into account (worker_runtime.scheduling.inflight_steps).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from engine.batch import StepBatch
 from engine.executor import Executor, PendingStep
 from observability.logging import get_logger
 from protocol.errors import Internal
-from worker_runtime.commands import RouterCommand, Submitted
 from worker_runtime.cores import SharedCores
 from worker_runtime.inbox import Inbox
-from worker_runtime.scheduler import Output, Scheduler, Snapshot
+from worker_runtime.scheduling.commands import RouterCommand, Submitted
+from worker_runtime.scheduling.scheduler import Scheduler, Snapshot, StepOutput
 
 #: How long before the end of the step on its way the next one is planned: what planning and
 #: launching have taken lately, but for the slowest few, half of that again for the other ranks of
@@ -32,7 +32,7 @@ _REMEMBERED = 32
 _OUTLIERS = 2
 
 C = TypeVar("C")
-Out = TypeVar("Out", bound=Output)
+Out = TypeVar("Out", bound=StepOutput)
 #: Takes one turn's output, what the scheduler is like after it, and how many requests it took in.
 Deliver = Callable[[Out, Snapshot, int], object]
 log = get_logger(__name__)

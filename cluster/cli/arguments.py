@@ -7,7 +7,7 @@ import os
 from functools import partial
 from typing import Any
 
-#: Environment twins of flags; BATON_* twins of configuration fields are in cluster.config_load.
+#: Environment twins of flags; BATON_* twins of configuration fields are in cluster.config.load.
 CONFIG_ENV = "BATON_CONFIG"
 DEFAULT_CONFIG = "deploy/configs/local-cpu.yaml"
 API_KEY_ENV = "BATON_API_KEY"

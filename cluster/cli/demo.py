@@ -8,11 +8,11 @@ from cluster.cli import session, up
 from cluster.cli.console import Console
 from cluster.cli.generate import open_client
 from cluster.cli.timeline import show_timeline
-from cluster.client import Outcome
-from cluster.config import ClusterConfig
-from cluster.config_load import load_config
-from cluster.local_ray import RunningCluster
-from cluster.models import SOURCES, get_model
+from cluster.client import GenerateOutcome
+from cluster.config.load import load_config
+from cluster.config.schema import ClusterConfig
+from cluster.local.local_ray import RunningCluster
+from cluster.models.sources import SOURCES, get_model
 from protocol.wire.inference_pb2 import Message
 
 
@@ -40,7 +40,7 @@ def _config(options: argparse.Namespace, console: Console) -> ClusterConfig:
 
 def _ask(state: RunningCluster, options: argparse.Namespace, console: Console) -> None:
     client = open_client(state.grpc, options)
-    outcome = Outcome()
+    outcome = GenerateOutcome()
     console.say(f"\nquestion (over gRPC): {options.question}")
     console.piece("answer: ")
     message = Message(role="user", content=options.question)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
+from cluster.call_timeout import ANSWER_S, within
 from cluster.cli import session
 from cluster.cli.console import Console
-from cluster.config import LifecycleSection
-from cluster.local_ray import RunningCluster, forget_state, stop_local_ray, sweep
-from cluster.within import ANSWER_S, within
+from cluster.config.schema import LifecycleSection
+from cluster.local.local_ray import RunningCluster, forget_state, stop_local_ray, sweep
 from protocol.errors import BatonError, Unavailable
 
 #: What ending replicas may take beyond the time that their requests have.
@@ -45,8 +45,8 @@ def _drain(state: RunningCluster, console: Console) -> None:
     session.connect(state)
     import ray
 
-    from cluster.directory import find_directory
-    from cluster.serve_control import undeploy
+    from cluster.membership.directory import find_directory
+    from cluster.serve.control import undeploy
 
     directory, drain_s = None, LifecycleSection().drain_s
     try:

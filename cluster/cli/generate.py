@@ -11,8 +11,8 @@ from cluster.cli.arguments import DEFAULT_GRPC
 from cluster.cli.console import Console
 from cluster.cli.timeline import show_timeline
 from cluster.cli.tls import client_tls
-from cluster.client import InferenceClient, Outcome
-from cluster.local_ray import load_state
+from cluster.client import GenerateOutcome, InferenceClient
+from cluster.local.local_ray import load_state
 from protocol.errors import InvalidRequest
 from protocol.wire.inference_pb2 import Message
 
@@ -28,7 +28,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     try:
         if options.command == "generate":
             prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-            outcome = Outcome()
+            outcome = GenerateOutcome()
             stream = client.complete(prompt, sampling(options), outcome)
             show(stream, outcome, options, console)
         else:
@@ -59,7 +59,7 @@ def sampling(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(
-    stream: Iterator[str], outcome: Outcome, options: argparse.Namespace, console: Console
+    stream: Iterator[str], outcome: GenerateOutcome, options: argparse.Namespace, console: Console
 ) -> str:
     """Print a stream as it comes; its whole text."""
     pieces = []
@@ -99,6 +99,6 @@ def _answer(
     console: Console,
 ) -> None:
     turns.append(Message(role="user", content=text))
-    outcome = Outcome()
+    outcome = GenerateOutcome()
     answer = show(client.chat(turns, sampling(options), outcome), outcome, options, console)
     turns.append(Message(role="assistant", content=answer))

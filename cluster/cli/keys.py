@@ -7,7 +7,7 @@ import argparse
 import yaml
 
 from cluster.cli.console import Console
-from router.keys import check_name, hashed, new_key
+from router.auth.keys import check_name, hashed, new_key
 
 
 def run(options: argparse.Namespace, console: Console) -> None:

@@ -11,8 +11,8 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-from cluster.local_ray import RunningCluster, load_state, lost_daemons, ray_environment
-from cluster.within import ANSWER_S, within
+from cluster.call_timeout import ANSWER_S, within
+from cluster.local.local_ray import RunningCluster, load_state, lost_daemons, ray_environment
 from protocol.errors import Unavailable
 
 _REACH_S = 5.0
@@ -119,7 +119,7 @@ def connected() -> Iterator[Any]:
     state = _reachable()
     os.nice(10)
     connect(state)
-    from cluster.directory import find_directory
+    from cluster.membership.directory import find_directory
 
     try:
         try:

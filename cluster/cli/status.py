@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from cluster.cli import session
 from cluster.cli.console import Console
-from cluster.membership import Kind, Member, View
+from cluster.membership.table import Member, MemberKind, View
 from protocol.errors import BatonError
 from protocol.messages import StatusQuery, WorkerStatus
 from rpc.methods import STATUS
@@ -21,11 +21,11 @@ def run(_options: argparse.Namespace, console: Console) -> None:
     """Show the running cluster."""
     with session.connected() as directory:
         view, secret = session.ask(directory.view.remote(), directory.secret.remote())
-        from cluster.serve_control import pool_statuses
+        from cluster.serve.control import pool_statuses
 
         pools = pool_statuses()
     rows = []
-    for kind in Kind:
+    for kind in MemberKind:
         status = pools.get(kind)
         states = (
             ", ".join(f"{count} {state.lower()}" for state, count in status.replicas.items())
@@ -40,12 +40,14 @@ def run(_options: argparse.Namespace, console: Console) -> None:
 
 def show_members(view: View, secret: bytes, console: Console) -> None:
     """One line for each member, workers asked for their load directly."""
-    workers = [member for member in view.members if member.kind is not Kind.ROUTER]
+    workers = [member for member in view.members if member.kind is not MemberKind.ROUTER]
     statuses = asyncio.run(_ask_all(workers, secret))
     rows = [_worker_row(m, s) for m, s in zip(workers, statuses, strict=True)]
     header = ("WORKER", "STATE", "RUNNING", "WAITING", "KV FREE", "HELD", "CACHED", "QUARANTINED")
     console.table((*header, "TOTAL", "STEPS", "ADDRESS"), rows)
-    routers = [(m.name, m.state.value, m.http, m.grpc, m.metrics) for m in view.of(Kind.ROUTER)]
+    routers = [
+        (m.name, m.state.value, m.http, m.grpc, m.metrics) for m in view.of(MemberKind.ROUTER)
+    ]
     console.say()
     console.table(("ROUTER", "STATE", "HTTP", "GRPC", "METRICS"), routers)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cluster.cli.console import Console
-from cluster.client import Outcome
+from cluster.client import GenerateOutcome
 from protocol.timeline import Phase
 from protocol.wire import inference_pb2 as wire
 
@@ -21,7 +21,7 @@ _NAMES: dict[str, str] = {
 }
 
 
-def show_timeline(timeline: wire.Timeline, outcome: Outcome, console: Console) -> None:
+def show_timeline(timeline: wire.Timeline, outcome: GenerateOutcome, console: Console) -> None:
     """Every phase with its start after arrival, its length, its place and its counts."""
     spans = sorted(timeline.spans, key=lambda span: (span.start, span.end))
     rows = [
@@ -51,7 +51,7 @@ def _count(name: str, value: int) -> str:
     return f"{value} {name if value != 1 else name.removesuffix('s')}"
 
 
-def _summary(timeline: wire.Timeline, outcome: Outcome) -> str:
+def _summary(timeline: wire.Timeline, outcome: GenerateOutcome) -> str:
     first = timeline.first_token - timeline.arrival
     total = timeline.end - timeline.arrival
     text = f"first token after {1e3 * first:.0f} ms, all after {1e3 * total:.0f} ms"

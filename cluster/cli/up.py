@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from cluster.checks import check_config, check_doors, check_resources, demands_of
 from cluster.cli import down, session
 from cluster.cli.console import Console
-from cluster.config import ClusterConfig
-from cluster.config_load import load_config
-from cluster.home import file_lock, models_dir, run_dir
-from cluster.local_ray import (
+from cluster.config.checks import check_config, check_doors, check_resources, demands_of
+from cluster.config.load import load_config
+from cluster.config.schema import ClusterConfig
+from cluster.local.local_ray import (
     RunningCluster,
     kept_logs,
     load_state,
@@ -29,8 +28,9 @@ from cluster.local_ray import (
     sweep,
     wait_local_ray,
 )
-from cluster.membership import reachable
-from cluster.models import find_model
+from cluster.local.paths import file_lock, models_dir, run_dir
+from cluster.membership.table import reachable
+from cluster.models.sources import find_model
 from protocol.errors import InvalidRequest, Unavailable
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
@@ -193,7 +193,7 @@ def _claim(config: ClusterConfig, source: str) -> RunningCluster:
 def _reach_ray(state: RunningCluster, console: Console) -> RunningCluster:
     if state.owned:
         session.prepare(state)
-        import cluster.deployments  # noqa: F401 - takes a second, in which Ray starts
+        import cluster.serve.deployments  # noqa: F401 - takes a second, in which Ray starts
 
         state = wait_local_ray(state)
         console.step("Ray is up")
@@ -203,8 +203,8 @@ def _reach_ray(state: RunningCluster, console: Console) -> RunningCluster:
 def _start(config: ClusterConfig, state: RunningCluster, console: Console) -> RunningCluster:
     session.connect(state)
     from cluster.cli.waiting import wait_ready
-    from cluster.deployments import deploy
-    from cluster.directory import create_directory
+    from cluster.membership.directory import create_directory
+    from cluster.serve.deployments import deploy
 
     session.quiet_serve()
     if state.owned:
@@ -222,8 +222,8 @@ def _start(config: ClusterConfig, state: RunningCluster, console: Console) -> Ru
 def _check_free(config: ClusterConfig) -> None:
     """Raise unless the Ray that we are connected to has no Baton on it, and room for ours. With a
     Ray of others this must come before anything that a failure would take down."""
-    from cluster.deployments import nodes
-    from cluster.directory import NAME, NAMESPACE, find_directory
+    from cluster.membership.directory import NAME, NAMESPACE, find_directory
+    from cluster.serve.deployments import nodes
 
     try:
         find_directory()

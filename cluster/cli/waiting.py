@@ -8,10 +8,10 @@ from collections.abc import Mapping
 
 from cluster.cli import session
 from cluster.cli.console import Console
-from cluster.config import ClusterConfig
-from cluster.directory import find_directory
-from cluster.membership import Kind, Member, View
-from cluster.serve_control import PoolStatus, pool_statuses
+from cluster.config.schema import ClusterConfig
+from cluster.membership.directory import find_directory
+from cluster.membership.table import Member, MemberKind, View
+from cluster.serve.control import PoolStatus, pool_statuses
 from protocol.errors import Internal, Unavailable
 from protocol.states import WorkerState
 
@@ -21,15 +21,17 @@ _LOOK_S = 1.0
 def wait_ready(config: ClusterConfig, console: Console, *, deadline: float) -> Member:
     """Return a ready router once every pool has the replicas that the configuration asks for."""
     wanted = {
-        Kind.PREFILL: config.prefill.replicas,
-        Kind.DECODE: config.decode.replicas,
-        Kind.ROUTER: config.router.replicas,
+        MemberKind.PREFILL: config.prefill.replicas,
+        MemberKind.DECODE: config.decode.replicas,
+        MemberKind.ROUTER: config.router.replicas,
     }
     view = wait_for(wanted, console, deadline=deadline, exact=False)
-    return view.of(Kind.ROUTER, WorkerState.READY)[0]
+    return view.of(MemberKind.ROUTER, WorkerState.READY)[0]
 
 
-def wait_for(wanted: Mapping[Kind, int], console: Console, *, deadline: float, exact: bool) -> View:
+def wait_for(
+    wanted: Mapping[MemberKind, int], console: Console, *, deadline: float, exact: bool
+) -> View:
     """Wait until so many members of each kind are ready (with `exact`: and no others are left).
 
     Raises Internal with Serve's reason when a pool cannot start, Unavailable when time runs out or
@@ -56,7 +58,7 @@ def wait_for(wanted: Mapping[Kind, int], console: Console, *, deadline: float, e
             raise Unavailable(f"not ready in time: {line}. {_reasons(statuses)}".strip())
 
 
-def _progress(view: View, wanted: Mapping[Kind, int]) -> str:
+def _progress(view: View, wanted: Mapping[MemberKind, int]) -> str:
     parts = []
     for kind, count in wanted.items():
         ready = len(view.of(kind, WorkerState.READY))
@@ -66,7 +68,7 @@ def _progress(view: View, wanted: Mapping[Kind, int]) -> str:
     return ", ".join(parts) + " ready"
 
 
-def _reached(view: View, wanted: Mapping[Kind, int], exact: bool) -> bool:
+def _reached(view: View, wanted: Mapping[MemberKind, int], exact: bool) -> bool:
     for kind, count in wanted.items():
         ready = len(view.of(kind, WorkerState.READY))
         if ready < count or (exact and len(view.of(kind)) != count):
@@ -74,20 +76,22 @@ def _reached(view: View, wanted: Mapping[Kind, int], exact: bool) -> bool:
     return True
 
 
-def _raise_failed(statuses: Mapping[Kind, PoolStatus]) -> None:
+def _raise_failed(statuses: Mapping[MemberKind, PoolStatus]) -> None:
     for status in statuses.values():
         if status.failed:
             raise Internal(f"the {status.kind} pool cannot start: {_last_line(status.message)}")
 
 
-def _raise_resized(statuses: Mapping[Kind, PoolStatus], wanted: Mapping[Kind, int]) -> None:
+def _raise_resized(
+    statuses: Mapping[MemberKind, PoolStatus], wanted: Mapping[MemberKind, int]
+) -> None:
     for kind, count in wanted.items():
         target = statuses[kind].target if kind in statuses else None
         if target not in (None, count):
             raise Unavailable(f"the {kind} pool was scaled to {target} meanwhile")
 
 
-def _reasons(statuses: Mapping[Kind, PoolStatus]) -> str:
+def _reasons(statuses: Mapping[MemberKind, PoolStatus]) -> str:
     return "; ".join(
         f"{kind}: {_last_line(status.message)}"
         for kind, status in statuses.items()

@@ -7,17 +7,17 @@ import time
 import torch
 
 from engine.config import EngineConfig
+from engine.cpu.runner import _fingerprint
 from engine.cuda.group import DeviceGroup
 from engine.cuda.options import CudaOptions
 from engine.cuda.runner import CudaRunner
 from engine.errors import ModelRefused
 from engine.executor import Executor
-from engine.follower import Follower
-from engine.loader import Checkpoint
+from engine.model.checkpoint import Checkpoint
 from engine.model.config import ModelConfig
-from engine.rank_messages import open_store
-from engine.ranks import RankGroup, RankInvite
-from engine.runner import _fingerprint
+from engine.ranks.follower import Follower
+from engine.ranks.group import RankGroup, RankInvite
+from engine.ranks.messages import open_store
 from observability.logging import get_logger
 from protocol.kv_layout import DTYPE_BYTES, KVFingerprint
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.kernels.triton_reduce import NormedSum, Turn
+from engine.kernels.triton.reduce import NormedSum, ReduceTurn
 from protocol.errors import Internal
 
 
-class Communicator:
+class RankCollectives:
     """Collectives of one rank, in the order of the current stream; usable inside CUDA graphs.
 
     These move nothing: they are those of a group of one, and any rank's stand-in while the engine
@@ -32,7 +32,7 @@ class Communicator:
     def reduce(self, partial: Tensor, h: Tensor) -> None:
         """h = the sum of all ranks' partial sums, the same on every rank."""
 
-    def turn(self, h: Tensor) -> Turn | None:
+    def turn(self, h: Tensor) -> ReduceTurn | None:
         """This reduction's number, when the product before it is to sum over the ranks itself."""
         return None
 

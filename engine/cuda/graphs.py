@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVarTuple
 import torch
 from torch import Tensor
 
-from engine.cuda.staging import Lane
+from engine.cuda.staging import StagingLane
 
 Key = TypeVarTuple("Key")
 
@@ -20,7 +20,7 @@ class GraphSet(Generic[*Key]):
     `run(*key)` must do the same work at the same addresses whenever it is called.
     """
 
-    def __init__(self, run: Callable[[*Key], Tensor], lane: Lane) -> None:
+    def __init__(self, run: Callable[[*Key], Tensor], lane: StagingLane) -> None:
         self._run = run
         self._lane = lane
         self._pool: Any = None

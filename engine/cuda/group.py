@@ -18,9 +18,9 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from engine.cuda.comm import Communicator
+from engine.cuda.comm import RankCollectives
 from engine.errors import RankLost
-from engine.kernels.triton_reduce import Mailboxes, NormedSum, Turn
+from engine.kernels.triton.reduce import Mailboxes, NormedSum, ReduceTurn
 
 
 class ReduceKind(StrEnum):
@@ -54,7 +54,7 @@ def reduce_table(size: int) -> ReduceTable:
 _ROW_CAPACITY = 1 << 14
 
 
-class DeviceGroup(Communicator):
+class DeviceGroup(RankCollectives):
     """One rank of a group of GPUs of one host; never torch.distributed's process-wide default."""
 
     def __init__(
@@ -152,7 +152,7 @@ class DeviceGroup(Communicator):
             torch.ops.symm_mem.two_shot_all_reduce_(partial, "sum", self._name)
             h.copy_(partial)
 
-    def turn(self, h: Tensor) -> Turn | None:
+    def turn(self, h: Tensor) -> ReduceTurn | None:
         """A turn of the mailboxes for one row that fits them; the product pushes its own sums."""
         if h.shape[0] != 1 or h.numel() > self._boxes.capacity:
             return None
@@ -174,9 +174,9 @@ class DeviceGroup(Communicator):
             signals=signals,
         )
 
-    def _next_turn(self) -> Turn:
+    def _next_turn(self) -> ReduceTurn:
         self._turns += 1
-        return Turn(boxes=self._boxes, index=self._turns - 1)
+        return ReduceTurn(boxes=self._boxes, index=self._turns - 1)
 
     def end_step(self) -> None:
         """Count this step's turns on the device: a graph runs again with the same numbers."""

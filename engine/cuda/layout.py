@@ -15,8 +15,8 @@ from torch import Tensor
 from engine.batch import SequenceStep
 from engine.cuda.staging import StagingRing
 from engine.kernels.sampling import noise_key
-from engine.kernels.triton_attention import PackedChunks
-from engine.kernels.triton_sampling import RowSampling
+from engine.kernels.triton.attention import PackedChunks
+from engine.kernels.triton.sampling import RowSampling
 from protocol.errors import Internal
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.cuda.comm import Communicator
+from engine.cuda.comm import RankCollectives
 from engine.cuda.layout import ChunkRows, DecodeRows
 from engine.cuda.pieces import PromptPieces
 from engine.cuda.prefill import ChunkAttention
 from engine.cuda.split_decode import SplitDecode
-from engine.kernels import triton_elementwise as elementwise
-from engine.kernels.triton_attention import DecodeScratch, DecodeShape, decode_attention
-from engine.kernels.triton_linear import linear, shared_linear
-from engine.kernels.triton_reduce import reduce_normed
+from engine.kernels.triton import elementwise as elementwise
+from engine.kernels.triton.attention import DecodeScratch, DecodeShape, decode_attention
+from engine.kernels.triton.linear import linear, shared_linear
+from engine.kernels.triton.reduce import reduce_normed
 from engine.model.config import ModelConfig
 from engine.model.sharding import RankShare
 from engine.model.weights import LayerWeights, ModelWeights
@@ -67,7 +67,7 @@ class CudaModel:
         self,
         weights: ModelWeights,
         shape: RankShape,
-        comm: Communicator,
+        comm: RankCollectives,
         attention: ChunkAttention,
         *,
         pdl: bool,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.cuda.graphs import GraphSet
 from engine.cuda.layout import DENSE_TOKENS, ChunkRows
-from engine.cuda.staging import Lane
+from engine.cuda.staging import StagingLane
 
 #: Rows are rounded up to a multiple of this; more of them than the most outlast their launches.
 _ROWS, _MOST_ROWS = 128, 512
@@ -38,7 +38,7 @@ class PromptPieces:
         sizes: tuple[int, ...],
         widths: tuple[int, int, int],
         between: Callable[[int, Tensor, Tensor, Tensor, Tensor, Tensor], None],
-        lane: Lane,
+        lane: StagingLane,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.batch import SequenceStep, StepBatch
-from engine.inputs import StepLimits, check_step
+from engine.cpu.inputs import StepLimits, check_step
 from engine.kernels.logprobs import LogprobRows
 from engine.kernels.masks import TokenMasks
 from engine.kernels.penalties import Penalties
@@ -16,7 +16,7 @@ LONG_CONTEXT = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits(StepLimits):
+class BatchLimits(StepLimits):
     """What a step may hold, too. `pinned`: its plans go to a GPU."""
 
     max_batch: int
@@ -52,7 +52,7 @@ class StepPlan:
     long_context: bool
 
 
-def plan_step(batch: StepBatch, limits: Limits, previous: list[int | None]) -> StepPlan:
+def plan_step(batch: StepBatch, limits: BatchLimits, previous: list[int | None]) -> StepPlan:
     """Check and order a batch. `previous` is `results` of the step before.
 
     Raises Internal when something is out of range: schedulers never plan that, and nothing may be
@@ -106,7 +106,9 @@ def _feed(step: SequenceStep, previous: list[int | None]) -> int:
     return row
 
 
-def _check_totals(decodes: list[SequenceStep], chunks: list[SequenceStep], limits: Limits) -> None:
+def _check_totals(
+    decodes: list[SequenceStep], chunks: list[SequenceStep], limits: BatchLimits
+) -> None:
     if len(decodes) + len(chunks) > limits.max_batch:
         raise Internal(f"more than {limits.max_batch} sequences in one step")
     tokens = sum(len(step.tokens) for step in chunks)

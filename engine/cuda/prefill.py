@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.cuda.layout import DENSE_STEP, DENSE_TOKENS, ChunkRows, dense_length
-from engine.kernels.triton_attention import prefill_attention
+from engine.kernels.triton.attention import prefill_attention
 
 
 def cudnn_serves(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:

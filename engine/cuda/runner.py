@@ -10,22 +10,22 @@ from torch import Tensor
 
 from engine.batch import StepBatch, StepResult
 from engine.config import EngineConfig
-from engine.cuda.comm import Communicator
+from engine.cuda.comm import RankCollectives
 from engine.cuda.graphs import GraphSet
 from engine.cuda.layout import ChunkRows, ChunkUploader, DecodeRows
 from engine.cuda.memory import MEMORY_SHARE, RESERVE_BYTES, blocks_that_fit
 from engine.cuda.model import CudaModel, RankShape
 from engine.cuda.options import CudaOptions, graph_batches, next_size
 from engine.cuda.pieces import PromptPieces, piece_sizes
-from engine.cuda.plan import Limits, StepPlan, plan_step
+from engine.cuda.plan import BatchLimits, StepPlan, plan_step
 from engine.cuda.prefill import ChunkAttention, cudnn_serves
 from engine.cuda.sampler import TokenSampler
 from engine.cuda.split_decode import SplitDecode
-from engine.cuda.staging import Lane, StagingRing, to_device, to_host
+from engine.cuda.staging import StagingLane, StagingRing, to_device, to_host
 from engine.cuda.warmup import largest_prompts, warmup_steps
 from engine.errors import RankLost
 from engine.kernels.logprobs import LogprobRows
-from engine.kernels.triton_attention import DecodeScratch, DecodeShape, decode_shape
+from engine.kernels.triton.attention import DecodeScratch, DecodeShape, decode_shape
 from engine.kv.pool import KVPool
 from engine.model.config import ModelConfig
 from engine.model.sharding import share_of
@@ -104,7 +104,7 @@ class CudaRunner:
         self._rank = rank
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self.device = device or torch.device(config.device)
-        self._lane = Lane(self.device)
+        self._lane = StagingLane(self.device)
         share = share_of(model_config, rank, config.tp_size)
         self._shape = RankShape.of(model_config, share)
         with torch.inference_mode():
@@ -119,7 +119,7 @@ class CudaRunner:
         self.model = CudaModel(
             self.weights,
             shape,
-            Communicator(rank, config.tp_size),
+            RankCollectives(rank, config.tp_size),
             self._attention,
             pdl=pdl,
             split=split,
@@ -175,7 +175,7 @@ class CudaRunner:
         """Make the KV pool, and what steps need beside it."""
         config, options = self.config, self.options
         self.layout = kv_layout(config, self.model_config, num_blocks)
-        self._limits = Limits(
+        self._limits = BatchLimits(
             block_size=config.block_size,
             num_blocks=num_blocks,
             vocab_size=self.vocab_size,
@@ -210,9 +210,9 @@ class CudaRunner:
             # All this was filled on another stream than the one that steps run on.
             torch.cuda.synchronize(device)
 
-    def start(self, comm: Communicator | None = None) -> None:
+    def start(self, comm: RankCollectives | None = None) -> None:
         """Join the other ranks, plan prompt attention, capture the decode graphs."""
-        self.model.comm = comm or Communicator()
+        self.model.comm = comm or RankCollectives()
         self.plan_attention(self.options.max_batch)
         with torch.inference_mode():
             if self._graphs_on:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.cuda.comm import Communicator
+from engine.cuda.comm import RankCollectives
 from engine.cuda.layout import DecodeRows
 from engine.cuda.model import RankShape
 from engine.cuda.plan import StepPlan
 from engine.cuda.staging import to_device
-from engine.kernels.triton_sampling import RowSampling, SamplingScratch, pick_best, sample
+from engine.kernels.triton.sampling import RowSampling, SamplingScratch, pick_best, sample
 
 
 class TokenSampler:
@@ -25,7 +25,7 @@ class TokenSampler:
         self.tokens = torch.zeros(rows, dtype=torch.int32, device=device)
 
     def __call__(
-        self, logits: Tensor, plan: StepPlan, rows: DecodeRows, comm: Communicator
+        self, logits: Tensor, plan: StepPlan, rows: DecodeRows, comm: RankCollectives
     ) -> tuple[Tensor, Tensor | None]:
         """The tokens of `logits` `[sampled rows, rows of this rank's head]`, equal on every rank,
         and the table of their log-probabilities where the plan asks for them.
@@ -48,7 +48,7 @@ class TokenSampler:
         sample(logits, sampling, self._scratch, out=tokens)
         return tokens, self._logprobs(raw, tokens, plan)
 
-    def whole(self, logits: Tensor, comm: Communicator) -> Tensor:
+    def whole(self, logits: Tensor, comm: RankCollectives) -> Tensor:
         """Logits of the whole vocabulary, from those of each rank's ids."""
         if comm.size > 1:
             logits = comm.gather(logits).transpose(0, 1).flatten(1)
@@ -77,7 +77,7 @@ class TokenSampler:
         return plan.logprobs.table(lambda part: raw[rows[part]], tokens[rows].long())
 
     def _sample_apart(
-        self, logits: Tensor, sampling: RowSampling, tokens: Tensor, comm: Communicator
+        self, logits: Tensor, sampling: RowSampling, tokens: Tensor, comm: RankCollectives
     ) -> None:
         count = tokens.shape[0]
         ours = self._candidates[: 2 * count].view(2, count)

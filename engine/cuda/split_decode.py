@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.kernels.triton_elementwise import rms_norm
-from engine.kernels.triton_split_linear import (
+from engine.kernels.triton.elementwise import rms_norm
+from engine.kernels.triton.split_linear import (
     MAX_ROWS,
     NextInput,
     SplitScratch,

@@ -15,7 +15,7 @@ from torch import Tensor
 _LOOK_S = 50e-6
 
 
-class Lane:
+class StagingLane:
     """The stream that one runner's work is put on; on a device without streams, nothing."""
 
     def __init__(self, device: torch.device) -> None:

@@ -8,8 +8,8 @@ bring new ones: buffers are laid out for that (`layout.ALIGNMENT`), and a test o
 from __future__ import annotations
 
 from engine.batch import SequenceStep, StepBatch
+from engine.cpu.runner import warmup_batches
 from engine.kernels.masks import mask_bytes
-from engine.runner import warmup_batches
 from protocol.sampling import SamplingParams
 
 #: One chunk for each size of query tile in prompt attention.

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.kernels.memory import empty_on_huge_pages
-from engine.kv.marks import StepMarks
+from engine.kernels.cpu.huge_pages import empty_on_huge_pages
+from engine.kv.step_events import StepEvents
 from protocol.kv_layout import Cells, KVLayout
 
 
@@ -45,7 +45,7 @@ class KVPool:
             self.data = torch.zeros(shape, dtype=dtype, device=device)
         self.layers: tuple[Tensor, ...] = self.data.unbind()
         #: Where steps on a GPU are; None when a step is over once it was launched.
-        self.marks = StepMarks(layout.num_layers) if device.type == "cuda" else None
+        self.marks = StepEvents(layout.num_layers) if device.type == "cuda" else None
 
     def gather(
         self, cells: Cells, layers: range, heads: range, out: Tensor | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from engine.kernels.base import Kernels
-from engine.tp import TensorParallel
+from engine.ranks.tensor_parallel import TensorParallel
 
 
 class RowParallelLinear:

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from engine.kernels.base import Kernels
 from engine.model.sharding import RankShare
-from engine.tp import TensorParallel
+from engine.ranks.tensor_parallel import TensorParallel
 
 
 class VocabularyEmbedding:

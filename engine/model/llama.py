@@ -15,7 +15,7 @@ from engine.kernels.base import Kernels, StepInputs
 from engine.layers.linear import RowParallelLinear
 from engine.layers.vocabulary import VocabularyEmbedding, VocabularyHead
 from engine.model.weights import LayerWeights, WeightLoader
-from engine.tp import TensorParallel
+from engine.ranks.tensor_parallel import TensorParallel
 
 
 class LlamaLayer:

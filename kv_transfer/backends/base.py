@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from kv_transfer.access import Access
+from kv_transfer.backends.pool_access import PoolAccess
 from kv_transfer.config import ChecksumKind
 from protocol.errors import HandoffFailed
 from protocol.kv_layout import Cells
@@ -99,7 +99,7 @@ class BlockMove:
     num_layers: int
     first_head: int
     num_heads: int
-    access: Access
+    access: PoolAccess
     checksum: ChecksumKind = ChecksumKind.NONE
     discard: bool = False
     peer_cells: Cells | None = None

@@ -6,10 +6,10 @@ from collections.abc import Container, Iterable
 from typing import cast
 
 from kv_transfer.backends.base import Backend
+from kv_transfer.backends.block_store import BlockStore, PagedStore
 from kv_transfer.backends.gloo import GlooBackend
 from kv_transfer.backends.host import is_near
 from kv_transfer.config import ONE_SIDED, BackendName, TransferConfig
-from kv_transfer.store import BlockStore, PagedStore
 from protocol.errors import HandoffFailed
 from protocol.messages import LinkAddress
 

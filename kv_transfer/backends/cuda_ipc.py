@@ -18,8 +18,8 @@ from secrets import token_hex
 import torch
 
 from kv_transfer.backends.base import BlockMove, End, LinkBroken, LinkId
+from kv_transfer.backends.block_store import PagedStore
 from kv_transfer.backends.host import host_id
-from kv_transfer.checksum import content_checksum
 from kv_transfer.config import ChecksumKind
 from kv_transfer.cuda.copying import (
     Extent,
@@ -31,15 +31,9 @@ from kv_transfer.cuda.copying import (
     load_copies,
     pool_rows,
 )
-from kv_transfer.cuda.driver import (
-    Context,
-    DriverError,
-    close_memory,
-    export_memory,
-    open_memory,
-)
-from kv_transfer.plan import layer_groups
-from kv_transfer.store import PagedStore
+from kv_transfer.cuda.driver import Context, DriverError, close_memory, export_memory, open_memory
+from kv_transfer.plan.checksum import content_checksum
+from kv_transfer.plan.reshard import layer_groups
 from observability.logging import get_logger
 
 log = get_logger(__name__)

@@ -17,7 +17,7 @@ import torch
 from torch._C._distributed_c10d import ProcessGroupGloo, Work
 
 from kv_transfer.backends.base import LinkBroken, LinkId
-from kv_transfer.backends.rendezvous import MeetingBackend, SocketStore
+from kv_transfer.backends.rendezvous import RendezvousBackend, SocketStore
 
 _POISON_TAG = (1 << 31) - 1
 
@@ -76,7 +76,7 @@ class GlooLink:
             pass  # as intended, or broken before
 
 
-class GlooBackend(MeetingBackend[GlooLink]):
+class GlooBackend(RendezvousBackend[GlooLink]):
     """Makes gloo links for one rank."""
 
     name = "gloo"

@@ -23,10 +23,10 @@ from functools import partial
 import torch
 
 from kv_transfer.backends.base import BlockMove, End, LinkBroken, LinkId
+from kv_transfer.backends.block_store import PagedStore
 from kv_transfer.backends.cuda_ipc import shape_of
-from kv_transfer.backends.rendezvous import SENDER, MeetingBackend, SocketStore
+from kv_transfer.backends.rendezvous import SENDER, RendezvousBackend, SocketStore
 from kv_transfer.backends.watch import Watch
-from kv_transfer.checksum import content_checksum
 from kv_transfer.config import ChecksumKind
 from kv_transfer.cuda.copying import (
     PAGE_NUMBER_BYTES,
@@ -41,7 +41,7 @@ from kv_transfer.cuda.copying import (
 from kv_transfer.cuda.driver import Event
 from kv_transfer.cuda.nccl import Communicator, unique_id
 from kv_transfer.cuda.staging import Staging
-from kv_transfer.store import PagedStore
+from kv_transfer.plan.checksum import content_checksum
 
 BUFFERS = 2  # one on the wire, the other being filled or emptied
 _WARM_BYTES = 1 << 20
@@ -299,7 +299,7 @@ class NcclLink:
             raise LinkBroken(f"link {self._name}: {error}") from error
 
 
-class NcclBackend(MeetingBackend[NcclLink]):
+class NcclBackend(RendezvousBackend[NcclLink]):
     """Makes links for one rank."""
 
     name = "nccl"

@@ -75,7 +75,7 @@ class SocketStore(Store):
             self._values[data[:key_size].decode()] = data[key_size:]
 
 
-class Meeting:
+class Rendezvous:
     """The receiver's listening socket on `host`, and the senders that came and were not yet asked
     for. Safe from any thread."""
 
@@ -175,12 +175,12 @@ class Meeting:
             stale.close()
 
 
-class MeetingBackend(ABC, Generic[L]):
+class RendezvousBackend(ABC, Generic[L]):
     """A backend whose links are built by two ends that meet at a socket of the receiver's. `host`
     is the address to listen on and to advertise."""
 
     def __init__(self, host: str) -> None:
-        self._meeting = Meeting(host)
+        self._meeting = Rendezvous(host)
 
     def listen(self) -> str:
         """Listen on a free port of `host`, once."""

@@ -9,9 +9,9 @@ from grpc import aio
 
 from protocol.errors import InvalidRequest, Unsupported
 from protocol.wire import inference_pb2 as pb
-from router.admin import AdminBackend, ClusterView
+from router.admin import AdminBackend, ClusterInfo
+from router.auth.keys import Caller
 from router.grpc import convert
-from router.keys import Caller
 
 _Context = aio.ServicerContext[Any, Any]
 
@@ -21,7 +21,7 @@ _MAX_REPLICAS = 100_000
 class AdminServicer:
     """The methods, as gRPC calls them. Without a backend the cluster can be seen, not steered."""
 
-    def __init__(self, own_view: Callable[[], ClusterView], backend: AdminBackend | None) -> None:
+    def __init__(self, own_view: Callable[[], ClusterInfo], backend: AdminBackend | None) -> None:
         self._own_view = own_view
         self._backend = backend
 
@@ -49,7 +49,7 @@ class AdminServicer:
         await self._steering().drain(request.worker_id)
         return pb.DrainResponse()
 
-    async def _view(self) -> ClusterView:
+    async def _view(self) -> ClusterInfo:
         own = self._own_view()
         return own if self._backend is None else await self._backend.view(own)
 

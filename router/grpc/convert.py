@@ -12,13 +12,13 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from protocol.errors import InvalidRequest
 from protocol.wire import inference_pb2 as pb
-from router import fields as read
-from router.admin import ClusterView, WorkerView
-from router.choice import Delta, Score
-from router.messages import MAX_MESSAGES, check_items
-from router.request import MAX_PROMPTS, GenerateRequest, RequestKind
-from router.text.pieces import PieceTable
-from router.tools.request import MAX_TOOLS
+from router.admin import ClusterInfo, WorkerInfo
+from router.dispatch.output_stream import Delta, Score
+from router.request import fields as read
+from router.request.chat_messages import MAX_MESSAGES, check_items
+from router.request.generate_request import MAX_PROMPTS, GenerateRequest, RequestKind
+from router.request.tools import MAX_TOOLS
+from router.text.token_table import TokenTable
 
 _INPUTS = ("prompt", "prompt_token_ids", "prompts", "chat")
 #: Items of a field, or bytes of what is unknown, that are looked at one by one.
@@ -182,7 +182,7 @@ def choice_message(delta: Delta, *, token_ids: bool) -> pb.Choice:
 
 
 def add_logprobs(
-    choice: pb.Choice, delta: Delta, request: GenerateRequest, pieces: PieceTable
+    choice: pb.Choice, delta: Delta, request: GenerateRequest, pieces: TokenTable
 ) -> None:
     """Add the log-probabilities of a delta that the request asks for."""
     prompt = delta.prompt_scores or ()
@@ -194,7 +194,7 @@ def add_logprobs(
         choice.prompt_logprobs.extend(_logprob(score, count, pieces) for score in prompt)
 
 
-def _logprob(score: Score, count: int, pieces: PieceTable) -> pb.TokenLogprob:
+def _logprob(score: Score, count: int, pieces: TokenTable) -> pb.TokenLogprob:
     piece, logprobs = pieces[score.token], score.logprobs
     message = pb.TokenLogprob(
         token_id=score.token, token=piece.text, bytes=piece.data, text_offset=score.offset
@@ -211,7 +211,7 @@ def _logprob(score: Score, count: int, pieces: PieceTable) -> pb.TokenLogprob:
     return message
 
 
-def cluster_message(view: ClusterView) -> pb.Cluster:
+def cluster_message(view: ClusterInfo) -> pb.Cluster:
     """A view of the cluster."""
     return pb.Cluster(
         model=view.model,
@@ -223,7 +223,7 @@ def cluster_message(view: ClusterView) -> pb.Cluster:
     )
 
 
-def _worker(worker: WorkerView) -> pb.Worker:
+def _worker(worker: WorkerInfo) -> pb.Worker:
     ref = asdict(worker.ref)
     del ref["role"]  # of the whole pool
     return pb.Worker(**ref, **asdict(worker.load), state=worker.state, in_flight=worker.in_flight)

@@ -14,7 +14,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
 from protocol.errors import STATUSES, BatonError, ErrorInfo
-from router.present import presentable
+from router.errors import presentable
 
 _DETAILS_KEY = "grpc-status-details-bin"
 

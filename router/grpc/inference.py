@@ -10,14 +10,14 @@ from typing import Any
 from grpc import aio
 
 from protocol.wire import inference_pb2 as pb
-from router.generation import Generation
+from router.auth.keys import Caller
+from router.dispatch.request_run import RequestRun
 from router.grpc import convert
 from router.grpc.metadata import metadata_value, trace_of
-from router.keys import Caller
-from router.large import off_loop
-from router.request import GenerateRequest, parse_request
-from router.request_id import REQUEST_ID, request_id
-from router.service import Door, InferenceService
+from router.offload import off_loop
+from router.request.generate_request import GenerateRequest, parse_request
+from router.request.request_id import REQUEST_ID, request_id
+from router.service import FrontEnd, InferenceService
 
 _Context = aio.ServicerContext[Any, Any]
 
@@ -45,7 +45,9 @@ class InferenceServicer:
         arrival = self._service.clock()
         called = request_id(metadata_value(context, REQUEST_ID))
         context.set_trailing_metadata(((REQUEST_ID, called.name),))
-        with self._service.track(Door.GRPC, "generate", called, overdue=partial(_overdue, context)):
+        with self._service.track(
+            FrontEnd.GRPC, "generate", called, overdue=partial(_overdue, context)
+        ):
             kind, fields = convert.generate_fields(request)
             parsed = parse_request(kind, fields)
             token_ids = not request.HasField("return_token_ids") or request.return_token_ids
@@ -95,7 +97,7 @@ class InferenceServicer:
     async def _relay(
         self,
         request: GenerateRequest,
-        generation: Generation,
+        generation: RequestRun,
         context: _Context,
         *,
         token_ids: bool,

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from observability.logging import get_logger
 from protocol.errors import BatonError, InvalidRequest, Unavailable, typed
 from protocol.wire import inference_pb2 as pb
-from router.access import Access
+from router.auth.key_file import KeyFile
 from router.config import RouterConfig
 from router.grpc.admin import AdminServicer
 from router.grpc.errors import abort
@@ -50,7 +50,7 @@ class GrpcServer:
         inference: InferenceServicer,
         admin: AdminServicer | None,
         *,
-        access: Access,
+        access: KeyFile,
         credentials: grpc.ServerCredentials | None,
         config: RouterConfig,
     ) -> None:
@@ -149,7 +149,7 @@ class _Guard:
     """Checks the key of each call and that its message has parsed, hands it on, and ends it with
     the status of whatever was raised."""
 
-    def __init__(self, access: Access, *, admin: bool = False) -> None:
+    def __init__(self, access: KeyFile, *, admin: bool = False) -> None:
         self._access = access
         self._admin = admin
 
@@ -185,7 +185,7 @@ class _Guard:
 class _GuardedReflection(reflection.aio.ReflectionServicer):  # type: ignore[misc]
     """What methods there are, told to those with a key."""
 
-    def __init__(self, names: Sequence[str], access: Access) -> None:
+    def __init__(self, names: Sequence[str], access: KeyFile) -> None:
         super().__init__(names)
         self._access = access
 

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from protocol.errors import BatonError, Cancelled
-from router.large import encode_in_pieces, off_loop
+from router.offload import encode_in_pieces, off_loop
 from router.openai.connection import hang_up
 from router.openai.errors import JSON_TYPE, error_body, error_headers, error_status
 
@@ -29,7 +29,7 @@ STREAM_HEADERS: Headers = [
 _LAST_WORDS_S = 30.0
 
 
-class Answer:
+class HttpAnswer:
     """One HTTP answer on its way out. Knows whether its status line has gone."""
 
     def __init__(self, scope: Scope, send: Send) -> None:

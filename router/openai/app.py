@@ -19,12 +19,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from observability.export import CONTENT_TYPE
 from protocol.errors import BatonError, InvalidRequest, NotFound, Unavailable, typed
-from router.access import Access
-from router.generation import Generation
-from router.keys import Caller
-from router.large import off_loop
-from router.model import ModelInfo, ServedModel
-from router.openai.answers import Answer, cancelled_when_gone
+from router.auth.key_file import KeyFile
+from router.auth.keys import Caller
+from router.dispatch.request_run import RequestRun
+from router.offload import off_loop
+from router.openai.answers import HttpAnswer, cancelled_when_gone
 from router.openai.body import Bodies
 from router.openai.chunks import ChunkWriter
 from router.openai.chunks import answer as answer_bytes
@@ -32,9 +31,10 @@ from router.openai.connection import id_of
 from router.openai.document import openapi_document
 from router.openai.errors import JSON_TYPE, error_body, error_headers, error_status
 from router.openai.guard import caller_of, guarded, trace_of
-from router.request import GenerateRequest, RequestKind, parse_request
-from router.request_id import REQUEST_ID
-from router.service import Door, InferenceService
+from router.request.generate_request import GenerateRequest, RequestKind, parse_request
+from router.request.request_id import REQUEST_ID
+from router.served_model import ModelInfo, ServedModel
+from router.service import FrontEnd, InferenceService
 
 _Ending = Callable[[], Awaitable[None]]
 MetricsText = Callable[[], Awaitable[bytes]]
@@ -64,7 +64,7 @@ _Operation = Callable[[dict[str, Any], Caller], Awaitable[dict[str, Any]]]
 def make_app(
     service: InferenceService,
     *,
-    access: Access,
+    access: KeyFile,
     metrics_text: MetricsText,
     max_body_bytes: int,
     model: ServedModel,
@@ -73,7 +73,7 @@ def make_app(
 ) -> ASGIApp:
     """The ASGI application. `metrics_text` renders /metrics, `metrics_targets` names where each
     router has its own; `model` is what /openapi.json is about; pages of `cors_origins` may call."""
-    door = _Door(service, max_body_bytes)
+    door = _FrontEnd(service, max_body_bytes)
     document = openapi_document(
         version=_version(),
         names=sorted(model.names),
@@ -135,7 +135,7 @@ class _App:
         await self._run(scope, receive, send)
 
 
-class _Door:
+class _FrontEnd:
     def __init__(self, service: InferenceService, max_body_bytes: int) -> None:
         self._service = service
         self._bodies = Bodies(max_body_bytes)
@@ -143,9 +143,9 @@ class _Door:
     async def generate(self, kind: RequestKind, scope: Scope, receive: Receive, send: Send) -> None:
         """POST /v1/chat/completions and /v1/completions."""
         arrival, called = self._service.clock(), id_of(scope)
-        answer = Answer(scope, send)
+        answer = HttpAnswer(scope, send)
         try:
-            with self._service.track(Door.HTTP, _ENDPOINTS[kind], called):
+            with self._service.track(FrontEnd.HTTP, _ENDPOINTS[kind], called):
                 request = parse_request(kind, await self._bodies.read_object(scope, receive))
                 async with (
                     cancelled_when_gone(receive),
@@ -163,7 +163,7 @@ class _Door:
             await answer.error(error)
 
     async def _relay(
-        self, request: GenerateRequest, generation: Generation, answer: Answer
+        self, request: GenerateRequest, generation: RequestRun, answer: HttpAnswer
     ) -> _Ending:
         """Pass the output on; what is left to send once the request is off the books. Until then a
         client that got its answer could still be refused for what it had in flight."""
@@ -187,7 +187,7 @@ class _Door:
         self, operation: _Operation, scope: Scope, receive: Receive, send: Send
     ) -> None:
         """The path of an operation from one JSON object to another."""
-        answer = Answer(scope, send)
+        answer = HttpAnswer(scope, send)
         try:
             fields = await self._bodies.read_object(scope, receive)
             await answer.object(await operation(fields, caller_of(scope)))

@@ -20,8 +20,8 @@ from protocol.errors import (
     PayloadTooLarge,
     UnsupportedEncoding,
 )
-from router.fields import as_object
-from router.openai.pieces import loads_in_pieces, refuse_constant
+from router.openai.json_chunks import loads_in_pieces, refuse_constant
+from router.request.fields import as_object
 
 #: Bodies of more bytes are parsed in a thread.
 _LARGE = 1 << 17

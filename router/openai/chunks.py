@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from protocol.states import FinishReason
-from router.choice import Delta
-from router.generation import Generation
-from router.large import encode as _encode
-from router.large import encode_in_pieces
+from router.dispatch.output_stream import Delta
+from router.dispatch.request_run import RequestRun
+from router.offload import encode as _encode
+from router.offload import encode_in_pieces
 from router.openai.logprobs import logprobs_json, prompt_logprobs_json
-from router.request import GenerateRequest, RequestKind
-from router.tools.parser import CallDelta
+from router.request.generate_request import GenerateRequest, RequestKind
+from router.text.tool_parser import CallDelta
 
 DONE = b"data: [DONE]\n\n"
 #: In an event stream they end no line, but some clients split it with their language's own means
@@ -25,7 +25,7 @@ _LINE_ENDS = "\x85\u2028\u2029"
 class ChunkWriter:
     """Writes the server-sent events of one stream."""
 
-    def __init__(self, request: GenerateRequest, generation: Generation, *, model: str) -> None:
+    def __init__(self, request: GenerateRequest, generation: RequestRun, *, model: str) -> None:
         chat = request.kind is RequestKind.CHAT
         self._request = request
         self._generation = generation
@@ -108,7 +108,7 @@ class ChunkWriter:
 
 
 def answer(
-    request: GenerateRequest, generation: Generation, deltas: Sequence[Delta], *, model: str
+    request: GenerateRequest, generation: RequestRun, deltas: Sequence[Delta], *, model: str
 ) -> bytes:
     """The response of a request that is not streamed, from the one delta of each choice."""
     chat = request.kind is RequestKind.CHAT
@@ -155,7 +155,7 @@ def _call(call: CallDelta) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _head(request: GenerateRequest, generation: Generation, *, model: str, stream: bool) -> str:
+def _head(request: GenerateRequest, generation: RequestRun, *, model: str, stream: bool) -> str:
     if request.kind is RequestKind.CHAT:
         prefix, kind = "chatcmpl", "chat.completion.chunk" if stream else "chat.completion"
     else:

@@ -8,7 +8,7 @@ from typing import Any
 
 from protocol.errors import ErrorCode
 from protocol.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_SEED, MAX_STOP_TOKEN_IDS
-from router.request import (
+from router.request.generate_request import (
     MAX_CHOICES,
     MAX_PROMPTS,
     MAX_SALT_CHARS,

@@ -6,7 +6,7 @@ import json
 import math
 
 from protocol.errors import STATUSES, BatonError, ErrorCode
-from router.present import presentable
+from router.errors import presentable
 
 JSON_TYPE = (b"content-type", b"application/json")
 _TYPES = {

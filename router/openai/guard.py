@@ -7,15 +7,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from protocol.errors import BatonError
 from protocol.trace import TraceContext, parse_trace
-from router.access import Access
-from router.keys import ANYONE, Caller
-from router.openai.answers import Answer
+from router.auth.key_file import KeyFile
+from router.auth.keys import ANYONE, Caller
+from router.openai.answers import HttpAnswer
 
 PUBLIC = frozenset({"/health", "/ready", "/metrics", "/metrics/targets"})
 _CALLER = "baton.caller"
 
 
-def guarded(app: ASGIApp, access: Access) -> ASGIApp:
+def guarded(app: ASGIApp, access: KeyFile) -> ASGIApp:
     """`app`, which finds the caller with `caller_of`, for those with a key; the others get 401."""
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
@@ -23,7 +23,7 @@ def guarded(app: ASGIApp, access: Access) -> ASGIApp:
             try:
                 scope[_CALLER] = access.caller(Headers(scope=scope).get("authorization"))
             except BatonError as error:
-                await Answer(scope, send).error(error)
+                await HttpAnswer(scope, send).error(error)
                 return
         await app(scope, receive, send)
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from protocol.logprobs import TokenLogprobs
-from router.choice import Delta, Score
-from router.request import GenerateRequest, RequestKind
-from router.text.pieces import PieceTable
+from router.dispatch.output_stream import Delta, Score
+from router.request.generate_request import GenerateRequest, RequestKind
+from router.text.token_table import TokenTable
 
 
 def logprobs_json(
-    request: GenerateRequest, pieces: PieceTable, delta: Delta
+    request: GenerateRequest, pieces: TokenTable, delta: Delta
 ) -> dict[str, Any] | None:
     """`logprobs` of a choice, or of the part of it that a delta is; None if not asked for."""
     if request.logprobs is None:
@@ -33,7 +33,7 @@ def logprobs_json(
 
 
 def prompt_logprobs_json(
-    request: GenerateRequest, pieces: PieceTable, delta: Delta
+    request: GenerateRequest, pieces: TokenTable, delta: Delta
 ) -> list[dict[str, Any] | None] | None:
     """`prompt_logprobs` in vLLM's form: null for the first token, then a map from token ids."""
     count = request.prompt_logprobs
@@ -45,7 +45,7 @@ def prompt_logprobs_json(
     ]
 
 
-def _by_id(token: int, logprobs: TokenLogprobs, count: int, pieces: PieceTable) -> dict[str, Any]:
+def _by_id(token: int, logprobs: TokenLogprobs, count: int, pieces: TokenTable) -> dict[str, Any]:
     return {
         str(other): {"logprob": logprob, "rank": rank, "decoded_token": pieces[other].text}
         for other, logprob, rank in _ranked(token, logprobs, count)
@@ -58,7 +58,7 @@ def _shown(request: GenerateRequest, delta: Delta) -> Iterator[Score]:
     yield from delta.scores or ()
 
 
-def _chat_entry(score: Score, count: int, pieces: PieceTable) -> dict[str, Any]:
+def _chat_entry(score: Score, count: int, pieces: TokenTable) -> dict[str, Any]:
     assert score.logprobs is not None
     entry = _chat_token(score.token, score.logprobs.logprob, pieces)
     pairs = zip(score.logprobs.top_ids[:count], score.logprobs.top_logprobs, strict=False)
@@ -66,13 +66,13 @@ def _chat_entry(score: Score, count: int, pieces: PieceTable) -> dict[str, Any]:
     return entry
 
 
-def _chat_token(token: int, logprob: float, pieces: PieceTable) -> dict[str, Any]:
+def _chat_token(token: int, logprob: float, pieces: TokenTable) -> dict[str, Any]:
     piece = pieces[token]
     return {"token": piece.text, "logprob": logprob, "bytes": list(piece.data)}
 
 
 def _top_texts(
-    token: int, logprobs: TokenLogprobs, count: int, pieces: PieceTable
+    token: int, logprobs: TokenLogprobs, count: int, pieces: TokenTable
 ) -> dict[str, float]:
     """Texts are the keys; of several tokens with one text, the likeliest counts."""
     top: dict[str, float] = {}

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import InvalidRequest, Unsupported
-from router.messages import ChatMessage, ChatRole
+from router.request.chat_messages import ChatMessage, ChatRole
 from router.text.template import ChatTemplate
-from router.tools.formats import ToolFormat, detect_format
+from router.text.tool_formats import ToolFormat, detect_format
 
 #: Makes control tokens in a text that came from somebody of this role harmless.
 Hide = Callable[[str, ChatRole], str]

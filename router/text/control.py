@@ -16,7 +16,7 @@ import re
 import secrets
 from collections.abc import Callable, Sequence
 
-from router.messages import ChatRole
+from router.request.chat_messages import ChatRole
 
 _Encode = Callable[[str], tuple[int, ...]]
 
@@ -30,7 +30,7 @@ class ControlTokens:
         self.encode = encode
 
 
-class Marks:
+class ControlMarkers:
     """The spellings found in one prompt. The marks are random, so content cannot contain them."""
 
     def __init__(self, tokens: ControlTokens) -> None:

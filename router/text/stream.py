@@ -5,7 +5,7 @@ from __future__ import annotations
 from protocol.states import FinishReason
 from router.text.detokenizer import Detokenizer
 from router.text.stops import StopMatcher
-from router.tools.parser import CallDelta, CallParser
+from router.text.tool_parser import CallDelta, CallParser
 
 
 class TextStream:

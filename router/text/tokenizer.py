@@ -16,11 +16,11 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from protocol.errors import ContextTooLong
-from router.messages import ChatMessage
+from router.request.chat_messages import ChatMessage
 from router.text.chat import load_templates, token_text
-from router.text.control import ControlTokens, Marks
+from router.text.control import ControlMarkers, ControlTokens
 from router.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_table
-from router.text.pieces import PieceTable
+from router.text.token_table import TokenTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class ModelText:
             for i, data in enumerate(self._byte_table)
         ]
         #: Every id by itself, as text and bytes.
-        self.pieces = PieceTable(self._tokenizer, self._byte_table)
+        self.pieces = TokenTable(self._tokenizer, self._byte_table)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """The ids of a text; by default with what the tokenizer adds (often a BOS)."""
@@ -103,7 +103,7 @@ class ModelText:
         Raises InvalidRequest when the model has no template or the template refuses the messages,
         ContextTooLong when the prompt has far more than `limit` tokens.
         """
-        marks = Marks(self._control) if self._neutralise else None
+        marks = ControlMarkers(self._control) if self._neutralise else None
         hide = (lambda text, _role: text) if marks is None else marks.hide
         prompt = self.chat.render(messages, tools, hide)
         if limit is not None and self.longer_than(prompt, limit):

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.config import ClusterConfig
-from cluster.config_load import DERIVED, load_config
-from cluster.config_tree import leaf_paths
+from cluster.config.load import DERIVED, load_config
+from cluster.config.schema import ClusterConfig
+from cluster.config.tree import leaf_paths
 from protocol.ids import Role
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from cluster.client import InferenceClient, Outcome
+from cluster.client import GenerateOutcome, InferenceClient
 from protocol.errors import BatonError
 from tests.cluster.conftest import MODEL, Baton
 from tests.support.doors import Doors
@@ -18,8 +18,8 @@ LONG = "The history of the city begins with its rivers, and " * 12
 TOKENS = 24
 
 
-def answer(client: InferenceClient, prompt: str, *, tokens: int = TOKENS) -> Outcome:
-    outcome = Outcome()
+def answer(client: InferenceClient, prompt: str, *, tokens: int = TOKENS) -> GenerateOutcome:
+    outcome = GenerateOutcome()
     options = {
         "max_tokens": tokens,
         "temperature": 0.0,
@@ -32,7 +32,7 @@ def answer(client: InferenceClient, prompt: str, *, tokens: int = TOKENS) -> Out
     return outcome
 
 
-def ask(baton: Baton, prompt: str, *, tokens: int = 8) -> Outcome:
+def ask(baton: Baton, prompt: str, *, tokens: int = 8) -> GenerateOutcome:
     """One answer, by a client of its own."""
     client = InferenceClient(str(baton.state()["grpc"]))
     outcome = answer(client, prompt, tokens=tokens)
@@ -80,7 +80,7 @@ class Load:
         client = InferenceClient(address)
         options = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True, "timeout": 120.0}
         while not self.stop.is_set():
-            outcome, last, worst = Outcome(), 0.0, 0.0
+            outcome, last, worst = GenerateOutcome(), 0.0, 0.0
             try:
                 for _ in client.complete(LONG, options, outcome):
                     now = time.monotonic()

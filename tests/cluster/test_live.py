@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from cluster.client import InferenceClient, Outcome
+from cluster.client import GenerateOutcome, InferenceClient
 from protocol.wire import inference_pb2 as wire
 from tests.cluster.conftest import MODEL, Baton, session_processes
 from tests.cluster.load import LONG, TOKENS, answer, load, wait_until
@@ -38,7 +38,7 @@ def post(live: Baton, path: str, body: dict[str, object]) -> dict[str, object]:
 
 
 def test_chat_over_grpc(client: InferenceClient) -> None:
-    outcome = Outcome()
+    outcome = GenerateOutcome()
     turns = [wire.Message(role="user", content=QUESTION)]
     options = {"max_tokens": 20, "temperature": 0.0, "timeline": True}
     text = "".join(client.chat(turns, options, outcome))

@@ -35,7 +35,7 @@ from tests.gpu.chaos_worker import PATIENCE_S, Process
 from tests.support.pair import SECRET, FakeRouter
 from tests.support.tiny import save_tiny_llama
 from worker_runtime.config import WorkerConfig
-from worker_runtime.host import WorkerSettings
+from worker_runtime.worker import WorkerSettings
 
 MARGIN = 1e-3
 SHAPE = {

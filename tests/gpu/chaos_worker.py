@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from decode_worker.worker import DecodeWorker
-from engine.ranks import RankGroup
-from kv_transfer.orders import CloseOrder, Order
+from engine.ranks.group import RankGroup
+from kv_transfer.data.rank_commands import CloseCommand, RankCommand
 from prefill_worker.worker import PrefillWorker
 from protocol.errors import HandoffFailed
 from protocol.ids import Role, WorkerRef
-from worker_runtime.host import WorkerSettings
 from worker_runtime.ranks import follow_rank
+from worker_runtime.worker import WorkerSettings
 
 PATIENCE_S = 60.0
 
@@ -70,7 +70,9 @@ class Host:
 
     async def snap(self, sender: int, receiver: int) -> str:
         """Break the links of a random rank between two workers."""
-        close = Order(close=CloseOrder(sender_epoch=sender, receiver_epoch=receiver, link=1 << 40))
+        close = RankCommand(
+            close=CloseCommand(sender_epoch=sender, receiver_epoch=receiver, link=1 << 40)
+        )
         rank = self._random.randrange(self._size)
         await self._worker.ranks.run(rank, close)
         return "snapped"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.kernels import triton_elementwise as elementwise
+from engine.kernels.triton import elementwise as elementwise
 
 
 @pytest.mark.parametrize("offset", [0, 1, 8])

@@ -6,7 +6,7 @@ import torch
 from engine.batch import SequenceStep
 from engine.cuda.layout import ChunkUploader
 from engine.cuda.prefill import ChunkAttention, cudnn_serves
-from engine.kernels.triton_elementwise import rope_write
+from engine.kernels.triton.elementwise import rope_write
 from protocol.sampling import SamplingParams
 
 HEADS, KV_HEADS, DIM, PAGE = 8, 2, 128, 16

@@ -5,7 +5,7 @@ import torch
 from torch.distributed import TCPStore
 
 from engine.cuda.group import DeviceGroup, ReduceKind
-from engine.kernels.triton_reduce import reduce_normed
+from engine.kernels.triton.reduce import reduce_normed
 from tests.support.apart import apart
 from tests.support.cuda import Reference, make_runner, mixed_script, tiny_config
 

@@ -23,10 +23,10 @@ from engine.batch import StepBatch
 from engine.config import EngineConfig
 from engine.errors import ModelRefused, RankLost
 from engine.executor import Executor, build_executor
-from engine.follower import Follower
 from engine.local import LocalEngine
-from engine.rank_messages import RankInvite, Report, Sign
-from engine.ranks import RankGroup
+from engine.ranks.follower import Follower
+from engine.ranks.group import RankGroup
+from engine.ranks.messages import RankInvite, Report, Sign
 from protocol import codec
 from protocol.errors import BatonError, Internal, NotFound
 from protocol.sampling import SamplingParams

@@ -23,8 +23,8 @@ from protocol.sampling import SamplingParams
 from protocol.states import FinishReason
 from tests.support.pair import Pair, running_pair
 from tests.support.tiny import save_tiny_llama
-from worker_runtime import counters
 from worker_runtime.config import WorkerConfig
+from worker_runtime.scheduling import counters
 
 VOCAB = 49_152
 ENDS = (0, 2)

@@ -16,7 +16,7 @@ from protocol.sampling import SamplingParams
 from protocol.states import FinishReason
 from tests.support.pair import SMALL_STEPS, Answer, Pair, running_pair
 from tests.support.prompts import random_ids
-from worker_runtime import counters
+from worker_runtime.scheduling import counters
 
 #: Of a log-probability, between transformers and the workers, both in float32.
 TOLERANCE = 1e-3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.native import build
+from engine.kernels.native import build
 
 
 @pytest.mark.skipif(build.load_library() is None, reason="not for this machine")

@@ -21,8 +21,8 @@ from tests.support.prompts import random_ids
 from tests.support.smollm2 import TeacherForced
 from tests.support.stack import running_stack
 from tests.support.tiny import Oracle
-from worker_runtime import counters
 from worker_runtime.config import WorkerConfig
+from worker_runtime.scheduling import counters
 
 BLOCK = 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)

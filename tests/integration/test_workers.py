@@ -28,7 +28,7 @@ from tests.support.held import Held
 from tests.support.pair import SMALL_STEPS, Pair, running_pair
 from tests.support.prompts import random_ids
 from tests.support.tiny import Oracle
-from worker_runtime import counters
+from worker_runtime.scheduling import counters
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 CHUNK = SMALL_STEPS.max_num_batched_tokens

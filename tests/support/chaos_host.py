@@ -19,17 +19,17 @@ import torch
 from decode_worker.worker import DecodeWorker
 from engine.config import EngineConfig
 from engine.errors import RankLost
-from engine.rank_messages import RankInvite
-from engine.ranks import RankGroup
+from engine.ranks.group import RankGroup
+from engine.ranks.messages import RankInvite
 from kv_transfer.config import TransferConfig
-from kv_transfer.orders import CloseOrder, Order
+from kv_transfer.data.rank_commands import CloseCommand, RankCommand
 from prefill_worker.worker import PrefillWorker
 from protocol.errors import HandoffFailed
 from protocol.ids import WorkerRef
 from tests.support.processes import obey
 from worker_runtime.config import WorkerConfig
-from worker_runtime.host import Worker, WorkerSettings
 from worker_runtime.ranks import follow_rank
+from worker_runtime.worker import Worker, WorkerSettings
 
 SECRET = b"a secret of the tests"
 CONFIG = WorkerConfig(max_num_seqs=16, max_num_batched_tokens=64)
@@ -103,9 +103,9 @@ class Host:
             return False
         peer, me = self._random.choice(sorted(peers)), side.ref.epoch
         epochs = (me, peer) if side is self.prefill else (peer, me)
-        close = CloseOrder(sender_epoch=epochs[0], receiver_epoch=epochs[1], link=_EVERY_LINK)
+        close = CloseCommand(sender_epoch=epochs[0], receiver_epoch=epochs[1], link=_EVERY_LINK)
         rank = self._random.randrange(side.ranks.executor.layout.tp_size)
-        await side.ranks.run(rank, Order(close=close))
+        await side.ranks.run(rank, RankCommand(close=close))
         return True
 
     async def give_up(self) -> bool:

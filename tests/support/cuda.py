@@ -4,19 +4,19 @@ import torch
 
 from engine.batch import SequenceStep, StepBatch
 from engine.config import EngineConfig
+from engine.cpu.inputs import StepLimits, prepare_step
+from engine.cpu.runner import run_prepared
 from engine.cuda.options import CudaOptions
 from engine.cuda.runner import CudaRunner
-from engine.inputs import StepLimits, prepare_step
 from engine.kernels.base import Geometry
-from engine.kernels.cpu import CpuKernels
+from engine.kernels.cpu.operations import CpuKernels
 from engine.kernels.masks import mask_bytes
 from engine.kv.pool import KVPool
 from engine.model.config import ModelConfig
 from engine.model.llama import LlamaModel
 from engine.model.sharding import share_of
 from engine.model.weights import WeightLoader
-from engine.runner import run_prepared
-from engine.tp import TensorParallel
+from engine.ranks.tensor_parallel import TensorParallel
 from protocol.sampling import SamplingParams
 from tests.support.engine import int32
 

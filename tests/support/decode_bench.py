@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from decode_worker.commands import BlocksSafe, Committed, Output, Reserve
-from decode_worker.entry import Entry, State
+from decode_worker.commands import BlocksSafe, Committed, DecodeOutput, Reserve
+from decode_worker.entry import DecodeEntry, DecodeState
 from decode_worker.scheduler import DecodeScheduler
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.messages import Submit, TokenEvent
 from protocol.sampling import SamplingParams
 from tests.support.paged import next_token
 from tests.support.scheduler_bench import BLOCK, SchedulerBench
-from worker_runtime.commands import EndHandoff, Submitted
+from worker_runtime.scheduling.commands import EndHandoff, Submitted
 
 PEER = WorkerRef(worker_id="p0", epoch=7, role=Role.PREFILL, address="127.0.0.1:1")
 
@@ -47,7 +47,7 @@ class Bench(SchedulerBench):
     """A scheduler with its engine; `prefill` plays the other side of every hand-off."""
 
     def __post_init__(self) -> None:
-        self.build(DecodeScheduler, Output)
+        self.build(DecodeScheduler, DecodeOutput)
         self.num_sent = 0
         self.tokens: dict[RequestKey, list[TokenEvent]] = {}
         self.reserves: list[Reserve] = []
@@ -61,8 +61,8 @@ class Bench(SchedulerBench):
         self.ends += self.out.ends
         super().collect()
 
-    def owners(self) -> Iterable[Entry]:
-        return [e for e in super().owners() if e.state is not State.ENDING]
+    def owners(self) -> Iterable[DecodeEntry]:
+        return [e for e in super().owners() if e.state is not DecodeState.ENDING]
 
     def finish(self, limit: int = 2000) -> None:
         for _ in range(limit):

@@ -12,8 +12,8 @@ from torch.distributed import HashStore
 
 from engine.batch import SequenceStep, StepBatch, StepResult
 from engine.config import EngineConfig
-from engine.runner import RankRunner
-from engine.tp import TensorParallel
+from engine.cpu.runner import RankRunner
+from engine.ranks.tensor_parallel import TensorParallel
 from protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

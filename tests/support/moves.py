@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from kv_transfer.access import Access
 from kv_transfer.backends.base import BlockMove
+from kv_transfer.backends.pool_access import PoolAccess
 from kv_transfer.config import ChecksumKind
 from protocol.kv_layout import Cells
 
@@ -22,7 +22,7 @@ def make_move(
         "num_layers": num_layers,
         "first_head": 0,
         "num_heads": num_heads,
-        "access": Access(),
+        "access": PoolAccess(),
         "checksum": ChecksumKind.NONE,
     }
     return BlockMove(**fields | changes)

@@ -8,7 +8,7 @@ import torch
 
 from kv_transfer.backends.base import BlockMove, End, LinkBroken, LinkId
 from kv_transfer.backends.host import host_id
-from kv_transfer.checksum import content_checksum
+from kv_transfer.plan.checksum import content_checksum
 
 
 class OneSidedHub:

@@ -11,7 +11,7 @@ from multiprocessing.process import BaseProcess
 
 from decode_worker.worker import DecodeWorker
 from engine.config import EngineConfig
-from engine.ranks import RankGroup
+from engine.ranks.group import RankGroup
 from kv_transfer.config import TransferConfig
 from prefill_worker.worker import PrefillWorker
 from protocol.errors import BatonError
@@ -35,8 +35,8 @@ from rpc import methods
 from rpc.service import ClientPool
 from tests.support.processes import forks
 from worker_runtime.config import WorkerConfig
-from worker_runtime.host import WorkerSettings
 from worker_runtime.ranks import follow_rank
+from worker_runtime.worker import WorkerSettings
 
 SECRET = b"test secret"
 #: Steps so small that a prompt takes several.

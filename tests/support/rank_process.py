@@ -9,8 +9,8 @@ import torch
 
 from engine.config import EngineConfig
 from engine.executor import build_executor, build_follower
-from engine.rank_messages import RankInvite
-from engine.ranks import RankGroup
+from engine.ranks.group import RankGroup
+from engine.ranks.messages import RankInvite
 from protocol import codec
 from protocol.errors import NotFound
 

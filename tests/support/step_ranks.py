@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from engine.config import EngineConfig
 from engine.executor import build_executor, build_follower
-from engine.rank_messages import RankInvite
-from engine.ranks import RankGroup
+from engine.ranks.group import RankGroup
+from engine.ranks.messages import RankInvite
 from protocol.sampling import SamplingParams
 from tests.support.steps import served
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from decode_worker.commands import Output
+from decode_worker.commands import DecodeOutput
 from decode_worker.scheduler import DecodeScheduler
 from engine.executor import Executor
 from engine.kv.allocator import BlockAllocator
@@ -15,10 +15,10 @@ from protocol.ids import RequestKey
 from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.messages import Submit
 from protocol.sampling import SamplingParams
-from worker_runtime.commands import Submitted
 from worker_runtime.config import WorkerConfig
 from worker_runtime.inbox import Inbox
-from worker_runtime.scheduler import Snapshot
+from worker_runtime.scheduling.commands import Submitted
+from worker_runtime.scheduling.scheduler import Snapshot
 from worker_runtime.step_loop import StepLoop
 
 
@@ -39,7 +39,7 @@ async def served(
     outputs: dict[str, list[int]] = {}
     done = asyncio.Event()
 
-    def deliver(out: Output, snapshot: Snapshot, _accepted: int) -> None:
+    def deliver(out: DecodeOutput, snapshot: Snapshot, _accepted: int) -> None:
         for event in (e for events in out.events.values() for e in events.tokens):
             tokens = outputs.setdefault(event.key.request_id, [])
             assert event.index == len(tokens)
@@ -58,7 +58,7 @@ async def served(
         )
         inbox.put(Submitted(submit=submit))
     here = asyncio.get_running_loop()
-    loop: StepLoop[Any, Output] = StepLoop(
+    loop: StepLoop[Any, DecodeOutput] = StepLoop(
         name="steps",
         scheduler=scheduler,
         deliver=lambda *turn: here.call_soon_threadsafe(deliver, *turn),

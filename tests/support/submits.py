@@ -5,10 +5,10 @@ from __future__ import annotations
 from protocol.ids import RequestKey
 from protocol.messages import Submit
 from protocol.sampling import SamplingParams
-from worker_runtime.limits import Limits
+from worker_runtime.control.submit_limits import SubmitLimits
 
 KEY = RequestKey("q")
-LIMITS = Limits(vocab_size=100, max_model_len=50, block_size=4, num_blocks=10)
+LIMITS = SubmitLimits(vocab_size=100, max_model_len=50, block_size=4, num_blocks=10)
 
 
 def make_submit(

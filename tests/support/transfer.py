@@ -13,16 +13,16 @@ from typing import Any, Self
 import torch
 
 from kv_transfer.backends.base import Backend
+from kv_transfer.backends.block_store import LayerEvents
 from kv_transfer.config import TransferConfig
-from kv_transfer.data_plane import DataPlane
-from kv_transfer.listeners import TransferReport
-from kv_transfer.orders import Order, Outcome
-from kv_transfer.outcomes import answer_of
-from kv_transfer.party import Party
-from kv_transfer.ranks import RankChannel
-from kv_transfer.receiver import Receiver
-from kv_transfer.sender import Sender
-from kv_transfer.store import Marks
+from kv_transfer.control.context import EndpointContext
+from kv_transfer.control.listeners import TransferReport
+from kv_transfer.control.rank_channel import RankChannel
+from kv_transfer.control.receiver import Receiver
+from kv_transfer.control.sender import Sender
+from kv_transfer.data.data_plane import DataPlane
+from kv_transfer.data.operation_results import answer_of
+from kv_transfer.data.rank_commands import RankCommand, RankResult
 from protocol import codec
 from protocol.errors import DeadlineExceeded, ErrorInfo, Unavailable
 from protocol.ids import RequestKey, Role, WorkerRef
@@ -35,9 +35,9 @@ SECRET = b"a secret of the tests"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def submitted(plane: DataPlane, order: Order) -> Future[Outcome]:
+def submitted(plane: DataPlane, order: RankCommand) -> Future[RankResult]:
     """The outcome of an order, when there is one."""
-    outcome: Future[Outcome] = Future()
+    outcome: Future[RankResult] = Future()
     plane.submit(order, outcome.set_result)
     return outcome
 
@@ -48,7 +48,7 @@ class LocalRanks:
     def __init__(self, planes: Sequence[DataPlane]) -> None:
         self._planes = planes
 
-    async def run(self, rank: int, order: Order) -> Outcome:
+    async def run(self, rank: int, order: RankCommand) -> RankResult:
         return await answer_of(partial(self._planes[rank].submit, order))
 
 
@@ -89,7 +89,7 @@ def make_fingerprint(layout: KVLayout, **changes: Any) -> KVFingerprint:
 
 
 class ToyPool:
-    """One rank's pool (kv_transfer.store.BlockStore) with every write counted per block."""
+    """One rank's pool (kv_transfer.backends.block_store.BlockStore) with every write counted per block."""
 
     def __init__(self, layout: KVLayout, rank: int) -> None:
         first, last = layout.rank_heads[rank]
@@ -99,7 +99,7 @@ class ToyPool:
         self.head_dim = layout.head_dim
         self.dtype = DTYPES[layout.dtype]
         self.device = torch.device("cpu")
-        self.marks: Marks | None = None
+        self.marks: LayerEvents | None = None
         shape = (layout.num_blocks, 2, self.num_heads, self.block_size, self.head_dim)
         self.layers = [torch.zeros(shape, dtype=self.dtype) for _ in range(layout.num_layers)]
         self.before_scatter: Callable[[], None] = lambda: None
@@ -343,7 +343,7 @@ class Pair:
         self.prefill = make_side(Role.PREFILL, source, config, backends, epochs[0])
         self.decode = make_side(Role.DECODE, dest, config, backends, epochs[1])
         self.sender = Sender(
-            Party(
+            EndpointContext(
                 ref=self.prefill.ref,
                 layout=source,
                 fingerprint=make_fingerprint(source),
@@ -355,7 +355,7 @@ class Pair:
             self.prefill.events,
         )
         self.receiver = Receiver(
-            Party(
+            EndpointContext(
                 ref=self.decode.ref,
                 layout=dest,
                 fingerprint=dest_fingerprint or make_fingerprint(dest),

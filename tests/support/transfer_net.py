@@ -14,17 +14,17 @@ from typing import Any, Protocol
 
 from kv_transfer.backends.base import LinkBroken
 from kv_transfer.backends.host import host_id
-from kv_transfer.checksum import combine, place_checksum
-from kv_transfer.orders import (
-    CloseOrder,
+from kv_transfer.data.rank_commands import (
+    CloseCommand,
     Listening,
-    MoveOrder,
-    Order,
-    Outcome,
+    MoveCommand,
     Part,
     PartResult,
-    RevokeOrder,
+    RankCommand,
+    RankResult,
+    RevokeCommand,
 )
+from kv_transfer.plan.checksum import combine, place_checksum
 from protocol import codec
 from protocol.errors import BatonError, DeadlineExceeded, Unavailable
 from rpc import methods
@@ -172,7 +172,7 @@ Cell = tuple[str, int, int, int]  # key, index, layer, head: what a slot of KV s
 class Op:
     """One message that one rank has queued on a link."""
 
-    order: MoveOrder
+    order: MoveCommand
     part: Part
     side: SimSide
     done: asyncio.Future[PartResult]
@@ -253,14 +253,14 @@ class Fabric:
         wire.receives.clear()
         wire.flying.clear()
 
-    def revoke(self, side: SimSide, order: RevokeOrder) -> None:
+    def revoke(self, side: SimSide, order: RevokeCommand) -> None:
         for wire in self.wires.values():
             for op in (*wire.sends, *wire.receives):
                 named = (op.order.receiver_epoch, op.order.generation)
                 if op.side is side and named == (order.receiver_epoch, order.generation):
                     op.revoked = True
 
-    def close(self, order: CloseOrder) -> None:
+    def close(self, order: CloseCommand) -> None:
         for wire in list(self.wires.values()):
             pair = (order.sender_epoch, order.receiver_epoch)
             if wire.name[:2] == pair and wire.name[4] <= order.link:
@@ -287,22 +287,22 @@ class SimRanks:
         self._side = side
         self._target = target
 
-    async def run(self, rank: int, order: Order) -> Outcome:
-        outcome = await self._run(rank, codec.decode(Order, order.encode()))
-        return codec.decode(Outcome, codec.encode(outcome))
+    async def run(self, rank: int, order: RankCommand) -> RankResult:
+        outcome = await self._run(rank, codec.decode(RankCommand, order.encode()))
+        return codec.decode(RankResult, codec.encode(outcome))
 
-    async def _run(self, rank: int, order: Order) -> Outcome:
+    async def _run(self, rank: int, order: RankCommand) -> RankResult:
         if order.listen is not None:
             way = Listening(backend="gloo", endpoint=f"sim-{rank}")
             if self._target is not None:
                 way = Listening(backend="cuda_ipc", endpoint=f"{host_id()}|{rank}")
-            return Outcome(listening=(way,))
+            return RankResult(listening=(way,))
         if order.revoke is not None:
             self._fabric.revoke(self._side, order.revoke)
-            return Outcome()
+            return RankResult()
         if order.close is not None:
             self._fabric.close(order.close)
-            return Outcome()
+            return RankResult()
         move = order.send or order.receive
         assert move is not None
         assert move.rank == rank
@@ -310,10 +310,10 @@ class SimRanks:
         results = await asyncio.gather(*(op.done for op in ops), return_exceptions=True)
         for result in results:
             if isinstance(result, BatonError):
-                return Outcome(error=result.info())
-        return Outcome(parts=tuple(r for r in results if isinstance(r, PartResult)))
+                return RankResult(error=result.info())
+        return RankResult(parts=tuple(r for r in results if isinstance(r, PartResult)))
 
-    def _queue(self, order: MoveOrder, part: Part, *, sending: bool) -> Op:
+    def _queue(self, order: MoveCommand, part: Part, *, sending: bool) -> Op:
         done: asyncio.Future[PartResult] = asyncio.get_running_loop().create_future()
         op = Op(order=order, part=part, side=self._side, done=done, target=self._target)
         source, dest = order.rank, part.peer_rank

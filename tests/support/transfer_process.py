@@ -14,10 +14,10 @@ import torch
 
 from kv_transfer.backends.gloo import GlooBackend
 from kv_transfer.config import TransferConfig
-from kv_transfer.credits import Holding
-from kv_transfer.party import Party
-from kv_transfer.receiver import Receiver
-from kv_transfer.sender import Sender
+from kv_transfer.control.context import EndpointContext
+from kv_transfer.control.receiver import Receiver
+from kv_transfer.control.sender import Sender
+from kv_transfer.plan.block_grants import Holding
 from protocol.ids import RequestKey, Role, WorkerRef, new_epoch
 from protocol.ticket import Ticket
 from rpc.service import ClientPool, ControlServer
@@ -65,7 +65,7 @@ class _Host:
         side.ref = WorkerRef(
             worker_id=side.ref.worker_id, epoch=side.ref.epoch, role=self._role, address=address
         )
-        party = Party(
+        party = EndpointContext(
             ref=side.ref,
             layout=layout,
             fingerprint=make_fingerprint(layout),

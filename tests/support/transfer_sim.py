@@ -15,13 +15,13 @@ from functools import partial
 from math import gcd
 from typing import Any
 
-from kv_transfer.clock import Clock
 from kv_transfer.config import TransferConfig
-from kv_transfer.credits import Holding
-from kv_transfer.listeners import TransferReport
-from kv_transfer.party import Party
-from kv_transfer.receiver import Receiver
-from kv_transfer.sender import Sender
+from kv_transfer.control.clock import Clock
+from kv_transfer.control.context import EndpointContext
+from kv_transfer.control.listeners import TransferReport
+from kv_transfer.control.receiver import Receiver
+from kv_transfer.control.sender import Sender
+from kv_transfer.plan.block_grants import Holding
 from protocol.errors import BatonError, ErrorInfo
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import Cells, KVLayout
@@ -270,7 +270,7 @@ class World:
         self.prefill_ref = _ref(Role.PREFILL, 11)
         self.decode_ref = _ref(Role.DECODE, 22)
         self.sender = Sender(
-            Party(
+            EndpointContext(
                 ref=self.prefill_ref,
                 layout=source,
                 fingerprint=make_fingerprint(source),
@@ -283,7 +283,7 @@ class World:
             self.prefill,
         )
         self.receiver = Receiver(
-            Party(
+            EndpointContext(
                 ref=self.decode_ref,
                 layout=dest,
                 fingerprint=make_fingerprint(dest),

@@ -19,18 +19,18 @@ from functools import partial
 from typing import Any
 
 from decode_worker.commands import BlocksSafe, Committed
-from decode_worker.commands import Output as DecodeOutput
-from decode_worker.entry import State
+from decode_worker.commands import DecodeOutput as DecodeOutput
+from decode_worker.entry import DecodeState
 from decode_worker.scheduler import DecodeScheduler
-from kv_transfer.clock import Clock
 from kv_transfer.config import TransferConfig
-from kv_transfer.listeners import TransferReport
-from kv_transfer.orders import Order, Outcome
-from kv_transfer.party import Party
-from kv_transfer.receiver import Receiver
-from kv_transfer.sender import Sender
+from kv_transfer.control.clock import Clock
+from kv_transfer.control.context import EndpointContext
+from kv_transfer.control.listeners import TransferReport
+from kv_transfer.control.receiver import Receiver
+from kv_transfer.control.sender import Sender
+from kv_transfer.data.rank_commands import RankCommand, RankResult
 from prefill_worker.commands import CommitHandoff, Delivered, Granted, Push
-from prefill_worker.commands import Output as PrefillOutput
+from prefill_worker.commands import PrefillOutput as PrefillOutput
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.errors import BatonError, ErrorInfo, Internal
 from protocol.ids import RequestKey, Role, WorkerRef
@@ -43,9 +43,9 @@ from tests.support.paged import LateSteps, PagedTokens, expected_output
 from tests.support.transfer import SECRET
 from tests.support.transfer_net import Fabric, Network, Op, SimLoop, SimRanks
 from tests.support.transfer_sim import CONFIG, Faults
-from worker_runtime.commands import Cancelled, HandoffEnded, Submitted
 from worker_runtime.config import WorkerConfig
-from worker_runtime.outlet import RouterEvents
+from worker_runtime.control.event_publisher import RouterEvents
+from worker_runtime.scheduling.commands import HandoffEnded, RequestCancelled, Submitted
 
 PREFILL = WorkerRef(worker_id="p", epoch=11, role=Role.PREFILL, address="p:1")
 DECODE = WorkerRef(worker_id="d", epoch=22, role=Role.DECODE, address="d:1")
@@ -186,7 +186,7 @@ class DecodeSide(Side):
 
     def _put(self, op: Op, cells: Cells, data: Data) -> None:
         entry = self.entry(op)
-        assert entry.state in (State.ARRIVING, State.ENDING)
+        assert entry.state in (DecodeState.ARRIVING, DecodeState.ENDING)
         assert set(cells.blocks) <= set(entry.sequence.block_ids), "blocks of somebody else"
         for block in cells.blocks:
             assert block not in self.blocks._names
@@ -215,14 +215,14 @@ class DecodeSide(Side):
 class SteppingRanks(SimRanks):
     """A rank whose pool is there only after steps."""
 
-    async def _run(self, rank: int, order: Order) -> Outcome:
+    async def _run(self, rank: int, order: RankCommand) -> RankResult:
         if order.ready is None:
             return await super()._run(rank, order)
         side: Any = self._side
         while side.executor.num_over < order.ready.after:
             side.stepped.clear()
             await side.stepped.wait()
-        return Outcome()
+        return RankResult()
 
 
 @dataclass
@@ -262,8 +262,8 @@ class WorkerWorld:
         config = choose([CONFIG, TransferConfig(**SMALL_PIECES)])
         target = self.decode if one_sided else None
 
-        def party(ref: WorkerRef, side: Any) -> Party:
-            return Party(
+        def party(ref: WorkerRef, side: Any) -> EndpointContext:
+            return EndpointContext(
                 ref=ref,
                 layout=side.layout,
                 fingerprint=FINGERPRINT,
@@ -366,7 +366,7 @@ class WorkerWorld:
     def _cancel(self, key: RequestKey) -> None:
         for side in (self.prefill, self.decode):
             if self.random.random() > self.fault_rate / 4:  # else it gets lost
-                self.coming.append(partial(side.inbox.append, Cancelled(keys=(key,))))
+                self.coming.append(partial(side.inbox.append, RequestCancelled(keys=(key,))))
 
     def _end(self, job: Job, how: str) -> None:
         job.done = True

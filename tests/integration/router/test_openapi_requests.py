@@ -22,7 +22,7 @@ from schemathesis.specs.openapi.checks import (
 
 from protocol.ids import Role
 from router.openai.document import FIELDS, openapi_document
-from router.request import SERVED, RequestKind
+from router.request.generate_request import SERVED, RequestKind
 from tests.support.router_doors import open_doors
 from tests.support.stub_workers import StubFleet
 from tests.support.tiny_text import write_model_text

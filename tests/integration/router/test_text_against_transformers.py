@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from router.messages import parse_messages
+from router.request.chat_messages import parse_messages
 from router.text.tokenizer import ModelText
 from tests.support.tiny_text import smollm2_folder
 

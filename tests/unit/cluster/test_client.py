@@ -11,7 +11,7 @@ import pytest
 
 from cluster.cli.console import Console
 from cluster.cli.timeline import show_timeline
-from cluster.client import InferenceClient, Outcome
+from cluster.client import GenerateOutcome, InferenceClient
 from protocol.errors import ContextTooLong, InvalidRequest, Overloaded, Unavailable
 from protocol.wire import inference_pb2 as wire
 
@@ -65,7 +65,7 @@ def client(servicer: Servicer) -> Iterator[InferenceClient]:
 
 
 def test_stream(client: InferenceClient, servicer: Servicer) -> None:
-    outcome = Outcome()
+    outcome = GenerateOutcome()
     options = {"max_tokens": 3, "temperature": 0.0, "stop": ("x", "y")}
     assert list(client.complete("hi", options, outcome)) == ["Hello", " you"]
     assert outcome.token_ids == [1, 2, 3]
@@ -85,7 +85,7 @@ def test_chat_sends_the_turns(client: InferenceClient, servicer: Servicer) -> No
         wire.Message(role="system", content="be brief"),
         wire.Message(role="user", content="hi"),
     ]
-    assert "".join(client.chat(turns, {}, Outcome())) == "Hello you"
+    assert "".join(client.chat(turns, {}, GenerateOutcome())) == "Hello you"
     messages = servicer.requests[0].chat.messages
     assert [(m.role, m.content) for m in messages] == [("system", "be brief"), ("user", "hi")]
 
@@ -111,7 +111,7 @@ def test_errors_arrive_typed(
     named = (*trailers.items(), ("baton-error-param", "top_p"))
     servicer.failure = (grpc.StatusCode[code], "top_p must be less", named)
     with pytest.raises(error, match="top_p must be less") as caught:
-        list(client.complete("hi", {}, Outcome()))
+        list(client.complete("hi", {}, GenerateOutcome()))
     assert type(caught.value) is error
     assert caught.value.param == "top_p"
 
@@ -119,14 +119,14 @@ def test_errors_arrive_typed(
 def test_nobody_there() -> None:
     client = InferenceClient("127.0.0.1:1")
     with pytest.raises(Unavailable, match=r"no router answers at 127\S+ over gRPC: .*refused"):
-        list(client.complete("hi", {}, Outcome()))
+        list(client.complete("hi", {}, GenerateOutcome()))
     client.close()
 
 
 def test_timeline_is_shown_in_order(
     client: InferenceClient, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outcome = Outcome()
+    outcome = GenerateOutcome()
     list(client.complete("hi", {"timeline": True}, outcome))
     assert outcome.timeline is not None
     show_timeline(outcome.timeline, outcome, Console())

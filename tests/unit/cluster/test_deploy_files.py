@@ -11,9 +11,9 @@ import jsonschema
 import pytest
 import yaml
 
-from cluster.builders import read_arguments
-from cluster.config import ClusterConfig
-from cluster.config_load import load_config
+from cluster.config.load import load_config
+from cluster.config.schema import ClusterConfig
+from cluster.serve.builders import read_arguments
 from protocol.errors import InvalidRequest
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
@@ -159,7 +159,7 @@ def test_rayservice_applications_are_ours(ray_service: dict[str, Any]) -> None:
     assert sorted(names) == ["decode", "prefill", "router"]
     for application in serve.applications:
         module, _, function = application.import_path.partition(":")
-        assert module == "cluster.builders"
+        assert module == "cluster.serve.builders"
         assert function == application.name
         assert callable(getattr(builders, function))
         assert application.external_scaler_enabled

@@ -14,9 +14,9 @@ from protocol.messages import Submit
 from protocol.sampling import SamplingParams
 from tests.support.decode_bench import Bench, make_submit
 from tests.support.paged import expected_output, prompts
-from worker_runtime.commands import Cancelled, RouterGone
 from worker_runtime.config import WorkerConfig
-from worker_runtime.sequence import Sequence
+from worker_runtime.scheduling.commands import RequestCancelled, RouterGone
+from worker_runtime.scheduling.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def test_any_mix_gives_every_request_its_own_tokens(
                 bench.submit(submit)
             if script.ends_at == turn >= script.arrives:
                 if script.ends == "cancel":
-                    bench.tell(Cancelled(keys=(submit.key,)))
+                    bench.tell(RequestCancelled(keys=(submit.key,)))
                 elif script.ends == "router":
                     bench.tell(RouterGone(router_id=submit.router_id))
         busy = bench.turn() or bench.ends or bench.reserves

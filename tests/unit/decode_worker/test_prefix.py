@@ -15,10 +15,10 @@ from protocol.errors import HandoffFailed
 from protocol.ids import RequestKey
 from tests.support.decode_bench import Bench, make_submit
 from tests.support.paged import expected_output
-from worker_runtime import counters
-from worker_runtime.commands import Cancelled, HandoffEnded
 from worker_runtime.config import WorkerConfig
-from worker_runtime.sequence import Sequence
+from worker_runtime.scheduling import counters
+from worker_runtime.scheduling.commands import HandoffEnded, RequestCancelled
+from worker_runtime.scheduling.sequence import Sequence
 
 PROMPT = list(range(10, 24))  # three full blocks of 4 and a half
 CONFIG = WorkerConfig(max_num_seqs=8, max_num_batched_tokens=8, watermark=0.0)
@@ -131,7 +131,7 @@ def test_those_that_wait_for_a_handoff_do_not_share_its_fate(how: str) -> None:
     if how == "fails":
         bench.tell(HandoffEnded(key=first, error=HandoffFailed("lost").info()))
     elif how == "is cancelled":
-        bench.tell(Cancelled(keys=(first,)))
+        bench.tell(RequestCancelled(keys=(first,)))
     for _ in range(6):
         bench.turn()
     assert [r.key for r in bench.reserves] == [second]
@@ -171,7 +171,7 @@ def test_nothing_of_a_handoff_that_failed_is_kept(crossing: bool) -> None:
     bench.turn()
     assert bench.reserves[0].num_cached_blocks == 2
     held, quarantined = bench.blocks.num_held, bench.blocks.num_quarantined
-    bench.tell(Cancelled(keys=(key,)))
+    bench.tell(RequestCancelled(keys=(key,)))
     assert (held, quarantined, bench.blocks.num_held) == (4, 0, 0)
     assert bench.blocks.num_quarantined == 2  # those that decode had are not touched
     if crossing:

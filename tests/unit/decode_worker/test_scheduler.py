@@ -15,9 +15,9 @@ from protocol.states import FinishReason
 from protocol.timeline import Phase
 from tests.support.decode_bench import Bench, make_submit
 from tests.support.paged import expected_output
-from worker_runtime import counters
-from worker_runtime.commands import Cancelled, HandoffEnded, RouterGone
 from worker_runtime.config import WorkerConfig
+from worker_runtime.scheduling import counters
+from worker_runtime.scheduling.commands import HandoffEnded, RequestCancelled, RouterGone
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 7, 8, 9, 31])
@@ -145,10 +145,10 @@ def test_request_that_waits_for_its_blocks_only_is_ended_once(how: str) -> None:
     bench = Bench()
     key = bench.submit(make_submit("a", list(range(9)), remote=True, time_left_s=5.0))
     bench.turn()
-    bench.tell(Cancelled(keys=(key,)))
+    bench.tell(RequestCancelled(keys=(key,)))
     match how:
         case "cancel":
-            bench.tell(Cancelled(keys=(key,)))
+            bench.tell(RequestCancelled(keys=(key,)))
         case "router":
             bench.tell(RouterGone(router_id="r"))
         case "deadline":
@@ -219,7 +219,7 @@ def test_cancel_frees_everything_in_every_phase(phase: str) -> None:
     key = bench.submit(make_submit("a", list(range(6)), remote=phase != "running"))
     if phase != "waiting":
         bench.turn()
-    bench.tell(Cancelled(keys=(key, RequestKey("unknown"))))
+    bench.tell(RequestCancelled(keys=(key, RequestKey("unknown"))))
     if phase == "arriving":
         assert bench.blocks.num_quarantined == 2
         bench.tell(HandoffEnded(key=key, error=None))
@@ -238,7 +238,7 @@ def test_blocks_that_nobody_holds_are_lost() -> None:
     taken = bench.blocks.allocate(3)
     assert taken is not None
     assert bench.scheduler.num_lost_blocks() == 0  # whose they are is not known as long as one runs
-    bench.tell(Cancelled(keys=(key,)))
+    bench.tell(RequestCancelled(keys=(key,)))
     assert bench.scheduler.num_lost_blocks() == 3
     bench.blocks.quarantine(taken[:1])
     assert bench.scheduler.num_lost_blocks() == 3
@@ -251,7 +251,7 @@ def test_commit_that_crosses_a_cancel_does_not_bring_the_sequence_back() -> None
     bench = Bench()
     key = bench.submit(make_submit("a", list(range(6)), remote=True))
     bench.turn()
-    bench.tell(Cancelled(keys=(key,)))
+    bench.tell(RequestCancelled(keys=(key,)))
     bench.tell(Committed(key=key, first_token=1))
     assert not bench.turn()
     bench.tell(BlocksSafe(key=key))

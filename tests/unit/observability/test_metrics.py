@@ -10,7 +10,7 @@ from observability.metrics import (
     REQUEST_METRICS,
     WORKER_COUNTERS,
     WORKER_GAUGES,
-    Kind,
+    MetricKind,
     counter_key,
     split_counter_key,
 )
@@ -68,10 +68,10 @@ def test_names_are_unique_and_all_listed():
 @pytest.mark.parametrize("metric", ALL_METRICS, ids=lambda m: m.name)
 def test_names_follow_prometheus_rules(metric):
     assert re.fullmatch(r"[a-z][a-z0-9_]*", metric.name)
-    assert (metric.kind is Kind.COUNTER) == metric.name.endswith("_total")
+    assert (metric.kind is MetricKind.COUNTER) == metric.name.endswith("_total")
     assert metric.help.endswith(".")
     assert list(metric.buckets) == sorted(set(metric.buckets))
-    assert bool(metric.buckets) == (metric.kind is Kind.HISTOGRAM)
+    assert bool(metric.buckets) == (metric.kind is MetricKind.HISTOGRAM)
     assert not {"model_name", "le"} & set(metric.labels)
 
 
@@ -212,5 +212,5 @@ def test_workers_are_counted_by_state_and_forgotten():
 
 def test_groups_cover_everything_once():
     assert set(ALL_METRICS) == {*REQUEST_METRICS, *WORKER_GAUGES, *WORKER_COUNTERS}
-    assert all(metric.kind is Kind.COUNTER for metric in WORKER_COUNTERS)
-    assert all(metric.kind is Kind.GAUGE for metric in WORKER_GAUGES)
+    assert all(metric.kind is MetricKind.COUNTER for metric in WORKER_COUNTERS)
+    assert all(metric.kind is MetricKind.GAUGE for metric in WORKER_GAUGES)

@@ -11,8 +11,8 @@ from protocol.ids import RequestKey
 from protocol.sampling import SamplingParams
 from tests.support.paged import next_token
 from tests.unit.prefill_worker.test_scheduler import Bench, make_submit
-from worker_runtime import counters
-from worker_runtime.commands import HandoffEnded
+from worker_runtime.scheduling import counters
+from worker_runtime.scheduling.commands import HandoffEnded
 
 PROMPT = list(range(50, 64))  # three full blocks of 4 and a half
 

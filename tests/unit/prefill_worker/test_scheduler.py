@@ -8,14 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_transfer.listeners import TransferReport
-from prefill_worker.commands import (
-    CommitHandoff,
-    Delivered,
-    Granted,
-    Output,
-    Push,
-)
+from kv_transfer.control.listeners import TransferReport
+from prefill_worker.commands import CommitHandoff, Delivered, Granted, PrefillOutput, Push
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.errors import ErrorCode, HandoffFailed
 from protocol.ids import RequestKey, Role, WorkerRef
@@ -25,15 +19,15 @@ from protocol.states import FinishReason
 from protocol.timeline import Phase
 from tests.support.paged import next_token, prompts
 from tests.support.scheduler_bench import BLOCK, SchedulerBench
-from worker_runtime import counters
-from worker_runtime.commands import (
-    Cancelled,
+from worker_runtime.config import WorkerConfig
+from worker_runtime.scheduling import counters
+from worker_runtime.scheduling.commands import (
     EndHandoff,
     HandoffEnded,
+    RequestCancelled,
     RouterGone,
     Submitted,
 )
-from worker_runtime.config import WorkerConfig
 
 PEER = WorkerRef(worker_id="d0", epoch=7, role=Role.DECODE, address="127.0.0.1:1")
 
@@ -72,7 +66,7 @@ class Bench(SchedulerBench):
     )
 
     def __post_init__(self) -> None:
-        self.build(PrefillScheduler, Output)
+        self.build(PrefillScheduler, PrefillOutput)
         self.tokens: list[TokenEvent] = []
         self.spans: list[SpanEvent] = []
         self.arrived: dict[RequestKey, dict[int, list[int]]] = {}
@@ -292,7 +286,7 @@ def test_cancel_ends_the_handoff_and_frees_blocks_once_it_is_over(phase: str) ->
     for _ in range(turns):
         bench.turn()
     held = bench.blocks.num_held
-    bench.tell(Cancelled(keys=(key,)))
+    bench.tell(RequestCancelled(keys=(key,)))
     assert bench.ends == [EndHandoff(key=key, released=True, error=None)]
     assert bench.blocks.num_held == held
     assert not bench.turn()
@@ -307,10 +301,10 @@ def test_request_that_waits_for_its_blocks_only_is_ended_once(how: str) -> None:
     bench = Bench()
     key = bench.submit(make_submit("a", [1, 2, 3], time_left_s=5.0))
     bench.turn()
-    bench.tell(Cancelled(keys=(key,)))
+    bench.tell(RequestCancelled(keys=(key,)))
     match how:
         case "cancel":
-            bench.tell(Cancelled(keys=(key,)))
+            bench.tell(RequestCancelled(keys=(key,)))
         case "router":
             bench.tell(RouterGone(router_id="r"))
         case "deadline":
@@ -331,7 +325,7 @@ def test_delivery_that_crosses_a_cancel_frees_the_blocks_once() -> None:
     bench = Bench()
     key = bench.submit(make_submit("a", [1, 2, 3]))
     bench.turn()
-    bench.tell(Cancelled(keys=(key,)))
+    bench.tell(RequestCancelled(keys=(key,)))
     bench.deliver(key)
     bench.tell(HandoffEnded(key=key, error=None))
     assert bench.blocks.num_available == 64
@@ -346,7 +340,7 @@ def test_token_one_of_a_prompt_cancelled_in_flight_is_dropped(depth: int) -> Non
     batch = bench.scheduler.plan(bench.now, bench.out)
     assert batch is not None
     bench.scheduler.launched(bench.executor.launch(batch).number, bench.out)
-    bench.tell(Cancelled(keys=(key,)))
+    bench.tell(RequestCancelled(keys=(key,)))
     bench.scheduler.apply(bench.executor.wait(), bench.now, bench.out)
     bench.collect()
     assert bench.tokens == bench.commits == []
@@ -432,7 +426,7 @@ def test_any_mix_pushes_every_prompt_exactly(
                 bench.grant(submits[i])
             if cancel is not None and turn == cancel and turn >= arrives:
                 cancelled.add(i)
-                bench.tell(Cancelled(keys=(submits[i].key,)))
+                bench.tell(RequestCancelled(keys=(submits[i].key,)))
                 bench.tell(HandoffEnded(key=submits[i].key, error=None))
         bench.turn()
         if turn % 2:
@@ -514,7 +508,7 @@ def test_blocks_of_a_handoff_that_ends_in_flight_outlive_the_step() -> None:
     key = bench.submit(make_submit("a", list(range(20))))
     bench.turn()
     bench.turn()
-    bench.tell(Cancelled(keys=(key,)))
+    bench.tell(RequestCancelled(keys=(key,)))
     bench.tell(HandoffEnded(key=key, error=None))
     assert bench.scheduler.num_unfinished == 0
     assert bench.blocks.num_held == 5

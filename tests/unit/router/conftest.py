@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-import router.forms
-import router.model
+import router.served_model
+import router.text.output_grammar
 from grammar.trial import Trial
 from protocol.grammar import Grammar
 from protocol.ids import Role

@@ -16,7 +16,7 @@ from observability import metrics
 from protocol.errors import NotFound, Unavailable
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
-from router.admin import ClusterView
+from router.admin import ClusterInfo
 from router.config import RouterConfig
 from router.server import Router
 from tests.support import services
@@ -250,7 +250,7 @@ class Backend:
     def __init__(self) -> None:
         self.scaled: list[tuple[int | None, int | None]] = []
 
-    async def view(self, own: ClusterView) -> ClusterView:
+    async def view(self, own: ClusterInfo) -> ClusterInfo:
         pools = tuple(dataclasses.replace(pool, target=len(pool.workers)) for pool in own.pools)
         return dataclasses.replace(own, pools=pools)
 

@@ -26,7 +26,7 @@ from protocol.messages import (
     WorkerLoad,
 )
 from rpc.frames import STREAM_ITEMS
-from rpc.link import Link
+from rpc.link import ClientLink
 from rpc.methods import END, EVENTS
 from rpc.service import ControlClient, ControlServer
 
@@ -263,7 +263,7 @@ async def test_a_peer_that_hangs_up_on_nobody_is_no_error():
     """Whoever wanted the connection had given up just before it was there."""
     errors = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, what: errors.append(what))
-    link = Link("peer", SECRET)
+    link = ClientLink("peer", SECRET)
     link.connection_lost(ConnectionResetError())
     del link
     gc.collect()

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from engine.batch import SequenceStep, StepBatch, StepResult
+from engine.cpu.runner import FinishedStep
 from engine.executor import PendingStep
 from engine.local import LocalEngine
-from engine.runner import FinishedStep
 from protocol.errors import ErrorInfo
 from protocol.ids import RequestKey
 from protocol.messages import Submit
@@ -23,10 +23,10 @@ from tests.support.held import Held
 from tests.support.paged import LateSteps
 from tests.support.steps import served
 from tests.support.tiny import save_tiny_llama
-from worker_runtime.flight import Flight, Row
 from worker_runtime.inbox import Inbox
-from worker_runtime.scheduler import Output, Snapshot
-from worker_runtime.sequence import Sequence
+from worker_runtime.scheduling.inflight_steps import InflightSteps, Row
+from worker_runtime.scheduling.scheduler import Snapshot, StepOutput
+from worker_runtime.scheduling.sequence import Sequence
 from worker_runtime.step_loop import StepLoop
 
 
@@ -45,13 +45,13 @@ class CountingScheduler:
     def applied(self) -> list[str]:
         return [event for event in self.events if event.startswith("apply")]
 
-    def new_output(self) -> Output:
-        return Output()
+    def new_output(self) -> StepOutput:
+        return StepOutput()
 
-    def handle(self, command: int, now: float, out: Output) -> None:
+    def handle(self, command: int, now: float, out: StepOutput) -> None:
         self.todo.append(command)
 
-    def plan(self, now: float, out: Output) -> StepBatch | None:
+    def plan(self, now: float, out: StepOutput) -> StepBatch | None:
         if not self.todo:
             return None
         token = self.todo.pop(0)
@@ -59,10 +59,10 @@ class CountingScheduler:
         step = SequenceStep(tokens=(token,), start=0, block_ids=(0,), sampling=SamplingParams())
         return StepBatch(sequences=(step,))
 
-    def launched(self, step: int, out: Output) -> None:
+    def launched(self, step: int, out: StepOutput) -> None:
         self.numbers.append(step)
 
-    def apply(self, result: StepResult, now: float, out: Output) -> None:
+    def apply(self, result: StepResult, now: float, out: StepOutput) -> None:
         self.events.append(f"apply {result.tokens[0]}")
 
     def snapshot(self) -> Snapshot:
@@ -73,7 +73,7 @@ class CountingScheduler:
     def lasts(self, now: float) -> float:
         return 0.0
 
-    def admit(self, now: float, out: Output) -> None:
+    def admit(self, now: float, out: StepOutput) -> None:
         self.events.append("admit")
 
     def next_deadline(self) -> float | None:
@@ -82,7 +82,7 @@ class CountingScheduler:
     def num_lost_blocks(self) -> int:
         return 0
 
-    def fail_all(self, error: ErrorInfo, out: Output) -> None:
+    def fail_all(self, error: ErrorInfo, out: StepOutput) -> None:
         self.failed = error.message
 
 
@@ -299,7 +299,7 @@ def test_steps_are_planned_earlier_the_longer_launching_has_taken() -> None:
     planned: list[float] = []
 
     class Clocked(CountingScheduler):
-        def plan(self, at: float, out: Output) -> StepBatch | None:
+        def plan(self, at: float, out: StepOutput) -> StepBatch | None:
             planned.append(at)
             return super().plan(at, out)
 
@@ -330,7 +330,7 @@ def test_steps_are_planned_earlier_the_longer_launching_has_taken() -> None:
     assert gaps == pytest.approx([0.1 - 1.5 * 0.02 - 0.0005] * 2)
 
 
-def launched_rows(flight: Flight[Any], counts: list[int], now: float) -> None:
+def launched_rows(flight: InflightSteps[Any], counts: list[int], now: float) -> None:
     """A step in which each sequence runs so many tokens."""
 
     @dataclass
@@ -351,7 +351,7 @@ def launched_rows(flight: Flight[Any], counts: list[int], now: float) -> None:
 
 
 def test_a_step_with_prompts_is_sure_to_last_three_quarters_of_what_the_fastest_rate_says() -> None:
-    flight: Flight[Any] = Flight()
+    flight: InflightSteps[Any] = InflightSteps()
     assert flight.lasts(0.0) == 0.0
     launched_rows(flight, [1000], 10.0)
     assert flight.lasts(10.0) == 0.0  # nobody knows yet how fast this device is
@@ -368,7 +368,7 @@ def test_a_step_with_prompts_is_sure_to_last_three_quarters_of_what_the_fastest_
 
 
 def test_a_step_of_decoding_sequences_lasts_as_long_as_the_last_ones_did() -> None:
-    flight: Flight[Any] = Flight()
+    flight: InflightSteps[Any] = InflightSteps()
     now = 1.0
     for milliseconds in (5, 5, 9, 1, 5):  # the host looked late once: one seems long, one short
         launched_rows(flight, [1] * 8, now)
@@ -393,7 +393,7 @@ def test_a_step_of_decoding_sequences_lasts_as_long_as_the_last_ones_did() -> No
 
 
 def test_a_clock_that_is_set_back_holds_up_no_step() -> None:
-    flight: Flight[Any] = Flight()
+    flight: InflightSteps[Any] = InflightSteps()
     for start in (10.0, 11.0):
         launched_rows(flight, [1000], start)
         flight.land(start + 0.1)

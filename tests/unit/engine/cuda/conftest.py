@@ -9,4 +9,4 @@ pytest.importorskip("triton", reason="triton is not installed")
 def _few_programs(device, monkeypatch):
     """The interpreter runs programs one after another: a context is cut for a small card."""
     if device.type == "cpu":
-        monkeypatch.setattr("engine.kernels.triton_attention._WAVE", 40)
+        monkeypatch.setattr("engine.kernels.triton.attention._WAVE", 40)

@@ -9,7 +9,7 @@ from engine.config import EngineConfig
 from engine.cuda.options import CudaOptions
 from engine.cuda.runner import CudaRunner
 from engine.cuda.split_decode import SplitDecode
-from engine.kernels import triton_split_linear
+from engine.kernels.triton import split_linear
 from tests.support.cuda import HostSource, tiny_config
 
 #: The interpreter has no bfloat16 products.
@@ -18,7 +18,7 @@ HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_step_on_split_products_gives_the_same_logits(device, monkeypatch, bias):
-    monkeypatch.setattr(triton_split_linear, "_FEW", (32, 32))
+    monkeypatch.setattr(split_linear, "_FEW", (32, 32))
     name = str(HALF).removeprefix("torch.")
     runner = CudaRunner(
         EngineConfig(model_path="unused", dtype=name, device=str(device)),
@@ -45,8 +45,8 @@ def test_a_step_on_split_products_gives_the_same_logits(device, monkeypatch, bia
 
 
 def test_a_gated_product_of_more_rows(device, monkeypatch):
-    monkeypatch.setattr(triton_split_linear, "_FEW", (32, 32))
-    monkeypatch.setattr(triton_split_linear, "_MANY", (32, 32))
+    monkeypatch.setattr(split_linear, "_FEW", (32, 32))
+    monkeypatch.setattr(split_linear, "_MANY", (32, 32))
     name = str(HALF).removeprefix("torch.")
     runner = CudaRunner(
         EngineConfig(model_path="unused", dtype=name, device=str(device)),
@@ -78,10 +78,10 @@ def test_a_card_with_too_little_shared_memory_stays_with_torch(device, monkeypat
     """They are those of an H100, an A100 and a desktop's card."""
     utils = SimpleNamespace(get_device_properties=lambda index: {"max_shared_mem": shared})
     monkeypatch.setattr(
-        triton_split_linear, "driver", SimpleNamespace(active=SimpleNamespace(utils=utils))
+        split_linear, "driver", SimpleNamespace(active=SimpleNamespace(utils=utils))
     )
-    assert triton_split_linear.fits(torch.device("cuda", 0)) is serves
-    monkeypatch.setattr(triton_split_linear, "_FEW", (32, 32))
+    assert split_linear.fits(torch.device("cuda", 0)) is serves
+    monkeypatch.setattr(split_linear, "_FEW", (32, 32))
     monkeypatch.setattr("engine.cuda.split_decode.fits", lambda device: serves)
     runner = CudaRunner(
         EngineConfig(model_path="unused", dtype="float32", device=str(device)),

@@ -1,0 +1,1 @@
+"""The configuration file: schema, loading, cross-checks."""

@@ -1,0 +1,1 @@
+"""The Ray cluster that `baton up` owns on one machine."""

@@ -1,0 +1,307 @@
+"""Start and stop the Ray cluster that Baton owns on this machine, and remember it.
+
+Everything the cluster runs is in one session (setsid) led by `cluster.local.ray_head`; so nothing of it can
+hide when it is stopped, whatever state it is in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import cluster
+from cluster.config.schema import RaySection
+from cluster.local.paths import baton_home, run_dir
+from protocol.errors import Unavailable
+
+_START_S = 60.0
+_STOP_S = 10.0
+_KILL_S = 1.0
+_POLL_S = 0.02
+_DAEMONS = ("gcs_server", "raylet")
+#: Logical CPUs offered when the config names none: CPU workers are bounded by their thread counts.
+_PLENTY = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningCluster:
+    """The cluster this machine's user runs or is connected to.
+
+    http, grpc: front doors of a router, once one is ready. token: Ray's own. pid, started: of the
+    head process and its start time in clock ticks since boot, which together are never used again;
+    0 for a cluster that we did not start.
+    """
+
+    address: str
+    token: str
+    config: str
+    http: str = ""
+    grpc: str = ""
+    pid: int = 0
+    started: int = 0
+    temp_dir: str = ""
+
+    @property
+    def owned(self) -> bool:
+        """Whether this Ray was started by Baton and ends with it."""
+        return self.pid != 0
+
+    @property
+    def alive(self) -> bool:
+        """Whether the head process still runs; taken for granted for clusters of others."""
+        if not self.owned:
+            return True
+        head = _process(self.pid)
+        return head is not None and head.started == self.started and not head.ended
+
+
+def load_state() -> RunningCluster | None:
+    """The cluster that was brought up here, if its state is known and it still lives."""
+    state = _read_state()
+    return state if state is not None and state.alive else None
+
+
+def sweep() -> bool:
+    """Clear up after a cluster whose head died by itself; whether there was one."""
+    state = _read_state()
+    if state is None or state.alive:
+        return False
+    stop_local_ray(state)
+    forget_state(state)
+    return True
+
+
+def save_state(state: RunningCluster) -> None:
+    """Remember the cluster, readable by this user only: it holds Ray's token."""
+    path = _state_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".new")
+    temporary.touch(mode=0o600)
+    temporary.chmod(0o600)
+    temporary.write_text(json.dumps(asdict(state)))
+    temporary.rename(path)
+
+
+def forget_state(state: RunningCluster) -> None:
+    """Forget the cluster, unless another one has been brought up meanwhile."""
+    known = _read_state()
+    if known is None or (known.pid, known.started) == (state.pid, state.started):
+        _state_file().unlink(missing_ok=True)
+
+
+def ray_environment(token: str) -> dict[str, str]:
+    """Ray's settings for every process of ours that talks to an owned cluster. They must be in the
+    environment before ray is imported."""
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": token,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Idle workers for tasks nobody submits would cost memory and start-up time.
+        "RAY_enable_worker_prestart": "0",
+        "RAY_prestart_worker_first_driver": "0",
+        # Ray runs workers at nice 15 by default: a client on the same machine would starve them.
+        "RAY_worker_niceness": "0",
+        # The machine may be shared: our memory is our own business.
+        "RAY_memory_monitor_refresh_ms": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        # What Ray does while nothing happens takes cores from the engines beside it: its own
+        # metrics (Baton has its own), and looking for changes ten times a second.
+        "RAY_enable_metrics_collection": "0",
+        "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "0",
+        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
+        # Who failed its health checks is frozen or broken: it would be given time to finish while
+        # its clients hang, and keep the GPU that its successor needs.
+        "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+    }
+
+
+def spawn_local_ray(section: RaySection, config_name: str) -> RunningCluster:
+    """Start a Ray cluster on this machine; `wait_local_ray` then waits until it answers."""
+    ready, log = _ready_file(), head_log()
+    ready.parent.mkdir(parents=True, exist_ok=True)
+    ready.unlink(missing_ok=True)
+    token = secrets.token_hex(32)
+    with log.open("w") as sink:
+        # Ray puts Unix sockets below this folder, whose paths must stay short.
+        temp_dir = tempfile.mkdtemp(prefix="baton-", dir="/tmp")
+        options = {
+            "num_cpus": section.num_cpus or _PLENTY,
+            "object_store_bytes": section.object_store_bytes,
+            "temp_dir": temp_dir,
+        }
+        head = subprocess.Popen(
+            [sys.executable, "-m", "cluster.local.ray_head", str(ready), json.dumps(options)],
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=sink,
+            start_new_session=True,
+            env=_environment(token),
+            cwd="/",
+        )
+    process = _process(head.pid)
+    assert process is not None  # ours to collect, so even an early end leaves it there
+    return RunningCluster(
+        address="",
+        token=token,
+        config=config_name,
+        pid=head.pid,
+        started=process.started,
+        temp_dir=temp_dir,
+    )
+
+
+def wait_local_ray(state: RunningCluster) -> RunningCluster:
+    """The same cluster with its address, once it answers. Raises Unavailable; what is left of it is
+    then still to be stopped."""
+    deadline = time.monotonic() + _START_S
+    while not _ready_file().exists():
+        if not state.alive or time.monotonic() > deadline:
+            raise Unavailable(f"Ray did not start: {_last_line(head_log())} (see {head_log()})")
+        time.sleep(_POLL_S)
+    address = json.loads(_ready_file().read_text())["address"]
+    return replace(state, address=address)
+
+
+def lost_daemons(state: RunningCluster) -> list[str]:
+    """Which of Ray's own processes an owned cluster has lost; Ray would look for them for a minute,
+    and end the process that looks. What runs goes on serving, but nothing can be asked for or
+    mended any more."""
+    if not state.owned:
+        return []
+    names = {process.name for process in _session_members(state.pid) if not process.stopped}
+    return [daemon for daemon in _DAEMONS if daemon not in names]
+
+
+def session_logs(state: RunningCluster) -> Path:
+    """The folder in which the processes of an owned cluster write their logs."""
+    return Path(state.temp_dir) / "session_latest" / "logs"
+
+
+def kept_logs() -> Path:
+    """Where the logs of the cluster that was stopped last are kept."""
+    return run_dir() / "logs"
+
+
+def head_log() -> Path:
+    """What the head process wrote."""
+    return run_dir() / "head.log"
+
+
+def _ready_file() -> Path:
+    return run_dir() / "head.json"
+
+
+def stop_local_ray(state: RunningCluster) -> int:
+    """End every process of an owned cluster: ask first, then kill. Returns how many had to be
+    killed."""
+    head = _process(state.pid)
+    if head is not None and head.started != state.started:
+        # Linux gives no new process the number of a session that has members: ours has none left.
+        _clear(state)
+        return 0
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(state.pid, signal.SIGTERM)
+    left, killed = _wait_for_end(state.pid, _STOP_S), set[int]()
+    while left:  # again for what one of them started before it was gone
+        for process in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        killed |= {process.pid for process in left}
+        left = _wait_for_end(state.pid, _KILL_S)
+    _clear(state)
+    return len(killed)
+
+
+def _read_state() -> RunningCluster | None:
+    try:
+        return RunningCluster(**json.loads(_state_file().read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _state_file() -> Path:
+    return run_dir() / "cluster.json"
+
+
+def _environment(token: str) -> dict[str, str]:
+    """Our environment plus Ray's settings; run from a checkout, workers must find our packages."""
+    root = str(Path(cluster.__file__).parent.parent)
+    env = {**os.environ, **ray_environment(token), "BATON_HOME": str(baton_home())}
+    if not root.endswith(("site-packages", "dist-packages")):
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH", "")]))
+    return env
+
+
+class _Process(NamedTuple):
+    """What /proc/PID/stat says of a process. ended: it only waits to be collected (a zombie).
+    stopped: by a signal. started: clock ticks since boot."""
+
+    pid: int
+    name: str
+    ended: bool
+    stopped: bool
+    session: int
+    started: int
+
+
+def _process(pid: int) -> _Process | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    head, _, tail = text.rpartition(")")
+    fields = tail.split()  # from the third of proc(5) on
+    return _Process(
+        pid=pid,
+        name=head.partition("(")[2],
+        ended=fields[0] == "Z",
+        stopped=fields[0] == "T",
+        session=int(fields[3]),
+        started=int(fields[19]),
+    )
+
+
+def _session_members(session: int) -> list[_Process]:
+    """Living processes of a session."""
+    pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    found = (_process(pid) for pid in pids)
+    return [p for p in found if p is not None and p.session == session and not p.ended]
+
+
+def _wait_for_end(session: int, limit_s: float) -> list[_Process]:
+    """Wait until a session has no living process; those left when the time is over."""
+    deadline = time.monotonic() + limit_s
+    # Who is born and orphaned while we look is seen by a second look only.
+    while (
+        left := _session_members(session) or _session_members(session)
+    ) and time.monotonic() < deadline:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(session, os.WNOHANG)  # the head, if it is our own child
+        time.sleep(_POLL_S)
+    return left
+
+
+def _clear(state: RunningCluster) -> None:
+    """Keep the logs and remove the rest of Ray's files."""
+    source = session_logs(state)
+    if source.is_dir():
+        shutil.rmtree(kept_logs(), ignore_errors=True)
+        with contextlib.suppress(OSError):  # a full disk does not keep the rest from being cleared
+            shutil.move(source.resolve(), kept_logs())
+    shutil.rmtree(state.temp_dir, ignore_errors=True)
+
+
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "no reason given"

@@ -1,0 +1,1 @@
+"""The directory: which routers and workers are ready."""

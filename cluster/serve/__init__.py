@@ -1,0 +1,1 @@
+"""Ray Serve deployments of routers and workers."""

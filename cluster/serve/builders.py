@@ -1,0 +1,62 @@
+"""Serve application builders, for those who deploy with `serve deploy` or KubeRay's RayService.
+
+One application per pool, each with the arguments `config` (a file that every node can read) and
+optionally `set` (overrides, as of `baton up --set`):
+
+    applications:
+      - name: decode
+        route_prefix: null
+        import_path: cluster.serve.builders:decode
+        external_scaler_enabled: true
+        args: {config: /etc/baton/config.yaml, set: ["decode.replicas=4"]}
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from cluster.config.checks import check_config
+from cluster.config.load import load_config
+from cluster.config.schema import ClusterConfig
+from cluster.membership.directory import create_directory
+from cluster.models.sources import find_model
+from cluster.serve.deployments import pool_application, router_application
+from protocol.errors import InvalidRequest
+from protocol.ids import Role
+
+_ARGUMENTS = frozenset({"config", "set"})
+
+
+def router(args: Mapping[str, Any]) -> Any:
+    """The application of the routers."""
+    return router_application(_prepare(args))
+
+
+def prefill(args: Mapping[str, Any]) -> Any:
+    """The application of the prefill pool."""
+    return pool_application(_prepare(args), Role.PREFILL)
+
+
+def decode(args: Mapping[str, Any]) -> Any:
+    """The application of the decode pool."""
+    return pool_application(_prepare(args), Role.DECODE)
+
+
+def read_arguments(args: Mapping[str, Any]) -> ClusterConfig:
+    """The configuration that a builder's arguments name. Raises InvalidRequest."""
+    unknown = sorted(set(args) - _ARGUMENTS)
+    if unknown:
+        raise InvalidRequest(f"args.{unknown[0]}: only config and set are known", param="args")
+    if "config" not in args:
+        raise InvalidRequest("args.config is required: the configuration file", param="args")
+    return load_config(args["config"], overrides=args.get("set", ()), environ=os.environ).config
+
+
+def _prepare(args: Mapping[str, Any]) -> ClusterConfig:
+    """The checked configuration; whoever comes first starts the directory."""
+    config = read_arguments(args)
+    check_config(config, find_model(config.model.name))
+    create_directory(config)
+    return config

@@ -1,0 +1,1 @@
+"""Tasks, timers, bounded maps and threads that the other packages share."""

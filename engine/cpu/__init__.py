@@ -1,0 +1,1 @@
+"""One rank of an engine on a CPU."""

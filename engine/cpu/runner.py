@@ -1,0 +1,193 @@
+"""One rank of an engine: its model, its KV pool, and how a step runs on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.batch import SequenceStep, StepBatch, StepResult
+from engine.config import EngineConfig
+from engine.cpu.inputs import PreparedStep, StepLimits, prepare_step
+from engine.kernels.base import Geometry
+from engine.kernels.cpu.operations import CpuKernels
+from engine.kernels.native import kernels as native
+from engine.kernels.sampling import sample
+from engine.kv.pool import KVPool
+from engine.model.checkpoint import Checkpoint
+from engine.model.config import ModelConfig
+from engine.model.llama import LlamaModel
+from engine.model.sharding import RankShare, share_of
+from engine.model.weights import WeightLoader
+from engine.ranks.tensor_parallel import TensorParallel
+from engine.sizing import kv_layout, num_kv_blocks
+from protocol.errors import Unsupported
+from protocol.kv_layout import KVFingerprint, KVLayout
+from protocol.logprobs import TokenLogprobs
+from protocol.sampling import SamplingParams
+
+
+class FinishedStep:
+    """A step that ran while it was launched."""
+
+    number = 0
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def wait(self) -> StepResult:
+        """The tokens."""
+        return self._result
+
+
+class RankRunner:
+    """Loads one rank's share, then runs steps on it. All ranks get the same batches in order.
+
+    `open` must come between: the size of the KV pool is rank 0's decision.
+    """
+
+    depth = 1
+    layout: KVLayout
+    pool: KVPool
+
+    def __init__(self, config: EngineConfig, tp: TensorParallel) -> None:
+        if config.device != "cpu":
+            raise Unsupported(f"device {config.device!r} is not served here", param="device")
+        model = ModelConfig.load(config.model_path)
+        share = share_of(model, tp.rank, tp.size)
+        self.config = config
+        self.model_config = model
+        self.vocab_size = model.vocab_size
+        self.max_model_len = min(
+            config.max_model_len or model.max_position_embeddings, model.max_position_embeddings
+        )
+        self._dtype: torch.dtype = getattr(torch, config.dtype)
+        self._device = torch.device(config.device)
+        geometry = _geometry(config, model, share, self._dtype)
+        self.kernels = _kernels(geometry)
+        if config.num_threads is not None:
+            self.kernels.use_threads(config.num_threads)
+        with torch.inference_mode():
+            source = Checkpoint(config.model_path, self._dtype, self._device)
+            source.check()
+            self.fingerprint = _fingerprint(config, model, source.digest())
+            loader = WeightLoader(model, share, source, self._device)
+            self.model = LlamaModel(loader, self.kernels, tp, self.max_model_len)
+        self._tp = tp
+
+    def choose_num_blocks(self) -> int:
+        """Rank 0's choice of the pool's size."""
+        return num_kv_blocks(self.config, self.model_config)
+
+    def open(self, num_blocks: int) -> None:
+        """Make the KV pool."""
+        self.layout = kv_layout(self.config, self.model_config, num_blocks)
+        self._limits = StepLimits(
+            block_size=self.config.block_size,
+            num_blocks=num_blocks,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+        )
+        self.pool = KVPool(self.layout, self._tp.rank, self._dtype, self._device)
+
+    def prepare(self, batch: StepBatch) -> PreparedStep:
+        """Lay the batch out in rows; raises Internal when it is not sound."""
+        return prepare_step(batch, self._limits)
+
+    def submit(self, step: PreparedStep) -> FinishedStep:
+        """Run one step; on ranks other than 0 every token is None."""
+        with torch.inference_mode():
+            result = run_prepared(self.model, self.pool.layers, step)
+        return FinishedStep(result)
+
+    def follow_step(self, batch: StepBatch) -> None:
+        """Run this rank's part of a step that rank 0 has prepared already."""
+        self.submit(self.prepare(batch))
+
+    def use_threads(self, count: int) -> None:
+        """Threads of the kernels from now on."""
+        self.kernels.use_threads(count)
+
+    def enter_thread(self) -> None:
+        """Nothing: no thread keeps anything."""
+
+    def warmup_batches(self) -> list[StepBatch]:
+        """A prompt chunk, then a decode."""
+        return warmup_batches(self.config.block_size, self.max_model_len)
+
+    def close(self) -> None:
+        """Leave the tensor-parallel group."""
+        self._tp.close()
+
+
+def warmup_batches(block_size: int, max_model_len: int) -> list[StepBatch]:
+    """A prompt of a few tokens and the decode after it, both in block 0."""
+    tokens = max(1, min(8, block_size - 1, max_model_len - 1))
+    sampling = SamplingParams(temperature=1.0)
+    shapes = [((0,) * tokens, 0), ((0,), min(tokens, block_size - 1))]
+    return [
+        StepBatch(
+            sequences=(SequenceStep(tokens=ids, start=start, block_ids=(0,), sampling=sampling),)
+        )
+        for ids, start in shapes
+    ]
+
+
+def run_prepared(model: LlamaModel, kv: Sequence[Tensor], step: PreparedStep) -> StepResult:
+    """Run a step on a model and sample; on ranks other than 0 there is nothing in the result."""
+    tokens: list[int | None] = [None] * len(step.inputs.queries)
+    logprobs: dict[int, TokenLogprobs] = {}
+    scores: dict[int, tuple[TokenLogprobs, ...]] = {}
+    logits, hidden = model.forward(step.inputs, kv)
+    if logits is not None:
+        sampled, logprobs = _sample(logits, step)
+        for index, token in zip(step.sampled, sampled, strict=True):
+            tokens[index] = token
+    if hidden is not None and step.scored is not None:
+        states = hidden
+        table = step.scored.table(lambda part: model.logits(states[part]), step.scored.targets)
+        scores = {} if table is None else step.scored.read(table)
+    return StepResult(tokens=tuple(tokens), logprobs=logprobs, target_logprobs=scores)
+
+
+def _sample(logits: Tensor, step: PreparedStep) -> tuple[list[int], dict[int, TokenLogprobs]]:
+    wanted = step.logprobs
+    if wanted is None:
+        return sample(logits, step.sampling).tolist(), {}
+    raw = logits[wanted.rows]  # a copy: sampling may write to the logits
+    tokens = sample(logits, step.sampling)
+    table = wanted.table(lambda part: raw[part], tokens[wanted.rows])
+    assert table is not None
+    return tokens.tolist(), {index: entry for index, (entry,) in wanted.read(table).items()}
+
+
+def _kernels(geometry: Geometry) -> CpuKernels | native.NativeKernels:
+    if native.serves(geometry):
+        return native.NativeKernels(geometry)
+    return CpuKernels(geometry)
+
+
+def _geometry(
+    config: EngineConfig, model: ModelConfig, share: RankShare, dtype: torch.dtype
+) -> Geometry:
+    return Geometry(
+        num_q_heads=share.num_q_heads,
+        num_kv_heads=share.num_kv_heads,
+        head_dim=model.head_dim,
+        block_size=config.block_size,
+        scale=model.head_dim**-0.5,
+        dtype=dtype,
+    )
+
+
+def _fingerprint(config: EngineConfig, model: ModelConfig, digest: str) -> KVFingerprint:
+    return KVFingerprint(
+        model=model.describe(),
+        weights=digest,
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=config.dtype,
+        rope=model.rope.describe(),
+    )

@@ -1,0 +1,1 @@
+"""CPU kernels over torch and oneDNN."""

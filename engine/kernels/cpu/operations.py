@@ -1,0 +1,263 @@
+"""CPU operations: few torch calls a layer, weights packed for oneDNN where that is faster.
+
+Shapes as in engine.kernels.base.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.kernels.base import Geometry, Linear, Product, StepInputs
+from engine.kernels.cpu.huge_pages import advise_huge_pages
+from engine.kernels.cpu.onednn import PackedGated, PackedLinear, packs
+
+#: Rows of queries that one attention product of a prompt chunk takes.
+_QUERY_TILE = 128
+#: A decode group is cut where padding would exceed this share of its longest context.
+_MAX_PADDING = 0.5
+
+
+class DenseLinear:
+    """x W^T + b with the weight as it is."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight = weight
+        self._transposed = weight.t()
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[T, in] -> [T, out]`."""
+        return functional.linear(x, self._weight, self._bias)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The sum residual + x W^T + b."""
+        if self._bias is not None:
+            residual = residual + self._bias
+        return torch.addmm(residual, x, self._transposed)
+
+
+class DenseGated:
+    """silu(x gate^T + b) * (x up^T + b) as one product of both weights."""
+
+    def __init__(self, gate: Product, up: Product) -> None:
+        self._gate = gate
+        self._up = up
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[T, H] -> [T, I]`."""
+        return functional.silu(self._gate(x), inplace=True).mul_(self._up(x))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionGroup:
+    """Sequences of one step that attend together: rows `rows`, `queries` of them per sequence.
+
+    pages: rows of the KV layer seen as `[(block, k/v, head), B D]`, ordered (k/v, sequence, head,
+    block), so that gathering them gives dense k and v. mask: added to the scores,
+    `[sequences K, 1, length]`; of a chunk to one tile of them, `[tile, 1, tile]`. unused: rows of
+    what is gathered, seen as `[(k/v, sequence, head, token), D]`, past the contexts of decodes.
+    """
+
+    rows: slice
+    num_sequences: int
+    queries: int
+    length: int
+    pages: Tensor
+    mask: Tensor
+    unused: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuPlan:
+    """What every layer of one step shares."""
+
+    cos: Tensor
+    sin: Tensor
+    kv_rows: Tensor
+    groups: tuple[AttentionGroup, ...]
+
+
+class CpuKernels:
+    """engine.kernels.base.Kernels on the CPU."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+        self._packs = packs(geometry.dtype)
+        self._weights: list[Tensor] = []
+
+    def use_threads(self, count: int) -> None:
+        """Threads of every operator of this process from now on."""
+        if torch.get_num_threads() != count:
+            torch.set_num_threads(count)
+
+    def loaded(self) -> None:
+        """All weights are there."""
+        advise_huge_pages(self._weights)
+        self._weights.clear()
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """Packed where that pays."""
+        if not self._packs:
+            return DenseLinear(weight, bias)
+        linear = PackedLinear(weight, bias)
+        self._weights.append(linear.weight)
+        return linear
+
+    def gated_linear(
+        self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
+    ) -> Product:
+        """Packed where that pays."""
+        if self._packs:
+            packed = PackedGated(gate, up, gate_bias, up_bias)
+            self._weights += (packed.gate, packed.up)
+            return packed
+        return DenseGated(DenseLinear(gate, gate_bias), DenseLinear(up, up_bias))
+
+    def prepare(self, inputs: StepInputs, cos: Tensor, sin: Tensor) -> CpuPlan:
+        """Row indexes, masks and rotations of the step: once what every layer needs."""
+        geometry = self.geometry
+        row_cos, row_sin = cos[inputs.positions], sin[inputs.positions]
+        blocks = inputs.slots // geometry.block_size
+        offsets = inputs.slots % geometry.block_size
+        heads = torch.arange(2 * geometry.num_kv_heads)  # (k/v, head), as a block stores them
+        kv_rows = (blocks[:, None] * (2 * geometry.num_kv_heads) + heads) * geometry.block_size
+        return CpuPlan(
+            cos=torch.cat((row_cos, row_cos), -1)[:, None].to(geometry.dtype),
+            sin=torch.cat((-row_sin, row_sin), -1)[:, None].to(geometry.dtype),
+            kv_rows=kv_rows + offsets[:, None],
+            groups=(*_decode_groups(inputs, geometry), *_chunk_groups(inputs, geometry)),
+        )
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The norm of each row."""
+        return functional.rms_norm(x, (x.shape[-1],), weight, eps)
+
+    def rope_and_write_kv(self, qkv: Tensor, kv: Tensor, plan: CpuPlan) -> Tensor:
+        """Rotate q and k in place, write k and v, return q `[T, Q, D]`, a view of `qkv`."""
+        q_heads, dim = self.geometry.num_q_heads, self.geometry.head_dim
+        heads = qkv.view(qkv.shape[0], q_heads + 2 * self.geometry.num_kv_heads, dim)
+        turning = heads[:, : q_heads + self.geometry.num_kv_heads]
+        # x cos + (x with its halves swapped) (-sin | sin) is the rotate-half rotation.
+        swapped = turning.roll(dim // 2, -1)
+        torch.addcmul(turning * plan.cos, swapped, plan.sin, out=turning)
+        kv.view(-1, dim).index_put_((plan.kv_rows,), heads[:, q_heads:])
+        return heads[:, :q_heads]
+
+    def paged_attention(self, q: Tensor, kv: Tensor, plan: CpuPlan) -> Tensor:
+        """Attention group by group: `[T, Q, D] -> [T, Q D]`."""
+        pages = kv.view(-1, self.geometry.block_size * self.geometry.head_dim)
+        parts = [_attend(q[group.rows], pages, group, self.geometry) for group in plan.groups]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _decode_groups(inputs: StepInputs, geometry: Geometry) -> list[AttentionGroup]:
+    """Decodes, longest context first, cut into groups that can be padded to one length."""
+    groups = []
+    first = 0
+    while first < inputs.num_decodes:
+        shortest = len(inputs.block_ids[first]) * (1 - _MAX_PADDING)
+        last = first + 1
+        while last < inputs.num_decodes and len(inputs.block_ids[last]) >= shortest:
+            last += 1
+        groups.append(_decode_group(inputs, first, last, geometry))
+        first = last
+    return groups
+
+
+def _decode_group(inputs: StepInputs, first: int, last: int, geometry: Geometry) -> AttentionGroup:
+    longest = len(inputs.block_ids[first])
+    # A shorter sequence is padded with its own last block: masked, and never another's KV.
+    tables = [ids + ids[-1:] * (longest - len(ids)) for ids in inputs.block_ids[first:last]]
+    contexts = torch.tensor(inputs.contexts[first:last])
+    length = longest * geometry.block_size
+    hidden = torch.arange(length)[None, :] >= contexts[:, None]
+    mask = torch.zeros(hidden.shape, dtype=geometry.dtype).masked_fill_(hidden, -torch.inf)
+    return AttentionGroup(
+        rows=slice(first, last),
+        num_sequences=last - first,
+        queries=1,
+        length=length,
+        pages=_pages(torch.tensor(tables), geometry),
+        mask=mask.repeat_interleave(geometry.num_kv_heads, 0)[:, None],
+        unused=hidden[:, None].expand(2, -1, geometry.num_kv_heads, -1).flatten().nonzero()[:, 0],
+    )
+
+
+def _chunk_groups(inputs: StepInputs, geometry: Geometry) -> list[AttentionGroup]:
+    """Each longer chunk on its own; the mask covers one tile of its rows."""
+    groups = []
+    row = inputs.num_decodes
+    for s in range(inputs.num_decodes, len(inputs.queries)):
+        queries = inputs.queries[s]
+        tile = min(queries, _QUERY_TILE)
+        future = torch.ones(tile, tile, dtype=torch.bool).triu_(1)
+        mask = torch.zeros(tile, tile, dtype=geometry.dtype).masked_fill_(future, -torch.inf)
+        groups.append(
+            AttentionGroup(
+                rows=slice(row, row + queries),
+                num_sequences=1,
+                queries=queries,
+                length=inputs.contexts[s],
+                pages=_pages(torch.tensor([inputs.block_ids[s]]), geometry),
+                mask=mask[:, None],
+                unused=torch.empty(0, dtype=torch.int64),
+            )
+        )
+        row += queries
+    return groups
+
+
+def _pages(tables: Tensor, geometry: Geometry) -> Tensor:
+    """Page rows in the order (k/v, sequence, head, block) of block tables `[sequences, blocks]`."""
+    heads = geometry.num_kv_heads
+    kind = torch.arange(2)[:, None, None, None]
+    head = torch.arange(heads)[None, None, :, None]
+    return ((tables[None, :, None, :] * 2 + kind) * heads + head).flatten()
+
+
+def _attend(q: Tensor, pages: Tensor, group: AttentionGroup, geometry: Geometry) -> Tensor:
+    gathered = pages.index_select(0, group.pages)
+    k, v = gathered.view(
+        2, group.num_sequences * geometry.num_kv_heads, -1, geometry.head_dim
+    ).unbind()
+    if group.queries == 1:
+        # Whoever had the block before may have left NaN there, which no mask and no weight of 0
+        # keeps out of a sum.
+        gathered.view(-1, geometry.head_dim).index_fill_(0, group.unused, 0.0)
+        return _attend_decodes(q, k, v, group.mask, geometry)
+    return _attend_chunk(q, k, v, group, geometry)
+
+
+def _attend_decodes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, geometry: Geometry) -> Tensor:
+    """One query a sequence. The queries that share a KV head are the rows of one product."""
+    num_sequences = q.shape[0]
+    q = q.reshape(k.shape[0], geometry.group_size, geometry.head_dim)
+    scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=geometry.scale)
+    out = torch.bmm(scores.softmax(-1), v)
+    return out.reshape(num_sequences, -1)
+
+
+def _attend_chunk(
+    q: Tensor, k: Tensor, v: Tensor, group: AttentionGroup, geometry: Geometry
+) -> Tensor:
+    """A chunk of one sequence, tile by tile: no product covers more future than one tile."""
+    kv_heads, size, dim = geometry.num_kv_heads, geometry.group_size, geometry.head_dim
+    q = q.reshape(group.queries, kv_heads, size, dim)
+    history = group.length - group.queries
+    out = torch.empty(group.queries, kv_heads, size, dim, dtype=q.dtype)
+    nothing = torch.zeros(1, 1, 1, dtype=q.dtype)
+    for first in range(0, group.queries, _QUERY_TILE):
+        last = min(first + _QUERY_TILE, group.queries)
+        rows, seen = last - first, history + last
+        tile = q[first:last].transpose(0, 1).reshape(kv_heads, rows * size, dim)
+        scores = torch.baddbmm(
+            nothing, tile, k[:, :seen].transpose(1, 2), beta=0, alpha=geometry.scale
+        )
+        scores.view(kv_heads, rows, size, seen)[..., seen - rows :] += group.mask[:rows, :, :rows]
+        result = torch.bmm(scores.softmax(-1), v[:, :seen])
+        out[first:last] = result.view(kv_heads, rows, size, dim).transpose(0, 1)
+    return out.view(group.queries, -1)

@@ -1,0 +1,1 @@
+"""CPU kernels in C++, built on the machine that runs them."""

@@ -1,0 +1,594 @@
+// Kernels of a decoder step for x86 CPUs with AVX-512: products on packed bfloat16 weights, attention
+// over paged KV, norms and rotations. Plain C functions on raw memory; engine/kernels/native/build.py builds
+// and binds them, engine/kernels/native/kernels.py gives them the shapes of engine/kernels/base.py.
+//
+// Work is cut into items that threads take from a counter. The caller takes items too and waits only
+// for threads that hold one, so a thread that the system does not run costs nothing but its help.
+
+#include <immintrin.h>
+#include <sched.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace {
+
+// ---- threads -------------------------------------------------------------------------------------
+
+constexpr auto kSpin = std::chrono::microseconds(100);  // the gap between two calls of one step
+
+class Pool {
+ public:
+  // Call fn(item) for every item below count on at most num_threads threads, this one among them.
+  template <class Fn>
+  void run(long count, int num_threads, const Fn& fn) {
+    if (num_threads <= 1 || count <= 1 || !calls_.try_lock()) {  // busy with another engine's call
+      for (long i = 0; i < count; ++i) fn(i);
+      return;
+    }
+    grow(num_threads - 1);
+    next_.store(0, std::memory_order_relaxed);
+    count_ = count;
+    context_ = &fn;
+    call_ = [](const void* f, long i) { (*static_cast<const Fn*>(f))(i); };
+    helpers_ = num_threads - 1;
+    state_.store((++epoch_ << 16) | kOpen);  // seq_cst, against a helper going to sleep
+    if (sleepers_.load() > 0) state_.notify_all();
+    work();
+    state_.fetch_and(~kOpen);
+    for (int spins = 0; state_.load(std::memory_order_acquire) & kInside;)
+      if (++spins < 2000) _mm_pause(); else sched_yield();
+    calls_.unlock();
+  }
+
+ private:
+  static constexpr uint64_t kOpen = 1u << 15, kInside = kOpen - 1;
+
+  void work() {
+    const long count = count_;
+    for (long i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count;) call_(context_, i);
+  }
+
+  // A thread has the priority of the one that starts it for good: one that has stepped back, as it
+  // does to load, starts none.
+  void grow(int helpers) {
+    if (getpriority(PRIO_PROCESS, 0) > getpriority(PRIO_PROCESS, getpid())) return;
+    for (; started_ < helpers; ++started_) std::thread(&Pool::help, this, started_).detach();
+  }
+
+  void help(int index) {
+    for (uint64_t seen = 0;;) {
+      const uint64_t state = await(seen);
+      seen = state >> 16;
+      uint64_t now = state;
+      while ((now >> 16) == seen && (now & kOpen) && !state_.compare_exchange_weak(now, now + 1)) {
+      }
+      if ((now >> 16) != seen || !(now & kOpen)) continue;
+      if (index < helpers_) work();
+      state_.fetch_sub(1, std::memory_order_release);
+    }
+  }
+
+  // The state of a later call than `seen`: awaited awake at first, then asleep.
+  uint64_t await(uint64_t seen) {
+    auto until = std::chrono::steady_clock::now() + kSpin;
+    for (int spins = 1;; ++spins) {
+      const uint64_t state = state_.load(std::memory_order_acquire);
+      if ((state >> 16) != seen) return state;
+      _mm_pause();
+      if (spins % 64 == 0 && std::chrono::steady_clock::now() > until) {
+        sleepers_.fetch_add(1);
+        const uint64_t last = state_.load();
+        if ((last >> 16) == seen) state_.wait(last);
+        sleepers_.fetch_sub(1);
+        until = std::chrono::steady_clock::now() + kSpin;
+      }
+    }
+  }
+
+  std::mutex calls_;
+  alignas(64) std::atomic<uint64_t> state_{0};  // epoch, open, helpers inside
+  alignas(64) std::atomic<long> next_{0};
+  alignas(64) std::atomic<int> sleepers_{0};
+  long count_ = 0;
+  const void* context_ = nullptr;
+  void (*call_)(const void*, long) = nullptr;
+  uint64_t epoch_ = 0;
+  int started_ = 0, helpers_ = 0;
+};
+
+Pool& pool() {
+  static Pool* pool = new Pool;  // never destroyed: its threads outlive static destructors
+  return *pool;
+}
+
+// ---- sixteen numbers -----------------------------------------------------------------------------
+
+using bf16 = uint16_t;
+
+inline __mmask16 first(long n) { return n >= 16 ? 0xffff : static_cast<__mmask16>((1u << n) - 1); }
+
+inline __m512 load(const bf16* p, __mmask16 m = 0xffff) {
+  return _mm512_castsi512_ps(
+      _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(m, p)), 16));
+}
+inline __m512 load(const float* p, __mmask16 m = 0xffff) { return _mm512_maskz_loadu_ps(m, p); }
+
+inline __m256i rounded(__m512 v) {  // to nearest, ties to even; not a number stays one
+  const __m512i bits = _mm512_castps_si512(v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+  const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_mov_epi32(up, nan, quiet), 16));
+}
+inline void store(bf16* p, __m512 v, __mmask16 m = 0xffff) {
+  _mm256_mask_storeu_epi16(p, m, rounded(v));
+}
+inline void store(float* p, __m512 v, __mmask16 m = 0xffff) { _mm512_mask_storeu_ps(p, m, v); }
+
+// e^x by Cody and Waite's reduction and a polynomial of degree 6: within 2 units in the last place.
+inline __m512 exp(__m512 x) {
+  x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.3f)), _mm512_set1_ps(88.3f));
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+  x = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  x = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), x);
+  __m512 y = _mm512_set1_ps(1.0f / 720);
+  for (float c : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(c));
+  return _mm512_scalef_ps(y, n);
+}
+
+// ---- products ------------------------------------------------------------------------------------
+//
+// Weights [N, K] lie in panels of 32 outputs: [N / 32][K / 2][32][2], so that one register holds the
+// next two inputs' weights of 16 outputs.
+
+constexpr long kPanel = 32, kTile = 12, kAlone = 8, kRowBlock = 192;
+
+inline __m512 dot2(__m512 sum, __m512i a, __m512i b) {
+#ifdef __AVX512BF16__
+  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+#else
+  const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+  sum = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(a, high)),
+                        _mm512_castsi512_ps(_mm512_and_si512(b, high)), sum);
+  return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)),
+                         _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)), sum);
+#endif
+}
+
+// R rows of x times one panel over `pairs` pairs of inputs, into out [R][32]. Weights are asked for
+// early: those of this panel, or else one cache line for each pair from `later` on.
+template <int R, bool kLater>
+void tile(const bf16* x, long stride, const bf16* panel, long pairs, float* out, const bf16* later) {
+  __m512 sum[R][2];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
+  for (long k = 0; k < pairs; ++k) {
+    const __m512i w0 = _mm512_loadu_si512(panel + k * 64);
+    const __m512i w1 = _mm512_loadu_si512(panel + k * 64 + 32);
+    if constexpr (kLater) {
+      _mm_prefetch(reinterpret_cast<const char*>(later + k * 32), _MM_HINT_T1);
+    } else {
+      _mm_prefetch(reinterpret_cast<const char*>(panel + k * 64 + 1024), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(panel + k * 64 + 1056), _MM_HINT_T0);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      int two;
+      std::memcpy(&two, x + r * stride + 2 * k, 4);
+      const __m512i a = _mm512_set1_epi32(two);
+      sum[r][0] = dot2(sum[r][0], a, w0);
+      sum[r][1] = dot2(sum[r][1], a, w1);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    _mm512_storeu_ps(out + r * kPanel, sum[r][0]);
+    _mm512_storeu_ps(out + r * kPanel + 16, sum[r][1]);
+  }
+}
+
+using Tile = void (*)(const bf16*, long, const bf16*, long, float*, const bf16*);
+
+template <bool kLater, int... R>
+constexpr std::array<Tile, kTile> tiles(std::integer_sequence<int, R...>) {
+  return {tile<R + 1, kLater>...};
+}
+
+void tile(long rows, const bf16* x, long stride, const bf16* panel, long pairs, float* out,
+          const bf16* later) {
+  static constexpr auto kNow = tiles<false>(std::make_integer_sequence<int, kTile>());
+  static constexpr auto kAhead = tiles<true>(std::make_integer_sequence<int, kTile>());
+  (later ? kAhead : kNow)[rows - 1](x, stride, panel, pairs, out, later);
+}
+
+// All rows of x [m, 2 pairs] times one panel; done(row, sums[32]) for each row.
+template <class Done>
+void rows_times_panel(const bf16* x, long m, long stride, const bf16* panel, long pairs,
+                      const Done& done) {
+  alignas(64) float out[kTile * kPanel];
+  const long tiles = m > kAlone ? std::max<long>(2, (m + kTile - 1) / kTile) : 1;
+  for (long t = 0, row = 0; t < tiles; ++t) {
+    const long rows = (m - row + tiles - t - 1) / (tiles - t);
+    // Of two tiles, each brings half of the next panel into the second cache, so that memory is
+    // read all the time. One tile alone waits for memory; with more, the weights are read once.
+    const bf16* later = tiles == 2 ? panel + (64 + t * 32) * pairs : nullptr;
+    tile(rows, x + row * stride, stride, panel, pairs, out, later);
+    for (long r = 0; r < rows; ++r) done(row + r, out + r * kPanel);
+    row += rows;
+  }
+}
+
+// done(row, panel, sums) for all of x [m, 2 pairs] times `panels` panels.
+template <class Done>
+void product(const bf16* x, long m, const bf16* packed, long panels, long pairs, int threads,
+             const Done& done) {
+  const long blocks = (m + kRowBlock - 1) / kRowBlock;
+  const long group = std::max<long>(1, panels / (threads * 8));
+  const long groups = (panels + group - 1) / group;
+  pool().run(blocks * groups, threads, [&](long item) {
+    const long top = item / groups * kRowBlock, rows = std::min(kRowBlock, m - top);
+    const long from = item % groups * group, to = std::min(panels, from + group);
+    for (long p = from; p < to; ++p)
+      rows_times_panel(x + top * 2 * pairs, rows, 2 * pairs, packed + p * pairs * 64, pairs,
+                       [&](long row, const float* sums) { done(top + row, p, sums); });
+  });
+}
+
+// ---- attention -----------------------------------------------------------------------------------
+
+struct Attention {
+  long q_heads, kv_heads, dim, block_size, row_stride;  // row_stride: of q, in elements
+  float scale;
+};
+
+// Where the keys of a block begin, and its values.
+const bf16* keys_of(const Attention& a, const bf16* kv, int32_t block, long head) {
+  return kv + (block * 2 * a.kv_heads + head) * a.block_size * a.dim;
+}
+const bf16* values_of(const Attention& a, const bf16* kv, int32_t block, long head) {
+  return keys_of(a, kv, block, a.kv_heads + head);
+}
+
+void ask_for(const bf16* p, long n) {
+  for (long i = 0; i < n; i += 32) _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T0);
+}
+
+// scores[0 .. n) to probabilities; returns 1 / their sum, which the caller applies.
+float softmax(float* scores, long n) {
+  __m512 top = _mm512_set1_ps(-INFINITY);
+  for (long i = 0; i < n; i += 16)
+    top = _mm512_mask_max_ps(top, first(n - i), top, _mm512_maskz_loadu_ps(first(n - i), scores + i));
+  top = _mm512_set1_ps(_mm512_reduce_max_ps(top));
+  __m512 sum = _mm512_setzero_ps();
+  for (long i = 0; i < n; i += 16) {
+    const __m512 p = exp(_mm512_sub_ps(load(scores + i, first(n - i)), top));
+    store(scores + i, p, first(n - i));
+    sum = _mm512_mask_add_ps(sum, first(n - i), sum, p);
+  }
+  return 1.0f / _mm512_reduce_add_ps(sum);
+}
+
+// Lane i of the result is the sum of all lanes of v[i].
+__m512 sums_of(const __m512 (&v)[16]) {
+  __m512 twos[8], fours[4], eights[2];
+#pragma GCC unroll 16
+  for (int i = 0; i < 8; ++i)
+    twos[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]),
+                            _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+#pragma GCC unroll 16
+  for (int i = 0; i < 4; ++i) {
+    const __m512d a = _mm512_castps_pd(twos[2 * i]), b = _mm512_castps_pd(twos[2 * i + 1]);
+    fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
+                             _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  }
+  const auto lanes = [](__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  };
+  for (int i = 0; i < 2; ++i) eights[i] = lanes(fours[2 * i], fours[2 * i + 1]);
+  return lanes(eights[0], eights[1]);
+}
+
+// scores[g][i] = q[g] . k[i] of G queries and n keys.
+template <int D, int G>
+void score(const bf16* q, const bf16* k, long n, float scale, float* scores, long width) {
+  for (long from = 0; from < n; from += 16)
+    for (int g = 0; g < G; ++g) {
+      __m512 dots[16];
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; ++i) {
+        const bf16* key = k + std::min(from + i, n - 1) * D;
+        dots[i] = _mm512_setzero_ps();
+        for (int d = 0; d < D; d += 32)
+          dots[i] = dot2(dots[i], _mm512_loadu_si512(q + g * D + d), _mm512_loadu_si512(key + d));
+      }
+      const __m512 scaled = _mm512_mul_ps(sums_of(dots), _mm512_set1_ps(scale));
+      store(scores + g * width + from, scaled, first(n - from));
+    }
+}
+
+// sums[g][d] += weights[g][i] v[i][d] over n values.
+template <int D, int G>
+void weigh(const float* weights, long width, const bf16* v, long n, float* sums) {
+  __m512 sum[G][D / 16];
+#pragma GCC unroll 4
+  for (int g = 0; g < G; ++g)
+#pragma GCC unroll 8
+    for (int d = 0; d < D / 16; ++d) sum[g][d] = _mm512_loadu_ps(sums + g * D + d * 16);
+  for (long i = 0; i < n; ++i) {
+#pragma GCC unroll 8
+    for (int d = 0; d < D / 16; ++d) {
+      const __m512 value = load(v + i * D + d * 16);
+#pragma GCC unroll 4
+      for (int g = 0; g < G; ++g)
+        sum[g][d] = _mm512_fmadd_ps(_mm512_set1_ps(weights[g * width + i]), value, sum[g][d]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int g = 0; g < G; ++g)
+#pragma GCC unroll 8
+    for (int d = 0; d < D / 16; ++d) _mm512_storeu_ps(sums + g * D + d * 16, sum[g][d]);
+}
+
+// f(g, size) for the query heads of one KV head, as many at once as there are registers for.
+template <int D, class F>
+void by_registers(long group, const F& f) {
+  constexpr long most = D == 64 ? 3 : 2;
+  for (long g = 0; g < group; g += most) f(g, std::min(most, group - g));
+}
+
+// One query of every query head of KV heads `head` .. `end`, over `context` tokens. Blocks lie
+// anywhere, so the processor cannot guess the next one: it is asked for while one is used, and with
+// the last of them `after`, where the keys lie that will be read after this.
+template <int D>
+void attend_one(const Attention& a, const bf16* q, const bf16* kv, const int32_t* blocks, long context,
+                long head, long end, const bf16* after, bf16* out) {
+  static thread_local std::vector<float> scores, sums;
+  const long group = a.q_heads / a.kv_heads, heads = (end - head) * group;
+  const long width = (context + 15) / 16 * 16, size = a.block_size * D, last = (context - 1) / a.block_size;
+  scores.resize(heads * width);
+  sums.assign(heads * D, 0.0f);
+  q += head * group * D;
+  out += head * group * D;
+  for (long b = 0; b <= last; ++b) {
+    const long n = std::min(a.block_size, context - b * a.block_size);
+    for (long h = 0; h < end - head; ++h) {
+      const bf16* k = keys_of(a, kv, blocks[b], head + h);
+      ask_for(b < last ? keys_of(a, kv, blocks[b + 1], head + h) : values_of(a, kv, *blocks, head + h), size);
+      by_registers<D>(group, [&](long g, long count) {
+        float* to = scores.data() + (h * group + g) * width + b * a.block_size;
+        const auto part = count == 3 ? score<D, 3> : count == 2 ? score<D, 2> : score<D, 1>;
+        part(q + (h * group + g) * D, k, n, a.scale, to, width);
+      });
+    }
+  }
+  for (long h = 0; h < heads; ++h) {
+    float* mine = scores.data() + h * width;
+    const __m512 share = _mm512_set1_ps(softmax(mine, context));
+    for (long i = 0; i < width; i += 16) store(mine + i, _mm512_mul_ps(load(mine + i), share));
+  }
+  for (long b = 0; b <= last; ++b) {
+    const long n = std::min(a.block_size, context - b * a.block_size);
+    for (long h = 0; h < end - head; ++h) {
+      const bf16* v = values_of(a, kv, blocks[b], head + h);
+      ask_for(b < last ? values_of(a, kv, blocks[b + 1], head + h) : after + h * size, size);
+      by_registers<D>(group, [&](long g, long count) {
+        const float* from = scores.data() + (h * group + g) * width + b * a.block_size;
+        const auto part = count == 3 ? weigh<D, 3> : count == 2 ? weigh<D, 2> : weigh<D, 1>;
+        part(from, width, v, n, sums.data() + (h * group + g) * D);
+      });
+    }
+  }
+  for (long i = 0; i < heads * D; i += 16) store(out + i, load(sums.data() + i));
+}
+
+// `queries` consecutive queries, the last of them at token seen - 1, over packed keys and values.
+void attend_tile(const Attention& a, const bf16* q, long queries, long seen, const bf16* kv,
+                 const int32_t* blocks, long head, bf16* out) {
+  static thread_local std::vector<bf16> keys, values, weights;
+  static thread_local std::vector<float> scores;
+  const long d2 = a.dim / 2, panels = (seen + kPanel - 1) / kPanel, width = panels * kPanel;
+  const long columns = (a.dim + kPanel - 1) / kPanel, group = a.q_heads / a.kv_heads;
+  keys.resize(width * a.dim);
+  values.assign(columns * kPanel * width, 0);
+  for (long t = 0; t < seen; ++t) {
+    const bf16* k = keys_of(a, kv, blocks[t / a.block_size], head) + t % a.block_size * a.dim;
+    const bf16* v = k + a.kv_heads * a.block_size * a.dim;
+    bf16* to = keys.data() + t / kPanel * kPanel * a.dim + t % kPanel * 2;
+    for (long d = 0; d < d2; ++d) std::memcpy(to + d * 64, k + 2 * d, 4);
+    for (long d = 0; d < a.dim; ++d)
+      values[(d / kPanel * width / 2 + t / 2) * 64 + d % kPanel * 2 + t % 2] = v[d];
+  }
+  scores.resize(queries * width);
+  weights.resize(queries * width);
+  for (long g = head * group; g < (head + 1) * group; ++g) {
+    for (long p = 0; p < panels; ++p)
+      rows_times_panel(q + g * a.dim, queries, a.row_stride, keys.data() + p * d2 * 64, d2,
+                       [&](long row, const float* sums) {
+                         std::memcpy(&scores[row * width + p * kPanel], sums, kPanel * 4);
+                       });
+    for (long row = 0; row < queries; ++row) {
+      float* mine = &scores[row * width];
+      const long n = seen - queries + row + 1;
+      for (long i = 0; i < n; i += 16)
+        store(mine + i, _mm512_mul_ps(load(mine + i), _mm512_set1_ps(a.scale)), first(n - i));
+      const __m512 share = _mm512_set1_ps(softmax(mine, n));
+      for (long i = 0; i < width; i += 16)
+        store(&weights[row * width + i], _mm512_mul_ps(load(mine + i, first(std::max(0l, n - i))), share));
+    }
+    for (long c = 0; c < columns; ++c)
+      rows_times_panel(weights.data(), queries, width, values.data() + c * width / 2 * 64,
+                       (seen + 1) / 2, [&](long row, const float* sums) {
+                         bf16* to = out + row * a.q_heads * a.dim + g * a.dim + c * kPanel;
+                         const long n = a.dim - c * kPanel;
+                         store(to, load(sums), first(n));
+                         if (n > 16) store(to + 16, load(sums + 16), first(n - 16));
+                       });
+  }
+}
+
+void attend_one(const Attention& a, const bf16* q, const bf16* kv, const int32_t* blocks, long context,
+                long head, long end, const bf16* after, bf16* out) {
+  switch (a.dim) {
+    case 64: return attend_one<64>(a, q, kv, blocks, context, head, end, after, out);
+    case 96: return attend_one<96>(a, q, kv, blocks, context, head, end, after, out);
+    case 128: return attend_one<128>(a, q, kv, blocks, context, head, end, after, out);
+  }
+}
+
+constexpr long kQueries = 64;  // of one item of a chunk
+
+}  // namespace
+
+extern "C" {
+
+// Weights [n, k] into panels; the outputs that fill the last panel are zeros. k is even.
+void baton_pack(const bf16* weight, long n, long k, bf16* packed) {
+  for (long o = 0; o < (n + kPanel - 1) / kPanel * kPanel; ++o)
+    for (long i = 0; i < k; ++i)
+      packed[(o / kPanel * k / 2 + i / 2) * 64 + o % kPanel * 2 + i % 2] =
+          o < n ? weight[o * k + i] : 0;
+}
+
+// out [m, n] = x [m, k] W^T + bias + residual, either of which may be null.
+void baton_linear(const bf16* x, long m, long k, const bf16* packed, long n, const bf16* bias,
+                  const bf16* residual, bf16* out, int threads) {
+  product(x, m, packed, (n + kPanel - 1) / kPanel, k / 2, threads,
+          [=](long row, long panel, const float* sums) {
+            for (long c = panel * kPanel, end = std::min(n, c + kPanel); c < end; c += 16, sums += 16) {
+              const __mmask16 mask = first(end - c);
+              __m512 v = load(sums);
+              if (bias) v = _mm512_add_ps(v, load(bias + c, mask));
+              if (residual) v = _mm512_add_ps(v, load(residual + row * n + c, mask));
+              store(out + row * n + c, v, mask);
+            }
+          });
+}
+
+// out [m, n] = silu(x G^T + gate_bias) * (x U^T + up_bias); panels hold 16 outputs of G, then of U.
+void baton_gated(const bf16* x, long m, long k, const bf16* packed, long n, const bf16* gate_bias,
+                 const bf16* up_bias, bf16* out, int threads) {
+  product(x, m, packed, (n + 15) / 16, k / 2, threads, [=](long row, long panel, const float* sums) {
+    const long c = panel * 16;
+    const __mmask16 mask = first(n - c);
+    __m512 gate = load(sums), up = load(sums + 16);
+    if (gate_bias) gate = _mm512_add_ps(gate, load(gate_bias + c, mask));
+    if (up_bias) up = _mm512_add_ps(up, load(up_bias + c, mask));
+    const __m512 one = _mm512_set1_ps(1.0f);
+    const __m512 turn = _mm512_add_ps(one, exp(_mm512_sub_ps(_mm512_setzero_ps(), gate)));
+    store(out + row * n + c, _mm512_mul_ps(_mm512_div_ps(gate, turn), up), mask);
+  });
+}
+}
+
+namespace {
+
+void rms_norm(const bf16* x, long m, long h, const bf16* weight, float eps, bf16* out, int threads) {
+  const long rows = 16;
+  pool().run((m + rows - 1) / rows, threads, [=](long item) {
+    for (long row = item * rows; row < std::min(m, (item + 1) * rows); ++row) {
+      const bf16* from = x + row * h;
+      __m512 sum = _mm512_setzero_ps();
+      for (long i = 0; i < h; i += 16) {
+        const __m512 v = load(from + i, first(h - i));
+        sum = _mm512_fmadd_ps(v, v, sum);
+      }
+      const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(sum) / h + eps));
+      for (long i = 0; i < h; i += 16) {
+        const __mmask16 mask = first(h - i);
+        const __m512 v = _mm512_mul_ps(load(from + i, mask), scale);
+        store(out + row * h + i, _mm512_mul_ps(v, load(weight + i, mask)), mask);
+      }
+    }
+  });
+}
+
+// Rotate the halves of q and k in place, copy k and v to their slots. cos, sin: [positions, D / 2].
+void rope_and_write(bf16* qkv, long m, const Attention& a, const float* cos, const float* sin,
+                    const int64_t* positions, const int64_t* slots, bf16* kv, int threads) {
+  const long rows = 16, half = a.dim / 2;
+  pool().run((m + rows - 1) / rows, threads, [=](long item) {
+    for (long row = item * rows; row < std::min(m, (item + 1) * rows); ++row) {
+      bf16* heads = qkv + row * a.row_stride;
+      const float* c = cos + positions[row] * half;
+      const float* s = sin + positions[row] * half;
+      for (long head = 0; head < a.q_heads + a.kv_heads; ++head)
+        for (long i = 0; i < half; i += 16) {
+          const __mmask16 mask = first(half - i);
+          bf16* low = heads + head * a.dim + i;
+          bf16* high = low + half;
+          const __m512 x = load(low, mask), y = load(high, mask);
+          const __m512 cs = load(c + i, mask), sn = load(s + i, mask);
+          store(low, _mm512_fmsub_ps(x, cs, _mm512_mul_ps(y, sn)), mask);
+          store(high, _mm512_fmadd_ps(y, cs, _mm512_mul_ps(x, sn)), mask);
+        }
+      const long block = slots[row] / a.block_size, offset = slots[row] % a.block_size;
+      for (long head = 0; head < 2 * a.kv_heads; ++head)
+        std::memcpy(kv + ((block * 2 * a.kv_heads + head) * a.block_size + offset) * a.dim,
+                    heads + (a.q_heads + head) * a.dim, a.dim * sizeof(bf16));
+    }
+  });
+}
+
+}  // namespace
+
+extern "C" {
+
+void baton_rms_norm(const bf16* x, long m, long h, const bf16* weight, float eps, bf16* out,
+                         int threads) {
+  rms_norm(x, m, h, weight, eps, out, threads);
+}
+
+void baton_rope(bf16* qkv, long m, const Attention* a, const float* cos, const float* sin,
+                     const int64_t* positions, const int64_t* slots, bf16* kv, int threads) {
+  rope_and_write(qkv, m, *a, cos, sin, positions, slots, kv, threads);
+}
+
+// Attention of all rows. Sequence s has queries[s] rows, contexts[s] tokens, and its block table
+// begins at tables[starts[s]].
+void baton_attend(const Attention* at, const bf16* q, const bf16* kv, long sequences,
+                       const int32_t* queries, const int32_t* contexts, const int32_t* starts,
+                       const int32_t* tables, bf16* out, int threads) {
+  struct Item {
+    long row, sequence, tile, head, end;
+  };
+  static thread_local std::vector<Item> items;
+  const Attention a = *at;
+  items.clear();
+  // Heads of a decode lie side by side, and are read faster together; but every thread needs some.
+  const long together = sequences >= 4 * threads ? a.kv_heads : 1;
+  for (long s = 0, row = 0; s < sequences; row += queries[s++])
+    for (long tile = 0; tile < queries[s]; tile += kQueries)
+      for (long head = 0, step = queries[s] == 1 ? together : 1; head < a.kv_heads; head += step)
+        items.push_back({row, s, tile, head, head + step});
+  const Item* list = items.data();
+  const long count = items.size();
+  pool().run(count, threads, [=](long index) {
+    const Item& item = list[count - 1 - index];  // chunks, which take longest, first
+    const long s = item.sequence, row = item.row + item.tile;
+    const bf16* mine = q + row * a.row_stride;
+    bf16* to = out + row * a.q_heads * a.dim;
+    const int32_t* blocks = tables + starts[s];
+    if (queries[s] == 1) {
+      const Item& next = list[std::max(0l, count - 2 - index)];
+      const bf16* after = keys_of(a, kv, tables[starts[next.sequence]], next.head);
+      return attend_one(a, mine, kv, blocks, contexts[s], item.head, item.end, after, to);
+    }
+    const long n = std::min(kQueries, queries[s] - item.tile);
+    attend_tile(a, mine, n, contexts[s] - queries[s] + item.tile + n, kv, blocks, item.head, to);
+  });
+}
+}

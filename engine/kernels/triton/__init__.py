@@ -1,0 +1,1 @@
+"""Typed wrappers of the Triton kernels in `engine.kernels.jit`."""

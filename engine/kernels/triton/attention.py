@@ -1,0 +1,241 @@
+"""Typed wrappers of the paged attention kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from engine.kernels.jit.decode_attention import merge_parts, paged_decode
+from engine.kernels.jit.prefill_attention import paged_prefill
+from engine.kernels.triton.elementwise import launch_options
+from engine.kernels.triton.launch import Repeated
+
+_PAGED_PREFILL = Repeated(paged_prefill)
+
+#: Programs that run at once on a Hopper card: four on each of 132 multiprocessors.
+_WAVE = 528
+_MAX_SPLITS = 128
+#: The most splits that the last of them merges: each two wait for memory once more.
+_MERGED_WITHIN = 8
+#: What the kernel is compiled for then: made for less it is slower (128 sequences of 640 tokens:
+#: 86 us on an H200 with 4 or 8, 83.6 with 16).
+_MERGE_ROOM = 16
+#: Splits whose parts are on their way together when they are merged. More of them take registers
+#: from the whole kernel: 32 sequences on an H200 take 26.6 us with 2, 32.3 with 16.
+_AT_ONCE = 2
+#: Dims of a head that one program of the merging kernel takes, and the splits that it is compiled
+#: for: few sequences need many programs to be quick, of many sequences (8) each program costs.
+_PIECE = 32
+_MANY, _MANY_PIECE, _MANY_SPLITS = 8, 128, 32
+#: Sequences times splits where one context may be much longer than the others.
+_LONG_PARTS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeShape:
+    """How decode attention is cut: splits of a context, tokens per tile, least tiles per split."""
+
+    splits: int
+    tile: int = 64
+    min_tiles: int = 1
+    stages: int = 3
+    warps: int = 2
+
+    @property
+    def apart(self) -> bool:
+        """Whether a kernel of its own merges what the splits gave, instead of the last of them."""
+        return self.splits > _MERGED_WITHIN
+
+
+def decode_shape(batch: int, kv_heads: int, head_dim: int, long_context: bool) -> DecodeShape:
+    """Splits for a batch: enough programs to fill the card, more where one context may be long.
+
+    Tile, stages and warps are the best of those measured on an H100 over contexts of 512 to 32,768
+    tokens and batches of 1 to 256, splits on an H200.
+    """
+    splits = min(_MAX_SPLITS, max(1, _WAVE // (batch * kv_heads)))
+    min_tiles = 1
+    if long_context and splits < 32:
+        splits = max(splits, min(32, _LONG_PARTS // batch))
+        min_tiles = 16
+    return DecodeShape(
+        splits=splits,
+        tile=64 if head_dim <= 128 else 32,
+        min_tiles=min_tiles,
+        stages=2 if batch == 1 and not long_context else 3,
+    )
+
+
+class DecodeScratch:
+    """Partial results of splits, shared by all layers: they run one after another on one stream.
+
+    parts: the largest product of batch and splits that will use it.
+    """
+
+    def __init__(
+        self, batch: int, parts: int, num_heads: int, head_dim: int, device: torch.device
+    ) -> None:
+        rows = parts * num_heads
+        width = triton.next_power_of_2(head_dim)
+        self.partial = torch.empty(rows * width, dtype=torch.float32, device=device)
+        self.stats = torch.empty(rows * 2, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(batch * num_heads, dtype=torch.int32, device=device)
+
+
+def decode_attention(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    pool: torch.Tensor,
+    indptr: torch.Tensor,
+    blocks: torch.Tensor,
+    lengths: torch.Tensor,
+    scratch: DecodeScratch,
+    shape: DecodeShape,
+    *,
+    num_heads: int,
+    scale: float,
+    out: torch.Tensor,
+    pdl: bool = False,
+) -> None:
+    """Rotate and store each row's new token, then attend over its whole paged context.
+
+    qkv: `[batch, (heads + 2 kv_heads) * dim]` straight from the projection; pool: one layer,
+    `[block, 2, kv_heads, page, dim]`; row b's blocks are blocks[indptr[b]:], its context of
+    lengths[b] tokens includes the new one; length 0 marks padding. out: `[batch, heads * dim]`.
+    """
+    _, _, kv_heads, page, dim = pool.shape
+    group = num_heads // kv_heads
+    paged_decode[(kv_heads, qkv.shape[0], shape.splits)](
+        qkv,
+        cos,
+        sin,
+        pool,
+        indptr,
+        blocks,
+        lengths,
+        out,
+        scratch.partial,
+        scratch.stats,
+        scratch.counters,
+        scale,
+        shape.splits,
+        shape.min_tiles,
+        HEADS=num_heads,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        GROUP_P=max(16, triton.next_power_of_2(group)),
+        DIM=dim,
+        DIM_P=triton.next_power_of_2(dim),
+        PAGE=page,
+        TILE=shape.tile,
+        MERGE_P=triton.next_power_of_2(group),
+        MAX_SPLITS=_MERGE_ROOM,
+        AT_ONCE=_AT_ONCE,
+        APART=shape.apart,
+        STAGES=shape.stages,
+        PDL=pdl,
+        PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
+        num_warps=shape.warps,
+        **launch_options(pdl),
+    )
+    if shape.apart:
+        _merge(lengths, scratch, shape, pool, num_heads, out, pdl=pdl)
+
+
+def _merge(
+    lengths: torch.Tensor,
+    scratch: DecodeScratch,
+    shape: DecodeShape,
+    pool: torch.Tensor,
+    num_heads: int,
+    out: torch.Tensor,
+    *,
+    pdl: bool,
+) -> None:
+    _, _, kv_heads, _, dim = pool.shape
+    width = triton.next_power_of_2(dim)
+    piece, room = _PIECE, _MAX_SPLITS
+    if out.shape[0] >= _MANY:
+        piece, room = _MANY_PIECE, max(_MANY_SPLITS, triton.next_power_of_2(shape.splits))
+    piece = min(width, piece)
+    merge_parts[(num_heads, width // piece, out.shape[0])](
+        scratch.partial,
+        scratch.stats,
+        lengths,
+        out,
+        shape.splits,
+        shape.min_tiles,
+        HEADS=num_heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        DIM_P=width,
+        TILE=shape.tile,
+        PIECE=piece,
+        MAX_SPLITS=room,
+        PDL=pdl,
+        num_warps=4,
+        **launch_options(pdl),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedChunks:
+    """Prompt chunks packed one after another, on the device (int32 vectors, one entry a sequence).
+
+    first_rows: first row of the sequence; starts: absolute position of that row; counts: its rows;
+    indptr, blocks: block tables one after another; max_count: the largest count, known on the host.
+    """
+
+    first_rows: torch.Tensor
+    starts: torch.Tensor
+    counts: torch.Tensor
+    indptr: torch.Tensor
+    blocks: torch.Tensor
+    max_count: int
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    chunks: PackedChunks,
+    *,
+    num_heads: int,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """Causal attention of every chunk's rotated queries over its paged context.
+
+    q: rows of at least heads * dim values (a slice of the qkv rows will do), out likewise; the
+    chunks' own keys and values are in the pool already.
+    """
+    _, _, kv_heads, page, dim = pool.shape
+    width = triton.next_power_of_2(dim)
+    small = chunks.max_count <= 64 or q.dtype == torch.float32
+    block_m = 16 if chunks.max_count <= 16 else (64 if small or width > 128 else 128)
+    tile = 32 if width > 128 or q.dtype == torch.float32 else 64
+    _PAGED_PREFILL[(triton.cdiv(chunks.max_count, block_m), num_heads, chunks.counts.shape[0])](
+        q,
+        q.stride(0),
+        pool,
+        chunks.first_rows,
+        chunks.starts,
+        chunks.counts,
+        chunks.indptr,
+        chunks.blocks,
+        out,
+        out.stride(0),
+        scale,
+        HEADS=num_heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        DIM_P=triton.next_power_of_2(dim),
+        PAGE=page,
+        BLOCK_M=block_m,
+        TILE=tile,
+        STAGES=2 if q.dtype == torch.float32 else 3,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=8 if block_m == 128 else 4,
+    )

@@ -1,0 +1,147 @@
+"""Typed wrapper of the one-row linear kernel, and its measured launch shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from engine.kernels.jit.linear import row_linear, shared_row_linear
+from engine.kernels.triton import reduce
+from engine.kernels.triton.elementwise import launch_options
+from engine.kernels.triton.reduce import ReduceTurn
+
+#: Sums that one program of `shared_linear` collects.
+_COLLECT = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearShape:
+    """How one launch is cut: rows of the weight and columns per tile, pipeline stages, warps; at
+    most how many registers a thread may take, where the compiler is not to decide."""
+
+    block_n: int
+    block_k: int
+    stages: int
+    warps: int
+    registers: int | None = None
+
+    def options(self, pdl: bool) -> dict[str, int]:
+        """Launch keywords."""
+        limit = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.warps, **limit, **launch_options(pdl)}
+
+
+#: (n, k, gated) -> the best launch shape of the narrow shards of larger models, within a step
+#: (70B over four H200; benchmarks/results/engine).
+_MEASURED = {
+    (7168, 8192, True): LinearShape(block_n=4, block_k=1024, stages=2, warps=4),
+    (8192, 7168, False): LinearShape(block_n=4, block_k=512, stages=4, warps=4),
+    (2560, 8192, False): LinearShape(block_n=4, block_k=1024, stages=3, warps=4),
+    (8192, 2048, False): LinearShape(block_n=8, block_k=512, stages=1, warps=4),
+}
+
+
+def default_shape(n: int, k: int, gated: bool) -> LinearShape:
+    """The launch shape measured best, or that of the shapes of an 8B model on an H100."""
+    if (n, k, gated) in _MEASURED:
+        return _MEASURED[n, k, gated]
+    if gated:
+        return LinearShape(block_n=2, block_k=1024, stages=1, warps=4, registers=72)
+    if n < 1 << 14 and k % 2048 == 0 and (n <= 4096 or k == 2048 or k >= 8192):
+        return LinearShape(block_n=4, block_k=2048, stages=1, warps=8)
+    if n >= 1 << 14 or k > 4096:
+        return LinearShape(block_n=4, block_k=1024, stages=1, warps=4)
+    return LinearShape(block_n=8, block_k=512, stages=1, warps=4)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    out: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    gain: torch.Tensor | None = None,
+    eps: float = 0.0,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+    pdl: bool = False,
+    shape: LinearShape | None = None,
+) -> None:
+    """out `[1, n]` = f(norm(x) weight^T + bias) + residual for one row.
+
+    weight: `[n, k]`, or `[2 n, k]` when gated (gate rows first; f = silu(gate) * up; no bias then).
+    `gain` turns the RMS norm of x on. `residual` may be `out` itself.
+    """
+    k, n = x.shape[1], out.shape[1]
+    shape = shape or default_shape(n, k, gated)
+    block_k = min(shape.block_k, triton.next_power_of_2(k))
+    row_linear[(triton.cdiv(n, shape.block_n),)](
+        x,
+        weight,
+        x if bias is None else bias,
+        x if residual is None else residual,
+        x if gain is None else gain,
+        out,
+        eps,
+        n,
+        k,
+        BLOCK_N=shape.block_n,
+        BLOCK_K=block_k,
+        STAGES=shape.stages,
+        NORM=gain is not None,
+        GATED=gated,
+        RESIDUAL=residual is not None,
+        BIAS=bias is not None,
+        EVEN_N=n % shape.block_n == 0,
+        EVEN_K=k % block_k == 0,
+        PDL=pdl,
+        **shape.options(pdl),
+    )
+
+
+def shared_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    turn: ReduceTurn,
+    *,
+    h: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    pdl: bool = False,
+    shape: LinearShape | None = None,
+) -> None:
+    """h `[1, n]` += the sum over ranks of x weight^T + bias, in float32 and in the ranks' order.
+
+    h is the same on every rank, before and after; n is at most the mailboxes' capacity.
+    """
+    k, n = x.shape[1], h.shape[1]
+    shape = shape or default_shape(n, k, gated=False)
+    block_k = min(shape.block_k, triton.next_power_of_2(k))
+    boxes = turn.boxes
+    shared_row_linear[(triton.cdiv(n, shape.block_n) + triton.cdiv(n, _COLLECT),)](
+        x,
+        weight,
+        x if bias is None else bias,
+        h,
+        boxes.addresses,
+        boxes.done,
+        boxes.failed,
+        turn.index,
+        reduce.MAX_POLLS,
+        boxes.rank,
+        n,
+        k,
+        BLOCK_N=shape.block_n,
+        BLOCK_K=block_k,
+        STAGES=shape.stages,
+        BIAS=bias is not None,
+        EVEN_N=n % shape.block_n == 0,
+        EVEN_K=k % block_k == 0,
+        PDL=pdl,
+        CAPACITY=boxes.capacity,
+        SIZE=boxes.size,
+        SIZE_P=triton.next_power_of_2(boxes.size),
+        COLLECT=_COLLECT,
+        **shape.options(pdl),
+    )

@@ -1,1 +1,0 @@
-"""Kernels for x86 CPUs with AVX-512, compiled where they run."""

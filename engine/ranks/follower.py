@@ -1,0 +1,125 @@
+"""A follower rank's end of a tensor-parallel engine: joins, gives signs of life, obeys rank 0."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING
+
+from engine.batch import StepBatch
+from engine.errors import RankLost
+from engine.ranks.channel import Channel, ChannelClosed, greet
+from engine.ranks.messages import Command, EngineCommand, RankInvite, Report, Sign, open_store
+from engine.ranks.tensor_parallel import TensorParallel
+from protocol import codec
+from protocol.errors import typed
+
+if TYPE_CHECKING:
+    from engine.cpu.runner import RankRunner
+    from engine.cuda.runner import CudaRunner
+
+_BEAT_S = 1.0
+
+#: Handles a CALL in the order of commands; a Future may finish later, from any thread.
+Handler = Callable[[bytes], "bytes | Future[bytes]"]
+
+
+class Follower:
+    """A follower's end: joined, and giving signs of life from then on."""
+
+    def __init__(self, invite: RankInvite, rank: int) -> None:
+        self.rank = rank
+        self.invite = invite
+        self.tp = TensorParallel(rank, invite.size)
+        try:
+            sock = socket.create_connection((invite.host, invite.port), invite.timeout_s)
+            self._channel = Channel(sock, timeout_s=None)
+            greet(self._channel, invite.authkey, rank)
+        except OSError as error:
+            raise RankLost(f"rank {rank} cannot join: {error}", param="tp") from error
+        self._ended = threading.Event()
+        threading.Thread(target=self._beat, name="alive", daemon=True).start()
+
+    def open(self, runner: RankRunner | CudaRunner) -> None:
+        """Report that the model is loaded; make the pool and join the tensor group when told to."""
+        self._report(Report(sign=Sign.LOADED))
+        order = self._next()
+        if order.command is not Command.OPEN:
+            raise RankLost(f"rank 0 sent {order.command} before the group was open", param="tp")
+        runner.open(order.number)
+        invite = self.invite
+        self.tp.connect(open_store(invite), invite.host, invite.timeout_s)
+
+    def follow(self, runner: RankRunner | CudaRunner, handlers: Mapping[str, Handler]) -> None:
+        """Obey until rank 0 closes the group. Raises RankLost when rank 0 is gone.
+
+        An error in a step is reported and raised: the engine is no longer whole. An error in a
+        handler is its answer.
+        """
+        try:
+            while (order := self._next()).command is not Command.CLOSE:
+                if order.command is Command.STEP:
+                    runner.follow_step(codec.decode(StepBatch, order.payload))
+                else:
+                    self._call(order, handlers)
+        except Exception as error:
+            self.broken(error)
+            raise
+        self.close()
+
+    def broken(self, error: Exception) -> None:
+        """Tell rank 0 why this rank ends, and hang up."""
+        self._report(Report(sign=Sign.BROKEN, error=typed(error).info()), quiet=True)
+        self.close()
+
+    def close(self) -> None:
+        """Stop giving signs of life and hang up. Idempotent."""
+        self._ended.set()
+        self._channel.close()
+        self.tp.close()
+
+    def _call(self, order: EngineCommand, handlers: Mapping[str, Handler]) -> None:
+        try:
+            answer = handlers[order.kind](order.payload)
+        except Exception as error:  # noqa: BLE001 - the answer carries it to rank 0
+            self._answer(order.number, error)
+            return
+        if isinstance(answer, bytes):
+            self._answer(order.number, answer)
+        else:
+            answer.add_done_callback(partial(self._answer_later, order.number))
+
+    def _answer_later(self, number: int, future: Future[bytes]) -> None:
+        error = future.exception()
+        self._answer(number, future.result() if error is None else error)
+
+    def _answer(self, number: int, outcome: bytes | BaseException) -> None:
+        if isinstance(outcome, bytes):
+            self._report(Report(sign=Sign.ANSWER, number=number, payload=outcome), quiet=True)
+        else:
+            report = Report(sign=Sign.ANSWER, number=number, error=typed(outcome).info())
+            self._report(report, quiet=True)
+
+    def _next(self) -> EngineCommand:
+        try:
+            return codec.decode(EngineCommand, self._channel.receive())
+        except ChannelClosed as error:
+            raise RankLost(f"rank 0 is gone: {error}", param="rank 0") from error
+
+    def _report(self, report: Report, *, quiet: bool = False) -> None:
+        try:
+            self._channel.send(codec.encode(report))
+        except ChannelClosed as error:
+            if not quiet:
+                raise RankLost(f"rank 0 is gone: {error}", param="rank 0") from error
+
+    def _beat(self) -> None:
+        alive = codec.encode(Report(sign=Sign.ALIVE))
+        while not self._ended.wait(_BEAT_S):
+            try:
+                self._channel.send(alive)
+            except ChannelClosed:
+                return

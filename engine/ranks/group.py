@@ -1,0 +1,213 @@
+"""Rank 0's end of a tensor-parallel engine: sends orders, every follower obeys them in order.
+
+Rank 0 makes a RankGroup and hands its invite to the follower processes by any means. Orders travel
+over one authenticated connection per follower, as bytes of protocol.codec. Tensors meet in a
+TensorParallel group of their own, formed once every rank has loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import threading
+import time
+from concurrent.futures import Future, InvalidStateError
+
+from engine.batch import StepBatch
+from engine.errors import RankLost
+from engine.process_tempdir import ProcessTempdir, ranks_folder
+from engine.ranks.channel import Channel, ChannelClosed, welcome
+from engine.ranks.messages import Command, EngineCommand, RankInvite, Report, Sign, open_store
+from engine.ranks.tensor_parallel import TensorParallel
+from observability.logging import get_logger
+from protocol import codec
+from protocol.errors import BatonError
+
+__all__ = ["RankGroup", "RankInvite"]
+log = get_logger(__name__)
+
+
+class RankGroup:
+    """Rank 0's end of all followers. Orders go out one by one, whichever thread gives them.
+
+    A follower that dies, breaks or gives no sign of life for `silence_s` breaks the group: pending
+    calls fail with RankLost, and so does everything asked afterwards.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        host: str = "127.0.0.1",
+        timeout_s: float = 20.0,
+        silence_s: float = 10.0,
+    ) -> None:
+        self.size = size
+        self._silence_s = silence_s
+        self._server = socket.create_server((host, 0), backlog=size)
+        # NCCL reads its store as long as it lives: the folder goes with this object or process.
+        self._folder = ProcessTempdir(ranks_folder())
+        self.invite = RankInvite(
+            host=host,
+            port=self._server.getsockname()[1],
+            store=str(self._folder.path / "store"),
+            size=size,
+            timeout_s=timeout_s,
+            authkey=secrets.token_bytes(32),
+        )
+        self.tp = TensorParallel(0, size)
+        self._channels: dict[int, Channel] = {}
+        self._order_lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._calls: dict[int, Future[bytes]] = {}
+        self._next_call = 0
+        self._loaded: dict[int, Future[bytes]] = {}
+        self._lost: RankLost | None = None
+        self._closing = False
+
+    def accept(self, timeout_s: float) -> None:
+        """Wait until every follower has joined (not: has loaded). Idempotent.
+
+        Raises RankLost naming the ranks that did not come. Strangers are turned away.
+        """
+        deadline = time.monotonic() + timeout_s
+        while missing := set(range(1, self.size)) - set(self._channels):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise RankLost(f"ranks {sorted(missing)} did not join in {timeout_s} s", param="tp")
+            self._server.settimeout(left)
+            try:
+                sock, _ = self._server.accept()
+            except TimeoutError:
+                continue
+            self._admit(Channel(sock, timeout_s=self._silence_s), missing)
+
+    def open(self, num_blocks: int, timeout_s: float) -> None:
+        """Wait until every follower has loaded, give it `num_blocks`, form the tensor group."""
+        for rank, loaded in self._loaded.items():
+            try:
+                loaded.result(timeout_s)
+            except TimeoutError:
+                self._lose(rank, f"did not load in {timeout_s} s")
+                break
+        self._send_all(EngineCommand(command=Command.OPEN, number=num_blocks))
+        self.tp.connect(open_store(self.invite), self.invite.host, self.invite.timeout_s)
+
+    def step(self, batch: StepBatch) -> None:
+        """Have every follower run `batch`; the caller then runs it on rank 0."""
+        self._send_all(EngineCommand(command=Command.STEP, payload=codec.encode(batch)))
+
+    def call(self, rank: int, kind: str, payload: bytes) -> Future[bytes]:
+        """Run the follower's handler of `kind`, in order with steps; its answer or typed error."""
+        future: Future[bytes] = Future()
+        future.set_running_or_notify_cancel()  # whoever stops waiting does not stop the call
+        with self._lock:
+            if self._lost is not None:
+                future.set_exception(self._lost)
+                return future
+            number = self._next_call
+            self._next_call += 1
+            self._calls[number] = future
+        order = EngineCommand(command=Command.CALL, number=number, kind=kind, payload=payload)
+        with self._order_lock:
+            self._send(rank, codec.encode(order))
+        return future
+
+    def check(self) -> None:
+        """Raise RankLost when a follower is gone."""
+        if self._lost is not None:
+            raise self._lost
+
+    def close(self) -> None:
+        """Tell the followers to end, and let go of them. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        closed = RankLost("the group is closed", param="tp")
+        with self._lock:  # whatever is asked from now on fails, too
+            self._lost = self._lost or closed
+        with self._order_lock:
+            for channel in self._channels.values():
+                try:
+                    channel.send(codec.encode(EngineCommand(command=Command.CLOSE)))
+                except ChannelClosed:
+                    log.debug("follower was gone before the group closed")
+        self._fail_calls(closed)
+        self._server.close()
+        self.tp.close()
+
+    def _admit(self, channel: Channel, missing: set[int]) -> None:
+        try:
+            rank = welcome(channel, self.invite.authkey)
+        except (ChannelClosed, ValueError) as error:
+            log.warning("turned a stranger away", extra={"reason": error})
+            channel.close()
+            return
+        if rank not in missing:
+            log.warning("turned a rank away that is not expected", extra={"rank": rank})
+            channel.close()
+            return
+        self._channels[rank] = channel
+        self._loaded[rank] = Future()
+        listen = threading.Thread(
+            target=self._listen, args=(rank, channel), name=f"rank-{rank}", daemon=True
+        )
+        listen.start()
+
+    def _send_all(self, order: EngineCommand) -> None:
+        message = codec.encode(order)
+        with self._order_lock:
+            for rank in self._channels:
+                self._send(rank, message)
+        self.check()
+
+    def _send(self, rank: int, message: bytes) -> None:
+        try:
+            self._channels[rank].send(message)
+        except ChannelClosed as error:
+            self._lose(rank, str(error))
+
+    def _listen(self, rank: int, channel: Channel) -> None:
+        try:
+            while True:
+                self._take(rank, codec.decode(Report, channel.receive()))
+        except (ChannelClosed, BatonError) as error:
+            self._lose(rank, str(error))
+        finally:
+            channel.close()
+
+    def _take(self, rank: int, report: Report) -> None:
+        if report.sign is Sign.LOADED:
+            with contextlib.suppress(InvalidStateError):  # another rank was lost before
+                self._loaded[rank].set_result(b"")
+        elif report.sign is Sign.ANSWER:
+            with self._lock:
+                future = self._calls.pop(report.number, None)
+            if future is None:  # it failed already, with another rank
+                return
+            if report.error is None:
+                future.set_result(report.payload)
+            else:
+                future.set_exception(report.error.to_error())
+        elif report.sign is Sign.BROKEN:
+            raise ChannelClosed(report.error.message if report.error else "it broke")
+
+    def _lose(self, rank: int, why: str) -> None:
+        if self._closing:
+            return
+        error = RankLost(f"rank {rank}: {why}", param=f"rank {rank}")
+        with self._lock:
+            if self._lost is None:
+                self._lost = error
+                log.error("a rank is lost", extra={"rank": rank, "reason": why})
+        self.tp.abandon(error)
+        self._fail_calls(error)
+
+    def _fail_calls(self, error: RankLost) -> None:
+        with self._lock:
+            calls = list(self._calls.values())
+            self._calls.clear()
+        for future in (*calls, *self._loaded.values()):
+            with contextlib.suppress(InvalidStateError):  # it has loaded, perhaps just now
+                future.set_exception(error)

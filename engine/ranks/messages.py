@@ -1,0 +1,70 @@
+"""What rank 0 and its followers tell each other. All travel through protocol.codec."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import StrEnum
+
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from protocol.errors import ErrorInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankInvite:
+    """What a follower needs to join, on the same host as rank 0. `store`: the path of the file in
+    which process groups meet; `authkey` is a secret."""
+
+    host: str
+    port: int
+    store: str
+    size: int
+    timeout_s: float
+    authkey: bytes = field(repr=False)
+
+
+class Command(StrEnum):
+    """What rank 0 can ask for."""
+
+    OPEN = "open"
+    STEP = "step"
+    CALL = "call"
+    CLOSE = "close"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCommand:
+    """Rank 0 -> follower. `number` is the pool's size for OPEN and the call's number for CALL."""
+
+    command: Command
+    number: int = 0
+    kind: str = ""
+    payload: bytes = b""
+
+
+class Sign(StrEnum):
+    """What a follower tells."""
+
+    ALIVE = "alive"
+    LOADED = "loaded"
+    ANSWER = "answer"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Follower -> rank 0. An ANSWER repeats the call's number; BROKEN comes before the end."""
+
+    sign: Sign
+    number: int = 0
+    payload: bytes = b""
+    error: ErrorInfo | None = None
+
+
+def open_store(invite: RankInvite) -> FileStore:
+    """Where the ranks meet to form process groups. A file, because torch's TCPStore looks up the
+    name of every caller, which takes seconds with a slow name server, and answers anybody."""
+    store = FileStore(invite.store)
+    store.set_timeout(timedelta(seconds=invite.timeout_s))
+    return store

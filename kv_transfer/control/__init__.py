@@ -1,0 +1,1 @@
+"""Rank 0's event loop: sender, receiver and their channels."""

@@ -1,0 +1,1 @@
+"""Every rank's threads: data plane, link threads, rank commands."""

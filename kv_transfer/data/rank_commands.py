@@ -1,0 +1,182 @@
+"""What rank 0 tells every rank's data plane to do, and what the ranks answer.
+
+A hand-off is named by (receiver_epoch, generation), which no two hand-offs of a cluster share. A
+link is named by the epochs and ranks of its two ends and its incarnation `link`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from kv_transfer.plan.reshard import HeadRange, reshard
+from protocol import codec
+from protocol.errors import ErrorInfo
+from protocol.kv_layout import Cells, KVLayout
+from protocol.messages import Grant, Welcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One message of a piece: `num_heads` heads from `first_head` (within this rank) to or from a
+    peer rank.
+
+    `endpoint` is where the receiving rank listens and `peer_first_head` where its heads begin
+    there; receivers leave both empty.
+    """
+
+    peer_rank: int
+    first_head: int
+    num_heads: int
+    endpoint: str = ""
+    peer_first_head: int = 0
+
+
+#: What each rank of one side sends or receives of every piece of a hand-off.
+Parts = dict[int, tuple[Part, ...]]
+
+
+def sent_parts(layout: KVLayout, peer: Grant | Welcome, backend: str) -> Parts:
+    """What ranks of this `layout` send to a decode worker over its links of one backend."""
+    parts: dict[int, list[Part]] = {}
+    endpoints = {link.rank: link.endpoint for link in peer.links if link.backend == backend}
+    for slice_ in reshard(layout.rank_heads, peer.layout.rank_heads):
+        part = Part(
+            peer_rank=slice_.dest_rank,
+            first_head=slice_.source_heads[0],
+            num_heads=slice_.num_heads,
+            endpoint=endpoints[slice_.dest_rank],
+            peer_first_head=slice_.dest_heads[0],
+        )
+        parts.setdefault(slice_.source_rank, []).append(part)
+    return {rank: tuple(own) for rank, own in parts.items()}
+
+
+@cache
+def received_parts(source: tuple[HeadRange, ...], dest: tuple[HeadRange, ...]) -> Parts:
+    """What the `dest` ranks receive from the `source` ranks, by the heads that they hold."""
+    parts: dict[int, list[Part]] = {}
+    for slice_ in reshard(source, dest):
+        part = Part(
+            peer_rank=slice_.source_rank,
+            first_head=slice_.dest_heads[0],
+            num_heads=slice_.num_heads,
+        )
+        parts.setdefault(slice_.dest_rank, []).append(part)
+    return {rank: tuple(own) for rank, own in parts.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveCommand:
+    """Send or receive one rank's messages of one piece. `rank` is the rank that runs the order,
+    `cells` lie in its worker's blocks, `peer_cells` (senders only) in the receiver's. `backend` may
+    be left out where a rank has only one. A sender's cells are complete once the rank's engine has
+    run step `after`; 0 when they are."""
+
+    rank: int
+    sender_epoch: int
+    receiver_epoch: int
+    link: int
+    generation: int
+    sequence: int
+    cells: Cells
+    first_layer: int
+    num_layers: int
+    parts: tuple[Part, ...]
+    discard: bool = False  # a send whose content no longer matters but which the receiver awaits
+    backend: str = ""
+    peer_cells: Cells | None = None
+    after: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenCommand:
+    """Build one rank's ends of links before anything moves on them. Fields as in MoveOrder and
+    Part; a receiver leaves the endpoints empty."""
+
+    rank: int
+    sender_epoch: int
+    receiver_epoch: int
+    link: int
+    backend: str
+    peers: tuple[tuple[int, str], ...]  # rank, endpoint
+    sending: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RevokeCommand:
+    """Touch the blocks of this hand-off no more. Answered once no access is in progress."""
+
+    receiver_epoch: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseCommand:
+    """Close the links between two workers up to incarnation `link`; blocked operations on them
+    fail.
+
+    `forget` drops all memory of them: only when nothing was moving or the peer is dead.
+    """
+
+    sender_epoch: int
+    receiver_epoch: int
+    link: int
+    forget: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadyCommand:
+    """Answer once step `after` of this rank's engine has written its KV up to and with `layer`."""
+
+    after: int
+    layer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenCommand:
+    """Start listening for links, if not yet done; answer the endpoints."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listening:
+    """Where one backend of a rank can be reached."""
+
+    backend: str
+    endpoint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCommand:
+    """Exactly one of these."""
+
+    send: MoveCommand | None = None
+    receive: MoveCommand | None = None
+    revoke: RevokeCommand | None = None
+    open: OpenCommand | None = None
+    close: CloseCommand | None = None
+    listen: ListenCommand | None = None
+    ready: ReadyCommand | None = None
+
+    def encode(self) -> bytes:
+        """The bytes for DataPlane.execute, to send to a rank in another process."""
+        return codec.encode(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartResult:
+    """One message moved: its size and checksum."""
+
+    num_bytes: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankResult:
+    """A rank's answer to any order. With `error` set nothing else counts. Not `answered`: the rank
+    cannot be reached, and if it is not dead it may still do what it was told."""
+
+    error: ErrorInfo | None = None
+    answered: bool = True
+    parts: tuple[PartResult, ...] = ()
+    listening: tuple[Listening, ...] = ()  # the most direct first

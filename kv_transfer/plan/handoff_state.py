@@ -1,0 +1,402 @@
+"""The life of one hand-off as either side sees it. Pure: messages and times in, verdicts out.
+
+    OFFERED -> RESERVED -> MOVING -> COMMITTED     (protocol.states has the table)
+    any of them -> RELEASED | ABORTED
+
+Everything here is idempotent: a message seen before changes nothing and says so; one that belongs
+to another attempt, epoch, ticket or generation raises StaleMessage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kv_transfer.config import ONE_SIDED
+from kv_transfer.plan.checksum import combine
+from kv_transfer.plan.coverage import Area, Coverage, check_sizes
+from kv_transfer.plan.reshard import cell_size
+from protocol.errors import BatonError, ErrorInfo, HandoffFailed, StaleMessage
+from protocol.ids import RequestKey, WorkerRef
+from protocol.kv_layout import Cells, KVLayout
+from protocol.messages import Commit, Grant, HandoffEnd, Piece
+from protocol.states import TransferState, check_transfer
+from protocol.ticket import Ticket
+
+ENDED = frozenset({TransferState.RELEASED, TransferState.ABORTED})
+OVER = ENDED | {TransferState.COMMITTED}
+
+
+class Verdict(StrEnum):
+    """What a message means to a hand-off."""
+
+    NEW = "new"  # act on it
+    REPEAT = "repeat"  # already done: acknowledge again
+
+
+class Progress(StrEnum):
+    """Life of one piece on the receiver."""
+
+    POSTED = "posted"
+    ARRIVED = "arrived"
+    LOST = "lost"
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """What became of one announced piece; `checksum` once it has arrived."""
+
+    piece: Piece
+    progress: Progress = Progress.POSTED
+    checksum: int = 0
+
+
+class PiecesLost(HandoffFailed):
+    """Pieces that the sender believes to be out did not arrive: it may send them again. Of an error
+    only code, message and param cross the wire, so the numbers travel in `param`."""
+
+    def __init__(self, sequences: list[int]) -> None:
+        numbers = ",".join(map(str, sequences))
+        super().__init__(f"pieces {numbers} did not arrive", param=f"lost:{numbers}")
+
+
+def lost_sequences(error: BatonError | None) -> list[int]:
+    """The numbers in a PiecesLost that came over the wire; empty for any other error."""
+    kind, _, numbers = ((error and error.param) or "").partition(":")
+    return [int(number) for number in numbers.split(",")] if kind == "lost" else []
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class HandoffState:
+    """What both sides keep: identity, ticket, state, deadline (monotonic seconds)."""
+
+    key: RequestKey
+    ticket: Ticket
+    peer: WorkerRef
+    deadline: float
+    state: TransferState = TransferState.OFFERED
+    error: ErrorInfo | None = None
+
+    def is_in(self, *states: TransferState) -> bool:
+        """Whether the hand-off is in one of these states now."""
+        return self.state in states
+
+    def move_to(self, target: TransferState) -> None:
+        """Take a step that the table allows, or raise StaleMessage."""
+        check_transfer(self.state, target)
+        self.state = target
+
+    def end(self, *, released: bool, error: ErrorInfo | None) -> Verdict:
+        """Leave without a commit. REPEAT when it is over already."""
+        if self.state in OVER:
+            return Verdict.REPEAT
+        self.move_to(TransferState.RELEASED if released else TransferState.ABORTED)
+        self.error = error
+        return Verdict.NEW
+
+    def end_message(self, epoch: int) -> HandoffEnd:
+        """What the peer is told of a hand-off that this side, of this epoch, has ended."""
+        return HandoffEnd(
+            key=self.key,
+            epoch=epoch,
+            released=self.state is TransferState.RELEASED,
+            error=self.error,
+        )
+
+    def check_same(self, ticket: Ticket) -> None:
+        """Raise StaleMessage when a message of this attempt carries another ticket."""
+        if ticket != self.ticket:
+            raise StaleMessage(f"{self.key} has another ticket", param="ticket")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class InboundHandoff(HandoffState):
+    """Decode's side: grants blocks, takes pieces, proves at commit that all of it arrived."""
+
+    generation: int = 0
+    block_ids: tuple[int, ...] = ()
+    num_cached: int = 0
+    num_tokens: int = 0
+    num_refused: int = 0  # commits, for lost pieces
+    commit_message: Commit | None = None
+    cell_size: int = 0  # once a piece has come
+    _layout: KVLayout = field(init=False)
+    _coverage: Coverage | None = None
+    _arrivals: dict[int, _Arrival] = field(default_factory=dict)
+
+    @property
+    def writable(self) -> tuple[int, ...]:
+        """The blocks that pieces may write."""
+        return self.block_ids[self.num_cached :]
+
+    def reserve(
+        self,
+        *,
+        generation: int,
+        block_ids: tuple[int, ...],
+        num_cached: int,
+        num_tokens: int,
+        layout: KVLayout,
+    ) -> None:
+        """Blocks of `layout` are set aside under `generation`, for `num_tokens` tokens."""
+        check_sizes(len(block_ids), num_cached, num_tokens, layout)
+        if len(block_ids) > self.ticket.num_blocks:
+            raise StaleMessage(
+                f"{len(block_ids)} blocks, the ticket allows {self.ticket.num_blocks}",
+                param="num_blocks",
+            )
+        self.move_to(TransferState.RESERVED)
+        self.generation = generation
+        self.block_ids = block_ids
+        self.num_cached = num_cached
+        self.num_tokens = num_tokens
+        self._layout = layout
+
+    def check_current(self, ticket: Ticket, generation: int) -> None:
+        """Raise StaleMessage unless a message names this hand-off as it is now."""
+        self.check_same(ticket)
+        if self.generation == 0 or generation != self.generation:
+            raise StaleMessage(
+                f"{self.key} is in generation {self.generation}, not {generation}",
+                param="generation",
+            )
+
+    def knows(self, piece: Piece) -> bool:
+        """Whether it was announced before, on the same link."""
+        known = self._arrivals.get(piece.sequence)
+        return known is not None and known.piece.link == piece.link
+
+    def announce(self, piece: Piece) -> Verdict:
+        """A piece wants in. NEW: post receives for it. A piece known before is posted again only on
+        a newer link, or if it was written and could not be read."""
+        self.check_current(piece.ticket, piece.generation)
+        known = self._arrivals.get(piece.sequence)
+        if known is not None:
+            return self._announce_again(known, piece)
+        if self.state is not TransferState.MOVING:
+            self.move_to(TransferState.MOVING)
+        self._cover(piece)
+        self._arrivals[piece.sequence] = _Arrival(piece)
+        return Verdict.NEW
+
+    def cells(self, piece: Piece) -> Cells:
+        """Where an announced piece belongs in the blocks of this side."""
+        return Cells.within(
+            self.block_ids,
+            self._layout.block_size,
+            size=self.cell_size,
+            first=piece.first_cell,
+            count=piece.num_cells,
+        )
+
+    def _cover(self, piece: Piece) -> None:
+        """Count what a new piece brings. The first one tells of how many tokens its cells are."""
+        size = cell_size(self._layout.block_size, piece.prefill_layout.block_size)
+        if self._coverage is None:
+            self.cell_size = size
+            self._coverage = Coverage.of(
+                self._layout,
+                cell_size=size,
+                num_tokens=self.num_tokens,
+                num_cached=self.num_cached,
+            )
+        if size != self.cell_size:
+            raise StaleMessage(f"{self.key} came in other blocks before", param="block_size")
+        self._coverage.add(piece.first_cell, piece.num_cells, piece.first_layer, piece.num_layers)
+
+    def _announce_again(self, known: _Arrival, piece: Piece) -> Verdict:
+        if _rectangle(known.piece) != _rectangle(piece):
+            raise StaleMessage(f"piece {piece.sequence} was another one before", param="sequence")
+        if piece.link < known.piece.link:
+            raise StaleMessage(f"piece {piece.sequence} has moved to a newer link", param="link")
+        written = known.progress is Progress.LOST and piece.backend in ONE_SIDED  # to be read again
+        if piece.link == known.piece.link and not written:
+            return Verdict.REPEAT
+        if self.state is not TransferState.MOVING:
+            raise StaleMessage(f"hand-off of {self.key} is {self.state}", param="generation")
+        self._arrivals[piece.sequence] = _Arrival(piece)
+        return Verdict.NEW
+
+    def arrived(self, sequence: int, link: int, *, checksum: int) -> None:
+        """All ranks have this piece, by this link."""
+        arrival = self._arrivals[sequence]
+        if arrival.piece.link == link:
+            arrival.progress = Progress.ARRIVED
+            arrival.checksum = checksum
+
+    def lost(self, sequence: int, link: int) -> bool:
+        """The piece failed on this link; True when nothing newer replaces it yet."""
+        arrival = self._arrivals[sequence]
+        if arrival.piece.link != link or self.state is not TransferState.MOVING:
+            return False
+        arrival.progress = Progress.LOST
+        return True
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no announced piece is still on its way."""
+        return all(a.progress is not Progress.POSTED for a in self._arrivals.values())
+
+    @property
+    def lost_pieces(self) -> list[int]:
+        """Sequences of the pieces that failed and were not announced again."""
+        return sorted(n for n, a in self._arrivals.items() if a.progress is Progress.LOST)
+
+    def check_new(self, commit: Commit) -> None:
+        """Raise when a commit was refused before. It may have been on its way for long, and of the
+        pieces that were lost then the sender may have given up to send the content again."""
+        if commit.number < self.num_refused:
+            if self.lost_pieces:
+                raise PiecesLost(self.lost_pieces)
+            raise StaleMessage(f"commit {commit.number} of {self.key} was refused", param="commit")
+
+    def commit(self, commit: Commit) -> Verdict:
+        """Own the sequence. Raises HandoffFailed naming what is missing or differs; the caller ends
+        the hand-off then."""
+        self.check_current(commit.ticket, commit.generation)
+        if self.state is TransferState.COMMITTED:
+            if commit != self.commit_message:
+                raise StaleMessage(f"{self.key} was committed with other content", param="commit")
+            return Verdict.REPEAT
+        if self.state in ENDED:
+            raise StaleMessage(f"hand-off of {self.key} is {self.state}", param="generation")
+        self._prove(commit)
+        self.move_to(TransferState.COMMITTED)
+        self.commit_message = commit
+        return Verdict.NEW
+
+    def _prove(self, commit: Commit) -> None:
+        found = self._arrivals
+        missing = sorted(n for n, a in found.items() if a.progress is not Progress.ARRIVED)
+        if missing:
+            raise HandoffFailed(f"{self.key}: pieces {missing} did not arrive", param="num_pieces")
+        for name, theirs, mine in (
+            ("num_pieces", commit.num_pieces, len(found)),
+            ("num_blocks", commit.num_blocks, len(self.writable)),
+            ("checksum", commit.checksum, combine([a.checksum for a in found.values()])),
+        ):
+            if theirs != mine:
+                raise HandoffFailed(f"{self.key}: {name} is {theirs}, arrived {mine}", param=name)
+        if not self._complete:
+            raise HandoffFailed(f"{self.key}: not all blocks were sent", param="num_blocks")
+
+    @property
+    def _complete(self) -> bool:
+        if self._coverage is None:  # no piece has come
+            return self.num_cached * self._layout.block_size >= self.num_tokens
+        return self._coverage.complete
+
+
+def _rectangle(piece: Piece) -> tuple[int, int, int, int]:
+    return piece.first_cell, piece.num_cells, piece.first_layer, piece.num_layers
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class OutboundHandoff(HandoffState):
+    """Prefill's side: takes the grant, splits pushes into pieces, sums up for the commit."""
+
+    grant_message: Grant | None = None
+    first_token: int | None = None
+    num_pieces: int = 0
+    cell_size: int = 0
+    _num_held: int = 0  # cells of the blocks that hold the tokens here
+    _coverage: Coverage | None = None
+    _sent: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes sent."""
+        return sum(num_bytes for num_bytes, _ in self._sent.values())
+
+    @property
+    def generation(self) -> int:
+        """Decode's name for this hand-off; 0 before the grant."""
+        return 0 if self.grant_message is None else self.grant_message.generation
+
+    def grant(self, grant: Grant, block_size: int) -> Verdict:
+        """Decode holds blocks, of its own size; `block_size` is this side's."""
+        self.check_same(grant.ticket)
+        if self.grant_message is not None:
+            if grant != self.grant_message:
+                raise StaleMessage(f"{self.key} was granted before", param="generation")
+            return Verdict.REPEAT
+        if grant.decode.epoch != self.peer.epoch:
+            raise StaleMessage(f"{self.key} is for another decode worker", param="epoch")
+        _check_blocks(grant)
+        self.move_to(TransferState.RESERVED)
+        self.grant_message = grant
+        self.cell_size = cell_size(block_size, grant.layout.block_size)
+        self._num_held = -(-grant.num_tokens // block_size) * block_size // self.cell_size
+        self._coverage = Coverage.of(
+            grant.layout,
+            cell_size=self.cell_size,
+            num_tokens=grant.num_tokens,
+            num_cached=grant.num_cached_blocks,
+        )
+        return Verdict.NEW
+
+    def push(self, area: Area, *, max_cells: int) -> list[tuple[int, Area]]:
+        """Take a rectangle of finished cells; the numbered pieces to send. Skipped are cached ones
+        and those beyond the last token, in the block that it leaves half full."""
+        coverage = self._coverage
+        if coverage is None:
+            raise StaleMessage(f"{self.key} has no grant", param="key")
+        first, end = area.first_cell, area.first_cell + area.num_cells
+        first = max(first, coverage.num_cached)
+        if end <= self._num_held:
+            end = min(end, coverage.num_cells)
+        if first >= end:
+            return []
+        coverage.add(first, end - first, area.first_layer, area.num_layers)
+        if self.state is TransferState.RESERVED:
+            self.move_to(TransferState.MOVING)
+        pieces = []
+        for start in range(first, end, max_cells):
+            part = Area(
+                first_cell=start,
+                num_cells=min(max_cells, end - start),
+                first_layer=area.first_layer,
+                num_layers=area.num_layers,
+            )
+            pieces.append((self.num_pieces, part))
+            self.num_pieces += 1
+        return pieces
+
+    def sent(self, sequence: int, *, num_bytes: int, checksum: int) -> None:
+        """All ranks have sent this piece."""
+        self._sent[sequence] = (num_bytes, checksum)
+
+    def committing(self, first_token: int) -> None:
+        """Everything was pushed. Raises ValueError when it was not."""
+        if self._coverage is None or not self._coverage.complete:
+            raise ValueError(f"{self.key}: commit before all blocks were pushed")
+        self.first_token = first_token
+
+    def commit_request(self, written: tuple[Piece, ...] = (), number: int = 0) -> Commit:
+        """The proof to send once every piece is out; `number` were refused before."""
+        grant = self.grant_message
+        assert grant is not None
+        assert self.first_token is not None
+        return Commit(
+            key=self.key,
+            ticket=self.ticket,
+            generation=grant.generation,
+            first_token=self.first_token,
+            num_pieces=self.num_pieces,
+            num_blocks=len(grant.block_ids) - grant.num_cached_blocks,
+            checksum=combine([checksum for _, checksum in self._sent.values()]),
+            written=written,
+            number=number,
+        )
+
+
+def _check_blocks(grant: Grant) -> None:
+    ids = grant.block_ids
+    check_sizes(len(ids), grant.num_cached_blocks, grant.num_tokens, grant.layout)
+    if len(ids) > grant.ticket.num_blocks:
+        raise StaleMessage(
+            f"grant of {len(ids)} blocks, ticket for {grant.ticket.num_blocks}", param="block_ids"
+        )
+    within = not ids or 0 <= min(ids) <= max(ids) < grant.layout.num_blocks
+    if not within or len(set(ids)) != len(ids):
+        raise StaleMessage("grant names a block twice or out of range", param="block_ids")

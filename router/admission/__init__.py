@@ -1,0 +1,1 @@
+"""Bounds and fair order of requests before they reach the workers."""

@@ -1,0 +1,222 @@
+"""One attempt at one output: it takes the events of both workers and decides when it is over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol, TypeVar
+
+from observability.logging import get_logger
+from protocol.errors import BatonError, HandoffFailed, Internal, Unavailable
+from protocol.ids import RequestKey, Role, WorkerRef
+from protocol.messages import FailEvent, PromptEvent, ScoreEvent, SpanEvent, TokenEvent
+from protocol.timeline import Phase, Span
+
+log = get_logger(__name__)
+E = TypeVar("E", TokenEvent, ScoreEvent)
+
+
+class TokenSink(Protocol):
+    """Where an output goes, over all attempts at it."""
+
+    def take(self, event: TokenEvent) -> bool:
+        """One token, in order; True when the output is to be cut there (a stop string)."""
+        ...
+
+    def score(self, event: ScoreEvent) -> None:
+        """Log-probabilities of the prompt; may repeat what came before."""
+        ...
+
+
+class AttemptOutcome(StrEnum):
+    """How an attempt ended."""
+
+    FINISHED = "finished"  # the last token came
+    CUT = "cut"  # the router needs no more
+    REFUSED = "refused"  # a worker would not take it
+    FAILED = "failed"  # a worker gave it up
+    LOST = "lost"  # a worker's event stream broke
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptEnd:
+    """The end of an attempt. `worker_id` is who refused, failed or was lost.
+
+    `retriable` says whether another attempt makes sense; otherwise `error` goes to the client.
+    """
+
+    outcome: AttemptOutcome
+    role: Role | None = None
+    worker_id: str = ""
+    error: BatonError | None = None
+    retriable: bool = False
+
+
+class TokenMerger:
+    """Token 1 comes from prefill and the rest from decode, on two streams that race.
+
+    A token that is early waits for those before it; one that was already taken is dropped.
+    """
+
+    def __init__(self) -> None:
+        self.output_ids: list[int] = []
+        self._early: dict[int, TokenEvent] = {}
+
+    def add(self, event: TokenEvent) -> list[TokenEvent]:
+        """Take one token; the tokens that are now in order."""
+        if event.index != len(self.output_ids):
+            if event.index > len(self.output_ids):
+                self._early[event.index] = event
+            return []
+        self.output_ids.append(event.token)
+        ready = [event]
+        while self._early:
+            following = self._early.pop(len(self.output_ids), None)
+            if following is None:
+                break
+            self.output_ids.append(following.token)
+            ready.append(following)
+        return ready
+
+    def restart(self) -> None:
+        """A new attempt begins: what was early will be sent again."""
+        self._early.clear()
+
+
+class Attempt:
+    """Takes the events of one attempt, on the event loop. `ended` resolves exactly once; what comes
+    after is dropped, except spans, which are kept until the attempt is detached. `remote`: prefill
+    has a part in it."""
+
+    def __init__(
+        self,
+        key: RequestKey,
+        *,
+        merger: TokenMerger,
+        output: TokenSink,
+        remote: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self.key = key
+        self.ended: asyncio.Future[AttemptEnd] = asyncio.get_running_loop().create_future()
+        self.spans: list[Span] = []
+        self.prefill_reported = asyncio.Event()
+        self.decode_started: float | None = None  # when its first token came
+        self.num_cached_tokens: int | None = None  # of the prompt, once that is known
+        self._merger = merger
+        self._num_known = len(merger.output_ids)  # of earlier attempts
+        self._output = output
+        self._clock = clock
+        if not remote:
+            self.prefill_reported.set()
+
+    def on_token(self, event: TokenEvent, role: Role) -> None:
+        """Merge one token; a span on the last one is the end of that worker's part."""
+        self._add_spans(event.spans, role)
+        if self.ended.done():
+            return
+        if role is Role.DECODE:
+            self.decode_started = self.decode_started or self._clock()
+        self._guarded(self._pass_on, event, role)
+
+    def on_prompt(self, event: PromptEvent) -> None:
+        """What became of the prompt."""
+        self.num_cached_tokens = event.num_cached_tokens
+
+    def on_scores(self, event: ScoreEvent, role: Role) -> None:
+        """Log-probabilities of the prompt, and the end of a request that wants nothing else."""
+        self._add_spans(event.spans, role)
+        if self.ended.done():
+            return
+        self._guarded(self._score, event, role)
+
+    def on_fail(self, event: FailEvent, ref: WorkerRef) -> None:
+        """A worker gave up."""
+        self._add_spans(event.spans, ref.role)
+        self.end(
+            AttemptEnd(
+                outcome=AttemptOutcome.FAILED,
+                role=ref.role,
+                worker_id=ref.worker_id,
+                error=event.error.to_error(),
+                retriable=event.retriable,
+            )
+        )
+
+    def on_spans(self, event: SpanEvent) -> None:
+        """Prefill's part, after its commit."""
+        self._add_spans(event.spans, Role.PREFILL)
+
+    def on_lost(self, ref: WorkerRef, reason: str) -> None:
+        """Decode lost: over. Prefill lost: over, unless decode has taken the output up already and
+        nothing from prefill is missing."""
+        if ref.role is Role.PREFILL:
+            self.prefill_reported.set()
+            if self.decode_started is not None and len(self._merger.output_ids) > self._num_known:
+                return
+        error_class = HandoffFailed if ref.role is Role.PREFILL else Unavailable
+        self.end(
+            AttemptEnd(
+                outcome=AttemptOutcome.LOST,
+                role=ref.role,
+                worker_id=ref.worker_id,
+                error=error_class(f"{ref.role} worker {ref.worker_id} was lost: {reason}"),
+                retriable=True,
+            )
+        )
+
+    def result(self) -> AttemptEnd | None:
+        """How it ended; None while it runs, or when whoever waited for its end was cancelled."""
+        if not self.ended.done() or self.ended.cancelled():
+            return None
+        return self.ended.result()
+
+    def end(self, ended: AttemptEnd) -> None:
+        """Resolve, unless it has ended already."""
+        if not self.ended.done():
+            self.ended.set_result(ended)
+
+    def _pass_on(self, event: TokenEvent, role: Role) -> None:
+        for token in self._merger.add(event):
+            cut = self._output.take(token)
+            if token.finish is not None:
+                self.end(AttemptEnd(outcome=AttemptOutcome.FINISHED, role=role))
+                return
+            if cut:
+                self._add_cut_span()
+                self.end(AttemptEnd(outcome=AttemptOutcome.CUT))
+                return
+
+    def _score(self, event: ScoreEvent, role: Role) -> None:
+        self._output.score(event)
+        if event.finish is not None:
+            self.end(AttemptEnd(outcome=AttemptOutcome.FINISHED, role=role))
+
+    def _guarded(self, take: Callable[[E, Role], None], event: E, role: Role) -> None:
+        """A defect in what takes this output must not reach the worker's event stream, which has
+        everybody's. Another attempt would only meet it again."""
+        try:
+            take(event, role)
+        except Exception as error:
+            log.exception("an output cannot be taken", extra={"request": self.key.request_id})
+            internal = Internal(f"{type(error).__name__}: {error}")
+            self.end(AttemptEnd(outcome=AttemptOutcome.FAILED, error=internal))
+
+    def _add_cut_span(self) -> None:
+        """Decode cannot report its part of an output that was cut here, so it is added here."""
+        if self.decode_started is not None:
+            span = Span(
+                phase=Phase.DECODE,
+                start=self.decode_started,
+                end=self._clock(),
+                note="cut at a stop string",
+            )
+            self.spans.append(span)
+
+    def _add_spans(self, spans: tuple[Span, ...], role: Role) -> None:
+        if spans:
+            self.spans.extend(spans)
+            if role is Role.PREFILL:
+                self.prefill_reported.set()

@@ -1,0 +1,202 @@
+"""One request in flight: its outputs, their text, and what is ready to be sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from observability import metrics
+from observability.export import MetricSet
+from observability.metrics import Metric
+from protocol.errors import BatonError, typed
+from protocol.states import FinishReason
+from router.admission.queue import AdmissionTicket
+from router.dispatch.output_stream import Delta, OutputStream, RequestText
+from router.dispatch.sequence_run import Dispatcher, PlacedSpan, SequenceJob, SequenceRun
+from router.workers.prefix_view import PromptBlocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens of a request: each prompt counted once, however many choices it has. `cached_tokens`
+    of the prompts were computed for none of them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Usage as OpenAI writes it; the gRPC message has the same names."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class RequestRun:
+    """Runs the outputs of one request, as a context: leaving it, however, ends them all.
+
+    Entering waits for its turn, and raises when it cannot have one. Iterating yields lists of
+    deltas in the order they were made, as soon as there are any; it ends when every choice has
+    finished and raises the first failure. How fast the reader is does not matter to the outputs:
+    stop strings and deadlines take effect without it.
+    """
+
+    def __init__(
+        self,
+        relay: Dispatcher,
+        *,
+        request_id: str,
+        jobs: Sequence[SequenceJob],
+        text: RequestText,
+        prompt_tokens: int,
+        turn: AdmissionTicket,
+        spans: Sequence[PlacedSpan] = (),
+    ) -> None:
+        self.request_id = request_id
+        self.arrival = turn.arrival
+        self.tier_name = turn.tier_name
+        self.first_token = self.last_token = 0.0  # when they came
+        self.pieces = text.pieces
+        self.prompts = [job.prompt_ids for job in jobs]
+        self._relay = relay
+        self._turn = turn
+        self._metrics: MetricSet = relay.metrics
+        self._prompt_tokens = prompt_tokens
+        self._choices = [
+            OutputStream(job, text, measure=self._measure, emit=self._emit) for job in jobs
+        ]
+        self._flights = [SequenceRun(relay, choice.job, choice) for choice in self._choices]
+        self._spans = list(spans)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ready: list[Delta] = []
+        self._reader: asyncio.Future[None] | None = None
+        self._running = len(jobs)
+        self._error: BatonError | None = None
+        self._gauge: Metric | None = None
+
+    async def __aenter__(self) -> Self:
+        self._count_as(metrics.REQUESTS_WAITING)
+        try:
+            await self._turn.wait()
+        except BaseException:
+            self._count_as(None)
+            raise
+        self._spans += self._turn.spans(self._relay.router_id)
+        self._metrics.count(metrics.PROMPT_TOKENS, self._prompt_tokens)
+        for flight in self._flights:
+            task = asyncio.create_task(flight.run())
+            task.add_done_callback(self._landed)
+            self._tasks.append(task)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            for choice in self._choices:
+                choice.let_go()
+        finally:  # the client may leave just now
+            made = self.usage.completion_tokens
+            self._count_as(None)
+            self._turn.end(made)
+            self._metrics.count(metrics.GENERATION_TOKENS, made)
+
+    async def __aiter__(self) -> AsyncIterator[list[Delta]]:
+        while True:
+            if self._ready:
+                ready, self._ready = self._ready, []
+                yield ready
+            elif self._error is not None:
+                raise self._error
+            elif not self._running:
+                return
+            else:
+                self._reader = asyncio.get_running_loop().create_future()
+                await self._reader
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        made = sum(choice.stream.tokens for choice in self._choices)
+        return Usage(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=made,
+            cached_tokens=self._cached_tokens(),
+        )
+
+    def _cached_tokens(self) -> int:
+        fewest: dict[PromptBlocks, int] = {}
+        for choice, flight in zip(self._choices, self._flights, strict=True):
+            blocks, cached = choice.job.blocks, flight.num_cached_tokens or 0
+            fewest[blocks] = min(fewest.get(blocks, cached), cached)
+        return sum(fewest.values())
+
+    @property
+    def finishes(self) -> list[FinishReason | None]:
+        """How each choice ended."""
+        return [choice.stream.finish for choice in self._choices]
+
+    @property
+    def spans(self) -> list[PlacedSpan]:
+        """The spans so far, in no order."""
+        return [*self._spans, *(span for flight in self._flights for span in flight.spans)]
+
+    def timeline(self) -> dict[str, Any]:
+        """Where the time went, so far; the gRPC message has the same names. Times are seconds since
+        the Unix epoch, `first_token` is 0 when there was none; spans in the order they began."""
+        ordered = sorted(self.spans, key=lambda placed: (placed.span.start, placed.span.end))
+        return {
+            "request_id": self.request_id,
+            "arrival": self.arrival,
+            "first_token": self.first_token,
+            "end": self._relay.clock(),
+            "spans": [
+                asdict(placed.span) | {"choice": placed.choice, "attempt": placed.attempt}
+                for placed in ordered
+            ],
+        }
+
+    def _emit(self, delta: Delta) -> None:
+        self._ready.append(delta)
+        self._rouse()
+
+    def _measure(self) -> None:
+        now = self._relay.clock()
+        if self.first_token:
+            if len(self._choices) == 1:  # tokens of several choices interleave: no gap to speak of
+                self._metrics.observe(metrics.INTER_TOKEN_LATENCY, max(0.0, now - self.last_token))
+        else:
+            self.first_token = now
+            self._turn.started()
+            self._metrics.observe(metrics.TIME_TO_FIRST_TOKEN, max(0.0, now - self.arrival))
+            if self._gauge is not None:
+                self._count_as(metrics.REQUESTS_RUNNING)
+        self.last_token = now
+
+    def _count_as(self, gauge: Metric | None) -> None:
+        """Be counted by this gauge and by no other."""
+        if self._gauge is not None:
+            self._metrics.add(self._gauge, -1)
+        self._gauge = gauge
+        if gauge is not None:
+            self._metrics.add(gauge, 1)
+
+    def _landed(self, task: asyncio.Task[None]) -> None:
+        self._running -= 1
+        if not task.cancelled():
+            error = task.exception()
+            if error is not None and self._error is None:
+                self._error = typed(error)
+                for other in self._tasks:
+                    other.cancel()
+        self._rouse()
+
+    def _rouse(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)

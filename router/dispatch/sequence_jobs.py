@@ -1,0 +1,153 @@
+"""From a request as the client meant it to the sequences that workers run. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from protocol.errors import ContextTooLong, InvalidRequest
+from protocol.grammar import Grammar
+from protocol.sampling import MAX_SEED, SamplingParams
+from router.dispatch.sequence_run import SequenceJob
+from router.request.generate_request import DEFAULT_COMPLETION_TOKENS, GenerateRequest, RequestKind
+from router.request.request_id import RequestId
+from router.workers.prefix_view import PromptBlocks
+
+#: Log-probabilities of prompt tokens in one answer.
+MAX_PROMPT_SCORES = 1 << 18
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLimits:
+    """What a sequence may be.
+
+    Ids are below `vocab_size`; it has at most `context` tokens in all by the model and at most
+    `capacity` by the largest decode worker's KV pool.
+    """
+
+    vocab_size: int
+    context: int
+    capacity: int
+
+    @property
+    def total(self) -> int:
+        """Most tokens of a sequence, prompt and output together."""
+        return min(self.context, self.capacity)
+
+
+def base_sampling(
+    request: GenerateRequest, limits: TokenLimits, *, eos_ids: Sequence[int], seed: int
+) -> SamplingParams:
+    """The request's sampling, checked as far as it can be without the prompt."""
+    sampling = SamplingParams(
+        temperature=request.temperature,
+        top_k=request.top_k,
+        top_p=request.top_p,
+        min_p=request.min_p,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        repetition_penalty=request.repetition_penalty,
+        logit_bias=request.logit_bias,
+        seed=seed if request.seed is None else request.seed,
+        logprobs=request.logprobs,
+        prompt_logprobs=request.prompt_scores,
+        max_tokens=limits.context if request.max_tokens is None else request.max_tokens,
+        min_tokens=request.min_tokens,
+        ignore_eos=request.ignore_eos,
+        stop_token_ids=request.stop_token_ids,
+        eos_token_ids=tuple(eos_ids),
+    )
+    sampling.validate(limits.vocab_size)
+    return sampling
+
+
+def check_ids(ids: Sequence[int], limits: TokenLimits, *, param: str) -> None:
+    """Raise InvalidRequest unless there are ids and all are in the vocabulary."""
+    if not ids:
+        raise InvalidRequest(f"{param} has no tokens", param=param)
+    for worst in (min(ids), max(ids)):
+        if not 0 <= worst < limits.vocab_size:
+            raise InvalidRequest(
+                f"{param}: token id {worst} is outside the vocabulary of {limits.vocab_size}",
+                param=param,
+            )
+
+
+def make_jobs(
+    request: GenerateRequest,
+    prompts: Sequence[tuple[int, ...]],
+    sampling: SamplingParams,
+    limits: TokenLimits,
+    *,
+    called: RequestId,
+    deadline: float,
+    grammar: Grammar | None = None,
+) -> list[SequenceJob]:
+    """One job for each choice: prompt number times n plus number of the completion."""
+    param = "messages" if request.kind is RequestKind.CHAT else "prompt"
+    _check_scores(request, sum(map(len, prompts)))
+    jobs = []
+    for i, ids in enumerate(prompts):
+        check_ids(ids, limits, param=param)
+        fitted = replace(sampling, max_tokens=output_tokens(request, len(ids), limits, param=param))
+        fitted.validate(limits.vocab_size)
+        blocks = PromptBlocks(ids, request.cache_salt)
+        for j in range(request.n):
+            index = i * request.n + j
+            jobs.append(
+                SequenceJob(
+                    request_id=f"{called.key}-{index}",
+                    request_name=called.name,
+                    index=index,
+                    prompt_ids=ids,
+                    sampling=replace(fitted, seed=(fitted.seed + j) & MAX_SEED),
+                    deadline=deadline,
+                    blocks=blocks,
+                    cache_salt=request.cache_salt,
+                    bypass_prefix_cache=fitted.prompt_logprobs is not None,
+                    wants_timeline=request.timeline,
+                    grammar=grammar,
+                )
+            )
+    return jobs
+
+
+def _check_scores(request: GenerateRequest, num_prompt_tokens: int) -> None:
+    """The answer holds them all at once, so there is a bound on them."""
+    if request.prompt_scores is None:
+        return
+    count = request.n * num_prompt_tokens * (request.prompt_scores + 1)
+    if count > MAX_PROMPT_SCORES:
+        raise InvalidRequest(
+            f"{count} log-probabilities of prompts are asked for, at most {MAX_PROMPT_SCORES}",
+            param="echo" if request.prompt_logprobs is None else "prompt_logprobs",
+        )
+
+
+def output_tokens(
+    request: GenerateRequest, num_prompt_tokens: int, limits: TokenLimits, *, param: str
+) -> int:
+    """`max_tokens` of one sequence: as asked, or what the kind of request defaults to."""
+    rest = limits.total - num_prompt_tokens
+    if rest < 1 and not (rest == 0 and request.max_tokens == 0):
+        raise too_long(f"the prompt has {num_prompt_tokens} tokens", limits, param=param)
+    if request.max_tokens is None:
+        chat = request.kind is RequestKind.CHAT
+        return rest if chat else min(rest, max(DEFAULT_COMPLETION_TOKENS, request.min_tokens))
+    if request.max_tokens > rest:
+        raise too_long(
+            f"the prompt has {num_prompt_tokens} tokens and {request.max_tokens_param} is "
+            f"{request.max_tokens}",
+            limits,
+            param=request.max_tokens_param,
+        )
+    return request.max_tokens
+
+
+def too_long(what: str, limits: TokenLimits, *, param: str) -> ContextTooLong:
+    """The error of a sequence that cannot fit, naming the limit it runs into."""
+    if limits.capacity < limits.context:
+        return ContextTooLong(
+            f"{what}; a sequence can have {limits.capacity} tokens in the KV pool", param=param
+        )
+    return ContextTooLong(f"{what}; the model's context is {limits.context} tokens", param=param)

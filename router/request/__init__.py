@@ -1,0 +1,1 @@
+"""What a client may say, and its checks."""

@@ -1,0 +1,165 @@
+"""The model this router speaks for: its names, its context, its text work off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from protocol.errors import ContextTooLong, NotFound, PermissionDenied
+from router.auth.keys import Caller
+from router.config import RouterConfig
+from router.request.chat_messages import ChatMessage
+from router.request.generate_request import GenerateRequest, RequestKind
+from router.request.tools import ToolUse
+from router.text.output_grammar import OutputGrammars
+from router.text.tokenizer import ModelText, PromptText
+
+R = TypeVar("R")
+
+#: Texts longer than this (characters) go through a lane of their own, one at a time, so that they
+#: never make short ones wait.
+_LONG_TEXT = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What clients are told about a model."""
+
+    id: str
+    created: int
+    max_model_len: int
+
+
+class ServedModel:
+    """One model under its names. Tokenising runs in threads, without the interpreter's lock."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.name = config.model_name
+        self.names = frozenset({self.name, *config.model_aliases})
+        self._created = int(time.time())
+        self.text = ModelText(
+            Path(config.model_path),
+            neutralise_control_tokens=config.neutralise_control_tokens,
+            chat_template=config.chat_template,
+            tool_format=config.tool_format,
+        )
+        known = [n for n in (config.max_model_len, self.text.max_position) if n is not None]
+        if not known:
+            raise ValueError("max_model_len must be set: the model's config does not state it")
+        self.context = min(known)
+        self.forms = OutputGrammars(self.text)
+        self._short = ThreadPoolExecutor(config.text_threads, thread_name_prefix="text")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="long-text")
+
+    def check_name(self, name: str | None, caller: Caller) -> None:
+        """Raise NotFound unless `name` is a name of this model (None means the served one),
+        PermissionDenied unless the caller may use it."""
+        if name is not None and name not in self.names:
+            raise NotFound(f"the model {name!r} does not exist", param="model")
+        if not caller.may_use(self.names):
+            raise PermissionDenied(
+                f"the API key {caller.name!r} may not use the model {self.name!r}", param="model"
+            )
+
+    def info(self) -> ModelInfo:
+        """What clients are told."""
+        return ModelInfo(id=self.name, created=self._created, max_model_len=self.context)
+
+    async def show_prompts(
+        self, request: GenerateRequest, ids: Sequence[tuple[int, ...]]
+    ) -> dict[tuple[int, ...], PromptText]:
+        """The prompts of a completion, by their ids, as they can be shown again."""
+
+        def show_all() -> dict[tuple[int, ...], PromptText]:
+            skip = request.skip_special_tokens
+            pairs = zip(request.prompts, ids, strict=True)
+            return {t: self.text.show(p, t, skip_special_tokens=skip) for p, t in pairs}
+
+        return await self._in_thread(show_all, sum(map(len, request.prompts)))
+
+    async def encode_request(
+        self, request: GenerateRequest, *, limit: int
+    ) -> list[tuple[int, ...]]:
+        """The ids of each prompt of a request.
+
+        Raises ContextTooLong for text of far more than `limit` tokens without tokenising all of it.
+        """
+        if request.kind is RequestKind.CHAT:
+            return [await self.encode_chat(request.messages, request.tools, limit=limit)]
+        texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
+        if not texts:
+            return [tuple(prompt) for prompt in request.prompts if not isinstance(prompt, str)]
+
+        def encode_all() -> list[tuple[int, ...]]:
+            self._check_lengths(texts, limit, "prompt")
+            return [
+                self.text.encode(p) if isinstance(p, str) else tuple(p) for p in request.prompts
+            ]
+
+        return await self._in_thread(encode_all, sum(map(len, texts)))
+
+    async def encode_text(
+        self, text: str, *, add_special_tokens: bool, limit: int
+    ) -> tuple[int, ...]:
+        """The ids of one text. Raises ContextTooLong as above."""
+
+        def encode() -> tuple[int, ...]:
+            self._check_lengths([text], limit, "prompt")
+            return self.text.encode(text, add_special_tokens=add_special_tokens)
+
+        return await self._in_thread(encode, len(text))
+
+    async def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: ToolUse | None = None,
+        *,
+        add_special_tokens: bool = False,
+        limit: int,
+    ) -> tuple[int, ...]:
+        """The ids of a chat through the model's template. Raises ContextTooLong as above, and
+        Unsupported when the model cannot be given tools."""
+        texts = [message.content for message in messages]
+        definitions: Sequence[Mapping[str, Any]] = ()
+        schemas: list[str] = []
+        if tools is not None:
+            self.text.chat.require_tools()
+            definitions, schemas = tools.definitions, [tool.schema for tool in tools.tools]
+
+        def encode() -> tuple[int, ...]:
+            self._check_lengths(texts, limit, "messages")
+            self._check_lengths(schemas, limit, "tools")
+            return self.text.encode_chat(
+                messages, definitions, add_special_tokens=add_special_tokens, limit=limit
+            )
+
+        return await self._in_thread(encode, sum(map(len, [*texts, *schemas])))
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens included."""
+        return await self._in_thread(
+            lambda: self.text.decode(ids, skip_special_tokens=False), len(ids)
+        )
+
+    def close(self) -> None:
+        """End the threads."""
+        self.forms.close()
+        self._short.shutdown(wait=False, cancel_futures=True)
+        self._long.shutdown(wait=False, cancel_futures=True)
+
+    def _check_lengths(self, texts: Sequence[str], limit: int, param: str) -> None:
+        for text in texts:
+            if self.text.longer_than(text, limit):
+                raise ContextTooLong(
+                    f"{param}: a text of {len(text)} characters has more than {limit} tokens",
+                    param=param,
+                )
+
+    async def _in_thread(self, work: Callable[[], R], size: int) -> R:
+        lane = self._long if size > _LONG_TEXT else self._short
+        return await asyncio.get_running_loop().run_in_executor(lane, work)

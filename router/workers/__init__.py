@@ -1,0 +1,1 @@
+"""The workers a router knows, and the choice among them."""

@@ -1,0 +1,343 @@
+"""One worker as this router sees it: its event stream, its load, its requests in flight."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import aclosing
+from functools import partial
+
+from concurrency.silence import silence_limit
+from observability.logging import get_logger
+from protocol.errors import BatonError, StaleMessage, Unavailable
+from protocol.ids import RequestKey, WorkerRef
+from protocol.messages import (
+    Ack,
+    Cancel,
+    EventBatch,
+    StatusQuery,
+    Submit,
+    Subscribe,
+    TokenEvent,
+    WorkerLoad,
+    WorkerStatus,
+)
+from protocol.states import WorkerState
+from router.config import RouterConfig
+from router.dispatch.attempt import Attempt
+from router.workers.policy import WorkerView
+from router.workers.prefix_view import PrefixView, PromptBlocks
+from router.workers.reservations import Reservations
+from rpc.methods import CANCEL, EVENTS, STATUS, SUBMIT
+from rpc.service import ControlClient, Method, Rep, Req
+
+log = get_logger(__name__)
+
+_FIRST_RETRY_S = 0.05
+_LAST_RETRY_S = 1.0
+_CANCEL_TRIES = 3
+_STATUS_S = 1.0
+#: Tokens of a batch that are handed out before the event loop does anything else.
+_TOKENS_AT_ONCE = 64
+
+
+class WorkerClient:
+    """Follows one incarnation of a worker over one persistent event stream.
+
+    The stream is the sign of life: when it ends, is silent too long or speaks for another epoch,
+    the worker counts as lost and every attempt on it is told; a worker whose router's stream ended
+    cancels that router's requests by itself. The stream is opened again, with pauses, until the
+    member is told to leave and has nothing left to do.
+    """
+
+    def __init__(
+        self,
+        ref: WorkerRef,
+        *,
+        router_id: str,
+        secret: bytes,
+        config: RouterConfig,
+        on_change: Callable[[WorkerClient], None],
+        on_report: Callable[[], None],
+    ) -> None:
+        self.ref = ref
+        self.load = WorkerLoad()
+        self.status: WorkerStatus | None = None
+        self.reservations = Reservations()
+        self.prefix = PrefixView()
+        self.connected = False
+        self.leaving = False
+        self.closed = False
+        self._router_id = router_id
+        self._secret = secret
+        self._config = config
+        self._on_change = on_change
+        self._on_report = on_report
+        self._client: ControlClient | None = None
+        self._sinks: dict[RequestKey, Attempt] = {}
+        self._submits: dict[RequestKey, asyncio.Task[Ack]] = {}
+        self._cancels: set[RequestKey] = set()
+        self._cancel_after_submit: set[RequestKey] = set()
+        self._canceller: asyncio.Task[None] | None = None
+        self._stop = asyncio.Event()
+        self._task = asyncio.create_task(self._run(), name=f"member {ref.worker_id}")
+
+    # --- choosing ---------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """Whether new requests may go there."""
+        draining = self.status is not None and self.status.state is not WorkerState.READY
+        return self.connected and not self.leaving and not draining
+
+    def view(self, prompt: PromptBlocks) -> WorkerView:
+        """This worker as the policy sees it for a prompt. Only while connected."""
+        assert self.status is not None
+        counts, block_size = self.reservations, self.status.layout.block_size
+        blocks = self._blocks_of(prompt)
+        return WorkerView(
+            ref=self.ref,
+            load=self.load,
+            capacity=self.capacity,
+            block_size=block_size,
+            fingerprint=self.status.fingerprint,
+            unseen_sequences=counts.unseen_sequences,
+            unseen_tokens=counts.unseen_tokens,
+            pending_blocks=counts.pending_blocks,
+            cached_tokens=block_size * self.prefix.num_held(blocks),
+            expected_tokens=block_size * self.prefix.num_expected(blocks),
+        )
+
+    def _blocks_of(self, prompt: PromptBlocks) -> list[bytes]:
+        if self.status is None or not self.prefix.speaks:
+            return []
+        return prompt.hints(self.status.fingerprint, self.status.layout.block_size)
+
+    @property
+    def room_tokens(self) -> int:
+        """Tokens that its KV pool has room for now."""
+        return 0 if self.status is None else self.load.free_blocks * self.status.layout.block_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Its context in tokens."""
+        return 0 if self.status is None else self.status.max_model_len
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that one sequence can have here, prompt and output together."""
+        return 0 if self.status is None else self.status.max_prompt_tokens + 1
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def attach(
+        self, key: RequestKey, sink: Attempt, prompt: PromptBlocks, *, tokens: int, blocks: int
+    ) -> None:
+        """Give the events of an attempt to `sink` and count it: `tokens` to compute, `blocks` to
+        hold. Undone by `detach`."""
+        self._sinks[key] = sink
+        self.prefix.expect(key, self._blocks_of(prompt))
+        self.reservations.reserve(key, tokens=tokens, blocks=blocks)
+
+    def detach(self, key: RequestKey) -> None:
+        """Forget an attempt. Idempotent."""
+        self._sinks.pop(key, None)
+        self.reservations.release(key)
+        self.prefix.release(key)
+        self._stop_if_done()
+
+    async def submit(self, submit: Submit) -> None:
+        """Hand an attempt over. Raises what the worker answers. If the caller is cancelled, the
+        call still runs to its end, so that a later `cancel` cannot overtake it."""
+        key = submit.key
+        call = self._call(SUBMIT, submit, self._config.submit_timeout_s)
+        task = self._submits[key] = asyncio.create_task(call)
+        task.add_done_callback(partial(self._submitted, key))
+        await asyncio.shield(task)
+
+    def cancel(self, key: RequestKey) -> None:
+        """Tell the worker to stop an attempt: soon, together with others, after its submit."""
+        if key in self._submits:
+            self._cancel_after_submit.add(key)
+        elif self.connected:
+            self._cancels.add(key)
+            if self._canceller is None:
+                self._canceller = asyncio.create_task(self._send_cancels())
+
+    def _submitted(self, key: RequestKey, task: asyncio.Task[Ack]) -> None:
+        self._submits.pop(key, None)
+        if not task.cancelled() and task.exception() is None:
+            self.reservations.acknowledge(key)
+        if key in self._cancel_after_submit:
+            self._cancel_after_submit.discard(key)
+            self.cancel(key)
+        self._stop_if_done()
+
+    async def _send_cancels(self) -> None:
+        tries = 0
+        while self._cancels and self.connected and tries < _CANCEL_TRIES:
+            keys = tuple(self._cancels)
+            try:
+                await self._call(CANCEL, Cancel(keys=keys), self._config.submit_timeout_s)
+            except BatonError as error:
+                tries += 1
+                log.warning(
+                    "cancel failed", extra={"worker": self.ref.worker_id, "error": error.message}
+                )
+            else:
+                tries = 0
+                self._cancels.difference_update(keys)
+        self._cancels.clear()
+        self._canceller = None
+        self._stop_if_done()
+
+    async def _call(self, method: Method[Req, Rep], request: Req, timeout_s: float) -> Rep:
+        if self._client is None:
+            raise Unavailable(f"worker {self.ref.worker_id} is not connected")
+        return await self._client.call(method, request, timeout_s=timeout_s)
+
+    # --- the stream -------------------------------------------------------------------------------
+
+    def stay(self) -> bool:
+        """Undo `leave`, if it is not too late."""
+        if not self._stop.is_set():
+            self.leaving = False
+        return not self.leaving
+
+    def leave(self) -> None:
+        """Take nothing new; stop following once the attempts on it have ended."""
+        self.leaving = True
+        self._on_change(self)
+        self._stop_if_done()
+
+    async def close(self) -> None:
+        """Stop at once; attempts on it count as lost."""
+        self.leaving = True
+        self._stop.set()
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def refresh(self) -> None:
+        """Ask for the worker's status; what cannot be had in time stays as it was."""
+        if self.connected:
+            try:
+                self.status = await self._call(STATUS, StatusQuery(), _STATUS_S)
+            except BatonError as error:
+                log.info("no status", extra={"worker": self.ref.worker_id, "error": error.message})
+
+    def _stop_if_done(self) -> None:
+        busy = self._sinks or self._submits or self._cancels
+        if self.leaving and not busy and not self._stop.is_set():
+            self._stop.set()
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        pause = _FIRST_RETRY_S
+        try:
+            while not self._stop.is_set():
+                reason = await self._connect_and_follow()
+                pause = _FIRST_RETRY_S if self.connected else pause
+                self._lost(reason)
+                if self.leaving:
+                    return
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LAST_RETRY_S)
+        finally:
+            self.closed = True
+            self._lost("no longer followed")
+            self._on_change(self)
+
+    async def _connect_and_follow(self) -> str:
+        """Follow the worker until it is lost; the reason."""
+        client = self._client = ControlClient(self.ref.address, secret=self._secret)
+        try:
+            await self._follow(client)
+            return "event stream ended"
+        except TimeoutError:
+            return f"silent for {self._config.silence_s} s"
+        except BatonError as error:
+            return error.message
+        except Exception as error:
+            log.exception("following a worker failed", extra={"worker": self.ref.worker_id})
+            return f"{type(error).__name__}: {error}"
+        finally:
+            self._client = None
+            await client.close()
+
+    async def _follow(self, client: ControlClient) -> None:
+        status = await client.call(STATUS, StatusQuery(), timeout_s=self._config.connect_timeout_s)
+        if status.ref.epoch != self.ref.epoch:
+            raise StaleMessage(f"epoch is {status.ref.epoch}, expected {self.ref.epoch}")
+        if status.state is not WorkerState.READY:
+            raise Unavailable(f"worker is {status.state}")
+        self.status = status
+        async with (
+            silence_limit(self._config.silence_s) as heard,
+            aclosing(client.stream(EVENTS, Subscribe(router_id=self._router_id))) as batches,  # type: ignore[type-var]
+        ):
+            async for batch in batches:
+                heard()
+                await self._take(batch)
+
+    async def _take(self, batch: EventBatch) -> None:
+        if batch.epoch != self.ref.epoch:
+            raise StaleMessage(f"epoch is {batch.epoch}, expected {self.ref.epoch}")
+        self.load = batch.load
+        self.reservations.reported()
+        if not self.connected:
+            self.connected = True
+            log.info("worker joined", extra={"worker": self.ref.worker_id, "role": self.ref.role})
+            self._on_change(self)
+        if batch.cache is not None:
+            self.prefix.take(batch.cache)
+        await self._hand_out(batch)
+
+    async def _hand_out(self, batch: EventBatch) -> None:
+        """Each event to whoever waits for it, if anybody still does. Of a large batch, those who
+        have their token write it before the next ones get theirs, and new requests come between."""
+        self._hand_out_prompts(batch)
+        for start in range(0, len(batch.tokens), _TOKENS_AT_ONCE):
+            if start:
+                await asyncio.sleep(0)
+            self._hand_out_tokens(batch.tokens[start : start + _TOKENS_AT_ONCE])
+        sinks = self._sinks
+        for spans in batch.spans:
+            if spans.key in sinks:
+                sinks[spans.key].on_spans(spans)
+        for failure in batch.failures:
+            if failure.key in sinks:
+                sinks[failure.key].on_fail(failure, self.ref)
+        self._on_report()
+
+    def _hand_out_tokens(self, tokens: tuple[TokenEvent, ...]) -> None:
+        role, sinks = self.ref.role, self._sinks
+        for token in tokens:
+            sink = sinks.get(token.key)
+            if sink is not None:
+                self.reservations.settle(token.key)
+                sink.on_token(token, role)
+
+    def _hand_out_prompts(self, batch: EventBatch) -> None:
+        sinks = self._sinks
+        for prompt in batch.prompts:
+            if prompt.key in sinks:
+                sinks[prompt.key].on_prompt(prompt)
+        for scores in batch.scores:
+            if scores.key in sinks:
+                self.reservations.settle(scores.key)
+                sinks[scores.key].on_scores(scores, self.ref.role)
+
+    def _lost(self, reason: str) -> None:
+        was_connected, self.connected = self.connected, False
+        self.load = WorkerLoad()
+        self.prefix.forget()
+        if was_connected:
+            if self._stop.is_set():
+                log.info("worker left", extra={"worker": self.ref.worker_id})
+            else:
+                log.warning("worker lost", extra={"worker": self.ref.worker_id, "reason": reason})
+            self._on_change(self)
+        else:
+            log.info("no worker yet", extra={"worker": self.ref.worker_id, "reason": reason})
+        for sink in list(self._sinks.values()):
+            sink.on_lost(self.ref, reason)

@@ -1,0 +1,565 @@
+"""The command line: its shape, its errors and its exit codes. Nothing is started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import serve
+from cluster.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, main
+from cluster.cli import models as models_command
+from cluster.cli import up as up_command
+from cluster.cli.arguments import BENCH_OPTIONS, DEFAULT_QUESTION, make_parser
+from cluster.cli.bench import load_options
+from cluster.cli.console import Console
+from cluster.cli.generate import default_target, sampling, show
+from cluster.client import GenerateOutcome
+from cluster.config.schema import (
+    ClusterConfig,
+    LifecycleSection,
+    ModelSection,
+    NetworkSection,
+    RaySection,
+)
+from cluster.local.local_ray import RunningCluster, load_state, save_state
+from cluster.local.paths import file_lock, run_dir
+from protocol.errors import Internal, InvalidRequest, Unavailable
+from router.auth.keys import load_keys
+from tests.support.certificates import Authority
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BATON_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("BATON_CONFIG", raising=False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    # Commands step back for good; here that would be the process of all other tests.
+    monkeypatch.setattr(os, "nice", lambda _: None)
+    return tmp_path / "home"
+
+
+def parse(*argv: str):
+    return make_parser().parse_args(argv)
+
+
+def test_commands_are_a_known_list() -> None:
+    commands = make_parser()._subparsers._group_actions[0].choices
+    assert sorted(commands) == [
+        "bench",
+        "chat",
+        "demo",
+        "down",
+        "drain",
+        "generate",
+        "keys",
+        "models",
+        "scale",
+        "status",
+        "up",
+    ]
+
+
+def test_up() -> None:
+    options = parse("up", "c.yaml", "--set", "a.b=1", "--set", "c=2", "--block")
+    assert (options.config, options.overrides, options.foreground) == (
+        "c.yaml",
+        ["a.b=1", "c=2"],
+        True,
+    )
+    assert parse("up").config == "deploy/configs/local-cpu.yaml"
+    assert not parse("up").foreground
+
+
+def test_config_has_an_environment_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_CONFIG", "mine.yaml")
+    assert parse("up").config == "mine.yaml"
+    assert parse("demo").config == "mine.yaml"
+    assert parse("up", "other.yaml").config == "other.yaml"
+
+
+def test_demo_and_scale_and_drain() -> None:
+    assert parse("demo").question == DEFAULT_QUESTION
+    scale = parse("scale", "--prefill", "2", "--decode", "3")
+    assert (scale.prefill, scale.decode, scale.router) == (2, 3, None)
+    assert parse("drain", "decode-1").worker == "decode-1"
+
+
+def test_bench_hands_its_options_on_to_the_load_generator() -> None:
+    options = parse("bench", "http://h:1", "--concurrency", "1,4", "--slo-ttft", "0.2")
+    given = list(load_options(options))
+    assert given == ["--concurrency", "1,4", "--slo-ttft", "0.2"]
+    assert serve.parser().parse_args(given).concurrency == [1, 4]
+    known = {action.option_strings[-1] for action in serve.parser()._actions}
+    assert {f"--{name}" for name in BENCH_OPTIONS} <= known
+
+
+@pytest.mark.parametrize(
+    ("argv", "url"),
+    [
+        (["bench"], "http://h:8"),
+        (["bench", "grpc://x:2", "--limit", "3"], "grpc://x:2"),
+        (["bench", "--tls"], "https://h:8"),
+    ],
+)
+def test_bench_measures_what_was_named(
+    argv: list[str], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ((command, _),) = measured(argv, monkeypatch)
+    more = [argument for argument in argv[1:] if argument != url]
+    assert command == [sys.executable, "-m", "benchmarks.serve", "--url", url, *more]
+
+
+def test_bench_calls_like_other_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And tells no process list the key."""
+    authority = Authority(tmp_path)
+    mine = authority.issue("client")
+    argv = ["bench", "--tls-ca", authority.ca_file, "--tls-cert", mine.cert, "--api-key", "k"]
+    ((command, env),) = measured([*argv, "--tls-key", mine.key], monkeypatch)
+    assert command == [sys.executable, "-m", "benchmarks.serve", "--url", "https://h:8"]
+    monkeypatch.setattr("os.environ", env)
+    options = serve.parser().parse_args([])
+    assert (options.tls_ca, options.tls_cert) == (authority.ca_file, mine.cert)
+    assert (options.tls_key, options.api_key) == (mine.key, "k")
+
+
+def measured(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[list[str], dict[str, str]]]:
+    """What `baton bench` runs, and in which environment, while a cluster serves at h:8."""
+    runs: list[tuple[list[str], dict[str, str]]] = []
+
+    def run(
+        command: list[str], check: bool, env: dict[str, str]
+    ) -> subprocess.CompletedProcess[bytes]:
+        runs.append((command, env))
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    save_state(RunningCluster(address="h:1", token="", config="c", http="h:8"))
+    assert main(argv) == EXIT_FAILED
+    return runs
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["fly"],
+        ["scale", "--prefill", "-1"],
+        ["scale", "--decode", "x"],
+        ["drain"],
+        ["generate"],
+        ["generate", "x", "--max-tokens", "0"],
+        ["generate", "x", "--seed", "9223372036854775808"],
+        ["generate", "x", "--top-k", "-2"],
+        ["models"],
+        ["models", "get"],
+    ],
+)
+def test_wrong_usage_exits_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def one_line_error(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    code = main(argv)
+    error = capsys.readouterr().err
+    assert error.startswith("baton: error: ")
+    assert "Traceback" not in error
+    return code, error
+
+
+def test_bad_config_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("model: {name: tiny}")
+    code, error = one_line_error(["up", str(path), "--set", "model.dtpye=x"], capsys)
+    assert code == EXIT_USAGE
+    assert "model.dtpye" in error
+    assert "did you mean model.dtype?" in error
+    code, error = one_line_error(["up", str(path)], capsys)
+    assert code == EXIT_USAGE
+    assert "model 'tiny'" in error
+
+
+def test_replicas_are_told_whole_paths_of_models_and_names_as_they_are(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in (home / "models" / "fetched", tmp_path / "mine"):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(up_command, "check_config", lambda *_: None)
+    for given, told in (("mine", str(tmp_path / "mine")), ("fetched", "fetched")):
+        Path("c.yaml").write_text(f"model: {{name: {given}}}")
+        config = up_command.read_config(parse("up", "c.yaml"), Console())
+        assert config.model.name == told
+
+
+@pytest.mark.parametrize("argv", [["down"], ["status"], ["scale", "--decode", "2"], ["drain", "w"]])
+def test_without_a_cluster(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, error = one_line_error(argv, capsys)
+    assert code == EXIT_FAILED
+    assert "baton up" in error
+
+
+@pytest.mark.parametrize("argv", [["status"], ["scale", "--decode", "2"], ["drain", "w"]])
+def test_what_others_deployed_is_found_by_its_ray(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a pod of KubeRay nothing was brought up by `baton up`, and RAY_ADDRESS is set."""
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    code, error = one_line_error(argv, capsys)
+    assert code == EXIT_FAILED
+    assert "the Ray cluster at 127.0.0.1:1 does not answer" in error
+    code, error = one_line_error(["down"], capsys)  # is for what `baton up` started
+    assert "no cluster is up here" in error
+
+
+def test_scale_needs_a_pool_and_at_least_one_decode(capsys: pytest.CaptureFixture[str]) -> None:
+    code, error = one_line_error(["scale"], capsys)
+    assert code == EXIT_USAGE
+    code, error = one_line_error(["scale", "--decode", "0"], capsys)
+    assert code == EXIT_USAGE
+    assert "--decode must be at least 1" in error
+
+
+def test_more_routers_need_ports_that_they_can_share(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    network = NetworkSection(metrics_port=9100)
+    config = ClusterConfig(model=ModelSection(name="m"), network=network)
+    directory = SimpleNamespace(config=SimpleNamespace(remote=lambda: config))
+    connected = contextlib.nullcontext(directory)
+    monkeypatch.setattr("cluster.cli.session.connected", lambda: connected)
+    monkeypatch.setattr("cluster.cli.session.ask", lambda *answers: answers)
+    monkeypatch.setattr("cluster.serve.deployments.scale", None)
+    code, error = one_line_error(["scale", "--router", "2"], capsys)
+    assert code == EXIT_USAGE
+    assert "network.metrics_port: must be 0" in error
+
+
+def test_no_router(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["chat", "hi", "--target", "127.0.0.1:1"]
+    code, error = one_line_error(argv, capsys)
+    assert code == EXIT_FAILED
+    assert "no router answers at 127.0.0.1:1" in error
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--tls-cert", "c.pem"], "--tls-cert and --tls-key go together"),
+        (["--tls-key", "k.pem"], "--tls-cert and --tls-key go together"),
+        (["--tls-ca", __file__], f"--tls-ca {__file__}: "),
+        (["--tls-ca", "nowhere.pem"], "--tls-ca nowhere.pem: No such file or directory"),
+        (["--tls-cert", __file__, "--tls-key", "k"], f"--tls-cert {__file__} with --tls-key k: "),
+        (["--api-key", "a\nb"], "--api-key must be printable ASCII"),
+        (["--system", "\udcff"], "text must be UTF-8"),
+    ],
+)
+def test_what_no_router_can_be_called_with(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, error = one_line_error(["chat", "hi", *argv], capsys)
+    assert code == EXIT_USAGE
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (KeyboardInterrupt(), EXIT_INTERRUPTED, "interrupted"),
+        (Internal("it broke"), EXIT_FAILED, "it broke"),
+        (OSError(28, "No space left", "/a/b"), EXIT_FAILED, "[Errno 28] No space left: '/a/b'"),
+    ],
+)
+def test_interrupt_and_defect(
+    error: BaseException,
+    code: int,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(options, console) -> None:
+        raise error
+
+    monkeypatch.setattr(models_command, "run", run)
+    assert one_line_error(["models", "list"], capsys) == (code, f"baton: error: {message}\n")
+
+
+def test_an_answer_shows_in_a_narrow_locale() -> None:
+    code = (
+        "import cluster.cli.status as s; s.run = lambda _, console: console.say('caf\xe9 \u65e5');"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code} import cluster.cli as c; c.main(['status'])"],
+        capture_output=True,
+        check=True,
+        cwd=Path(__file__).resolve().parents[4],
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+    )
+    assert done.stdout == b"caf\xe9 ?\n"
+
+
+def test_an_error_in_the_middle_of_an_answer_has_a_line_of_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def stream() -> Iterator[str]:
+        yield "half"
+        raise Internal("it broke")
+
+    with pytest.raises(Internal):
+        show(stream(), GenerateOutcome(), parse("chat", "x"), Console())
+    assert capsys.readouterr().out == "half\n"
+
+
+def test_a_start_that_is_refused_takes_nothing_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a Ray of others a cluster may run that was started elsewhere."""
+    monkeypatch.setattr("cluster.cli.session.connect", lambda _: None)
+    monkeypatch.setattr("cluster.membership.directory.find_directory", lambda: None)
+    monkeypatch.setattr(up_command.down, "take_down", None)
+    config = ClusterConfig(model=ModelSection(name="m"), ray=RaySection(address="h:1"))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(Unavailable, match="a Baton cluster runs on this Ray already"):
+            up_command.bring_up(config, "c.yaml", Console())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_of_two_starts_at_once_one_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second looks for a cluster only when the first one can be found."""
+    locked = threading.Event()
+
+    def other_start() -> None:
+        with file_lock(run_dir() / "up.lock"):
+            locked.set()
+            time.sleep(0.1)
+            save_state(RunningCluster(address="", token="", config="first.yaml"))
+
+    monkeypatch.setattr(up_command, "spawn_local_ray", None)
+    other = threading.Thread(target=other_start)
+    other.start()
+    locked.wait(10)
+    with pytest.raises(InvalidRequest, match=r"up already \(first.yaml\)"):
+        up_command.bring_up(ClusterConfig(model=ModelSection(name="m")), "c", Console())
+    other.join(10)
+
+
+@pytest.mark.parametrize(("answers", "drain_s"), [(True, 300.0), (False, 60.0)])
+def test_requests_have_the_configured_time_to_end(
+    answers: bool, drain_s: float, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """And the cluster is taken down whether or not that is enough."""
+    limits: list[float] = []
+    killed: list[object] = []
+    config = ClusterConfig(model=ModelSection(name="m"), lifecycle=LifecycleSection(drain_s=300.0))
+    directory = SimpleNamespace(config=SimpleNamespace(remote=lambda: config))
+
+    def ask(*_: object) -> list[ClusterConfig]:
+        if not answers:
+            raise Unavailable("the directory does not answer")
+        return [config]
+
+    def undeploy(limit: float) -> None:
+        limits.append(limit)
+        raise Unavailable("not ended in time: decode")
+
+    monkeypatch.setattr("cluster.cli.session.connect", lambda _: None)
+    monkeypatch.setattr("cluster.cli.session.disconnect", lambda: None)
+    monkeypatch.setattr("cluster.cli.session.ask", ask)
+    monkeypatch.setattr("cluster.membership.directory.find_directory", lambda: directory)
+    monkeypatch.setattr("cluster.serve.control.undeploy", undeploy)
+    monkeypatch.setattr("ray.kill", killed.append)
+    up_command.down.take_down(
+        RunningCluster(address="h:1", token="", config="c"), Console(), now=False
+    )
+    assert limits == [drain_s + 30.0]
+    assert killed == [directory]
+    said = capsys.readouterr().err
+    assert f"running requests have {drain_s:.0f} s" in said
+    assert "baton: warning: not ended in time: decode" in said
+
+
+@pytest.mark.parametrize("now", [False, True])
+def test_impatience_leaves_no_process_behind(now: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends the wait for requests; another one does not end the clearing up."""
+    calls: list[bool] = []
+
+    def take_down(state: RunningCluster, console: Console, *, now: bool) -> None:
+        calls.append(now)
+        signal.raise_signal(signal.SIGINT)
+        calls.append(now)
+
+    monkeypatch.setattr(up_command.down, "take_down", take_down)
+    # Whoever starts the tests in the background of a shell has it ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        up_command.stop(RunningCluster(address="h:1", token="", config="c"), Console(), now=now)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert calls == ([True, True] if now else [False, True, True])
+
+
+def test_asked_to_stop_while_starting_is_an_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> RunningCluster:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("the signal was not taken")
+
+    monkeypatch.setattr(up_command, "_claim", killed)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            up_command.bring_up(ClusterConfig(model=ModelSection(name="m")), "c.yaml", Console())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_start_that_was_cut_off_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    save_state(RunningCluster(address="", token="t", config="c"))
+    code, error = one_line_error(["status"], capsys)
+    assert code == EXIT_FAILED
+    assert "cut off: `baton down`" in error
+
+
+def test_a_ray_that_is_not_there_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    save_state(RunningCluster(address="127.0.0.1:1", token="", config="c"))
+    code, error = one_line_error(["status"], capsys)
+    assert code == EXIT_FAILED
+    assert "the Ray cluster at 127.0.0.1:1 does not answer: [Errno 111]" in error
+
+
+def test_models_list_and_path(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = home / "models" / "mine"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"x" * 2_000_000)
+    assert main(["models", "path", "mine"]) == 0
+    assert capsys.readouterr().out == f"{folder}\n"
+    assert main(["models", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["mine", "2", "MB", str(folder)]
+    assert lines[2].split() == ["smollm2-135m", "-", "baton", "models", "get", "smollm2-135m"]
+
+
+def test_options_of_a_request() -> None:
+    options = parse(
+        "generate", "x", "--temperature", "0", "--stop", "a", "--stop", "b", "--seed", "7"
+    )
+    assert sampling(options) == {"temperature": 0.0, "stop": ["a", "b"], "seed": 7}
+    assert sampling(parse("generate", "x", "--ignore-eos")) == {"ignore_eos": True}
+    assert sampling(parse("chat", "x", "--timeline")) == {"timeline": True}
+
+
+def test_default_target_is_the_running_cluster() -> None:
+    assert default_target() == "127.0.0.1:9000"
+    save_state(RunningCluster(address="h:1", token="", config="c", grpc="h:77"))
+    assert default_target() == "h:77"
+
+
+def test_state_is_private_and_forgotten_with_its_head(home: Path) -> None:
+    state = RunningCluster(address="h:1", token="secret", config="c")
+    save_state(state)
+    assert load_state() == state
+    assert (home / "run" / "cluster.json").stat().st_mode & 0o777 == 0o600
+    save_state(RunningCluster(address="h:1", token="", config="c", pid=2**22 + 1, started=5))
+    assert load_state() is None
+    (home / "run" / "cluster.json").write_text("{}")
+    assert load_state() is None
+    (home / "run" / "cluster.json").write_text("nonsense")
+    assert load_state() is None
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    Console().table(("NAME", "N"), [("a", 5), ("bcdef", 10)])
+    assert capsys.readouterr().out == "NAME    N\na       5\nbcdef  10\n"
+    Console().table(("NAME", "N"), [])
+    assert capsys.readouterr().out == "NAME  N\n"
+
+
+@pytest.mark.parametrize(
+    ("statement", "heavy"),
+    [
+        ("from cluster.cli.arguments import make_parser; make_parser()", "ray torch grpc yaml"),
+        ("import cluster.serve.deployments, cluster.cli.waiting", "torch triton transformers"),
+    ],
+    ids=["help", "up"],
+)
+def test_commands_import_nothing_that_costs_seconds(statement: str, heavy: str) -> None:
+    code = f"{statement}; import sys; print(sorted(set({heavy.split()}) & set(sys.modules)))"
+    root = Path(__file__).resolve().parents[4]
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_new_key_is_shown_once_with_the_entry_that_lets_it_in(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["keys", "new", "team-a", "--admin"]) == 0
+    key_line, _, *entry = capsys.readouterr().out.splitlines()
+    key = key_line.rpartition(" ")[2]
+    path = tmp_path / "keys.yaml"
+    path.write_text("keys:\n" + "\n".join(entry))
+    caller = load_keys(path, tiers=frozenset()).caller(f"Bearer {key}")
+    assert (caller.name, caller.admin) == ("team-a", True)
+    assert key not in path.read_text()
+
+
+@pytest.mark.parametrize("name", ["", " ", "team ", "a\nb", "\udcff"])
+def test_a_key_needs_a_name_that_can_be_shown(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, error = one_line_error(["keys", "new", name], capsys)
+    assert code == EXIT_USAGE
+    assert f"name must be printable characters without spaces around them, got {name!r}" in error
+
+
+@pytest.mark.parametrize(
+    ("said", "taken_down"),
+    [("served", [False]), ("running", [False]), ("draining", [False, True])],
+)
+def test_two_signals_at_once_do_not_leave_the_cluster_up(
+    said: str, taken_down: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped: list[bool] = []
+
+    class Signalling(Console):
+        def step(self, text: str) -> None:
+            if text.startswith((said, "running")):
+                for number in numbers:
+                    os.kill(os.getpid(), number)
+
+    def take_down(_: None, console: Console, *, now: bool) -> None:
+        stopped.append(now)
+        console.step("draining")
+
+    for name in ("read_config", "bring_up"):
+        monkeypatch.setattr(up_command, name, lambda *_: None)
+    monkeypatch.setattr(up_command, "show_endpoints", lambda *_: console.step("served"))
+    monkeypatch.setattr(up_command.down, "take_down", take_down)
+    numbers, console = (signal.SIGINT, signal.SIGTERM), Signalling()
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        up_command.run(SimpleNamespace(foreground=True, config=""), console)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert stopped == taken_down

@@ -1,0 +1,273 @@
+"""Ending a session of processes for sure, whatever they do about it. No Ray: plain processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.cli.console import Console
+from cluster.cli.down import take_down
+from cluster.local import local_ray
+from cluster.local.local_ray import RunningCluster, load_state, save_state, stop_local_ray
+
+#: A head with a child; `stubborn` ones do not end when asked.
+HEAD = """
+import os, signal, sys, time
+stubborn = sys.argv[1] == "stubborn"
+child = os.fork()
+if stubborn or child == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+else:
+    def end(*_):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, end)
+if child == 0:
+    os.setpgid(0, 0)
+else:
+    print("up", flush=True)
+time.sleep(60)
+"""
+
+
+#: A head that starts a process for each line that it is told, and ends after the last.
+PARENT = """
+import signal, subprocess, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for _ in sys.stdin:
+    subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    print("born", flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BATON_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for those who end when asked: on a busy machine that takes them a while."""
+    monkeypatch.setattr(local_ray, "_STOP_S", 0.5)
+
+
+def start(kind: str, temp_dir: Path) -> RunningCluster:
+    temp_dir.mkdir()
+    head = subprocess.Popen(
+        [sys.executable, "-c", HEAD, kind], start_new_session=True, stdout=subprocess.PIPE
+    )
+    assert head.stdout is not None
+    assert head.stdout.readline() == b"up\n"
+    head.stdout.close()
+    process = local_ray._process(head.pid)
+    assert process is not None
+    return RunningCluster(
+        address="h:1",
+        token="",
+        config="c",
+        pid=head.pid,
+        started=process.started,
+        temp_dir=str(temp_dir),
+    )
+
+
+@pytest.mark.parametrize(("kind", "killed"), [("willing", 0), ("stubborn", 2)])
+def test_nothing_of_the_session_is_left(
+    tmp_path: Path, kind: str, killed: int, request: pytest.FixtureRequest
+) -> None:
+    if killed:
+        request.getfixturevalue("impatient")
+    state = start(kind, tmp_path / "ray")
+    logs = tmp_path / "ray" / "session_1" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "worker.err").write_text("why")
+    (tmp_path / "ray" / "session_latest").symlink_to(logs.parent)
+    assert len(local_ray._session_members(state.pid)) == 2
+    save_state(state)
+    assert load_state() == state
+    assert stop_local_ray(state) == killed
+    assert local_ray._session_members(state.pid) == []
+    assert not (tmp_path / "ray").exists()
+    assert load_state() is None
+    assert (local_ray.kept_logs() / "worker.err").read_text() == "why"
+
+
+@pytest.fixture
+def parent() -> Iterator[subprocess.Popen[str]]:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(
+        [sys.executable, "-uc", PARENT], start_new_session=True, text=True, **pipes
+    ) as process:
+        bear(process)  # it listens from here on
+        yield process
+        for member in local_ray._session_members(process.pid):
+            os.kill(member.pid, signal.SIGKILL)
+
+
+def bear(parent: subprocess.Popen[str]) -> None:
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+    parent.stdin.write("\n")
+    parent.stdin.flush()
+    assert parent.stdout.readline() == "born\n"
+
+
+def test_who_is_born_and_orphaned_while_we_look_is_seen(
+    parent: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (elder,) = (p for p in local_ray._session_members(parent.pid) if p.pid != parent.pid)
+    os.kill(elder.pid, signal.SIGKILL)
+    look = local_ray._process
+
+    def late(pid: int) -> local_ray._Process | None:
+        if pid == parent.pid and parent.poll() is None:
+            bear(parent)
+            parent.kill()
+            parent.wait()
+        return look(pid)
+
+    monkeypatch.setattr(local_ray, "_process", late)
+    assert [process.name for process in local_ray._wait_for_end(parent.pid, 0.0)] == ["sleep"]
+
+
+def test_who_is_born_while_the_rest_is_killed_is_killed_too(
+    parent: subprocess.Popen[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    impatient: None,
+) -> None:
+    kill = os.kill
+
+    def late(pid: int, number: int) -> None:
+        if (pid, number) == (parent.pid, signal.SIGKILL) and parent.poll() is None:
+            bear(parent)
+        kill(pid, number)
+
+    monkeypatch.setattr(local_ray.os, "kill", late)
+    head = local_ray._process(parent.pid)
+    assert head is not None
+    known = {"pid": head.pid, "started": head.started, "temp_dir": str(tmp_path / "ray")}
+    state = RunningCluster(address="h:1", token="", config="c", **known)
+    assert stop_local_ray(state) == 3
+    assert local_ray._session_members(parent.pid) == []
+
+
+def test_a_full_disk_keeps_nothing_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def move(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(local_ray.shutil, "move", move)
+    state = start("willing", tmp_path / "ray")
+    (tmp_path / "ray" / "session_latest" / "logs").mkdir(parents=True)
+    assert stop_local_ray(state) == 0
+    assert not (tmp_path / "ray").exists()
+
+
+def test_daemons_that_ray_has_lost_are_named() -> None:
+    named = "open('/proc/self/comm', 'w').write('raylet'); print(flush=True); input()"
+    head = subprocess.Popen(
+        [sys.executable, "-c", named],
+        start_new_session=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert head.stdin is not None
+    assert head.stdout is not None
+    head.stdout.readline()
+    head.stdout.close()
+    state = RunningCluster(address="h:1", token="", config="", pid=head.pid, started=1)
+    assert local_ray.lost_daemons(state) == ["gcs_server"]
+    head.send_signal(signal.SIGSTOP)  # one that is stopped ends, after a while, who looks for it
+    os.waitpid(head.pid, os.WUNTRACED)
+    assert local_ray.lost_daemons(state) == ["gcs_server", "raylet"]
+    head.kill()
+    head.wait()
+    head.stdin.close()
+    assert local_ray.lost_daemons(state) == ["gcs_server", "raylet"]
+    assert local_ray.lost_daemons(RunningCluster(address="h:1", token="", config="")) == []
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("collected", [True, False])
+def test_children_of_a_dead_head_are_ended(collected: bool, tmp_path: Path) -> None:
+    """Also by the command that started the head, while nobody has asked how it ended."""
+    state = start("willing", tmp_path / "ray")
+    os.kill(state.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, state.pid, os.WEXITED | (0 if collected else os.WNOWAIT))
+    assert not state.alive
+    save_state(state)
+    assert load_state() is None
+    assert local_ray.sweep()
+    assert not local_ray.sweep()
+    assert not (tmp_path / "ray").exists()
+    assert local_ray._session_members(state.pid) == []
+
+
+def test_a_reused_pid_is_not_touched(tmp_path: Path) -> None:
+    """The recorded start time protects whoever has the pid now."""
+    state = start("willing", tmp_path / "ray")
+    other = RunningCluster(
+        address="", token="", config="", pid=state.pid, started=state.started + 1
+    )
+    assert not other.alive
+    save_state(other)
+    assert load_state() is None
+    assert local_ray.sweep()
+    time.sleep(0.05)
+    assert state.alive
+    assert len(local_ray._session_members(state.pid)) == 2
+    stop_local_ray(state)
+
+
+def test_a_late_down_does_not_forget_the_next_cluster(tmp_path: Path) -> None:
+    """Of two commands that take one down, the slower may end when the next one is up."""
+    old = start("willing", tmp_path / "old")
+    stop_local_ray(old)
+    new = start("willing", tmp_path / "new")
+    save_state(new)
+    take_down(old, Console(), now=True)
+    assert load_state() == new
+    take_down(new, Console(), now=True)
+    assert local_ray._read_state() is None
+    assert local_ray._session_members(new.pid) == []
+
+
+def test_failure_to_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = start("willing", tmp_path / "ray")
+    os.kill(state.pid, signal.SIGKILL)
+    os.waitpid(state.pid, 0)
+    log = local_ray.head_log()
+    log.parent.mkdir(parents=True)
+    log.write_text("Traceback ...\nOSError: no space left\n\n")
+    with pytest.raises(local_ray.Unavailable, match="OSError: no space left"):
+        local_ray.wait_local_ray(state)
+
+
+def test_head_finds_our_packages_from_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    monkeypatch.setenv("BATON_HOME", "here")
+    env = local_ray._environment("token")
+    root = str(Path(__file__).resolve().parents[4])
+    assert env["PYTHONPATH"].split(os.pathsep) == [root, "/elsewhere"]
+    assert env["BATON_HOME"] == str(Path.cwd() / "here")
+    assert env["RAY_AUTH_TOKEN"] == "token"
+    assert env["RAY_worker_niceness"] == "0"
+
+
+def test_head_needs_no_path_when_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setattr(
+        local_ray.cluster, "__file__", "/venv/lib/python3.11/site-packages/cluster/__init__.py"
+    )
+    assert "PYTHONPATH" not in local_ray._environment("token")

@@ -1,0 +1,242 @@
+"""The directory actor's body, run as a plain object: long polls and the admin side of it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import GetTimeoutError, RayActorError
+
+from cluster.admin import ClusterAdmin, drain_worker
+from cluster.config.schema import ClusterConfig, LifecycleSection, ModelSection
+from cluster.membership.directory import Directory
+from cluster.membership.table import Member, MemberKind, View
+from cluster.serve.control import PoolStatus
+from protocol.errors import NotFound, Unavailable
+from protocol.ids import Role
+from protocol.messages import Ack
+from protocol.states import WorkerState
+from router.admin import ClusterInfo, PoolInfo, RouterInfo
+from rpc.methods import DRAIN
+from rpc.service import ControlServer
+
+SECRET = b"s" * 16
+#: However busy the machine is, nobody falls silent.
+CONFIG = ClusterConfig(model=ModelSection(name="tiny"), lifecycle=LifecycleSection(expiry_s=600.0))
+
+
+def member(name: str = "decode-1", kind: MemberKind = MemberKind.DECODE, **fields: Any) -> Member:
+    return Member(name=name, epoch=1, kind=kind, state=WorkerState.READY, **fields)
+
+
+@pytest.fixture
+def directory() -> Directory:
+    return Directory(secret=SECRET, config=CONFIG)
+
+
+async def test_keeps_secret_and_config(directory: Directory) -> None:
+    assert await directory.secret() == SECRET
+    assert await directory.config() is CONFIG
+
+
+async def test_watch_returns_at_once_what_is_new(directory: Directory) -> None:
+    await directory.report(member())
+    view = await directory.watch(-1, -1, 60.0)
+    assert [m.name for m in view.members] == ["decode-1"]
+
+
+async def test_watch_wakes_every_watcher_on_change(directory: Directory) -> None:
+    view = await directory.view()
+    watchers = [
+        asyncio.create_task(directory.watch(view.incarnation, view.version, 60.0)) for _ in range(3)
+    ]
+    await asyncio.sleep(0)
+    await directory.report(member())
+    views = await asyncio.wait_for(asyncio.gather(*watchers), 5)
+    assert all(len(v.members) == 1 for v in views)
+
+
+async def test_watch_ends_after_its_time(directory: Directory) -> None:
+    view = await directory.view()
+    same = await asyncio.wait_for(directory.watch(view.incarnation, view.version, 0.05), 5)
+    assert (same.incarnation, same.version) == (view.incarnation, view.version)
+
+
+async def test_watch_notices_silence_by_itself() -> None:
+    times = LifecycleSection(heartbeat_s=0.05, expiry_s=0.3)
+    directory = Directory(secret=SECRET, config=replace(CONFIG, lifecycle=times))
+    await directory.report(member())
+    known = directory._table.view()
+    assert [m.name for m in known.members] == ["decode-1"]
+    later = await asyncio.wait_for(directory.watch(known.incarnation, known.version, 60.0), 20)
+    assert later.members == ()
+
+
+async def test_who_spoke_while_the_directory_stood_still_is_heard_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A watcher may wake before the reports that came meanwhile are taken."""
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("cluster.membership.directory.time", clock)
+    now = 100.0
+    directory = Directory(secret=SECRET, config=replace(CONFIG, lifecycle=LifecycleSection()))
+    await directory.report(member())
+    now += 3600.0
+    assert [m.name for m in (await directory.view()).members] == ["decode-1"]
+    await directory.report(member())
+    for _ in range(3):
+        now += 1.5
+        assert [m.name for m in (await directory.view()).members] == ["decode-1"]
+    now += 1.5
+    assert (await directory.view()).members == ()
+
+
+async def test_leave_is_announced(directory: Directory) -> None:
+    await directory.report(member())
+    view = await directory.view()
+    watcher = asyncio.create_task(directory.watch(view.incarnation, view.version, 60.0))
+    await asyncio.sleep(0)
+    await directory.leave("decode-1", 1)
+    assert (await asyncio.wait_for(watcher, 5)).members == ()
+
+
+async def test_two_directories_never_share_an_incarnation(directory: Directory) -> None:
+    other = Directory(secret=SECRET, config=CONFIG)
+    assert (await directory.view()).incarnation != (await other.view()).incarnation
+
+
+# --- steering through a router's admin service ----------------------------------------------------
+
+
+OWN = ClusterInfo(
+    model="tiny",
+    pools=tuple(PoolInfo(role=role, workers=()) for role in Role),
+    routers=(
+        RouterInfo(
+            router_id="me", http_address="h:1", grpc_address="g:1", state="ready", requests=2
+        ),
+    ),
+)
+
+
+class Handle:
+    """What an actor handle looks like to its caller."""
+
+    def __init__(self, directory: Directory) -> None:
+        self.view = Remote(directory.view)
+
+
+class Remote:
+    def __init__(self, method: Any) -> None:
+        self.remote = method
+
+
+@pytest.fixture
+def scaled() -> list[dict[MemberKind, int]]:
+    return []
+
+
+@pytest.fixture
+def admin(directory: Directory, scaled: list[dict[MemberKind, int]]) -> ClusterAdmin:
+    def scale(config: ClusterConfig, wanted: Mapping[MemberKind, int]) -> None:
+        assert config is CONFIG
+        scaled.append(dict(wanted))
+
+    return ClusterAdmin(Handle(directory), CONFIG, secret=SECRET, scale=scale)
+
+
+async def test_scale_touches_only_the_pools_named(
+    admin: ClusterAdmin, scaled: list[dict[MemberKind, int]]
+) -> None:
+    await admin.scale(prefill=None, decode=3)
+    await admin.scale(prefill=0, decode=1)
+    assert scaled == [{MemberKind.DECODE: 3}, {MemberKind.PREFILL: 0, MemberKind.DECODE: 1}]
+
+
+async def test_view_adds_targets_and_other_routers(
+    admin: ClusterAdmin, directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = PoolStatus(
+        kind=MemberKind.DECODE, target=4, replicas={}, healthy=True, failed=False, message=""
+    )
+    monkeypatch.setattr("cluster.admin.pool_statuses", lambda: {MemberKind.DECODE: status})
+    await directory.report(member("r-own", MemberKind.ROUTER, http="h:1", grpc="g:1"))
+    await directory.report(member("r-other", MemberKind.ROUTER, http="h:2", grpc="g:2"))
+    view = await admin.view(OWN)
+    assert {pool.role: pool.target for pool in view.pools} == {Role.PREFILL: None, Role.DECODE: 4}
+    assert [(r.router_id, r.grpc_address) for r in view.routers] == [
+        ("me", "g:1"),
+        ("r-other", "g:2"),
+    ]
+
+
+async def test_a_cluster_that_does_not_answer_is_a_typed_error(directory: Directory) -> None:
+    async def gone() -> View:
+        raise RayActorError
+
+    def no_serve(config: ClusterConfig, wanted: Mapping[MemberKind, int]) -> None:
+        raise GetTimeoutError("no answer")
+
+    handle = Handle(directory)
+    handle.view = Remote(gone)
+    admin = ClusterAdmin(handle, CONFIG, secret=SECRET, scale=no_serve)
+    for call in (admin.view(OWN), admin.drain("decode-1"), admin.scale(prefill=1, decode=None)):
+        with pytest.raises(Unavailable, match="the cluster does not answer"):
+            await call
+
+
+async def test_a_serve_that_is_away_takes_no_threads_of_requests(
+    admin: ClusterAdmin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    back = threading.Event()
+
+    def away() -> dict[MemberKind, PoolStatus]:
+        back.wait(60)
+        return {}
+
+    monkeypatch.setattr("cluster.admin.pool_statuses", away)
+    monkeypatch.setattr("cluster.admin._CALL_S", 0.05)
+    try:
+        async with asyncio.timeout(20):
+            views = await asyncio.gather(
+                *(admin.view(OWN) for _ in range(64)), return_exceptions=True
+            )
+            assert {type(view) for view in views} == {Unavailable}
+            assert await asyncio.to_thread(lambda: 42) == 42
+    finally:
+        back.set()
+
+
+async def test_drain_reaches_the_worker() -> None:
+    asked = []
+
+    async def on_drain(command: Any) -> Ack:
+        asked.append(command)
+        return Ack()
+
+    server = ControlServer(secret=SECRET)
+    server.add({DRAIN: on_drain})
+    address = server.bind("127.0.0.1")
+    await server.start()
+    try:
+        view = View(incarnation=1, version=1, members=(member(address=address),))
+        drained = await drain_worker(view, "decode-1", secret=SECRET)
+    finally:
+        await server.stop()
+    assert len(asked) == 1
+    assert drained.state is WorkerState.DRAINING
+
+
+async def test_drain_names_the_workers_there_are() -> None:
+    router = member("router-1", MemberKind.ROUTER)
+    with pytest.raises(NotFound, match="there are: decode-1"):
+        await drain_worker(
+            View(incarnation=1, version=1, members=(member(), router)), "router-1", secret=SECRET
+        )
+    with pytest.raises(NotFound, match="there are: none"):
+        await drain_worker(View(incarnation=1, version=1), "x", secret=SECRET)

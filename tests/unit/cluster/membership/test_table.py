@@ -1,0 +1,231 @@
+"""The member table: who joins, leaves, is replaced or falls silent."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.membership.table import (
+    Departures,
+    Following,
+    Member,
+    MemberKind,
+    Membership,
+    View,
+    reachable,
+)
+from protocol.ids import Role
+from protocol.states import WorkerState
+
+READY, DRAINING = WorkerState.READY, WorkerState.DRAINING
+
+
+def member(
+    name: str = "d1",
+    epoch: int = 1,
+    kind: MemberKind = MemberKind.DECODE,
+    state: WorkerState = READY,
+) -> Member:
+    return Member(name=name, epoch=epoch, kind=kind, state=state, address=f"host:{epoch}")
+
+
+def table() -> Membership:
+    return Membership(incarnation=7, expiry_s=5.0)
+
+
+def names(view: View) -> list[str]:
+    return [m.name for m in view.members]
+
+
+def test_report_adds_once() -> None:
+    t = table()
+    assert t.report(member(), 0.0)
+    version = t.view().version
+    assert not t.report(member(), 1.0)
+    assert t.view().version == version
+    assert t.view().members == (member(),)
+    assert t.view().incarnation == 7
+
+
+def test_ready_workers_leaves_out_routers_and_the_draining() -> None:
+    t = table()
+    t.report(member("d1"), 0.0)
+    t.report(member("d2", state=DRAINING), 0.0)
+    t.report(member("p1", kind=MemberKind.PREFILL), 0.0)
+    t.report(member("r1", kind=MemberKind.ROUTER), 0.0)
+    refs = t.view().ready_workers()
+    assert [(ref.worker_id, ref.role) for ref in refs] == [
+        ("p1", Role.PREFILL),
+        ("d1", Role.DECODE),
+    ]
+    assert refs[0].address == "host:1"
+
+
+def test_state_moves_forward_only() -> None:
+    t = table()
+    t.report(member(state=READY), 0.0)
+    assert t.report(member(state=DRAINING), 0.0)
+    assert not t.report(member(state=READY), 0.0)
+    assert t.view().members[0].state is DRAINING
+
+
+def test_leave_is_final_for_the_epoch() -> None:
+    t = table()
+    t.report(member(), 0.0)
+    assert t.leave("d1", 1)
+    assert not t.leave("d1", 1)
+    assert not t.report(member(), 0.1)
+    assert t.view().members == ()
+    assert t.report(member(epoch=2), 0.2)
+
+
+def test_leave_of_an_older_epoch_changes_nothing() -> None:
+    t = table()
+    t.report(member(epoch=2), 0.0)
+    assert not t.leave("d1", 1)
+    assert names(t.view()) == ["d1"]
+
+
+def test_goodbye_before_the_first_report_counts() -> None:
+    t = table()
+    assert not t.leave("d1", 1)
+    assert not t.report(member(), 0.0)
+
+
+def test_newer_incarnation_replaces_and_the_older_stays_out() -> None:
+    t = table()
+    t.report(member(epoch=1), 0.0)
+    assert t.report(member(epoch=2), 1.0)
+    assert not t.report(member(epoch=1), 2.0)
+    assert [m.epoch for m in t.view().members] == [2]
+
+
+def test_silence_expires_and_speech_brings_back() -> None:
+    t = table()
+    t.report(member("a"), 0.0)
+    t.report(member("b"), 3.0)
+    assert t.next_expiry(3.0) == 2.0
+    assert t.expire(4.9) == ()
+    assert [m.name for m in t.expire(5.0)] == ["a"]
+    assert names(t.view()) == ["b"]
+    assert t.report(member("a"), 6.0)
+    assert names(t.view()) == ["a", "b"]
+
+
+def test_next_expiry_of_an_empty_table_is_a_whole_period() -> None:
+    assert table().next_expiry(100.0) == 5.0
+
+
+reports = st.tuples(
+    st.sampled_from(["report", "leave", "expire"]),
+    st.sampled_from(["a", "b"]),
+    st.integers(1, 3),
+    st.sampled_from([READY, DRAINING]),
+    st.floats(0.0, 3.0),
+)
+
+
+@given(st.lists(reports, max_size=40))
+def test_the_version_changes_exactly_with_the_view(steps: list) -> None:
+    t, now = table(), 0.0
+    gone: set[tuple[str, int]] = set()
+    for what, name, epoch, state, pause in steps:
+        before = t.view()
+        now += pause
+        if what == "report":
+            t.report(member(name, epoch, state=state), now)
+        elif what == "leave":
+            t.leave(name, epoch)
+            gone.add((name, epoch))
+        else:
+            t.expire(now)
+        after = t.view()
+        assert (after.members != before.members) == (after.version != before.version)
+        assert after.version >= before.version
+        assert not gone & {(m.name, m.epoch) for m in after.members}
+        assert len({m.name for m in after.members}) == len(after.members)
+
+
+# --- what routers make of the views ---------------------------------------------------------------
+
+
+def view(incarnation: int, *members: Member) -> View:
+    return View(incarnation=incarnation, version=1, members=members)
+
+
+def ids(refs) -> list[str]:
+    return [ref.worker_id for ref in refs]
+
+
+def test_following_takes_what_the_directory_says() -> None:
+    following = Following(grace_s=6.0)
+    assert ids(following.take(view(1, member("a"), member("b")), 0.0)) == ["a", "b"]
+    assert ids(following.take(view(1, member("b")), 1.0)) == ["b"]
+    assert ids(following.take(view(1), 2.0)) == []
+
+
+def test_restarted_directory_keeps_the_known_for_a_while() -> None:
+    following = Following(grace_s=6.0)
+    following.take(view(1, member("a"), member("b"), member("c")), 0.0)
+    assert ids(following.take(view(2), 10.0)) == ["a", "b", "c"]
+    draining = dataclasses.replace(member("b"), state=DRAINING)
+    assert ids(following.take(view(2, member("a", epoch=5), draining), 11.0)) == ["a", "c"]
+    assert ids(following.take(view(2, member("a", epoch=5), draining), 16.0)) == ["a"]
+
+
+def test_restarted_directory_twice_within_the_grace() -> None:
+    following = Following(grace_s=6.0)
+    following.take(view(1, member("a")), 0.0)
+    following.take(view(2), 10.0)
+    assert ids(following.take(view(3), 12.0)) == ["a"]
+    assert ids(following.take(view(3), 17.9)) == ["a"]
+    assert ids(following.take(view(3), 18.0)) == []
+
+
+def test_departures_are_workers_that_a_later_view_lacks() -> None:
+    t, departures = table(), Departures(grace_s=6.0)
+    t.report(member("d1", epoch=1), 0.0)
+    t.report(member("p1", epoch=2, kind=MemberKind.PREFILL), 0.0)
+    t.report(member("r1", epoch=3, kind=MemberKind.ROUTER), 0.0)
+    assert departures.take(t.view(), 1.0) == set()
+    t.report(member("d1", epoch=1, state=DRAINING), 1.0)
+    t.leave("r1", 3)
+    assert departures.take(t.view(), 1.0) == set()
+    t.report(member("d1", epoch=9), 4.0)  # replaced
+    assert departures.take(t.view(), 1.0) == {1}
+    t.expire(6.0)  # silent
+    assert departures.take(t.view(), 1.0) == {2}
+    assert departures.take(t.view(), 1.0) == set()
+
+
+def test_a_restarted_directory_is_given_time_to_hear_of_all_before_anybody_has_left() -> None:
+    t, departures = table(), Departures(grace_s=6.0)
+    t.report(member("d1", epoch=1), 0.0)
+    t.report(member("d2", epoch=2), 0.0)
+    t.report(member("d3", epoch=3), 0.0)
+    departures.take(t.view(), 0.0)
+    again = Membership(incarnation=8, expiry_s=5.0)
+    assert departures.take(again.view(), 10.0) == set()
+    again.report(member("d1", epoch=1), 11.0)
+    again.report(member("d3", epoch=3), 11.0)
+    assert departures.take(again.view(), 15.9) == set()
+    again.leave("d3", 3)
+    assert departures.take(again.view(), 16.0) == {2, 3}  # the one died with the directory
+    again.leave("d1", 1)
+    assert departures.take(again.view(), 17.0) == {1}
+
+
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("0.0.0.0:8000", "10.0.0.1:8000"),
+        ("[::]:8000", "10.0.0.1:8000"),
+        ("127.0.0.1:8000", "127.0.0.1:8000"),
+        ("[::1]:9000", "[::1]:9000"),
+    ],
+)
+def test_what_listens_everywhere_is_reached_at_its_node(address: str, told: str) -> None:
+    assert reachable(address, "10.0.0.1") == told

@@ -1,0 +1,280 @@
+"""What is read out of Serve's details, and what the commands make of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from ray.exceptions import GetTimeoutError
+
+from cluster.cli import waiting
+from cluster.cli.console import Console
+from cluster.cli.status import _worker_row
+from cluster.cli.waiting import _last_line, _progress, _raise_failed, _raise_resized, _reached
+from cluster.config.schema import ClusterConfig, ModelSection, PlacementSection, PoolSection
+from cluster.membership.table import Member, MemberKind, View
+from cluster.serve import control
+from cluster.serve.control import PoolStatus, _pool_status
+from cluster.serve.follower_rank import gpu_index, process_env, runtime_env
+from engine.config import EngineConfig
+from protocol.errors import Internal, Unavailable
+from protocol.messages import WorkerLoad
+from protocol.states import WorkerState
+
+READY, DRAINING = WorkerState.READY, WorkerState.DRAINING
+NEVER = object()  # the answer to a call that gets none
+
+
+def details(**deployment: object) -> dict[str, object]:
+    return {"status": "RUNNING", "message": "", "deployments": {"decode": deployment}}
+
+
+def test_pool_status_counts_states() -> None:
+    replicas = [{"state": "RUNNING"}, {"state": "RUNNING"}, {"state": "STOPPING"}]
+    status = _pool_status(
+        MemberKind.DECODE, details(status="HEALTHY", target_num_replicas=2, replicas=replicas)
+    )
+    assert status == PoolStatus(
+        kind=MemberKind.DECODE,
+        target=2,
+        replicas={"RUNNING": 2, "STOPPING": 1},
+        healthy=True,
+        failed=False,
+        message="",
+    )
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"status": "DEPLOY_FAILED", "message": "why"},
+        {"status": "UNHEALTHY", "status_trigger": "REPLICA_STARTUP_FAILED", "message": "why"},
+    ],
+)
+def test_failed_to_start(given: dict[str, object]) -> None:
+    status = _pool_status(MemberKind.DECODE, details(**given))
+    assert status.failed
+    assert not status.healthy
+    with pytest.raises(Internal, match="the decode pool cannot start: why"):
+        _raise_failed({MemberKind.DECODE: status})
+
+
+def test_unhealthy_is_not_failed() -> None:
+    given = {"status": "UNHEALTHY", "status_trigger": "HEALTH_CHECK_FAILED"}
+    status = _pool_status(MemberKind.DECODE, details(**given))
+    assert not status.failed
+    _raise_failed({MemberKind.DECODE: status})
+
+
+def test_a_pool_that_somebody_else_gives_another_size_is_not_waited_for() -> None:
+    """One that Serve is about to make has no size yet."""
+    coming = _pool_status(MemberKind.PREFILL, {"deployments": {}})
+    made, emptied = (replace(coming, target=target) for target in (1, 0))
+    _raise_resized({MemberKind.PREFILL: made}, {MemberKind.PREFILL: 1, MemberKind.DECODE: 2})
+    _raise_resized({MemberKind.PREFILL: coming}, {MemberKind.PREFILL: 1})
+    with pytest.raises(Unavailable, match=r"^the prefill pool was scaled to 1 meanwhile$"):
+        _raise_resized({MemberKind.PREFILL: made}, {MemberKind.PREFILL: 2})
+    with pytest.raises(Unavailable, match=r"^the prefill pool was scaled to 0 meanwhile$"):
+        _raise_resized({MemberKind.PREFILL: emptied}, {MemberKind.PREFILL: 2})
+
+
+class Controller:
+    """Serve's controller: applications go at the second look after they were deleted. It never
+    answers the `silent` method."""
+
+    def __init__(self, *names: str, silent: str = "") -> None:
+        self.names = list(names)
+        self.silent = silent
+        self.doomed: list[str] = []
+        self.beside: list[set[str]] = []  # of ours, what ended at once
+        self.shut_down = False
+
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        if name == self.silent:
+            return SimpleNamespace(remote=lambda *arguments: NEVER)
+        return SimpleNamespace(remote=lambda *arguments: getattr(self, f"_{name}")(*arguments))
+
+    def _get_serve_instance_details(self) -> dict[str, object]:
+        found = {"applications": {name: details() for name in self.names}}
+        self.names = [name for name in self.names if name not in self.doomed]
+        return found
+
+    def _delete_apps(self, names: list[str]) -> None:
+        self.doomed += names
+        self.beside.append(set(names) & set(self.names))
+
+    def _graceful_shutdown(self) -> None:
+        self.shut_down = True
+
+
+def serve(monkeypatch: pytest.MonkeyPatch, *names: str, silent: str = "") -> Controller:
+    """A Serve that runs these applications."""
+
+    def get(value: object, timeout: float | None = None) -> object:
+        assert timeout is not None, "it would be waited for without an end"
+        if value is NEVER:
+            raise GetTimeoutError
+        return value
+
+    controller = Controller(*names, silent=silent)
+    monkeypatch.setattr(control, "_controller", lambda: controller)
+    monkeypatch.setattr(control.ray, "get", get)
+    return controller
+
+
+@pytest.mark.parametrize(
+    ("names", "left", "shut_down"),
+    [
+        (["router", "decode"], [], True),
+        (["router", "chatbot", "decode"], ["chatbot"], False),
+    ],
+)
+def test_only_pools_of_ours_end(
+    names: list[str], left: list[str], shut_down: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether Serve is shut down as a whole depends on who else runs on it. Workers stay until the
+    routers are gone."""
+    controller = serve(monkeypatch, *names)
+    control.undeploy(10.0)
+    assert (controller.names, controller.shut_down) == (left, shut_down)
+    assert controller.beside == [{"router"}, {"decode"}]
+
+
+def test_pools_that_do_not_end_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller = serve(monkeypatch, "router", "prefill", "decode")
+    with pytest.raises(Unavailable, match=r"not ended in time: router$"):
+        control.undeploy(-1.0)
+    with pytest.raises(Unavailable, match=r"not ended in time: decode, prefill$"):
+        control.undeploy(-1.0)
+    assert not controller.shut_down
+
+
+def test_a_controller_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller = serve(monkeypatch, "router", "prefill", "decode", silent="delete_apps")
+    with pytest.raises(Unavailable, match="did not answer delete_apps within 30 s"):
+        control.undeploy(600.0)
+    controller.silent = "update_deployment_replicas"
+    with pytest.raises(Unavailable, match="did not answer update_deployment_replicas within 30 s"):
+        control.set_replicas(MemberKind.DECODE, 2)
+    controller.silent = "get_serve_instance_details"
+    with pytest.raises(Unavailable, match="did not answer get_serve_instance_details within 30 s"):
+        control.pool_statuses()
+
+
+def test_a_silent_directory_is_not_waited_for_beyond_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits: list[float] = []
+
+    def get(calls: list[object], timeout: float) -> None:
+        assert calls == [NEVER]
+        limits.append(timeout)
+        raise GetTimeoutError
+
+    directory = SimpleNamespace(watch=SimpleNamespace(remote=lambda *arguments: NEVER))
+    monkeypatch.setattr(waiting, "find_directory", lambda: directory)
+    monkeypatch.setattr("ray.get", get)
+    with pytest.raises(Unavailable, match="the directory does not answer"):
+        waiting.wait_for({}, Console(), deadline=0.0, exact=False)
+    assert limits == [2.0]
+
+
+def test_pool_that_is_only_being_deployed() -> None:
+    status = _pool_status(MemberKind.DECODE, {"status": "DEPLOYING", "deployments": {}})
+    assert (status.target, status.replicas) == (None, {})
+    assert (status.healthy, status.failed) == (False, False)
+
+
+def test_last_line_is_the_reason() -> None:
+    text = "Traceback (most recent call last):\n  File x\nValueError: no room\n\n"
+    assert _last_line(text) == "ValueError: no room"
+    assert _last_line("protocol.errors.Unsupported: device: no\n") == "device: no"
+    assert _last_line(" \n") == "no reason given"
+
+
+def member(name: str, kind: MemberKind, state: WorkerState = READY) -> Member:
+    return Member(name=name, epoch=1, kind=kind, state=state)
+
+
+def test_when_a_size_is_reached() -> None:
+    view = View(
+        incarnation=1,
+        version=1,
+        members=(
+            member("p1", MemberKind.PREFILL),
+            member("d1", MemberKind.DECODE),
+            member("d2", MemberKind.DECODE, DRAINING),
+        ),
+    )
+    wanted = {MemberKind.PREFILL: 1, MemberKind.DECODE: 1}
+    assert _reached(view, wanted, exact=False)
+    assert not _reached(view, wanted, exact=True), "a draining worker is still there"
+    assert not _reached(view, {MemberKind.DECODE: 2}, exact=False)
+    assert _reached(view, {MemberKind.ROUTER: 0}, exact=True)
+    assert _progress(view, wanted) == "prefill 1/1, decode 1/1 (1 draining) ready"
+
+
+def test_worker_that_does_not_answer_has_a_row_too() -> None:
+    row = _worker_row(member("d1", MemberKind.DECODE), None)
+    assert row[:2] == ("d1", "no answer")
+    assert len(row) == 11
+
+
+def test_blocks_of_a_row_add_up_to_the_total() -> None:
+    """What a new request could get is another figure: cached blocks are in it, too."""
+    load = WorkerLoad(
+        free_blocks=97, held_blocks=2, cached_blocks=30, quarantined_blocks=1, total_blocks=100
+    )
+    status = SimpleNamespace(state=READY, load=load, steps=7)
+    assert _worker_row(member("d1", MemberKind.DECODE), status)[4:9] == (67, 2, 30, 1, 100)
+
+
+def test_threads_are_fixed_before_anything_is_imported() -> None:
+    def env(**fields: object) -> dict[str, str]:
+        placement = PlacementSection(env={"OMP_NUM_THREADS": "7"} if fields.pop("own", 0) else {})
+        return process_env(
+            PoolSection(engine=EngineConfig(model_path="m", **fields), placement=placement)
+        )
+
+    assert env(num_threads=2)["OMP_NUM_THREADS"] == env(num_threads=2)["MKL_NUM_THREADS"] == "2"
+    assert "OMP_NUM_THREADS" not in env()
+    assert env(num_threads=2, own=1)["OMP_NUM_THREADS"] == "7"
+
+
+def test_only_ranks_of_one_worker_see_each_others_gpus() -> None:
+    def env(tp_size: int, gpus: float) -> dict[str, str]:
+        engine = EngineConfig(model_path="m", device="cuda" if gpus else "cpu", tp_size=tp_size)
+        return process_env(PoolSection(engine=engine, placement=PlacementSection(gpus=gpus)))
+
+    name = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+    assert env(2, 1)[name] == "1"
+    assert name not in env(1, 1)
+    assert name not in env(2, 0)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "visible", "index"),
+    [
+        ("3", None, 3),
+        ("3", "", 3),
+        ("3", "3", 0),
+        ("5", "2,3,5,7", 2),
+        ("GPU-b2", "GPU-a1,GPU-b2", 1),
+    ],
+)
+def test_a_gpu_by_its_number_in_this_process(gpu: str, visible: str | None, index: int) -> None:
+    assert gpu_index([gpu], visible) == index
+
+
+def test_bundle_of_a_rank() -> None:
+    config = ClusterConfig(model=ModelSection(name="m"))
+    assert config.prefill.placement.bundle() == {"CPU": 1.0}
+    assert PlacementSection(cpus=0, gpus=0.5).bundle() == {"GPU": 0.5}
+
+
+def test_a_python_at_a_path_with_spaces_is_quoted_for_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/plain/python")
+    assert runtime_env({"A": "b"}) == {"env_vars": {"A": "b"}}
+    monkeypatch.setattr("sys.executable", "/my venv/python")
+    assert runtime_env({}) == {"env_vars": {}, "py_executable": "'/my venv/python'"}

@@ -1,0 +1,132 @@
+"""No command waits for a Ray that hangs: what it asks for ends within its limit."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.call_timeout import within
+from cluster.cli import session
+from cluster.config.schema import ClusterConfig, LifecycleSection, ModelSection
+from cluster.local.local_ray import RunningCluster
+from cluster.membership import directory
+from cluster.membership.table import MemberKind
+from cluster.serve import control, deployments
+from protocol.errors import Unavailable
+
+Hang = Any
+
+
+@pytest.fixture
+def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
+    """A call that returns when the test is over."""
+    over = threading.Event()
+    for module in (deployments, directory, control, session):
+        monkeypatch.setattr(module, "ANSWER_S", 0.0)
+    yield lambda *_, **__: over.wait()
+    over.set()
+
+
+def test_work_ends_as_it_ends(hang: Hang) -> None:
+    def fail() -> None:
+        raise TimeoutError("its own")
+
+    assert within(60.0, "nothing came", lambda: 7) == 7
+    with pytest.raises(TimeoutError, match="its own"):
+        within(60.0, "nothing came", fail)
+    with pytest.raises(Unavailable, match=r"^nothing came within 0 s$"):
+        within(0.0, "nothing came", hang)
+
+
+def test_a_ray_that_takes_nobody_in(hang: Hang, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.init", hang)
+    with pytest.raises(Unavailable, match="the Ray cluster at auto did not answer within 0 s"):
+        session.connect(RunningCluster(address="auto", token="", config="c"))
+
+
+def test_who_is_asked_to_stop_stops_as_before_joining(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's client puts a handler of its own, below Python's, that takes it for a crash."""
+    handlers: list[tuple[int, object]] = []
+    monkeypatch.setattr("ray.init", lambda **_: None)
+    monkeypatch.setattr(session.signal, "signal", lambda *handler: handlers.append(handler))
+    session.connect(RunningCluster(address="auto", token="", config="c"))
+    assert handlers == [(signal.SIGTERM, signal.getsignal(signal.SIGTERM))]
+
+
+def test_who_is_asked_to_stop_stops_as_before_a_join_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def init(**_: object) -> None:
+        raise ConnectionError("nobody there")
+
+    handlers: list[tuple[int, object]] = []
+    monkeypatch.setattr("ray.init", init)
+    monkeypatch.setattr(session.signal, "signal", lambda *handler: handlers.append(handler))
+    with pytest.raises(Unavailable, match="does not answer: nobody there"):
+        session.connect(RunningCluster(address="auto", token="", config="c"))
+    assert handlers == [(signal.SIGTERM, signal.getsignal(signal.SIGTERM))]
+
+
+def test_a_ray_that_lets_nobody_go(hang: Hang, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "_LEAVE_S", 0.0)
+    monkeypatch.setattr("ray.shutdown", hang)
+    session.disconnect()
+
+
+def test_a_ray_that_finds_nobody(hang: Hang, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.get_actor", hang)
+    monkeypatch.setattr("ray.nodes", hang)
+    with pytest.raises(Unavailable, match="did not find the directory within"):
+        directory.find_directory()
+    with pytest.raises(Unavailable, match="did not find Ray Serve's controller within"):
+        control.pool_statuses()
+    with pytest.raises(Unavailable, match="did not say which nodes it has within"):
+        deployments.nodes()
+
+
+@pytest.mark.parametrize("what", ["start", "run_many"])
+def test_a_serve_that_hangs(what: str, hang: Hang, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is to take everything or a pool that was not there."""
+    serve = SimpleNamespace(
+        **{"start": lambda **_: None, "run_many": lambda *_, **__: None, what: hang}
+    )
+    monkeypatch.setattr(deployments, "serve", serve)
+    monkeypatch.setattr(deployments, "pool_application", lambda *_, **__: None)
+    monkeypatch.setattr(deployments, "router_application", lambda *_: None)
+    monkeypatch.setattr(deployments, "pool_statuses", dict)
+    monkeypatch.setattr(deployments, "check_resources", lambda *_: None)
+    monkeypatch.setattr(deployments, "nodes", list)
+    monkeypatch.setattr(deployments, "set_replicas", lambda *_: False)
+    times = LifecycleSection(start_timeout_s=0.001)
+    config = ClusterConfig(model=ModelSection(name="m"), lifecycle=times)
+    with pytest.raises(Unavailable, match="Ray Serve did not take the applications within"):
+        deployments.deploy(config)
+    with pytest.raises(Unavailable, match="Ray Serve did not take the applications within"):
+        deployments.scale(config, {MemberKind.PREFILL: 1})
+
+
+def test_work_that_runs_is_over_before_an_interrupt_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else Ray would be left, or the process end, in the middle of a call of Ray."""
+    over = threading.Event()
+
+    class Interrupted(Future[None]):
+        def result(self, timeout: float | None = None) -> None:
+            raise KeyboardInterrupt
+
+    def work() -> None:
+        time.sleep(0.1)
+        over.set()
+
+    monkeypatch.setattr("cluster.call_timeout.Future", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        within(30.0, "it did not end", work)
+    assert over.is_set()

@@ -1,0 +1,330 @@
+"""What the CUDA engine decides before anything touches a GPU."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from engine.batch import SequenceStep, StepBatch
+from engine.config import EngineConfig
+from engine.cuda import build
+from engine.cuda.layout import ChunkUploader, DecodeRows, dense_padding
+from engine.cuda.memory import blocks_that_fit
+from engine.cuda.options import CudaOptions, graph_batches
+from engine.cuda.plan import LONG_CONTEXT, BatchLimits, plan_step
+from engine.cuda.staging import StagingRing
+from engine.cuda.warmup import largest_prompts, warmup_steps
+from engine.errors import ModelRefused, RankLost
+from engine.executor import build_executor
+from engine.kernels.sampling import noise_key
+from engine.kernels.triton.attention import decode_shape
+from engine.kernels.triton.linear import default_shape
+from engine.model.config import ModelConfig
+from protocol.errors import Internal, InvalidRequest
+from protocol.sampling import SamplingParams
+
+CPU = torch.device("cpu")
+LIMITS = BatchLimits(
+    block_size=16,
+    num_blocks=400,
+    vocab_size=100,
+    max_model_len=6000,
+    max_batch=6,
+    max_chunk_tokens=4096,
+)
+GREEDY = SamplingParams(temperature=0.0)
+WARM = SamplingParams(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, seed=77)
+
+
+def seq(count, start, sampling=GREEDY, **more):
+    blocks = tuple(range(-(-(start + count) // 16)))
+    tokens = tuple(i % 100 for i in range(count))
+    return SequenceStep(tokens=tokens, start=start, block_ids=blocks, sampling=sampling, **more)
+
+
+def plan(*sequences, previous=()):
+    return plan_step(StepBatch(sequences=sequences), LIMITS, list(previous))
+
+
+def test_decodes_come_first_and_results_find_their_way_back():
+    result = plan(seq(20, 0), seq(1, 7), seq(30, 16, None), seq(1, 3, None), seq(2, 0, WARM))
+    assert [step.start for step in result.decodes] == [7, 3]
+    assert [len(step.tokens) for step in result.chunks] == [20, 30, 2]
+    assert result.results == [2, 0, None, None, 3]
+    assert [step.start for step in result.sampled] == [7, 3, 0, 0]
+    assert result.chunk_blocks == [2, 3, 1]
+    assert result.filtered
+    assert not result.long_context
+
+
+def test_banned_ids_name_the_row_of_the_logits():
+    result = plan(seq(20, 0, banned=(5,)), seq(1, 7, banned=(1, 2)))
+    assert result.banned == [(0, 1), (0, 2), (1, 5)]
+    assert not result.filtered
+
+
+def test_a_token_can_come_from_the_step_before():
+    result = plan(seq(1, 7, previous=2), seq(1, 8), previous=[None, 4, 1])
+    assert result.feeds == [1, -1]
+
+
+def test_long_contexts_are_seen():
+    assert plan(seq(1, LONG_CONTEXT)).long_context
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        SequenceStep(tokens=(), start=0, block_ids=(0,), sampling=None),
+        SequenceStep(tokens=(100,), start=0, block_ids=(0,), sampling=None),
+        SequenceStep(tokens=(-1,), start=0, block_ids=(0,), sampling=None),
+        SequenceStep(tokens=(1,), start=16, block_ids=(0,), sampling=None),
+        SequenceStep(tokens=(1,), start=0, block_ids=(400,), sampling=None),
+        SequenceStep(tokens=(1,), start=-1, block_ids=(0,), sampling=None),
+        SequenceStep(tokens=(1, 2), start=0, block_ids=(0,), sampling=None, previous=0),
+        SequenceStep(tokens=(1,), start=0, block_ids=(0,), sampling=None, previous=0),
+        seq(1, 6000),
+        seq(4097, 0),
+    ],
+)
+def test_what_is_out_of_range_is_refused(bad):
+    with pytest.raises(Internal):
+        plan(bad, previous=[None])
+
+
+def test_too_many_sequences_are_refused():
+    with pytest.raises(Internal, match="more than 6"):
+        plan(*(seq(1, 0) for _ in range(7)))
+
+
+def test_decode_rows_lie_where_the_kernels_read_them():
+    rows = DecodeRows(4, 64, CPU)
+    result = plan(seq(1, 20, WARM), seq(1, 3), previous=[])
+    rows.upload(result.decodes, [-1, 2], result.decode_blocks, result.sampled)
+    assert rows.lengths.tolist() == [21, 4, 0, 0]
+    assert rows.feed[:2].tolist() == [-1, 2]
+    assert rows.indptr.tolist() == [0, 2, 3, 3, 3]
+    assert rows.blocks[:3].tolist() == [0, 1, 0]
+    sampling = rows.sampling(2, filtered=True)
+    assert sampling.temperature.tolist() == [0.5, 0.0]
+    assert sampling.top_k[0] == 3
+    assert sampling.top_p[0].item() == np.float32(0.9)
+    assert sampling.min_p[0].item() == np.float32(0.1)
+    assert tuple(sampling.keys[0].tolist()) == noise_key(77, 21)
+
+
+def test_rows_of_an_earlier_larger_step_become_padding():
+    rows = DecodeRows(4, 64, CPU)
+    for count in (4, 1):
+        result = plan(*(seq(1, 5) for _ in range(count)))
+        rows.upload(result.decodes, result.feeds, result.decode_blocks, result.sampled)
+    assert rows.lengths.tolist() == [6, 0, 0, 0]
+
+
+def test_tables_that_do_not_fit_are_refused():
+    rows = DecodeRows(2, 3, CPU)
+    result = plan(seq(1, 20), seq(1, 20))
+    with pytest.raises(Internal, match="4 blocks in one step"):
+        rows.upload(result.decodes, result.feeds, result.decode_blocks, result.sampled)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_chunks_are_packed_and_the_long_ones_set_apart(dense):
+    result = plan(seq(5, 16), seq(1030, 0), seq(3, 0, None))
+    uploader = ChunkUploader(4096, 6, 400, CPU, dense=dense)
+    rows = uploader.upload(result.chunks, result.chunk_blocks, 16)
+    assert rows.positions[:6].tolist() == [16, 17, 18, 19, 20, 0]
+    assert rows.slots[:5].tolist() == [16, 17, 18, 19, 20]
+    assert rows.sample_rows.tolist() == [4, 1034]
+    assert rows.feed.unique().tolist() == [-1]
+    packed = rows.packed
+    if dense:
+        assert rows.dense == ((5, 1030),)
+        assert rows.padding == 5 + 1536 - 1038
+        assert packed.first_rows.tolist() == [0, 1035]
+        assert packed.starts.tolist() == [16, 0]
+        assert packed.counts.tolist() == [5, 3]
+        assert packed.indptr.tolist() == [0, 2, 3]
+        assert packed.blocks.tolist() == [0, 1, 0]
+        assert packed.max_count == 5
+    else:
+        assert rows.dense == ()
+        assert rows.padding == 0
+        assert packed.counts.tolist() == [5, 1030, 3]
+
+
+def test_every_vector_of_a_step_is_aligned():
+    """Kernels are compiled for aligned pointers; another alignment would cost a second of it."""
+    uploader = ChunkUploader(4096, 16, 400, CPU, dense=True)
+    rng = random.Random(3)
+    for _ in range(60):
+        steps = [
+            seq(rng.randint(2, 70), 16 * rng.randint(0, 2), rng.choice([None, SamplingParams()]))
+            for _ in range(rng.randint(1, 6))
+        ]
+        result = plan(*steps)
+        rows = uploader.upload(result.chunks, result.chunk_blocks, 16)
+        packed = rows.packed
+        vectors = [rows.tokens, rows.feed, rows.positions, rows.slots]
+        vectors += [packed.first_rows, packed.starts, packed.counts, packed.indptr, packed.blocks]
+        assert all(vector.data_ptr() % 16 == 0 for vector in vectors)
+        assert packed.counts.tolist() == [len(step.tokens) for step in result.chunks]
+        assert rows.positions.tolist() == [
+            step.start + i for step in result.chunks for i in range(len(step.tokens))
+        ]
+
+
+@pytest.mark.parametrize("max_model_len", [2, 30, 128])
+def test_what_is_run_before_serving_is_sound(max_model_len):
+    limits = BatchLimits(
+        block_size=16,
+        num_blocks=1,
+        vocab_size=203,
+        max_model_len=max_model_len,
+        max_batch=4,
+        max_chunk_tokens=128,
+    )
+    batches = warmup_steps(block_size=16, max_model_len=max_model_len, vocab_size=203)
+    plans = [plan_step(batch, limits, []) for batch in batches]
+    assert {plan.filtered for plan in plans} == {True, False}
+    assert any(plan.decodes and plan.chunks for plan in plans) == (max_model_len > 2)
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "max_sequences", "counts"),
+    [(9000, 4, [8192]), (8193, 4, [8192]), (3001, 4, [3000, 3000, 2192]), (3001, 2, [3000, 3000])],
+)
+def test_memory_is_measured_with_as_many_prompt_tokens_as_a_step_can_have(
+    max_model_len, max_sequences, counts
+):
+    prompts = largest_prompts(
+        max_tokens=8192, max_sequences=max_sequences, max_model_len=max_model_len, block_size=16
+    )
+    assert [len(prompt.tokens) for prompt in prompts] == counts
+    limits = BatchLimits(
+        block_size=16,
+        num_blocks=1,
+        vocab_size=203,
+        max_model_len=max_model_len,
+        max_batch=max_sequences,
+        max_chunk_tokens=8192,
+    )
+    assert plan_step(StepBatch(sequences=tuple(prompts)), limits, []).chunks == prompts
+
+
+def test_padding_counts_only_what_lies_past_the_step():
+    assert dense_padding(0, 1024, 1024) == 0
+    assert dense_padding(0, 1025, 1025) == 511
+    assert dense_padding(0, 1025, 4000) == 0
+
+
+def test_graphs_hold_every_batch_and_splits_stay_within_the_scratch():
+    for largest in (1, 5, 64, 256):
+        sizes = graph_batches(largest)
+        assert list(sizes) == sorted(set(sizes))
+        assert sizes[-1] == largest
+    for batch in graph_batches(256):
+        for long_context in (False, True):
+            shape = decode_shape(batch, 8, 128, long_context)
+            assert 1 <= shape.splits <= 128
+            assert batch * shape.splits <= 4096
+    assert decode_shape(1, 8, 128, False).splits == 66
+
+
+def test_every_launch_shape_is_a_power_of_two():
+    for n, k, gated in (
+        (6144, 4096, False),
+        (2560, 8192, False),
+        (14336, 4096, True),
+        (7, 96, False),
+    ):
+        shape = default_shape(n, k, gated)
+        for value in (shape.block_n, shape.block_k, shape.warps):
+            assert value & (value - 1) == 0
+
+
+def test_blocks_that_fit():
+    figures = {"working_bytes": 30, "share": 0.9, "reserve_bytes": 10}
+    assert blocks_that_fit(free_bytes=1000, block_bytes=100, **figures) == 8
+    with pytest.raises(ModelRefused, match="no room for KV blocks"):
+        blocks_that_fit(free_bytes=100, block_bytes=100, **figures)
+
+
+@pytest.mark.parametrize("field", ["max_batch", "max_chunk_tokens"])
+def test_options_name_the_field_at_fault(field):
+    with pytest.raises(InvalidRequest) as caught:
+        CudaOptions(**{field: 0})
+    assert caught.value.param == field
+
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(monkeypatch):
+    model = ModelConfig.from_dict(LLAMA_8B)
+    assert build.num_parameters(model) == pytest.approx(8.03e9, rel=1e-3)
+    config = EngineConfig(model_path="m", device="cuda")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (14 << 30, 16 << 30))
+    with pytest.raises(ModelRefused, match=r"take 15\.0 GiB") as caught:
+        build.check_fits(config, model, CPU)
+    assert caught.value.param == "tp_size"
+    two = EngineConfig(model_path="m", device="cuda", tp_size=2)
+    build.check_fits(two, model, CPU)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_the_device_is_refused():
+    with pytest.raises(ModelRefused, match="no CUDA device") as caught:
+        build_executor(EngineConfig(model_path="m", device="cuda"))
+    assert caught.value.param == "device"
+
+
+def test_without_triton_the_device_is_refused(monkeypatch):
+    monkeypatch.setattr("engine.executor.find_spec", lambda name: None)
+    with pytest.raises(ModelRefused, match="needs triton"):
+        build_executor(EngineConfig(model_path="m", device="cuda"))
+
+
+def test_larger_steps_of_the_configuration_are_served():
+    usual = CudaOptions()
+    assert build.options_for(EngineConfig(model_path="m")) == usual
+    asked = build.options_for(EngineConfig(model_path="m", max_running=300, max_step_tokens=9000))
+    assert (asked.max_batch, asked.max_chunk_tokens) == (300, 9000)
+
+
+class FakeEvent:
+    """Done after it was asked a few times."""
+
+    def __init__(self, looks):
+        self.looks = looks
+
+    def query(self):
+        self.looks -= 1
+        return self.looks <= 0
+
+
+def test_a_watched_wait_ends_with_the_event_or_with_the_watchers_error():
+    ring = StagingRing(4, 1, CPU)
+    seen = []
+    ring._events[0] = FakeEvent(4)
+    ring.wait(0, lambda: seen.append(1))
+    assert len(seen) == 3
+
+    def lost():
+        raise RankLost("rank 1 is gone", param="tp")
+
+    ring._events[0] = FakeEvent(10**9)
+    with pytest.raises(RankLost):
+        ring.wait(0, lost)

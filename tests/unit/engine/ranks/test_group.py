@@ -1,0 +1,72 @@
+"""Rank 0's end of a group whose followers end or load at the same moment."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import pytest
+
+from engine.errors import RankLost
+from engine.ranks.follower import Follower
+from engine.ranks.group import RankGroup
+from engine.ranks.messages import Report, Sign
+
+
+@pytest.fixture
+def group() -> Iterator[RankGroup]:
+    group = RankGroup(3)
+    yield group
+    group.close()
+
+
+def joined(group: RankGroup) -> dict[int, Follower]:
+    """Both followers: they have joined, not loaded."""
+    accepting = threading.Thread(target=group.accept, args=(20.0,))
+    accepting.start()
+    followers = {rank: Follower(group.invite, rank) for rank in (1, 2)}
+    accepting.join()
+    return followers
+
+
+def listeners() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("rank-")]
+
+
+def test_a_rank_that_loads_after_another_was_lost_breaks_nothing(group: RankGroup) -> None:
+    followers = joined(group)
+    followers[1].close()
+    with pytest.raises(RankLost, match="rank 1"):
+        group._loaded[1].result(20)
+    with contextlib.suppress(RankLost):
+        followers[2]._report(Report(sign=Sign.LOADED))
+    followers[2].close()
+    for thread in listeners():
+        thread.join(20)
+    with pytest.raises(RankLost, match="rank 1"):
+        group.open(8, 20.0)
+
+
+class JustLoaded(Future[bytes]):
+    """Loads right after somebody has asked whether it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_result(b"")
+
+    def done(self) -> bool:
+        return False
+
+
+def test_a_rank_that_loads_as_another_is_lost_leaves_none_to_be_waited_for(
+    group: RankGroup,
+) -> None:
+    last: Future[bytes] = Future()
+    group._loaded = {1: JustLoaded(), 2: last}
+    group._lose(2, "it died")
+    with pytest.raises(RankLost, match="rank 2: it died"):
+        last.result(0)
+    with pytest.raises(RankLost, match="rank 2: it died"):
+        group.open(8, 20.0)

@@ -1,0 +1,150 @@
+"""Fair shares of tokens, under simulated load."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.admission.fair_queue import FairQueue, QueueEntry
+
+
+def drain(queue: FairQueue[str]) -> list[QueueEntry[str]]:
+    return [queue.take() for _ in range(len(queue))]
+
+
+def push(queue: FairQueue[str], flow: str, cost: int, weight: float = 1.0, priority: int = 0):
+    return queue.push(flow, flow=flow, weight=weight, cost=cost, priority=priority)
+
+
+def test_a_heavy_caller_does_not_starve_a_light_one() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for _ in range(1000):
+        push(queue, "heavy", 1000)
+    push(queue, "light", 50)
+    assert [entry.flow for entry in drain(queue)[:2]] == ["heavy", "light"]
+
+
+def test_shares_follow_weights() -> None:
+    queue: FairQueue[str] = FairQueue()
+    chance = random.Random(3)
+    for _ in range(2000):
+        push(queue, "a", chance.randint(1, 400), weight=1.0)
+        push(queue, "b", chance.randint(1, 400), weight=3.0)
+    served: Counter[str] = Counter()
+    while sum(served.values()) < 200_000:
+        entry = queue.take()
+        served[entry.flow] += entry.cost
+    assert served["b"] / served["a"] == pytest.approx(3.0, rel=0.02)
+
+
+def test_output_tokens_are_paid_for() -> None:
+    """Two callers with equal prompts, one with answers ten times as long, for a long time."""
+    queue: FairQueue[str] = FairQueue()
+    served: Counter[str] = Counter()
+    answers = {"short": 10, "long": 100}
+    for flow in answers:
+        for _ in range(3):
+            push(queue, flow, 10)
+    for _ in range(5000):
+        flow = queue.take().flow
+        queue.charge(flow, answers[flow], weight=1.0)
+        served[flow] += 10 + answers[flow]
+        push(queue, flow, 10)
+    assert served["long"] / served["short"] == pytest.approx(1.0, rel=0.02)
+
+
+def test_output_is_paid_for_by_weight_also_by_who_never_waited() -> None:
+    """360 tokens at weight 4 are as many as 90 at weight 1."""
+    queue: FairQueue[str] = FairQueue()
+    for _ in range(3):
+        push(queue, "light", 50)
+    queue.charge("heavy", 360, weight=4.0)
+    push(queue, "heavy", 50, weight=4.0)
+    assert [entry.flow for entry in drain(queue)] == ["light", "light", "heavy", "light"]
+
+
+def test_idling_banks_nothing_and_costs_nothing() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for _ in range(100):
+        push(queue, "old", 100)
+    drain(queue)
+    for flow in ("new", "old"):
+        for _ in range(10):
+            push(queue, flow, 100)
+    first = Counter(queue.take().flow for _ in range(10))
+    assert first == {"new": 5, "old": 5}
+
+
+def test_priority_orders_the_requests_of_one_caller_only() -> None:
+    queue: FairQueue[str] = FairQueue()
+    queue.push("a0", flow="a", weight=1.0, cost=10, priority=5)
+    queue.push("a1", flow="a", weight=1.0, cost=10, priority=-1)
+    queue.push("b0", flow="b", weight=1.0, cost=10, priority=100)
+    queue.push("a2", flow="a", weight=1.0, cost=10, priority=5)
+    assert [entry.item for entry in drain(queue)] == ["a1", "b0", "a0", "a2"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_whatever_comes_and_goes_the_shares_stay_even_and_the_counts_exact(
+    data: st.DataObject,
+) -> None:
+    """While two flows wait all the time, neither is ever ahead by more than its largest item."""
+    queue: FairQueue[str] = FairQueue()
+    waiting: list[QueueEntry[str]] = []
+    served: Counter[str] = Counter()
+    for _ in range(20):
+        for flow in ("a", "b"):
+            waiting.append(push(queue, flow, data.draw(st.integers(1, 100))))
+    for _ in range(data.draw(st.integers(0, 15))):
+        entry = queue.take()
+        waiting.remove(entry)
+        served[entry.flow] += entry.cost
+        assert abs(served["a"] - served["b"]) <= 100
+        if data.draw(st.booleans()):
+            gone = waiting.pop(data.draw(st.integers(0, len(waiting) - 1)))
+            queue.remove(gone)
+            queue.remove(gone)
+        assert len(queue) == len(waiting)
+        assert queue.tokens == sum(entry.cost for entry in waiting)
+    assert {id(e) for e in drain(queue)} == {id(e) for e in waiting}
+    assert queue.first() is None
+    assert queue.tokens == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    costs=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 100)), max_size=40),
+    taken=st.integers(0, 20),
+    weight=st.sampled_from([0.5, 1.0, 4.0]),
+)
+def test_what_is_ahead_is_told_to_within_an_item_of_each_flow(
+    costs: list[tuple[str, int]], taken: int, weight: float
+) -> None:
+    queue: FairQueue[str] = FairQueue()
+    for flow, cost in costs:
+        push(queue, flow, cost)
+    for _ in range(min(taken, len(queue))):
+        queue.take()
+    told = queue.ahead("a", weight=weight)
+    late = push(queue, "a", 10, weight=weight)
+    ahead = 0
+    while (entry := queue.take()) is not late:
+        ahead += entry.cost
+    assert abs(told - ahead) <= 3 * 100
+
+
+def test_those_who_left_take_no_room_behind_one_who_stays() -> None:
+    queue: FairQueue[str] = FairQueue()
+    push(queue, "a", 1)
+    for _ in range(1000):
+        queue.remove(push(queue, "a", 1))
+    assert (len(queue), queue.tokens, len(queue._flows["a"].heap)) == (1, 1, 1)
+    waiting = [push(queue, "a", 1) for _ in range(100)]
+    for entry in waiting[::2]:
+        queue.remove(entry)
+    assert [id(entry) for entry in drain(queue)[1:]] == [id(entry) for entry in waiting[1::2]]

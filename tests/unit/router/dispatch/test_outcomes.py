@@ -1,0 +1,68 @@
+"""Every request is counted once, under the outcome it had."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import grpc
+
+from observability import metrics
+from protocol.errors import ErrorCode
+from protocol.ids import Role
+from protocol.wire import inference_pb2 as pb
+from router.auth.keys import ANYONE
+from router.request.generate_request import RequestKind, parse_request
+from router.request.request_id import request_id
+from tests.support.router_doors import Doors, MakeDoors, until
+from tests.support.stub_workers import StubFleet
+
+
+def failures(doors: Doors, door: str) -> dict[str, float]:
+    """Failed requests of a door by code."""
+    counts = {
+        code.value: doors.router.metrics.value(metrics.REQUEST_FAILURES, door=door, code=code.value)
+        for code in ErrorCode
+    }
+    return {code: count for code, count in counts.items() if count}
+
+
+async def test_a_deadline_of_a_call_is_counted_as_one_and_a_cancel_as_one(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    worker = await fleet.add(Role.DECODE, delay_s=0.05)
+    request = pb.GenerateRequest(prompt="hello", max_tokens=400)
+    async with make_doors(fleet) as doors:
+        late = [doors.inference.Generate(request, timeout=2) for _ in range(3)]
+        await until(lambda: len(worker.submitted) == 3)
+        # A client's clock may run out before the server's, which takes that for a cancel; here both
+        # have by the time that the server looks.
+        time.sleep(2.1)  # noqa: ASYNC251
+        assert {await call.code() for call in late} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+        call = doors.inference.Generate(request, timeout=30)
+        await call.read()
+        call.cancel()
+        await until(lambda: sum(failures(doors, "grpc").values()) == 4)
+        assert failures(doors, "grpc") == {"deadline_exceeded": 3, "cancelled": 1}
+
+
+async def test_a_client_that_leaves_while_its_request_ends_is_not_counted_for_ever(
+    doors: Doors,
+) -> None:
+    service = doors.router._service
+    request = parse_request(RequestKind.COMPLETION, {"prompt": "hello", "max_tokens": 3})
+
+    async def ask() -> None:
+        async with service.generate(
+            request, called=request_id(None), arrival=service.clock(), caller=ANYONE
+        ) as generation:
+            async for _ in generation:
+                pass
+            asyncio.current_task().cancel()  # takes effect at the next wait, which is the end
+
+    task = asyncio.create_task(ask())
+    await asyncio.wait([task])
+    assert task.cancelled()
+    for gauge in (metrics.REQUESTS_RUNNING, metrics.REQUESTS_WAITING):
+        assert (gauge.name, doors.router.metrics.value(gauge)) == (gauge.name, 0)
+    assert doors.router.num_requests == 0

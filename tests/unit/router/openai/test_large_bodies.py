@@ -1,0 +1,167 @@
+"""Large requests: refused by size with a clear error, and never in the way of others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from grpc import aio
+
+from protocol.ids import Role
+from protocol.wire import inference_pb2 as pb
+from router.offload import encode, encode_in_pieces
+from router.text.tokenizer import ModelText
+from tests.support import services
+from tests.support.router_doors import Doors, MakeDoors, status_of
+from tests.support.stub_workers import StubFleet
+
+MB = 1_000_000
+SENTENCE = "the quick brown fox jumps over the lazy dog. "
+
+
+def text_of(size: int) -> str:
+    return (SENTENCE * (size // len(SENTENCE) + 1))[:size]
+
+
+class Streams:
+    """Requests that stream while something large is going on."""
+
+    def __init__(self, doors: Doors, count: int, max_tokens: int) -> None:
+        body = {"prompt": "hello", "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
+        body["return_token_ids"] = True
+        self.tokens = [0] * count
+        self._doors = doors
+        self._tasks = [asyncio.create_task(self._run(i, body)) for i in range(count)]
+
+    async def _run(self, number: int, body: dict) -> None:
+        url = self._doors.url + "/v1/completions"
+        async with self._doors.http.post(url, json=body) as response:
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    choices = json.loads(line[6:])["choices"]
+                    self.tokens[number] += sum(len(choice["token_ids"]) for choice in choices)
+
+    async def more(self) -> None:
+        """Return once every stream has got another token."""
+        before = list(self.tokens)
+        async with asyncio.timeout(20):
+            while any(now <= then for now, then in zip(self.tokens, before, strict=True)):
+                await asyncio.sleep(0.002)
+
+    async def whole(self) -> list[int]:
+        """Tokens of each, once all have ended."""
+        await asyncio.gather(*self._tasks)
+        return self.tokens
+
+
+@pytest.fixture
+async def doors(fleet: StubFleet, make_doors: MakeDoors) -> AsyncIterator[Doors]:
+    await fleet.add(Role.DECODE, delay_s=0.05, num_blocks=4096)
+    async with make_doors(fleet) as doors:
+        yield doors
+
+
+async def send(doors: Doors, size: int) -> tuple[int, dict]:
+    return await doors.post("/v1/completions", json.dumps({"prompt": text_of(size)}).encode())
+
+
+async def call(doors: Doors, size: int) -> tuple[grpc.StatusCode, dict]:
+    options = [("grpc.max_send_message_length", -1)]
+    async with aio.insecure_channel(doors.router.addresses.grpc, options=options) as channel:
+        with pytest.raises(aio.AioRpcError) as caught:
+            request = pb.GenerateRequest(prompt=text_of(size))
+            await services.InferenceStub(channel).Generate(request).read()
+        return status_of(caught.value)[0], {"message": caught.value.details()}
+
+
+async def test_large_requests_beside_running_streams(doors: Doors) -> None:
+    streams = Streams(doors, 8, max_tokens=150)
+    await streams.more()
+    status, answer = await send(doors, 5 * MB)
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert answer["error"]["param"] == "prompt"
+    assert (await call(doors, 5 * MB))[0] is grpc.StatusCode.INVALID_ARGUMENT
+    for size in (9 * MB, 30 * MB):
+        status, answer = await send(doors, size)
+        assert (status, answer["error"]["code"]) == (413, "payload_too_large")
+        assert "8388608 bytes" in answer["error"]["message"]
+        code, answer = await call(doors, size)
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "8388608" in answer["message"]
+    doors.fleet.workers[0].delay_s = 0
+    assert await streams.whole() == [150] * 8
+
+
+async def test_the_limits_can_be_raised(fleet: StubFleet, make_doors: MakeDoors) -> None:
+    await fleet.add(Role.DECODE)
+    limits = {"max_body_bytes": 16 << 20, "max_message_bytes": 16 << 20}
+    async with make_doors(fleet, **limits) as doors:
+        status, answer = await send(doors, 12 * MB)
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert (await call(doors, 12 * MB))[0] is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_tokenising_lets_other_threads_run(text: ModelText) -> None:
+    work = threading.Thread(target=text.encode, args=(text_of(400_000),))
+    rounds = 0
+    work.start()
+    while work.is_alive():
+        time.sleep(0.0005)  # returns with the interpreter's lock, which encoding must not hold
+        rounds += 1
+    assert rounds > 10
+
+
+async def test_many_tokens_are_written_beside_the_event_loop(
+    doors: Doors, text: ModelText, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def noted(value: object) -> str:
+        threads.append(threading.current_thread())
+        return encode_in_pieces(value)
+
+    monkeypatch.setattr("router.openai.answers.encode_in_pieces", noted)
+    for size in (40, 9000):
+        prompt = text_of(size)
+        status, answer = await doors.post("/tokenize", {"prompt": prompt})
+        assert (status, answer["tokens"]) == (200, list(text.encode(prompt)))
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
+    ids = tuple(range(1000))
+    assert encode_in_pieces({"tokens": ids, "few": [[], [1]]}) == encode(
+        {"tokens": ids, "few": [[], [1]]}
+    )
+
+
+async def test_health_and_streams_go_on_while_a_prompt_is_tokenised(
+    doors: Doors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokenising is held still until health has answered and every stream has gone on."""
+    streams = Streams(doors, 5, max_tokens=400)  # for 20 s, if need be
+    await streams.more()
+    busy, go_on = threading.Event(), threading.Event()
+    encode = ModelText.encode
+
+    def slow(self: ModelText, text: str, **options: bool) -> tuple[int, ...]:
+        if len(text) > 1000:
+            busy.set()
+            assert go_on.wait(10)
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(ModelText, "encode", slow)
+    sending = asyncio.create_task(send(doors, 5 * MB))
+    assert await asyncio.to_thread(busy.wait, 5)
+    async with doors.http.get(doors.url + "/health") as response:
+        assert response.status == 200
+    await streams.more()
+    status, _ = await doors.post("/v1/completions", {"prompt": "short", "max_tokens": 2})
+    assert status == 200
+    assert not sending.done()
+    go_on.set()
+    doors.fleet.workers[0].delay_s = 0
+    assert (await sending)[0] == 400
+    assert await streams.whole() == [400] * 5

@@ -1,0 +1,355 @@
+"""Pair choice: single decisions, and load over time in a simulation."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from protocol.ids import Role, WorkerRef
+from protocol.messages import WorkerLoad
+from router.config import RouterConfig
+from router.workers.policy import (
+    Ground,
+    LocalReason,
+    Need,
+    WorkerView,
+    backlog_s,
+    choose,
+    choose_decode,
+    choose_prefill,
+)
+from tests.support.blocks import FINGERPRINT
+
+CONFIG = RouterConfig(model_path="tiny")
+NEED = Need(prompt_tokens=100, total_tokens=200)
+
+
+def view(name: str, role: Role = Role.DECODE, *, capacity: int = 8192, **load: float) -> WorkerView:
+    unseen = {
+        field: int(load.pop(field, 0))
+        for field in (
+            *("unseen_sequences", "unseen_tokens", "pending_blocks"),
+            *("cached_tokens", "expected_tokens"),
+        )
+    }
+    unseen["expected_tokens"] = max(unseen["expected_tokens"], unseen["cached_tokens"])
+    defaults = {"free_blocks": 1000, "total_blocks": 1000}
+    return WorkerView(
+        ref=WorkerRef(worker_id=name, epoch=1, role=role, address=name),
+        load=WorkerLoad(**(defaults | load)),  # type: ignore[arg-type]
+        capacity=capacity,
+        block_size=16,
+        fingerprint=FINGERPRINT,
+        **unseen,
+    )
+
+
+def load(**values: float) -> WorkerLoad:
+    return WorkerLoad(**({"free_blocks": 1000, "total_blocks": 1000} | values))  # type: ignore[arg-type]
+
+
+def prefill(name: str, **load: float) -> WorkerView:
+    return view(name, Role.PREFILL, **load)
+
+
+def pick(*views: WorkerView, need: Need = NEED) -> str:
+    best = choose_decode(need, views, random.Random(0), CONFIG)
+    assert best is not None
+    return best.ref.worker_id
+
+
+def decide(
+    decodes: list[WorkerView], prefills: list[WorkerView], need: Need = NEED, local: int = 32
+):
+    config = replace(CONFIG, local_prefill_tokens=local, prefix_tokens_per_sequence=50)
+    return choose(need, decodes, prefills, config=config, rng=random.Random(0))
+
+
+def test_decode_with_the_fewest_sequences() -> None:
+    assert pick(view("a", running=3), view("b", running=0, waiting=1)) == "b"
+    assert pick(view("a", running=3), view("b", running=1, waiting=2)) == "a"
+    assert pick(view("a", running=3), view("b", running=1, unseen_sequences=3)) == "a"
+
+
+def test_room_comes_before_load() -> None:
+    assert pick(view("a", running=0, free_blocks=3), view("b", running=50, free_blocks=10)) == "b"
+    # 101 tokens need 7 blocks: this router has asked for 4 of the 10 already
+    assert pick(view("a", free_blocks=10, pending_blocks=4), view("b", running=9)) == "b"
+
+
+def test_without_room_anywhere_the_least_lacking() -> None:
+    assert pick(view("a", free_blocks=2), view("b", free_blocks=4, running=20)) == "b"
+
+
+def test_a_pool_that_can_never_hold_it_is_not_chosen() -> None:
+    assert pick(view("a", capacity=199), view("b", capacity=200, running=90)) == "b"
+    assert choose_decode(NEED, [view("a", capacity=199)], random.Random(0), CONFIG) is None
+    assert choose_decode(NEED, [], random.Random(0), CONFIG) is None
+
+
+def test_ties_are_broken_at_random() -> None:
+    rng = random.Random(1)
+    views = [view(name) for name in "abcd"]
+    picks = Counter(choose_decode(NEED, views, rng, CONFIG).ref.worker_id for _ in range(400))
+    assert set(picks) == set("abcd")
+    assert max(picks.values()) < 160
+
+
+def test_prefill_by_seconds_not_by_tokens() -> None:
+    slow = prefill("slow", waiting_tokens=500, tokens_per_second=100.0)
+    fast = prefill("fast", waiting_tokens=2000, tokens_per_second=1000.0)
+    assert choose_prefill(NEED, [slow, fast], random.Random(0)).ref.worker_id == "fast"
+    busy = replace(fast, unseen_tokens=6000)
+    assert choose_prefill(NEED, [slow, busy], random.Random(0)).ref.worker_id == "slow"
+
+
+def test_idle_prefill_workers_share_the_work_whatever_they_last_measured() -> None:
+    """What each computes is what its next report is about, so nobody may be left out for good."""
+    rng = random.Random(2)
+    idle = [prefill("a", tokens_per_second=1000.0), prefill("b", tokens_per_second=400.0)]
+    idle.append(prefill("c"))
+    picks = Counter(choose_prefill(NEED, idle, rng).ref.worker_id for _ in range(600))
+    assert set(picks) == set("abc")
+    assert max(picks.values()) < 240
+    holder = prefill("holder", cached_tokens=16, tokens_per_second=400.0)
+    assert choose_prefill(NEED, [*idle, holder], rng) is holder
+    busy = prefill("busy", waiting_tokens=1, tokens_per_second=1000.0)
+    assert choose_prefill(NEED, [busy, idle[1]], rng) is idle[1]
+
+
+def test_a_worker_without_a_measured_rate_is_taken_as_average() -> None:
+    new = prefill("new", waiting_tokens=100)
+    known = prefill("known", waiting_tokens=200, tokens_per_second=50.0)
+    assert choose_prefill(NEED, [new, known], random.Random(0)).ref.worker_id == "new"
+    assert backlog_s(new, 50.0) == 2.0
+
+
+@pytest.mark.parametrize(("tokens", "local"), [(32, True), (33, False)])
+def test_short_prompts_stay_on_decode(tokens: int, local: bool) -> None:
+    need = Need(prompt_tokens=tokens, total_tokens=tokens + 1)
+    choice = decide([view("d")], [prefill("p")], need)
+    assert (choice.local_reason is LocalReason.SHORT_PROMPT) == local
+    assert (choice.prefill is None) == local
+
+
+def test_reasons_to_prefill_locally() -> None:
+    assert decide([view("d")], []).local_reason is LocalReason.NO_PREFILL_READY
+    small = prefill("p", capacity=100)
+    assert decide([view("d")], [small]).local_reason is LocalReason.PREFILL_POOL_TOO_SMALL
+    other = replace(prefill("p"), fingerprint=replace(FINGERPRINT, dtype="bfloat16"))
+    assert decide([view("d")], [other]).local_reason is LocalReason.INCOMPATIBLE_KV
+    assert decide([view("d")], [small, prefill("q")]).prefill.ref.worker_id == "q"
+
+
+def test_what_prefill_would_not_reach_soon_is_computed_on_decode_one_at_a_time() -> None:
+    config = replace(CONFIG, local_backlog_s=0.5)
+    rng = random.Random(0)
+
+    def reason(decode: WorkerView, waiting: int, config: RouterConfig = config) -> str | None:
+        busy = prefill("p", waiting_tokens=waiting, tokens_per_second=1000.0)
+        choice = choose(NEED, [decode], [busy], config=config, rng=rng)
+        assert choice is not None
+        assert (choice.prefill is None) == (choice.local_reason is not None)
+        return choice.local_reason
+
+    assert reason(view("d", running=5), 501) is LocalReason.PREFILL_BUSY
+    assert reason(view("d"), 500) is None
+    assert reason(view("d", waiting_tokens=1), 501) is None
+    assert reason(view("d", unseen_tokens=1), 501) is None
+    assert reason(view("d"), 10**6, CONFIG) is None
+    fresh = prefill("p", waiting_tokens=501)  # has measured nothing yet: nobody knows
+    choice = choose(NEED, [view("d")], [fresh], config=config, rng=rng)
+    assert choice is not None
+    assert choice.local_reason is None
+
+
+def test_no_decode_no_choice() -> None:
+    assert decide([], [prefill("p")]) is None
+
+
+def test_every_choice_says_why() -> None:
+    alone = decide([view("d")], [])
+    assert alone.why == "local: no_prefill_ready; decode only: 0 tokens cached, room 1000 blocks"
+    assert (alone.decode_ground, alone.prefill_ground) == ("only", "no_prefill_ready")
+    both = decide([view("d"), view("e", running=1)], [prefill("p"), prefill("q", cached_tokens=48)])
+    assert both.why == (
+        "prefill prefix: 48 tokens cached, backlog 0.00 s; "
+        "decode least_loaded: 0 tokens cached, room 1000 blocks"
+    )
+    assert (both.decode_ground, both.prefill_ground) == (Ground.LEAST_LOADED, Ground.PREFIX)
+    full = decide([view("d", free_blocks=0), view("e", free_blocks=1)], [])
+    assert full.decode_ground is Ground.NO_ROOM
+
+
+def test_cached_tokens_make_up_for_sequences() -> None:
+    holder = view("holder", cached_tokens=96)  # 50 tokens make up for one sequence
+    assert decide([replace(holder, load=load(running=1)), view("b")], []).decode.ref == holder.ref
+    assert decide([replace(holder, load=load(running=2)), view("b")], []).decode.ref != holder.ref
+    # one that has others waiting is late: each of them counts twice
+    assert decide([replace(holder, load=load(waiting=1)), view("b")], []).decode.ref != holder.ref
+    # without room for the prompt, nothing makes up for it
+    assert (
+        decide([replace(holder, load=load(free_blocks=6)), view("b")], []).decode.ref != holder.ref
+    )
+
+
+def test_what_is_on_its_way_draws_a_request_but_does_not_make_it_local() -> None:
+    coming = view("coming", expected_tokens=96)
+    choice = decide([view("b"), coming], [prefill("p")])
+    assert (choice.decode, choice.decode_ground) == (coming, Ground.PREFIX)
+    assert choice.prefill is not None
+
+
+@pytest.mark.parametrize(("cached", "local"), [(64, False), (68, True), (96, True)])
+def test_a_short_part_that_is_not_cached_is_computed_on_decode(cached: int, local: bool) -> None:
+    choice = decide([view("d", cached_tokens=cached)], [prefill("p", cached_tokens=96)])
+    assert (choice.local_reason is LocalReason.PREFIX_CACHED) == local
+    assert (choice.prefill is None) == local
+
+
+def test_prefill_where_the_prompt_is_done_first() -> None:
+    """Backlog and twice what is left of the prompt, in seconds on that worker."""
+    need = Need(prompt_tokens=1000, total_tokens=1001)
+    holder = prefill("holder", cached_tokens=800, tokens_per_second=1000.0)
+    idle = prefill("idle", tokens_per_second=1000.0)
+
+    def chosen(waiting: int) -> str:
+        busy = replace(holder, load=load(waiting_tokens=waiting, tokens_per_second=1000.0))
+        return choose_prefill(need, [busy, idle], random.Random(0)).ref.worker_id
+
+    assert chosen(1500) == "holder"
+    assert chosen(1700) == "idle"
+    coming = prefill("coming", expected_tokens=960, tokens_per_second=1000.0)
+    assert choose_prefill(need, [holder, coming], random.Random(0)).ref.worker_id == "coming"
+    # what is on its way is part of the backlog, and still better than computing it twice
+    leader = replace(coming, unseen_tokens=1000)
+    assert choose_prefill(need, [leader, idle], random.Random(0)).ref.worker_id == "coming"
+
+
+class Sessions:
+    """Conversations over decode workers whose caches hold a bounded number of them each."""
+
+    def __init__(self, rng: random.Random, *, workers: int = 4, per_worker: int = 120) -> None:
+        self.rng = rng
+        self.caches: dict[str, list[int]] = {f"d{i}": [] for i in range(workers)}
+        self.ends: dict[str, list[float]] = {name: [] for name in self.caches}
+        self.per_worker = per_worker
+        self.turns: Counter[int] = Counter()
+
+    def view(self, name: str, session: int, need: Need, *, told: bool) -> WorkerView:
+        held = need.prompt_tokens - 100 if told and session in self.caches[name] else 0
+        return view(name, running=len(self.ends[name]), cached_tokens=held)
+
+    def turn(self, now: float, session: int, *, told: bool) -> tuple[bool, list[int]]:
+        """One turn somewhere; whether its worker held the session, and all loads."""
+        need = Need(prompt_tokens=300 * (self.turns[session] + 1), total_tokens=4000)
+        for name in self.ends:
+            self.ends[name] = [end for end in self.ends[name] if end > now]
+        views = [self.view(name, session, need, told=told) for name in self.caches]
+        name = choose_decode(need, views, self.rng, CONFIG).ref.worker_id
+        cache = self.caches[name]
+        hit = session in cache
+        self.caches[name] = [*(s for s in cache if s != session), session][-self.per_worker :]
+        self.ends[name].append(now + self.rng.uniform(0.5, 1.5))
+        self.turns[session] += 1
+        return hit, [len(ends) for ends in self.ends.values()]
+
+
+@pytest.mark.parametrize(("told", "hits"), [(True, (0.85, 1.0)), (False, (0.0, 0.35))])
+def test_simulated_sessions_stay_where_their_prefix_is(
+    told: bool, hits: tuple[float, float]
+) -> None:
+    """400 conversations over 4 workers that hold 120 each: later turns find their prefix, and the
+    loads stay as close as the weight says (at most 2400 tokens, which make up for 9 sequences)."""
+    sessions = Sessions(random.Random(11))
+    rng, now, found, gaps = sessions.rng, 0.0, [], []
+    for _ in range(3000):
+        now += rng.expovariate(32.0)
+        session = rng.randrange(400)
+        later = sessions.turns[session] > 0
+        sessions.turns[session] %= 8  # after eight turns it begins anew
+        hit, loads = sessions.turn(now, session, told=told)
+        if later:
+            found.append(hit)
+        gaps.append(max(loads) - min(loads))
+    assert hits[0] <= sum(found) / len(found) <= hits[1]
+    assert max(gaps) <= 9 + 2
+
+
+def test_a_prefix_that_all_share_does_not_draw_all_to_one_worker() -> None:
+    """Every prompt begins with the same 1024 tokens, which at first one worker alone holds."""
+    rng = random.Random(13)
+    holders, ends, now = {"a"}, {name: [] for name in "abcd"}, 0.0
+    need = Need(prompt_tokens=1100, total_tokens=1200)
+    loads = []
+    for _ in range(2000):
+        now += rng.expovariate(40.0)
+        for name in ends:
+            ends[name] = [end for end in ends[name] if end > now]
+        views = [
+            view(name, running=len(ends[name]), cached_tokens=1024 * (name in holders))
+            for name in ends
+        ]
+        name = choose_decode(need, views, rng, CONFIG).ref.worker_id
+        holders.add(name)
+        ends[name].append(now + rng.uniform(0.5, 1.5))
+        loads.append([len(e) for e in ends.values()])
+    assert holders == set("abcd")
+    settled = loads[500:]
+    assert max(max(each) - min(each) for each in settled) <= 5
+
+
+def test_simulated_decode_load_stays_even() -> None:
+    """4 decode workers, Poisson arrivals, long outputs, one worker half the size of the others."""
+    rng = random.Random(3)
+    total = {"a": 400, "b": 400, "c": 400, "d": 200}
+    ends: dict[str, list[float]] = {name: [] for name in total}
+    gaps, overcommitted, now = [], 0, 0.0
+    for _ in range(3000):
+        now += rng.expovariate(40.0)
+        for name in ends:
+            ends[name] = [end for end in ends[name] if end > now]
+        views = [
+            view(
+                name,
+                running=len(ends[name]),
+                free_blocks=total[name] - 10 * len(ends[name]),
+                total_blocks=total[name],
+            )
+            for name in total
+        ]
+        chosen = choose_decode(NEED, views, rng, CONFIG).ref.worker_id
+        ends[chosen].append(now + rng.uniform(1.0, 3.0))
+        counts = [len(ends[name]) for name in total]
+        gaps.append(max(counts[:3]) - min(counts[:3]))
+        overcommitted += any(10 * len(ends[name]) > total[name] for name in total)
+    assert sum(gaps) / len(gaps) < 2.5  # of about 20; sequences end at random
+    assert max(gaps) < 10
+    assert overcommitted == 0
+
+
+def test_simulated_prefill_backlog_follows_the_rates() -> None:
+    """3 prefill workers with rates 1 : 2 : 4; work goes to them in about that proportion."""
+    rng = random.Random(5)
+    rates = {"a": 1000.0, "b": 2000.0, "c": 4000.0}
+    backlog = dict.fromkeys(rates, 0.0)
+    given: Counter[str] = Counter()
+    for _ in range(4000):
+        tokens = rng.choice([50, 200, 1000])
+        need = Need(prompt_tokens=tokens, total_tokens=tokens + 1)
+        views = [
+            prefill(name, waiting_tokens=int(backlog[name]), tokens_per_second=rates[name])
+            for name in rates
+        ]
+        chosen = choose_prefill(need, views, rng).ref.worker_id
+        backlog[chosen] += tokens
+        given[chosen] += tokens
+        for name in rates:
+            backlog[name] = max(0.0, backlog[name] - rates[name] * 0.06)
+    shares = [given[name] / sum(given.values()) for name in rates]
+    assert shares == pytest.approx([1 / 7, 2 / 7, 4 / 7], abs=0.05)
+    waits = [backlog[name] / rates[name] for name in rates]
+    assert max(waits) - min(waits) < 1.2

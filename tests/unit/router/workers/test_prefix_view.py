@@ -1,0 +1,206 @@
+"""What a router knows of prefix caches, from the workers' words to the choice and to the usage."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from observability import metrics
+from protocol.ids import RequestKey, Role
+from protocol.kv_layout import KVFingerprint
+from protocol.prefix import HINT_BYTES, CacheChange, chain_seed, extend_chain, hints
+from protocol.wire import inference_pb2 as pb
+from router.workers.prefix_view import PrefixView, PromptBlocks
+from tests.support.blocks import FINGERPRINT
+from tests.support.router_doors import MakeDoors, until
+from tests.support.stub_workers import StubFleet, StubWorker
+
+PROMPT = [30 + i for i in range(40)]  # two full blocks and a half
+
+
+def blocks_of(tokens: list[int], salt: str = "", block_size: int = 16) -> list[bytes]:
+    digests: list[bytes] = []
+    extend_chain(digests, tokens, block_size=block_size, seed=chain_seed(FINGERPRINT, salt))
+    return digests
+
+
+def holds(tokens: list[int], salt: str = "") -> CacheChange:
+    return CacheChange(added=hints(blocks_of(tokens, salt)))
+
+
+# --- views ----------------------------------------------------------------------------------------
+
+
+def test_a_prompt_has_the_hints_that_workers_tell() -> None:
+    assert b"".join(PromptBlocks(PROMPT).hints(FINGERPRINT, 16)) == hints(blocks_of(PROMPT))
+    assert PromptBlocks(PROMPT, "s").hints(FINGERPRINT, 16) != PromptBlocks(PROMPT).hints(
+        FINGERPRINT, 16
+    )
+
+
+def test_a_prompt_is_hashed_for_each_size_of_block() -> None:
+    prompt = PromptBlocks(PROMPT)
+    for size in (8, 16, 32):
+        told = hints(blocks_of(PROMPT, block_size=size))
+        assert b"".join(prompt.hints(FINGERPRINT, size)) == told
+        assert len(told) == len(PROMPT) // size * HINT_BYTES
+
+
+def test_a_view_follows_what_is_told() -> None:
+    view, prompt = PrefixView(), PromptBlocks(list(range(64))).hints(FINGERPRINT, 16)
+    assert not view.speaks
+    view.take(CacheChange(reset=True, added=b"".join(prompt[:3])))
+    assert (view.speaks, view.num_held(prompt)) == (True, 3)
+    view.take(CacheChange(removed=prompt[2]))
+    assert view.num_held(prompt) == 2
+    view.take(CacheChange(removed=prompt[0], added=prompt[0]))  # gone and back
+    assert view.num_held(prompt) == 2
+    view.take(CacheChange(reset=True, added=prompt[0]))
+    assert view.num_held(prompt) == 1
+    view.forget()
+    assert (view.speaks, view.num_held(prompt)) == (False, 0)
+
+
+def test_what_requests_bring_is_expected_until_they_end() -> None:
+    view, prompt = PrefixView(), PromptBlocks(list(range(64))).hints(FINGERPRINT, 16)
+    view.take(CacheChange(reset=True, added=prompt[0]))
+    first, second = RequestKey("a"), RequestKey("b")
+    view.expect(first, prompt[:3])
+    view.expect(second, prompt)
+    assert (view.num_held(prompt), view.num_expected(prompt)) == (1, 4)
+    view.release(second)
+    assert view.num_expected(prompt) == 3
+    view.release(first)
+    view.release(first)
+    assert view.num_expected(prompt) == 1
+
+
+# --- through the doors ----------------------------------------------------------------------------
+
+
+async def two_decodes(fleet: StubFleet) -> tuple[StubWorker, StubWorker, StubWorker]:
+    prefill = await fleet.add(Role.PREFILL)
+    return prefill, await fleet.add(Role.DECODE), await fleet.add(Role.DECODE)
+
+
+async def test_requests_go_where_their_prefix_is(fleet: StubFleet, make_doors: MakeDoors) -> None:
+    _, first, second = await two_decodes(fleet)
+    settings = {"prefix_tokens_per_sequence": 8, "local_prefill_tokens": 8}
+    async with make_doors(fleet, **settings) as doors:
+        await doors.wait_ready(2, 1)
+        members = {m.ref.worker_id: m for m in doors.router._members.all()}
+        second.tell_cache(holds(PROMPT[:32]))
+        await until(lambda: members[second.name].prefix.speaks)
+        body = {"prompt": PROMPT, "max_tokens": 4, "timeline": True}
+        for _ in range(6):
+            status, answer = await doors.post("/v1/completions", body)
+            assert status == 200
+        assert (len(first.submitted), len(second.submitted)) == (0, 6)
+        # 8 of the 40 tokens are not cached: fewer than go through prefill
+        assert {s.peer for s in second.submitted} == {None}
+        assert doors.router.metrics.value(
+            metrics.PAIR_CHOICES, decode="prefix", prefill="prefix_cached"
+        ) == len(second.submitted)
+        (route,) = [s for s in answer["timeline"]["spans"] if s["phase"] == "route"]
+        assert route["note"].startswith("local: prefix_cached; decode prefix: 32 tokens cached")
+        # another salt shares nothing
+        await doors.post("/v1/completions", body | {"cache_salt": "mine"})
+        (salted,) = [s for w in (first, second) for s in w.submitted if s.cache_salt]
+        assert salted.cache_salt == "mine"
+        assert salted.peer is not None
+
+
+async def test_a_worker_that_comes_back_has_an_empty_cache(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    _, first, _ = await two_decodes(fleet)
+    async with make_doors(fleet) as doors:
+        await doors.wait_ready(2, 1)
+        first.tell_cache(holds(PROMPT))
+        (member,) = [m for m in doors.router._members.all() if m.ref == first.ref]
+        await until(lambda: member.prefix.speaks)
+        blocks = PromptBlocks(PROMPT).hints(FINGERPRINT, 16)
+        assert member.prefix.num_held(blocks) == 2
+        first.break_streams()
+        await until(lambda: not member.prefix.speaks)
+        assert member.prefix.num_held(blocks) == 0
+
+
+async def test_usage_tells_what_was_cached_on_both_doors(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    await fleet.add(Role.PREFILL, cached_tokens=32)
+    await fleet.add(Role.DECODE)
+    async with make_doors(fleet) as doors:
+        body = {"prompt": PROMPT, "max_tokens": 4}
+        _, answer = await doors.post("/v1/completions", body)
+        assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 32}
+        _, answer = await doors.post("/v1/completions", body | {"prompt": [PROMPT, PROMPT]})
+        assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 64}
+        _, answer = await doors.post("/v1/completions", body | {"n": 3})
+        assert answer["usage"]["prompt_tokens"] == 40
+        assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 32}
+        request = pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=PROMPT), max_tokens=2)
+        request.cache_salt = "mine"
+        messages = [message async for message in doors.inference.Generate(request)]
+        assert messages[-1].usage.prompt_tokens_details.cached_tokens == 32
+
+
+async def test_a_worker_that_says_nothing_counts_as_having_computed_all(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    await fleet.add(Role.DECODE)
+    async with make_doors(fleet) as doors:
+        _, answer = await doors.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 4})
+        assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+async def test_the_choices_of_a_request_gather_where_the_first_one_went(
+    fleet: StubFleet, make_doors: MakeDoors
+) -> None:
+    _, first, second = await two_decodes(fleet)
+    async with make_doors(fleet, prefix_tokens_per_sequence=8) as doors:
+        await doors.wait_ready(2, 1)
+        for worker in (first, second):
+            worker.tell_cache(CacheChange(reset=True))
+        await until(lambda: all(m.prefix.speaks for m in doors.router._members.ready(Role.DECODE)))
+        await doors.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 4, "n": 4})
+        assert sorted((len(first.submitted), len(second.submitted))) == [0, 4]
+        assert all(s.peer is not None for s in (*first.submitted, *second.submitted))
+        members = doors.router._members.all()
+        await until(lambda: all(not m.prefix._expected for m in members))
+
+
+async def test_long_prompts_are_hashed_off_the_event_loop(
+    fleet: StubFleet, make_doors: MakeDoors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await fleet.add(Role.DECODE)
+    hashed_in = []
+    original = PromptBlocks.hints
+
+    def hints_noted(self: PromptBlocks, fingerprint: KVFingerprint, size: int) -> list[bytes]:
+        if not self._hints:
+            hashed_in.append(threading.current_thread() is threading.main_thread())
+        return original(self, fingerprint, size)
+
+    monkeypatch.setattr(PromptBlocks, "hints", hints_noted)
+    monkeypatch.setattr("router.dispatch.sequence_run._HASHED_AT_ONCE", 100)
+    async with make_doors(fleet) as doors:
+        worker.tell_cache(CacheChange(reset=True))
+        (member,) = doors.router._members.all()
+        await until(lambda: member.prefix.speaks)
+        await doors.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 1})
+        await doors.post("/v1/completions", {"prompt": PROMPT * 3, "max_tokens": 1})
+    assert hashed_in == [True, False]
+
+
+@pytest.mark.parametrize("salt", ["", "x" * 257, 5])
+async def test_a_wrong_salt_is_refused_by_name(
+    fleet: StubFleet, make_doors: MakeDoors, salt: object
+) -> None:
+    await fleet.add(Role.DECODE)
+    async with make_doors(fleet) as doors:
+        body = {"prompt": PROMPT, "max_tokens": 1, "cache_salt": salt}
+        status, answer = await doors.post("/v1/completions", body)
+        assert (status, answer["error"]["param"]) == (400, "cache_salt")

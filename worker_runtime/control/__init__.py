@@ -1,0 +1,1 @@
+"""A worker's event loop: control methods, event streams, grammars."""

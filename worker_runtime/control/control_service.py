@@ -1,0 +1,194 @@
+"""The control face of a worker: submit, cancel, events, status, drain. Lives on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from grammar.matcher import Matcher
+from observability.logging import get_logger
+from protocol.errors import Cancelled, Internal, Overloaded, StaleMessage, Unavailable
+from protocol.ids import RequestKey, WorkerRef
+from protocol.kv_layout import KVFingerprint, KVLayout
+from protocol.messages import Ack, Cancel, DrainCommand, Submit, WorkerStatus
+from protocol.states import WorkerState, check_worker
+from rpc import methods
+from rpc.service import Handler, Method
+from worker_runtime.config import WorkerConfig
+from worker_runtime.control.event_publisher import EventPublisher, RouterEvents
+from worker_runtime.control.grammars import Grammars
+from worker_runtime.control.submit_limits import SubmitLimits
+from worker_runtime.scheduling.scheduler import Snapshot
+from worker_runtime.step_loop import StepLoop
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What a worker is: fixed once its engine is built."""
+
+    limits: SubmitLimits
+    layout: KVLayout
+    fingerprint: KVFingerprint
+    whole_output: bool
+
+
+class ControlService:
+    """Serves the worker methods and keeps the worker's state. Subscribed routers alone may submit.
+
+    `accept` takes a checked request with the matcher of its grammar, `cancel` keys, `router_gone` a
+    router id; all run on the event loop.
+    """
+
+    def __init__(  # noqa: PLR0913 - one caller, every argument named
+        self,
+        *,
+        ref: WorkerRef,
+        identity: Identity,
+        config: WorkerConfig,
+        progress: StepLoop[Any, Any],
+        clock: Callable[[], float],
+        accept: Callable[[Submit, Matcher | None], None],
+        grammars: Grammars,
+        cancel: Callable[[Cancel], None],
+        router_gone: Callable[[str], None],
+        handoff_counters: Callable[[], Mapping[str, int]] = dict,
+    ) -> None:
+        self.ref = ref
+        self.state = WorkerState.STARTING
+        self._identity = identity
+        self._config = config
+        self._progress = progress
+        self._clock = clock
+        self._accept = accept
+        self._grammars = grammars
+        self._compiling: set[RequestKey] = set()
+        self._cancel = cancel
+        self._handoff_counters = handoff_counters
+        self._snapshot = Snapshot()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._submitted_since_snapshot = 0
+        self.outlet = EventPublisher(
+            epoch=ref.epoch,
+            heartbeat_s=config.heartbeat_s,
+            patience_s=config.patience_s,
+            load=lambda: self._snapshot.load,
+            on_gone=router_gone,
+        )
+
+    def handlers(self) -> dict[Method[Any, Any], Handler]:
+        """The worker methods, for a ControlServer."""
+        return {
+            methods.SUBMIT: self._on_submit,
+            methods.CANCEL: self._on_cancel,
+            methods.EVENTS: lambda subscribe: self.outlet.stream(subscribe.router_id),
+            methods.STATUS: lambda _query: self.status(),
+            methods.DRAIN: self._on_drain,
+        }
+
+    # --- called by the worker -------------------------------------------------------------------
+
+    def become(self, state: WorkerState) -> None:
+        """Take the next state; repeating the present one is harmless."""
+        if state is not self.state:
+            check_worker(self.state, state)
+            self.state = state
+
+    def deliver(self, events: dict[str, RouterEvents], snapshot: Snapshot, accepted: int) -> None:
+        """Publish a turn's events and take its snapshot; `accepted` requests entered the
+        scheduler."""
+        self._snapshot = snapshot
+        self.outlet.cache.change(snapshot.cache)
+        self._submitted_since_snapshot -= accepted
+        if snapshot.num_unfinished == 0 and self._submitted_since_snapshot == 0:
+            self._idle.set()
+        self.outlet.publish(events)
+
+    async def drained(self, timeout_s: float) -> bool:
+        """Refuse new work and wait until the old has ended; False when time ran out first."""
+        if self.state is WorkerState.READY:
+            self.become(WorkerState.DRAINING)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def check_health(self) -> None:
+        """Raise Internal when the engine is broken or a step has hung. Idle is healthy."""
+        if self._progress.broken is not None:
+            raise Internal(f"the engine broke: {self._progress.broken}")
+        stalled = self._progress.stalled_for()
+        if stalled > self._config.stall_s:
+            raise Internal(f"a step has been running for {stalled:.1f} s")
+
+    def status(self) -> WorkerStatus:
+        """This worker as it is now."""
+        now = self._clock()
+        identity = self._identity
+        return WorkerStatus(
+            ref=self.ref,
+            state=self.state,
+            load=self._snapshot.load,
+            layout=identity.layout,
+            fingerprint=identity.fingerprint,
+            max_model_len=identity.limits.max_model_len,
+            max_prompt_tokens=identity.limits.max_prompt_tokens,
+            steps=self._progress.steps,
+            last_step_age_s=now - self._progress.last_step_end,
+            counters={**self._snapshot.counters, **self._handoff_counters()},
+        )
+
+    # --- methods --------------------------------------------------------------------------------
+
+    async def _on_submit(self, submit: Submit) -> Ack:
+        self._check_open(submit)
+        self._identity.limits.check(submit, whole_output=self._identity.whole_output)
+        matcher = None if submit.grammar is None else await self._compile(submit)
+        self._accept(submit, matcher)
+        if submit.trace is not None:
+            trace = {"request": submit.key.request_id, "traceparent": submit.trace.parent}
+            log.debug("request accepted", extra=trace)
+        self._submitted_since_snapshot += 1
+        self._idle.clear()
+        return Ack()
+
+    async def _compile(self, submit: Submit) -> Matcher:
+        """The matcher of a request's grammar; what was true before may have changed meanwhile."""
+        self._compiling.add(submit.key)
+        try:
+            matcher = await self._grammars.matcher(submit)
+            if submit.key not in self._compiling:
+                raise Cancelled("cancelled while its grammar was compiled")
+        finally:
+            self._compiling.discard(submit.key)
+        self._check_open(submit)
+        return matcher
+
+    def _check_open(self, submit: Submit) -> None:
+        if self._progress.broken is not None:
+            raise Unavailable(f"the engine of worker {self.ref.worker_id} broke")
+        if self.state is not WorkerState.READY:
+            raise Unavailable(f"worker {self.ref.worker_id} is {self.state}", retry_after_s=1.0)
+        if not self.outlet.knows(submit.router_id):
+            raise StaleMessage(
+                f"router {submit.router_id} has no event stream here", param="router_id"
+            )
+        waiting = self._snapshot.load.waiting + self._submitted_since_snapshot
+        if waiting >= self._config.max_waiting:
+            raise Overloaded(f"{waiting} requests are waiting already", retry_after_s=1.0)
+
+    async def _on_cancel(self, cancel: Cancel) -> Ack:
+        self._compiling.difference_update(cancel.keys)
+        self._cancel(cancel)
+        return Ack()
+
+    async def _on_drain(self, _command: DrainCommand) -> Ack:
+        if self.state is WorkerState.READY:
+            self.become(WorkerState.DRAINING)
+        return Ack()

@@ -1,0 +1,161 @@
+"""Event streams to the routers: one batch per router and step, heartbeats in between."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from observability.logging import get_logger
+from protocol.messages import (
+    EventBatch,
+    FailEvent,
+    PromptEvent,
+    ScoreEvent,
+    SpanEvent,
+    TokenEvent,
+    WorkerLoad,
+)
+from protocol.prefix import CacheChange
+from worker_runtime.control.cache_feed import CacheFeed
+
+log = get_logger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class RouterEvents:
+    """Events of one step for one router."""
+
+    tokens: list[TokenEvent] = field(default_factory=list)
+    scores: list[ScoreEvent] = field(default_factory=list)
+    failures: list[FailEvent] = field(default_factory=list)
+    spans: list[SpanEvent] = field(default_factory=list)
+    prompts: list[PromptEvent] = field(default_factory=list)
+
+
+class _Queue:
+    """Steps that one router has not taken yet."""
+
+    def __init__(self) -> None:
+        self._steps: asyncio.Queue[RouterEvents | None] = asyncio.Queue()
+        self._since = 0.0  # the router has taken one, or the first began to wait
+
+    @property
+    def waited_s(self) -> float:
+        """For how long steps have waited and none was taken."""
+        return 0.0 if self._steps.empty() else time.monotonic() - self._since
+
+    def put(self, step: RouterEvents) -> None:
+        """One more step."""
+        if self._steps.empty():
+            self._since = time.monotonic()
+        self._steps.put_nowait(step)
+
+    def end(self, *, drop: bool = False) -> None:
+        """There will be no more; `drop` those that wait."""
+        while drop and not self._steps.empty():
+            self._steps.get_nowait()
+        self._steps.put_nowait(None)
+
+    async def get(self) -> RouterEvents | None:
+        """The next step; None at the end."""
+        step = await self._steps.get()
+        self._since = time.monotonic()
+        return step
+
+
+class EventPublisher:
+    """Fans step events out to subscribed routers. Lives on the event loop; not thread-safe.
+
+    A stream that ends means that its router is gone: `on_gone(router_id)` lets the worker cancel
+    the router's requests. A second stream with the same id replaces the first, whose end, noticed
+    by the router alone, has cost it those requests too. Changes of `cache` travel with whatever is
+    sent next.
+
+    A router that has taken nothing off its stream for `patience_s` while events wait is frozen: it
+    counts as gone, and what waits is dropped.
+    """
+
+    def __init__(
+        self,
+        *,
+        epoch: int,
+        heartbeat_s: float,
+        patience_s: float = 20.0,
+        load: Callable[[], WorkerLoad],
+        on_gone: Callable[[str], None],
+    ) -> None:
+        self._epoch = epoch
+        self._heartbeat_s = heartbeat_s
+        self._patience_s = patience_s
+        self._load = load
+        self._on_gone = on_gone
+        self._queues: dict[str, _Queue] = {}
+        self.cache = CacheFeed()
+
+    def knows(self, router_id: str) -> bool:
+        """Whether events for this router can be delivered."""
+        return router_id in self._queues
+
+    def publish(self, events: dict[str, RouterEvents]) -> None:
+        """Queue one batch for each router named; events of routers that left are dropped."""
+        for router_id, step in events.items():
+            queue = self._queues.get(router_id)
+            if queue is None:
+                continue
+            queue.put(step)
+            if queue.waited_s > self._patience_s:
+                log.warning("router takes no events", extra={"router": router_id})
+                queue.end(drop=True)
+                self._gone(router_id)
+
+    async def stream(self, router_id: str) -> AsyncIterator[EventBatch]:
+        """Batches for one router until it leaves, another stream replaces this, or close()."""
+        queue = _Queue()
+        replaced = self._queues.get(router_id)
+        self._queues[router_id] = queue
+        self.cache.open(router_id)
+        if replaced is not None:
+            replaced.end()
+            self._on_gone(router_id)
+        try:
+            yield self._batch(RouterEvents(), self.cache.take(router_id))
+            while True:
+                try:
+                    async with asyncio.timeout(self._heartbeat_s):
+                        step = await queue.get()
+                except TimeoutError:
+                    step = RouterEvents()
+                if step is None:
+                    return
+                current = self._queues.get(router_id) is queue
+                cache = self.cache.take(router_id) if current else None
+                yield self._batch(step, cache)
+        finally:
+            if self._queues.get(router_id) is queue:
+                self._gone(router_id)
+
+    def _gone(self, router_id: str) -> None:
+        del self._queues[router_id]
+        self.cache.close(router_id)
+        self._on_gone(router_id)
+
+    def close(self) -> None:
+        """End every stream after what is queued. Its router is not gone for that: what it asked for
+        has to fail, not to be let go of as if nobody wanted it."""
+        queues, self._queues = self._queues, {}
+        for queue in queues.values():
+            queue.end()
+
+    def _batch(self, step: RouterEvents, cache: CacheChange | None) -> EventBatch:
+        return EventBatch(
+            epoch=self._epoch,
+            load=self._load(),
+            tokens=tuple(step.tokens),
+            scores=tuple(step.scores),
+            failures=tuple(step.failures),
+            spans=tuple(step.spans),
+            prompts=tuple(step.prompts),
+            cache=cache,
+        )

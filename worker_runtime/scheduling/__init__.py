@@ -1,0 +1,1 @@
+"""The step thread's state: sequences, prefix cache, steps in flight."""
