@@ -114,7 +114,7 @@ class FarRank:
 
 
 class Ranks:
-    """All ranks of a side (kv_transfer.control.rank_channel.RankChannel), those after the first `apart` or not."""
+    """All ranks of one endpoint (a `RankChannel`); those after `apart` are processes."""
 
     def __init__(self, layout: KVLayout, config: TransferConfig, *, apart: bool) -> None:
         kind = FarRank if apart else Rank

@@ -1,5 +1,5 @@
 """The control channel: protocol messages between the processes of one cluster.
 
-`methods` declares every call, `service` serves and calls them (for router.workers.worker_client, kv_transfer and
-worker_runtime), `link` is the caller's end of a connection, `frames` what both ends share.
+`methods` declares every call, `service` serves and calls them, `link` is the caller's end of a
+connection, `frames` what both ends share.
 """

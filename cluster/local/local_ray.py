@@ -1,7 +1,7 @@
 """Start and stop the Ray cluster that Baton owns on this machine, and remember it.
 
-Everything the cluster runs is in one session (setsid) led by `cluster.local.ray_head`; so nothing of it can
-hide when it is stopped, whatever state it is in.
+Everything the cluster runs is in one session (setsid) led by `cluster.local.ray_head`, so a stop
+finds every process of it.
 """
 
 from __future__ import annotations

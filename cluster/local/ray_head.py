@@ -1,4 +1,4 @@
-"""The process that holds a local Ray cluster: `python -m cluster.local.ray_head STATE_FILE OPTIONS`.
+"""Holds a local Ray cluster: `python -m cluster.local.ray_head STATE_FILE OPTIONS`.
 
 It starts Ray's daemons as its children, writes its address where the CLI looks for it, and ends
 them all on SIGTERM or when it dies (Ray's reaper). So the cluster outlives the command that started

@@ -89,7 +89,7 @@ def make_fingerprint(layout: KVLayout, **changes: Any) -> KVFingerprint:
 
 
 class ToyPool:
-    """One rank's pool (kv_transfer.backends.block_store.BlockStore) with every write counted per block."""
+    """One rank's pool (a `BlockStore`) with every write counted per block."""
 
     def __init__(self, layout: KVLayout, rank: int) -> None:
         first, last = layout.rank_heads[rank]

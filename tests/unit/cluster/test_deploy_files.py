@@ -153,7 +153,7 @@ def test_rayservice_applications_are_ours(ray_service: dict[str, Any]) -> None:
     from ray.serve.schema import ServeDeploySchema
 
     serve = ServeDeploySchema(**yaml.safe_load(ray_service["serveConfigV2"]))
-    import cluster.builders as builders
+    import cluster.serve.builders as builders
 
     names = [application.name for application in serve.applications]
     assert sorted(names) == ["decode", "prefill", "router"]

@@ -12,8 +12,8 @@ from engine.process_tempdir import ProcessTempdir
 HOLD = """
 import sys
 from pathlib import Path
-from engine.process_tempdir import OwnFolder
-folder = OwnFolder(Path(sys.argv[1]))
+from engine.process_tempdir import ProcessTempdir
+folder = ProcessTempdir(Path(sys.argv[1]))
 print(folder.path, flush=True)
 sys.stdin.read()
 """

@@ -42,8 +42,8 @@ def _made_once() -> Iterator[None]:
         return trials.setdefault(str(special), SharedTrial(special))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(router.model, "ModelText", functools.cache(ModelText))
-        patch.setattr(router.forms, "Trial", trial)
+        patch.setattr(router.served_model, "ModelText", functools.cache(ModelText))
+        patch.setattr(router.text.output_grammar, "Trial", trial)
         yield
     for shared in trials.values():
         Trial.close(shared)

@@ -127,7 +127,7 @@ def test_get_of_a_folder_or_an_unknown_name(tmp_path: Path) -> None:
 
 _GET_SLOWLY = """
 import sys, time
-from cluster import models
+from cluster.models import sources
 
 def convert(gguf, target):
     print("converted", flush=True)
@@ -138,7 +138,7 @@ def convert(gguf, target):
 
 print("here", flush=True)
 sys.stdin.readline()
-models.get_model(sys.argv[1], convert=convert)
+sources.get_model(sys.argv[1], convert=convert)
 """
 
 

@@ -13,6 +13,7 @@ import torch
 from torch.distributed import HashStore
 
 from engine.errors import RankLost
+from engine.ranks import tensor_parallel
 from engine.ranks.tensor_parallel import TensorParallel
 
 

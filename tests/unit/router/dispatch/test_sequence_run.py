@@ -446,7 +446,7 @@ async def test_an_output_that_ends_just_as_its_deadline_passes_has_ended(
         (member,) = doors.router._members.all()
         await until(lambda: any(a._merger.output_ids for a in member._sinks.values()))
         (attempt,) = member._sinks.values()
-        (deadline,) = [d for d in deadlines if d._task.get_coro().__qualname__ == "Flight.run"]
+        (deadline,) = [d for d in deadlines if d._task.get_coro().__qualname__ == "SequenceRun.run"]
         deadline.reschedule(0.0)
         last = TokenEvent(key=attempt.key, index=1, token=21, finish=FinishReason.STOP)
         attempt.on_token(last, Role.DECODE)

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 from grpc import aio
-from tests.unit.router.test_connections import connected
+from tests.unit.router.openai.test_connection import connected
 
 from protocol.errors import Internal
 from protocol.ids import Role

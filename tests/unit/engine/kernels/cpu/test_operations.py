@@ -11,7 +11,7 @@ from engine.batch import StepBatch
 from engine.cpu.inputs import StepLimits, prepare_step
 from engine.kernels import reference
 from engine.kernels.base import Geometry, StepInputs
-from engine.kernels.cpu import operations, onednn
+from engine.kernels.cpu import onednn, operations
 from tests.support.engine import chunk
 
 BLOCK, DIM, NUM_BLOCKS = 4, 8, 60
@@ -176,5 +176,5 @@ def test_without_the_operators_bfloat16_is_not_packed(monkeypatch):
 def test_huge_pages_keep_the_content():
     weights = [torch.randn(600, 1000) for _ in range(6)]
     copies = [weight.clone() for weight in weights]
-    kernels.advise_huge_pages(weights)
+    operations.advise_huge_pages(weights)
     assert all(torch.equal(a, b) for a, b in zip(weights, copies, strict=True))
