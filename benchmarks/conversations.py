@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from statistics import mean
 
 from benchmarks import report
-from benchmarks.http_stream import Answer, Connection
+from benchmarks.front_end.http_stream import Answer, Connection
 from benchmarks.measure import Result, read_answer, summarise
 from benchmarks.serve import add_seed, first_model
 from benchmarks.workload import random_ids

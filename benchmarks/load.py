@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from benchmarks.grpc_stream import GrpcConnection, read_messages
-from benchmarks.http_stream import Connection
+from benchmarks.front_end.grpc_stream import GrpcConnection, read_messages
+from benchmarks.front_end.http_stream import Connection
 from benchmarks.measure import Result, read_answer
 from benchmarks.workload import Ask, Style
 from cluster.cli.tls import ClientTls

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.http_stream import Answer
+from benchmarks.front_end.http_stream import Answer
 
 PERCENTILES = (50, 90, 99)
 

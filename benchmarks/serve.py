@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.http_stream import Connection
+from benchmarks.front_end.http_stream import Connection
 from benchmarks.load import GRPC, Target, closed_loop, timed_arrivals
 from benchmarks.measure import Slo, Summary, summarise
 from benchmarks.workload import Ask, Style, fit_trace, read_trace, spread_ticks

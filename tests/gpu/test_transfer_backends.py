@@ -14,8 +14,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.handoff_process import Process
-from benchmarks.handoff_worker import make_handoff
+from benchmarks.handoff.process import Process
+from benchmarks.handoff.worker import make_handoff
 from kv_transfer.config import BackendName, ChecksumKind, TransferConfig
 from protocol.ids import RequestKey, Role
 from tests.support import transfer

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
-from tests.unit.router.test_reflection import Reflected
 from transformers import AutoModelForCausalLM
 
 from tests.support.both_doors import BothDoors, assert_close
 from tests.support.stack import running_stack
 from tests.support.tiny import Oracle, save_tiny_llama
 from tests.support.tiny_text import write_model_text
+from tests.unit.router.grpc.test_reflection import Reflected
 from worker_runtime.config import WorkerConfig
 
 CONFIG = WorkerConfig(max_num_seqs=16, max_num_batched_tokens=64)

@@ -1,6 +1,6 @@
 import pytest
 
-from benchmarks.grpc_stream import request_of
+from benchmarks.front_end.grpc_stream import request_of
 from benchmarks.load import Target, closed_loop, timed_arrivals
 from benchmarks.workload import Ask, Style
 from protocol.ids import Role

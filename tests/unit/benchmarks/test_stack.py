@@ -1,9 +1,9 @@
 import pytest
 
 from benchmarks.measure import Result, Slo
-from benchmarks.stack import Later, Plan, parser
-from benchmarks.stack_checks import Figures, checks_of
-from benchmarks.stack_page import Act, Replay, Variant, details, phases, raw
+from benchmarks.stack.__main__ import Later, Plan, parser
+from benchmarks.stack.checks import Figures, checks_of
+from benchmarks.stack.page import Act, Replay, Variant, details, phases, raw
 from benchmarks.workload import Ask
 from protocol.timeline import Phase
 

@@ -10,7 +10,6 @@ from typing import Any
 import openai
 import pytest
 from grpc import aio
-from tests.unit.router.openai.test_connection import connected
 
 from protocol.errors import Internal
 from protocol.ids import Role
@@ -18,6 +17,7 @@ from protocol.wire import inference_pb2 as pb
 from router.request.request_id import request_id
 from tests.support.router_doors import Doors, MakeDoors, status_of
 from tests.support.stub_workers import StubFleet
+from tests.unit.router.openai.test_connection import connected
 
 OWN = re.compile("[0-9a-f]{32}")
 BODY = {"prompt": "hello", "max_tokens": 3}

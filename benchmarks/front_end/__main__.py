@@ -1,4 +1,4 @@
-"""What the router adds to tokens on their way: `python -m benchmarks.front_door`. No engine.
+"""What the router adds to tokens on their way: `python -m benchmarks.front_end`. No engine.
 
 Three processes: stub workers that step like decode (`stub_worker`), the real router
 (`stub_router`), and this one, the load. First `--streams` clients at the pace of `--gap-ms`, over
@@ -25,7 +25,7 @@ from pathlib import Path
 import uvloop
 
 from benchmarks import report
-from benchmarks.front_door_clients import Client, Direct, GrpcDoor, HttpDoor
+from benchmarks.front_end.clients import Client, Direct, GrpcDoor, HttpDoor
 from benchmarks.load import Reader
 from benchmarks.measure import Result, milliseconds
 from cluster.models.sources import find_model
@@ -257,7 +257,7 @@ def _times(milliseconds: dict[str, float]) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(prog="python -m benchmarks.front_door")
+    made = argparse.ArgumentParser(prog="python -m benchmarks.front_end")
     made.add_argument("--model", default="smollm2-135m", help="whose tokenizer the router uses")
     made.add_argument("--streams", type=int, default=32)
     made.add_argument("--tokens", type=int, default=64, help="of an answer, at the set pace")
@@ -292,7 +292,7 @@ def main() -> None:
     if options.theme:
         data = {
             "load_before": os.getloadavg(),
-            "command": shlex.join(["python", "-m", "benchmarks.front_door", *sys.argv[1:]]),
+            "command": shlex.join(["python", "-m", "benchmarks.front_end", *sys.argv[1:]]),
             "runs": [asdict(run) for run in figures],
         }
         print(report.write_figures("front_door", options.theme, data))

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.measure import Result, Slo, milliseconds
 from benchmarks.report import table, times
-from benchmarks.stack_checks import Check
+from benchmarks.stack.checks import Check
 from benchmarks.workload import Ask
 from protocol.timeline import Phase
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import uvloop
 
-from benchmarks.handoff_worker import PATIENCE_S, Side
-from benchmarks.raw_links import DEVICE
+from benchmarks.handoff.raw_links import DEVICE
+from benchmarks.handoff.worker import PATIENCE_S, Side
 from protocol.ids import Role
 
 _SWITCH_S = 0.05e-3  # a waiting thread must not wait long for the event loop's

@@ -184,7 +184,7 @@ async def _serve(tokens: tuple[int, ...], gap_s: float) -> None:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.stub_worker")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.front_end.stub_worker")
     parser.add_argument("--model-path", type=Path, required=True)
     parser.add_argument("--gap-ms", type=float, default=20.0)
     options = parser.parse_args()

@@ -1,7 +1,7 @@
 """What large requests do to everybody else: health checks and gaps of running streams beside bodies
 of several sizes, with stub workers and the router in a process of its own.
 
-    python -m benchmarks.large_bodies
+    python -m benchmarks.front_end.large_bodies
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks import front_door
-from benchmarks.front_door_clients import HttpDoor
+from benchmarks.front_end import __main__
+from benchmarks.front_end.clients import HttpDoor
 from benchmarks.measure import percentile
 from cluster.models.sources import find_model
 
@@ -119,7 +119,7 @@ def _shown(seconds: Sequence[float]) -> str:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.large_bodies")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.front_end.large_bodies")
     parser.add_argument("--model", default="smollm2-135m", help="whose tokenizer the router uses")
     parser.add_argument("--streams", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=250)
@@ -129,7 +129,7 @@ def main() -> None:
     options.many = 1024
     print("| beside | answers | /health p50 / p99 / max ms | gap p50 / p99 / max ms |")
     print("| --- | --- | --- | --- |")
-    with front_door.stack(options, options.gap_ms / 1000) as running:
+    with __main__.stack(options, options.gap_ms / 1000) as running:
         for disturbance in DISTURBANCES:
             print(measure(running.http, disturbance, options), flush=True)
 

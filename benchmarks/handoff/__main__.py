@@ -37,8 +37,8 @@ from typing import Any
 import torch
 
 from benchmarks import report
-from benchmarks.handoff_process import Process
-from benchmarks.handoff_worker import Handoff, make_handoff
+from benchmarks.handoff.process import Process
+from benchmarks.handoff.worker import Handoff, make_handoff
 from benchmarks.measure import milliseconds
 from kv_transfer.config import BackendName, TransferConfig
 from protocol.ids import RequestKey, Role, WorkerRef

@@ -15,7 +15,7 @@ import sys
 
 import uvloop
 
-from benchmarks.stub_worker import SECRET
+from benchmarks.front_end.stub_worker import SECRET
 from cluster.serve.gc_tuning import settle_heap
 from protocol.ids import Role, WorkerRef
 from router.config import RouterConfig
@@ -49,7 +49,7 @@ async def _serve(config: RouterConfig, refs: list[WorkerRef], profile: str) -> N
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.stub_router")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.front_end.stub_router")
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--workers", required=True, help="the line that the stub workers printed")
     parser.add_argument("--max-requests", type=int, default=1024)

@@ -28,8 +28,8 @@ from benchmarks import report
 from benchmarks.load import Target, closed_loop, timed_arrivals
 from benchmarks.measure import Slo, summarise
 from benchmarks.serve import first_model
-from benchmarks.stack_checks import Check, checks_of, until_idle
-from benchmarks.stack_page import Act, Replay, Variant, details, raw
+from benchmarks.stack.checks import Check, checks_of, until_idle
+from benchmarks.stack.page import Act, Replay, Variant, details, raw
 from benchmarks.workload import Ask, Style, fit_trace, read_trace
 from cluster.config.load import load_config
 from cluster.config.schema import ClusterConfig

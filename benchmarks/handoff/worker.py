@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.handoff_ranks import Ranks
-from benchmarks.raw_links import DEVICE, Decoding, Prompting, raw_copies, raw_messages
+from benchmarks.handoff.ranks import Ranks
+from benchmarks.handoff.raw_links import DEVICE, Decoding, Prompting, raw_copies, raw_messages
 from cluster.serve.gc_tuning import settle_heap
 from kv_transfer.config import TransferConfig
 from kv_transfer.control.context import EndpointContext

@@ -1,4 +1,4 @@
-"""Three ways to ask for a stream of tokens (benchmarks.front_door, benchmarks.large_bodies)."""
+"""Three ways to ask for a stream of tokens, for the benchmarks of this package."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
-from benchmarks.grpc_stream import GrpcConnection, read_messages
-from benchmarks.http_stream import Connection
+from benchmarks.front_end.grpc_stream import GrpcConnection, read_messages
+from benchmarks.front_end.http_stream import Connection
+from benchmarks.front_end.stub_router import read_refs
+from benchmarks.front_end.stub_worker import SECRET
 from benchmarks.load import Reader
 from benchmarks.measure import Result, read_answer
-from benchmarks.stub_router import read_refs
-from benchmarks.stub_worker import SECRET
 from protocol.ids import RequestKey, Role
 from protocol.messages import EventBatch, Submit, Subscribe
 from protocol.sampling import SamplingParams

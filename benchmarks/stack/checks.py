@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.http_stream import Connection
+from benchmarks.front_end.http_stream import Connection
 from benchmarks.measure import Result
 
 _IDLE_S = 10.0

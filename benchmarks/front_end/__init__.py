@@ -1,0 +1,1 @@
+"""Rates and added latency of the HTTP and gRPC front ends over stub workers."""

@@ -1,0 +1,1 @@
+"""KV transfer rates and latencies between two workers: `python -m benchmarks.handoff`."""

@@ -1,0 +1,1 @@
+"""A trace replayed against the whole stack: `python -m benchmarks.stack`."""
