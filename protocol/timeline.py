@@ -34,3 +34,12 @@ class Span:
     place: str = ""
     counts: dict[str, int] = field(default_factory=dict)
     note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedSpan:
+    """A span of one choice and attempt of a request."""
+
+    span: Span
+    choice: int
+    attempt: int

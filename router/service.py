@@ -25,7 +25,7 @@ from protocol.errors import (
 )
 from protocol.ids import Role
 from protocol.sampling import MAX_SEED
-from protocol.timeline import Phase, Span
+from protocol.timeline import Phase, PlacedSpan, Span
 from protocol.trace import TraceContext
 from router.admission.limits import InflightLimits
 from router.admission.queue import AdmissionQueue, AdmissionTicket, QueuedRequest
@@ -36,7 +36,7 @@ from router.dispatch.output_stream import RequestText
 from router.dispatch.request_run import RequestRun
 from router.dispatch.request_trace import traced
 from router.dispatch.sequence_jobs import TokenLimits, base_sampling, check_ids, make_jobs, too_long
-from router.dispatch.sequence_run import Dispatcher, PlacedSpan
+from router.dispatch.sequence_run import Dispatcher
 from router.request import fields as read
 from router.request.chat_messages import parse_messages
 from router.request.generate_request import GenerateRequest

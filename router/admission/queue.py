@@ -17,13 +17,12 @@ from observability.export import MetricSet
 from observability.rate import Rate
 from protocol.errors import DeadlineExceeded, Overloaded, Unavailable
 from protocol.ids import Role
-from protocol.timeline import Phase, Span
+from protocol.timeline import Phase, PlacedSpan, Span
 from router.admission.fair_queue import FairQueue, QueueEntry
 from router.admission.load_estimate import LoadEstimate, Pace, Peak, pressure
 from router.auth.keys import Caller, share
 from router.auth.tiers import ServiceTier
 from router.config import RouterConfig
-from router.dispatch.sequence_run import PlacedSpan
 from router.workers.worker_set import WorkerSet
 
 #: Output tokens count this often as much as prompt tokens (the paper behind FairQueue has 2).

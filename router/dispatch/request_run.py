@@ -12,9 +12,10 @@ from observability.export import MetricSet
 from observability.metrics import Metric
 from protocol.errors import BatonError, typed
 from protocol.states import FinishReason
+from protocol.timeline import PlacedSpan
 from router.admission.queue import AdmissionTicket
 from router.dispatch.output_stream import Delta, OutputStream, RequestText
-from router.dispatch.sequence_run import Dispatcher, PlacedSpan, SequenceJob, SequenceRun
+from router.dispatch.sequence_run import Dispatcher, SequenceJob, SequenceRun
 from router.workers.prefix_view import PromptBlocks
 
 

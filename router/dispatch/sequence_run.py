@@ -24,7 +24,7 @@ from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.messages import Submit
 from protocol.sampling import SamplingParams
 from protocol.ticket import Ticket
-from protocol.timeline import Phase, Span
+from protocol.timeline import Phase, PlacedSpan, Span
 from protocol.trace import TraceContext
 from router.config import RouterConfig
 from router.dispatch.attempt import Attempt, AttemptEnd, AttemptOutcome, TokenMerger, TokenSink
@@ -63,15 +63,6 @@ class SequenceJob:
     wants_timeline: bool = False
     trace: TraceContext | None = None
     grammar: Grammar | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacedSpan:
-    """A span and the choice and attempt it belongs to."""
-
-    span: Span
-    choice: int
-    attempt: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

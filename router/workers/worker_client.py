@@ -6,15 +6,20 @@ import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
+from typing import Protocol
 
 from concurrency.silence import silence_limit
 from observability.logging import get_logger
 from protocol.errors import BatonError, StaleMessage, Unavailable
-from protocol.ids import RequestKey, WorkerRef
+from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.messages import (
     Ack,
     Cancel,
     EventBatch,
+    FailEvent,
+    PromptEvent,
+    ScoreEvent,
+    SpanEvent,
     StatusQuery,
     Submit,
     Subscribe,
@@ -24,7 +29,6 @@ from protocol.messages import (
 )
 from protocol.states import WorkerState
 from router.config import RouterConfig
-from router.dispatch.attempt import Attempt
 from router.workers.policy import WorkerView
 from router.workers.prefix_view import PrefixView, PromptBlocks
 from router.workers.reservations import Reservations
@@ -39,6 +43,34 @@ _CANCEL_TRIES = 3
 _STATUS_S = 1.0
 #: Tokens of a batch that are handed out before the event loop does anything else.
 _TOKENS_AT_ONCE = 64
+
+
+class EventSink(Protocol):
+    """Receives the events of one attempt, on the router's event loop."""
+
+    def on_token(self, event: TokenEvent, role: Role) -> None:
+        """One output token."""
+        ...
+
+    def on_prompt(self, event: PromptEvent) -> None:
+        """How much of the prompt was cached."""
+        ...
+
+    def on_scores(self, event: ScoreEvent, role: Role) -> None:
+        """Log-probabilities of prompt tokens."""
+        ...
+
+    def on_spans(self, event: SpanEvent) -> None:
+        """Prefill's part of the timeline, after its commit."""
+        ...
+
+    def on_fail(self, event: FailEvent, ref: WorkerRef) -> None:
+        """The worker gave the attempt up."""
+        ...
+
+    def on_lost(self, ref: WorkerRef, reason: str) -> None:
+        """The worker's event stream broke."""
+        ...
 
 
 class WorkerClient:
@@ -74,7 +106,7 @@ class WorkerClient:
         self._on_change = on_change
         self._on_report = on_report
         self._client: ControlClient | None = None
-        self._sinks: dict[RequestKey, Attempt] = {}
+        self._sinks: dict[RequestKey, EventSink] = {}
         self._submits: dict[RequestKey, asyncio.Task[Ack]] = {}
         self._cancels: set[RequestKey] = set()
         self._cancel_after_submit: set[RequestKey] = set()
@@ -131,7 +163,7 @@ class WorkerClient:
     # --- requests ---------------------------------------------------------------------------------
 
     def attach(
-        self, key: RequestKey, sink: Attempt, prompt: PromptBlocks, *, tokens: int, blocks: int
+        self, key: RequestKey, sink: EventSink, prompt: PromptBlocks, *, tokens: int, blocks: int
     ) -> None:
         """Give the events of an attempt to `sink` and count it: `tokens` to compute, `blocks` to
         hold. Undone by `detach`."""
