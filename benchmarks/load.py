@@ -19,7 +19,7 @@ from benchmarks.front_end.grpc_stream import GrpcConnection, read_messages
 from benchmarks.front_end.http_stream import Connection
 from benchmarks.measure import Result, read_answer
 from benchmarks.workload import Ask, Style
-from cluster.cli.tls import ClientTls
+from cluster.client import ClientTls
 
 #: Begins the address of a gRPC door.
 GRPC = "grpc://"

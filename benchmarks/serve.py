@@ -23,7 +23,7 @@ from benchmarks.load import GRPC, Target, closed_loop, timed_arrivals
 from benchmarks.measure import Slo, Summary, summarise
 from benchmarks.workload import Ask, Style, fit_trace, read_trace, spread_ticks
 from cluster.cli.arguments import add_connection
-from cluster.cli.tls import ClientTls, client_tls
+from cluster.client import ClientTls, client_tls
 from protocol.errors import InvalidRequest
 
 

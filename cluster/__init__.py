@@ -1,15 +1,13 @@
-"""The composition root, and the only package that knows Ray.
+"""The composition root: configuration, command line, Ray and Ray Serve. Only `cluster` imports Ray.
 
-To read in this order:
+In reading order:
 
-    config, config_load, config_tree, checks  what the user says, read strictly and cross-checked
-    cli/                                      the command `baton`, one file a subcommand
-    local_ray, head                           a Ray of our own on this machine
-    deployments, builders                     the Serve applications (for cli.up, or `serve deploy`)
-    worker_replica, ranks, router_replica     what runs in Serve's replicas
-    directory, membership, watching           who is there: one small actor that all follow
-    serve_control, admin                      scaling and draining what runs
-
-Beside it: models and gguf_convert (models on this machine), client (of the gRPC door, for cli/),
-home and heap.
+    config      the YAML file: schema, strict loading, cross-checks
+    local       a Ray cluster on this machine, owned by Baton
+    membership  the directory: one actor that knows which routers and workers are ready
+    models      models on this machine: find, fetch, convert
+    serve       the Ray Serve deployments of routers and workers, and control of them
+    client      a gRPC client of a router, for the command line
+    cli         the command `baton`
+    call_timeout  a time limit for calls into Ray that have none
 """

@@ -28,7 +28,7 @@ from benchmarks import report
 from benchmarks.front_end.clients import Client, Direct, GrpcDoor, HttpDoor
 from benchmarks.load import Reader
 from benchmarks.measure import Result, milliseconds
-from cluster.models.sources import find_model
+from cluster.models.store import find_model
 
 _TICK = os.sysconf("SC_CLK_TCK")
 

@@ -14,7 +14,7 @@ from google.protobuf.json_format import MessageToDict
 from grpc import aio
 
 from benchmarks.measure import Result
-from cluster.cli.tls import ClientTls
+from cluster.client import ClientTls
 from protocol.wire import inference_pb2 as wire
 
 _GENERATE = "/baton.v1.Inference/Generate"

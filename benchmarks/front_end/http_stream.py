@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from cluster.cli.tls import ClientTls
+from cluster.client import ClientTls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

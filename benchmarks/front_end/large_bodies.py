@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from benchmarks.front_end import __main__
 from benchmarks.front_end.clients import HttpDoor
 from benchmarks.measure import percentile
-from cluster.models.sources import find_model
+from cluster.models.store import find_model
 
 _POLL_S = 0.005
 _SENTENCE = "the quick brown fox jumps over the lazy dog. "

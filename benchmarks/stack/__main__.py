@@ -34,7 +34,7 @@ from benchmarks.workload import Ask, Style, fit_trace, read_trace
 from cluster.config.load import load_config
 from cluster.config.schema import ClusterConfig
 from cluster.local.local_ray import load_state
-from cluster.models.sources import find_model
+from cluster.models.store import find_model
 from protocol.errors import BatonError
 
 _WARM_UPS = 12

@@ -1,4 +1,16 @@
-"""The command `baton`. Each subcommand lives in a module of its own, imported when it is used."""
+"""The command `baton`; `arguments` names the module of each subcommand, imported on use.
+
+arguments  the parser, free of heavy imports
+up, down   start and stop a cluster; `session` connects to it, `waiting` waits for its pools
+status     pools, workers and routers of a live cluster
+operate    scale and drain it
+generate   generate and chat; also prints timelines
+demo       model, cluster, one question, stop
+bench      the load generator
+models     fetch and find models
+keys       make API keys
+console    output and errors
+"""
 
 from __future__ import annotations
 

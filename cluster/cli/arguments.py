@@ -98,7 +98,8 @@ def _down(commands: Any) -> None:
 
 
 def _scale(commands: Any) -> None:
-    parser = _plain(commands, "scale", "change the size of one or both pools of a live cluster")
+    text = "change the number of replicas of a live cluster"
+    parser = _plain(commands, "scale", text, module="operate")
     parser.add_argument("--prefill", type=_count, metavar="N", help="prefill replicas wanted")
     parser.add_argument("--decode", type=_count, metavar="M", help="decode replicas wanted")
     parser.add_argument("--router", type=_count, metavar="R", help="router replicas wanted")
@@ -107,7 +108,7 @@ def _scale(commands: Any) -> None:
 
 def _drain(commands: Any) -> None:
     text = "let one worker finish its requests and be replaced by a fresh one"
-    parser = _plain(commands, "drain", text)
+    parser = _plain(commands, "drain", text, module="operate")
     parser.add_argument("worker", help="worker id, as `baton status` shows it")
 
 

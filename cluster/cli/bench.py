@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from cluster.cli import session, up
 from cluster.cli.arguments import API_KEY_ENV, BENCH_OPTIONS, TLS_ENV
 from cluster.cli.console import Console
-from cluster.cli.tls import client_tls
+from cluster.client import client_tls
 from protocol.errors import Unavailable
 
 _MODULE = "benchmarks.serve"

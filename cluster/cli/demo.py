@@ -6,13 +6,13 @@ import argparse
 
 from cluster.cli import session, up
 from cluster.cli.console import Console
-from cluster.cli.generate import open_client
-from cluster.cli.timeline import show_timeline
+from cluster.cli.generate import open_client, show_timeline
 from cluster.client import GenerateOutcome
 from cluster.config.load import load_config
 from cluster.config.schema import ClusterConfig
 from cluster.local.local_ray import RunningCluster
-from cluster.models.sources import SOURCES, get_model
+from cluster.models.gguf import SOURCES
+from cluster.models.store import get_model
 from protocol.wire.inference_pb2 import Message
 
 

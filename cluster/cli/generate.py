@@ -9,12 +9,11 @@ from typing import Any
 
 from cluster.cli.arguments import DEFAULT_GRPC
 from cluster.cli.console import Console
-from cluster.cli.timeline import show_timeline
-from cluster.cli.tls import client_tls
-from cluster.client import GenerateOutcome, InferenceClient
+from cluster.client import GenerateOutcome, InferenceClient, client_tls
 from cluster.local.local_ray import load_state
 from protocol.errors import InvalidRequest
-from protocol.wire.inference_pb2 import Message
+from protocol.timeline import Phase
+from protocol.wire import inference_pb2 as wire
 
 _FIELDS = (
     *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "timeout"),
@@ -79,7 +78,7 @@ def show(
 
 
 def _chat(client: InferenceClient, options: argparse.Namespace, console: Console) -> None:
-    turns = [Message(role="system", content=options.system)] if options.system else []
+    turns = [wire.Message(role="system", content=options.system)] if options.system else []
     if options.message is not None:
         _answer(client, turns, options.message, options, console)
         return
@@ -93,12 +92,67 @@ def _chat(client: InferenceClient, options: argparse.Namespace, console: Console
 
 def _answer(
     client: InferenceClient,
-    turns: list[Message],
+    turns: list[wire.Message],
     text: str,
     options: argparse.Namespace,
     console: Console,
 ) -> None:
-    turns.append(Message(role="user", content=text))
+    turns.append(wire.Message(role="user", content=text))
     outcome = GenerateOutcome()
     answer = show(client.chat(turns, sampling(options), outcome), outcome, options, console)
-    turns.append(Message(role="assistant", content=answer))
+    turns.append(wire.Message(role="assistant", content=answer))
+
+
+_NAMES: dict[str, str] = {
+    Phase.TOKENIZE: "tokenise",
+    Phase.ROUTE: "route",
+    Phase.QUEUE: "wait for a turn",
+    Phase.CREDIT_WAIT: "wait for decode credits",
+    Phase.PREFILL_QUEUE: "prefill queue",
+    Phase.PREFILL: "prefill",
+    Phase.TRANSFER: "KV transfer",
+    Phase.DECODE_QUEUE: "wait for a decode step",
+    Phase.DECODE: "decode",
+    Phase.LOCAL_PREFILL: "prefill on decode",
+}
+
+
+def show_timeline(timeline: wire.Timeline, outcome: GenerateOutcome, console: Console) -> None:
+    """Every phase with its start after arrival, its length, its place and its counts."""
+    spans = sorted(timeline.spans, key=lambda span: (span.start, span.end))
+    rows = [
+        (
+            _NAMES.get(span.phase, span.phase),
+            f"{1e3 * (span.start - timeline.arrival):.1f}",
+            f"{1e3 * (span.end - span.start):.1f}",
+            span.place or "router",
+            _details(span),
+        )
+        for span in spans
+    ]
+    console.table(("PHASE", "AT MS", "FOR MS", "WHERE", "WHAT"), rows)
+    console.say(_summary(timeline, outcome))
+
+
+def _details(span: wire.Span) -> str:
+    parts = [_count(name, span.counts[name]) for name in sorted(span.counts)]
+    if span.note:
+        parts.append(span.note)
+    return ", ".join(parts)
+
+
+def _count(name: str, value: int) -> str:
+    if name == "bytes":
+        return f"{value / 1e6:.2f} MB" if value >= 100_000 else f"{value} bytes"
+    return f"{value} {name if value != 1 else name.removesuffix('s')}"
+
+
+def _summary(timeline: wire.Timeline, outcome: GenerateOutcome) -> str:
+    first = timeline.first_token - timeline.arrival
+    total = timeline.end - timeline.arrival
+    text = f"first token after {1e3 * first:.0f} ms, all after {1e3 * total:.0f} ms"
+    rest = outcome.completion_tokens - 1
+    if rest > 0 and total > first:
+        text += f", {1e3 * (total - first) / rest:.1f} ms per further token"
+    tokens = f"{outcome.prompt_tokens} prompt + {outcome.completion_tokens} output tokens"
+    return f"{tokens}: {text}"

@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 
 from cluster.cli.console import Console
-from cluster.models.sources import SOURCES, find_model, get_model, list_models
+from cluster.models.gguf import SOURCES
+from cluster.models.store import find_model, get_model, list_models
 
 
 def run(options: argparse.Namespace, console: Console) -> None:

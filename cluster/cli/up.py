@@ -30,7 +30,7 @@ from cluster.local.local_ray import (
 )
 from cluster.local.paths import file_lock, models_dir, run_dir
 from cluster.membership.table import reachable
-from cluster.models.sources import find_model
+from cluster.models.store import find_model
 from protocol.errors import InvalidRequest, Unavailable
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM)

@@ -1,1 +1,6 @@
-"""The directory: which routers and workers are ready."""
+"""The directory: which routers and workers are ready.
+
+table             the pure state: members, views, expiry
+directory         the Ray actor around it
+directory_client  how replicas report to it and follow it
+"""

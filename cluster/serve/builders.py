@@ -21,7 +21,7 @@ from cluster.config.checks import check_config
 from cluster.config.load import load_config
 from cluster.config.schema import ClusterConfig
 from cluster.membership.directory import create_directory
-from cluster.models.sources import find_model
+from cluster.models.store import find_model
 from cluster.serve.deployments import pool_application, router_application
 from protocol.errors import InvalidRequest
 from protocol.ids import Role

@@ -111,7 +111,7 @@ def router_application(config: ClusterConfig) -> Any:
     deployment = serve.deployment(RouterReplica, name=MemberKind.ROUTER.value).options(
         num_replicas=section.replicas, **options
     )
-    return deployment.bind(config)
+    return deployment.bind(config, scale)
 
 
 def _options(config: ClusterConfig, placement: PlacementSection, env: Mapping[str, str]) -> Any:

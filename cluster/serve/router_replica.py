@@ -8,11 +8,11 @@ import time
 
 import ray
 
-from cluster.admin import ClusterAdmin
 from cluster.config.schema import ClusterConfig
 from cluster.membership.directory_client import Registration
 from cluster.membership.table import Following, Member, MemberKind, reachable
-from cluster.models.sources import find_model
+from cluster.models.store import find_model
+from cluster.serve.admin import ClusterAdmin, Scale
 from cluster.serve.gc_tuning import settle_heap
 from observability.logging import configure_logging
 from protocol.errors import Unavailable
@@ -26,7 +26,7 @@ _STARTING_S = 0.2
 class RouterReplica:
     """Serve creates one per replica and ends it with `__del__` before the process goes."""
 
-    async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
+    async def __init__(self, config: ClusterConfig, scale: Scale) -> None:  # type: ignore[misc]
         configure_logging()
         # One text at a time, in threads of ours: the tokenizer's own would only take cores.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -35,9 +35,6 @@ class RouterReplica:
         self._state = WorkerState.STARTING
         self._epoch = new_epoch()
         self._following = Following(grace_s=config.lifecycle.expiry_s)
-        # Serve makes routers from the module that defines `scale`, so it cannot be imported above.
-        from cluster.serve.deployments import scale
-
         directory = self._registration.directory
         secret = await directory.secret.remote()
         self._router = Router(

@@ -12,7 +12,7 @@ from ray import serve
 from cluster.config.schema import AUTO, ClusterConfig
 from cluster.membership.directory_client import Registration
 from cluster.membership.table import Departures, Member, MemberKind
-from cluster.models.sources import find_model
+from cluster.models.store import find_model
 from cluster.serve.follower_rank import on_own_gpu, start_followers
 from cluster.serve.gc_tuning import settle_heap
 from concurrency.threads import in_own_thread

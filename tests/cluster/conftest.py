@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from cluster.models.sources import find_model
+from cluster.models.store import find_model
 from protocol.errors import NotFound
 from protocol.wire import inference_pb2 as wire
 from tests.support import services

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from cluster.cli.console import Console
-from cluster.cli.timeline import show_timeline
+from cluster.cli.generate import show_timeline
 from cluster.client import GenerateOutcome, InferenceClient
 from protocol.errors import ContextTooLong, InvalidRequest, Overloaded, Unavailable
 from protocol.wire import inference_pb2 as wire

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from cluster.admin import ClusterAdmin, drain_worker
 from cluster.config.schema import ClusterConfig, LifecycleSection, ModelSection
 from cluster.membership.directory import Directory
 from cluster.membership.table import Member, MemberKind, View
+from cluster.serve.admin import ClusterAdmin, drain_worker
 from cluster.serve.control import PoolStatus
 from protocol.errors import NotFound, Unavailable
 from protocol.ids import Role
@@ -164,7 +164,7 @@ async def test_view_adds_targets_and_other_routers(
     status = PoolStatus(
         kind=MemberKind.DECODE, target=4, replicas={}, healthy=True, failed=False, message=""
     )
-    monkeypatch.setattr("cluster.admin.pool_statuses", lambda: {MemberKind.DECODE: status})
+    monkeypatch.setattr("cluster.serve.admin.pool_statuses", lambda: {MemberKind.DECODE: status})
     await directory.report(member("r-own", MemberKind.ROUTER, http="h:1", grpc="g:1"))
     await directory.report(member("r-other", MemberKind.ROUTER, http="h:2", grpc="g:2"))
     view = await admin.view(OWN)
@@ -199,8 +199,8 @@ async def test_a_serve_that_is_away_takes_no_threads_of_requests(
         back.wait(60)
         return {}
 
-    monkeypatch.setattr("cluster.admin.pool_statuses", away)
-    monkeypatch.setattr("cluster.admin._CALL_S", 0.05)
+    monkeypatch.setattr("cluster.serve.admin.pool_statuses", away)
+    monkeypatch.setattr("cluster.serve.admin._CALL_S", 0.05)
     try:
         async with asyncio.timeout(20):
             views = await asyncio.gather(

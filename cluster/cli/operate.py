@@ -1,8 +1,9 @@
-"""`baton scale`: change the size of a pool of the live cluster."""
+"""`baton scale` and `baton drain`: change the live cluster."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import time
 from dataclasses import replace
 
@@ -16,16 +17,20 @@ _WAIT_S = 600.0
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
-    """Set the wanted sizes; wait until newcomers serve and leavers are gone."""
-    given = {
-        MemberKind.PREFILL: options.prefill,
-        MemberKind.DECODE: options.decode,
-        MemberKind.ROUTER: options.router,
-    }
+    """Scale pools, or drain one worker."""
+    if options.command == "drain":
+        _drain(options.worker, console)
+    else:
+        _scale(options, console)
+
+
+def _scale(options: argparse.Namespace, console: Console) -> None:
+    """Set the pools' sizes; wait until new replicas are ready and surplus ones are gone."""
+    given = {kind: getattr(options, kind) for kind in MemberKind}
     wanted = {kind: count for kind, count in given.items() if count is not None}
     if not wanted:
         raise InvalidRequest(
-            "say which pool: --prefill N, --decode M or --router R", param="--prefill"
+            "name a pool: --prefill N, --decode M or --router R", param="--prefill"
         )
     for kind in (MemberKind.DECODE, MemberKind.ROUTER):
         if wanted.get(kind) == 0:
@@ -42,3 +47,13 @@ def run(options: argparse.Namespace, console: Console) -> None:
         scale(config, wanted)
         if not options.no_wait:
             wait_for(wanted, console, deadline=time.monotonic() + _WAIT_S, exact=True)
+
+
+def _drain(worker_id: str, console: Console) -> None:
+    """Let one worker finish its requests; Serve then replaces it."""
+    with session.connected() as directory:
+        view, secret = session.ask(directory.view.remote(), directory.secret.remote())
+        from cluster.serve.admin import drain_worker
+
+        member = asyncio.run(drain_worker(view, worker_id, secret=secret))
+    console.say(f"{member.name} is {member.state}; it is replaced once its requests have ended")
