@@ -92,6 +92,10 @@ proto-check: env-dev ## Fail if the committed generated code is not what `make p
 docs: env-dev ## Write docs/configuration.md and docs/metrics.md from the code
 	PYTHONPATH=. $(RUN)/python scripts/docs.py
 
+.PHONY: structure
+structure: env-dev ## Measure the product's structure against the limits in docs/architecture.md
+	$(RUN)/python scripts/structure.py --check $(ARGS)
+
 .PHONY: lock
 lock: env-dev ## Write constraints/*.txt again from what is installed in $(VENV)
 	$(RUN)/python scripts/lock.py

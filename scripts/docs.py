@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import re
 import sys
+import textwrap
 import typing
 from collections.abc import Iterator, Sequence
 from enum import Enum
@@ -18,6 +19,7 @@ from observability import metrics
 from observability.metrics import Metric
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
+MAX_COLUMNS = 110
 _MADE = "<!-- Made by `make docs` from the code; do not edit. -->\n\n"
 _CONFIGURATION = """\
 # Configuration
@@ -87,7 +89,19 @@ def _prose(cls: type) -> str:
             " ".join(paragraph.split()),
         )
         parts.append("\n".join(_listed(cls, line) for line in text.strip().split("\n")))
-    return "\n\n".join(part for part in parts if part)
+    lines = "\n\n".join(part for part in parts if part).split("\n")
+    return "\n".join(_wrapped(line) for line in lines)
+
+
+def _wrapped(line: str) -> str:
+    indent = "  " if line.startswith("- ") else ""
+    return textwrap.fill(
+        line,
+        MAX_COLUMNS,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _listed(cls: type, line: str) -> str:

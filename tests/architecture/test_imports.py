@@ -1,15 +1,15 @@
 """Who may import whom: the contracts of pyproject.toml, and that they cover every package."""
 
+import re
 import subprocess
 import sys
 import tomllib
 
 import pytest
 
-from tests.support.sources import ROOT, imports_of
+from tests.support.sources import PACKAGES, ROOT, imports_of
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-PACKAGES = PROJECT["tool"]["importlinter"]["root_packages"]
 
 
 def test_import_contracts_hold():
@@ -26,12 +26,24 @@ def test_import_contracts_hold():
 
 
 def test_every_package_is_built_typed_checked_and_under_contract():
-    found = {path.parent.name for path in ROOT.glob("*/py.typed")}
-    assert set(PACKAGES) == found
-    assert set(PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]) == found
-    assert found <= set(PROJECT["tool"]["mypy"]["packages"])
-    layers = PROJECT["tool"]["importlinter"]["contracts"][0]["layers"]
+    found, tool = set(PACKAGES), PROJECT["tool"]
+    assert {path.parent.name for path in ROOT.glob("*/__init__.py")} - found == {"benchmarks"}
+    assert set(tool["importlinter"]["root_packages"]) == found
+    assert set(tool["hatch"]["build"]["targets"]["wheel"]["packages"]) == found
+    assert found <= set(tool["mypy"]["packages"])
+    layers = tool["importlinter"]["contracts"][0]["layers"]
     assert {part for layer in layers for part in layer.split(" | ")} == found
+
+
+def test_deprecation_warnings_in_every_package_are_errors():
+    (ignored,) = (
+        line
+        for line in PROJECT["tool"]["pytest"]["ini_options"]["filterwarnings"]
+        if line.startswith("ignore::DeprecationWarning:")
+    )
+    pattern = ignored.removeprefix("ignore::DeprecationWarning:")
+    assert [name for name in PACKAGES if re.match(pattern, f"{name}.module")] == []
+    assert re.match(pattern, "torch.nn")
 
 
 @pytest.mark.parametrize("package", [name for name in PACKAGES if name != "cluster"])

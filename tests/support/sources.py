@@ -1,5 +1,5 @@
-"""What the project's own Python files are made of. Trees are not kept: the collector would walk
-through all of them whenever it runs."""
+"""The project's own Python files, parsed. Syntax trees are not kept: each run of the garbage
+collector would walk through all of them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+#: The product's packages: every folder that says that it is typed.
+PACKAGES = sorted(path.parent.name for path in ROOT.glob("*/py.typed"))
 
 
 def tree(path: Path) -> ast.Module:
