@@ -26,20 +26,20 @@ from rpc import methods
 log = get_logger(__name__)
 
 
-async def meet(party: EndpointContext, lane: SenderChannel) -> None:
+async def meet(party: EndpointContext, channel: SenderChannel) -> None:
     """Build the links to a decode worker. Never raises: one that does not come about is built by
     the first piece that needs it."""
-    link = lane.link
+    link = channel.link
     try:
-        await _meet(party, lane, link)
+        await _meet(party, channel, link)
     except BatonError as error:
-        lane.renew(link)
-        who = lane.decode.worker_id
+        channel.renew(link)
+        who = channel.decode.worker_id
         log.info("no links ahead of hand-offs", extra={"decode": who, "reason": error.message})
 
 
-async def _meet(party: EndpointContext, lane: SenderChannel, link: int) -> None:
-    address, clients = lane.decode.address, party.clients
+async def _meet(party: EndpointContext, channel: SenderChannel, link: int) -> None:
+    address, clients = channel.decode.address, party.clients
     limit = party.config.rpc_timeout_s
     meeting = Meeting(prefill=party.ref, prefill_layout=party.layout)
     welcome = await clients.get(address).call(methods.MEET, meeting, timeout_s=limit)
@@ -48,12 +48,15 @@ async def _meet(party: EndpointContext, lane: SenderChannel, link: int) -> None:
         party.config.backend,
         welcome.links,
         num_ranks=welcome.layout.tp_size,
-        refused=lane.refused,
+        refused=channel.refused,
     )
     if backend not in ONE_SIDED:  # decode's ranks have to wait for ours
         meeting = replace(meeting, link=link, backend=backend)
         await clients.get(address).call(methods.MEET, meeting, timeout_s=limit)
-    parts, ends = sent_parts(party.layout, welcome, backend), (party.ref.epoch, lane.decode.epoch)
+    parts, ends = (
+        sent_parts(party.layout, welcome, backend),
+        (party.ref.epoch, channel.decode.epoch),
+    )
     orders = _orders(parts, *ends, link, backend, sending=True)
     failure = first_error(await run_orders(party.ranks, orders))
     if failure is not None:

@@ -1,10 +1,9 @@
-"""A sender's record of one hand-off, and its pieces as the lane wants them."""
+"""A sender's record of one hand-off, and its pieces as a sender channel takes them."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from kv_transfer.config import ONE_SIDED
 from kv_transfer.control.finished_handoffs import FinishedHandoff
@@ -22,9 +21,6 @@ from protocol.ids import WorkerRef
 from protocol.kv_layout import Cells, KVLayout
 from protocol.messages import Piece
 
-if TYPE_CHECKING:
-    from kv_transfer.control.sender_channel import SenderChannel
-
 
 @dataclass(slots=True, eq=False)
 class Outgoing:
@@ -33,7 +29,7 @@ class Outgoing:
     rank that is lost may be frozen, and write into decode's blocks when it thaws."""
 
     lease: OutboundHandoff
-    lane: SenderChannel | None = None
+    has_channel: bool = False
     backend: str = ""
     parts: Parts = field(default_factory=dict)
     max_cells: int = 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from kv_transfer.config import ONE_SIDED
@@ -13,11 +14,10 @@ from kv_transfer.control.endpoint import Endpoint
 from kv_transfer.control.incoming import Incoming, Settled, grant_message, settled
 from kv_transfer.control.listeners import ReceiverListener
 from kv_transfer.control.receiver_channel import listen
-from kv_transfer.control.writers import may_write, writer_stopped
 from kv_transfer.plan.block_grants import BlockGrants, Holding
 from kv_transfer.plan.handoff_state import InboundHandoff, PiecesLost, Verdict
 from kv_transfer.plan.reshard import check_layout
-from protocol.errors import BatonError, ErrorInfo, HandoffFailed, StaleMessage
+from protocol.errors import BatonError, ErrorInfo, HandoffFailed, Internal, StaleMessage
 from protocol.ids import RequestKey, WorkerRef
 from protocol.messages import Ack, Commit, HandoffEnd, LinkAddress, Meeting, Piece, Welcome
 from protocol.states import TransferState
@@ -319,3 +319,31 @@ class Receiver(Endpoint[Incoming, Settled]):
 
     async def _leave(self, lease: InboundHandoff) -> CallResult:
         return await self._tell(lease.peer, lease.end_message(self._me.ref.epoch))
+
+
+def may_write(handoff: Incoming) -> bool:
+    """Whether the sender writes by itself, or may: it has not said yet."""
+    return not handoff.backend or handoff.backend in ONE_SIDED
+
+
+async def writer_stopped(ask: Callable[[], Awaitable[CallResult]], party: EndpointContext) -> None:
+    """Ask again and again, however long it takes: a frozen sender may still write when it thaws.
+
+    Nobody listening at its address (rpc.service: an error that names it) for an operation's time
+    counts as dead: a frozen process still listens.
+    """
+    absent_since: float | None = None
+    while True:
+        answer = await ask()
+        if answer.error is None:
+            return
+        if answer.refused and not isinstance(answer.error, Internal):
+            return  # its address belongs to another incarnation
+        now = party.clock.monotonic()
+        if answer.error.param != "address":
+            absent_since = None
+        elif absent_since is None:
+            absent_since = now
+        elif now - absent_since >= party.config.op_timeout_s:
+            return
+        await asyncio.sleep(party.config.repair_s)

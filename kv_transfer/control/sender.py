@@ -34,7 +34,7 @@ class Sender(Endpoint[Outgoing, Finished]):
         super().__init__(party)
         self._listener = listener
         self._early: BoundedMap[RequestKey, Grant] = BoundedMap(party.config.remembered)
-        self._lanes = SenderChannels(party, self._tasks, self.stats)
+        self._channels = SenderChannels(party, self._tasks, self.stats)
 
     def handlers(self) -> dict[Method[Any, Any], Handler]:
         """What decode workers may call."""
@@ -45,8 +45,8 @@ class Sender(Endpoint[Outgoing, Finished]):
     async def meet(self, decode: WorkerRef) -> None:
         """Get the links to a decode worker ready, once, before hand-offs need them. Never
         raises."""
-        if self._lanes.lacks(decode.epoch):
-            await meet(self._me, self._lanes.get(decode))
+        if self._channels.lacks(decode.epoch):
+            await meet(self._me, self._channels.get(decode))
 
     def expect(self, key: RequestKey, ticket: Ticket, decode: WorkerRef) -> None:
         """A request was submitted whose KV will go to `decode`; its grant may already be here, or
@@ -136,7 +136,7 @@ class Sender(Endpoint[Outgoing, Finished]):
     async def peer_lost(self, epoch: int) -> None:
         """The decode worker of this epoch is gone: end what was meant for it, drop its links."""
         self._end_all(epoch, "is lost")
-        await self._lanes.forget(epoch)
+        await self._channels.forget(epoch)
 
     # --- from decode ----------------------------------------------------------------------------
 
@@ -201,13 +201,13 @@ class Sender(Endpoint[Outgoing, Finished]):
                 await self._tell(grant.decode, end)
 
     def _fit(self, handoff: Outgoing, grant: Grant) -> None:
-        lane = self._lanes.get(grant.decode)
-        handoff.backend, handoff.parts = lane.route(grant)
+        channel = self._channels.get(grant.decode)
+        handoff.backend, handoff.parts = channel.route(grant)
         handoff.max_cells = cells_per_piece(
             self._me.layout, handoff.lease.cell_size, self._config.piece_bytes(handoff.backend)
         )
-        handoff.lane = lane
-        lane.users += 1
+        handoff.has_channel = True
+        channel.users += 1
         self._shorten(handoff.lease)
 
     def _send(self, piece: PieceOut) -> None:
@@ -218,14 +218,14 @@ class Sender(Endpoint[Outgoing, Finished]):
         """Send a piece; if a commit waits for it, and for no other, that too."""
         handoff = piece.handoff
         lease = handoff.lease
-        assert handoff.lane is not None
+        channel = self._channels.get(lease.peer)
         if handoff.started is None:
             handoff.started = self._clock.wall()
         try:
-            outcomes = await handoff.lane.deliver(piece)
+            outcomes = await channel.deliver(piece)
         except BatonError as error:
             if error.param == "backend":  # the next hand-off to this worker tries another way
-                handoff.lane.refuse(handoff.backend)
+                channel.refuse(handoff.backend)
             failure = as_failure(error, "decode worker").info()
             self._finish(handoff, released=False, error=failure, tell=True)
             return
@@ -292,8 +292,8 @@ class Sender(Endpoint[Outgoing, Finished]):
         del self._live[lease.key]
         handoff.pieces.clear()  # each of them names the hand-off: a circle that would outlive it
         self._past.put(lease.key, Finished(lease.peer.epoch, lease.error, handoff.quiet))
-        if handoff.lane is not None:
-            handoff.lane.users -= 1
+        if handoff.has_channel:
+            self._channels.release(lease.peer.epoch)
 
     async def _fence(self, handoff: Outgoing) -> None:
         """Wait until no rank reads the source blocks."""

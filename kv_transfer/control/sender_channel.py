@@ -1,4 +1,4 @@
-"""A sender's lane to one incarnation of a decode worker: pieces in order, links renewed when
+"""A sender's channel to one incarnation of a decode worker: pieces in order, links renewed when
 broken."""
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class SenderChannel:
     step, it is renewed: decode then drops whatever it had posted on the old one.
     """
 
-    def __init__(self, decode: WorkerRef, lanes: SenderChannels) -> None:
+    def __init__(self, decode: WorkerRef, channels: SenderChannels) -> None:
         self.decode = decode
         self.users = 0
         self.refused: set[str] = set()  # backends that did not reach this worker
-        self._lanes = lanes
-        self._me = lanes.party
-        self._config = lanes.party.config
+        self._channels = channels
+        self._me = channels.party
+        self._config = channels.party.config
         self._slots = asyncio.Semaphore(self._config.pipeline_depth)
         self._last: asyncio.Future[None] | None = None  # done once the last turn is over
-        self._link = lanes.next_number()
+        self._link = channels.next_number()
         self._asked: object = None  # what `_route` is the answer to
         self._route: tuple[str, Parts] = ("", {})
 
@@ -132,7 +132,7 @@ class SenderChannel:
         before, turn = self._last, asyncio.get_running_loop().create_future()
         self._last = turn
         link = self._link
-        piece = job.announcement(link, self._lanes.next_number())
+        piece = job.announcement(link, self._channels.next_number())
         try:
             answer = await self._me.call(self.decode, methods.PIECE, piece)
             if before is not None and not before.done():
@@ -141,7 +141,7 @@ class SenderChannel:
                 if link != self._link:
                     return link, None
                 orders = job.orders(link, discard=not job.alive)
-                return link, self._lanes.tasks.start(self._move(job, orders))
+                return link, self._channels.tasks.start(self._move(job, orders))
             if answer.uncertain or answer.error.param == "link":
                 self.renew(link)
             if answer.refused and answer.error.param in ("link", "turn"):
@@ -158,14 +158,14 @@ class SenderChannel:
     def renew(self, link: int) -> None:
         """Leave a link that may be broken or out of step; what is blocked on it fails at once."""
         if link == self._link:
-            self._link = self._lanes.next_number()
-            self._lanes.stats.relinked += 1
-            self._lanes.tasks.start(self._close(link, forget=False))
+            self._link = self._channels.next_number()
+            self._channels.stats.relinked += 1
+            self._channels.tasks.start(self._close(link, forget=False))
 
     async def forget(self) -> None:
         """Close the links for good; what is in flight fails. An announcement that is under way
         takes the number that follows: no link is opened a second time."""
-        link, self._link = self._link, self._lanes.next_number()
+        link, self._link = self._link, self._channels.next_number()
         await self._close(link, forget=True)
 
     async def _close(self, link: int, *, forget: bool) -> None:
@@ -179,7 +179,7 @@ class SenderChannel:
 
 
 class SenderChannels:
-    """A sender's lanes by decode epoch, made on first use; the least recently used idle one is
+    """A sender's channels by decode epoch, made on first use; the least recently used idle one is
     closed when there are more than `max_peers`. Numbers all links and turns, so that no two share
     one."""
 
@@ -188,34 +188,40 @@ class SenderChannels:
         self.tasks = tasks
         self.stats = stats
         self._numbers = itertools.count(1)
-        self._lanes: OrderedDict[int, SenderChannel] = OrderedDict()
+        self._channels: OrderedDict[int, SenderChannel] = OrderedDict()
 
     def get(self, decode: WorkerRef) -> SenderChannel:
-        """The lane to a decode worker, now the most recently used."""
-        lane = self._lanes.get(decode.epoch)
-        if lane is None:
+        """The channel to a decode worker, now the most recently used."""
+        channel = self._channels.get(decode.epoch)
+        if channel is None:
             self._make_room()
-            lane = SenderChannel(decode, self)
-            self._lanes[decode.epoch] = lane
-        self._lanes.move_to_end(decode.epoch)
-        return lane
+            channel = SenderChannel(decode, self)
+            self._channels[decode.epoch] = channel
+        self._channels.move_to_end(decode.epoch)
+        return channel
 
     def lacks(self, epoch: int) -> bool:
-        """Whether there is no lane to a decode worker, and room for one."""
-        return epoch not in self._lanes and len(self._lanes) < self.party.config.max_peers
+        """Whether there is no channel to a decode worker, and room for one."""
+        return epoch not in self._channels and len(self._channels) < self.party.config.max_peers
+
+    def release(self, epoch: int) -> None:
+        """A hand-off that used the channel is over."""
+        channel = self._channels.get(epoch)
+        if channel is not None:
+            channel.users -= 1
 
     async def forget(self, epoch: int) -> None:
-        """Close a lane's links; what is in flight fails."""
-        lane = self._lanes.pop(epoch, None)
-        if lane is not None:
-            await lane.forget()
+        """Close a channel's links; what is in flight fails."""
+        channel = self._channels.pop(epoch, None)
+        if channel is not None:
+            await channel.forget()
 
     def next_number(self) -> int:
         """A number for a link or a turn, higher than any before."""
         return next(self._numbers)
 
     def _make_room(self) -> None:
-        surplus = len(self._lanes) + 1 - self.party.config.max_peers
-        idle = [epoch for epoch, lane in self._lanes.items() if lane.users == 0]
+        surplus = len(self._channels) + 1 - self.party.config.max_peers
+        idle = [epoch for epoch, channel in self._channels.items() if channel.users == 0]
         for epoch in idle[: max(0, surplus)]:
-            self.tasks.start(self._lanes.pop(epoch).forget())
+            self.tasks.start(self._channels.pop(epoch).forget())

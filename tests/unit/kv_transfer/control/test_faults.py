@@ -571,7 +571,7 @@ async def test_a_newer_link_frees_a_receive_that_waits_on_the_old_one(backends):
         stuck = piece_of(pair, grant)
         pair.receiver.on_piece(stuck)
         await asyncio.sleep(0.05)
-        pair.sender._lanes.get(pair.decode.ref).renew(1)
+        pair.sender._channels.get(pair.decode.ref).renew(1)
         async with asyncio.timeout(15):
             await finish(pair)
         assert len(pair.decode.events.commits) == 1

@@ -11,7 +11,7 @@ from kv_transfer.backends.choice import choose_backend
 from kv_transfer.backends.host import host_id
 from kv_transfer.config import BackendName, ChecksumKind
 from kv_transfer.control.calls import CallResult
-from kv_transfer.control.writers import writer_stopped
+from kv_transfer.control.receiver import writer_stopped
 from kv_transfer.plan.block_grants import Holding
 from protocol.errors import DeadlineExceeded, ErrorCode, HandoffFailed, StaleMessage, Unavailable
 from protocol.messages import LinkAddress
