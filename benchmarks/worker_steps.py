@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-import decode_worker.commands as decode
-import prefill_worker.commands as prefill
+import decode_worker.lifecycle as decode
+import prefill_worker.lifecycle as prefill
 from benchmarks.engine import Bench, Ranks, build, engine_parser, report_trace
 from benchmarks.gpu_limits import begin_report
 from benchmarks.measure import milliseconds
@@ -39,10 +39,8 @@ from protocol.messages import Submit
 from protocol.sampling import SamplingParams
 from worker_runtime.config import WorkerConfig
 from worker_runtime.control.event_publisher import EventPublisher
-from worker_runtime.inbox import Inbox
-from worker_runtime.scheduling.commands import Submitted
-from worker_runtime.scheduling.scheduler import Snapshot
-from worker_runtime.step_loop import StepLoop
+from worker_runtime.scheduling.messages import Snapshot, Submitted
+from worker_runtime.step_loop import Inbox, StepLoop
 
 PEER = WorkerRef(worker_id="peer", epoch=1, role=Role.PREFILL, address="127.0.0.1:1")
 ROUTER = "router"

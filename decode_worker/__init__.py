@@ -1,6 +1,7 @@
-"""The decode worker: block reservation, continuous-batching scheduler, token outlet. Thin on
-purpose.
+"""The decode worker: admission, continuous batching, streaming.
 
-Reading order: entry (a request here), commands (what the scheduler is told and asks for), admission
-(who gets blocks), scheduler, worker (which ties it to a receiver of kv_transfer).
+lifecycle: states of a request, commands and outputs.
+admission: which waiting request gets blocks.
+scheduler: the batch of each step, preemption.
+worker: joins the scheduler to the receiver of kv_transfer.
 """

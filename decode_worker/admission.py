@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from decode_worker.commands import Reserve
-from decode_worker.entry import ADMITTED, WAITING, DecodeEntry, DecodeState
+from decode_worker.lifecycle import ADMITTED, WAITING, DecodeEntry, DecodeState, Reserve
 from engine.kv.allocator import BlockAllocator
 from protocol.timeline import Phase
 from worker_runtime.config import WorkerConfig

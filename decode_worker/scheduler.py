@@ -14,22 +14,32 @@ when it is gone.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from decode_worker.admission import BlockAdmission
-from decode_worker.commands import BlocksSafe, Command, Committed, DecodeOutput
-from decode_worker.entry import ADMITTED, COMPUTED_HERE, WAITING, DecodeEntry, DecodeState
+from decode_worker.lifecycle import (
+    ADMITTED,
+    COMPUTED_HERE,
+    WAITING,
+    BlocksSafe,
+    Command,
+    Committed,
+    DecodeEntry,
+    DecodeOutput,
+    DecodeState,
+)
 from engine.batch import StepBatch, StepResult
 from engine.kv.allocator import BlockAllocator
-from protocol.errors import ErrorInfo
+from grammar.matcher import compute_masks
+from protocol.errors import ErrorInfo, InvalidRequest
 from protocol.ids import RequestKey
 from protocol.kv_layout import KVFingerprint
 from protocol.logprobs import TokenLogprobs
 from protocol.messages import WorkerLoad
 from protocol.timeline import Phase, Span
 from worker_runtime.config import WorkerConfig
-from worker_runtime.control.grammars import constrain
-from worker_runtime.scheduling import counters
-from worker_runtime.scheduling.commands import EndHandoff, HandoffEnded
 from worker_runtime.scheduling.inflight_steps import Row
+from worker_runtime.scheduling.messages import PREEMPTIONS, EndHandoff, HandoffEnded
 from worker_runtime.scheduling.scheduler import Scheduler
 from worker_runtime.scheduling.sequence import Sequence
 
@@ -306,7 +316,7 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
 
     def counters(self) -> dict[str, int]:
         """How requests ended here, since the start."""
-        return {**super().counters(), counters.PREEMPTIONS: self.num_preemptions}
+        return {**super().counters(), PREEMPTIONS: self.num_preemptions}
 
     def _spans(self, entry: DecodeEntry) -> tuple[Span, ...]:
         sequence = entry.sequence
@@ -327,3 +337,14 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
                 },
             },
         )
+
+
+def constrain(sequences: Iterable[Sequence]) -> list[tuple[RequestKey, ErrorInfo]]:
+    """Compute the masks of sequences whose output has grown; those whose grammar cannot go on."""
+    constrained = [(s.key, s.matcher) for s in sequences if s.matcher is not None]
+    compute_masks(matcher for _, matcher in constrained)
+    return [
+        (key, InvalidRequest(f"grammar: {matcher.error}", param="grammar").info())
+        for key, matcher in constrained
+        if matcher.error
+    ]

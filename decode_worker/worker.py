@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from decode_worker.commands import BlocksSafe, Command, Committed, DecodeOutput
+from decode_worker.lifecycle import BlocksSafe, Command, Committed, DecodeOutput
 from decode_worker.scheduler import DecodeScheduler
 from kv_transfer.control.context import EndpointContext
 from kv_transfer.control.receiver import Receiver
 from protocol.errors import ErrorInfo, Internal, InvalidRequest
 from protocol.ids import RequestKey, Role
 from protocol.messages import Commit, Submit
-from worker_runtime.scheduling.commands import HandoffEnded
+from worker_runtime.scheduling.messages import HandoffEnded
 from worker_runtime.worker import Worker
 
 

@@ -1,15 +1,14 @@
-"""The model, its paged KV and the executor that runs steps. Knows no text, network or roles.
+"""The model, its paged KV cache and the executor that runs steps. No text, network or roles.
 
-To read in this order:
+Wings, in reading order:
 
-    batch, local            one step as values, and a whole engine in one process that makes them
-    executor                what workers drive; builds the engine of a CPU or a GPU
-    kv/allocator, kv/pool   who owns which block of KV, and its tensors
-    runner (with inputs)    one rank on a CPU: a batch laid out in rows and run
-    model/, layers/         the forward pass, split over ranks (loader reads a rank's share)
-    kernels/base            what it asks of a device: `reference` to be read, `cpu` and native/ to
-                            be fast
-    ranks, follower, tp     several processes that run the same steps
-    cuda/                   all of it on GPUs (executor, runner, model, plan, graphs), over
-                            kernels/triton_* and kernels/jit/
+    batch, config       one step as values; the settings of an engine
+    local               a whole engine in one process: scheduling in 200 lines, oracle of the tests
+    executor            what workers drive; builds the engine for a CPU or a GPU
+    kv/                 block allocator, KV tensors, pool sizing
+    model/              checkpoint, weights of a rank, forward pass
+    cpu/                one rank on a CPU
+    ranks/              tensor parallelism: several processes run the same steps
+    kernels/            operations of a device; skip at first reading
+    cuda/               one rank on a GPU: CUDA graphs, steps planned ahead
 """

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from engine.batch import SequenceStep, StepBatch
+from engine.batch import SequenceStep, StepBatch, TokenHistory
 from engine.config import EngineConfig
 from engine.executor import Executor, build_executor
-from engine.history import TokenHistory
 from engine.kv.allocator import BlockAllocator
 from protocol.errors import ContextTooLong, InvalidRequest
 from protocol.sampling import SamplingParams

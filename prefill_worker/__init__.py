@@ -1,5 +1,6 @@
-"""The prefill worker: admission, chunked-prefill scheduler, hand-off. Thin on purpose.
+"""The prefill worker: chunked prefill, token 1, hand-off to decode.
 
-Reading order: entry (a request here), commands (what the scheduler is told and asks for),
-scheduler, worker (which ties it to a sender of kv_transfer).
+lifecycle: states of a request, commands and outputs.
+scheduler: chunks of prompts under a token budget.
+worker: joins the scheduler to the sender of kv_transfer.
 """

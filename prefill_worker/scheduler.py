@@ -15,15 +15,23 @@ those of a sequence that is gone are freed once no step in flight writes to them
 from __future__ import annotations
 
 from engine.batch import StepBatch, StepResult
-from prefill_worker.commands import Command, CommitHandoff, Delivered, Granted, PrefillOutput, Push
-from prefill_worker.entry import PrefillEntry, PrefillState
+from prefill_worker.lifecycle import (
+    Command,
+    CommitHandoff,
+    Delivered,
+    Granted,
+    PrefillEntry,
+    PrefillOutput,
+    PrefillState,
+    Push,
+)
 from protocol.errors import ErrorInfo
 from protocol.ids import RequestKey
 from protocol.logprobs import TokenLogprobs
 from protocol.messages import SpanEvent, WorkerLoad
 from protocol.timeline import Phase, Span
-from worker_runtime.scheduling.commands import EndHandoff, HandoffEnded
 from worker_runtime.scheduling.inflight_steps import Row
+from worker_runtime.scheduling.messages import EndHandoff, HandoffEnded
 from worker_runtime.scheduling.scheduler import Scheduler
 from worker_runtime.scheduling.sequence import Sequence
 

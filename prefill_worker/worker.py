@@ -6,12 +6,12 @@ from kv_transfer.control.context import EndpointContext
 from kv_transfer.control.listeners import TransferReport
 from kv_transfer.control.sender import Sender
 from observability.logging import get_logger
-from prefill_worker.commands import Command, CommitHandoff, Delivered, Granted, PrefillOutput, Push
+from prefill_worker.lifecycle import Command, CommitHandoff, Delivered, Granted, PrefillOutput, Push
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.errors import BatonError, ErrorInfo, Internal, InvalidRequest
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.messages import Grant, Submit
-from worker_runtime.scheduling.commands import EndHandoff, HandoffEnded
+from worker_runtime.scheduling.messages import EndHandoff, HandoffEnded
 from worker_runtime.worker import Worker
 
 log = get_logger(__name__)

@@ -1,5 +1,9 @@
-"""What the prefill and the decode worker share.
+"""What prefill and decode workers share.
 
-Reading order: sequence (one request), prefix_cache, scheduler (what both schedulers do alike),
-flight and step_loop (steps on a thread of their own), outlet and shell (routers), host (all of it).
+worker: assembles a worker: engine ranks, step thread, control service, hand-off.
+control/: event loop: requests in, event streams out, grammars.
+step_loop: step thread: commands in, plan, launch, wait, apply.
+scheduling/: pure: requests, in-flight steps, prefix cache, base of both schedulers.
+ranks: joins engine ranks to the data planes of kv_transfer.
+cores, config: CPU cores shared between workers of a machine; settings.
 """

@@ -19,9 +19,8 @@ from engine.executor import Executor, PendingStep
 from observability.logging import get_logger
 from protocol.errors import Internal
 from worker_runtime.cores import SharedCores
-from worker_runtime.inbox import Inbox
-from worker_runtime.scheduling.commands import RouterCommand, Submitted
-from worker_runtime.scheduling.scheduler import Scheduler, Snapshot, StepOutput
+from worker_runtime.scheduling.messages import RouterCommand, Snapshot, StepOutput, Submitted
+from worker_runtime.scheduling.scheduler import Scheduler
 
 #: How long before the end of the step on its way the next one is planned: what planning and
 #: launching have taken lately, but for the slowest few, half of that again for the other ranks of
@@ -36,6 +35,48 @@ Out = TypeVar("Out", bound=StepOutput)
 #: Takes one turn's output, what the scheduler is like after it, and how many requests it took in.
 Deliver = Callable[[Out, Snapshot, int], object]
 log = get_logger(__name__)
+
+
+class Inbox(Generic[C]):
+    """Many producers, one consumer. Waiting costs nothing and ends at once when a command
+    arrives."""
+
+    def __init__(self) -> None:
+        self._items: deque[C] = deque()
+        self._ready = threading.Condition()
+        self._closed = False
+
+    def put(self, command: C) -> None:
+        """Add a command; callable from any thread."""
+        with self._ready:
+            self._items.append(command)
+            self._ready.notify()
+
+    def close(self) -> None:
+        """Wake the consumer for good."""
+        with self._ready:
+            self._closed = True
+            self._ready.notify()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the consumer should end."""
+        return self._closed
+
+    def drain(self) -> list[C]:
+        """Everything that has arrived, without waiting."""
+        with self._ready:
+            items = list(self._items)
+            self._items.clear()
+            return items
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Return when a command is there, the inbox is closed, or the time is over."""
+        with self._ready:
+            if not self._items and not self._closed:
+                self._ready.wait(
+                    None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)
+                )
 
 
 class StepLoop(Generic[C, Out]):

@@ -27,20 +27,20 @@ from protocol.messages import Submit, WorkerStatus
 from protocol.states import WorkerState
 from rpc.service import ClientPool, ControlServer
 from worker_runtime.config import WorkerConfig
-from worker_runtime.control.control_service import ControlService, Identity
+from worker_runtime.control.control_service import ControlService, Identity, SubmitLimits
 from worker_runtime.control.grammars import Grammars
-from worker_runtime.control.submit_limits import SubmitLimits
 from worker_runtime.cores import SharedCores
-from worker_runtime.inbox import Inbox
 from worker_runtime.ranks import Ranks, join_ranks, load_ranks
-from worker_runtime.scheduling.commands import (
+from worker_runtime.scheduling.messages import (
     RequestCancelled,
     RouterCommand,
     RouterGone,
+    Snapshot,
+    StepOutput,
     Submitted,
 )
-from worker_runtime.scheduling.scheduler import Scheduler, Snapshot, StepOutput
-from worker_runtime.step_loop import StepLoop
+from worker_runtime.scheduling.scheduler import Scheduler
+from worker_runtime.step_loop import Inbox, StepLoop
 
 C = TypeVar("C")
 Out = TypeVar("Out", bound=StepOutput)

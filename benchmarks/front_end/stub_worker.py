@@ -37,7 +37,8 @@ from protocol.messages import (
 from protocol.states import FinishReason, WorkerState
 from rpc.methods import CANCEL, EVENTS, STATUS, SUBMIT
 from rpc.service import ControlServer, Handler, Method
-from worker_runtime.control.event_publisher import EventPublisher, RouterEvents
+from worker_runtime.control.event_publisher import EventPublisher
+from worker_runtime.scheduling.messages import RouterEvents
 
 SECRET = b"front-door-benchmark"
 CONTEXT = 8192

@@ -15,15 +15,15 @@ from engine.kernels.cpu.operations import CpuKernels
 from engine.kernels.native import kernels as native
 from engine.kernels.sampling import sample
 from engine.kv.pool import KVPool
+from engine.kv.sizing import kv_fingerprint, kv_layout, num_kv_blocks
 from engine.model.checkpoint import Checkpoint
 from engine.model.config import ModelConfig
 from engine.model.llama import LlamaModel
 from engine.model.sharding import RankShare, share_of
 from engine.model.weights import WeightLoader
 from engine.ranks.tensor_parallel import TensorParallel
-from engine.sizing import kv_layout, num_kv_blocks
 from protocol.errors import Unsupported
-from protocol.kv_layout import KVFingerprint, KVLayout
+from protocol.kv_layout import KVLayout
 from protocol.logprobs import TokenLogprobs
 from protocol.sampling import SamplingParams
 
@@ -71,7 +71,7 @@ class RankRunner:
         with torch.inference_mode():
             source = Checkpoint(config.model_path, self._dtype, self._device)
             source.check()
-            self.fingerprint = _fingerprint(config, model, source.digest())
+            self.fingerprint = kv_fingerprint(config, model, source.digest())
             loader = WeightLoader(model, share, source, self._device)
             self.model = LlamaModel(loader, self.kernels, tp, self.max_model_len)
         self._tp = tp
@@ -178,16 +178,4 @@ def _geometry(
         block_size=config.block_size,
         scale=model.head_dim**-0.5,
         dtype=dtype,
-    )
-
-
-def _fingerprint(config: EngineConfig, model: ModelConfig, digest: str) -> KVFingerprint:
-    return KVFingerprint(
-        model=model.describe(),
-        weights=digest,
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=config.dtype,
-        rope=model.rope.describe(),
     )

@@ -7,12 +7,12 @@ import time
 import torch
 
 from engine.config import EngineConfig
-from engine.cpu.runner import _fingerprint
 from engine.cuda.group import DeviceGroup
 from engine.cuda.options import CudaOptions
 from engine.cuda.runner import CudaRunner
 from engine.errors import ModelRefused
 from engine.executor import Executor
+from engine.kv.sizing import kv_fingerprint
 from engine.model.checkpoint import Checkpoint
 from engine.model.config import ModelConfig
 from engine.ranks.follower import Follower
@@ -54,7 +54,7 @@ def load_rank(config: EngineConfig, rank: int) -> tuple[CudaRunner, KVFingerprin
     source.check()
     check_fits(config, model, device)
     runner = CudaRunner(config, model, source, options_for(config), rank=rank, device=device)
-    return runner, _fingerprint(config, model, source.digest())
+    return runner, kv_fingerprint(config, model, source.digest())
 
 
 def check_fits(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:

@@ -27,10 +27,10 @@ from engine.errors import RankLost
 from engine.kernels.logprobs import LogprobRows
 from engine.kernels.triton.attention import DecodeScratch, DecodeShape, decode_shape
 from engine.kv.pool import KVPool
+from engine.kv.sizing import block_bytes, kv_layout, num_kv_blocks
 from engine.model.config import ModelConfig
 from engine.model.sharding import share_of
 from engine.model.weights import WeightLoader, WeightSource
-from engine.sizing import block_bytes, kv_layout, num_kv_blocks
 from protocol.kv_layout import KVLayout
 from protocol.logprobs import TokenLogprobs
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.base import Kernels, StepInputs
-from engine.layers.linear import RowParallelLinear
-from engine.layers.vocabulary import VocabularyEmbedding, VocabularyHead
+from engine.model.parallel import RowParallelLinear, VocabularyEmbedding, VocabularyHead
 from engine.model.weights import LayerWeights, WeightLoader
 from engine.ranks.tensor_parallel import TensorParallel
 

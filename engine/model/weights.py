@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.layers.rotary import rotary_tables
 from engine.model.config import ModelConfig
+from engine.model.rotary import rotary_tables
 from engine.model.sharding import RankShare, Span
 
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from engine.batch import StepBatch
 from engine.errors import RankLost
@@ -17,14 +17,22 @@ from engine.ranks.tensor_parallel import TensorParallel
 from protocol import codec
 from protocol.errors import typed
 
-if TYPE_CHECKING:
-    from engine.cpu.runner import RankRunner
-    from engine.cuda.runner import CudaRunner
-
 _BEAT_S = 1.0
 
 #: Handles a CALL in the order of commands; a Future may finish later, from any thread.
 Handler = Callable[[bytes], "bytes | Future[bytes]"]
+
+
+class StepRunner(Protocol):
+    """What a follower drives: one rank's model and KV pool."""
+
+    def open(self, num_blocks: int) -> None:
+        """Make the KV pool."""
+        ...
+
+    def follow_step(self, batch: StepBatch) -> None:
+        """Run this rank's part of a step."""
+        ...
 
 
 class Follower:
@@ -43,7 +51,7 @@ class Follower:
         self._ended = threading.Event()
         threading.Thread(target=self._beat, name="alive", daemon=True).start()
 
-    def open(self, runner: RankRunner | CudaRunner) -> None:
+    def open(self, runner: StepRunner) -> None:
         """Report that the model is loaded; make the pool and join the tensor group when told to."""
         self._report(Report(sign=Sign.LOADED))
         order = self._next()
@@ -53,7 +61,7 @@ class Follower:
         invite = self.invite
         self.tp.connect(open_store(invite), invite.host, invite.timeout_s)
 
-    def follow(self, runner: RankRunner | CudaRunner, handlers: Mapping[str, Handler]) -> None:
+    def follow(self, runner: StepRunner, handlers: Mapping[str, Handler]) -> None:
         """Obey until rank 0 closes the group. Raises RankLost when rank 0 is gone.
 
         An error in a step is reported and raised: the engine is no longer whole. An error in a

@@ -30,7 +30,7 @@ from tests.support.tiny import save_tiny_llama
 from tests.support.tiny_text import write_model_text
 from tests.support.wire_requests import to_message
 from worker_runtime.config import WorkerConfig
-from worker_runtime.scheduling.counters import FAILED, FINISHED
+from worker_runtime.scheduling.messages import FAILED, FINISHED
 from worker_runtime.step_loop import StepLoop
 
 CHUNK = 32

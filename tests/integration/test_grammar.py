@@ -24,7 +24,7 @@ from protocol.states import FinishReason
 from tests.support.pair import Pair, running_pair
 from tests.support.tiny import save_tiny_llama
 from worker_runtime.config import WorkerConfig
-from worker_runtime.scheduling import counters
+from worker_runtime.scheduling import messages
 
 VOCAB = 49_152
 ENDS = (0, 2)
@@ -122,7 +122,7 @@ async def test_preemption_changes_nothing(tiny: str, tokenizer: Tokenizer) -> No
         tiny, decode_blocks=16, prefill_config=CONFIG, decode_config=CONFIG
     ) as tight:
         answers = await asyncio.gather(*(tight.generate(p, s, grammar=JSON) for p, s in asked))
-        assert tight.decodes[0].status().counters[counters.PREEMPTIONS] > 0
+        assert tight.decodes[0].status().counters[messages.PREEMPTIONS] > 0
         for answer, other in zip(answers, alone, strict=True):
             assert answer.ids() == other.ids()
             check(JSON, tokenizer.decode(answer.ids()[:-1], skip_special_tokens=False))

@@ -18,7 +18,7 @@ from tests.support.stack import running_stack
 from tests.support.tiny import save_tiny_llama
 from tests.support.tiny_text import write_model_text
 from worker_runtime.config import WorkerConfig
-from worker_runtime.scheduling.counters import FINISHED
+from worker_runtime.scheduling.messages import FINISHED
 
 CONTEXT = 128
 CONFIG = WorkerConfig(max_num_seqs=16, max_num_batched_tokens=32, watermark=0.0)

@@ -16,7 +16,7 @@ from protocol.sampling import SamplingParams
 from protocol.states import FinishReason
 from tests.support.pair import SMALL_STEPS, Answer, Pair, running_pair
 from tests.support.prompts import random_ids
-from worker_runtime.scheduling import counters
+from worker_runtime.scheduling import messages
 
 #: Of a log-probability, between transformers and the workers, both in float32.
 TOLERANCE = 1e-3
@@ -106,11 +106,11 @@ async def test_alone_in_a_batch_preempted_and_resumed_are_the_same(
         model, decode_blocks=12, prefill_config=SMALL_STEPS, decode_config=SMALL_STEPS
     ) as pair:
         alone = await pair.generate(prompts[0], params)
-        before = pair.decodes[0].status().counters[counters.PREEMPTIONS]
+        before = pair.decodes[0].status().counters[messages.PREEMPTIONS]
         answers = await asyncio.gather(
             *(pair.generate(p, params, local=i >= 3) for i, p in enumerate(prompts))
         )
-        assert pair.decodes[0].status().counters[counters.PREEMPTIONS] > before
+        assert pair.decodes[0].status().counters[messages.PREEMPTIONS] > before
         assert answers[0].ids() == alone.ids()
         for prompt, answer in zip(prompts, answers, strict=True):
             assert sorted(answer.scores) == list(range(1, 20))

@@ -20,7 +20,7 @@ from tests.support.stack import Stack, running_stack
 from tests.support.tiny import save_tiny_llama
 from tests.support.tiny_text import write_model_text
 from worker_runtime.config import WorkerConfig
-from worker_runtime.scheduling.counters import CANCELLED, FAILED, FINISHED, RELEASED
+from worker_runtime.scheduling.messages import CANCELLED, FAILED, FINISHED, RELEASED
 
 NUM_REQUESTS, NUM_INVALID, NUM_CANCELLED = 1000, 100, 300
 AT_ONCE = 64

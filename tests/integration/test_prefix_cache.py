@@ -22,7 +22,7 @@ from tests.support.smollm2 import TeacherForced
 from tests.support.stack import running_stack
 from tests.support.tiny import Oracle
 from worker_runtime.config import WorkerConfig
-from worker_runtime.scheduling import counters
+from worker_runtime.scheduling import messages
 
 BLOCK = 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -73,9 +73,9 @@ async def test_a_conversation_has_the_ids_it_has_without_a_cache(
             prompt = [*prompt, *answer.ids()]
             in_decode = (len(prompt) - 1) // dest * dest  # the last token never ran
         hits = [worker.status().counters for worker in (*pair.prefills, *pair.decodes)]
-        assert [h[counters.PREFIX_CACHE_QUERIES] for h in hits] == [sum(prompts)] * 2
+        assert [h[messages.PREFIX_CACHE_QUERIES] for h in hits] == [sum(prompts)] * 2
         expected = [sum(found_here), sum(found_there)]
-        assert [h[counters.PREFIX_CACHE_HITS] for h in hits] == expected
+        assert [h[messages.PREFIX_CACHE_HITS] for h in hits] == expected
 
 
 async def test_decode_prefills_only_what_it_lacks(pair: Pair, oracle: Oracle) -> None:
@@ -124,7 +124,7 @@ async def test_eviction_under_pressure_changes_no_id(model: str, oracle: Oracle)
         await pair.idle()
         for worker in (*pair.prefills, *pair.decodes):
             status = worker.status()
-            assert status.counters[counters.PREFIX_CACHE_HITS] > 0
+            assert status.counters[messages.PREFIX_CACHE_HITS] > 0
             assert status.load.free_blocks == status.load.total_blocks - (
                 0 if worker in pair.prefills else int(0.01 * status.load.total_blocks)
             )

@@ -15,7 +15,7 @@ from tests.support.smollm2 import TeacherForced
 from tests.support.stack import Stack, running_stack
 from tests.support.tiny import Oracle, save_tiny_llama
 from worker_runtime.config import WorkerConfig
-from worker_runtime.scheduling.counters import FINISHED
+from worker_runtime.scheduling.messages import FINISHED
 
 CHUNK = 128
 CONFIG = WorkerConfig(max_num_seqs=16, max_num_batched_tokens=CHUNK)

@@ -18,7 +18,7 @@ from protocol.wire import inference_pb2 as wire
 from tests.support import services
 from tests.support.stack import Stack, running_stack
 from worker_runtime.config import WorkerConfig
-from worker_runtime.scheduling.counters import FINISHED
+from worker_runtime.scheduling.messages import FINISHED
 
 CONFIG = WorkerConfig(max_num_seqs=8, max_num_batched_tokens=256)
 TEMPLATE = Path(__file__).parents[2] / "deploy" / "templates" / "chatml_tools.jinja"

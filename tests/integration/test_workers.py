@@ -28,7 +28,7 @@ from tests.support.held import Held
 from tests.support.pair import SMALL_STEPS, Pair, running_pair
 from tests.support.prompts import random_ids
 from tests.support.tiny import Oracle
-from worker_runtime.scheduling import counters
+from worker_runtime.scheduling import messages
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 CHUNK = SMALL_STEPS.max_num_batched_tokens
@@ -164,7 +164,7 @@ async def test_preemption_changes_nothing(model: str, oracle: Oracle) -> None:
         answers = await asyncio.gather(
             *(pair.generate(p, seeded if i == 0 else params) for i, p in enumerate(prompts))
         )
-        assert pair.decodes[0].status().counters[counters.PREEMPTIONS] > 0
+        assert pair.decodes[0].status().counters[messages.PREEMPTIONS] > 0
         for prompt, answer in zip(prompts[1:], answers[1:], strict=True):
             assert answer.ids() == oracle.greedy(prompt, 60)
         local = LocalEngine(EngineConfig(model_path=model, dtype="float32", num_blocks=64))
@@ -194,7 +194,7 @@ async def test_penalties_survive_the_hand_over_preemption_and_resumption(model: 
         answers = await asyncio.gather(
             *(pair.generate(p, params, local=i == 4) for i, p in enumerate(prompts))
         )
-        assert pair.decodes[0].status().counters[counters.PREEMPTIONS] > 0
+        assert pair.decodes[0].status().counters[messages.PREEMPTIONS] > 0
         assert [answer.ids() for answer in answers] == expected
         refs = pair.decode_refs[0], pair.prefill_refs[0]
         key = await pair.router.submit(

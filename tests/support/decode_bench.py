@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from decode_worker.commands import BlocksSafe, Committed, DecodeOutput, Reserve
-from decode_worker.entry import DecodeEntry, DecodeState
+from decode_worker.lifecycle import (
+    BlocksSafe,
+    Committed,
+    DecodeEntry,
+    DecodeOutput,
+    DecodeState,
+    Reserve,
+)
 from decode_worker.scheduler import DecodeScheduler
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.messages import Submit, TokenEvent
 from protocol.sampling import SamplingParams
 from tests.support.paged import next_token
 from tests.support.scheduler_bench import BLOCK, SchedulerBench
-from worker_runtime.scheduling.commands import EndHandoff, Submitted
+from worker_runtime.scheduling.messages import EndHandoff, Submitted
 
 PEER = WorkerRef(worker_id="p0", epoch=7, role=Role.PREFILL, address="127.0.0.1:1")
 

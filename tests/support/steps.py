@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from decode_worker.commands import DecodeOutput
+from decode_worker.lifecycle import DecodeOutput
 from decode_worker.scheduler import DecodeScheduler
 from engine.executor import Executor
 from engine.kv.allocator import BlockAllocator
@@ -16,10 +16,8 @@ from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.messages import Submit
 from protocol.sampling import SamplingParams
 from worker_runtime.config import WorkerConfig
-from worker_runtime.inbox import Inbox
-from worker_runtime.scheduling.commands import Submitted
-from worker_runtime.scheduling.scheduler import Snapshot
-from worker_runtime.step_loop import StepLoop
+from worker_runtime.scheduling.messages import Snapshot, Submitted
+from worker_runtime.step_loop import Inbox, StepLoop
 
 
 async def served(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from protocol.ids import RequestKey
 from protocol.messages import Submit
 from protocol.sampling import SamplingParams
-from worker_runtime.control.submit_limits import SubmitLimits
+from worker_runtime.control.control_service import SubmitLimits
 
 KEY = RequestKey("q")
 LIMITS = SubmitLimits(vocab_size=100, max_model_len=50, block_size=4, num_blocks=10)

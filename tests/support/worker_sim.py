@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from decode_worker.commands import BlocksSafe, Committed
-from decode_worker.commands import DecodeOutput as DecodeOutput
-from decode_worker.entry import DecodeState
+from decode_worker.lifecycle import BlocksSafe, Committed, DecodeState
+from decode_worker.lifecycle import DecodeOutput as DecodeOutput
 from decode_worker.scheduler import DecodeScheduler
 from kv_transfer.config import TransferConfig
 from kv_transfer.control.clock import Clock
@@ -29,8 +28,8 @@ from kv_transfer.control.listeners import TransferReport
 from kv_transfer.control.receiver import Receiver
 from kv_transfer.control.sender import Sender
 from kv_transfer.data.rank_commands import RankCommand, RankResult
-from prefill_worker.commands import CommitHandoff, Delivered, Granted, Push
-from prefill_worker.commands import PrefillOutput as PrefillOutput
+from prefill_worker.lifecycle import CommitHandoff, Delivered, Granted, Push
+from prefill_worker.lifecycle import PrefillOutput as PrefillOutput
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.errors import BatonError, ErrorInfo, Internal
 from protocol.ids import RequestKey, Role, WorkerRef
@@ -44,8 +43,12 @@ from tests.support.transfer import SECRET
 from tests.support.transfer_net import Fabric, Network, Op, SimLoop, SimRanks
 from tests.support.transfer_sim import CONFIG, Faults
 from worker_runtime.config import WorkerConfig
-from worker_runtime.control.event_publisher import RouterEvents
-from worker_runtime.scheduling.commands import HandoffEnded, RequestCancelled, Submitted
+from worker_runtime.scheduling.messages import (
+    HandoffEnded,
+    RequestCancelled,
+    RouterEvents,
+    Submitted,
+)
 
 PREFILL = WorkerRef(worker_id="p", epoch=11, role=Role.PREFILL, address="p:1")
 DECODE = WorkerRef(worker_id="d", epoch=22, role=Role.DECODE, address="d:1")

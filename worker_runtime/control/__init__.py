@@ -1,1 +1,6 @@
-"""A worker's event loop: control methods, event streams, grammars."""
+"""The event-loop half of a worker.
+
+control_service: submit, cancel, status, drain; checks and state of the worker.
+event_publisher: one event stream per router, with changes of the prefix cache.
+grammars: compiles grammars of requests on a thread of its own.
+"""

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from grammar.matcher import Matcher
 from observability.logging import get_logger
-from protocol.errors import Cancelled, Internal, Overloaded, StaleMessage, Unavailable
+from protocol.errors import (
+    Cancelled,
+    ContextTooLong,
+    Internal,
+    InvalidRequest,
+    Overloaded,
+    StaleMessage,
+    Unavailable,
+)
 from protocol.ids import RequestKey, WorkerRef
 from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.messages import Ack, Cancel, DrainCommand, Submit, WorkerStatus
@@ -17,13 +26,61 @@ from protocol.states import WorkerState, check_worker
 from rpc import methods
 from rpc.service import Handler, Method
 from worker_runtime.config import WorkerConfig
-from worker_runtime.control.event_publisher import EventPublisher, RouterEvents
+from worker_runtime.control.event_publisher import EventPublisher
 from worker_runtime.control.grammars import Grammars
-from worker_runtime.control.submit_limits import SubmitLimits
-from worker_runtime.scheduling.scheduler import Snapshot
+from worker_runtime.scheduling.messages import RouterEvents, Snapshot
 from worker_runtime.step_loop import StepLoop
 
 log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmitLimits:
+    """What one worker can hold: context of the model, its vocabulary, its pool."""
+
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Longest prompt that leaves room for one output token, in the context and in the pool."""
+        return min(self.max_model_len, self.num_blocks * self.block_size) - 1
+
+    def check(self, submit: Submit, *, whole_output: bool) -> None:
+        """Raise InvalidRequest or ContextTooLong, naming the field.
+
+        `whole_output`: the pool must hold prompt + max_tokens (decode), not just prompt + 1
+        (prefill).
+        """
+        ids = submit.prompt_ids
+        if not ids:
+            raise InvalidRequest("prompt must have at least one token", param="prompt")
+        for name, some in (("prompt", ids), ("output_ids", submit.output_ids)):
+            if some and not 0 <= min(some) <= max(some) < self.vocab_size:
+                raise InvalidRequest(
+                    f"{name} has a token id outside the vocabulary of {self.vocab_size}", param=name
+                )
+        if not math.isfinite(submit.time_left_s):
+            raise InvalidRequest("a deadline must be a time", param="time_left_s")
+        submit.sampling.validate(self.vocab_size)
+        max_tokens = submit.sampling.max_tokens
+        if len(submit.output_ids) >= max_tokens > 0:
+            raise InvalidRequest("all max_tokens were made already", param="max_tokens")
+        total = len(ids) + max_tokens
+        if total > self.max_model_len:
+            raise ContextTooLong(
+                f"prompt ({len(ids)}) + max_tokens ({max_tokens}) exceed the "
+                f"context of {self.max_model_len} tokens",
+                param="max_tokens",
+            )
+        needed = total if whole_output else len(ids) + len(submit.output_ids) + min(1, max_tokens)
+        capacity = self.num_blocks * self.block_size
+        if needed > capacity:
+            raise ContextTooLong(
+                f"{needed} tokens do not fit the KV pool of {capacity} tokens", param="prompt"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

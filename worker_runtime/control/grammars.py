@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from concurrency.threads import in_own_thread
-from grammar.matcher import Matcher, compute_masks
-from protocol.errors import ErrorInfo, InvalidRequest, Unsupported
-from protocol.ids import RequestKey
+from grammar.matcher import Matcher
+from protocol.errors import InvalidRequest, Unsupported
 from protocol.messages import Submit
-from worker_runtime.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
     from grammar.compiler import Compiler
-
-
-def constrain(sequences: Iterable[Sequence]) -> list[tuple[RequestKey, ErrorInfo]]:
-    """Compute the masks of sequences whose output has grown; those whose grammar cannot go on."""
-    constrained = [(s.key, s.matcher) for s in sequences if s.matcher is not None]
-    compute_masks(matcher for _, matcher in constrained)
-    return [
-        (key, InvalidRequest(f"grammar: {matcher.error}", param="grammar").info())
-        for key, matcher in constrained
-        if matcher.error
-    ]
 
 
 def _load_vocabulary(folder: Path, vocab_size: int) -> LLTokenizer | None:

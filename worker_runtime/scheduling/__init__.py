@@ -1,1 +1,8 @@
-"""The step thread's state: sequences, prefix cache, steps in flight."""
+"""The base of both schedulers: pure, owned by the step thread.
+
+messages: commands into a scheduler, events and requests out of it.
+sequence: tokens, blocks and progress of one request.
+prefix_cache: shares full KV blocks between requests.
+inflight_steps: steps launched and not yet landed.
+scheduler: requests of a worker, deadlines, cancellation, events.
+"""

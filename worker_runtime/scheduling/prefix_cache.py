@@ -10,7 +10,7 @@ from __future__ import annotations
 from engine.kv.allocator import BlockAllocator
 from protocol.kv_layout import KVFingerprint
 from protocol.prefix import chain_seed, extend_chain
-from worker_runtime.scheduling import counters
+from worker_runtime.scheduling.messages import PREFIX_CACHE_HITS, PREFIX_CACHE_QUERIES
 from worker_runtime.scheduling.sequence import Sequence
 
 
@@ -110,8 +110,8 @@ class PrefixCache:
     def counters(self) -> dict[str, int]:
         """Tokens looked up and found, since the start."""
         return {
-            counters.PREFIX_CACHE_QUERIES: self._num_queried,
-            counters.PREFIX_CACHE_HITS: self._num_hit,
+            PREFIX_CACHE_QUERIES: self._num_queried,
+            PREFIX_CACHE_HITS: self._num_hit,
         }
 
     def _reusable(self, sequence: Sequence, *, computes: bool) -> int:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from engine.batch import StepBatch, StepResult
@@ -22,42 +22,21 @@ from protocol.messages import FailEvent, TokenEvent, WorkerLoad
 from protocol.states import FinishReason
 from protocol.timeline import Phase, Span
 from worker_runtime.config import WorkerConfig
-from worker_runtime.control.event_publisher import RouterEvents
-from worker_runtime.scheduling import counters
-from worker_runtime.scheduling.commands import (
+from worker_runtime.scheduling.inflight_steps import InflightSteps, Row
+from worker_runtime.scheduling.messages import (
+    CANCELLED,
+    FAILED,
+    FINISHED,
+    RELEASED,
     RequestCancelled,
     RouterCommand,
     RouterGone,
+    Snapshot,
+    StepOutput,
     Submitted,
 )
-from worker_runtime.scheduling.inflight_steps import InflightSteps, Row
 from worker_runtime.scheduling.prefix_cache import PrefixCache
 from worker_runtime.scheduling.sequence import Sequence
-
-
-@dataclass(slots=True)
-class StepOutput:
-    """What one turn of the step thread wants done on the event loop."""
-
-    events: dict[str, RouterEvents] = field(default_factory=dict)
-
-    def of(self, router_id: str) -> RouterEvents:
-        """The events for one router."""
-        return self.events.setdefault(router_id, RouterEvents())
-
-    def __bool__(self) -> bool:
-        return any(getattr(self, name) for name in self.__dataclass_fields__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """What a scheduler is like after a turn. `cache`: digests that have come to (True) or gone from
-    (False) its prefix cache since the turn before."""
-
-    load: WorkerLoad = field(default_factory=WorkerLoad)
-    num_unfinished: int = 0
-    counters: Mapping[str, int] = field(default_factory=dict)
-    cache: Mapping[bytes, bool] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -272,10 +251,10 @@ class Scheduler(ABC, Generic[E, C, Out]):
     def counters(self) -> dict[str, int]:
         """How requests ended here, since the start."""
         return {
-            counters.FINISHED: self.num_finished,
-            counters.FAILED: self.num_failed,
-            counters.CANCELLED: self.num_cancelled,
-            counters.RELEASED: self.num_released,
+            FINISHED: self.num_finished,
+            FAILED: self.num_failed,
+            CANCELLED: self.num_cancelled,
+            RELEASED: self.num_released,
             **self._cache.counters(),
         }
 

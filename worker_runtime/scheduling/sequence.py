@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.batch import SequenceStep
-from engine.history import TokenHistory
+from engine.batch import SequenceStep, TokenHistory
 from grammar.matcher import Matcher
 from protocol.ids import RequestKey
 from protocol.logprobs import TokenLogprobs

@@ -15,7 +15,7 @@ from protocol.sampling import SamplingParams
 from tests.support.decode_bench import Bench, make_submit
 from tests.support.paged import expected_output, prompts
 from worker_runtime.config import WorkerConfig
-from worker_runtime.scheduling.commands import RequestCancelled, RouterGone
+from worker_runtime.scheduling.messages import RequestCancelled, RouterGone
 from worker_runtime.scheduling.sequence import Sequence
 
 

@@ -9,15 +9,15 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from decode_worker.commands import BlocksSafe, Committed
+from decode_worker.lifecycle import BlocksSafe, Committed
 from engine.batch import SequenceStep
 from protocol.errors import HandoffFailed
 from protocol.ids import RequestKey
 from tests.support.decode_bench import Bench, make_submit
 from tests.support.paged import expected_output
 from worker_runtime.config import WorkerConfig
-from worker_runtime.scheduling import counters
-from worker_runtime.scheduling.commands import HandoffEnded, RequestCancelled
+from worker_runtime.scheduling import messages
+from worker_runtime.scheduling.messages import HandoffEnded, RequestCancelled
 from worker_runtime.scheduling.sequence import Sequence
 
 PROMPT = list(range(10, 24))  # three full blocks of 4 and a half
@@ -54,8 +54,8 @@ def test_second_turn_reuses_prompt_and_output(remote: bool, depth: int) -> None:
         assert computed(bench) == 5 + 3
     assert bench.idle()
     hits = bench.scheduler.counters()
-    assert hits[counters.PREFIX_CACHE_QUERIES] == 14 + 25
-    assert hits[counters.PREFIX_CACHE_HITS] == 20
+    assert hits[messages.PREFIX_CACHE_QUERIES] == 14 + 25
+    assert hits[messages.PREFIX_CACHE_HITS] == 20
 
 
 def test_of_a_prompt_that_is_all_there_the_last_block_runs_again_here() -> None:
@@ -292,5 +292,5 @@ def test_no_reuse(how: str) -> None:
     assert bench.prompts[again.key] == 0
     assert bench.output(again.key) == expected_output(PROMPT, 0, 3)
     assert (bench.scheduler.snapshot().cache == {}) == (how == "off")
-    assert (bench.scheduler.counters()[counters.PREFIX_CACHE_QUERIES] == 0) == (how == "off")
+    assert (bench.scheduler.counters()[messages.PREFIX_CACHE_QUERIES] == 0) == (how == "off")
     assert bench.idle()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from decode_worker.commands import BlocksSafe, Committed
+from decode_worker.lifecycle import BlocksSafe, Committed
 from protocol.errors import ErrorCode, HandoffFailed
 from protocol.ids import RequestKey
 from protocol.messages import Submit
@@ -16,8 +16,8 @@ from protocol.timeline import Phase
 from tests.support.decode_bench import Bench, make_submit
 from tests.support.paged import expected_output
 from worker_runtime.config import WorkerConfig
-from worker_runtime.scheduling import counters
-from worker_runtime.scheduling.commands import HandoffEnded, RequestCancelled, RouterGone
+from worker_runtime.scheduling import messages
+from worker_runtime.scheduling.messages import HandoffEnded, RequestCancelled, RouterGone
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 7, 8, 9, 31])
@@ -162,7 +162,7 @@ def test_request_that_waits_for_its_blocks_only_is_ended_once(how: str) -> None:
     bench.tell(BlocksSafe(key=key))
     assert bench.blocks.num_quarantined == 0
     assert bench.idle()
-    ended = {counters.CANCELLED: 1, counters.FAILED: 0}
+    ended = {messages.CANCELLED: 1, messages.FAILED: 0}
     assert ended.items() <= bench.scheduler.counters().items()
 
 
@@ -227,7 +227,7 @@ def test_cancel_frees_everything_in_every_phase(phase: str) -> None:
         bench.tell(BlocksSafe(key=key))
     assert bench.idle()
     assert [e.key for e in bench.ends] == ([] if phase == "running" else [key])
-    assert bench.scheduler.counters()[counters.CANCELLED] == 1
+    assert bench.scheduler.counters()[messages.CANCELLED] == 1
     assert not bench.turn()
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine import sizing
 from engine.kernels.masks import mask_bytes
+from engine.kv import sizing
 from engine.local import LocalEngine
 from protocol.errors import ContextTooLong, InvalidRequest
 from protocol.sampling import SamplingParams

@@ -11,8 +11,8 @@ from protocol.ids import RequestKey
 from protocol.sampling import SamplingParams
 from tests.support.paged import next_token
 from tests.unit.prefill_worker.test_scheduler import Bench, make_submit
-from worker_runtime.scheduling import counters
-from worker_runtime.scheduling.commands import HandoffEnded
+from worker_runtime.scheduling import messages
+from worker_runtime.scheduling.messages import HandoffEnded
 
 PROMPT = list(range(50, 64))  # three full blocks of 4 and a half
 
@@ -40,8 +40,8 @@ def test_a_prefix_is_computed_once_and_pushed_each_time(depth: int) -> None:
     assert bench.prompts == {key: 0, second: 8}
     assert (bench.blocks.num_held, bench.blocks.num_available) == (0, 64)
     hits = bench.scheduler.counters()
-    assert hits[counters.PREFIX_CACHE_QUERIES] == 14 + 13
-    assert hits[counters.PREFIX_CACHE_HITS] == 8
+    assert hits[messages.PREFIX_CACHE_QUERIES] == 14 + 13
+    assert hits[messages.PREFIX_CACHE_HITS] == 8
 
 
 def test_what_is_there_is_pushed_before_the_rest_is_computed() -> None:

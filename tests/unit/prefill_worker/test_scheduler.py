@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_transfer.control.listeners import TransferReport
-from prefill_worker.commands import CommitHandoff, Delivered, Granted, PrefillOutput, Push
+from prefill_worker.lifecycle import CommitHandoff, Delivered, Granted, PrefillOutput, Push
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.errors import ErrorCode, HandoffFailed
 from protocol.ids import RequestKey, Role, WorkerRef
@@ -20,8 +20,8 @@ from protocol.timeline import Phase
 from tests.support.paged import next_token, prompts
 from tests.support.scheduler_bench import BLOCK, SchedulerBench
 from worker_runtime.config import WorkerConfig
-from worker_runtime.scheduling import counters
-from worker_runtime.scheduling.commands import (
+from worker_runtime.scheduling import messages
+from worker_runtime.scheduling.messages import (
     EndHandoff,
     HandoffEnded,
     RequestCancelled,
@@ -317,7 +317,7 @@ def test_request_that_waits_for_its_blocks_only_is_ended_once(how: str) -> None:
     assert bench.blocks.num_held == 1
     bench.tell(HandoffEnded(key=key, error=None))
     assert bench.blocks.num_available == 64
-    ended = {counters.CANCELLED: 1, counters.FAILED: 0, counters.RELEASED: 0}
+    ended = {messages.CANCELLED: 1, messages.FAILED: 0, messages.RELEASED: 0}
     assert ended.items() <= bench.scheduler.counters().items()
 
 
@@ -329,7 +329,7 @@ def test_delivery_that_crosses_a_cancel_frees_the_blocks_once() -> None:
     bench.deliver(key)
     bench.tell(HandoffEnded(key=key, error=None))
     assert bench.blocks.num_available == 64
-    ended = {counters.FINISHED: 0, counters.FAILED: 0, counters.CANCELLED: 1}
+    ended = {messages.FINISHED: 0, messages.FAILED: 0, messages.CANCELLED: 1}
     assert ended.items() <= bench.scheduler.counters().items()
 
 
@@ -347,7 +347,7 @@ def test_token_one_of_a_prompt_cancelled_in_flight_is_dropped(depth: int) -> Non
     assert [(end.key, end.released) for end in bench.ends] == [(key, True)]
     bench.tell(HandoffEnded(key=key, error=None))
     assert bench.blocks.num_available == 64
-    ended = {counters.CANCELLED: 1, counters.RELEASED: 0, counters.FAILED: 0}
+    ended = {messages.CANCELLED: 1, messages.RELEASED: 0, messages.FAILED: 0}
     assert ended.items() <= bench.scheduler.counters().items()
 
 

@@ -23,11 +23,10 @@ from tests.support.held import Held
 from tests.support.paged import LateSteps
 from tests.support.steps import served
 from tests.support.tiny import save_tiny_llama
-from worker_runtime.inbox import Inbox
 from worker_runtime.scheduling.inflight_steps import InflightSteps, Row
-from worker_runtime.scheduling.scheduler import Snapshot, StepOutput
+from worker_runtime.scheduling.messages import Snapshot, StepOutput
 from worker_runtime.scheduling.sequence import Sequence
-from worker_runtime.step_loop import StepLoop
+from worker_runtime.step_loop import Inbox, StepLoop
 
 
 class CountingScheduler:

@@ -15,8 +15,7 @@ from transformers.generation.logits_process import (
     SequenceBiasLogitsProcessor,
 )
 
-from engine.batch import SequenceStep
-from engine.history import TokenHistory
+from engine.batch import SequenceStep, TokenHistory
 from engine.kernels.penalties import Penalties
 from engine.kernels.sampling import SamplingInputs, sample
 from engine.local import LocalEngine

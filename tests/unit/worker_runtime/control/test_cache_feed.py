@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from protocol.prefix import CacheChange, split_hints
-from worker_runtime.control.cache_feed import CacheFeed
+from worker_runtime.control.event_publisher import CacheFeed
 
 DIGESTS = [bytes([number]) * 32 for number in range(6)]
 

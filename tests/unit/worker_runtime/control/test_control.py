@@ -42,11 +42,11 @@ from tests.support.blocks import FINGERPRINT
 from tests.support.submits import KEY, LIMITS, make_submit
 from worker_runtime.config import WorkerConfig
 from worker_runtime.control.control_service import ControlService, Identity
-from worker_runtime.control.event_publisher import EventPublisher, RouterEvents
+from worker_runtime.control.event_publisher import EventPublisher
 from worker_runtime.control.grammars import Grammars
-from worker_runtime.inbox import Inbox
-from worker_runtime.scheduling.scheduler import Snapshot
+from worker_runtime.scheduling.messages import RouterEvents, Snapshot
 from worker_runtime.scheduling.sequence import Sequence
+from worker_runtime.step_loop import Inbox
 
 
 class TestInbox:

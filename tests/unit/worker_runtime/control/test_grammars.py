@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from decode_worker.scheduler import constrain
 from grammar.compiler import Compiler
 from grammar.matcher import Matcher
 from grammar.vocabulary import byte_vocabulary
@@ -17,8 +18,8 @@ from protocol.grammar import Grammar, GrammarKind
 from protocol.messages import Submit
 from protocol.states import FinishReason
 from tests.support.decode_bench import Bench, make_submit
-from worker_runtime.control.grammars import Grammars, constrain
-from worker_runtime.scheduling.commands import Submitted
+from worker_runtime.control.grammars import Grammars
+from worker_runtime.scheduling.messages import Submitted
 from worker_runtime.scheduling.sequence import Sequence
 
 END = 0

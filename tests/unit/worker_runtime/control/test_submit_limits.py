@@ -10,7 +10,7 @@ import pytest
 from protocol.errors import ContextTooLong, InvalidRequest
 from protocol.messages import Submit
 from tests.support.submits import LIMITS, make_submit
-from worker_runtime.control.submit_limits import SubmitLimits
+from worker_runtime.control.control_service import SubmitLimits
 
 
 @pytest.mark.parametrize(

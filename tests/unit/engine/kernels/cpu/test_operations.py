@@ -11,7 +11,7 @@ from engine.batch import StepBatch
 from engine.cpu.inputs import StepLimits, prepare_step
 from engine.kernels import reference
 from engine.kernels.base import Geometry, StepInputs
-from engine.kernels.cpu import onednn, operations
+from engine.kernels.cpu import operations
 from tests.support.engine import chunk
 
 BLOCK, DIM, NUM_BLOCKS = 4, 8, 60
@@ -160,13 +160,13 @@ def test_products_with_residual_and_gate(dtype, bias, rows):
 
 
 def test_packing_is_for_bfloat16_only():
-    assert not onednn.packs(torch.float32)
+    assert not operations.packs(torch.float32)
     kernels = operations.CpuKernels(geometry(4, 2, torch.float32))
     assert isinstance(kernels.linear(torch.zeros(4, 4), None), operations.DenseLinear)
 
 
 def test_without_the_operators_bfloat16_is_not_packed(monkeypatch):
-    monkeypatch.setattr(onednn, "_product", None)
+    monkeypatch.setattr(operations, "_product", None)
     kernels = operations.CpuKernels(geometry(4, 2, torch.bfloat16))
     assert isinstance(kernels.linear(torch.zeros(4, 4).bfloat16(), None), operations.DenseLinear)
     gated = kernels.gated_linear(*torch.zeros(2, 4, 4).bfloat16(), None, None)

@@ -8,7 +8,7 @@ from engine.config import EngineConfig
 from engine.errors import ModelRefused
 from engine.model.config import ModelConfig
 from engine.model.sharding import rank_heads
-from protocol.kv_layout import DTYPE_BYTES, KVLayout
+from protocol.kv_layout import DTYPE_BYTES, KVFingerprint, KVLayout
 
 #: Without any setting a CPU engine takes this share of the free memory, up to a cap.
 _FREE_SHARE = 8
@@ -41,6 +41,19 @@ def kv_layout(config: EngineConfig, model: ModelConfig, num_blocks: int) -> KVLa
         num_blocks=num_blocks,
         dtype=config.dtype,
         rank_heads=rank_heads(model, config.tp_size),
+    )
+
+
+def kv_fingerprint(config: EngineConfig, model: ModelConfig, digest: str) -> KVFingerprint:
+    """What must be equal for two workers to share KV. `digest`: of the weights."""
+    return KVFingerprint(
+        model=model.describe(),
+        weights=digest,
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=config.dtype,
+        rope=model.rope.describe(),
     )
 
 

@@ -1,7 +1,7 @@
-"""Vocabulary-parallel embedding and output head.
+"""Layers of the model split over tensor-parallel ranks.
 
-Every rank holds `vocab_rows` rows; rows past the end of the vocabulary are padding and are cut off
-before anything is sampled.
+The vocabulary is split by rows: every rank holds `vocab_rows` of them. Rows past the end of the
+vocabulary are padding, cut off before sampling.
 """
 
 from __future__ import annotations
@@ -13,6 +13,24 @@ from torch.nn import functional
 from engine.kernels.base import Kernels
 from engine.model.sharding import RankShare
 from engine.ranks.tensor_parallel import TensorParallel
+
+
+class RowParallelLinear:
+    """x W^T + b with W split by input columns: every rank holds a partial sum, all-reduced here.
+
+    The bias is given on rank 0 only, so that it counts once.
+    """
+
+    def __init__(
+        self, kernels: Kernels, weight: Tensor, bias: Tensor | None, tp: TensorParallel
+    ) -> None:
+        self._linear = kernels.linear(weight, bias)
+        self._tp = tp
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The sum residual + x W^T + b; rank 0 brings the residual into the all-reduce."""
+        first = self._tp.rank == 0
+        return self._tp.all_reduce(self._linear.add(x, residual) if first else self._linear(x))
 
 
 class VocabularyEmbedding:
