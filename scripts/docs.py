@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 import textwrap
+import types
 import typing
 from collections.abc import Iterator, Sequence
 from enum import Enum
@@ -15,6 +16,7 @@ from typing import Any
 
 from cluster.config.load import env_name
 from cluster.config.schema import DERIVED, ClusterConfig
+from cluster.config.tree import bare_type, bounds
 from observability import metrics
 from observability.metrics import Metric
 
@@ -54,7 +56,7 @@ def configuration() -> str:
 
 def _sections(cls: type, path: tuple[str, ...]) -> Iterator[str]:
     """This section's table, then those of the sections in it. Both pools are alike: one table."""
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     fields = [f for f in dataclasses.fields(cls) if (cls, f.name) not in DERIVED]
     plain = [f for f in fields if not dataclasses.is_dataclass(hints[f.name])]
     if path:
@@ -117,11 +119,18 @@ def _listed(cls: type, line: str) -> str:
 
 
 def _type(kind: Any) -> str:
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return "one of " + ", ".join(f"`{member.value}`" for member in kind)
-    if typing.get_origin(kind) is None and isinstance(kind, type):
-        return kind.__name__
-    return str(kind).replace(" | ", " or ").replace("typing.", "")
+    """A field's type in words, with its bounds."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return f"{_type(arguments[0])}; or None"
+    if origin is dict:
+        return f"map of {_type(arguments[1])}"
+    if origin is tuple:
+        return f"list of {_type(arguments[0])}"
+    bare = bare_type(kind)
+    if issubclass(bare, Enum):
+        return "one of " + ", ".join(f"`{member.value}`" for member in bare)
+    return f"{bare.__name__}{bounds(kind)}"
 
 
 def _default(field: dataclasses.Field[Any]) -> str:

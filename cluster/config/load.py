@@ -1,4 +1,4 @@
-"""Read a ClusterConfig: the YAML file, then environment twins (`BATON_*`), then `--set a.b=c`."""
+"""Reads a ClusterConfig from a YAML file, then `BATON_*` variables, then `--set FIELD=VALUE`."""
 
 from __future__ import annotations
 
@@ -14,26 +14,32 @@ from cluster.config.schema import DERIVED, ClusterConfig
 from cluster.config.tree import build, leaf_paths
 from protocol.errors import InvalidRequest
 
-#: Environment variables of Baton that are no configuration fields.
+#: Variables named BATON_* that are not fields of the configuration.
 RESERVED = frozenset(
     {
-        *("BATON_HOME", "BATON_LOG_LEVEL", "BATON_CONFIG", "BATON_API_KEY"),
-        *("BATON_NATIVE_KERNELS", "BATON_TLS_CA", "BATON_TLS_CERT", "BATON_TLS_KEY"),
+        "BATON_API_KEY",
+        "BATON_CONFIG",
+        "BATON_HOME",
+        "BATON_LOG_LEVEL",
+        "BATON_NATIVE_KERNELS",
+        "BATON_TLS_CA",
+        "BATON_TLS_CERT",
+        "BATON_TLS_KEY",
     }
 )
-#: Fields that name a file, which may be given relative to where the command runs.
-FILES = tuple(
-    f"router.settings.{name}"
-    for name in (
-        *("chat_template", "api_keys_file"),
-        *("tls.cert_file", "tls.key_file", "tls.client_ca_file"),
-    )
+#: Fields that name files. A relative path is resolved here: routers run in another directory.
+FILES = (
+    "router.settings.chat_template",
+    "router.settings.api_keys_file",
+    "router.settings.tls.cert_file",
+    "router.settings.tls.key_file",
+    "router.settings.tls.client_ca_file",
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A configuration and what the user should be told about how it was read."""
+    """A configuration, and warnings to show the user."""
 
     config: ClusterConfig
     warnings: tuple[str, ...] = ()
@@ -42,34 +48,23 @@ class Loaded:
 def load_config(
     path: str | Path, *, overrides: Iterable[str] = (), environ: Mapping[str, str] | None = None
 ) -> Loaded:
-    """The configuration in `path` with its overrides. Raises InvalidRequest naming the fault."""
+    """The configuration in `path` with its overrides. Raises InvalidRequest naming the field."""
     tree = _read(Path(path))
     assignments, warnings = _from_environment(environ or {})
-    for where, text in assignments:
-        _assign(tree, where, text)
+    for field, text in assignments:
+        _assign(tree, field, text)
     for override in overrides:
-        where, equals, text = override.partition("=")
-        if not equals or not where.strip():
+        field, equals, text = override.partition("=")
+        if not equals or not field.strip():
             raise InvalidRequest(f"--set {override!r}: expected FIELD=VALUE", param="--set")
-        _assign(tree, where.strip(), text.strip())
-    config = build(ClusterConfig, _with_whole_paths(tree), derived=DERIVED)
-    return Loaded(config=config, warnings=warnings)
-
-
-def _with_whole_paths(tree: dict[str, Any]) -> dict[str, Any]:
-    """The tree with the files of routers made absolute: routers run in another directory."""
-    for where in FILES:
-        *sections, name = where.split(".")
-        section: Any = tree
-        for key in sections:
-            section = section.get(key) if isinstance(section, dict) else None
-        if isinstance(section, dict) and isinstance(file := section.get(name), str) and file:
-            section[name] = str(Path(file).absolute())
-    return tree
+        _assign(tree, field.strip(), text.strip())
+    return Loaded(
+        config=build(ClusterConfig, tree, derived=DERIVED, files=FILES), warnings=warnings
+    )
 
 
 def env_name(path: str) -> str:
-    """The environment twin of a dotted path: `model.dtype` -> `BATON_MODEL_DTYPE`."""
+    """The environment variable of a field: `model.dtype` -> `BATON_MODEL_DTYPE`."""
     return "BATON_" + path.replace(".", "_").upper()
 
 
@@ -87,7 +82,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """A SafeLoader that refuses a key given twice."""
+    """Refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -103,25 +98,20 @@ class _UniqueKeys(yaml.SafeLoader):
 def _from_environment(
     environ: Mapping[str, str],
 ) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
-    twins = {env_name(path): path for path in leaf_paths(ClusterConfig, DERIVED)}
-    found = [(twins[name], text) for name, text in environ.items() if name in twins]
-    strange = [
-        name
-        for name in environ
-        if name.startswith("BATON_") and name not in twins and name not in RESERVED
-    ]
-    warnings = tuple(_unknown(name, twins) for name in sorted(strange))
-    return found, warnings
+    fields = {env_name(path): path for path in leaf_paths(ClusterConfig, DERIVED)}
+    assignments = [(fields[name], text) for name, text in environ.items() if name in fields]
+    unknown = {name for name in environ if name.startswith("BATON_")} - fields.keys() - RESERVED
+    return assignments, tuple(_unknown(name, fields) for name in sorted(unknown))
 
 
-def _unknown(name: str, twins: Mapping[str, str]) -> str:
-    match = difflib.get_close_matches(name, twins, n=1)
+def _unknown(name: str, known: Iterable[str]) -> str:
+    match = difflib.get_close_matches(name, known, n=1)
     hint = f" (did you mean {match[0]}?)" if match else ""
     return f"environment variable {name} is not a setting of Baton: ignored{hint}"
 
 
 def _assign(tree: dict[str, Any], path: str, text: str) -> None:
-    """Set one dotted path in the tree; the value's type is settled when the dataclass is built."""
+    """Set a dotted path in the tree; `build` converts the text to the field's type."""
     parents, _, last = path.rpartition(".")
     node = tree
     walked: list[str] = []
@@ -135,7 +125,7 @@ def _assign(tree: dict[str, Any], path: str, text: str) -> None:
                 f"{path}: {'.'.join(walked)} is a value, not a section", param=path
             )
         node = child
-    # Lists and maps are read as YAML; everything else stays text.
+    # Lists and maps are YAML; anything else stays text.
     node[last] = _parse(text, path) if text.startswith(("[", "{")) else text
 
 

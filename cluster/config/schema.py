@@ -1,6 +1,6 @@
-"""The whole cluster's configuration: every section is a frozen dataclass, most of them owned by the
-package that acts on them. What two sections must share is said once (`model`, `network`) and filled
-into both, so it cannot differ; such fields are listed in DERIVED and refused anywhere else.
+"""The cluster's configuration: each section is a frozen dataclass, most of them owned by the package
+they configure. A value that several sections need is given once, in `model`, `network` or
+`lifecycle`, and copied into them; DERIVED lists those fields, which are refused elsewhere.
 """
 
 from __future__ import annotations
@@ -8,8 +8,11 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
-from cluster.config.tree import UNRESOLVED
+from msgspec import Meta
+
+from cluster.config.tree import UNRESOLVED, Derived
 from engine.config import EngineConfig
 from kv_transfer.config import TransferConfig
 from protocol.ids import Role
@@ -17,15 +20,20 @@ from router.config import RouterConfig
 from worker_runtime.config import WorkerConfig
 
 AUTO = "auto"
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Count = Annotated[int, Meta(ge=0)]
+PositiveCount = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
-    """What is served. `name` is a fetched model's name or a path to a model folder.
+    """What is served.
 
-    dtype: of weights, activations and KV, in both pools. max_model_len: longest prompt plus output;
-    None takes the model's own.
-    served_name: the name clients use; the folder's name when empty. `aliases` work too.
+    name: of a fetched model, or the path of a model folder. served_name: the name clients use; the
+    folder's name when empty. aliases: further names.
+    dtype: of weights, activations and KV, in both pools. max_model_len: longest prompt plus output,
+    in tokens; None takes the model's own limit.
     """
 
     name: str
@@ -37,26 +45,23 @@ class ModelSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkSection:
-    """Where the front doors listen and how workers reach each other.
+    """Where the front ends listen and how workers reach each other.
 
-    host: address of the front doors. http_port, grpc_port: 0 lets the system choose (one router
-    replica only). metrics_port: where each router answers scrapes for itself, besides /metrics of
-    the shared http_port; 0 lets the system choose, and /metrics/targets and `baton status` tell;
-    another one needs a machine for each router. worker_host: address of workers' control and
+    host: address of the front ends. http_port, grpc_port: 0 lets the system choose (one router
+    replica only). metrics_port: where each router serves its own metrics, besides /metrics on the
+    shared http_port; 0 lets the system choose, and /metrics/targets and `baton status` show it;
+    any other port needs one machine per router. worker_host: address of workers' control and
     transfer ports; `auto` takes the node's own.
     """
 
     host: str = "127.0.0.1"
-    http_port: int = 8000
-    grpc_port: int = 9000
-    metrics_port: int = 0
+    http_port: Port = 8000
+    grpc_port: Port = 9000
+    metrics_port: Port = 0
     worker_host: str = "127.0.0.1"
 
     def __post_init__(self) -> None:
-        for name in ("http_port", "grpc_port", "metrics_port"):
-            if not 0 <= getattr(self, name) <= 65535:
-                raise ValueError(f"{name} must be between 0 and 65535, got {getattr(self, name)}")
-        if self.worker_host.strip("[]") in ("", "0.0.0.0", "::"):  # workers are called there
+        if self.worker_host.strip("[]") in ("", "0.0.0.0", "::"):  # other workers connect to it
             raise ValueError(
                 f"worker_host must be one address of a node, or 'auto', got {self.worker_host!r}"
             )
@@ -64,31 +69,21 @@ class NetworkSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementSection:
-    """What Ray reserves for each rank of a replica (for a router: for the replica).
+    """What Ray reserves for each rank of a worker replica, or for a router replica.
 
-    cpus: logical CPUs, for placement only (what is used is set by thread counts). gpus: 1 on device
+    cpus: logical CPUs, for placement only (thread counts set the real use). gpus: 1 on device
     cuda, or the share of one (then set the engine's kv_memory_bytes); else 0. memory_bytes: of the
     node's memory; None reserves none.
     resources: custom Ray resources by name. labels: node labels that must match, so that each pool
-    keeps to its own nodes. env: environment of the processes, set before they import anything.
+    keeps to its own nodes. env: environment variables of the processes, set before any import.
     """
 
-    cpus: float = 1.0
-    gpus: float = 0.0
-    memory_bytes: int | None = None
-    resources: dict[str, float] = field(default_factory=dict)
+    cpus: Annotated[float, Meta(ge=0)] = 1.0
+    gpus: Annotated[float, Meta(ge=0)] = 0.0
+    memory_bytes: PositiveCount | None = None
+    resources: dict[str, Annotated[float, Meta(gt=0)]] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name in ("cpus", "gpus"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        if self.memory_bytes is not None and self.memory_bytes <= 0:
-            raise ValueError(f"memory_bytes must be positive, got {self.memory_bytes}")
-        for name, amount in self.resources.items():
-            if amount <= 0:
-                raise ValueError(f"resources must be positive, got {name}: {amount}")
 
     def bundle(self) -> dict[str, float]:
         """The Ray bundle of one rank."""
@@ -102,50 +97,39 @@ class PlacementSection:
 class PoolSection:
     """One pool of workers: how many, on what, and how each is built."""
 
-    replicas: int = 1
+    replicas: Count = 1
     placement: PlacementSection = field(default_factory=PlacementSection)
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(model_path=UNRESOLVED))
     worker: WorkerConfig = field(default_factory=WorkerConfig)
-
-    def __post_init__(self) -> None:
-        if self.replicas < 0:
-            raise ValueError(f"replicas must not be negative, got {self.replicas}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSection:
     """The routers: how many, on what, and their settings."""
 
-    replicas: int = 1
+    replicas: PositiveCount = 1
     placement: PlacementSection = field(default_factory=PlacementSection)
     settings: RouterConfig = field(default_factory=lambda: RouterConfig(model_path=UNRESOLVED))
-
-    def __post_init__(self) -> None:
-        if self.replicas < 1:
-            raise ValueError(f"replicas must be at least 1, got {self.replicas}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LifecycleSection:
-    """Times of joining, leaving and being missed, in seconds.
+    """Times of joining, leaving and failing, in seconds.
 
-    heartbeat_s: how often a worker tells the directory that it lives. expiry_s: after this silence
-    it is taken off. health_period_s, health_timeout_s: Serve's checks; three failures replace the
-    replica. drain_s: how long a leaving worker may finish its requests. start_timeout_s: how long
-    `baton up` waits for everything to be ready.
+    heartbeat_s: interval of a replica's reports to the directory. expiry_s: a replica without a
+    report for this long is removed. health_period_s, health_timeout_s: Serve's health checks; three
+    failures replace the replica. drain_s: how long a stopping worker may finish its requests.
+    start_timeout_s: how long `baton up` waits for all pools to be ready.
     """
 
-    heartbeat_s: float = 1.0
-    expiry_s: float = 6.0
-    health_period_s: float = 1.0
-    health_timeout_s: float = 10.0
-    drain_s: float = 60.0
-    start_timeout_s: float = 600.0
+    heartbeat_s: Seconds = 1.0
+    expiry_s: Seconds = 6.0
+    health_period_s: Seconds = 1.0
+    health_timeout_s: Seconds = 10.0
+    drain_s: Seconds = 60.0
+    start_timeout_s: Seconds = 600.0
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.expiry_s < 2 * self.heartbeat_s:
             raise ValueError(
                 f"expiry_s must be at least twice heartbeat_s ({self.heartbeat_s}), "
@@ -158,27 +142,24 @@ class RaySection:
     """The Ray cluster to use.
 
     address: `local` starts one on this machine and owns it; `auto` finds a running one; or
-    `host:port`. autoscaling: nodes come when they are asked for, so that a demand beyond what is
-    there now is no error. num_cpus: logical CPUs of a local one; None offers plenty, because what
-    CPU workers really use is set by their thread counts. object_store_bytes: of a local one (Baton
-    hardly uses it).
+    `host:port`. autoscaling: Ray adds nodes on demand, so a demand beyond the present nodes is no
+    error. num_cpus: logical CPUs of a local cluster; None offers plenty, because thread counts set
+    what CPU workers really use. object_store_bytes: of a local cluster (Baton hardly uses it).
     """
 
     address: str = "local"
     autoscaling: bool = False
-    num_cpus: int | None = None
+    num_cpus: PositiveCount | None = None
     object_store_bytes: int = 100 << 20
 
     @property
     def local(self) -> bool:
-        """Whether Baton starts and owns it."""
+        """Whether Baton starts and owns the Ray cluster."""
         return self.address == "local"
 
     def __post_init__(self) -> None:
         if not self.address:
             raise ValueError("address must be 'local', 'auto' or host:port")
-        if self.num_cpus is not None and self.num_cpus < 1:
-            raise ValueError(f"num_cpus must be at least 1, got {self.num_cpus}")
         if self.object_store_bytes < 80 << 20:
             raise ValueError(
                 f"object_store_bytes must be at least 80 MiB, got {self.object_store_bytes}"
@@ -199,12 +180,11 @@ class ClusterConfig:
     ray: RaySection = field(default_factory=RaySection)
 
     def pool(self, role: Role) -> PoolSection:
-        """The section of a role's pool."""
+        """The pool of a role."""
         return self.prefill if role is Role.PREFILL else self.decode
 
     def engine_config(self, role: Role, model_path: Path) -> EngineConfig:
-        """A pool's engine, with what the model section decides filled in, and room for the largest
-        step that the pool's workers may plan."""
+        """A pool's engine, with the fields that derive from `model` and the pool's worker."""
         pool = self.pool(role)
         return dataclasses.replace(
             pool.engine,
@@ -216,15 +196,15 @@ class ClusterConfig:
         )
 
     def worker_config(self, role: Role, host: str) -> WorkerConfig:
-        """A pool's worker settings, on this address."""
+        """A pool's worker settings, listening on `host`."""
         return dataclasses.replace(self.pool(role).worker, host=host)
 
     def transfer_config(self, host: str) -> TransferConfig:
-        """The hand-off's settings, on this address."""
+        """The hand-off's settings, listening on `host`."""
         return dataclasses.replace(self.transfer, host=host)
 
     def router_config(self, model_path: Path) -> RouterConfig:
-        """A router's settings, with what the model section decides filled in."""
+        """A router's settings, with the fields that derive from `model` and `lifecycle`."""
         return dataclasses.replace(
             self.router.settings,
             model_path=str(model_path),
@@ -235,9 +215,8 @@ class ClusterConfig:
         )
 
 
-#: Fields filled in from elsewhere: (class, field) -> the path where they are set; one that begins
-#: with a dot is of the same pool.
-DERIVED: dict[tuple[type, str], str] = {
+#: The fields that another section sets.
+DERIVED: Derived = {
     (EngineConfig, "model_path"): "model.name",
     (EngineConfig, "dtype"): "model.dtype",
     (EngineConfig, "max_model_len"): "model.max_model_len",

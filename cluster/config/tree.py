@@ -1,5 +1,9 @@
-"""Build nested dataclasses from plain trees, strictly: unknown names, wrong types and values out of
-range are refused with the full dotted path, and the nearest valid name is suggested."""
+"""Builds the configuration's sections from a plain tree, strictly.
+
+Sections are dataclasses; this module walks them, so that every error names a field's full path and
+the nearest valid name. msgspec converts and bounds the values. Text is accepted for any type, since
+environment variables and `--set` carry nothing else.
+"""
 
 from __future__ import annotations
 
@@ -10,65 +14,198 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
-from enum import Enum
-from typing import Any, TypeVar, Union
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, Union
+
+import msgspec
 
 from protocol.errors import BatonError, InvalidRequest
 
 T = TypeVar("T")
+#: (class, field) -> path of the field that sets it; one that begins with a dot is in the same pool.
 Derived = Mapping[tuple[type, str], str]
-#: Stands for a required field that is filled in from elsewhere.
+#: Placeholder of a required field that is derived from another section.
 UNRESOLVED = "unresolved"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)", re.IGNORECASE)
-_LIKE_ENOUGH = 0.65
 _POWER = {"b": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_WORDS = {int: "a whole number", float: "a finite number", bool: "true or false"}
+_MIN_LIKENESS = 0.65
 
 
-def build(cls: type[T], tree: object, *, derived: Derived) -> T:
-    """The dataclass `cls` from a tree of dicts, lists and scalars. Raises InvalidRequest whose
-    `param` is the dotted path at fault."""
-    return typing.cast(T, _build(cls, tree, "", _Context(cls, derived)))
+def build(cls: type[T], tree: object, *, derived: Derived, files: Collection[str] = ()) -> T:
+    """The dataclass `cls` from a tree of dicts, lists and scalars. `files` are the fields that name
+    files, which become absolute. Raises InvalidRequest with the field's dotted path as `param`."""
+    builder = _Builder(root=cls, derived=derived, files=files)
+    return typing.cast(T, builder.section(cls, tree, ""))
 
 
-def leaf_paths(cls: type, derived: Derived) -> dict[str, Any]:
-    """Every settable dotted path below `cls`, with its type."""
-    return dict(_leaves(cls, "", derived))
+def leaf_paths(cls: type, derived: Derived) -> list[str]:
+    """Every settable dotted path below `cls`."""
+    return list(_leaves(cls, "", derived))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Context:
-    root: type
-    derived: Derived
-
-    def suggest(self, path: str) -> str:
-        known = leaf_paths(self.root, self.derived)
-        sections = {leaf.rpartition(".")[0] for leaf in known} - {""}
-        best = max(sorted({*known, *sections}), key=lambda name: _likeness(path, name))
-        return f"; did you mean {best}?" if _likeness(path, best) >= _LIKE_ENOUGH else ""
-
-
-def _likeness(path: str, name: str) -> float:
-    """How well `name` fits what was written: by its last part, then by where it stands."""
-    *above, last = path.split(".")
-    *over, end = name.split(".")
-    like = difflib.SequenceMatcher(None, last, end).ratio()
-    if last in end.split("_") or end.startswith(last) or end.endswith(last):
-        like = max(like, 0.9)
-    place = difflib.SequenceMatcher(None, ".".join(above), ".".join(over)).ratio()
-    return like + 0.3 * place
-
-
-def _leaves(cls: type, prefix: str, derived: Derived) -> Iterator[tuple[str, Any]]:
-    hints = typing.get_type_hints(cls)
-    for name in (f.name for f in dataclasses.fields(cls)):
+def _leaves(cls: type, prefix: str, derived: Derived) -> Iterator[str]:
+    for name, kind in _fields(cls).items():
         if (cls, name) in derived:
             continue
-        path, kind = f"{prefix}{name}", hints[name]
-        if dataclasses.is_dataclass(kind):
-            yield from _leaves(typing.cast(type, kind), f"{path}.", derived)
+        if _is_section(kind):
+            yield from _leaves(kind, f"{prefix}{name}.", derived)
         else:
-            yield path, kind
+            yield f"{prefix}{name}"
+
+
+def _fields(cls: type) -> dict[str, Any]:
+    """The fields of a section with their types, bounds included."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def _is_section(kind: Any) -> bool:
+    return dataclasses.is_dataclass(kind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Builder:
+    root: type
+    derived: Derived
+    files: Collection[str]
+
+    def section(self, cls: type, tree: object, path: str) -> Any:
+        """A dataclass from a map of its fields; None stands for an empty map."""
+        if tree is None:
+            tree = {}
+        if not isinstance(tree, dict):
+            raise _refuse(path, f"expected a section of fields, got {_shown(tree)}")
+        fields = _fields(cls)
+        for name in tree:
+            self._check_name(cls, str(name), path)
+        given = {n: self.value(fields[n], v, _join(path, n)) for n, v in tree.items()}
+        for name in _required(cls):
+            if name not in given:
+                given[name] = self._missing(cls, name, path)
+        try:
+            return cls(**given)
+        except (BatonError, ValueError) as error:  # its message may begin with a field's name
+            name, _, rest = str(error).partition(" ")
+            field, message = (_join(path, name), rest) if name in fields else (path, str(error))
+            raise _refuse(field, message) from error
+
+    def value(self, kind: Any, value: object, path: str) -> Any:
+        """`value` as the type `kind`."""
+        if _is_section(kind):
+            return self.section(kind, value, path)
+        origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+        if origin in (Union, types.UnionType):
+            if value is None or (isinstance(value, str) and value.lower() in ("none", "null", "")):
+                return None
+            (inner,) = (argument for argument in arguments if argument is not types.NoneType)
+            return self.value(inner, value, path)
+        if origin is tuple:
+            if isinstance(value, str):
+                value = [part.strip() for part in value.split(",") if part.strip()]
+            if not isinstance(value, (list, tuple)):
+                raise _refuse(path, f"expected a list, got {_shown(value)}")
+            return tuple(
+                self.value(arguments[0], item, f"{path}[{i}]") for i, item in enumerate(value)
+            )
+        if origin is dict:
+            if not isinstance(value, dict):
+                raise _refuse(path, f"expected a map, got {_shown(value)}")
+            return {
+                str(key): self.value(arguments[1], item, _join(path, str(key)))
+                for key, item in value.items()
+            }
+        converted = _scalar(kind, value, path)
+        return str(Path(converted).absolute()) if path in self.files and converted else converted
+
+    def _missing(self, cls: type, name: str, path: str) -> Any:
+        if (cls, name) in self.derived:
+            return UNRESOLVED
+        kind, field = _fields(cls)[name], _join(path, name)
+        if _is_section(kind):
+            return self.section(kind, {}, field)  # names the first required field in it
+        raise _refuse(field, "is required")
+
+    def _check_name(self, cls: type, name: str, path: str) -> None:
+        field = _join(path, name)
+        if (cls, name) in self.derived:
+            source = self.derived[cls, name]
+            if source.startswith("."):
+                source = path.rpartition(".")[0] + source
+            raise _refuse(field, f"is set by {source}: set that instead")
+        if name not in _fields(cls):
+            raise _refuse(field, f"no such field{self._suggest(field)}")
+
+    def _suggest(self, path: str) -> str:
+        leaves = leaf_paths(self.root, self.derived)
+        sections = {leaf.rpartition(".")[0] for leaf in leaves} - {""}
+        best = max(sorted({*leaves, *sections}), key=lambda known: _likeness(path, known))
+        return f"; did you mean {best}?" if _likeness(path, best) >= _MIN_LIKENESS else ""
+
+
+def _likeness(path: str, known: str) -> float:
+    """How similar the paths are: mostly in their last part, then in their sections."""
+    *sections, name = path.split(".")
+    *known_sections, known_name = known.split(".")
+    likeness = difflib.SequenceMatcher(None, name, known_name).ratio()
+    if name in known_name.split("_") or known_name.startswith(name) or known_name.endswith(name):
+        likeness = max(likeness, 0.9)
+    above = difflib.SequenceMatcher(None, ".".join(sections), ".".join(known_sections)).ratio()
+    return likeness + 0.3 * above
+
+
+def _required(cls: type) -> list[str]:
+    """The fields without a default."""
+    return [
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.default is field.default_factory is dataclasses.MISSING
+    ]
+
+
+def _scalar(kind: Any, value: object, path: str) -> Any:
+    """`value` converted to a number, text, truth value or enum within the bounds of `kind`."""
+    bare = bare_type(kind)
+    if bare is str and type(value) in (int, float):
+        value = str(value)
+    if bare is int and isinstance(value, str) and path.endswith("_bytes"):
+        value = _num_bytes(value)
+    with contextlib.suppress(msgspec.ValidationError):
+        converted = msgspec.convert(value, kind, strict=not isinstance(value, str))
+        if not isinstance(converted, float) or math.isfinite(converted):
+            return converted
+    expected = _WORDS.get(bare, bare.__name__)
+    if issubclass(bare, StrEnum):
+        expected = "one of " + ", ".join(bare)
+    raise _refuse(path, f"expected {expected}{bounds(kind)}, got {_shown(value)}")
+
+
+def bare_type(kind: Any) -> type:
+    """The type without its bounds."""
+    bare: type = kind.__origin__ if typing.get_origin(kind) is Annotated else kind
+    return bare
+
+
+def bounds(kind: Any) -> str:
+    """The bounds of a number's type, in words."""
+    if typing.get_origin(kind) is not Annotated:
+        return ""
+    (meta,) = kind.__metadata__
+    if meta.gt is not None:
+        return f" above {meta.gt}"
+    return f" from {meta.ge} to {meta.le}" if meta.le is not None else f", at least {meta.ge}"
+
+
+def _num_bytes(text: str) -> int | str:
+    """The number of bytes that `text` gives with a unit; otherwise `text`."""
+    size = _SIZE.fullmatch(text.strip())
+    if size is None:
+        return text
+    base = 1024 if "i" in size[2].lower() else 1000
+    return int(float(size[1]) * base ** _POWER[size[2][0].lower()])
 
 
 def _join(path: str, name: str) -> str:
@@ -79,142 +216,5 @@ def _refuse(path: str, message: str) -> InvalidRequest:
     return InvalidRequest(f"{path}: {message}" if path else message, param=path or None)
 
 
-def _build(kind: Any, value: object, path: str, context: _Context) -> Any:
-    if dataclasses.is_dataclass(kind):
-        return _build_section(typing.cast(type, kind), value, path, context)
-    origin = typing.get_origin(kind)
-    if origin in (Union, types.UnionType):
-        if value is None or (isinstance(value, str) and value.lower() in ("none", "null", "")):
-            return None
-        inner = next(arg for arg in typing.get_args(kind) if arg is not type(None))
-        return _build(inner, value, path, context)
-    if origin is tuple:
-        return _build_tuple(typing.get_args(kind)[0], value, path, context)
-    if origin is dict:
-        return _build_dict(typing.get_args(kind)[1], value, path, context)
-    return _scalar(kind, value, path)
-
-
-def _build_section(cls: type, value: object, path: str, context: _Context) -> Any:
-    if value is None:
-        value = {}
-    if not isinstance(value, dict):
-        raise _refuse(path, f"expected a section of fields, got {_shown(value)}")
-    hints = typing.get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    for name in value:
-        _check_name(cls, str(name), path, context)
-    given = {n: _build(hints[n], v, _join(path, n), context) for n, v in value.items()}
-    for name in _missing(cls, given):
-        if (cls, name) in context.derived:
-            given[name] = UNRESOLVED
-        elif dataclasses.is_dataclass(hints[name]):
-            given[name] = _build(hints[name], {}, _join(path, name), context)
-        else:
-            raise _refuse(_join(path, name), "is required")
-    try:
-        return cls(**given)
-    except BatonError as error:
-        raise _complaint(path, fields, error.message) from error
-    except ValueError as error:
-        raise _complaint(path, fields, str(error)) from error
-
-
-def _check_name(cls: type, name: str, path: str, context: _Context) -> None:
-    where = _join(path, name)
-    if (cls, name) in context.derived:
-        source = context.derived[cls, name]
-        if source.startswith("."):
-            section = path.rpartition(".")[0]
-            source = f"{section}{source}"
-        raise _refuse(where, f"is set by {source}: set that instead")
-    if name not in cls.__dataclass_fields__:  # type: ignore[attr-defined]
-        raise _refuse(where, f"no such field{context.suggest(where)}")
-
-
-def _missing(cls: type, given: Mapping[str, object]) -> list[str]:
-    """The fields without a default that were not given."""
-    nothing = dataclasses.MISSING
-    return [
-        f.name
-        for f in dataclasses.fields(cls)
-        if f.default is nothing and f.default_factory is nothing and f.name not in given
-    ]
-
-
-def _complaint(path: str, fields: Mapping[str, object], message: str) -> InvalidRequest:
-    """A section's own check as an error of the field that its message begins with."""
-    name, _, rest = message.partition(" ")
-    return _refuse(_join(path, name), rest) if name in fields else _refuse(path, message)
-
-
-def _build_tuple(kind: Any, value: object, path: str, context: _Context) -> tuple[Any, ...]:
-    if isinstance(value, str):
-        value = [part.strip() for part in value.split(",") if part.strip()]
-    if not isinstance(value, (list, tuple)):
-        raise _refuse(path, f"expected a list, got {_shown(value)}")
-    return tuple(_build(kind, item, f"{path}[{i}]", context) for i, item in enumerate(value))
-
-
-def _build_dict(kind: Any, value: object, path: str, context: _Context) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _refuse(path, f"expected a map, got {_shown(value)}")
-    return {str(k): _build(kind, v, _join(path, str(k)), context) for k, v in value.items()}
-
-
 def _shown(value: object) -> str:
     return f"{value!r} ({type(value).__name__})"
-
-
-def _scalar(kind: Any, value: object, path: str) -> Any:
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return _enum(kind, value, path)
-    if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
-        return str(value)
-    if kind is bool:
-        return _bool(value, path)
-    if kind is int:
-        return _int(value, path)
-    if kind is float:
-        return _float(value, path)
-    raise _refuse(path, f"expected {getattr(kind, '__name__', kind)}, got {_shown(value)}")
-
-
-def _enum(kind: type[Enum], value: object, path: str) -> Enum:
-    for member in kind:
-        if value == member.value:
-            return member
-    allowed = ", ".join(str(member.value) for member in kind)
-    raise _refuse(path, f"{value!r} is not one of {allowed}")
-
-
-def _bool(value: object, path: str) -> bool:
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    raise _refuse(path, f"expected true or false, got {_shown(value)}")
-
-
-def _int(value: object, path: str) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        if path.endswith("_bytes") and (size := _SIZE.fullmatch(value.strip())):
-            base = 1024 if "i" in size[2].lower() else 1000
-            return int(float(size[1]) * base ** _POWER[size[2][0].lower()])
-        with contextlib.suppress(ValueError):
-            return int(value)
-    raise _refuse(path, f"expected a whole number, got {_shown(value)}")
-
-
-def _float(value: object, path: str) -> float:
-    number = math.nan
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        number = float(value)
-    elif isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            number = float(value)
-    if not math.isfinite(number):
-        raise _refuse(path, f"expected a finite number, got {_shown(value)}")
-    return number
