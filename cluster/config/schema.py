@@ -1,4 +1,4 @@
-"""The cluster's configuration: each section is a frozen dataclass, most of them owned by the package
+"""The cluster's configuration: each section is a frozen dataclass, most owned by the package
 they configure. A value that several sections need is given once, in `model`, `network` or
 `lifecycle`, and copied into them; DERIVED lists those fields, which are refused elsewhere.
 """
