@@ -307,6 +307,7 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
             held_blocks=self._blocks.num_held,
             cached_blocks=self._blocks.num_cached,
             quarantined_blocks=self._blocks.num_quarantined,
+            num_commands=self._num_commands,
         )
 
     def next_deadline(self) -> float | None:

@@ -31,6 +31,7 @@ class PrefillEntry(SchedulerEntry):
     num_found: int = 0
     pushed: int = 0
     granted_at: float = 0.0
+    progress_at: float = 0.0  # of the grant, or of the last chunk
     num_bytes: int = 0
     num_pieces: int = 0
 

@@ -28,7 +28,7 @@ from prefill_worker.lifecycle import (
 from protocol.errors import ErrorInfo
 from protocol.ids import RequestKey
 from protocol.logprobs import TokenLogprobs
-from protocol.messages import SpanEvent, WorkerLoad
+from protocol.messages import SpanEvent, WorkerLoad, size_class
 from protocol.timeline import Phase, Span
 from worker_runtime.scheduling.inflight_steps import Row
 from worker_runtime.scheduling.messages import EndHandoff, HandoffEnded
@@ -63,7 +63,7 @@ class PrefillScheduler(Scheduler[PrefillEntry, Command, PrefillOutput]):
             return
         entry.state = PrefillState.GRANTED
         entry.pushed = command.num_cached_tokens // self._block_size
-        entry.granted_at = now
+        entry.granted_at = entry.progress_at = now
         entry.sequence.mark_end(Phase.CREDIT_WAIT, now)
         entry.sequence.mark_start(Phase.PREFILL_QUEUE, now)
 
@@ -112,6 +112,7 @@ class PrefillScheduler(Scheduler[PrefillEntry, Command, PrefillOutput]):
                 continue
             row = self._chunk(entry, budget, now, out)
             if row is not None:
+                entry.progress_at = now
                 rows.append(row)
                 budget -= row.num_tokens
         # How fast work in line gets done: a few tokens alone take as long as many.
@@ -120,16 +121,17 @@ class PrefillScheduler(Scheduler[PrefillEntry, Command, PrefillOutput]):
         return self._flight.launch(rows, now, timed=full)
 
     def _rank(self, entry: PrefillEntry, now: float) -> tuple[bool, float, int]:
-        """Shortest remaining work first, so that a short prompt never sits behind a whole long one;
-        every second of waiting counts as a second of work already done, so that none starves."""
+        """Smallest prompt first, so that a short one never sits behind a long one, begun or not;
+        every second since the grant counts as a second less of work, so that none starves."""
         waited = now - entry.granted_at
         speed = self._flight.tokens_per_second() or float(self._config.max_num_batched_tokens)
         overdue = self._is_overdue(entry, now)
-        num_left = entry.sequence.num_runnable - entry.num_found
-        return not overdue, -waited if overdue else num_left / speed - waited, entry.order
+        sequence = entry.sequence
+        work = len(sequence.tokens) - sequence.num_cached_tokens - entry.num_found
+        return not overdue, -waited if overdue else work / speed - waited, entry.order
 
     def _is_overdue(self, entry: PrefillEntry, now: float) -> bool:
-        return now - entry.granted_at > self._config.starvation_s
+        return now - entry.progress_at > self._config.starvation_s
 
     def _start(self, entry: PrefillEntry, out: PrefillOutput) -> bool:
         """Take blocks for the whole prompt, or leave the sequence waiting. Those that are filled
@@ -257,21 +259,24 @@ class PrefillScheduler(Scheduler[PrefillEntry, Command, PrefillOutput]):
         """Figures for the routers; `waiting_tokens` over `tokens_per_second` is the backlog in
         seconds."""
         working = (PrefillState.EXPECTING, PrefillState.GRANTED, PrefillState.RUNNING)
-        backlog = sum(
-            e.sequence.num_uncomputed - e.num_found
-            for e in self._entries.values()
-            if e.state in working
-        )
+        backlog: list[int] = []
+        for entry in self._entries.values():
+            if entry.state in working:
+                left = entry.sequence.num_uncomputed - entry.num_found
+                backlog += [0] * (size_class(left) + 1 - len(backlog))
+                backlog[size_class(left)] += left
         return WorkerLoad(
             running=self._count(PrefillState.RUNNING, PrefillState.SENDING),
             waiting=self._count(PrefillState.EXPECTING, PrefillState.GRANTED),
-            waiting_tokens=backlog,
+            waiting_tokens=sum(backlog),
+            backlog=tuple(backlog),
             free_blocks=self._blocks.num_available,
             total_blocks=self._blocks.num_blocks,
             tokens_per_second=self._flight.tokens_per_second(),
             held_blocks=self._blocks.num_held,
             cached_blocks=self._blocks.num_cached,
             quarantined_blocks=self._blocks.num_quarantined,
+            num_commands=self._num_commands,
         )
 
     def _runnable(self) -> list[PrefillEntry]:

@@ -66,7 +66,10 @@ class Subscribe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ack:
-    """Done, nothing to say."""
+    """Done. `num_commands` places a Submit or Cancel among the worker's commands: a WorkerLoad with
+    as many or more takes it into account."""
+
+    num_commands: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +146,12 @@ class SpanEvent:
     spans: tuple[Span, ...]
 
 
+def size_class(num_tokens: int) -> int:
+    """The class of a prompt with so many tokens to compute: those of class k have fewer than 2**k.
+    Prefill workers run small prompts before large ones."""
+    return num_tokens.bit_length()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
     """What a router needs to choose a worker. Sent in every batch of events and on request."""
@@ -150,12 +159,14 @@ class WorkerLoad:
     running: int = 0  # sequences in the running batch
     waiting: int = 0  # sequences accepted, not yet running
     waiting_tokens: int = 0  # prompt tokens that this worker has to compute yet
+    backlog: tuple[int, ...] = ()  # the same by size class of what is left of a prompt (prefill)
     free_blocks: int = 0  # credits: blocks that a new sequence could get now, cached ones included
     total_blocks: int = 0
     tokens_per_second: float = 0.0  # prefill: of steps with much to do; decode: of all sequences
     held_blocks: int = 0
     cached_blocks: int = 0
     quarantined_blocks: int = 0
+    num_commands: int = 0  # commands that are taken into account, since the worker's start
 
     @property
     def idle_blocks(self) -> int:

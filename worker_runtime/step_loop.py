@@ -43,14 +43,17 @@ class Inbox(Generic[C]):
 
     def __init__(self) -> None:
         self._items: deque[C] = deque()
+        self._num_put = 0
         self._ready = threading.Condition()
         self._closed = False
 
-    def put(self, command: C) -> None:
-        """Add a command; callable from any thread."""
+    def put(self, command: C) -> int:
+        """Add a command; callable from any thread. Returns how many were added so far."""
         with self._ready:
             self._items.append(command)
+            self._num_put += 1
             self._ready.notify()
+            return self._num_put
 
     def close(self) -> None:
         """Wake the consumer for good."""

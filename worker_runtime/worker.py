@@ -230,9 +230,9 @@ class Worker(ABC, Generic[C, Out, Side]):
     def _make_shell(self) -> ControlService:
         executor = self.ranks.executor
 
-        def accept_and_queue(submit: Submit, matcher: Matcher | None) -> None:
+        def accept_and_queue(submit: Submit, matcher: Matcher | None) -> int:
             self._accept(submit)
-            self.inbox.put(Submitted(submit=submit, matcher=matcher))
+            return self.inbox.put(Submitted(submit=submit, matcher=matcher))
 
         limits = SubmitLimits(
             vocab_size=executor.vocab_size,
@@ -254,9 +254,12 @@ class Worker(ABC, Generic[C, Out, Side]):
             accept=accept_and_queue,
             grammars=self._grammars,
             cancel=lambda message: self.inbox.put(RequestCancelled(keys=message.keys)),
-            router_gone=lambda router_id: self.inbox.put(RouterGone(router_id=router_id)),
+            router_gone=self._router_gone,
             handoff_counters=self._handoff.stats.counters,
         )
+
+    def _router_gone(self, router_id: str) -> None:
+        self.inbox.put(RouterGone(router_id=router_id))
 
 
 def _shares_cores(engine: EngineConfig) -> bool:

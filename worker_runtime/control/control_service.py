@@ -97,7 +97,7 @@ class ControlService:
     """Serves the worker methods and keeps the worker's state. Subscribed routers alone may submit.
 
     `accept` takes a checked request with the matcher of its grammar, `cancel` keys, `router_gone` a
-    router id; all run on the event loop.
+    router id; all run on the event loop. The first two return the command's number in the inbox.
     """
 
     def __init__(  # noqa: PLR0913 - one caller, every argument named
@@ -108,9 +108,9 @@ class ControlService:
         config: WorkerConfig,
         progress: StepLoop[Any, Any],
         clock: Callable[[], float],
-        accept: Callable[[Submit, Matcher | None], None],
+        accept: Callable[[Submit, Matcher | None], int],
         grammars: Grammars,
-        cancel: Callable[[Cancel], None],
+        cancel: Callable[[Cancel], int],
         router_gone: Callable[[str], None],
         handoff_counters: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
@@ -207,13 +207,13 @@ class ControlService:
         self._check_open(submit)
         self._identity.limits.check(submit, whole_output=self._identity.whole_output)
         matcher = None if submit.grammar is None else await self._compile(submit)
-        self._accept(submit, matcher)
+        num_commands = self._accept(submit, matcher)
         if submit.trace is not None:
             trace = {"request": submit.key.request_id, "traceparent": submit.trace.parent}
             log.debug("request accepted", extra=trace)
         self._submitted_since_snapshot += 1
         self._idle.clear()
-        return Ack()
+        return Ack(num_commands=num_commands)
 
     async def _compile(self, submit: Submit) -> Matcher:
         """The matcher of a request's grammar; what was true before may have changed meanwhile."""
@@ -242,8 +242,7 @@ class ControlService:
 
     async def _on_cancel(self, cancel: Cancel) -> Ack:
         self._compiling.difference_update(cancel.keys)
-        self._cancel(cancel)
-        return Ack()
+        return Ack(num_commands=self._cancel(cancel))
 
     async def _on_drain(self, _command: DrainCommand) -> Ack:
         if self.state is WorkerState.READY:

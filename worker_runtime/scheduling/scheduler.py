@@ -83,6 +83,7 @@ class Scheduler(ABC, Generic[E, C, Out]):
         self._place = place
         self._entries: dict[RequestKey, E] = {}
         self._next_order = 0
+        self._num_commands = 0
         self._due = math.inf  # no deadline comes before this
         self._flight: InflightSteps[E] = InflightSteps()
         self.num_finished = 0
@@ -141,6 +142,7 @@ class Scheduler(ABC, Generic[E, C, Out]):
 
     def handle(self, command: C | RouterCommand, now: float, out: Out) -> None:
         """Take one command in."""
+        self._num_commands += 1
         match command:
             case Submitted(submit=submit, matcher=matcher):
                 if submit.key not in self._entries:

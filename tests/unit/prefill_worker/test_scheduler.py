@@ -229,6 +229,29 @@ def test_short_prompt_overtakes_a_long_one_between_its_chunks() -> None:
     assert [e.key for e in bench.tokens] == [short]
 
 
+def test_short_prompt_overtakes_a_long_one_that_has_run_for_long() -> None:
+    """Time that a prompt has been running for is no time it has waited."""
+    bench = Bench(num_blocks=256, config=replace(Bench().config, starvation_s=5.0))
+    bench.submit(make_submit("long", [1] * 400))
+    for _ in range(40):  # 40 s of its 50
+        bench.turn()
+    short = bench.submit(make_submit("short", [2, 3]))
+    bench.turn()
+    assert [e.key for e in bench.tokens] == [short]
+
+
+def test_backlog_is_reported_by_the_size_of_what_is_left() -> None:
+    bench = Bench(num_blocks=256)
+    bench.submit(make_submit("long", [1] * 100))
+    bench.submit(make_submit("waits", list(range(5))), grant=False)
+    load = bench.scheduler.load()
+    assert (load.backlog, load.waiting_tokens) == ((0, 0, 0, 5, 0, 0, 0, 100), 105)
+    while bench.turn():
+        pass
+    load = bench.scheduler.load()
+    assert (load.backlog, load.waiting_tokens) == ((0, 0, 0, 5), 5)
+
+
 def test_long_prompt_is_not_starved_by_a_stream_of_short_ones() -> None:
     config = WorkerConfig(max_num_seqs=4, max_num_batched_tokens=8, starvation_s=20.0)
     bench = Bench(num_blocks=256, config=config)

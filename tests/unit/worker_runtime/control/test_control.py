@@ -361,9 +361,9 @@ class TestShell:
             config=WorkerConfig(max_waiting=2, heartbeat_s=0.05, stall_s=1.0),
             progress=progress,
             clock=time.time,
-            accept=lambda submit, _matcher: accepted.append(submit),
+            accept=lambda submit, _matcher: accepted.append(submit) or len(accepted),
             grammars=SlowGrammars(),
-            cancel=cancelled.append,
+            cancel=lambda cancel: cancelled.append(cancel) or 1,
             router_gone=lambda _router: None,
         )
 
