@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from protocol.logprobs import TokenLogprobs
+from protocol.message import Message
 from protocol.sampling import SamplingParams
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceStep:
+class SequenceStep(Message):
     """What one sequence does in a step: run `tokens` at positions start, start + 1, ...
 
     block_ids: the sequence's blocks in order; they cover at least start + len(tokens) positions,
@@ -34,7 +34,6 @@ class SequenceStep:
     tokens: tuple[int, ...]
     start: int
     block_ids: tuple[int, ...]
-    sampling: SamplingParams | None
     banned: tuple[int, ...] = ()
     seen: bytes = b""
     counts: bytes = b""
@@ -42,10 +41,10 @@ class SequenceStep:
     targets: tuple[int, ...] = ()
     num_top: int = 0
     previous: int | None = None
+    sampling: SamplingParams | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepBatch:
+class StepBatch(Message):
     """All sequences of one step. Prompt chunks and single decode tokens mix freely."""
 
     sequences: tuple[SequenceStep, ...]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
+
+from protocol.message import Message
 
 
 class ErrorCode(StrEnum):
@@ -27,14 +28,13 @@ class ErrorCode(StrEnum):
     INTERNAL = "internal"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ErrorInfo:
+class ErrorInfo(Message):
     """An error as a value, for messages and events."""
 
     code: ErrorCode
-    message: str
     param: str | None = None
     retry_after_s: float | None = None
+    message: str
 
     def to_error(self) -> BatonError:
         """The exception of this code."""

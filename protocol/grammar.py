@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+from protocol.message import Message
 
 
 class GrammarKind(StrEnum):
@@ -15,8 +16,7 @@ class GrammarKind(StrEnum):
     LARK = "lark"  # a context-free grammar in Lark's syntax, or GBNF
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grammar:
+class Grammar(Message):
     """A grammar. Equal values are the same grammar, so compiled ones are kept by value."""
 
     kind: GrammarKind

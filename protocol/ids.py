@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
+
+from protocol.message import Message
 
 
 class Role(StrEnum):
@@ -30,8 +31,7 @@ class RequestKey(NamedTuple):
         return f"{self.request_id}/{self.attempt}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerRef:
+class WorkerRef(Message):
     """Where a worker is and which incarnation of it is meant.
 
     `worker_id` is the stable name of the replica, `epoch` a random 62-bit number drawn when its

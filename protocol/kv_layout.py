@@ -3,13 +3,12 @@ the other can take it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from protocol.message import Message
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVLayout:
+class KVLayout(Message):
     """One worker's KV pool: `[layer][block, k/v, kv_head, token, head_dim]` on each rank.
 
     `num_kv_heads` counts the whole model; `rank_heads[r]` is the half-open range of KV heads that
@@ -39,8 +38,7 @@ class KVLayout:
         return -(-num_tokens // self.block_size)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVFingerprint:
+class KVFingerprint(Message):
     """Everything that must be equal for one worker's KV to mean the same on another.
 
     `weights` is a digest of the checkpoint, `rope` and `model` name what positions and values mean.
@@ -57,14 +55,13 @@ class KVFingerprint:
 
     def differing_field(self, other: KVFingerprint) -> str | None:
         """The name of the first field that differs, or None when the pair fits."""
-        for name in self.__dataclass_fields__:
+        for name in self.__struct_fields__:
             if getattr(self, name) != getattr(other, name):
                 return name
         return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cells:
+class Cells(Message):
     """KV of consecutive tokens as it lies in one worker's blocks: `count` cells of `size` tokens
     each, in order through `blocks`, the first of them number `first` of blocks[0].
 
@@ -74,8 +71,8 @@ class Cells:
 
     blocks: tuple[int, ...]
     size: int
-    count: int
     first: int = 0
+    count: int
 
     @classmethod
     def within(

@@ -6,13 +6,14 @@ router.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from msgspec import field
 
 from protocol.errors import ErrorInfo
 from protocol.grammar import Grammar
 from protocol.ids import RequestKey, WorkerRef
 from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.logprobs import TokenLogprobs
+from protocol.message import Message
 from protocol.prefix import CacheChange
 from protocol.sampling import SamplingParams
 from protocol.states import FinishReason, WorkerState
@@ -23,8 +24,7 @@ from protocol.trace import TraceContext
 # --- router -> worker -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submit:
+class Submit(Message):
     """Run one request. Sent to decode and, unless that is to prefill by itself, to prefill.
 
     `output_ids` are tokens the client already has (after a lost attempt): they count as output and
@@ -38,7 +38,6 @@ class Submit:
 
     key: RequestKey
     router_id: str
-    prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     time_left_s: float
     output_ids: tuple[int, ...] = ()
@@ -48,45 +47,40 @@ class Submit:
     bypass_prefix_cache: bool = False
     grammar: Grammar | None = None
     trace: TraceContext | None = None
+    prompt_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cancel:
+class Cancel(Message):
     """Stop working for these attempts and free what they hold. Unknown keys are ignored."""
 
     keys: tuple[RequestKey, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Subscribe:
+class Subscribe(Message):
     """Open the stream of events for one router. A second of the same id replaces the first."""
 
     router_id: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ack:
+class Ack(Message):
     """Done. `num_commands` places a Submit or Cancel among the worker's commands: a WorkerLoad with
     as many or more takes it into account."""
 
     num_commands: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StatusQuery:
+class StatusQuery(Message):
     """Ask a worker how it is."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrainCommand:
+class DrainCommand(Message):
     """Refuse new work, finish the old."""
 
 
 # --- worker -> router -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenEvent:
+class TokenEvent(Message):
     """One output token. `index` counts output tokens of the request from 0, over all attempts.
 
     With `finish` set it is the last; `spans` then hold the worker's part of the timeline.
@@ -95,14 +89,13 @@ class TokenEvent:
 
     key: RequestKey
     index: int
-    token: int
     finish: FinishReason | None = None
     spans: tuple[Span, ...] = ()
     logprobs: TokenLogprobs | None = None
+    token: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreEvent:
+class ScoreEvent(Message):
     """Log-probabilities of prompt tokens `start`, start + 1, ...: those of one step.
 
     The first token of a prompt has none. All of a prompt's come, in order, before its first
@@ -112,13 +105,12 @@ class ScoreEvent:
 
     key: RequestKey
     start: int
-    logprobs: tuple[TokenLogprobs, ...]
     finish: FinishReason | None = None
     spans: tuple[Span, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptEvent:
+class PromptEvent(Message):
     """What became of the prompt, from the worker that ran it, no later than the next token.
 
     `num_cached_tokens` of it were not computed, because their KV was there already.
@@ -128,18 +120,16 @@ class PromptEvent:
     num_cached_tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailEvent:
+class FailEvent(Message):
     """The attempt ended here without finishing. `retriable`: another worker may well succeed."""
 
     key: RequestKey
     error: ErrorInfo
-    retriable: bool
     spans: tuple[Span, ...] = ()
+    retriable: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpanEvent:
+class SpanEvent(Message):
     """Timeline of a part that ended before the request did (prefill after its commit)."""
 
     key: RequestKey
@@ -152,8 +142,7 @@ def size_class(num_tokens: int) -> int:
     return num_tokens.bit_length()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLoad:
+class WorkerLoad(Message):
     """What a router needs to choose a worker. Sent in every batch of events and on request."""
 
     running: int = 0  # sequences in the running batch
@@ -174,25 +163,23 @@ class WorkerLoad:
         return self.total_blocks - self.held_blocks - self.cached_blocks - self.quarantined_blocks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EventBatch:
+class EventBatch(Message):
     """All events of one step for one router. An empty batch is a sign of life.
 
     `cache` is what the worker's prefix cache has gained and lost since the batch before.
     """
 
     epoch: int
-    load: WorkerLoad
     tokens: tuple[TokenEvent, ...] = ()
     scores: tuple[ScoreEvent, ...] = ()
     failures: tuple[FailEvent, ...] = ()
     spans: tuple[SpanEvent, ...] = ()
     prompts: tuple[PromptEvent, ...] = ()
     cache: CacheChange | None = None
+    load: WorkerLoad
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerStatus:
+class WorkerStatus(Message):
     """A worker's answer to StatusQuery. `steps` and `last_step_age_s` prove progress."""
 
     ref: WorkerRef
@@ -203,15 +190,14 @@ class WorkerStatus:
     max_model_len: int
     max_prompt_tokens: int  # what fits the KV pool, one output token included
     steps: int
-    last_step_age_s: float
     counters: dict[str, int] = field(default_factory=dict)
+    last_step_age_s: float
 
 
 # --- prefill <-> decode ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkAddress:
+class LinkAddress(Message):
     """How a sender rank reaches one receiver rank. `endpoint` is the backend's own address."""
 
     rank: int
@@ -219,8 +205,7 @@ class LinkAddress:
     endpoint: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grant:
+class Grant(Message):
     """Decode -> prefill: blocks are reserved, start.
 
     `generation` is a number that this decode worker never uses twice; every later message of the
@@ -240,28 +225,25 @@ class Grant:
     links: tuple[LinkAddress, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class Meeting(Message):
     """Prefill -> decode: hand-offs may come soon, get the links ready. Without a `backend` it only
     asks for the ranks' addresses; with one, decode's ranks wait to be called on `link` (Piece) from
     the reply on. A link that does not come about is built by the first piece that needs it."""
 
     prefill: WorkerRef
-    prefill_layout: KVLayout
     link: int = 0
     backend: str = ""
+    prefill_layout: KVLayout
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome:
+class Welcome(Message):
     """Decode's reply to a Meeting."""
 
     layout: KVLayout
     links: tuple[LinkAddress, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Piece(Message):
     """Prefill -> decode: these cells (kv_layout.Cells, counted from the first token) and layers are
     ready to move.
 
@@ -282,16 +264,15 @@ class Piece:
     first_cell: int
     num_cells: int
     first_layer: int
-    num_layers: int
     prefill: WorkerRef
     prefill_layout: KVLayout
     link: int = 0
     turn: int = 0
     backend: str = ""
+    num_layers: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Commit:
+class Commit(Message):
     """Prefill -> decode: everything was sent. The reply (Ack) means that all of it arrived and
     decode owns the sequence from here. `num_pieces` and `checksum` let decode prove it. `written`
     are the pieces that prefill has written by itself, and that were not announced before. `number`
@@ -303,10 +284,10 @@ class Commit:
     generation: int
     first_token: int
     num_pieces: int
-    num_blocks: int
     checksum: int = 0
     written: tuple[Piece, ...] = ()
     number: int = 0
+    num_blocks: int
 
     @property
     def proof(self) -> tuple[object, ...]:
@@ -315,8 +296,7 @@ class Commit:
         return self.key, self.ticket, self.generation, self.first_token, *counts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HandoffEnd:
+class HandoffEnd(Message):
     """Either side -> the other: this hand-off is over without a commit.
 
     `released`: it is not needed (the request ended at token 1, or the client left);
@@ -325,5 +305,5 @@ class HandoffEnd:
 
     key: RequestKey
     epoch: int  # of the sender of this message
-    released: bool
     error: ErrorInfo | None = None
+    released: bool

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 
 from protocol.codec import encode
 from protocol.kv_layout import KVFingerprint
+from protocol.message import Message
 
 #: Bytes of a hint, the short form of a digest that routers work with. Two blocks may share one:
 #: a hint only ever decides where a request goes.
 HINT_BYTES = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheChange:
+class CacheChange(Message):
     """What a worker's prefix cache has gained and lost: hints, one after another.
 
     `reset`: whatever was known before is void. Removals are applied first.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from protocol.errors import InvalidRequest
+from protocol.message import Message
 
 #: Temperatures below this act as greedy: dividing by them would overflow the logits.
 GREEDY_TEMPERATURE = 1e-4
@@ -15,8 +15,7 @@ MAX_LOGIT_BIASES = 1024
 MAX_STOP_TOKEN_IDS = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(Message):
     """Sampling and stopping of one sequence, in token ids only.
 
     The noise for a token is a function of (seed, absolute position), so the result does not depend

@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import hmac
 import math
-from dataclasses import dataclass, replace
+
+from msgspec.structs import replace
 
 from protocol.errors import StaleMessage
 from protocol.ids import RequestKey
+from protocol.message import Message
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ticket:
+class Ticket(Message):
     """Permission to write `num_blocks` blocks for `key` from one epoch into another, for a while.
 
     `lifetime_s` counts on each worker from when it takes the request. `signature` is HMAC-SHA256
@@ -23,8 +24,8 @@ class Ticket:
     prefill_epoch: int
     decode_epoch: int
     num_blocks: int
-    lifetime_s: float
     signature: bytes = b""
+    lifetime_s: float
 
     def _body(self) -> bytes:
         fields = (

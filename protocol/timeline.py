@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import StrEnum
+
+from msgspec import field
+
+from protocol.message import Message
 
 
 class Phase(StrEnum):
@@ -21,23 +24,21 @@ class Phase(StrEnum):
     LOCAL_PREFILL = "local_prefill"  # prompt (re)computed on the decode worker
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class Span(Message):
     """One phase: wall-clock start and end in seconds since the Unix epoch, the place, and counts.
 
     Keys used in `counts`: bytes, blocks, tokens, cached_tokens, steps, chunks, preemptions.
     """
 
     phase: Phase
-    start: float
-    end: float
     place: str = ""
     counts: dict[str, int] = field(default_factory=dict)
     note: str = ""
+    start: float
+    end: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacedSpan:
+class PlacedSpan(Message):
     """A span of one choice and attempt of a request."""
 
     span: Span

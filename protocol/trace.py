@@ -4,21 +4,21 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+from protocol.message import Message
 
 _PARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _MAX_STATE = 512
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceContext:
+class TraceContext(Message):
     """One span of a trace, to be the parent of others. Ids in lower-case hexadecimal; `state` is
     what other systems add, passed on as it came."""
 
     trace_id: str
-    span_id: str
     sampled: bool = False
     state: str = ""
+    span_id: str
 
     @property
     def parent(self) -> str:

@@ -19,11 +19,12 @@ from typing import Any, Generic, TypeVar
 from observability.logging import get_logger
 from protocol import codec
 from protocol.errors import BatonError, DeadlineExceeded, Internal, Unavailable
+from protocol.message import Message
 from rpc.frames import STREAM_ITEMS, TAKEN_ITEMS, FrameKind, ServerEnd
 from rpc.link import ClientLink, split
 
-Req = TypeVar("Req")
-Rep = TypeVar("Rep")
+Req = TypeVar("Req", bound=Message)
+Rep = TypeVar("Rep", bound=Message)
 
 #: To connect for a stream.
 _MEETING_S = 5.0

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
+
+from msgspec.structs import replace
 
 from benchmarks.front_end.grpc_stream import GrpcConnection, read_messages
 from benchmarks.front_end.http_stream import Connection

@@ -13,11 +13,12 @@ import itertools
 import json
 import sys
 from collections.abc import AsyncIterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import uvloop
+from msgspec.structs import asdict
 from tokenizers import Tokenizer
 
 from cluster.serve.gc_tuning import settle_heap

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import StrEnum
 
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from protocol.errors import ErrorInfo
+from protocol.message import Message
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankInvite:
+class RankInvite(Message):
     """What a follower needs to join, on the same host as rank 0. `store`: the path of the file in
     which process groups meet; `authkey` is a secret."""
 
@@ -21,7 +20,10 @@ class RankInvite:
     store: str
     size: int
     timeout_s: float
-    authkey: bytes = field(repr=False)
+    authkey: bytes
+
+    def __repr__(self) -> str:  # without the secret
+        return f"RankInvite({self.host}:{self.port}, store={self.store}, size={self.size})"
 
 
 class Command(StrEnum):
@@ -33,14 +35,13 @@ class Command(StrEnum):
     CLOSE = "close"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineCommand:
+class EngineCommand(Message):
     """Rank 0 -> follower. `number` is the pool's size for OPEN and the call's number for CALL."""
 
-    command: Command
     number: int = 0
     kind: str = ""
     payload: bytes = b""
+    command: Command
 
 
 class Sign(StrEnum):
@@ -52,14 +53,13 @@ class Sign(StrEnum):
     BROKEN = "broken"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class Report(Message):
     """Follower -> rank 0. An ANSWER repeats the call's number; BROKEN comes before the end."""
 
-    sign: Sign
     number: int = 0
     payload: bytes = b""
     error: ErrorInfo | None = None
+    sign: Sign
 
 
 def open_store(invite: RankInvite) -> FileStore:

@@ -3,7 +3,7 @@ no hand-off should have to wait."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from kv_transfer.backends.choice import choose_backend
 from kv_transfer.config import ONE_SIDED

@@ -6,18 +6,17 @@ link is named by the epochs and ranks of its two ends and its incarnation `link`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 from kv_transfer.plan.reshard import HeadRange, reshard
 from protocol import codec
 from protocol.errors import ErrorInfo
 from protocol.kv_layout import Cells, KVLayout
+from protocol.message import Message
 from protocol.messages import Grant, Welcome
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class Part(Message):
     """One message of a piece: `num_heads` heads from `first_head` (within this rank) to or from a
     peer rank.
 
@@ -27,9 +26,9 @@ class Part:
 
     peer_rank: int
     first_head: int
-    num_heads: int
     endpoint: str = ""
     peer_first_head: int = 0
+    num_heads: int
 
 
 #: What each rank of one side sends or receives of every piece of a hand-off.
@@ -66,8 +65,7 @@ def received_parts(source: tuple[HeadRange, ...], dest: tuple[HeadRange, ...]) -
     return {rank: tuple(own) for rank, own in parts.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoveCommand:
+class MoveCommand(Message):
     """Send or receive one rank's messages of one piece. `rank` is the rank that runs the order,
     `cells` lie in its worker's blocks, `peer_cells` (senders only) in the receiver's. `backend` may
     be left out where a rank has only one. A sender's cells are complete once the rank's engine has
@@ -82,15 +80,14 @@ class MoveCommand:
     cells: Cells
     first_layer: int
     num_layers: int
-    parts: tuple[Part, ...]
     discard: bool = False  # a send whose content no longer matters but which the receiver awaits
     backend: str = ""
     peer_cells: Cells | None = None
     after: int = 0
+    parts: tuple[Part, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenCommand:
+class OpenCommand(Message):
     """Build one rank's ends of links before anything moves on them. Fields as in MoveOrder and
     Part; a receiver leaves the endpoints empty."""
 
@@ -103,16 +100,14 @@ class OpenCommand:
     sending: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RevokeCommand:
+class RevokeCommand(Message):
     """Touch the blocks of this hand-off no more. Answered once no access is in progress."""
 
     receiver_epoch: int
     generation: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CloseCommand:
+class CloseCommand(Message):
     """Close the links between two workers up to incarnation `link`; blocked operations on them
     fail.
 
@@ -121,33 +116,29 @@ class CloseCommand:
 
     sender_epoch: int
     receiver_epoch: int
-    link: int
     forget: bool = False
+    link: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadyCommand:
+class ReadyCommand(Message):
     """Answer once step `after` of this rank's engine has written its KV up to and with `layer`."""
 
     after: int
     layer: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListenCommand:
+class ListenCommand(Message):
     """Start listening for links, if not yet done; answer the endpoints."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listening:
+class Listening(Message):
     """Where one backend of a rank can be reached."""
 
     backend: str
     endpoint: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankCommand:
+class RankCommand(Message):
     """Exactly one of these."""
 
     send: MoveCommand | None = None
@@ -163,16 +154,14 @@ class RankCommand:
         return codec.encode(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartResult:
+class PartResult(Message):
     """One message moved: its size and checksum."""
 
     num_bytes: int
     checksum: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankResult:
+class RankResult(Message):
     """A rank's answer to any order. With `error` set nothing else counts. Not `answered`: the rank
     cannot be reached, and if it is not dead it may still do what it was told."""
 

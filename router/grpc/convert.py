@@ -9,6 +9,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
+from msgspec import structs
 
 from protocol.errors import InvalidRequest
 from protocol.wire import inference_pb2 as pb
@@ -224,6 +225,8 @@ def cluster_message(view: ClusterInfo) -> pb.Cluster:
 
 
 def _worker(worker: WorkerInfo) -> pb.Worker:
-    ref = asdict(worker.ref)
+    ref = structs.asdict(worker.ref)
     del ref["role"]  # of the whole pool
-    return pb.Worker(**ref, **asdict(worker.load), state=worker.state, in_flight=worker.in_flight)
+    return pb.Worker(
+        **ref, **structs.asdict(worker.load), state=worker.state, in_flight=worker.in_flight
+    )

@@ -22,9 +22,11 @@ import random
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from engine.config import EngineConfig
 from kv_transfer.config import BackendName, TransferConfig

@@ -6,11 +6,11 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
 import pytest
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from engine.config import EngineConfig

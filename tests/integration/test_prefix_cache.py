@@ -10,6 +10,7 @@ from math import gcd
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from engine.config import EngineConfig
 from engine.local import LocalEngine
@@ -94,7 +95,7 @@ async def test_the_same_prompt_many_times_at_once_is_computed_and_sent_once(
     pair: Pair, oracle: Oracle
 ) -> None:
     prompt = random_ids(100)
-    kinds = [GREEDY, *(replace(SEEDED, seed=i) for i in range(5))]
+    kinds = [GREEDY, *(structs.replace(SEEDED, seed=i) for i in range(5))]
     answers = await asyncio.gather(*(pair.generate(prompt, params) for params in kinds))
     assert answers[0].ids() == oracle.greedy(prompt, 24)
     assert sorted(answer.cached or 0 for answer in answers) == [0, *[96] * 5]
@@ -134,7 +135,7 @@ async def test_cancelled_in_any_phase_requests_leave_a_sound_cache(
     pair: Pair, oracle: Oracle
 ) -> None:
     rng = random.Random(7)
-    long = replace(GREEDY, max_tokens=200)
+    long = structs.replace(GREEDY, max_tokens=200)
     stem = random_ids(60)
 
     def prompt(i: int) -> list[int]:

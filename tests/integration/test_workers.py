@@ -6,10 +6,10 @@ import asyncio
 import random
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from decode_worker.worker import DecodeWorker
 from engine.batch import StepBatch

@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from engine.batch import SequenceStep, StepBatch, StepResult
 from protocol.logprobs import TokenLogprobs

@@ -6,8 +6,10 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
+
+from msgspec.structs import replace
 
 from decode_worker.worker import DecodeWorker
 from engine.config import EngineConfig

@@ -8,6 +8,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
+from msgspec import structs
 
 from decode_worker.lifecycle import BlocksSafe, Committed
 from engine.batch import SequenceStep
@@ -111,8 +112,8 @@ def test_handoffs_from_different_workers_do_not_wait() -> None:
     bench = Bench()
     first = make_submit("a", PROMPT, remote=True)
     assert first.peer is not None
-    elsewhere = replace(first.peer, worker_id="p1", epoch=8)
-    for submit in (first, replace(make_submit("b", PROMPT, remote=True), peer=elsewhere)):
+    elsewhere = structs.replace(first.peer, worker_id="p1", epoch=8)
+    for submit in (first, structs.replace(make_submit("b", PROMPT, remote=True), peer=elsewhere)):
         bench.submit(submit)
     bench.turn()
     assert [reserve.num_cached_blocks for reserve in bench.reserves] == [0, 0]
@@ -282,7 +283,7 @@ def test_no_reuse(how: str) -> None:
     bench = Bench(config=replace(CONFIG, enable_prefix_caching=how != "off"))
     bench.submit(make_submit("a", PROMPT, max_tokens=1))
     bench.finish()
-    again = replace(
+    again = structs.replace(
         make_submit("b", PROMPT, max_tokens=3),
         cache_salt="mine" if how == "other salt" else "",
         bypass_prefix_cache=how == "bypass",

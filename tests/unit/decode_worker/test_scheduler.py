@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from decode_worker.lifecycle import BlocksSafe, Committed
 from protocol.errors import ErrorCode, HandoffFailed

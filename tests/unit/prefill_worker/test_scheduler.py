@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from kv_transfer.control.listeners import TransferReport
 from prefill_worker.lifecycle import CommitHandoff, Delivered, Granted, PrefillOutput, Push
@@ -550,7 +551,7 @@ def test_a_prompt_is_scored_once_and_before_token_one(
     bench = Bench(depth=depth)
     prompt = list(range(50, 50 + length))
     submit = make_submit("a", prompt, max_tokens=max_tokens)
-    submit = replace(submit, sampling=replace(submit.sampling, prompt_logprobs=0))
+    submit = structs.replace(submit, sampling=structs.replace(submit.sampling, prompt_logprobs=0))
     bench.tell(Submitted(submit=submit))
     bench.grant(submit)
     while bench.turn():

@@ -1,6 +1,5 @@
-from dataclasses import fields, replace
-
 import pytest
+from msgspec.structs import fields, replace
 
 from protocol.kv_layout import DTYPE_BYTES, KVFingerprint, KVLayout
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from hashlib import sha256
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from protocol.prefix import HINT_BYTES, chain_seed, extend_chain, hints, split_hints
 from tests.support.blocks import FINGERPRINT

@@ -1,9 +1,9 @@
 import math
-from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import fields, replace
 
 from protocol import codec
 from protocol.errors import StaleMessage

@@ -1,5 +1,4 @@
-import dataclasses
-
+from protocol.message import Message
 from rpc import methods
 from rpc.service import Method
 
@@ -14,8 +13,8 @@ def test_no_two_methods_share_a_path():
 
 def test_every_method_carries_messages():
     for method in METHODS:
-        assert dataclasses.is_dataclass(method.request)
-        assert dataclasses.is_dataclass(method.reply)
+        assert issubclass(method.request, Message)
+        assert issubclass(method.reply, Message)
 
 
 def test_only_events_stream():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from engine.batch import SequenceStep, StepBatch
 from engine.kernels.logprobs import ROWS_AT_ONCE, logprob_table

@@ -8,6 +8,7 @@ from dataclasses import replace
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
+from msgspec import structs
 
 from kv_transfer.config import ChecksumKind
 from kv_transfer.plan.coverage import Area
@@ -227,6 +228,6 @@ def test_a_piece_in_other_cells_than_the_first_is_refused():
     lease.reserve(generation=5, block_ids=(3, 4, 5), num_cached=0, num_tokens=40, layout=dest)
     lease.announce(piece(0, 0, 1, source))
     with pytest.raises(StaleMessage) as caught:
-        lease.announce(piece(1, 1, 1, replace(source, block_size=8)))
+        lease.announce(piece(1, 1, 1, structs.replace(source, block_size=8)))
     assert caught.value.param == "block_size"
     assert lease.state is TransferState.MOVING

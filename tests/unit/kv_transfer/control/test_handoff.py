@@ -7,6 +7,7 @@ import gc
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from kv_transfer.config import ChecksumKind
 from protocol.errors import ErrorCode, HandoffFailed
@@ -136,7 +137,9 @@ async def test_many_handoffs_at_once_share_the_links(backends):
 
 async def across(one, other, key):
     """Hand over from the prefill side of one pair to the decode side of another."""
-    ticket = replace(other.ticket(key, 5), prefill_epoch=one.prefill.ref.epoch).signed(SECRET)
+    ticket = structs.replace(other.ticket(key, 5), prefill_epoch=one.prefill.ref.epoch).signed(
+        SECRET
+    )
     other.receiver.offer(key, ticket, one.prefill.ref)
     one.sender.expect(key, ticket, other.decode.ref)
     await other.receiver.reserve(key, DEST, 0)
@@ -210,7 +213,7 @@ async def test_peers_with_another_backend_are_refused(memory):
     layout = make_layout(1)
     async with Pair(source=layout, dest=layout, backends=memory) as pair:
         pair.receiver._links = tuple(
-            replace(link, backend="carrier pigeon") for link in pair.receiver._links
+            structs.replace(link, backend="carrier pigeon") for link in pair.receiver._links
         )
         pair.submit(KEY, 5)
         await pair.receiver.reserve(KEY, DEST, 0)

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from kv_transfer.config import ChecksumKind
 from kv_transfer.data.rank_commands import MoveCommand, RankCommand
@@ -78,16 +79,18 @@ async def test_everything_replayed_after_the_end_is_refused_and_touches_nothing(
         with pytest.raises(StaleMessage):
             pair.receiver.on_piece(piece)
         with pytest.raises(StaleMessage):
-            await reply_of(pair.receiver.on_commit, replace(commit, first_token=3))
+            await reply_of(pair.receiver.on_commit, structs.replace(commit, first_token=3))
         with pytest.raises(StaleMessage):
             pair.sender.on_grant(grant)
         await reply_of(pair.receiver.on_commit, commit)  # the very same: acknowledged, nothing else
         live = moves(pair.clients, "Grant")[1]
         forged = [
-            replace(piece, key=OTHER),
-            replace(piece, key=OTHER, ticket=live.ticket),  # an old generation
-            replace(piece, ticket=live.ticket),
-            replace(piece, key=OTHER, ticket=replace(live.ticket, num_blocks=99), generation=2),
+            structs.replace(piece, key=OTHER),
+            structs.replace(piece, key=OTHER, ticket=live.ticket),  # an old generation
+            structs.replace(piece, ticket=live.ticket),
+            structs.replace(
+                piece, key=OTHER, ticket=structs.replace(live.ticket, num_blocks=99), generation=2
+            ),
         ]
         for bad in forged:
             with pytest.raises(StaleMessage):
@@ -104,14 +107,16 @@ async def test_pieces_of_another_incarnation_or_shape_are_refused(memory):
         (grant,) = moves(pair.clients, "Grant")
         good = piece_of(pair, grant, num_cells=1, link=5)
         with pytest.raises(StaleMessage):
-            pair.receiver.on_piece(replace(good, prefill=replace(good.prefill, epoch=99)))
+            pair.receiver.on_piece(
+                structs.replace(good, prefill=structs.replace(good.prefill, epoch=99))
+            )
         for shape in (make_layout(2, head_dim=16), make_layout(2, dtype="bfloat16")):
             with pytest.raises(HandoffFailed) as caught:
-                pair.receiver.on_piece(replace(good, prefill_layout=shape))
+                pair.receiver.on_piece(structs.replace(good, prefill_layout=shape))
             assert caught.value.param in ("head_dim", "dtype")
         pair.receiver.on_piece(good)
         with pytest.raises(StaleMessage) as stale:
-            pair.receiver.on_piece(replace(good, sequence=1, first_cell=1, link=4))
+            pair.receiver.on_piece(structs.replace(good, sequence=1, first_cell=1, link=4))
         assert stale.value.param == "link"
 
 
@@ -150,7 +155,7 @@ async def test_an_end_may_be_quicker_than_the_router(memory):
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
         end = HandoffEnd(key=KEY, epoch=pair.prefill.ref.epoch, released=False, error=info)
         await pair.receiver.on_end(end)
-        await pair.sender.on_end(replace(end, epoch=pair.decode.ref.epoch))
+        await pair.sender.on_end(structs.replace(end, epoch=pair.decode.ref.epoch))
         ticket = pair.ticket(KEY, 5)
         for submit in (
             lambda: pair.receiver.offer(KEY, ticket, pair.prefill.ref),
@@ -185,7 +190,7 @@ async def test_an_end_of_another_incarnation_is_refused(memory):
 async def test_tickets_that_do_not_fit_are_refused_at_submission(memory, change):
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
         good = pair.ticket(KEY, 5)
-        forged = replace(good, **change)
+        forged = structs.replace(good, **change)
         bad = [forged] if "num_blocks" in change else [forged, forged.signed(SECRET)]
         for ticket in bad:
             with pytest.raises(StaleMessage):

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from kv_transfer.backends.choice import choose_backend
 from kv_transfer.backends.host import host_id
@@ -131,7 +132,7 @@ async def test_a_commit_that_names_other_pieces_gets_nothing(backends, change):
             if method is methods.COMMIT:
                 (piece,) = request.written
                 with pytest.raises((StaleMessage, HandoffFailed)):
-                    forged = replace(request, written=(replace(piece, **change),))
+                    forged = structs.replace(request, written=(structs.replace(piece, **change),))
                     await reply_of(pair.receiver.on_commit, forged)
 
         pair.clients.intercept = forge
@@ -315,7 +316,10 @@ async def test_a_frozen_rank_of_a_sender_may_still_write(backends):
         assert pair.receiver.num_blocks(Holding.QUARANTINED) == 5
         await channels[0].thaw()
         assert (
-            differing(pair.decode.pools[1:], replace(LAYOUT, rank_heads=((2, 4),)), DEST, kv) == []
+            differing(
+                pair.decode.pools[1:], structs.replace(LAYOUT, rank_heads=((2, 4),)), DEST, kv
+            )
+            == []
         )
         assert pair.decode.events.safe == []
         del pair.clients.handlers[pair.prefill.ref.address]  # its process has ended

@@ -115,7 +115,7 @@ def test_layouts_that_differ_are_refused_by_name(field, value):
 @pytest.mark.parametrize("rank_heads", [((0, 5),), ((0, 2), (3, 4)), ((2, 2), (0, 4)), ((-1, 4),)])
 def test_impossible_rank_heads_are_refused(rank_heads):
     good = make_layout(1)
-    fields = {name: getattr(good, name) for name in good.__dataclass_fields__}
+    fields = {name: getattr(good, name) for name in good.__struct_fields__}
     bad = type(good)(**{**fields, "rank_heads": rank_heads})
     with pytest.raises(HandoffFailed) as caught:
         check_layout(good, bad)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import grpc
 import pytest
 import yaml
 from grpc import aio
+from msgspec.structs import replace
 
 from observability import metrics
 from observability.export import MetricSet

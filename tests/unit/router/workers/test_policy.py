@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from protocol.ids import Role, WorkerRef
 from protocol.messages import WorkerLoad
@@ -139,7 +140,7 @@ def test_reasons_to_prefill_locally() -> None:
     assert decide([view("d")], []).local_reason is LocalReason.NO_PREFILL_READY
     small = prefill("p", capacity=100)
     assert decide([view("d")], [small]).local_reason is LocalReason.PREFILL_POOL_TOO_SMALL
-    other = replace(prefill("p"), fingerprint=replace(FINGERPRINT, dtype="bfloat16"))
+    other = replace(prefill("p"), fingerprint=structs.replace(FINGERPRINT, dtype="bfloat16"))
     assert decide([view("d")], [other]).local_reason is LocalReason.INCOMPATIBLE_KV
     assert decide([view("d")], [small, prefill("q")]).prefill.ref.worker_id == "q"
 

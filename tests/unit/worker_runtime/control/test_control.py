@@ -6,9 +6,9 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from concurrency.tasks import Tasks
 from grammar.matcher import Matcher

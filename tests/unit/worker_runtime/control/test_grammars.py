@@ -4,10 +4,10 @@ go on."""
 from __future__ import annotations
 
 from collections.abc import Sequence as Ids
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from decode_worker.scheduler import constrain
 from grammar.compiler import Compiler

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from protocol.errors import ContextTooLong, InvalidRequest
 from protocol.messages import Submit
