@@ -227,6 +227,6 @@ def cluster_message(view: ClusterInfo) -> pb.Cluster:
 def _worker(worker: WorkerInfo) -> pb.Worker:
     ref = structs.asdict(worker.ref)
     del ref["role"]  # of the whole pool
-    return pb.Worker(
-        **ref, **structs.asdict(worker.load), state=worker.state, in_flight=worker.in_flight
-    )
+    shown = pb.Worker.DESCRIPTOR.fields_by_name
+    load = {name: n for name, n in structs.asdict(worker.load).items() if name in shown}
+    return pb.Worker(**ref, **load, state=worker.state, in_flight=worker.in_flight)
