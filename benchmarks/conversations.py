@@ -1,9 +1,9 @@
 """Measure conversations: `python -m benchmarks.conversations --help`.
 
-Clients that hold conversations at the same time, each turn the whole history plus new tokens, all
-beginning with the same system prompt. Says for each turn how long the first token took and how many
-prompt tokens were cached. Any server with OpenAI's completions API that takes token ids and gives
-them back (`return_token_ids`) will do; one without a prefix cache shows what it is worth.
+Concurrent clients hold conversations under one system prompt; each turn sends the whole history and
+new tokens. Reports for each turn the time to first token and the cached share of the prompt. Works
+with any server that has OpenAI's completions API, accepts token ids and returns them
+(`return_token_ids`); compare with a server without a prefix cache.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
 
 @dataclass
 class Turns:
-    """What was measured, by number of the turn."""
+    """Measurements by number of the turn."""
 
     results: dict[int, list[Result]] = field(default_factory=dict)
     cached: dict[int, list[int]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a GPU can do, measured: the figures that the engine's own are set against."""
+"""Limits of a GPU, measured: the engine's figures are compared with them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.cuda.group import DeviceGroup, ReduceKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What this card can do, measured just now.
+    """Limits of this card, measured in this run.
 
     copy: bytes/s read plus written; matrix: FLOP/s of a bf16 product.
     """
@@ -45,11 +45,11 @@ class Report:
         if self.rank:
             return
         self.rows.append({"what": what, **figures})
-        shown = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in figures.items())
-        print(f"{what}: {'  '.join(shown)}", flush=True)
+        cells = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in figures.items())
+        print(f"{what}: {'  '.join(cells)}", flush=True)
 
     def write(self, path: Path | None) -> None:
-        """Leave all figures in a file, where one is asked for; rank 0 does."""
+        """Write all figures to `path`, if set and on rank 0."""
         if path is not None and not self.rank:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")

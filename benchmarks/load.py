@@ -1,7 +1,7 @@
 """Send requests: a closed loop of N clients, or arrivals at given times.
 
-Answers are read after the run: reading one would hold up the clocks of the others. So would the
-garbage collector, which has nothing to find meanwhile.
+Answers are parsed after the run, because parsing would delay the timestamps of others; so would the
+garbage collector, which is off during a run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.measure import Result, read_answer
 from benchmarks.workload import Ask, Style
 from cluster.client import ClientTls
 
-#: Begins the address of a gRPC door.
+#: Prefix of a gRPC address.
 GRPC = "grpc://"
 
 #: Reads an answer that has come.

@@ -23,7 +23,7 @@ PERCENTILES = (50, 90, 99)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     """One request. Times in seconds of time.perf_counter; `error` is empty when it went well.
-    `timeline` is what the server says about itself, if it was asked to."""
+    `timeline` is the server's own timeline of the request, if requested."""
 
     sent: float
     ended: float

@@ -98,7 +98,7 @@ async def _closed(options: argparse.Namespace, clients: int, slo: Slo | None) ->
     ask = Ask(prompt_tokens=options.prompt_tokens, output_tokens=options.output_tokens)
     count = options.requests or max(8, 4 * clients)
     target = _target(options)
-    # Numbers pick the prompts: none is sent twice in a run, so no cache of prefixes can help.
+    # Numbers determine the prompts: none is sent twice in a run, so no prefix cache can help.
     first = 1_000_000 * clients
     warm = [ask] * (options.warmup * clients)
     if warm:
@@ -207,11 +207,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def command_line(arguments: Sequence[str]) -> str:
     """The command to write down, without the key."""
-    shown, hide = [], False
+    public, hide = [], False
     for argument in arguments:
-        shown.append("..." if hide else argument)
+        public.append("..." if hide else argument)
         hide = argument == "--api-key"
-    joined = shlex.join(a for a in shown if not a.startswith("--api-key="))
+    joined = shlex.join(a for a in public if not a.startswith("--api-key="))
     return f"python -m benchmarks.serve {joined}"
 
 

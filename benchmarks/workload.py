@@ -1,4 +1,4 @@
-"""What to ask: prompts of a given length, and arrival traces read from files."""
+"""Requests to send: prompts of a given length, and arrival traces read from files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FIRST_PLAIN_TOKEN = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request to make: `at` seconds after the start, so many tokens in and out."""
+    """One request: `at` seconds after the start, tokens in and out."""
 
     at: float = 0.0
     prompt_tokens: int

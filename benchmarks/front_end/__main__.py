@@ -1,10 +1,10 @@
-"""What the router adds to tokens on their way: `python -m benchmarks.front_end`. No engine.
+"""Latency and processor time that the router adds to tokens: `python -m benchmarks.front_end`.
 
-Three processes: stub workers that step like decode (`stub_worker`), the real router
-(`stub_router`), and this one, the load. First `--streams` clients at the pace of `--gap-ms`, over
-each door and straight from the workers: added time to first token, gaps between chunks. Then the
-pace is raised (`--rates`, tokens/s over all streams) for the highest rate that is delivered as it
-was made, and for the router's processor time a token.
+Three processes, none with an engine: stub workers that step like decode (`stub_worker`), the real
+router (`stub_router`), and this one, the load. First `--streams` clients at the pace of `--gap-ms`,
+over HTTP, over gRPC and straight from the workers: added time to first token, gaps between chunks.
+Then rising rates (`--rates`, tokens/s over all streams): the highest rate that is fully delivered,
+and the router's processor time a token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 import uvloop
 
 from benchmarks import report
-from benchmarks.front_end.clients import Client, Direct, GrpcDoor, HttpDoor
+from benchmarks.front_end.clients import Client, DirectClient, GrpcClient, SseClient
 from benchmarks.load import Reader
 from benchmarks.measure import Result, milliseconds
 from cluster.models.store import find_model
@@ -35,7 +35,7 @@ _TICK = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Clients that each ask `requests` times, one after another, for `tokens` tokens."""
+    """Clients that each send `requests` requests for `tokens` tokens, one after another."""
 
     streams: int
     tokens: int
@@ -44,7 +44,7 @@ class Load:
 
     @property
     def offered_per_s(self) -> float:
-        """Tokens a second that the workers make when every client has one running."""
+        """Tokens a second that the workers emit when every client has a request running."""
         return self.streams / self.gap_s
 
 
@@ -52,7 +52,7 @@ class Load:
 class Figures:
     """One run. Milliseconds; `cpu_us` is the router's processor time a token, all its threads.
 
-    `rate` is tokens a second over the middle of the run, while every client is at it.
+    `rate` is tokens a second over the middle of the run, while every client has a request running.
     """
 
     way: str
@@ -72,7 +72,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """Running processes: the router and its doors, the stub workers' own words."""
+    """Running processes: the router with its addresses, and what the stub workers printed."""
 
     pid: int
     http: str
@@ -80,12 +80,12 @@ class Stack:
     workers: str
 
     def client(self, way: str, options: argparse.Namespace) -> Client:
-        """A way to ask: sse, grpc or direct."""
+        """A client by name: sse, grpc or direct."""
         if way == "direct":
-            return Direct(self.workers)
+            return DirectClient(self.workers)
         if way == "sse":
-            return HttpDoor(f"http://{self.http}")
-        return GrpcDoor(self.grpc, channels=options.grpc_channels)
+            return SseClient(f"http://{self.http}")
+        return GrpcClient(self.grpc, channels=options.grpc_channels)
 
 
 @contextmanager
@@ -95,14 +95,14 @@ def stack(options: argparse.Namespace, gap_s: float) -> Iterator[Stack]:
     with _process("stub_worker", *common, "--gap-ms", str(gap_s * 1000)) as (_, workers):
         extra = ["--profile", options.profile] if options.profile else []
         extra += ["--max-requests", str(options.many)]
-        with _process("stub_router", *common, "--workers", workers, *extra) as (pid, doors):
-            yield Stack(pid=pid, workers=workers, **json.loads(doors))
+        with _process("stub_router", *common, "--workers", workers, *extra) as (pid, addresses):
+            yield Stack(pid=pid, workers=workers, **json.loads(addresses))
 
 
 @contextmanager
 def _process(module: str, *arguments: str) -> Iterator[tuple[int, str]]:
     """A module of this package as a process; its id and the first line it prints."""
-    command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
+    command = [sys.executable, "-m", f"benchmarks.front_end.{module}", *arguments]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -184,7 +184,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def pace_runs(options: argparse.Namespace) -> list[Figures]:
-    """Every way at the set pace, workers and router fresh for none of them."""
+    """Every client at the set pace, over the same workers and router."""
     load = Load(
         streams=options.streams,
         tokens=options.tokens,
@@ -200,7 +200,7 @@ def pace_runs(options: argparse.Namespace) -> list[Figures]:
 
 
 def rate_runs(options: argparse.Namespace) -> list[Figures]:
-    """Every door at rising rates."""
+    """Every client at rising rates."""
     found = []
     for rate in options.rates:
         gap_s = options.streams / rate
@@ -214,7 +214,7 @@ def rate_runs(options: argparse.Namespace) -> list[Figures]:
 
 
 def many_runs(options: argparse.Namespace) -> list[Figures]:
-    """As many streams at once as the router may have, and requests beyond that meanwhile."""
+    """As many streams at once as the router admits, and requests beyond that meanwhile."""
     load = Load(streams=options.many, tokens=10, requests=1, gap_s=1.0)
     found = []
     for way in options.ways:
@@ -229,13 +229,13 @@ async def _many(running: Stack, way: str, load: Load, options: argparse.Namespac
     run = asyncio.create_task(measure(running, way, load, options, started))
     await started.wait()
     await asyncio.sleep(4.0)  # all of them have begun, none has ended
-    refused, door = [], HttpDoor(f"http://{running.http}")
+    refused, extra = [], SseClient(f"http://{running.http}")
     for _ in range(20):
-        result = (await door.ask(4))()
+        result = (await extra.ask(4))()
         if result.error.startswith("HTTP 429"):
             refused.append(result.ended - result.sent)
         await asyncio.sleep(0.1)
-    await door.close()
+    await extra.close()
     return replace(await run, refused_ms=milliseconds(refused), num_refused=len(refused))
 
 
@@ -258,7 +258,7 @@ def _times(milliseconds: dict[str, float]) -> str:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(prog="python -m benchmarks.front_end")
-    made.add_argument("--model", default="smollm2-135m", help="whose tokenizer the router uses")
+    made.add_argument("--model", default="smollm2-135m", help="its tokenizer is the router's")
     made.add_argument("--streams", type=int, default=32)
     made.add_argument("--tokens", type=int, default=64, help="of an answer, at the set pace")
     made.add_argument("--requests", type=int, default=8, help="of a client, at the set pace")
@@ -270,7 +270,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--only", choices=("pace", "rates", "many"), default="")
     made.add_argument("--many", type=int, default=2000, help="streams at once, of a token a second")
     made.add_argument("--profile", default="", help="file for a profile of the router")
-    made.add_argument("--theme", default="", help="write results/front_door/<theme>.json")
+    made.add_argument("--theme", default="", help="write results/front_end/<theme>.json")
     return made
 
 
@@ -295,7 +295,7 @@ def main() -> None:
             "command": shlex.join(["python", "-m", "benchmarks.front_end", *sys.argv[1:]]),
             "runs": [asdict(run) for run in figures],
         }
-        print(report.write_figures("front_door", options.theme, data))
+        print(report.write_figures("front_end", options.theme, data))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Three ways to ask for a stream of tokens, for the benchmarks of this package."""
+"""Clients of a stream of tokens: over HTTP, over gRPC, straight from the workers."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from protocol.sampling import SamplingParams
 from rpc.methods import EVENTS, SUBMIT
 from rpc.service import ControlClient
 
-PROMPT = "The front door of a system that serves large language models, seen from the outside."
+PROMPT = "The front end of a system that serves large language models, seen from the outside."
 _TIMEOUT_S = 120.0
 
 
 class Client(Protocol):
-    """A way to ask."""
+    """Sends requests one way."""
 
     async def open(self) -> None:
         """Connect."""
         ...
 
     async def ask(self, tokens: int) -> Reader:
-        """One request for so many tokens; an error in its result unless there are as many."""
+        """One request for `tokens` tokens; the result has an error if fewer arrive."""
         ...
 
     async def close(self) -> None:
@@ -42,7 +42,7 @@ class Client(Protocol):
         ...
 
 
-class HttpDoor:
+class SseClient:
     """Server-sent events, a connection for each request in flight."""
 
     def __init__(self, url: str) -> None:
@@ -66,7 +66,7 @@ class HttpDoor:
             connection.close()
 
 
-class GrpcDoor:
+class GrpcClient:
     """baton.v1.Inference/Generate over a few connections."""
 
     def __init__(self, address: str, *, channels: int) -> None:
@@ -88,7 +88,7 @@ class GrpcDoor:
             await connection.close()
 
 
-class Direct:
+class DirectClient:
     """Straight from the workers over the control protocol, as a router does."""
 
     def __init__(self, workers: str) -> None:

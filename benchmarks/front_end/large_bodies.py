@@ -1,5 +1,5 @@
-"""What large requests do to everybody else: health checks and gaps of running streams beside bodies
-of several sizes, with stub workers and the router in a process of its own.
+"""How large requests delay others: health checks and gaps of running streams beside bodies of
+several sizes, with stub workers and the router in a process of its own.
 
     python -m benchmarks.front_end.large_bodies
 """
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.front_end import __main__
-from benchmarks.front_end.clients import HttpDoor
+from benchmarks.front_end.clients import SseClient
 from benchmarks.measure import percentile
 from cluster.models.store import find_model
 
@@ -49,7 +49,7 @@ DISTURBANCES = (
 
 
 def _poll(address: str, seconds: float, out: multiprocessing.SimpleQueue[list[float]]) -> None:
-    """Times of /health, asked every few milliseconds over one connection."""
+    """Latencies of /health, requested every few milliseconds over one connection."""
     connection = http.client.HTTPConnection(address)
     times, end = [], time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -83,9 +83,9 @@ def _send(
 
 async def _streams(address: str, count: int, tokens: int) -> list[float]:
     """Gaps between tokens of streams that run all the while."""
-    door = HttpDoor(f"http://{address}")
-    readers = await asyncio.gather(*(door.ask(tokens) for _ in range(count)))
-    await door.close()
+    client = SseClient(f"http://{address}")
+    readers = await asyncio.gather(*(client.ask(tokens) for _ in range(count)))
+    await client.close()
     results = [read() for read in readers]
     assert not any(result.error for result in results), [r.error for r in results if r.error][:1]
     return [gap for result in results for gap in result.gaps]
@@ -108,10 +108,10 @@ def measure(address: str, disturbance: Disturbance, options: argparse.Namespace)
     for helper in helpers:
         helper.join()
     answers = f"{len(statuses)} x {', '.join(map(str, sorted(set(statuses))))}" if statuses else "-"
-    return f"| {disturbance.name} | {answers} | {_shown(times)} | {_shown(gaps)} |"
+    return f"| {disturbance.name} | {answers} | {_percentiles(times)} | {_percentiles(gaps)} |"
 
 
-def _shown(seconds: Sequence[float]) -> str:
+def _percentiles(seconds: Sequence[float]) -> str:
     ordered = sorted(seconds)
     values = [percentile(ordered, 50), percentile(ordered, 99), ordered[-1]]
     return " / ".join(f"{1000 * value:.1f}" for value in values)
@@ -120,7 +120,7 @@ def _shown(seconds: Sequence[float]) -> str:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.front_end.large_bodies")
-    parser.add_argument("--model", default="smollm2-135m", help="whose tokenizer the router uses")
+    parser.add_argument("--model", default="smollm2-135m", help="its tokenizer is the router's")
     parser.add_argument("--streams", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=250)
     parser.add_argument("--gap-ms", type=float, default=20.0, help="between two tokens of a stream")

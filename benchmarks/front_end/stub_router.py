@@ -1,7 +1,7 @@
-"""The real router in a process of its own, following the workers it is told about.
+"""The real router in a process of its own, over given workers.
 
-Prints one line of JSON, where its doors are, once it is ready, and serves until its standard input
-closes. With `--profile FILE` it leaves a profile of its event loop's thread.
+Prints its addresses as one line of JSON once it is ready, and serves until its standard input
+closes. With `--profile FILE` it writes a profile of its event loop's thread.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A prefill and a decode worker without an engine, in a process of their own.
 
-They speak the real worker protocol through the real event outlet. Prefill answers with token 1 at
-once; decode makes one token of every running sequence each step, a step every `--gap-ms`. Prints
-one line of JSON, where the workers are, and serves until its standard input closes.
+They use the real control protocol and event publisher. Prefill answers with token 1 at once;
+decode emits one token of every running sequence each step, a step every `--gap-ms`. Prints the
+workers' addresses as one line of JSON, and serves until its standard input closes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from rpc.service import ControlServer, Handler, Method
 from worker_runtime.control.event_publisher import EventPublisher
 from worker_runtime.scheduling.messages import RouterEvents
 
-SECRET = b"front-door-benchmark"
+SECRET = b"front-end-benchmark"
 CONTEXT = 8192
 _BLOCKS = 1 << 20
 _TEXT = (
@@ -62,7 +62,7 @@ class _Sequence:
 
 @dataclass(slots=True)
 class StubWorker:
-    """One of the two. `tokens` is what every sequence says, over and over."""
+    """One of the two. Every sequence repeats `tokens`."""
 
     role: Role
     tokens: tuple[int, ...]
@@ -71,10 +71,10 @@ class StubWorker:
     ref: WorkerRef | None = None
     server: ControlServer | None = None
     peer: StubWorker | None = None
-    outlet: EventPublisher = field(init=False)
+    publisher: EventPublisher = field(init=False)
 
     def __post_init__(self) -> None:
-        self.outlet = EventPublisher(
+        self.publisher = EventPublisher(
             epoch=self.epoch, heartbeat_s=1.0, load=self._load, on_gone=self._gone
         )
 
@@ -114,7 +114,7 @@ class StubWorker:
             if not sequence.left:
                 del self.running[sequence.key]
             events.setdefault(sequence.router_id, RouterEvents()).tokens.append(event)
-        self.outlet.publish(events)
+        self.publisher.publish(events)
 
     async def _submit(self, submit: Submit) -> Ack:
         if self.role is Role.PREFILL:
@@ -125,7 +125,7 @@ class StubWorker:
         left = submit.sampling.max_tokens - 1
         finish = None if left else FinishReason.LENGTH
         event = TokenEvent(key=submit.key, index=0, token=self.tokens[0], finish=finish)
-        self.outlet.publish({submit.router_id: RouterEvents(tokens=[event])})
+        self.publisher.publish({submit.router_id: RouterEvents(tokens=[event])})
         if left:
             assert self.peer is not None
             sequence = _Sequence(submit.key, submit.router_id, left)
@@ -137,7 +137,7 @@ class StubWorker:
         return Ack()
 
     def _events(self, subscribe: Subscribe) -> AsyncIterator[EventBatch]:
-        return self.outlet.stream(subscribe.router_id)
+        return self.publisher.stream(subscribe.router_id)
 
     async def _status(self, _: StatusQuery) -> WorkerStatus:
         assert self.ref is not None

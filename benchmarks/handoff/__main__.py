@@ -8,17 +8,17 @@ through CUDA IPC. Then, for each backend, layout and prompt length:
 
 - alone: one hand-off at a time, all of its KV finished at once; `commit_ms` is from the end of
   prefill (the push) to decode owning the sequence, and `alone` the rate over that time.
-- ahead: a prompt's products run on prefill's GPU in chunks, layers leave behind them.
+- ahead: a prompt's products run on prefill's GPU in chunks; layers are sent behind them.
 - stream: several hand-offs in flight, as under load; `stream` is the sustained rate, and
-  `*_loop_ms` the processor time of either side's event loop for one hand-off, grant included.
+  `*_loop_ms` the processor time of either worker's event loop for one hand-off, grant included.
 
 Rates are in GB/s of KV; the ratios are to the best raw rate of the same kind of link in this run.
-Between degrees of tensor parallelism the ranks of a side take its GPUs in turn, several on one
-where there are fewer; the raw rate is then that of one GPU times the GPUs of the smaller side. With
-more than two GPUs every rank is a process of its own, as in a worker.
+The ranks of a tensor-parallel worker are distributed over its GPUs, several on one if it has fewer;
+the raw rate is then that of one GPU times the GPUs of the worker with fewer. With more than two
+GPUs every rank is a process of its own, as in production.
 
-On one GPU (`--decode-gpus 0`, `--backends cuda_ipc`) the wire is its own memory, many times as
-fast: `stream` is then how fast the software is. A GPU may be named twice, for ranks of their own.
+On one GPU (`--decode-gpus 0`, `--backends cuda_ipc`) the link is the GPU's own memory, many times
+as fast, so that `stream` measures the software. A GPU may be named twice, for two ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _HEADS, _HEAD_DIM, _BLOCK = 8, 128, 16
 _RAW_SIZES = tuple(size * MIB for size in (16, 64, 256, 1024))
 _SEED_CHECK_BLOCKS = 128
 _LONGEST_AHEAD = 8192
-_BUSY_ROUNDS = 48  # about five steps each: of fewer the 99th percentile is the longest of all
+_BUSY_ROUNDS = 48  # about five steps each: with fewer the 99th percentile is the maximum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class Bench:
         self.decode.close()
 
     def both(self, name: str, *args: Any) -> tuple[Any, Any]:
-        """The same command on both sides at once."""
+        """The same command on both workers at once."""
         self.prefill.start(name, *args)
         self.decode.start(name, *args)
         return self.prefill.result(), self.decode.result()
@@ -144,17 +144,17 @@ class Bench:
         self.refs = self.prefill.result(), self.decode.result()
 
     def handoffs(self, blocks: int, count: int) -> list[Handoff]:
-        """New requests; each has destination blocks of its own, scattered over the pool."""
-        order = torch.randperm(self.num_blocks).tolist()
+        """New requests; each has its own destination blocks, scattered over the pool."""
+        blocks_left = torch.randperm(self.num_blocks).tolist()
         result = []
         for index in range(count):
             key = RequestKey(f"r{next(self._numbers)}")
-            own = tuple(order[index * blocks : (index + 1) * blocks])
+            own = tuple(blocks_left[index * blocks : (index + 1) * blocks])
             result.append(make_handoff(key, *self.refs, tuple(reversed(own)), own))
         return result
 
     def run(self, handoffs: Sequence[Handoff], window: int) -> list[tuple[float, float]]:
-        """Hand over; (push, commit on decode) of each in monotonic seconds."""
+        """Run hand-offs; (push, commit on decode) of each in monotonic seconds."""
         self.prefill.do("expect", handoffs)
         self.decode.do("reserve", handoffs)
         sent = self.prefill.do("send", handoffs, window)
@@ -162,7 +162,7 @@ class Bench:
         return [(start, end) for (start, _), end in zip(sent, commits, strict=True)]
 
     def check(self) -> None:
-        """Random bits must arrive as they are."""
+        """Random bits must arrive unchanged."""
         handoff = self.handoffs(_SEED_CHECK_BLOCKS, 1)[0]
         self.prefill.do("fill", handoff.source, 7)
         self.run([handoff], 1)
@@ -174,14 +174,14 @@ class Bench:
         """One line."""
         blocks = tokens // _BLOCK
         size = tokens * LAYERS[layout] * 2 * _HEADS * _HEAD_DIM * 2
-        sides = zip(tp, (self.args.prefill_gpus, self.args.decode_gpus), strict=True)
-        gpus = min(min(size, len(set(own))) for size, own in sides)
+        workers = zip(tp, (self.args.prefill_gpus, self.args.decode_gpus), strict=True)
+        gpus = min(min(size, len(set(own))) for size, own in workers)
         raw = gpus * max(self.raw[backend].values())
         slots = self.num_blocks // blocks
         self.run(self.handoffs(blocks, 1), 1)
         alone = [self.run(self.handoffs(blocks, 1), 1)[0] for _ in range(self.args.repeats)]
         times = [end - start for start, end in alone]
-        count = max(4, min(slots, 256))  # the first and the last stand alone for a moment
+        count = max(4, min(slots, 256))  # the first and the last run alone for a moment
         rates = []
         before = self.both("loop_seconds")
         for _ in range(self.args.repeats):
@@ -208,7 +208,7 @@ class Bench:
         )
 
     def ahead(self, backend: str, tokens: int, chunk: int) -> Ahead:
-        """Layers move behind the step that computes them."""
+        """Layers are sent behind the step that computes them."""
         blocks = tokens // _BLOCK
         runs: list[tuple[float, float]] = []
         for index in range(2 + self.args.repeats):
@@ -336,7 +336,7 @@ def _parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure, print, and write what was asked for."""
+    """Measure, print, and write the result with `--out`."""
     args = _parse()
     bench = Bench(args)
     cases: list[Case] = []

@@ -1,6 +1,6 @@
-"""One side of the hand-off benchmark in a process of its own, told what to do over a pipe.
+"""One worker of the hand-off benchmark in a process of its own, controlled over a pipe.
 
-Its GPUs are the only ones that it sees, as under a cluster's scheduler.
+The process sees only its own GPUs, as under a cluster's scheduler.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ import torch
 import uvloop
 
 from benchmarks.handoff.raw_links import DEVICE
-from benchmarks.handoff.worker import PATIENCE_S, Side
+from benchmarks.handoff.worker import PATIENCE_S, BenchWorker
 from protocol.ids import Role
 
-_SWITCH_S = 0.05e-3  # a waiting thread must not wait long for the event loop's
+_SWITCH_S = 0.05e-3  # so that link threads get the interpreter's lock soon
 
 
 def _child(role: Role, pipe: Connection) -> None:
     torch.cuda.set_device(DEVICE)
     sys.setswitchinterval(_SWITCH_S)
-    uvloop.run(_serve(Side(role), pipe))  # as Serve's replicas do
+    uvloop.run(_serve(BenchWorker(role), pipe))  # as Serve's replicas do
 
 
-async def _serve(side: Side, pipe: Connection) -> None:
+async def _serve(worker: BenchWorker, pipe: Connection) -> None:
     while True:
         try:
             name, args = await asyncio.to_thread(pipe.recv)
         except (EOFError, OSError):
-            await side.drop()
+            await worker.drop()
             return
         try:
-            pipe.send((await getattr(side, name)(*args), None))
+            pipe.send((await getattr(worker, name)(*args), None))
         except Exception as error:  # noqa: BLE001 - the parent has to know
             pipe.send((None, f"{type(error).__name__}: {error}"))
 
 
 class Process:
-    """The parent's handle of one side."""
+    """The parent's handle of one worker."""
 
     def __init__(self, role: Role, *gpus: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -69,7 +69,7 @@ class Process:
         self._pipe.send((name, args))
 
     def result(self) -> Any:
-        """Wait for the command that was begun. Raises RuntimeError with what went wrong there."""
+        """Wait for the started command. Raises RuntimeError with the child's error."""
         if not self._pipe.poll(PATIENCE_S + 30):
             raise RuntimeError(f"{self.role} does not answer")
         result, error = self._pipe.recv()

@@ -1,5 +1,5 @@
-"""The ranks of one side of the hand-off benchmark: all in the side's process, or every other than
-the first in a process of its own, as a worker's are."""
+"""The ranks of one worker of the hand-off benchmark: all in the worker's process, or all but the
+first in processes of their own, as in production."""
 
 from __future__ import annotations
 
@@ -37,31 +37,31 @@ class Rank:
         self._kept: list[torch.Tensor] = []
 
     def fill(self, blocks: Sequence[int], seed: int) -> None:
-        """Random bits, the same on both sides for the same seed."""
+        """Random bits, the same on both workers for the same seed."""
         ids = torch.tensor(blocks, device=self._device)
         for layer, bits in enumerate(random_layers(self._layout, len(blocks), seed, self._device)):
             self.pool.data[layer, ids] = bits[:, :, self._heads]
         torch.cuda.synchronize(self._device)
 
     def fill_late(self, blocks: Sequence[int], seed: int) -> int:
-        """The same by a step that takes its time over each layer; its number, before it has run."""
+        """The same by a slow step, whose number is returned before it has run."""
         ids = torch.tensor(blocks, device=self._device)
         layers = random_layers(self._layout, len(blocks), seed, self._device)
         self._kept = [ids, *layers]  # the step has yet to read them
-        marks = self.pool.marks
-        assert marks is not None
+        events = self.pool.marks
+        assert events is not None
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             with torch.cuda.stream(torch.cuda.Stream()):
-                marks.begin()
+                events.begin()
                 for layer, bits in enumerate(layers):
                     torch.cuda._sleep(5_000_000)  # noqa: SLF001
                     self.pool.data[layer, ids] = bits[:, :, self._heads]
-                    marks.mark(layer)
-                return marks.end()
+                    events.mark(layer)
+                return events.end()
 
     def wrong_layers(self, blocks: Sequence[int], seed: int) -> int:
-        """Layers that do not hold exactly what `fill` put into the other side."""
+        """Layers whose content differs from what `fill` wrote on the other worker."""
         ids = torch.tensor(blocks, device=self._device)
         wrong = 0
         for layer, bits in enumerate(random_layers(self._layout, len(blocks), seed, self._device)):
@@ -75,7 +75,7 @@ class Rank:
 
 
 class FarRank:
-    """The same in a process of its own. Answers come in any order."""
+    """The same in a process of its own. Answers may come in any order."""
 
     def __init__(self, layout: KVLayout, rank: int, config: TransferConfig) -> None:
         context = multiprocessing.get_context("spawn")
@@ -90,7 +90,7 @@ class FarRank:
         self.call("ready").result(120)
 
     def call(self, name: str, *args: Any) -> Future[Any]:
-        """Begin a method of Rank there, or an order."""
+        """Start a method of Rank there, or a rank command."""
         future: Future[Any] = Future()
         with self._lock:
             number = next(self._numbers)
@@ -114,7 +114,7 @@ class FarRank:
 
 
 class Ranks:
-    """All ranks of one endpoint (a `RankChannel`); those after `apart` are processes."""
+    """All ranks of one endpoint (a `RankChannel`); with `apart` all but the first are processes."""
 
     def __init__(self, layout: KVLayout, config: TransferConfig, *, apart: bool) -> None:
         kind = FarRank if apart else Rank
@@ -123,12 +123,12 @@ class Ranks:
         torch.cuda.set_device(0)
         self._ranks: list[Rank | FarRank] = [self.first, *rest]
 
-    async def run(self, rank: int, order: RankCommand) -> RankResult:
-        """Run one order on one rank; its outcome."""
+    async def run(self, rank: int, command: RankCommand) -> RankResult:
+        """Run one command on one rank; its result."""
         found = self._ranks[rank]
         if isinstance(found, Rank):
-            return await answer_of(partial(found.plane.submit, order))
-        call = found.call("order", order.encode())
+            return await answer_of(partial(found.plane.submit, command))
+        call = found.call("command", command.encode())
         return codec.decode(RankResult, (await answer_of(call.add_done_callback)).result())
 
     def everywhere(self, name: str, *args: Any) -> list[Any]:
@@ -150,7 +150,7 @@ class Ranks:
 def random_layers(
     layout: KVLayout, num_blocks: int, seed: int, device: torch.device
 ) -> list[torch.Tensor]:
-    """Bits for a row of tokens, which do not depend on the blocks that it lies in."""
+    """Random bits for consecutive tokens, independent of the blocks that hold them."""
     generator = torch.Generator(device).manual_seed(seed)
     shape = (num_blocks, layout.block_size, 2, layout.num_kv_heads, layout.head_dim)
     rows = (
@@ -179,7 +179,7 @@ def _serve(pipe: Connection, layout: KVLayout, number: int, config: TransferConf
             call, name, args = pipe.recv()
         except EOFError:
             return
-        if name == "order":
+        if name == "command":
             rank.plane.execute(*args).add_done_callback(partial(ended, call))
         else:
             answer(call, None if name == "ready" else getattr(rank, name)(*args))

@@ -104,12 +104,12 @@ class Decoding:
 
 
 class Prompting:
-    """Runs the products of an 8B model's prompt chunks, and marks each layer as its engine does:
-    about 2 x 218 million operations a token and layer."""
+    """Runs the products of an 8B model's prompt chunks, and records each layer's event as its
+    engine does: about 2 x 218 million operations a token and layer."""
 
-    def __init__(self, num_layers: int, marks: Sequence[StepEvents]) -> None:
+    def __init__(self, num_layers: int, step_events: Sequence[StepEvents]) -> None:
         self._num_layers = num_layers
-        self._marks = marks
+        self._step_events = step_events
         make = partial(torch.randn, device=DEVICE, dtype=torch.bfloat16)
         self._up, self._down = make(4096, 26624), make(26624, 4096)
         self._stream = torch.cuda.Stream()
@@ -118,14 +118,16 @@ class Prompting:
         """Queue a chunk; its number and an event behind it."""
         done = torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(self._stream):
-            for marks in self._marks:
-                marks.begin()
+            for events in self._step_events:
+                events.begin()
             x = torch.empty(tokens, 4096, device=DEVICE, dtype=torch.bfloat16).normal_()
             for layer in range(self._num_layers):
-                for marks in self._marks:  # a layer's KV is there before most of its products
-                    marks.mark(layer)
+                for (
+                    events
+                ) in self._step_events:  # a layer's KV is there before most of its products
+                    events.mark(layer)
                 x = (x @ self._up) @ self._down
-            steps = [marks.end() for marks in self._marks]
+            steps = [events.end() for events in self._step_events]
             done.record(self._stream)
         return steps[0], done
 

@@ -1,4 +1,4 @@
-"""One side of the hand-off benchmark: a worker's sender or receiver without a model."""
+"""One worker of the hand-off benchmark: a sender or receiver without a model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PATIENCE_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handoff:
-    """One hand-off as both sides are told of it."""
+    """One hand-off, as both workers know it."""
 
     key: RequestKey
     ticket: Ticket
@@ -73,7 +73,7 @@ class Prompted:
 
 @dataclass(slots=True)
 class _Ends:
-    """When what happened, by key (monotonic seconds, one clock for all processes of a host)."""
+    """Times of events by key (monotonic seconds, one clock for all processes of a host)."""
 
     loop: asyncio.AbstractEventLoop
     times: dict[RequestKey, asyncio.Future[float]] = field(default_factory=dict)
@@ -95,14 +95,14 @@ class _Ends:
         for future in (self.times[key], self.grants[key]):
             if not future.done():
                 future.set_exception(RuntimeError(code))
-                future.exception()  # not everybody asks
+                future.exception()  # retrieved here: it may never be awaited
 
     def blocks_safe(self, key: RequestKey, block_ids: tuple[int, ...]) -> None:
         self.safe.add(key)
 
 
-class Side:
-    """What the commands of the pipe call."""
+class BenchWorker:
+    """A worker whose methods are the commands of the pipe."""
 
     def __init__(self, role: Role) -> None:
         self._role = role
@@ -116,8 +116,8 @@ class Side:
     async def build(
         self, layout: KVLayout, config: TransferConfig, apart: bool = False
     ) -> WorkerRef:
-        """A worker of this layout, its ranks on the GPUs in turn and those after the first `apart`,
-        in processes of their own; the worker before is closed."""
+        """Replace the worker by one of this layout, its ranks distributed over the GPUs. `apart`:
+        all ranks but the first are processes."""
         await self.drop()
         self._layout = layout
         self._ranks = await asyncio.to_thread(Ranks, layout, config, apart=apart)
@@ -127,7 +127,7 @@ class Side:
             worker_id=str(self._role), epoch=new_epoch(), role=self._role, address=address
         )
         self._events = _Ends(asyncio.get_running_loop())
-        party = EndpointContext(
+        context = EndpointContext(
             ref=ref,
             layout=layout,
             fingerprint=_fingerprint(layout),
@@ -137,9 +137,9 @@ class Side:
             config=config,
         )
         if self._role is Role.PREFILL:
-            self._end = Sender(party, self._events)
+            self._end = Sender(context, self._events)
         else:
-            self._end = Receiver(party, self._events)
+            self._end = Receiver(context, self._events)
             await self._end.start()
         self._server.add(self._end.handlers())
         await self._server.start()
@@ -161,12 +161,11 @@ class Side:
         torch.cuda.empty_cache()
 
     async def fill(self, blocks: Sequence[int], seed: int) -> None:
-        """Random bits, the same on both sides for the same seed."""
+        """Random bits, the same on both workers for the same seed."""
         self._everywhere("fill", blocks, seed)
 
     async def fill_late(self, handoff: Handoff, seed: int) -> None:
-        """Prefill: as `fill`, by a step that takes its time over each layer and is pushed before it
-        has begun."""
+        """Prefill: as `fill`, by a slow step whose blocks are pushed before it has begun."""
         blocks = handoff.source
         steps = self._everywhere("fill_late", blocks, seed)
         self._end.push(handoff.key, blocks, 0, after=steps[0])
@@ -174,7 +173,7 @@ class Side:
         await asyncio.wait_for(self._events.times[handoff.key], PATIENCE_S)
 
     async def wrong_layers(self, blocks: Sequence[int], seed: int) -> int:
-        """Layers, over all ranks, that do not hold exactly what `fill` put into the other side."""
+        """Layers, over all ranks, that differ from what `fill` wrote on the other worker."""
         return sum(self._everywhere("wrong_layers", blocks, seed))
 
     def _everywhere(self, name: str, *args: Any) -> list[Any]:
@@ -182,17 +181,17 @@ class Side:
         return self._ranks.everywhere(name, *args)
 
     async def meet(self, decode: WorkerRef) -> None:
-        """Prefill: get the links ready."""
+        """Prefill: warm up the links."""
         await self._end.meet(decode)
 
     async def expect(self, handoffs: Sequence[Handoff]) -> None:
-        """Prefill: learn of requests."""
+        """Prefill: accept requests."""
         for handoff in handoffs:
             self._events.expect(handoff.key)
             self._end.expect(handoff.key, handoff.ticket, handoff.decode)
 
     async def reserve(self, handoffs: Sequence[Handoff]) -> None:
-        """Decode: learn of requests and grant their blocks."""
+        """Decode: accept requests and grant their blocks."""
         for handoff in handoffs:
             self._events.expect(handoff.key)
             self._end.offer(handoff.key, handoff.ticket, handoff.prefill)
@@ -200,27 +199,29 @@ class Side:
 
     async def send(self, handoffs: Sequence[Handoff], window: int) -> list[tuple[float, float]]:
         """Prefill: push and commit, `window` at a time; (push, commit acknowledged) of each."""
-        turns = asyncio.Semaphore(window)
+        slots = asyncio.Semaphore(window)
 
         async def one(handoff: Handoff) -> tuple[float, float]:
             await self._events.grants[handoff.key]
-            async with turns:
+            async with slots:
                 start = time.monotonic()
                 self._end.push(handoff.key, handoff.source, 0)
                 self._end.commit(handoff.key, 1)
                 return start, await self._events.times[handoff.key]
 
-        async with asyncio.timeout(PATIENCE_S):  # one: its timers are not what is measured
+        async with asyncio.timeout(
+            PATIENCE_S
+        ):  # one timer for all, to keep timers out of the measurement
             return list(await asyncio.gather(*(one(handoff) for handoff in handoffs)))
 
     async def prompts(self, handoffs: Sequence[Handoff], chunk: int) -> list[Prompted]:
-        """Prefill: one request after the other, its prompt in chunks of so many blocks. Each chunk
-        is pushed as soon as it is launched, as a worker does."""
+        """Prefill: one request after the other, its prompt in chunks of `chunk` blocks. Each chunk
+        is pushed when it is launched, as a worker does."""
         if self._prompting is None:
             assert self._ranks is not None
             pools = (rank.pool for rank in self._ranks.near())
-            marks = [pool.marks for pool in pools if pool.marks is not None]
-            self._prompting = Prompting(self._layout.num_layers, marks)
+            events = [pool.marks for pool in pools if pool.marks is not None]
+            self._prompting = Prompting(self._layout.num_layers, events)
         results = []
         for handoff in handoffs:
             await asyncio.wait_for(self._events.grants[handoff.key], PATIENCE_S)
@@ -247,7 +248,7 @@ class Side:
         chunk: int,
         loop: asyncio.AbstractEventLoop,
     ) -> Prompted:
-        """What a step thread does for one prompt: one step ahead of the one that it waits for."""
+        """What a step thread does for one prompt: launch one step ahead of the one it waits for."""
         began, origin = prompting.now()
         waiting: list[torch.cuda.Event] = []
         for first in range(0, len(handoff.source), chunk):
@@ -264,7 +265,7 @@ class Side:
         return Prompted(start=began, end=began + origin.elapsed_time(waiting[0]) / 1e3)
 
     async def commits(self, keys: Sequence[RequestKey]) -> list[float]:
-        """Decode: when it came to own each."""
+        """Decode: when it took ownership of each."""
         return [await asyncio.wait_for(self._events.times[key], PATIENCE_S) for key in keys]
 
     async def outcomes(self, keys: Sequence[RequestKey]) -> list[str]:
@@ -277,20 +278,20 @@ class Side:
         ]
 
     async def end(self, key: RequestKey) -> None:
-        """Leave a hand-off that is not needed any more."""
+        """End a hand-off that is not needed any more."""
         await self._end.end(key, True)
 
     async def lose(self, epoch: int) -> None:
-        """The other side has left, or is silent."""
+        """The other worker left or expired."""
         await self._end.peer_lost(epoch)
 
     async def backends(self) -> list[str]:
-        """By which ways anything was moved."""
+        """The backends that moved any data."""
         assert self._ranks is not None
         return sorted({way for rank in self._ranks.near() for way in rank.plane.ways})
 
     async def relinked(self) -> int:
-        """How often links were given up."""
+        """How often links were replaced."""
         return int(self._end.stats.relinked)
 
     async def loop_seconds(self) -> float:
@@ -298,7 +299,7 @@ class Side:
         return time.thread_time()
 
     async def safe(self, keys: Sequence[RequestKey]) -> list[RequestKey]:
-        """Decode: those whose blocks came back."""
+        """Decode: those whose blocks were released."""
         return [key for key in keys if key in self._events.safe]
 
     # --- raw links ------------------------------------------------------------------------------
@@ -340,7 +341,7 @@ class Side:
         return await asyncio.to_thread(self._decoding.sample, seconds)
 
     async def stop_steps(self) -> None:
-        """Decode: no more steps."""
+        """Decode: stop the steps."""
         assert self._decoding is not None
         await asyncio.to_thread(self._decoding.stop)
         self._decoding = None

@@ -27,7 +27,7 @@ class Check:
 
 
 class Figures:
-    """One look at /metrics."""
+    """One scrape of /metrics."""
 
     def __init__(self, text: str) -> None:
         self._samples = [
@@ -47,7 +47,7 @@ class Figures:
 
     @property
     def busy(self) -> float:
-        """Requests and blocks that somebody still holds; 0 when idle."""
+        """Requests in progress and blocks in use; 0 when idle."""
         blocks = sum(
             self.total("baton_kv_blocks", state=state) for state in ("held", "quarantined")
         )
@@ -88,7 +88,7 @@ def checks_of(
     their counts with them."""
     whole = sum(not result.error for result in results)
     yield Check(
-        what="requests that completed with exactly the tokens asked for",
+        what="requests that completed with exactly the requested tokens",
         seen=f"{whole} of {len(results)}",
         ok=whole == len(results),
     )
@@ -103,7 +103,7 @@ def checks_of(
         yield Check(what=what, seen=f"{count:.0f}", ok=count == 0)
     blocks = after.by("state", "baton_kv_blocks")
     yield Check(
-        what="requests and blocks held by anybody when idle",
+        what="requests in progress and blocks in use when idle",
         seen=f"{after.busy:.0f} (blocks: {_listed(blocks)})",
         ok=after.busy == 0,
     )

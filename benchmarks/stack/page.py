@@ -123,7 +123,7 @@ def handed_over(results: Sequence[Result]) -> list[float]:
 
 
 def _workers(variant: Variant, replay: Replay) -> str:
-    """Who served when: what a change of scale did."""
+    """Which worker served when: the effect of a change of scale."""
     served: dict[tuple[str, str], list[float]] = {}
     for ask, result in zip(replay.asks, replay.results, strict=True):
         for span in (result.timeline or {}).get("spans", ()):
@@ -199,9 +199,9 @@ def raw(variants: Sequence[Variant]) -> dict[str, Any]:
 
 def _requests(replay: Replay) -> Iterator[dict[str, Any]]:
     for ask, result in zip(replay.asks, replay.results, strict=True):
-        asked = {"at": round(ask.at, 3), "in": ask.prompt_tokens, "out": ask.output_tokens}
+        request = {"at": round(ask.at, 3), "in": ask.prompt_tokens, "out": ask.output_tokens}
         if result.error:
-            yield asked | {"error": result.error}
+            yield request | {"error": result.error}
             continue
         times = {
             "ttft": result.ttft,
@@ -211,7 +211,7 @@ def _requests(replay: Replay) -> Iterator[dict[str, Any]]:
             "second": next(iter(result.gaps), 0.0),
         }
         times |= {phase: sum(spent) for phase, spent in phases([result]).items()}
-        yield asked | {name: round(1e3 * value, 2) for name, value in times.items()}
+        yield request | {name: round(1e3 * value, 2) for name, value in times.items()}
 
 
 def _replays(variants: Sequence[Variant]) -> Iterator[tuple[Variant, Replay]]:

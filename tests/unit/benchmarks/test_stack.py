@@ -66,8 +66,8 @@ def test_a_sound_run_passes_every_check():
         ({"committed": 3}, "hand-offs by outcome"),
         ({"committed": 4, "moved": 0}, "KV moved"),
         ({"committed": 4, "failed": 1}, "hand-offs that failed"),
-        ({"committed": 4, "held": 2}, "held by anybody"),
-        ({"committed": 4, "waiting": 1}, "held by anybody"),
+        ({"committed": 4, "held": 2}, "blocks in use"),
+        ({"committed": 4, "waiting": 1}, "blocks in use"),
     ],
 )
 def test_what_is_not_sound_is_named(after, what):
@@ -85,7 +85,7 @@ def test_workers_that_left_take_their_counts_along():
 def test_a_request_that_failed_fails_the_run():
     results = [result(), Result(sent=0.0, ended=1.0, error="2 output tokens instead of 3")]
     checks = list(checks_of(results, figures(), figures(2)))
-    assert failing(checks) == ["requests that completed with exactly the tokens asked for"]
+    assert failing(checks) == ["requests that completed with exactly the requested tokens"]
     assert checks[0].seen == "1 of 2"
 
 
