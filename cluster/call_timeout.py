@@ -1,4 +1,4 @@
-"""Limits for calls of Ray that have none: one that hangs would be waited for without an end."""
+"""Time limits for calls into Ray, some of which block forever when Ray hangs."""
 
 from __future__ import annotations
 
@@ -10,30 +10,33 @@ from typing import TypeVar
 from protocol.errors import Unavailable
 
 T = TypeVar("T")
-#: For what Ray answers in milliseconds unless it hangs.
+#: For calls that Ray answers in milliseconds unless it hangs.
 ANSWER_S = 30.0
-_MOMENT_S = 5.0
+_INTERRUPT_GRACE_S = 5.0
 
 
-def within(limit_s: float, what: str, work: Callable[[], T]) -> T:
-    """The result of `work`, run in a thread of its own. Raises Unavailable, saying that `what`,
-    when it takes longer than `limit_s`; nobody waits for it then. Ctrl-C leaves the work a moment:
-    what Ray does aborts the process if Ray is left meanwhile."""
-    done: Future[T] = Future()
+def call_with_timeout(timeout_s: float, failure: str, call: Callable[[], T]) -> T:
+    """The result of `call`, made in a thread of its own.
+
+    Raises Unavailable with the text `failure` after `timeout_s`; the thread is then abandoned.
+    Ctrl-C waits up to five seconds for the call, because Ray aborts a process that exits during
+    one.
+    """
+    result: Future[T] = Future()
 
     def run() -> None:
         try:
-            done.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - it is raised where the result is awaited
-            done.set_exception(error)
+            result.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
+            result.set_exception(error)
 
-    threading.Thread(target=run, name="within", daemon=True).start()
+    threading.Thread(target=run, name="call-with-timeout", daemon=True).start()
     try:
-        return done.result(limit_s)
+        return result.result(timeout_s)
     except TimeoutError:
-        if done.done():  # it was the work's own, or came at the same moment
-            return done.result()
-        raise Unavailable(f"{what} within {limit_s:.0f} s") from None
+        if result.done():  # the call's own TimeoutError, or it ended just now
+            return result.result()
+        raise Unavailable(f"{failure} within {timeout_s:.0f} s") from None
     except KeyboardInterrupt:
-        wait([done], timeout=min(limit_s, _MOMENT_S))
+        wait([result], timeout=min(timeout_s, _INTERRUPT_GRACE_S))
         raise

@@ -1,4 +1,4 @@
-"""A small synchronous client of the gRPC front door, for the command line."""
+"""A synchronous gRPC client of a router, and the client side of TLS, for the command line."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from protocol.wire import inference_pb2 as wire
 
 Fields = Mapping[str, Any]
 _GENERATE = "/baton.v1.Inference/Generate"
-#: Channels of one process would share a connection, and with it a router.
+#: By default all channels of a process share one connection, and with it one router.
 _OPTIONS = [("grpc.use_local_subchannel_pool", 1)]
 
 
 @dataclass(slots=True, kw_only=True)
 class GenerateOutcome:
-    """What is known once a stream has ended."""
+    """The result of a stream besides its text; complete once the stream has ended."""
 
     finish_reason: str = ""
     prompt_tokens: int = 0
@@ -33,7 +33,7 @@ class GenerateOutcome:
 
 
 class InferenceClient:
-    """Talks to one router. Errors are raised as the typed errors they are."""
+    """A client of one router. Raises the typed errors that the router sends."""
 
     def __init__(
         self,
@@ -56,19 +56,19 @@ class InferenceClient:
         )
 
     def complete(self, prompt: str, fields: Fields, outcome: GenerateOutcome) -> Iterator[str]:
-        """Text pieces that continue `prompt`; `outcome` is filled in as they come. `fields` are
-        further ones of the request."""
+        """Stream the text that continues `prompt` and fill in `outcome`. `fields` are further
+        fields of the request."""
         return self._generate(wire.GenerateRequest(prompt=prompt, **fields), outcome)
 
     def chat(
         self, messages: Sequence[wire.Message], fields: Fields, outcome: GenerateOutcome
     ) -> Iterator[str]:
-        """Text pieces of the answer to a conversation, in the same way."""
+        """Stream the answer to a conversation, like `complete`."""
         chat = wire.Chat(messages=messages)
         return self._generate(wire.GenerateRequest(chat=chat, **fields), outcome)
 
     def close(self) -> None:
-        """Close the connection; streams that run are cancelled."""
+        """Close the connection, which cancels running streams."""
         self._channel.close()
 
     def _generate(self, request: wire.GenerateRequest, outcome: GenerateOutcome) -> Iterator[str]:
@@ -104,7 +104,7 @@ def _typed_errors(address: str, outcome: GenerateOutcome) -> Iterator[None]:
 
 
 def _typed(error: Any, address: str, *, began: bool) -> BatonError:
-    """The error that the server named in its trailers; else the nearest one of the status."""
+    """The error that the router named in its trailers, else one with the same gRPC status."""
     trailers = dict(error.trailing_metadata() or ())
     status = error.code().name
     code = trailers.get("baton-error-code")
@@ -114,7 +114,7 @@ def _typed(error: Any, address: str, *, began: bool) -> BatonError:
     text = error.details() or status
     if status == "UNAVAILABLE" and "baton-error-code" not in trailers:
         text = (
-            f"the router at {address} hung up"
+            f"the router at {address} closed the connection"
             if began
             else f"no router answers at {address} over gRPC: {text.rpartition('last error: ')[2]}"
             " (if it wants TLS: --tls or --tls-ca)"
@@ -125,21 +125,21 @@ def _typed(error: Any, address: str, *, began: bool) -> BatonError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientTls:
-    """The same trust and certificate for both doors."""
+    """One set of trusted CAs and client certificate, for HTTP and for gRPC."""
 
     context: ssl.SSLContext
     credentials: grpc.ChannelCredentials
 
 
 def client_tls(options: argparse.Namespace) -> ClientTls | None:
-    """What --tls, --tls-ca, --tls-cert and --tls-key ask for; None without them. Raises
-    InvalidRequest naming the one whose file does not load."""
+    """TLS as --tls, --tls-ca, --tls-cert and --tls-key describe it; None without them. Raises
+    InvalidRequest naming the option whose file does not load."""
     ca, cert, key = options.tls_ca, options.tls_cert, options.tls_key
     if bool(cert) != bool(key):
         raise InvalidRequest("--tls-cert and --tls-key go together", param="--tls-cert")
     if not (options.tls or ca or cert):
         return None
-    # What is wrong with a file is told by ssl; gRPC finds no router then, or aborts.
+    # ssl names the fault of a file; gRPC would report an unreachable router, or abort.
     context, files = ssl.create_default_context(), f"--tls-ca {ca}"
     try:
         if ca:

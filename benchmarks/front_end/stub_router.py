@@ -16,7 +16,7 @@ import sys
 import uvloop
 
 from benchmarks.front_end.stub_worker import SECRET
-from cluster.serve.gc_tuning import settle_heap
+from cluster.serve.gc_tuning import freeze_heap
 from protocol.ids import Role, WorkerRef
 from router.config import RouterConfig
 from router.server import Router
@@ -33,7 +33,7 @@ async def _serve(config: RouterConfig, refs: list[WorkerRef], profile: str) -> N
         http_host="127.0.0.1", http_port=0, grpc_host="127.0.0.1", grpc_port=0
     )
     router.set_workers(refs)
-    settle_heap()
+    freeze_heap()
     while not router.ready:  # noqa: ASYNC110 - once, at the start
         await asyncio.sleep(0.01)
     print(json.dumps({"http": where.http, "grpc": where.grpc}), flush=True)

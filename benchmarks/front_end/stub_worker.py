@@ -21,7 +21,7 @@ import uvloop
 from msgspec.structs import asdict
 from tokenizers import Tokenizer
 
-from cluster.serve.gc_tuning import settle_heap
+from cluster.serve.gc_tuning import freeze_heap
 from protocol.ids import RequestKey, Role, WorkerRef, new_epoch
 from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.messages import (
@@ -172,7 +172,7 @@ async def _serve(tokens: tuple[int, ...], gap_s: float) -> None:
     prefill.peer = decode
     refs = [await prefill.start(), await decode.start()]
     print(json.dumps([asdict(ref) for ref in refs]), flush=True)
-    settle_heap()
+    freeze_heap()
     loop = asyncio.get_running_loop()
     closed = loop.run_in_executor(None, sys.stdin.read)
     began = loop.time()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from cluster.serve.gc_tuning import settle_heap
+from cluster.serve.gc_tuning import freeze_heap
 from engine.kv.pool import KVPool
 from kv_transfer.config import TransferConfig
 from kv_transfer.data.data_plane import DataPlane
@@ -164,7 +164,7 @@ def random_layers(
 
 def _serve(pipe: Connection, layout: KVLayout, number: int, config: TransferConfig) -> None:
     rank = Rank(layout, number, config)
-    settle_heap()
+    freeze_heap()
     sending = threading.Lock()
 
     def answer(call: int, result: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.handoff.ranks import Ranks
 from benchmarks.handoff.raw_links import DEVICE, Decoding, Prompting, raw_copies, raw_messages
-from cluster.serve.gc_tuning import settle_heap
+from cluster.serve.gc_tuning import freeze_heap
 from kv_transfer.config import TransferConfig
 from kv_transfer.control.context import EndpointContext
 from kv_transfer.control.listeners import TransferReport
@@ -143,7 +143,7 @@ class BenchWorker:
             await self._end.start()
         self._server.add(self._end.handlers())
         await self._server.start()
-        settle_heap()
+        freeze_heap()
         return ref
 
     async def drop(self) -> None:

@@ -32,8 +32,8 @@ EXIT_INTERRUPTED = 130
 
 
 def run() -> NoReturn:
-    """The process of one command. It ends without taking the interpreter down: threads of Ray, and
-    calls of it that were given up, still run then, and may abort under that."""
+    """Run one command and exit without finalising the interpreter: threads of Ray may still run,
+    and abort the process during finalisation."""
     code = main()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(argv)
     console = Console()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a narrow locale shows most of an answer, too
+        sys.stdout.reconfigure(errors="replace")  # for characters that the locale cannot encode
     try:
         command = importlib.import_module(f"cluster.cli.{options.module}")
         return int(command.run(options, console) or 0)
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.error("interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has gone; keep the interpreter from complaining about it.
+        # The reader of standard output is gone; prevent a second error when it is flushed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except UnicodeError as error:

@@ -1,4 +1,4 @@
-"""`baton bench`: the load generator of this checkout against a server, or a cluster made for it."""
+"""`baton bench`: run the checkout's load generator against a server, or a cluster made for it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _measure(url: str, options: argparse.Namespace) -> int:
 
 
 def load_options(options: argparse.Namespace) -> Iterator[str]:
-    """The load generator's own options, as they were given."""
+    """The options that were given for the load generator."""
     for name in BENCH_OPTIONS:
         value = getattr(options, name.replace("-", "_"))
         if value is not None:
@@ -51,7 +51,7 @@ def load_options(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _connection(options: argparse.Namespace) -> dict[str, str]:
-    """How to call the server, as the environment tells it: no process list shows the key."""
+    """Key and certificates as environment variables, so that process lists do not show the key."""
     given = {API_KEY_ENV: options.api_key}
     given |= {
         f"{TLS_ENV}{name}": getattr(options, f"tls_{name.lower()}")

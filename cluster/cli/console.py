@@ -8,33 +8,33 @@ from collections.abc import Sequence
 
 
 class Console:
-    """Prints plainly; times are counted from when it was made."""
+    """Prints plain text; progress lines show the time since construction."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
 
     def say(self, text: str = "") -> None:
-        """One line of the result."""
+        """Print a line of the result."""
         print(text, flush=True)
 
     def piece(self, text: str) -> None:
-        """A part of the result, with no line end."""
+        """Print part of the result without a line end."""
         print(text, end="", flush=True)
 
     def step(self, text: str) -> None:
-        """One line of progress."""
+        """Print a line of progress."""
         print(f"[{time.monotonic() - self._started:5.1f} s] {text}", file=sys.stderr, flush=True)
 
     def warn(self, text: str) -> None:
-        """Something the user should know."""
+        """Print a warning."""
         print(f"baton: warning: {text}", file=sys.stderr, flush=True)
 
     def error(self, text: str) -> None:
-        """Why the command failed."""
+        """Print why the command failed."""
         print(f"baton: error: {text}", file=sys.stderr, flush=True)
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """Columns as wide as they need; numbers to the right."""
+        """Print columns, with numbers right-aligned."""
         cells = [[str(cell) for cell in row] for row in (header, *rows)]
         widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
         right = [bool(rows) and all(_numeric(row[i]) for row in rows) for i in range(len(header))]

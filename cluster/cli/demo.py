@@ -1,4 +1,4 @@
-"""`baton demo`: the whole path once, on a real model, with everything shown."""
+"""`baton demo`: fetch the model, start a cluster, ask one question, show its timeline, stop."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from protocol.wire.inference_pb2 import Message
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
-    """Model, cluster, question, timeline, pools, stop."""
+    """Run the demo; with --keep, leave the cluster up."""
     config = _config(options, console)
     state = up.bring_up(config, options.config, console)
     try:
         up.show_endpoints(state, config, console)
         _ask(state, options, console)
-        _show_pools(console)
+        _show_replicas(console)
     finally:
         if not options.keep:
             up.stop(state, console, now=False)
-            console.step("the cluster is down, no process of it is left")
+            console.step("the cluster is down, with no process left")
 
 
 def _config(options: argparse.Namespace, console: Console) -> ClusterConfig:
     name = load_config(options.config, overrides=options.overrides).config.model.name
     if name in SOURCES:
         get_model(name)
-        console.step(f"model {name} is here")
+        console.step(f"model {name} is on this machine")
     return up.read_config(options, console)
 
 
@@ -55,11 +55,11 @@ def _ask(state: RunningCluster, options: argparse.Namespace, console: Console) -
         show_timeline(outcome.timeline, outcome, console)
 
 
-def _show_pools(console: Console) -> None:
+def _show_replicas(console: Console) -> None:
     with session.connected() as directory:
         view, secret = session.ask(directory.view.remote(), directory.secret.remote())
-    from cluster.cli.status import show_members
+    from cluster.cli.status import show_replicas
 
     console.say()
-    show_members(view, secret, console)
+    show_replicas(view, secret, console)
     console.say()

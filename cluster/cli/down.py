@@ -1,32 +1,32 @@
-"""`baton down`: drain the cluster, then leave no process of it behind."""
+"""`baton down`: drain the cluster, then end all of its processes."""
 
 from __future__ import annotations
 
 import argparse
 
-from cluster.call_timeout import ANSWER_S, within
+from cluster.call_timeout import ANSWER_S, call_with_timeout
 from cluster.cli import session
 from cluster.cli.console import Console
 from cluster.config.schema import LifecycleSection
-from cluster.local.local_ray import RunningCluster, forget_state, stop_local_ray, sweep
+from cluster.local.local_ray import RunningCluster, clean_up_dead, forget_state, stop_local_ray
 from protocol.errors import BatonError, Unavailable
 
-#: What ending replicas may take beyond the time that their requests have.
+#: Time to end replicas, beyond the time that their requests have.
 _GRACE_S = 30.0
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
-    """Stop the cluster that was brought up here."""
-    if sweep():
-        console.step("the cluster had died; what was left of it is gone")
+    """Stop the cluster that was started here."""
+    if clean_up_dead():
+        console.step("the cluster had died; its remains are removed")
         return
     take_down(session.running(), console, now=options.now)
     console.step("the cluster is down")
 
 
 def take_down(state: RunningCluster, console: Console, *, now: bool) -> None:
-    """Drain unless `now`, then end Baton on this Ray, and Ray itself if it is ours. A cluster that
-    has no address yet serves nobody."""
+    """Drain unless `now`, then end Baton on this Ray, and the Ray itself if Baton owns it. A
+    cluster without an address has not served yet."""
     if state.address and not (now and state.owned):
         try:
             _drain(state, console)
@@ -37,7 +37,7 @@ def take_down(state: RunningCluster, console: Console, *, now: bool) -> None:
     if state.owned:
         killed = stop_local_ray(state)
         if killed:
-            console.warn(f"{killed} process(es) did not end by themselves and were killed")
+            console.warn(f"{killed} process(es) did not end in time and were killed")
     forget_state(state)
 
 
@@ -61,6 +61,8 @@ def _drain(state: RunningCluster, console: Console) -> None:
         except Unavailable as error:
             console.warn(error.message)
         if directory is not None:
-            within(ANSWER_S, "Ray did not end the directory", lambda: ray.kill(directory))
+            call_with_timeout(
+                ANSWER_S, "Ray did not end the directory", lambda: ray.kill(directory)
+            )
     finally:
         session.disconnect()

@@ -46,13 +46,13 @@ def open_client(address: str, options: argparse.Namespace) -> InferenceClient:
 
 
 def default_target() -> str:
-    """The gRPC address of the cluster that runs here, or the usual one."""
+    """The gRPC address of the cluster started here, or the default one."""
     state = load_state()
     return state.grpc if state is not None and state.grpc else DEFAULT_GRPC
 
 
 def sampling(options: argparse.Namespace) -> dict[str, Any]:
-    """The fields of the request that were given on the command line."""
+    """The request fields given on the command line."""
     given = {name: getattr(options, name, None) for name in _FIELDS}
     return {name: value for name, value in given.items() if value is not None}
 
@@ -60,7 +60,7 @@ def sampling(options: argparse.Namespace) -> dict[str, Any]:
 def show(
     stream: Iterator[str], outcome: GenerateOutcome, options: argparse.Namespace, console: Console
 ) -> str:
-    """Print a stream as it comes; its whole text."""
+    """Print a stream as it arrives; return its text."""
     pieces = []
     try:
         for piece in stream:
@@ -68,7 +68,7 @@ def show(
             console.piece(piece)
     except BaseException:
         if pieces:
-            console.say()  # what went wrong gets a line of its own
+            console.say()  # the error goes on its own line
         raise
     console.say()
     if options.timeline and outcome.timeline is not None:
@@ -78,32 +78,32 @@ def show(
 
 
 def _chat(client: InferenceClient, options: argparse.Namespace, console: Console) -> None:
-    turns = [wire.Message(role="system", content=options.system)] if options.system else []
+    messages = [wire.Message(role="system", content=options.system)] if options.system else []
     if options.message is not None:
-        _answer(client, turns, options.message, options, console)
+        _answer(client, messages, options.message, options, console)
         return
     console.say("Type a message; an empty line or Ctrl-D ends the conversation.")
     try:
         while text := input("> ").strip():
-            _answer(client, turns, text, options, console)
+            _answer(client, messages, text, options, console)
     except EOFError:
         console.say()  # Ctrl-D leaves the cursor behind the prompt
 
 
 def _answer(
     client: InferenceClient,
-    turns: list[wire.Message],
+    messages: list[wire.Message],
     text: str,
     options: argparse.Namespace,
     console: Console,
 ) -> None:
-    turns.append(wire.Message(role="user", content=text))
+    messages.append(wire.Message(role="user", content=text))
     outcome = GenerateOutcome()
-    answer = show(client.chat(turns, sampling(options), outcome), outcome, options, console)
-    turns.append(wire.Message(role="assistant", content=answer))
+    answer = show(client.chat(messages, sampling(options), outcome), outcome, options, console)
+    messages.append(wire.Message(role="assistant", content=answer))
 
 
-_NAMES: dict[str, str] = {
+_PHASE_NAMES: dict[str, str] = {
     Phase.TOKENIZE: "tokenise",
     Phase.ROUTE: "route",
     Phase.QUEUE: "wait for a turn",
@@ -118,11 +118,11 @@ _NAMES: dict[str, str] = {
 
 
 def show_timeline(timeline: wire.Timeline, outcome: GenerateOutcome, console: Console) -> None:
-    """Every phase with its start after arrival, its length, its place and its counts."""
+    """Print each phase: start after arrival, duration, process, counts."""
     spans = sorted(timeline.spans, key=lambda span: (span.start, span.end))
     rows = [
         (
-            _NAMES.get(span.phase, span.phase),
+            _PHASE_NAMES.get(span.phase, span.phase),
             f"{1e3 * (span.start - timeline.arrival):.1f}",
             f"{1e3 * (span.end - span.start):.1f}",
             span.place or "router",

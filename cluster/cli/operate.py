@@ -10,7 +10,7 @@ from dataclasses import replace
 from cluster.cli import session
 from cluster.cli.console import Console
 from cluster.config.checks import check_ports
-from cluster.membership.table import MemberKind
+from cluster.membership.table import Pool
 from protocol.errors import InvalidRequest
 
 _WAIT_S = 600.0
@@ -26,27 +26,27 @@ def run(options: argparse.Namespace, console: Console) -> None:
 
 def _scale(options: argparse.Namespace, console: Console) -> None:
     """Set the pools' sizes; wait until new replicas are ready and surplus ones are gone."""
-    given = {kind: getattr(options, kind) for kind in MemberKind}
-    wanted = {kind: count for kind, count in given.items() if count is not None}
-    if not wanted:
+    given = {pool: getattr(options, pool) for pool in Pool}
+    targets = {pool: count for pool, count in given.items() if count is not None}
+    if not targets:
         raise InvalidRequest(
             "name a pool: --prefill N, --decode M or --router R", param="--prefill"
         )
-    for kind in (MemberKind.DECODE, MemberKind.ROUTER):
-        if wanted.get(kind) == 0:
-            raise InvalidRequest(f"--{kind} must be at least 1", param=f"--{kind}")
+    for pool in (Pool.DECODE, Pool.ROUTER):
+        if targets.get(pool) == 0:
+            raise InvalidRequest(f"--{pool} must be at least 1", param=f"--{pool}")
     with session.connected() as directory:
         from cluster.cli.waiting import wait_for
         from cluster.serve.deployments import scale
 
         session.quiet_serve()
         (config,) = session.ask(directory.config.remote())
-        if MemberKind.ROUTER in wanted:
-            routers = replace(config.router, replicas=wanted[MemberKind.ROUTER])
+        if Pool.ROUTER in targets:
+            routers = replace(config.router, replicas=targets[Pool.ROUTER])
             check_ports(replace(config, router=routers))
-        scale(config, wanted)
+        scale(config, targets)
         if not options.no_wait:
-            wait_for(wanted, console, deadline=time.monotonic() + _WAIT_S, exact=True)
+            wait_for(targets, console, deadline=time.monotonic() + _WAIT_S, exact=True)
 
 
 def _drain(worker_id: str, console: Console) -> None:
@@ -55,5 +55,5 @@ def _drain(worker_id: str, console: Console) -> None:
         view, secret = session.ask(directory.view.remote(), directory.secret.remote())
         from cluster.serve.admin import drain_worker
 
-        member = asyncio.run(drain_worker(view, worker_id, secret=secret))
-    console.say(f"{member.name} is {member.state}; it is replaced once its requests have ended")
+        worker = asyncio.run(drain_worker(view, worker_id, secret=secret))
+    console.say(f"{worker.name} is {worker.state}; it is replaced once its requests have ended")

@@ -1,4 +1,4 @@
-"""The command line's connection to the running cluster."""
+"""The connection of a command to the running cluster's Ray and directory."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-from cluster.call_timeout import ANSWER_S, within
+from cluster.call_timeout import ANSWER_S, call_with_timeout
 from cluster.local.local_ray import RunningCluster, load_state, lost_daemons, ray_environment
 from protocol.errors import Unavailable
 
-_REACH_S = 5.0
-_ANSWER_S = 10.0
-_LEAVE_S = 10.0
-_NO_CLUSTER = "no cluster is up here: start one with `baton up CONFIG`"
+_CONNECT_S = 5.0
+_DIRECTORY_S = 10.0
+_SHUTDOWN_S = 10.0
 
 
 def running() -> RunningCluster:
-    """The cluster brought up on this machine. Raises Unavailable without one."""
+    """The cluster that `baton up` started here. Raises Unavailable without one."""
     state = load_state()
     if state is None:
-        raise Unavailable(_NO_CLUSTER)
+        raise Unavailable("no cluster is up here: start one with `baton up CONFIG`")
     return state
 
 
-def _reachable() -> RunningCluster:
-    """That one, or what others deployed on the Ray that RAY_ADDRESS names, as it does in every pod
-    of KubeRay. Raises Unavailable without either."""
+def _running_or_ray_address() -> RunningCluster:
+    """The cluster started here, else the one on the Ray that RAY_ADDRESS names, which is set in
+    every pod of KubeRay. Raises Unavailable without either."""
     address = os.environ.get("RAY_ADDRESS")
     if load_state() is None and address:
         return RunningCluster(address=address, token="", config="")
@@ -39,7 +38,7 @@ def _reachable() -> RunningCluster:
 
 
 def prepare(state: RunningCluster) -> None:
-    """Set what Ray reads from the environment while it is imported. Call before that."""
+    """Set the variables that Ray reads at import. Call before importing it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     if state.token:
@@ -60,7 +59,7 @@ def connect(state: RunningCluster) -> None:
     if ray.is_initialized():
         return
 
-    def join() -> None:
+    def init() -> None:
         ray.init(
             address=state.address,
             namespace="baton-cli",
@@ -69,24 +68,21 @@ def connect(state: RunningCluster) -> None:
         )
 
     host, colon, port = state.address.rpartition(":")
-    asked_to_stop = signal.getsignal(signal.SIGTERM)
     try:
-        if colon:  # Ray would try for minutes
-            socket.create_connection((host, int(port)), timeout=_REACH_S).close()
-        # Ray prints what it thinks of the cluster; the command has its own words.
-        with contextlib.redirect_stderr(io.StringIO()):
-            within(ANSWER_S, f"the Ray cluster at {state.address} did not answer", join)
+        if colon:  # fails at once where Ray would retry for minutes
+            socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+        # Ray reports connection problems on standard error; the command reports its own.
+        with _sigterm_handler_kept(), contextlib.redirect_stderr(io.StringIO()):
+            call_with_timeout(ANSWER_S, f"the Ray cluster at {state.address} did not answer", init)
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise Unavailable(
             f"the Ray cluster at {state.address} does not answer: {reason}"
         ) from error
-    finally:
-        signal.signal(signal.SIGTERM, asked_to_stop)  # which Ray takes for a crash
 
 
-def ask(*calls: Any, timeout_s: float = _ANSWER_S) -> list[Any]:
-    """What the directory answers to calls. Raises Unavailable when it does not."""
+def ask(*calls: Any, timeout_s: float = _DIRECTORY_S) -> list[Any]:
+    """The results of calls to the directory. Raises Unavailable when it does not answer."""
     import ray
     from ray.exceptions import RayError
 
@@ -98,25 +94,33 @@ def ask(*calls: Any, timeout_s: float = _ANSWER_S) -> list[Any]:
 
 
 def quiet_serve() -> None:
-    """Keep Serve's own progress lines off our output. Call once it has been imported."""
+    """Hide Serve's progress messages. Call after importing it."""
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
 
 
 def disconnect() -> None:
-    """Leave the cluster's Ray."""
+    """Disconnect from the cluster's Ray."""
     import ray
 
-    asked_to_stop = signal.getsignal(signal.SIGTERM)
-    with contextlib.suppress(Unavailable):
-        within(_LEAVE_S, "Ray did not let go", ray.shutdown)
-    signal.signal(signal.SIGTERM, asked_to_stop)  # which Ray sets back to what kills
+    with _sigterm_handler_kept(), contextlib.suppress(Unavailable):
+        call_with_timeout(_SHUTDOWN_S, "Ray did not disconnect", ray.shutdown)
+
+
+@contextlib.contextmanager
+def _sigterm_handler_kept() -> Iterator[None]:
+    """Restore SIGTERM's handler: `ray.init` and `ray.shutdown` replace it."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 @contextlib.contextmanager
 def connected() -> Iterator[Any]:
-    """The directory of the cluster within reach. From here on this process runs below the priority
-    of those that serve: it may share their machine, and imports Ray, which takes seconds."""
-    state = _reachable()
+    """The directory of the cluster. Lowers this process's priority: importing Ray takes seconds of
+    CPU, perhaps on a machine that serves."""
+    state = _running_or_ray_address()
     os.nice(10)
     connect(state)
     from cluster.membership.directory import find_directory

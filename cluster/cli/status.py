@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from cluster.cli import session
 from cluster.cli.console import Console
-from cluster.membership.table import Member, MemberKind, View
+from cluster.membership.table import Pool, Replica, View
 from protocol.errors import BatonError
 from protocol.messages import StatusQuery, WorkerStatus
 from rpc.methods import STATUS
@@ -23,41 +23,39 @@ def run(_options: argparse.Namespace, console: Console) -> None:
         view, secret = session.ask(directory.view.remote(), directory.secret.remote())
         from cluster.serve.control import pool_statuses
 
-        pools = pool_statuses()
+        statuses = pool_statuses()
     rows = []
-    for kind in MemberKind:
-        status = pools.get(kind)
-        states = (
-            ", ".join(f"{count} {state.lower()}" for state, count in status.replicas.items())
-            if status
-            else ""
-        )
-        rows.append((kind.value, (status and status.target) or 0, len(view.of(kind)), states))
-    console.table(("POOL", "WANTED", "MEMBERS", "REPLICAS"), rows)
+    for pool in Pool:
+        target, states = 0, ""
+        if status := statuses.get(pool):
+            target = status.target or 0
+            states = ", ".join(
+                f"{count} {state.lower()}" for state, count in status.replicas.items()
+            )
+        rows.append((pool.value, target, len(view.of(pool)), states))
+    console.table(("POOL", "WANTED", "REPORTING", "REPLICAS"), rows)
     console.say()
-    show_members(view, secret, console)
+    show_replicas(view, secret, console)
 
 
-def show_members(view: View, secret: bytes, console: Console) -> None:
-    """One line for each member, workers asked for their load directly."""
-    workers = [member for member in view.members if member.kind is not MemberKind.ROUTER]
+def show_replicas(view: View, secret: bytes, console: Console) -> None:
+    """One line for each replica; each worker is asked for its load."""
+    workers = view.workers()
     statuses = asyncio.run(_ask_all(workers, secret))
-    rows = [_worker_row(m, s) for m, s in zip(workers, statuses, strict=True)]
+    rows = [_worker_row(w, s) for w, s in zip(workers, statuses, strict=True)]
     header = ("WORKER", "STATE", "RUNNING", "WAITING", "KV FREE", "HELD", "CACHED", "QUARANTINED")
     console.table((*header, "TOTAL", "STEPS", "ADDRESS"), rows)
-    routers = [
-        (m.name, m.state.value, m.http, m.grpc, m.metrics) for m in view.of(MemberKind.ROUTER)
-    ]
     console.say()
+    routers = [(r.name, r.state.value, r.http, r.grpc, r.metrics) for r in view.of(Pool.ROUTER)]
     console.table(("ROUTER", "STATE", "HTTP", "GRPC", "METRICS"), routers)
 
 
-async def _ask_all(workers: Sequence[Member], secret: bytes) -> list[WorkerStatus | None]:
-    return list(await asyncio.gather(*(_ask(member, secret) for member in workers)))
+async def _ask_all(workers: Sequence[Replica], secret: bytes) -> list[WorkerStatus | None]:
+    return list(await asyncio.gather(*(_ask(worker, secret) for worker in workers)))
 
 
-async def _ask(member: Member, secret: bytes) -> WorkerStatus | None:
-    client = ControlClient(member.address, secret=secret)
+async def _ask(worker: Replica, secret: bytes) -> WorkerStatus | None:
+    client = ControlClient(worker.address, secret=secret)
     try:
         return await client.call(STATUS, StatusQuery(), timeout_s=_CALL_S)
     except BatonError:
@@ -66,12 +64,12 @@ async def _ask(member: Member, secret: bytes) -> WorkerStatus | None:
         await client.close()
 
 
-def _worker_row(member: Member, status: WorkerStatus | None) -> tuple[object, ...]:
+def _worker_row(worker: Replica, status: WorkerStatus | None) -> tuple[object, ...]:
     if status is None:
-        return (member.name, "no answer", *("-",) * 8, member.address)
+        return (worker.name, "no answer", *("-",) * 8, worker.address)
     load = status.load
     return (
-        member.name,
+        worker.name,
         status.state.value,
         load.running,
         load.waiting,
@@ -81,5 +79,5 @@ def _worker_row(member: Member, status: WorkerStatus | None) -> tuple[object, ..
         load.quarantined_blocks,
         load.total_blocks,
         status.steps,
-        member.address,
+        worker.address,
     )

@@ -1,4 +1,4 @@
-"""`baton up`: start everything, wait until it serves, and leave it running."""
+"""`baton up`: start a cluster, wait until it serves, and leave it running."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from pathlib import Path
 
 from cluster.cli import down, session
 from cluster.cli.console import Console
-from cluster.config.checks import check_config, check_doors, check_resources, demands_of
+from cluster.config.checks import check_config, check_listening, check_resources, demands_of
 from cluster.config.load import load_config
 from cluster.config.schema import ClusterConfig
 from cluster.local.local_ray import (
     RunningCluster,
+    clean_up_dead,
     kept_logs,
     load_state,
     save_state,
     session_logs,
     spawn_local_ray,
     stop_local_ray,
-    sweep,
     wait_local_ray,
 )
 from cluster.local.paths import file_lock, models_dir, run_dir
@@ -33,23 +33,23 @@ from cluster.membership.table import reachable
 from cluster.models.store import find_model
 from protocol.errors import InvalidRequest, Unavailable
 
-_STOPPING = (signal.SIGINT, signal.SIGTERM)
-_LOOK_S = 0.5
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_POLL_S = 0.5
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
-    """Bring the cluster up; with --foreground, hold it until interrupted."""
+    """Start the cluster; with --foreground, keep it until interrupted."""
     config = read_config(options, console)
     state = bring_up(config, options.config, console)
     if not options.foreground:
         show_endpoints(state, config, console)
         return
-    asked = threading.Event()  # of several signals, whichever threads they meet, the first counts
-    _on_stopping(lambda *_: asked.set())
+    interrupted = threading.Event()
+    _handle_stop_signals(lambda *_: interrupted.set())
     try:
         show_endpoints(state, config, console)
         console.step("running; Ctrl-C stops the cluster")
-        asked.wait()
+        interrupted.wait()
     finally:
         stop(state, console, now=False)
 
@@ -63,29 +63,29 @@ def read_config(options: argparse.Namespace, console: Console) -> ClusterConfig:
     check_config(config, model)
     if model.is_relative_to(models_dir()):
         return config
-    # A path is whole from here on: replicas run in another directory.
+    # Replicas run in another directory and need the absolute path.
     return replace(config, model=replace(config.model, name=str(model)))
 
 
 def bring_up(config: ClusterConfig, source: str, console: Console) -> RunningCluster:
-    """Start the cluster and wait until it serves. On failure, Ctrl-C or SIGTERM nothing of it is
-    left."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # to be asked to stop is Ctrl-C, too
+    """Start the cluster and wait until it serves. After a failure, Ctrl-C or SIGTERM everything
+    that was started is stopped."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM acts like Ctrl-C
     state = None
     try:
-        with file_lock(run_dir() / "up.lock"):  # of two commands at once, one starts
+        with file_lock(run_dir() / "up.lock"):  # of two concurrent `baton up`, one starts
             existing = load_state()
             if existing is not None:
                 raise InvalidRequest(
                     f"a cluster is up already ({existing.config}): `baton down` first"
                 )
-            sweep()
-            # Between a Ray of our own and our knowledge of it there is no moment to stop at.
-            with _uninterrupted() if config.ray.local else contextlib.nullcontext():
-                state = _claim(config, source)
-        state = _reach_ray(state, console)
-        with _leaving_with(state, console):
-            state = _start(config, state, console)
+            clean_up_dead()
+            # A signal between the spawn and its record in `state` would leave Ray running.
+            with _stop_signals_deferred() if config.ray.local else contextlib.nullcontext():
+                state = _spawn_or_attach(config, source)
+        state = _wait_for_ray(state, console)
+        with _exit_with_head(state, console):
+            state = _deploy(config, state, console)
         save_state(state)
     except BaseException:
         if state is not None:
@@ -98,11 +98,11 @@ def bring_up(config: ClusterConfig, source: str, console: Console) -> RunningClu
 
 
 def stop(state: RunningCluster, console: Console, *, now: bool) -> None:
-    """Take down what this command started. Ctrl-C or SIGTERM cuts only the wait for running
-    requests short, so that no process is left behind."""
-    before = {number: signal.getsignal(number) for number in _STOPPING}
+    """Take down the cluster that this command started. Ctrl-C or SIGTERM only cuts the drain short,
+    so that no process is left behind."""
+    before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
     try:
-        _on_stopping(_ignore if now else _interrupt_once)
+        _handle_stop_signals(_ignore if now else _interrupt_once)
         down.take_down(state, console, now=now)
     except KeyboardInterrupt:
         console.step("stopping at once")
@@ -112,59 +112,58 @@ def stop(state: RunningCluster, console: Console, *, now: bool) -> None:
             signal.signal(number, handler)
 
 
-def _on_stopping(handler: Callable[..., None]) -> None:
-    for number in _STOPPING:
+def _handle_stop_signals(handler: Callable[..., None]) -> None:
+    for number in _STOP_SIGNALS:
         signal.signal(number, handler)
 
 
 def _ignore(*_: object) -> None:
-    """A handler, since SIG_IGN would be passed on to processes that we start."""
+    """In place of SIG_IGN, which child processes would inherit."""
 
 
 def _interrupt_once(*_: object) -> None:
-    _on_stopping(_ignore)  # nothing may interrupt what answers this interrupt
+    _handle_stop_signals(_ignore)  # the clean-up that follows is not interrupted again
     raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C and SIGTERM come when the block is over."""
-    asked = threading.Event()
-    before = {number: signal.getsignal(number) for number in _STOPPING}
-    _on_stopping(lambda *_: asked.set())
+def _stop_signals_deferred() -> Iterator[None]:
+    """Raise KeyboardInterrupt for Ctrl-C and SIGTERM after the block instead of in it."""
+    interrupted = threading.Event()
+    before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
+    _handle_stop_signals(lambda *_: interrupted.set())
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        if asked.is_set():
+        if interrupted.is_set():
             raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
-def _leaving_with(state: RunningCluster, console: Console) -> Iterator[None]:
-    """End this process when the head does, by `baton down` elsewhere or by itself: nothing is left
-    to stop then, and Ray's client would call for it in vain for a minute. After the block nobody
-    looks any more, or a head that we stop ourselves would end us in the middle of that."""
-    over = threading.Event()
+def _exit_with_head(state: RunningCluster, console: Console) -> Iterator[None]:
+    """Exit this process when the head process ends during the block, after `baton down` elsewhere
+    or a crash. Ray's client would otherwise retry for a minute, with nothing left to stop."""
+    done = threading.Event()
 
     def watch() -> None:
-        while not over.wait(_LOOK_S):
+        while not done.wait(_POLL_S):
             if not state.alive:
                 console.error("the cluster was taken down meanwhile")
                 os._exit(1)
 
-    watching = threading.Thread(target=watch, daemon=True)
-    watching.start()
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
     try:
         yield
     finally:
-        over.set()
-        watching.join()
+        done.set()
+        watcher.join()  # so that it cannot exit the process while `stop` ends the head
 
 
 def show_endpoints(state: RunningCluster, config: ClusterConfig, console: Console) -> None:
-    """Where the cluster answers."""
+    """Print the addresses of the front ends."""
     name = config.model.served_name or find_model(config.model.name).name
     scheme = "https" if config.router.settings.tls.enabled else "http"
     console.say(f"{name} is served at {scheme}://{state.http}/v1 (OpenAI) and {state.grpc} (gRPC)")
@@ -172,15 +171,16 @@ def show_endpoints(state: RunningCluster, config: ClusterConfig, console: Consol
         console.step(f"logs: {session_logs(state)}")
 
 
-def _claim(config: ClusterConfig, source: str) -> RunningCluster:
-    """The Ray to use; one of our own starts, where `baton down` finds it even if we are killed."""
+def _spawn_or_attach(config: ClusterConfig, source: str) -> RunningCluster:
+    """The Ray cluster to use. The state of a local one is saved at once, so that `baton down` finds
+    it even if this process is killed."""
     path = str(Path(source).absolute())
     if not config.ray.local:
         state = RunningCluster(address=config.ray.address, token="", config=path)
         session.connect(state)
         _check_free(config)
         return state
-    check_doors(config.network)
+    check_listening(config.network)
     spawned = spawn_local_ray(config.ray, path)
     try:
         save_state(spawned)
@@ -190,17 +190,18 @@ def _claim(config: ClusterConfig, source: str) -> RunningCluster:
     return spawned
 
 
-def _reach_ray(state: RunningCluster, console: Console) -> RunningCluster:
+def _wait_for_ray(state: RunningCluster, console: Console) -> RunningCluster:
     if state.owned:
         session.prepare(state)
-        import cluster.serve.deployments  # noqa: F401 - takes a second, in which Ray starts
+        import cluster.serve.deployments  # noqa: F401 - takes a second, while Ray starts
 
         state = wait_local_ray(state)
         console.step("Ray is up")
     return state
 
 
-def _start(config: ClusterConfig, state: RunningCluster, console: Console) -> RunningCluster:
+def _deploy(config: ClusterConfig, state: RunningCluster, console: Console) -> RunningCluster:
+    """Deploy all pools and wait until they are ready; the state with the front ends' addresses."""
     session.connect(state)
     from cluster.cli.waiting import wait_ready
     from cluster.membership.directory import create_directory
@@ -215,13 +216,16 @@ def _start(config: ClusterConfig, state: RunningCluster, console: Console) -> Ru
     console.step("deployed; loading the model")
     router = wait_ready(config, console, deadline=deadline)
     session.disconnect()
-    http, grpc = (reachable(door, router.node) for door in (router.http, router.grpc))
-    return replace(state, http=http, grpc=grpc)
+    return replace(
+        state,
+        http=reachable(router.http, router.node),
+        grpc=reachable(router.grpc, router.node),
+    )
 
 
 def _check_free(config: ClusterConfig) -> None:
-    """Raise unless the Ray that we are connected to has no Baton on it, and room for ours. With a
-    Ray of others this must come before anything that a failure would take down."""
+    """Raise unless the connected Ray runs no Baton cluster and has room for this one. On a Ray
+    that Baton does not own, call before anything that a failure would take down."""
     from cluster.membership.directory import NAME, NAMESPACE, find_directory
     from cluster.serve.deployments import nodes
 

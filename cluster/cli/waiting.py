@@ -1,4 +1,4 @@
-"""Waiting for the cluster to reach what was asked of it, with progress shown."""
+"""Waits until the pools have the wanted numbers of replicas, and shows progress."""
 
 from __future__ import annotations
 
@@ -10,96 +10,94 @@ from cluster.cli import session
 from cluster.cli.console import Console
 from cluster.config.schema import ClusterConfig
 from cluster.membership.directory import find_directory
-from cluster.membership.table import Member, MemberKind, View
+from cluster.membership.table import Pool, Replica, View
 from cluster.serve.control import PoolStatus, pool_statuses
 from protocol.errors import Internal, Unavailable
 from protocol.states import WorkerState
 
-_LOOK_S = 1.0
+_WATCH_S = 1.0
 
 
-def wait_ready(config: ClusterConfig, console: Console, *, deadline: float) -> Member:
-    """Return a ready router once every pool has the replicas that the configuration asks for."""
-    wanted = {
-        MemberKind.PREFILL: config.prefill.replicas,
-        MemberKind.DECODE: config.decode.replicas,
-        MemberKind.ROUTER: config.router.replicas,
+def wait_ready(config: ClusterConfig, console: Console, *, deadline: float) -> Replica:
+    """Return a ready router once every pool has the replicas of the configuration."""
+    targets = {
+        Pool.PREFILL: config.prefill.replicas,
+        Pool.DECODE: config.decode.replicas,
+        Pool.ROUTER: config.router.replicas,
     }
-    view = wait_for(wanted, console, deadline=deadline, exact=False)
-    return view.of(MemberKind.ROUTER, WorkerState.READY)[0]
+    view = wait_for(targets, console, deadline=deadline, exact=False)
+    return view.of(Pool.ROUTER, WorkerState.READY)[0]
 
 
 def wait_for(
-    wanted: Mapping[MemberKind, int], console: Console, *, deadline: float, exact: bool
+    targets: Mapping[Pool, int], console: Console, *, deadline: float, exact: bool
 ) -> View:
-    """Wait until so many members of each kind are ready (with `exact`: and no others are left).
+    """Wait until each pool has that many ready replicas (with `exact`: and no others).
 
-    Raises Internal with Serve's reason when a pool cannot start, Unavailable when time runs out or
-    somebody else has given a pool another size meanwhile.
+    Raises Internal with Serve's reason when a pool cannot start; Unavailable at the deadline, or
+    when another command changes a pool's size.
     """
     directory = find_directory()
     incarnation = version = -1
     shown = ""
     while True:
         left_s = max(0.0, deadline - time.monotonic())
-        watch = directory.watch.remote(incarnation, version, _LOOK_S)
-        view: View = session.ask(watch, timeout_s=left_s + 2 * _LOOK_S)[0]
+        watch = directory.watch.remote(incarnation, version, _WATCH_S)
+        view: View = session.ask(watch, timeout_s=left_s + 2 * _WATCH_S)[0]
         incarnation, version = view.incarnation, view.version
-        line = _progress(view, wanted)
+        line = _progress(view, targets)
         if line != shown:
             shown = line
             console.step(line)
-        if _reached(view, wanted, exact):
+        if _reached(view, targets, exact):
             return view
         statuses = pool_statuses()
         _raise_failed(statuses)
-        _raise_resized(statuses, wanted)
+        _raise_resized(statuses, targets)
         if time.monotonic() > deadline:
             raise Unavailable(f"not ready in time: {line}. {_reasons(statuses)}".strip())
 
 
-def _progress(view: View, wanted: Mapping[MemberKind, int]) -> str:
+def _progress(view: View, targets: Mapping[Pool, int]) -> str:
     parts = []
-    for kind, count in wanted.items():
-        ready = len(view.of(kind, WorkerState.READY))
-        draining = len(view.of(kind, WorkerState.DRAINING))
+    for pool, count in targets.items():
+        ready = len(view.of(pool, WorkerState.READY))
+        draining = len(view.of(pool, WorkerState.DRAINING))
         more = f" ({draining} draining)" if draining else ""
-        parts.append(f"{kind} {ready}/{count}{more}")
+        parts.append(f"{pool} {ready}/{count}{more}")
     return ", ".join(parts) + " ready"
 
 
-def _reached(view: View, wanted: Mapping[MemberKind, int], exact: bool) -> bool:
-    for kind, count in wanted.items():
-        ready = len(view.of(kind, WorkerState.READY))
-        if ready < count or (exact and len(view.of(kind)) != count):
+def _reached(view: View, targets: Mapping[Pool, int], exact: bool) -> bool:
+    for pool, count in targets.items():
+        ready = len(view.of(pool, WorkerState.READY))
+        if ready < count or (exact and len(view.of(pool)) != count):
             return False
     return True
 
 
-def _raise_failed(statuses: Mapping[MemberKind, PoolStatus]) -> None:
-    for status in statuses.values():
+def _raise_failed(statuses: Mapping[Pool, PoolStatus]) -> None:
+    for pool, status in statuses.items():
         if status.failed:
-            raise Internal(f"the {status.kind} pool cannot start: {_last_line(status.message)}")
+            raise Internal(f"the {pool} pool cannot start: {_last_line(status.message)}")
 
 
-def _raise_resized(
-    statuses: Mapping[MemberKind, PoolStatus], wanted: Mapping[MemberKind, int]
-) -> None:
-    for kind, count in wanted.items():
-        target = statuses[kind].target if kind in statuses else None
+def _raise_resized(statuses: Mapping[Pool, PoolStatus], targets: Mapping[Pool, int]) -> None:
+    for pool, count in targets.items():
+        target = statuses[pool].target if pool in statuses else None
         if target not in (None, count):
-            raise Unavailable(f"the {kind} pool was scaled to {target} meanwhile")
+            raise Unavailable(f"the {pool} pool was scaled to {target} meanwhile")
 
 
-def _reasons(statuses: Mapping[MemberKind, PoolStatus]) -> str:
+def _reasons(statuses: Mapping[Pool, PoolStatus]) -> str:
     return "; ".join(
-        f"{kind}: {_last_line(status.message)}"
-        for kind, status in statuses.items()
+        f"{pool}: {_last_line(status.message)}"
+        for pool, status in statuses.items()
         if not status.healthy and status.message
     )
 
 
 def _last_line(text: str) -> str:
-    """The line of a traceback that says what is wrong."""
+    """The error line of a traceback."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return re.sub(r"^protocol\.errors\.\w+: ", "", lines[-1]) if lines else "no reason given"

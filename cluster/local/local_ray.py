@@ -1,7 +1,7 @@
-"""Start and stop the Ray cluster that Baton owns on this machine, and remember it.
+"""Starts, finds and stops the Ray cluster that Baton owns on this machine.
 
-Everything the cluster runs is in one session (setsid) led by `cluster.local.ray_head`, so a stop
-finds every process of it.
+All of its processes are in one session (setsid) led by `cluster.local.ray_head`, so that `stop`
+finds every one of them.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _STOP_S = 10.0
 _KILL_S = 1.0
 _POLL_S = 0.02
 _DAEMONS = ("gcs_server", "raylet")
-#: Logical CPUs offered when the config names none: CPU workers are bounded by their thread counts.
+#: Logical CPUs offered when the configuration names none: thread counts bound CPU workers.
 _PLENTY = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningCluster:
-    """The cluster this machine's user runs or is connected to.
+    """The cluster that this user started or attached to on this machine.
 
-    http, grpc: front doors of a router, once one is ready. token: Ray's own. pid, started: of the
-    head process and its start time in clock ticks since boot, which together are never used again;
-    0 for a cluster that we did not start.
+    http, grpc: front ends of a router, once one is ready. token: Ray's. pid, started: of the head
+    process, with its start time in clock ticks since boot, so that a reused pid is recognised; 0
+    for a Ray cluster that Baton does not own.
     """
 
     address: str
@@ -54,12 +54,12 @@ class RunningCluster:
 
     @property
     def owned(self) -> bool:
-        """Whether this Ray was started by Baton and ends with it."""
+        """Whether Baton started this Ray cluster and ends it."""
         return self.pid != 0
 
     @property
     def alive(self) -> bool:
-        """Whether the head process still runs; taken for granted for clusters of others."""
+        """Whether the head process runs; assumed for a Ray cluster that Baton does not own."""
         if not self.owned:
             return True
         head = _process(self.pid)
@@ -67,13 +67,13 @@ class RunningCluster:
 
 
 def load_state() -> RunningCluster | None:
-    """The cluster that was brought up here, if its state is known and it still lives."""
+    """The cluster started here, if its head is alive."""
     state = _read_state()
     return state if state is not None and state.alive else None
 
 
-def sweep() -> bool:
-    """Clear up after a cluster whose head died by itself; whether there was one."""
+def clean_up_dead() -> bool:
+    """Remove what a cluster left whose head has died; whether there was one."""
     state = _read_state()
     if state is None or state.alive:
         return False
@@ -83,7 +83,7 @@ def sweep() -> bool:
 
 
 def save_state(state: RunningCluster) -> None:
-    """Remember the cluster, readable by this user only: it holds Ray's token."""
+    """Record the cluster, readable by this user only because it holds Ray's token."""
     path = _state_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".new")
@@ -94,34 +94,33 @@ def save_state(state: RunningCluster) -> None:
 
 
 def forget_state(state: RunningCluster) -> None:
-    """Forget the cluster, unless another one has been brought up meanwhile."""
+    """Delete the record of the cluster, unless it is of another one that was started since."""
     known = _read_state()
     if known is None or (known.pid, known.started) == (state.pid, state.started):
         _state_file().unlink(missing_ok=True)
 
 
 def ray_environment(token: str) -> dict[str, str]:
-    """Ray's settings for every process of ours that talks to an owned cluster. They must be in the
+    """Ray's settings for every process that talks to an owned cluster. They must be in the
     environment before ray is imported."""
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": token,
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Idle workers for tasks nobody submits would cost memory and start-up time.
+        # Idle workers for tasks, which Baton never submits, cost memory and start-up time.
         "RAY_enable_worker_prestart": "0",
         "RAY_prestart_worker_first_driver": "0",
-        # Ray runs workers at nice 15 by default: a client on the same machine would starve them.
+        # By default Ray runs workers at nice 15: any busy client on the machine would starve them.
         "RAY_worker_niceness": "0",
-        # The machine may be shared: our memory is our own business.
+        # Ray would kill workers when other programs fill the machine's memory.
         "RAY_memory_monitor_refresh_ms": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        # What Ray does while nothing happens takes cores from the engines beside it: its own
-        # metrics (Baton has its own), and looking for changes ten times a second.
+        # Ray's own metrics and its ten control loops a second take cores from the engines.
         "RAY_enable_metrics_collection": "0",
         "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "0",
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
-        # Who failed its health checks is frozen or broken: it would be given time to finish while
-        # its clients hang, and keep the GPU that its successor needs.
+        # A replica that fails its health checks is frozen or broken: a graceful shutdown would
+        # hold its clients, and the GPU that its replacement needs.
         "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     }
 
@@ -133,7 +132,7 @@ def spawn_local_ray(section: RaySection, config_name: str) -> RunningCluster:
     ready.unlink(missing_ok=True)
     token = secrets.token_hex(32)
     with log.open("w") as sink:
-        # Ray puts Unix sockets below this folder, whose paths must stay short.
+        # Below /tmp, because Ray puts Unix sockets there, whose paths must stay short.
         temp_dir = tempfile.mkdtemp(prefix="baton-", dir="/tmp")
         options = {
             "num_cpus": section.num_cpus or _PLENTY,
@@ -150,7 +149,7 @@ def spawn_local_ray(section: RaySection, config_name: str) -> RunningCluster:
             cwd="/",
         )
     process = _process(head.pid)
-    assert process is not None  # ours to collect, so even an early end leaves it there
+    assert process is not None  # even a head that has ended stays a zombie of this process
     return RunningCluster(
         address="",
         token=token,
@@ -162,8 +161,8 @@ def spawn_local_ray(section: RaySection, config_name: str) -> RunningCluster:
 
 
 def wait_local_ray(state: RunningCluster) -> RunningCluster:
-    """The same cluster with its address, once it answers. Raises Unavailable; what is left of it is
-    then still to be stopped."""
+    """The cluster with its address, once it answers. Raises Unavailable; the caller then still has
+    to stop it."""
     deadline = time.monotonic() + _START_S
     while not _ready_file().exists():
         if not state.alive or time.monotonic() > deadline:
@@ -174,27 +173,26 @@ def wait_local_ray(state: RunningCluster) -> RunningCluster:
 
 
 def lost_daemons(state: RunningCluster) -> list[str]:
-    """Which of Ray's own processes an owned cluster has lost; Ray would look for them for a minute,
-    and end the process that looks. What runs goes on serving, but nothing can be asked for or
-    mended any more."""
+    """The Ray daemons that an owned cluster has lost. Replicas keep serving without them, but Ray
+    cannot be queried or repaired, and a client would retry for a minute and then abort."""
     if not state.owned:
         return []
-    names = {process.name for process in _session_members(state.pid) if not process.stopped}
+    names = {process.name for process in _session_processes(state.pid) if not process.stopped}
     return [daemon for daemon in _DAEMONS if daemon not in names]
 
 
 def session_logs(state: RunningCluster) -> Path:
-    """The folder in which the processes of an owned cluster write their logs."""
+    """The log directory of an owned cluster's processes."""
     return Path(state.temp_dir) / "session_latest" / "logs"
 
 
 def kept_logs() -> Path:
-    """Where the logs of the cluster that was stopped last are kept."""
+    """The log directory of the cluster that was stopped last."""
     return run_dir() / "logs"
 
 
 def head_log() -> Path:
-    """What the head process wrote."""
+    """The head process's output."""
     return run_dir() / "head.log"
 
 
@@ -202,18 +200,22 @@ def _ready_file() -> Path:
     return run_dir() / "head.json"
 
 
+def _state_file() -> Path:
+    return run_dir() / "cluster.json"
+
+
 def stop_local_ray(state: RunningCluster) -> int:
-    """End every process of an owned cluster: ask first, then kill. Returns how many had to be
-    killed."""
+    """End every process of an owned cluster: SIGTERM to the head, then SIGKILL to what is left.
+    Returns the number of processes killed."""
     head = _process(state.pid)
     if head is not None and head.started != state.started:
-        # Linux gives no new process the number of a session that has members: ours has none left.
+        # The pid is reused, which Linux does only once the session of that id has no process left.
         _clear(state)
         return 0
     with contextlib.suppress(ProcessLookupError):
         os.kill(state.pid, signal.SIGTERM)
     left, killed = _wait_for_end(state.pid, _STOP_S), set[int]()
-    while left:  # again for what one of them started before it was gone
+    while left:  # repeated for processes started just before their parent was killed
         for process in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
@@ -230,12 +232,8 @@ def _read_state() -> RunningCluster | None:
         return None
 
 
-def _state_file() -> Path:
-    return run_dir() / "cluster.json"
-
-
 def _environment(token: str) -> dict[str, str]:
-    """Our environment plus Ray's settings; run from a checkout, workers must find our packages."""
+    """This process's environment plus Ray's settings, and the path of a source checkout."""
     root = str(Path(cluster.__file__).parent.parent)
     env = {**os.environ, **ray_environment(token), "BATON_HOME": str(baton_home())}
     if not root.endswith(("site-packages", "dist-packages")):
@@ -244,8 +242,8 @@ def _environment(token: str) -> dict[str, str]:
 
 
 class _Process(NamedTuple):
-    """What /proc/PID/stat says of a process. ended: it only waits to be collected (a zombie).
-    stopped: by a signal. started: clock ticks since boot."""
+    """A process from /proc/PID/stat. ended: it is a zombie. stopped: by a signal. started: clock
+    ticks since boot."""
 
     pid: int
     name: str
@@ -261,7 +259,7 @@ def _process(pid: int) -> _Process | None:
     except OSError:
         return None
     head, _, tail = text.rpartition(")")
-    fields = tail.split()  # from the third of proc(5) on
+    fields = tail.split()  # from the third field of proc(5) on
     return _Process(
         pid=pid,
         name=head.partition("(")[2],
@@ -272,32 +270,32 @@ def _process(pid: int) -> _Process | None:
     )
 
 
-def _session_members(session: int) -> list[_Process]:
-    """Living processes of a session."""
+def _session_processes(session: int) -> list[_Process]:
+    """The living processes of a session."""
     pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
     found = (_process(pid) for pid in pids)
     return [p for p in found if p is not None and p.session == session and not p.ended]
 
 
-def _wait_for_end(session: int, limit_s: float) -> list[_Process]:
-    """Wait until a session has no living process; those left when the time is over."""
-    deadline = time.monotonic() + limit_s
-    # Who is born and orphaned while we look is seen by a second look only.
+def _wait_for_end(session: int, timeout_s: float) -> list[_Process]:
+    """Wait until a session has no living process; returns those left after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    # The second scan finds a process that was started, and its parent ended, during the first.
     while (
-        left := _session_members(session) or _session_members(session)
+        left := _session_processes(session) or _session_processes(session)
     ) and time.monotonic() < deadline:
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(session, os.WNOHANG)  # the head, if it is our own child
+            os.waitpid(session, os.WNOHANG)  # reaps the head if it is a child of this process
         time.sleep(_POLL_S)
     return left
 
 
 def _clear(state: RunningCluster) -> None:
-    """Keep the logs and remove the rest of Ray's files."""
+    """Keep the logs and remove Ray's other files."""
     source = session_logs(state)
     if source.is_dir():
         shutil.rmtree(kept_logs(), ignore_errors=True)
-        with contextlib.suppress(OSError):  # a full disk does not keep the rest from being cleared
+        with contextlib.suppress(OSError):  # on a full disk the removal matters more
             shutil.move(source.resolve(), kept_logs())
     shutil.rmtree(state.temp_dir, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""Where Baton keeps things on this machine: models, and the state of the cluster it started."""
+"""Baton's directories on this machine, and file locks."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ def baton_home() -> Path:
 
 
 def models_dir() -> Path:
-    """The folder that holds one folder per model."""
+    """The directory with one folder per model."""
     return baton_home() / "models"
 
 
 def run_dir() -> Path:
-    """The folder of the running cluster's state and logs."""
+    """The directory of the running cluster's state and logs."""
     return baton_home() / "run"
 
 
 @contextmanager
 def file_lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `path`, waiting for others. The kernel frees it if we die."""
+    """Hold an exclusive lock on `path`, waiting for it. The kernel releases it when the process
+    ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)

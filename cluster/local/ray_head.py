@@ -1,8 +1,8 @@
 """Holds a local Ray cluster: `python -m cluster.local.ray_head STATE_FILE OPTIONS`.
 
-It starts Ray's daemons as its children, writes its address where the CLI looks for it, and ends
-them all on SIGTERM or when it dies (Ray's reaper). So the cluster outlives the command that started
-it, and one session id names all of its processes.
+It starts Ray's daemons as its children and writes Ray's address into STATE_FILE. SIGTERM, or its
+death (through Ray's reaper), ends them. So the cluster outlives the command that started it, and
+one session id covers all of its processes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from pathlib import Path
 
 
 def main(arguments: list[str]) -> int:
-    """Hold Ray until told to stop."""
+    """Hold Ray until SIGTERM or SIGINT."""
     target, options = Path(arguments[0]), json.loads(arguments[1])
-    stop = {signal.SIGTERM, signal.SIGINT}
+    stop_signals = {signal.SIGTERM, signal.SIGINT}
     import ray
 
     context = ray.init(
+        address="local",  # whatever RAY_ADDRESS says
         num_cpus=options["num_cpus"],
         object_store_memory=options["object_store_bytes"],
         include_dashboard=False,
@@ -29,12 +30,12 @@ def main(arguments: list[str]) -> int:
         namespace="baton-head",
         _temp_dir=options["temp_dir"],
     )
-    signal.pthread_sigmask(signal.SIG_BLOCK, stop)
+    signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals)
     temporary = target.with_suffix(".new")
     temporary.write_text(json.dumps({"address": context.address_info["gcs_address"]}))
     temporary.rename(target)
-    signal.sigwait(stop)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, stop)
+    signal.sigwait(stop_signals)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals)
     ray.shutdown()
     return 0
 

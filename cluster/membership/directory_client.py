@@ -1,41 +1,81 @@
-"""A replica's dealings with the directory, which may be silent for a while: that is logged, and the
-replica goes on with what it knows."""
+"""A replica's connection to the directory: heartbeats out, views in.
+
+When the directory does not answer, that is logged and the replica continues with its last view.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from typing import Any
 
 from ray.exceptions import RayError
 
 from cluster.config.schema import LifecycleSection
 from cluster.membership.directory import find_directory
-from cluster.membership.table import Member, View
+from cluster.membership.table import Replica, View
 from observability.logging import get_logger
+from protocol.errors import Unavailable
+from protocol.states import WorkerState
 
 log = get_logger(__name__)
 
 _WATCH_S = 5.0
+_STARTING_S = 0.2
 
 
-class Registration:
-    """What a replica tells the directory about itself, and learns of the others."""
+class DirectoryClient:
+    """Reports one replica and follows the directory's views.
 
-    def __init__(self, times: LifecycleSection) -> None:
+    describe: called before each report; returns the replica as it is then. on_view: called with
+    each view, at the latest every few seconds.
+    """
+
+    def __init__(
+        self,
+        times: LifecycleSection,
+        *,
+        describe: Callable[[], Replica],
+        on_view: Callable[[View], None],
+    ) -> None:
         self.directory = find_directory()
         self._times = times
+        self._describe = describe
+        self._on_view = on_view
+        self._tasks: tuple[asyncio.Task[None], ...] = ()
 
-    async def report(self, member: Member) -> None:
-        """Say what and how the replica is."""
-        await self._tell(self.directory.report.remote(member))
+    def start(self) -> None:
+        """Begin heartbeats and following, until `leave`."""
+        self._tasks = (
+            asyncio.create_task(self._send_heartbeats(), name="heartbeat"),
+            asyncio.create_task(self._follow(), name="directory watch"),
+        )
 
-    async def leave(self, member: Member) -> None:
-        """Say that the replica has ended."""
-        await self._tell(self.directory.leave.remote(member.name, member.epoch))
+    def check_health(self) -> None:
+        """Raise Unavailable when one of the two has failed."""
+        for task in self._tasks:
+            if task.done():
+                raise Unavailable(f"the {task.get_name()} task ended")
 
-    async def views(self) -> AsyncIterator[View]:
-        """The view whenever it changes, and every few seconds when it does not."""
+    async def report(self) -> WorkerState:
+        """Report the replica at once; the state reported."""
+        replica = self._describe()
+        await self._call(self.directory.report.remote(replica))
+        return replica.state
+
+    async def leave(self) -> None:
+        """Stop heartbeats and following, and take the replica off the directory."""
+        for task in self._tasks:
+            task.cancel()
+        replica = self._describe()
+        await self._call(self.directory.leave.remote(replica.name, replica.epoch))
+
+    async def _send_heartbeats(self) -> None:
+        while True:
+            starting = await self.report() is WorkerState.STARTING
+            await asyncio.sleep(_STARTING_S if starting else self._times.heartbeat_s)
+
+    async def _follow(self) -> None:
         incarnation = version = -1
         while True:
             try:
@@ -43,19 +83,19 @@ class Registration:
                 async with asyncio.timeout(2 * _WATCH_S):
                     view: View = await call
             except (RayError, TimeoutError) as error:
-                _silent(error)
+                _log_no_answer(error)
                 await asyncio.sleep(self._times.heartbeat_s)
                 continue
             incarnation, version = view.incarnation, view.version
-            yield view
+            self._on_view(view)
 
-    async def _tell(self, call: Any) -> None:
+    async def _call(self, call: Any) -> None:
         try:
             async with asyncio.timeout(self._times.expiry_s):
                 await call
         except (RayError, TimeoutError) as error:
-            _silent(error)
+            _log_no_answer(error)
 
 
-def _silent(error: Exception) -> None:
+def _log_no_answer(error: Exception) -> None:
     log.warning("the directory does not answer", extra={"error": str(error)})

@@ -1,4 +1,4 @@
-"""Who is in the cluster: a pure table with a clock passed in. The directory actor wraps it."""
+"""Which replicas are in the cluster: pure state with a clock passed in."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from enum import StrEnum
 from protocol.ids import Role, WorkerRef
 from protocol.states import WORKER_TRANSITIONS, WorkerState
 
-_REMEMBERED = 4096
-_EVERYWHERE = frozenset({"0.0.0.0", "[::]"})
+_MAX_DEPARTED = 4096
+_ALL_INTERFACES = frozenset({"0.0.0.0", "[::]"})
 
 
-class MemberKind(StrEnum):
-    """What a member of the cluster is."""
+class Pool(StrEnum):
+    """The pool that a replica belongs to."""
 
     ROUTER = "router"
     PREFILL = "prefill"
@@ -22,16 +22,16 @@ class MemberKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """One incarnation of one replica, as it describes itself.
+class Replica:
+    """One incarnation of one replica, as it reports itself.
 
-    address: its control service (workers). http, grpc: its front doors, metrics: where it alone
-    answers scrapes (routers). node: address of its machine.
+    node: address of its machine. address: of a worker's control service. http, grpc: a router's
+    front ends; metrics: where that router alone serves its metrics.
     """
 
     name: str
     epoch: int
-    kind: MemberKind
+    pool: Pool
     state: WorkerState
     node: str = ""
     address: str = ""
@@ -42,181 +42,181 @@ class Member:
     def ref(self) -> WorkerRef:
         """The worker, as routers address it."""
         return WorkerRef(
-            worker_id=self.name, epoch=self.epoch, role=Role(self.kind), address=self.address
+            worker_id=self.name, epoch=self.epoch, role=Role(self.pool), address=self.address
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """The members at one version. Versions of different `incarnation`s do not compare."""
+    """The replicas at one version. Versions of different `incarnation`s do not compare."""
 
     incarnation: int
     version: int
-    members: tuple[Member, ...] = ()
+    replicas: tuple[Replica, ...] = ()
 
-    def of(self, kind: MemberKind, *states: WorkerState) -> tuple[Member, ...]:
-        """The members of a kind, in the given states or in any."""
+    def of(self, pool: Pool, *states: WorkerState) -> tuple[Replica, ...]:
+        """The replicas of a pool, in the given states or in any."""
         return tuple(
-            m for m in self.members if m.kind is kind and (not states or m.state in states)
+            r for r in self.replicas if r.pool is pool and (not states or r.state in states)
         )
+
+    def workers(self) -> tuple[Replica, ...]:
+        """The replicas that are not routers."""
+        return tuple(r for r in self.replicas if r.pool is not Pool.ROUTER)
 
     def ready_workers(self) -> tuple[WorkerRef, ...]:
-        """The workers that take requests."""
-        return tuple(
-            member.ref()
-            for kind in (MemberKind.PREFILL, MemberKind.DECODE)
-            for member in self.of(kind, WorkerState.READY)
-        )
+        """The workers that accept requests, prefill first."""
+        ready = [r for r in self.workers() if r.state is WorkerState.READY]
+        return tuple(r.ref() for r in sorted(ready, key=lambda r: r.pool is Pool.DECODE))
 
 
 def reachable(address: str, node: str) -> str:
-    """`address` as others reach it: what listens on every interface is at its node."""
+    """`address` for other machines: that of its node where it listens on all interfaces."""
     host, _, port = address.rpartition(":")
-    return f"{node if host in _EVERYWHERE else host}:{port}"
+    return f"{node if host in _ALL_INTERFACES else host}:{port}"
 
 
-class Membership:
-    """Members by name. `report` is idempotent and says by itself that a member lives.
+class ReplicaTable:
+    """The replicas by name. A report is idempotent and doubles as a heartbeat.
 
-    A member leaves by `leave`, by a newer incarnation of the same name, or by silence. Whoever left
-    or was replaced never comes back with the same epoch; whoever was only silent does when it
-    speaks again. A state never goes backwards within one epoch.
+    A replica leaves by `leave`, by a newer epoch of the same name, or by expiry. After the first
+    two its epoch never returns; after expiry its next report brings it back. Within one epoch a
+    state never goes backwards.
     """
 
     def __init__(self, *, incarnation: int, expiry_s: float) -> None:
         self._incarnation = incarnation
         self._expiry_s = expiry_s
         self._version = 0
-        self._members: dict[str, Member] = {}
-        self._heard: dict[str, float] = {}
-        self._gone: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._replicas: dict[str, Replica] = {}
+        self._reported: dict[str, float] = {}
+        self._departed: OrderedDict[tuple[str, int], None] = OrderedDict()
 
     def view(self) -> View:
         """The table as it is."""
-        members = sorted(self._members.values(), key=lambda m: (m.kind, m.name))
-        return View(incarnation=self._incarnation, version=self._version, members=tuple(members))
+        replicas = sorted(self._replicas.values(), key=lambda r: (r.pool, r.name))
+        return View(incarnation=self._incarnation, version=self._version, replicas=tuple(replicas))
 
-    def report(self, member: Member, now: float) -> bool:
-        """Take a member's word about itself; whether the view changed."""
-        if (member.name, member.epoch) in self._gone:
+    def report(self, replica: Replica, now: float) -> bool:
+        """Record a replica's report; whether the view changed."""
+        if (replica.name, replica.epoch) in self._departed:
             return False
-        known = self._members.get(member.name)
-        if known is not None and known.epoch != member.epoch:
-            self._forget(known)
+        known = self._replicas.get(replica.name)
+        if known is not None and known.epoch != replica.epoch:
+            self.leave(known.name, known.epoch)
             known = None
-        self._heard[member.name] = now
-        if known is not None and not _may_follow(known.state, member.state):
+        self._reported[replica.name] = now
+        if known is not None and (known == replica or not _may_follow(known.state, replica.state)):
             return False
-        if known == member:
-            return False
-        self._members[member.name] = member
+        self._replicas[replica.name] = replica
         self._version += 1
         return True
 
     def leave(self, name: str, epoch: int) -> bool:
-        """A member says goodbye; whether the view changed."""
-        self._bury(name, epoch)
-        known = self._members.get(name)
+        """Remove a replica that has stopped, for good; whether the view changed."""
+        self._departed[name, epoch] = None
+        while len(self._departed) > _MAX_DEPARTED:
+            self._departed.popitem(last=False)
+        known = self._replicas.get(name)
         if known is None or known.epoch != epoch:
             return False
         self._remove(name)
         return True
 
-    def expire(self, now: float) -> tuple[Member, ...]:
-        """Take off whoever has been silent for too long."""
-        silent = [n for n, heard in self._heard.items() if now - heard >= self._expiry_s]
-        lost = tuple(self._members[name] for name in silent)
-        for name in silent:
-            self._remove(name)
-        return lost
+    def expire(self, now: float) -> tuple[Replica, ...]:
+        """Remove, and return, the replicas without a report for `expiry_s`."""
+        expired = [n for n, at in self._reported.items() if now - at >= self._expiry_s]
+        return tuple(self._remove(name) for name in expired)
 
     def next_expiry(self, now: float) -> float:
-        """Seconds until a member that stays silent would be taken off."""
-        if not self._heard:
+        """Seconds until a replica without a further report expires."""
+        if not self._reported:
             return self._expiry_s
-        return max(0.0, min(self._heard.values()) + self._expiry_s - now)
+        return max(0.0, min(self._reported.values()) + self._expiry_s - now)
 
-    def _forget(self, member: Member) -> None:
-        self._bury(member.name, member.epoch)
-        self._remove(member.name)
-
-    def _remove(self, name: str) -> None:
-        del self._members[name]
-        del self._heard[name]
+    def _remove(self, name: str) -> Replica:
+        del self._reported[name]
         self._version += 1
-
-    def _bury(self, name: str, epoch: int) -> None:
-        self._gone[name, epoch] = None
-        while len(self._gone) > _REMEMBERED:
-            self._gone.popitem(last=False)
+        return self._replicas.pop(name)
 
 
-class Attention:
-    """Time as seen by who listens: at most `most_s` pass between two looks at the clock. A stall of
-    this process, however long, is no silence of those who spoke meanwhile and are heard then."""
+def _may_follow(current: WorkerState, target: WorkerState) -> bool:
+    return target is current or target in WORKER_TRANSITIONS[current]
 
-    def __init__(self, *, most_s: float) -> None:
-        self.most_s = most_s
+
+class BoundedClock:
+    """Monotonic time that advances by at most `max_step_s` between two readings.
+
+    A stall of this process thus counts as one step, and the reports that arrived meanwhile are
+    handled before their senders expire.
+    """
+
+    def __init__(self, *, max_step_s: float) -> None:
+        self.max_step_s = max_step_s
         self._time = 0.0
-        self._looked = 0.0
+        self._read = 0.0
 
     def time(self, now: float) -> float:
-        """Seconds of attention, by a clock that says `now`."""
-        self._time += min(now - self._looked, self.most_s)
-        self._looked = now
+        """The bounded time when the real clock shows `now`."""
+        self._time += min(now - self._read, self.max_step_s)
+        self._read = now
         return self._time
 
 
-class Following:
-    """What a router makes of the views it gets: the workers to follow.
-
-    A restarted directory starts empty. So after a change of incarnation the workers known before
-    stay for `grace_s`, unless the new directory says otherwise about them.
-    """
+class _RestartGrace:
+    """A restarted directory begins empty: for `grace_s` after its incarnation changes, a worker
+    that is missing from its view may only not have reported yet."""
 
     def __init__(self, *, grace_s: float) -> None:
         self._grace_s = grace_s
         self._incarnation: int | None = None
+        self._until = 0.0
+
+    def restarted(self, view: View, now: float) -> bool:
+        """Whether `view` is the first one of a restarted directory."""
+        restarted = self._incarnation not in (None, view.incarnation)
+        self._incarnation = view.incarnation
+        if restarted:
+            self._until = now + self._grace_s
+        return restarted
+
+    def over(self, now: float) -> bool:
+        return now >= self._until
+
+
+class KnownWorkers:
+    """The workers that a router uses. After a restart of the directory the workers known before
+    stay for `grace_s`, unless the new views name them."""
+
+    def __init__(self, *, grace_s: float) -> None:
+        self._grace = _RestartGrace(grace_s=grace_s)
         self._refs: tuple[WorkerRef, ...] = ()
         self._carried: tuple[WorkerRef, ...] = ()
-        self._carried_until = 0.0
 
-    def take(self, view: View, now: float) -> tuple[WorkerRef, ...]:
-        """The workers to follow from now on."""
-        if self._incarnation not in (None, view.incarnation):
-            self._carried, self._carried_until = self._refs, now + self._grace_s
-        self._incarnation = view.incarnation
-        if now >= self._carried_until:
+    def update(self, view: View, now: float) -> tuple[WorkerRef, ...]:
+        """The workers to use from now on."""
+        if self._grace.restarted(view, now):
+            self._carried = self._refs
+        if self._grace.over(now):
             self._carried = ()
-        named = {member.name for member in view.members}
+        named = {replica.name for replica in view.replicas}
         kept = tuple(ref for ref in self._carried if ref.worker_id not in named)
         self._refs = view.ready_workers() + kept
         return self._refs
 
 
-class Departures:
-    """What a worker makes of the views it gets: which incarnations have left since the last one.
-
-    A restarted directory starts empty: those known before have left only when they are not in its
-    views after `grace_s`.
-    """
+class DepartedWorkers:
+    """The workers that leave the directory's view from one update to the next. After a restart of
+    the directory a missing worker counts as departed only once `grace_s` has passed."""
 
     def __init__(self, *, grace_s: float) -> None:
-        self._grace_s = grace_s
-        self._incarnation: int | None = None
+        self._grace = _RestartGrace(grace_s=grace_s)
         self._epochs: frozenset[int] = frozenset()
-        self._awaited_until = 0.0
 
-    def take(self, view: View, now: float) -> frozenset[int]:
+    def update(self, view: View, now: float) -> frozenset[int]:
         """The epochs of the workers that have left."""
-        if self._incarnation not in (None, view.incarnation):
-            self._awaited_until = now + self._grace_s
-        self._incarnation = view.incarnation
-        there = frozenset(m.epoch for m in view.members if m.kind is not MemberKind.ROUTER)
-        left = self._epochs - there if now >= self._awaited_until else frozenset[int]()
-        self._epochs = (self._epochs | there) - left
-        return left
-
-
-def _may_follow(current: WorkerState, target: WorkerState) -> bool:
-    return target is current or target in WORKER_TRANSITIONS[current]
+        self._grace.restarted(view, now)
+        present = frozenset(worker.epoch for worker in view.workers())
+        departed = self._epochs - present if self._grace.over(now) else frozenset[int]()
+        self._epochs = (self._epochs | present) - departed
+        return departed

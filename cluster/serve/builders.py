@@ -1,7 +1,7 @@
-"""Serve application builders, for those who deploy with `serve deploy` or KubeRay's RayService.
+"""Application builders for `serve deploy` and KubeRay's RayService.
 
-One application per pool, each with the arguments `config` (a file that every node can read) and
-optionally `set` (overrides, as of `baton up --set`):
+One application per pool. Its arguments are `config`, a file that every node can read, and
+optionally `set`, overrides like those of `baton up --set`:
 
     applications:
       - name: decode
@@ -26,8 +26,6 @@ from cluster.serve.deployments import pool_application, router_application
 from protocol.errors import InvalidRequest
 from protocol.ids import Role
 
-_ARGUMENTS = frozenset({"config", "set"})
-
 
 def router(args: Mapping[str, Any]) -> Any:
     """The application of the routers."""
@@ -46,7 +44,7 @@ def decode(args: Mapping[str, Any]) -> Any:
 
 def read_arguments(args: Mapping[str, Any]) -> ClusterConfig:
     """The configuration that a builder's arguments name. Raises InvalidRequest."""
-    unknown = sorted(set(args) - _ARGUMENTS)
+    unknown = sorted(args.keys() - {"config", "set"})
     if unknown:
         raise InvalidRequest(f"args.{unknown[0]}: only config and set are known", param="args")
     if "config" not in args:
@@ -55,7 +53,7 @@ def read_arguments(args: Mapping[str, Any]) -> ClusterConfig:
 
 
 def _prepare(args: Mapping[str, Any]) -> ClusterConfig:
-    """The checked configuration; whoever comes first starts the directory."""
+    """The checked configuration. The first builder starts the directory."""
     config = read_arguments(args)
     check_config(config, find_model(config.model.name))
     create_directory(config)

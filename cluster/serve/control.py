@@ -1,4 +1,4 @@
-"""What Baton asks of a running Serve: its pools' state, their scale, and the end of it all."""
+"""Calls to the controller of a running Ray Serve: pool status, scale, undeploy."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from ray.serve._private.common import DeploymentID
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
-from cluster.call_timeout import ANSWER_S, within
-from cluster.membership.table import MemberKind
+from cluster.call_timeout import ANSWER_S, call_with_timeout
+from cluster.membership.table import Pool
 from protocol.errors import NotFound, Unavailable
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStatus:
-    """A pool as Serve sees it: how many replicas it wants (None: it is about to be made), and how
-    many are in which state.
+    """A pool as Serve reports it.
 
-    failed: new replicas could not be constructed; Serve goes on trying where others already run.
+    target: the number of replicas wanted; None while Serve is about to create the pool. replicas:
+    counts by state. failed: new replicas could not be constructed; Serve keeps trying where others
+    already run.
     """
 
-    kind: MemberKind
+    pool: Pool
     target: int | None
     replicas: Mapping[str, int]
     healthy: bool
@@ -36,55 +37,53 @@ class PoolStatus:
     message: str
 
 
-def set_replicas(kind: MemberKind, replicas: int) -> bool:
+def set_replicas(pool: Pool, replicas: int) -> bool:
     """Set a pool's target through Serve's external scaling; False when Serve has no such pool.
 
     Raises NotFound when Serve does not run, Unavailable when it does not answer.
     """
-    deployment = DeploymentID(name=kind.value, app_name=kind.value)
-    if kind not in pool_statuses():
+    if pool not in pool_statuses():
         return False
-    _ask("update_deployment_replicas", deployment, replicas)
+    deployment = DeploymentID(name=pool.value, app_name=pool.value)
+    _call("update_deployment_replicas", deployment, replicas)
     return True
 
 
-def pool_statuses() -> dict[MemberKind, PoolStatus]:
-    """Every pool that Serve knows."""
+def pool_statuses() -> dict[Pool, PoolStatus]:
+    """Every pool that Serve runs."""
     known = _applications()
-    return {
-        kind: _pool_status(kind, known[kind.value]) for kind in MemberKind if kind.value in known
-    }
+    return {pool: _pool_status(pool, known[pool.value]) for pool in Pool if pool.value in known}
 
 
 def undeploy(timeout_s: float) -> None:
-    """Drain and end the routers, then the workers, which what they had accepted still needed, and
-    Serve itself unless it runs something else, too. Raises Unavailable, naming the pools that
-    are still there after `timeout_s`, or when Serve does not answer."""
+    """Drain and end the routers, then the workers, which serve accepted requests until then; then
+    Serve itself unless it has other applications. Raises Unavailable, naming the pools that remain
+    after `timeout_s`, or when Serve does not answer."""
     deadline = time.monotonic() + timeout_s
     try:
-        _delete((MemberKind.ROUTER,), deadline)
-        _delete((MemberKind.PREFILL, MemberKind.DECODE), deadline)
+        _delete((Pool.ROUTER,), deadline)
+        _delete((Pool.PREFILL, Pool.DECODE), deadline)
         if not _applications():
-            _ask("graceful_shutdown")
+            _call("graceful_shutdown")
     except (NotFound, RayActorError):
         pass  # no controller, or it has ended as asked
 
 
-def _delete(kinds: Sequence[MemberKind], deadline: float) -> None:
-    _ask("delete_apps", [kind.value for kind in kinds])
-    while left := pool_statuses().keys() & kinds:
+def _delete(pools: Sequence[Pool], deadline: float) -> None:
+    _call("delete_apps", [pool.value for pool in pools])
+    while left := pool_statuses().keys() & pools:
         if time.monotonic() > deadline:
             raise Unavailable(f"not ended in time: {', '.join(sorted(left))}")
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 def _applications() -> Mapping[str, Any]:
-    applications: Mapping[str, Any] = _ask("get_serve_instance_details").get("applications", {})
+    applications: Mapping[str, Any] = _call("get_serve_instance_details").get("applications", {})
     return applications
 
 
-def _ask(method: str, *arguments: object) -> Any:
-    """What a method of Serve's controller returns. Raises Unavailable when it does not in time."""
+def _call(method: str, *arguments: object) -> Any:
+    """Call a method of Serve's controller. Raises Unavailable without an answer in time."""
     try:
         return ray.get(getattr(_controller(), method).remote(*arguments), timeout=ANSWER_S)
     except GetTimeoutError:
@@ -95,27 +94,25 @@ def _ask(method: str, *arguments: object) -> Any:
 
 def _controller() -> Any:
     """Serve's controller. Raises NotFound when Serve does not run."""
-
-    def find() -> Any:
-        return ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
-
     try:
-        return within(ANSWER_S, "Ray did not find Ray Serve's controller", find)
+        return call_with_timeout(
+            ANSWER_S,
+            "Ray did not find Ray Serve's controller",
+            lambda: ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE),
+        )
     except ValueError as error:
         raise NotFound("Ray Serve does not run on this cluster") from error
 
 
-def _pool_status(kind: MemberKind, application: Mapping[str, Any]) -> PoolStatus:
-    deployment = application.get("deployments", {}).get(kind.value, {})
-    counts = Counter(replica["state"] for replica in deployment.get("replicas", ()))
-    messages = (application.get("message", ""), deployment.get("message", ""))
-    states = (application.get("status"), deployment.get("status"))
+def _pool_status(pool: Pool, application: Mapping[str, Any]) -> PoolStatus:
+    deployment = application.get("deployments", {}).get(pool.value, {})
+    messages = (deployment.get("message", ""), application.get("message", ""))
     return PoolStatus(
-        kind=kind,
+        pool=pool,
         target=deployment.get("target_num_replicas"),
-        replicas=counts,
+        replicas=Counter(replica["state"] for replica in deployment.get("replicas", ())),
         healthy=deployment.get("status") == "HEALTHY",
-        failed="DEPLOY_FAILED" in states
+        failed="DEPLOY_FAILED" in (application.get("status"), deployment.get("status"))
         or deployment.get("status_trigger") == "REPLICA_STARTUP_FAILED",
-        message=next((text for text in reversed(messages) if text), ""),
+        message=next(filter(None, messages), ""),
     )

@@ -1,6 +1,7 @@
-"""The three Serve deployments, each an application of its own.
+"""The Serve deployments of routers, prefill and decode workers.
 
-Separate applications keep the pools apart: their state, failures, scale and updates never meet.
+Each is an application of its own, so that status, failures, scale and updates of the pools stay
+independent.
 """
 
 from __future__ import annotations
@@ -15,64 +16,65 @@ from ray._private.state import available_resources_per_node
 from ray.serve.api import RunTarget
 from ray.serve.config import ProxyLocation
 
-from cluster.call_timeout import ANSWER_S, within
+from cluster.call_timeout import ANSWER_S, call_with_timeout
 from cluster.config.checks import Node, check_devices, check_resources, demands_of
 from cluster.config.schema import ClusterConfig, PlacementSection
-from cluster.membership.table import MemberKind
+from cluster.membership.table import Pool
 from cluster.serve.control import pool_statuses, set_replicas
 from cluster.serve.follower_rank import process_env, runtime_env
 from cluster.serve.router_replica import RouterReplica
 from cluster.serve.worker_replica import WorkerReplica
 from protocol.ids import Role
 
-#: Added to the drain so that Serve does not kill a replica that is just about to be done.
+#: Added to the drain time, so that Serve does not kill a replica that is about to finish.
 _GRACE_S = 10.0
 _CONSTRUCTOR_TRIES = 2
 
 
 def deploy(config: ClusterConfig) -> None:
-    """Hand the applications to Serve, and return at once. Serve's own proxies stay off: the routers
-    listen themselves. A pool of no replicas is left out (Serve knows none); `scale` brings it.
-    Raises Unavailable when Serve has not taken them within the time of a start."""
+    """Hand the applications to Serve and return at once. Serve's own proxies stay off: the routers
+    listen themselves. A pool of no replicas is left out, as Serve has none such; `scale` creates
+    it. Raises Unavailable when Serve does not accept them within the start timeout."""
     roles = [role for role in Role if config.pool(role).replicas > 0]
-    targets = [_target(pool_application(config, role), role.value) for role in roles]
-    _run(config, [*targets, _target(router_application(config), MemberKind.ROUTER.value)])
+    targets = [_target(pool_application(config, role), Pool(role)) for role in roles]
+    _run(config, [*targets, _target(router_application(config), Pool.ROUTER)])
 
 
-def scale(config: ClusterConfig, wanted: Mapping[MemberKind, int]) -> None:
-    """Set pools' numbers of replicas. Serve starts or drains the difference and touches nothing
-    else: neither a pool's other replicas nor other pools. `config` makes a pool that is not
-    there yet. Raises NotFound when Serve does not run, and InvalidRequest before anything changes
-    when a pool is to grow and the cluster is too small for it (who leaves another makes room), or
-    when the configuration has no device for it."""
-    if wanted.get(MemberKind.PREFILL):
+def scale(config: ClusterConfig, targets: Mapping[Pool, int]) -> None:
+    """Set pools' numbers of replicas. Serve starts or drains the difference; other replicas and
+    pools keep running. `config` describes a pool that has to be created. Raises NotFound when Serve
+    does not run; InvalidRequest, before any change, when a pool is to grow and the cluster has no
+    room for it (replicas that leave another pool make room), or the configuration no device."""
+    if targets.get(Pool.PREFILL):
         check_devices(config)
     if not config.ray.autoscaling:
-        sizes = {kind: pool.target or 0 for kind, pool in pool_statuses().items()}
-        # A smaller pool is what a cluster needs that has lost a machine.
-        if any(replicas > sizes.get(kind, 0) for kind, replicas in wanted.items()):
-            sizes |= wanted
-            demands = [
-                replace(d, replicas=sizes.get(MemberKind(d.pool), 0)) for d in demands_of(config)
-            ]
-            check_resources(demands, nodes())
-    for kind, replicas in wanted.items():
-        if set_replicas(kind, replicas) or replicas == 0 or kind is MemberKind.ROUTER:
+        _check_room(config, targets)
+    for pool, replicas in targets.items():
+        if set_replicas(pool, replicas) or replicas == 0 or pool is Pool.ROUTER:
             continue
-        application = pool_application(config, Role(kind), replicas=replicas)
-        _run(config, [_target(application, kind.value)])
+        application = pool_application(config, Role(pool), replicas=replicas)
+        _run(config, [_target(application, pool)])
+
+
+def _check_room(config: ClusterConfig, targets: Mapping[Pool, int]) -> None:
+    sizes = {pool: status.target or 0 for pool, status in pool_statuses().items()}
+    # Shrinking needs no room; a cluster that lost a machine may have less than it runs.
+    if any(replicas > sizes.get(pool, 0) for pool, replicas in targets.items()):
+        sizes |= targets
+        demands = [replace(d, replicas=sizes.get(Pool(d.pool), 0)) for d in demands_of(config)]
+        check_resources(demands, nodes())
 
 
 def nodes(*, free: bool = False) -> list[Node]:
-    """What each node has, or what of it is `free` now."""
-    left, found = within(
+    """The resources of each node, or with `free` those that are unused now."""
+    available, found = call_with_timeout(
         ANSWER_S,
         "Ray did not say which nodes it has",
         lambda: (available_resources_per_node() if free else {}, ray.nodes()),
     )
     return [
         Node(
-            resources=dict(left.get(node["NodeID"], {}) if free else node["Resources"]),
+            resources=dict(available.get(node["NodeID"], {}) if free else node["Resources"]),
             labels=dict(node.get("Labels", {})),
         )
         for node in found
@@ -89,40 +91,43 @@ def _run(config: ClusterConfig, targets: list[RunTarget]) -> None:
             wait_for_applications_running=False,
         )
 
-    within(config.lifecycle.start_timeout_s, "Ray Serve did not take the applications", run)
+    timeout_s = config.lifecycle.start_timeout_s
+    call_with_timeout(timeout_s, "Ray Serve did not take the applications", run)
 
 
 def pool_application(config: ClusterConfig, role: Role, *, replicas: int | None = None) -> Any:
-    """The application of one pool of workers, of as many as configured unless `replicas` says."""
+    """The application of a pool of workers, with `replicas` in place of the configured number."""
     pool = config.pool(role)
-    options = _options(config, pool.placement, process_env(pool))
-    options |= _group(pool.placement, pool.engine.tp_size)
     deployment = serve.deployment(WorkerReplica, name=role.value).options(
-        num_replicas=pool.replicas if replicas is None else replicas, **options
+        num_replicas=pool.replicas if replicas is None else replicas,
+        **_options(config, pool.placement, process_env(pool), ranks=pool.engine.tp_size),
     )
     return deployment.bind(role, config)
 
 
 def router_application(config: ClusterConfig) -> Any:
     """The application of the routers."""
-    section = config.router
-    options = _options(config, section.placement, dict(section.placement.env))
-    options |= _group(section.placement, 1)
-    deployment = serve.deployment(RouterReplica, name=MemberKind.ROUTER.value).options(
-        num_replicas=section.replicas, **options
+    placement = config.router.placement
+    deployment = serve.deployment(RouterReplica, name=Pool.ROUTER.value).options(
+        num_replicas=config.router.replicas, **_options(config, placement, placement.env, ranks=1)
     )
     return deployment.bind(config, scale)
 
 
-def _options(config: ClusterConfig, placement: PlacementSection, env: Mapping[str, str]) -> Any:
+def _options(
+    config: ClusterConfig, placement: PlacementSection, env: Mapping[str, str], *, ranks: int
+) -> dict[str, Any]:
+    """Serve's options of a deployment, whose replicas have one bundle per rank, all on one node."""
     times = config.lifecycle
-    return {
+    options: dict[str, Any] = {
         "ray_actor_options": {
             "num_cpus": placement.cpus,
             "num_gpus": placement.gpus,
             "runtime_env": runtime_env(env),
         },
-        # Replicas answer no calls through Serve, except its own checks.
+        "placement_group_bundles": [placement.bundle() for _ in range(ranks)],
+        "placement_group_strategy": "STRICT_PACK",
+        # Only Serve's own checks call the replicas through Serve.
         "max_ongoing_requests": 100,
         "graceful_shutdown_wait_loop_s": 0.1,
         "graceful_shutdown_timeout_s": times.drain_s + _GRACE_S,
@@ -131,18 +136,12 @@ def _options(config: ClusterConfig, placement: PlacementSection, env: Mapping[st
         "max_constructor_retry_count": _CONSTRUCTOR_TRIES,
         "logging_config": {"log_level": "WARNING", "enable_access_log": False},
     }
-
-
-def _group(placement: PlacementSection, ranks: int) -> dict[str, Any]:
-    """A placement group for the replica: one bundle per rank, all on one node."""
-    group: dict[str, Any] = {
-        "placement_group_bundles": [placement.bundle() for _ in range(ranks)],
-        "placement_group_strategy": "STRICT_PACK",
-    }
     if placement.labels:
-        group["placement_group_bundle_label_selector"] = [dict(placement.labels)] * ranks
-    return group
+        options["placement_group_bundle_label_selector"] = [dict(placement.labels)] * ranks
+    return options
 
 
-def _target(application: Any, name: str) -> RunTarget:
-    return RunTarget(target=application, name=name, route_prefix=None, external_scaler_enabled=True)
+def _target(application: Any, pool: Pool) -> RunTarget:
+    return RunTarget(
+        target=application, name=pool.value, route_prefix=None, external_scaler_enabled=True
+    )

@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.config.schema import ClusterConfig, PoolSection
-from cluster.serve.gc_tuning import settle_heap
+from cluster.config.schema import PoolSection
+from cluster.serve.gc_tuning import freeze_heap
 from engine.config import EngineConfig
 from kv_transfer.config import TransferConfig
 
 if TYPE_CHECKING:
-    from engine.ranks.messages import RankInvite  # imports torch: not for those who only deploy
+    from engine.ranks.messages import RankInvite  # imports torch, which deploying does not need
 
-#: Ray shows a process its own GPU only. Ranks that reduce through each other's memory are told
-#: apart by their GPU's index, so all ranks of a worker must see the same GPUs.
+#: By default Ray hides all GPUs but its own from a process. Ranks that reduce through each other's
+#: memory address GPUs by index, so all ranks of a worker must see the same ones.
 _SEE_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
 class FollowerRank:
-    """The actor's body. It lives as long as its replica: Ray ends it with its owner and its group,
-    and `follow_rank` returns when rank 0 is gone."""
+    """The actor's class. Ray ends it with its replica and placement group; `follow_rank` returns
+    when rank 0 is gone."""
 
     def prepare(self) -> None:
         """Import what loading needs, while rank 0 does the same."""
@@ -36,14 +36,14 @@ class FollowerRank:
     def run(
         self, invite: RankInvite, rank: int, engine: EngineConfig, transfer: TransferConfig
     ) -> None:
-        """Load the shard and obey rank 0 to the end; arguments of `follow_rank`."""
+        """Load the shard and execute rank 0's commands until it closes."""
         from worker_runtime.ranks import follow_rank
 
-        follow_rank(invite, rank, on_own_gpu(engine), transfer, loaded=settle_heap)
+        follow_rank(invite, rank, on_own_gpu(engine), transfer, loaded=freeze_heap)
 
 
 def process_env(pool: PoolSection) -> dict[str, str]:
-    """Environment of a pool's processes. Thread counts must be known before torch is imported."""
+    """Environment of a pool's processes. Thread counts must be set before torch is imported."""
     env = {"TOKENIZERS_PARALLELISM": "false"}
     threads = pool.engine.num_threads
     if threads is not None:
@@ -54,15 +54,15 @@ def process_env(pool: PoolSection) -> dict[str, str]:
 
 
 def runtime_env(env: Mapping[str, str]) -> dict[str, Any]:
-    """Ray's description of a process that has this environment."""
+    """Ray's description of a process with these environment variables."""
     described: dict[str, Any] = {"env_vars": dict(env)}
-    if quote(sys.executable) != sys.executable:  # which Ray puts into a line for bash as it is
+    if quote(sys.executable) != sys.executable:  # Ray puts the path into a bash command unquoted
         described["py_executable"] = quote(sys.executable)
     return described
 
 
 def on_own_gpu(engine: EngineConfig) -> EngineConfig:
-    """`engine` on the GPU that Ray set aside for this process; unchanged without one."""
+    """`engine` on the GPU that Ray reserved for this process; unchanged without one."""
     gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
     if not gpus:
         return engine
@@ -71,32 +71,33 @@ def on_own_gpu(engine: EngineConfig) -> EngineConfig:
 
 
 def gpu_index(gpus: Sequence[str], visible: str | None) -> int:
-    """CUDA's number, in this process, of its one GPU. Ray names GPUs as CUDA_VISIBLE_DEVICES does
-    (numbers or UUIDs), and by their number on the node where that is not set."""
+    """CUDA's index, in this process, of its one GPU. Ray names a GPU as CUDA_VISIBLE_DEVICES does
+    (number or UUID), or by its number on the node where that is not set."""
     (gpu,) = gpus
     return visible.split(",").index(gpu) if visible else int(gpu)
 
 
-def start_followers(config: ClusterConfig, pool: PoolSection) -> list[Any]:
+def start_followers(pool: PoolSection) -> list[Any]:
     """One actor per rank above 0, in bundles 1, 2, ... of the calling replica's placement group."""
-    count = pool.engine.tp_size - 1
-    if count == 0:
+    if pool.engine.tp_size == 1:
         return []
     group = ray.util.get_current_placement_group()
-    actor = ray.remote(FollowerRank)
+    bundle = pool.placement.bundle()
     followers = []
-    for rank in range(1, count + 1):
-        strategy = PlacementGroupSchedulingStrategy(
-            placement_group=group, placement_group_bundle_index=rank
+    for rank in range(1, pool.engine.tp_size):
+        follower = (
+            ray.remote(FollowerRank)
+            .options(
+                num_cpus=bundle.get("CPU", 0),
+                num_gpus=bundle.get("GPU", 0),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=group, placement_group_bundle_index=rank
+                ),
+                max_restarts=0,
+                runtime_env=runtime_env(process_env(pool)),
+            )
+            .remote()
         )
-        bundle = pool.placement.bundle()
-        handle = actor.options(
-            num_cpus=bundle.get("CPU", 0),
-            num_gpus=bundle.get("GPU", 0),
-            scheduling_strategy=strategy,
-            max_restarts=0,
-            runtime_env=runtime_env(process_env(pool)),
-        ).remote()
-        handle.prepare.remote()
-        followers.append(handle)
+        follower.prepare.remote()
+        followers.append(follower)
     return followers

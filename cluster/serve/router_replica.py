@@ -1,41 +1,38 @@
-"""One router, as a Serve deployment class: it listens itself and follows the directory."""
+"""One router as a Ray Serve deployment: it listens itself and follows the directory."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 
 import ray
 
 from cluster.config.schema import ClusterConfig
-from cluster.membership.directory_client import Registration
-from cluster.membership.table import Following, Member, MemberKind, reachable
+from cluster.membership.directory_client import DirectoryClient
+from cluster.membership.table import KnownWorkers, Pool, Replica, View, reachable
 from cluster.models.store import find_model
 from cluster.serve.admin import ClusterAdmin, Scale
-from cluster.serve.gc_tuning import settle_heap
+from cluster.serve.gc_tuning import freeze_heap
 from observability.logging import configure_logging
-from protocol.errors import Unavailable
 from protocol.ids import new_epoch
 from protocol.states import WorkerState
 from router.server import Router
 
-_STARTING_S = 0.2
-
 
 class RouterReplica:
-    """Serve creates one per replica and ends it with `__del__` before the process goes."""
+    """Serve creates one per replica and calls `__del__` before the process ends."""
 
     async def __init__(self, config: ClusterConfig, scale: Scale) -> None:  # type: ignore[misc]
         configure_logging()
-        # One text at a time, in threads of ours: the tokenizer's own would only take cores.
+        # Text threads tokenise one prompt each; the tokenizer's own threads would only add load.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        self._config = config
-        self._registration = Registration(config.lifecycle)
         self._state = WorkerState.STARTING
         self._epoch = new_epoch()
-        self._following = Following(grace_s=config.lifecycle.expiry_s)
-        directory = self._registration.directory
+        self._workers = KnownWorkers(grace_s=config.lifecycle.expiry_s)
+        self._membership = DirectoryClient(
+            config.lifecycle, describe=self._describe, on_view=self._take_view
+        )
+        directory = self._membership.directory
         secret = await directory.secret.remote()
         self._router = Router(
             config.router_config(find_model(config.model.name)),
@@ -50,49 +47,37 @@ class RouterReplica:
             grpc_port=network.grpc_port,
             metrics_port=network.metrics_port,
         )
-        settle_heap()
-        self._watch = asyncio.create_task(self._follow(), name="watch")
-        self._heart = asyncio.create_task(self._beat(), name="heartbeat")
+        freeze_heap()
+        self._membership.start()
 
     async def check_health(self) -> None:
         """Raise when the router no longer follows the cluster."""
-        for task in (self._watch, self._heart):
-            if task.done():
-                raise Unavailable(f"the router's {task.get_name()} ended")
+        self._membership.check_health()
 
     async def __del__(self) -> None:
-        """Leave: stop listening, finish what runs, end; known as a member until then."""
+        """Graceful shutdown: announce draining, finish running requests, leave, stop."""
         self._state = WorkerState.DRAINING
-        await self._registration.report(self._member())
+        await self._membership.report()
         await self._router.retire()
-        self._heart.cancel()
-        self._watch.cancel()
+        await self._membership.leave()
         await self._router.stop()
-        await self._registration.leave(self._member())
 
-    async def _follow(self) -> None:
-        async for view in self._registration.views():
-            self._router.set_workers(self._following.take(view, time.monotonic()))
-            routers = view.of(MemberKind.ROUTER, WorkerState.STARTING, WorkerState.READY)
-            self._router.set_routers([member.metrics for member in routers])
+    def _take_view(self, view: View) -> None:
+        self._router.set_workers(self._workers.update(view, time.monotonic()))
+        routers = view.of(Pool.ROUTER, WorkerState.STARTING, WorkerState.READY)
+        self._router.set_routers([router.metrics for router in routers])
 
-    async def _beat(self) -> None:
-        """Report; as READY from when a request would be accepted."""
-        while True:
-            if self._state is WorkerState.STARTING and self._router.ready:
-                self._state = WorkerState.READY
-                self._router.warm_up()
-            await self._registration.report(self._member())
-            starting = self._state is WorkerState.STARTING
-            await asyncio.sleep(_STARTING_S if starting else self._config.lifecycle.heartbeat_s)
-
-    def _member(self) -> Member:
+    def _describe(self) -> Replica:
+        """READY once the router would accept a request."""
+        if self._state is WorkerState.STARTING and self._router.ready:
+            self._state = WorkerState.READY
+            self._router.warm_up()
         addresses = self._router.addresses
         node = str(ray.util.get_node_ip_address())
-        return Member(
+        return Replica(
             name=self._router.router_id,
             epoch=self._epoch,
-            kind=MemberKind.ROUTER,
+            pool=Pool.ROUTER,
             state=self._state,
             node=node,
             http=addresses.http,

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from cluster.call_timeout import within
+from cluster.call_timeout import call_with_timeout
 from cluster.cli import session
 from cluster.config.schema import ClusterConfig, LifecycleSection, ModelSection
 from cluster.local.local_ray import RunningCluster
 from cluster.membership import directory
-from cluster.membership.table import MemberKind
+from cluster.membership.table import Pool
 from cluster.serve import control, deployments
 from protocol.errors import Unavailable
 
@@ -38,11 +38,11 @@ def test_work_ends_as_it_ends(hang: Hang) -> None:
     def fail() -> None:
         raise TimeoutError("its own")
 
-    assert within(60.0, "nothing came", lambda: 7) == 7
+    assert call_with_timeout(60.0, "nothing came", lambda: 7) == 7
     with pytest.raises(TimeoutError, match="its own"):
-        within(60.0, "nothing came", fail)
+        call_with_timeout(60.0, "nothing came", fail)
     with pytest.raises(Unavailable, match=r"^nothing came within 0 s$"):
-        within(0.0, "nothing came", hang)
+        call_with_timeout(0.0, "nothing came", hang)
 
 
 def test_a_ray_that_takes_nobody_in(hang: Hang, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_who_is_asked_to_stop_stops_as_before_a_join_that_failed(
 
 
 def test_a_ray_that_lets_nobody_go(hang: Hang, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "_LEAVE_S", 0.0)
+    monkeypatch.setattr(session, "_SHUTDOWN_S", 0.0)
     monkeypatch.setattr("ray.shutdown", hang)
     session.disconnect()
 
@@ -109,7 +109,7 @@ def test_a_serve_that_hangs(what: str, hang: Hang, monkeypatch: pytest.MonkeyPat
     with pytest.raises(Unavailable, match="Ray Serve did not take the applications within"):
         deployments.deploy(config)
     with pytest.raises(Unavailable, match="Ray Serve did not take the applications within"):
-        deployments.scale(config, {MemberKind.PREFILL: 1})
+        deployments.scale(config, {Pool.PREFILL: 1})
 
 
 def test_work_that_runs_is_over_before_an_interrupt_goes_on(
@@ -128,5 +128,5 @@ def test_work_that_runs_is_over_before_an_interrupt_goes_on(
 
     monkeypatch.setattr("cluster.call_timeout.Future", Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        within(30.0, "it did not end", work)
+        call_with_timeout(30.0, "it did not end", work)
     assert over.is_set()

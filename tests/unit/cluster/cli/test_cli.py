@@ -422,7 +422,7 @@ def test_asked_to_stop_while_starting_is_an_interrupt(
         os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError("the signal was not taken")
 
-    monkeypatch.setattr(up_command, "_claim", killed)
+    monkeypatch.setattr(up_command, "_spawn_or_attach", killed)
     before = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(KeyboardInterrupt):

@@ -22,19 +22,19 @@ from cluster.local.local_ray import RunningCluster
 
 def test_a_start_ends_with_the_cluster_that_it_starts(monkeypatch, capsys):
     exits: queue.Queue[int] = queue.Queue()
-    monkeypatch.setattr(up_command, "_LOOK_S", 0.01)
+    monkeypatch.setattr(up_command, "_POLL_S", 0.01)
     monkeypatch.setattr(up_command.os, "_exit", exits.put)
     here = RunningCluster(address="h:1", token="", config="")
-    with up_command._leaving_with(here, Console()), pytest.raises(queue.Empty):
+    with up_command._exit_with_head(here, Console()), pytest.raises(queue.Empty):
         exits.get(timeout=0.1)
     gone = replace(here, pid=os.getpid(), started=-1)
-    with up_command._leaving_with(gone, Console()):
+    with up_command._exit_with_head(gone, Console()):
         assert exits.get(timeout=10) == 1
     assert "the cluster was taken down meanwhile" in capsys.readouterr().err
 
 
 def test_a_start_that_is_over_is_not_ended_by_a_last_look(monkeypatch):
-    monkeypatch.setattr(up_command, "_LOOK_S", 0.01)
+    monkeypatch.setattr(up_command, "_POLL_S", 0.01)
     looking, looked = threading.Event(), threading.Event()
 
     class Looked:
@@ -45,7 +45,7 @@ def test_a_start_that_is_over_is_not_ended_by_a_last_look(monkeypatch):
             looked.set()
             return True
 
-    with up_command._leaving_with(Looked(), Console()):
+    with up_command._exit_with_head(Looked(), Console()):
         assert looking.wait(10)
     assert looked.is_set()
 
@@ -66,7 +66,7 @@ def interruptible(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_as_a_ray_of_our_own_begins_leaves_nothing(moment, number, monkeypatch):
     heads: list[subprocess.Popen[bytes]] = []
-    start, claim = subprocess.Popen, up_command._claim
+    start, claim = subprocess.Popen, up_command._spawn_or_attach
 
     def spawn(_command, **options):
         heads.append(start(["sleep", "60"], **{**options, "env": None}))
@@ -81,13 +81,13 @@ def test_an_interrupt_as_a_ray_of_our_own_begins_leaves_nothing(moment, number, 
         return state
 
     monkeypatch.setattr(local_ray.subprocess, "Popen", spawn)
-    monkeypatch.setattr(up_command, "_claim", claimed)
+    monkeypatch.setattr(up_command, "_spawn_or_attach", claimed)
     free = NetworkSection(http_port=0, grpc_port=0)
     config = ClusterConfig(model=ModelSection(name="m"), network=free)
     try:
         with pytest.raises(KeyboardInterrupt):
             up_command.bring_up(config, "c.yaml", Console())
-        assert local_ray._session_members(heads[0].pid) == []
+        assert local_ray._session_processes(heads[0].pid) == []
         assert local_ray._read_state() is None
     finally:
         heads[0].kill()

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.cli import up as up_command
 from cluster.cli.console import Console
-from cluster.config.checks import check_doors
+from cluster.config.checks import check_listening
 from cluster.config.schema import ClusterConfig, ModelSection, NetworkSection, RaySection
 from protocol.errors import InvalidRequest
 
@@ -42,14 +42,14 @@ def test_a_port_that_another_cluster_shares_is_taken(
 def test_a_host_that_is_not_here_is_named(field: str, host: str) -> None:
     network = NetworkSection(http_port=0, grpc_port=0, **{field: host})
     with pytest.raises(InvalidRequest) as caught:
-        check_doors(network)
+        check_listening(network)
     assert caught.value.param == f"network.{field}"
     assert caught.value.message.startswith(f"network.{field}: cannot listen on {host}:0: ")
 
 
 @pytest.mark.parametrize("host", ["auto", "127.0.0.1", "localhost"])
 def test_workers_listen_on_what_is_here(host: str) -> None:
-    check_doors(NetworkSection(http_port=0, grpc_port=0, worker_host=host))
+    check_listening(NetworkSection(http_port=0, grpc_port=0, worker_host=host))
 
 
 def test_names_of_another_cluster_need_not_be_known_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,5 +63,5 @@ def test_names_of_another_cluster_need_not_be_known_here(monkeypatch: pytest.Mon
         ray=RaySection(address="h:1"),
         network=NetworkSection(host="nowhere.invalid", worker_host="nowhere.invalid"),
     )
-    up_command._claim(config, "c.yaml")
+    up_command._spawn_or_attach(config, "c.yaml")
     assert connected == ["h:1"]

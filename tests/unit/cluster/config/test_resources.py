@@ -12,7 +12,7 @@ from cluster.config.schema import (
     PoolSection,
     RaySection,
 )
-from cluster.membership.table import MemberKind
+from cluster.membership.table import Pool
 from cluster.serve import deployments
 from cluster.serve.control import PoolStatus
 from engine.config import EngineConfig
@@ -103,10 +103,10 @@ def test_nothing_to_place() -> None:
     check_resources([group("prefill", 0, 1, GPU=1)], [])
 
 
-def statuses(**sizes: int) -> dict[MemberKind, PoolStatus]:
+def statuses(**sizes: int) -> dict[Pool, PoolStatus]:
     return {
-        MemberKind(name): PoolStatus(
-            kind=MemberKind(name), target=size, replicas={}, healthy=True, failed=False, message=""
+        Pool(name): PoolStatus(
+            pool=Pool(name), target=size, replicas={}, healthy=True, failed=False, message=""
         )
         for name, size in sizes.items()
     }
@@ -119,16 +119,16 @@ def test_pools_do_not_outgrow_the_cluster(
     """Five CPUs for a router, two prefill and two decode workers. One pool may take what another
     gives; nodes that come when they are asked for are room, too."""
     config = ClusterConfig(model=ModelSection(name="m"), ray=RaySection(autoscaling=autoscaling))
-    asked: list[tuple[MemberKind, int]] = []
+    asked: list[tuple[Pool, int]] = []
     monkeypatch.setattr(
         deployments, "pool_statuses", lambda: statuses(router=1, prefill=2, decode=2)
     )
     monkeypatch.setattr(deployments, "nodes", lambda: nodes({"CPU": 5.0}))
     monkeypatch.setattr(deployments, "set_replicas", lambda *size: not asked.append(size))
-    deployments.scale(config, {MemberKind.DECODE: 3, MemberKind.PREFILL: 1})
-    assert asked == [(MemberKind.DECODE, 3), (MemberKind.PREFILL, 1)]
+    deployments.scale(config, {Pool.DECODE: 3, Pool.PREFILL: 1})
+    assert asked == [(Pool.DECODE, 3), (Pool.PREFILL, 1)]
     asked.clear()
-    larger = {MemberKind.PREFILL: 2, MemberKind.DECODE: 3}
+    larger = {Pool.PREFILL: 2, Pool.DECODE: 3}
     if autoscaling:
         deployments.scale(config, larger)
         assert asked == list(larger.items())
@@ -145,17 +145,17 @@ def test_pools_of_a_cluster_that_has_lost_a_machine_can_shrink(
 ) -> None:
     """Room for four of the six replicas is left. Who makes a pool smaller need not make all fit."""
     config = ClusterConfig(model=ModelSection(name="m"))
-    asked: list[tuple[MemberKind, int]] = []
+    asked: list[tuple[Pool, int]] = []
     monkeypatch.setattr(
         deployments, "pool_statuses", lambda: statuses(router=1, prefill=2, decode=3)
     )
     monkeypatch.setattr(deployments, "nodes", lambda: nodes({"CPU": 4.0}))
     monkeypatch.setattr(deployments, "set_replicas", lambda *size: not asked.append(size))
-    deployments.scale(config, {MemberKind.DECODE: 2})
-    deployments.scale(config, {MemberKind.PREFILL: 0, MemberKind.DECODE: 3})
-    assert asked == [(MemberKind.DECODE, 2), (MemberKind.PREFILL, 0), (MemberKind.DECODE, 3)]
+    deployments.scale(config, {Pool.DECODE: 2})
+    deployments.scale(config, {Pool.PREFILL: 0, Pool.DECODE: 3})
+    assert asked == [(Pool.DECODE, 2), (Pool.PREFILL, 0), (Pool.DECODE, 3)]
     with pytest.raises(InvalidRequest, match=r"^decode\.replicas"):
-        deployments.scale(config, {MemberKind.PREFILL: 1, MemberKind.DECODE: 4})
+        deployments.scale(config, {Pool.PREFILL: 1, Pool.DECODE: 4})
     assert len(asked) == 3
 
 
@@ -167,14 +167,14 @@ def test_a_pool_without_a_device_of_its_own_does_not_come(monkeypatch: pytest.Mo
     config = ClusterConfig(
         model=ModelSection(name="m"), prefill=PoolSection(replicas=0), decode=on_gpu
     )
-    asked: list[tuple[MemberKind, int]] = []
+    asked: list[tuple[Pool, int]] = []
     monkeypatch.setattr(deployments, "pool_statuses", lambda: statuses(router=1, decode=1))
     monkeypatch.setattr(deployments, "nodes", lambda: nodes({"CPU": 9.0, "GPU": 9.0}))
     monkeypatch.setattr(deployments, "set_replicas", lambda *size: not asked.append(size))
-    deployments.scale(config, {MemberKind.DECODE: 2, MemberKind.PREFILL: 0})
+    deployments.scale(config, {Pool.DECODE: 2, Pool.PREFILL: 0})
     with pytest.raises(InvalidRequest, match=r"^prefill\.engine\.device: is 'cpu', but decode"):
-        deployments.scale(config, {MemberKind.DECODE: 3, MemberKind.PREFILL: 1})
-    assert asked == [(MemberKind.DECODE, 2), (MemberKind.PREFILL, 0)]
+        deployments.scale(config, {Pool.DECODE: 3, Pool.PREFILL: 1})
+    assert asked == [(Pool.DECODE, 2), (Pool.PREFILL, 0)]
 
 
 def test_demands_of_a_config() -> None:

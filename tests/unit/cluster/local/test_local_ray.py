@@ -91,11 +91,11 @@ def test_nothing_of_the_session_is_left(
     logs.mkdir(parents=True)
     (logs / "worker.err").write_text("why")
     (tmp_path / "ray" / "session_latest").symlink_to(logs.parent)
-    assert len(local_ray._session_members(state.pid)) == 2
+    assert len(local_ray._session_processes(state.pid)) == 2
     save_state(state)
     assert load_state() == state
     assert stop_local_ray(state) == killed
-    assert local_ray._session_members(state.pid) == []
+    assert local_ray._session_processes(state.pid) == []
     assert not (tmp_path / "ray").exists()
     assert load_state() is None
     assert (local_ray.kept_logs() / "worker.err").read_text() == "why"
@@ -109,7 +109,7 @@ def parent() -> Iterator[subprocess.Popen[str]]:
     ) as process:
         bear(process)  # it listens from here on
         yield process
-        for member in local_ray._session_members(process.pid):
+        for member in local_ray._session_processes(process.pid):
             os.kill(member.pid, signal.SIGKILL)
 
 
@@ -124,7 +124,7 @@ def bear(parent: subprocess.Popen[str]) -> None:
 def test_who_is_born_and_orphaned_while_we_look_is_seen(
     parent: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (elder,) = (p for p in local_ray._session_members(parent.pid) if p.pid != parent.pid)
+    (elder,) = (p for p in local_ray._session_processes(parent.pid) if p.pid != parent.pid)
     os.kill(elder.pid, signal.SIGKILL)
     look = local_ray._process
 
@@ -158,7 +158,7 @@ def test_who_is_born_while_the_rest_is_killed_is_killed_too(
     known = {"pid": head.pid, "started": head.started, "temp_dir": str(tmp_path / "ray")}
     state = RunningCluster(address="h:1", token="", config="c", **known)
     assert stop_local_ray(state) == 3
-    assert local_ray._session_members(parent.pid) == []
+    assert local_ray._session_processes(parent.pid) == []
 
 
 def test_a_full_disk_keeps_nothing_from_ending(
@@ -208,10 +208,10 @@ def test_children_of_a_dead_head_are_ended(collected: bool, tmp_path: Path) -> N
     assert not state.alive
     save_state(state)
     assert load_state() is None
-    assert local_ray.sweep()
-    assert not local_ray.sweep()
+    assert local_ray.clean_up_dead()
+    assert not local_ray.clean_up_dead()
     assert not (tmp_path / "ray").exists()
-    assert local_ray._session_members(state.pid) == []
+    assert local_ray._session_processes(state.pid) == []
 
 
 def test_a_reused_pid_is_not_touched(tmp_path: Path) -> None:
@@ -223,10 +223,10 @@ def test_a_reused_pid_is_not_touched(tmp_path: Path) -> None:
     assert not other.alive
     save_state(other)
     assert load_state() is None
-    assert local_ray.sweep()
+    assert local_ray.clean_up_dead()
     time.sleep(0.05)
     assert state.alive
-    assert len(local_ray._session_members(state.pid)) == 2
+    assert len(local_ray._session_processes(state.pid)) == 2
     stop_local_ray(state)
 
 
@@ -240,7 +240,7 @@ def test_a_late_down_does_not_forget_the_next_cluster(tmp_path: Path) -> None:
     assert load_state() == new
     take_down(new, Console(), now=True)
     assert local_ray._read_state() is None
-    assert local_ray._session_members(new.pid) == []
+    assert local_ray._session_processes(new.pid) == []
 
 
 def test_failure_to_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

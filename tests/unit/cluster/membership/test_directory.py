@@ -14,7 +14,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from cluster.config.schema import ClusterConfig, LifecycleSection, ModelSection
 from cluster.membership.directory import Directory
-from cluster.membership.table import Member, MemberKind, View
+from cluster.membership.table import Pool, Replica, View
 from cluster.serve.admin import ClusterAdmin, drain_worker
 from cluster.serve.control import PoolStatus
 from protocol.errors import NotFound, Unavailable
@@ -30,8 +30,8 @@ SECRET = b"s" * 16
 CONFIG = ClusterConfig(model=ModelSection(name="tiny"), lifecycle=LifecycleSection(expiry_s=600.0))
 
 
-def member(name: str = "decode-1", kind: MemberKind = MemberKind.DECODE, **fields: Any) -> Member:
-    return Member(name=name, epoch=1, kind=kind, state=WorkerState.READY, **fields)
+def replica(name: str = "decode-1", pool: Pool = Pool.DECODE, **fields: Any) -> Replica:
+    return Replica(name=name, epoch=1, pool=pool, state=WorkerState.READY, **fields)
 
 
 @pytest.fixture
@@ -45,9 +45,9 @@ async def test_keeps_secret_and_config(directory: Directory) -> None:
 
 
 async def test_watch_returns_at_once_what_is_new(directory: Directory) -> None:
-    await directory.report(member())
+    await directory.report(replica())
     view = await directory.watch(-1, -1, 60.0)
-    assert [m.name for m in view.members] == ["decode-1"]
+    assert [m.name for m in view.replicas] == ["decode-1"]
 
 
 async def test_watch_wakes_every_watcher_on_change(directory: Directory) -> None:
@@ -56,9 +56,9 @@ async def test_watch_wakes_every_watcher_on_change(directory: Directory) -> None
         asyncio.create_task(directory.watch(view.incarnation, view.version, 60.0)) for _ in range(3)
     ]
     await asyncio.sleep(0)
-    await directory.report(member())
+    await directory.report(replica())
     views = await asyncio.wait_for(asyncio.gather(*watchers), 5)
-    assert all(len(v.members) == 1 for v in views)
+    assert all(len(v.replicas) == 1 for v in views)
 
 
 async def test_watch_ends_after_its_time(directory: Directory) -> None:
@@ -70,11 +70,11 @@ async def test_watch_ends_after_its_time(directory: Directory) -> None:
 async def test_watch_notices_silence_by_itself() -> None:
     times = LifecycleSection(heartbeat_s=0.05, expiry_s=0.3)
     directory = Directory(secret=SECRET, config=replace(CONFIG, lifecycle=times))
-    await directory.report(member())
+    await directory.report(replica())
     known = directory._table.view()
-    assert [m.name for m in known.members] == ["decode-1"]
+    assert [m.name for m in known.replicas] == ["decode-1"]
     later = await asyncio.wait_for(directory.watch(known.incarnation, known.version, 60.0), 20)
-    assert later.members == ()
+    assert later.replicas == ()
 
 
 async def test_who_spoke_while_the_directory_stood_still_is_heard_first(
@@ -85,24 +85,24 @@ async def test_who_spoke_while_the_directory_stood_still_is_heard_first(
     monkeypatch.setattr("cluster.membership.directory.time", clock)
     now = 100.0
     directory = Directory(secret=SECRET, config=replace(CONFIG, lifecycle=LifecycleSection()))
-    await directory.report(member())
+    await directory.report(replica())
     now += 3600.0
-    assert [m.name for m in (await directory.view()).members] == ["decode-1"]
-    await directory.report(member())
+    assert [m.name for m in (await directory.view()).replicas] == ["decode-1"]
+    await directory.report(replica())
     for _ in range(3):
         now += 1.5
-        assert [m.name for m in (await directory.view()).members] == ["decode-1"]
+        assert [m.name for m in (await directory.view()).replicas] == ["decode-1"]
     now += 1.5
-    assert (await directory.view()).members == ()
+    assert (await directory.view()).replicas == ()
 
 
 async def test_leave_is_announced(directory: Directory) -> None:
-    await directory.report(member())
+    await directory.report(replica())
     view = await directory.view()
     watcher = asyncio.create_task(directory.watch(view.incarnation, view.version, 60.0))
     await asyncio.sleep(0)
     await directory.leave("decode-1", 1)
-    assert (await asyncio.wait_for(watcher, 5)).members == ()
+    assert (await asyncio.wait_for(watcher, 5)).replicas == ()
 
 
 async def test_two_directories_never_share_an_incarnation(directory: Directory) -> None:
@@ -137,13 +137,13 @@ class Remote:
 
 
 @pytest.fixture
-def scaled() -> list[dict[MemberKind, int]]:
+def scaled() -> list[dict[Pool, int]]:
     return []
 
 
 @pytest.fixture
-def admin(directory: Directory, scaled: list[dict[MemberKind, int]]) -> ClusterAdmin:
-    def scale(config: ClusterConfig, wanted: Mapping[MemberKind, int]) -> None:
+def admin(directory: Directory, scaled: list[dict[Pool, int]]) -> ClusterAdmin:
+    def scale(config: ClusterConfig, wanted: Mapping[Pool, int]) -> None:
         assert config is CONFIG
         scaled.append(dict(wanted))
 
@@ -151,22 +151,22 @@ def admin(directory: Directory, scaled: list[dict[MemberKind, int]]) -> ClusterA
 
 
 async def test_scale_touches_only_the_pools_named(
-    admin: ClusterAdmin, scaled: list[dict[MemberKind, int]]
+    admin: ClusterAdmin, scaled: list[dict[Pool, int]]
 ) -> None:
     await admin.scale(prefill=None, decode=3)
     await admin.scale(prefill=0, decode=1)
-    assert scaled == [{MemberKind.DECODE: 3}, {MemberKind.PREFILL: 0, MemberKind.DECODE: 1}]
+    assert scaled == [{Pool.DECODE: 3}, {Pool.PREFILL: 0, Pool.DECODE: 1}]
 
 
 async def test_view_adds_targets_and_other_routers(
     admin: ClusterAdmin, directory: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     status = PoolStatus(
-        kind=MemberKind.DECODE, target=4, replicas={}, healthy=True, failed=False, message=""
+        pool=Pool.DECODE, target=4, replicas={}, healthy=True, failed=False, message=""
     )
-    monkeypatch.setattr("cluster.serve.admin.pool_statuses", lambda: {MemberKind.DECODE: status})
-    await directory.report(member("r-own", MemberKind.ROUTER, http="h:1", grpc="g:1"))
-    await directory.report(member("r-other", MemberKind.ROUTER, http="h:2", grpc="g:2"))
+    monkeypatch.setattr("cluster.serve.admin.pool_statuses", lambda: {Pool.DECODE: status})
+    await directory.report(replica("r-own", Pool.ROUTER, http="h:1", grpc="g:1"))
+    await directory.report(replica("r-other", Pool.ROUTER, http="h:2", grpc="g:2"))
     view = await admin.view(OWN)
     assert {pool.role: pool.target for pool in view.pools} == {Role.PREFILL: None, Role.DECODE: 4}
     assert [(r.router_id, r.grpc_address) for r in view.routers] == [
@@ -179,7 +179,7 @@ async def test_a_cluster_that_does_not_answer_is_a_typed_error(directory: Direct
     async def gone() -> View:
         raise RayActorError
 
-    def no_serve(config: ClusterConfig, wanted: Mapping[MemberKind, int]) -> None:
+    def no_serve(config: ClusterConfig, wanted: Mapping[Pool, int]) -> None:
         raise GetTimeoutError("no answer")
 
     handle = Handle(directory)
@@ -195,7 +195,7 @@ async def test_a_serve_that_is_away_takes_no_threads_of_requests(
 ) -> None:
     back = threading.Event()
 
-    def away() -> dict[MemberKind, PoolStatus]:
+    def away() -> dict[Pool, PoolStatus]:
         back.wait(60)
         return {}
 
@@ -224,7 +224,7 @@ async def test_drain_reaches_the_worker() -> None:
     address = server.bind("127.0.0.1")
     await server.start()
     try:
-        view = View(incarnation=1, version=1, members=(member(address=address),))
+        view = View(incarnation=1, version=1, replicas=(replica(address=address),))
         drained = await drain_worker(view, "decode-1", secret=SECRET)
     finally:
         await server.stop()
@@ -233,10 +233,10 @@ async def test_drain_reaches_the_worker() -> None:
 
 
 async def test_drain_names_the_workers_there_are() -> None:
-    router = member("router-1", MemberKind.ROUTER)
+    router = replica("router-1", Pool.ROUTER)
     with pytest.raises(NotFound, match="there are: decode-1"):
         await drain_worker(
-            View(incarnation=1, version=1, members=(member(), router)), "router-1", secret=SECRET
+            View(incarnation=1, version=1, replicas=(replica(), router)), "router-1", secret=SECRET
         )
     with pytest.raises(NotFound, match="there are: none"):
         await drain_worker(View(incarnation=1, version=1), "x", secret=SECRET)

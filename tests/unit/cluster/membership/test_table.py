@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.membership.table import (
-    Departures,
-    Following,
-    Member,
-    MemberKind,
-    Membership,
+    DepartedWorkers,
+    KnownWorkers,
+    Pool,
+    Replica,
+    ReplicaTable,
     View,
     reachable,
 )
@@ -23,39 +23,39 @@ from protocol.states import WorkerState
 READY, DRAINING = WorkerState.READY, WorkerState.DRAINING
 
 
-def member(
+def replica(
     name: str = "d1",
     epoch: int = 1,
-    kind: MemberKind = MemberKind.DECODE,
+    pool: Pool = Pool.DECODE,
     state: WorkerState = READY,
-) -> Member:
-    return Member(name=name, epoch=epoch, kind=kind, state=state, address=f"host:{epoch}")
+) -> Replica:
+    return Replica(name=name, epoch=epoch, pool=pool, state=state, address=f"host:{epoch}")
 
 
-def table() -> Membership:
-    return Membership(incarnation=7, expiry_s=5.0)
+def table() -> ReplicaTable:
+    return ReplicaTable(incarnation=7, expiry_s=5.0)
 
 
 def names(view: View) -> list[str]:
-    return [m.name for m in view.members]
+    return [m.name for m in view.replicas]
 
 
 def test_report_adds_once() -> None:
     t = table()
-    assert t.report(member(), 0.0)
+    assert t.report(replica(), 0.0)
     version = t.view().version
-    assert not t.report(member(), 1.0)
+    assert not t.report(replica(), 1.0)
     assert t.view().version == version
-    assert t.view().members == (member(),)
+    assert t.view().replicas == (replica(),)
     assert t.view().incarnation == 7
 
 
 def test_ready_workers_leaves_out_routers_and_the_draining() -> None:
     t = table()
-    t.report(member("d1"), 0.0)
-    t.report(member("d2", state=DRAINING), 0.0)
-    t.report(member("p1", kind=MemberKind.PREFILL), 0.0)
-    t.report(member("r1", kind=MemberKind.ROUTER), 0.0)
+    t.report(replica("d1"), 0.0)
+    t.report(replica("d2", state=DRAINING), 0.0)
+    t.report(replica("p1", pool=Pool.PREFILL), 0.0)
+    t.report(replica("r1", pool=Pool.ROUTER), 0.0)
     refs = t.view().ready_workers()
     assert [(ref.worker_id, ref.role) for ref in refs] == [
         ("p1", Role.PREFILL),
@@ -66,25 +66,25 @@ def test_ready_workers_leaves_out_routers_and_the_draining() -> None:
 
 def test_state_moves_forward_only() -> None:
     t = table()
-    t.report(member(state=READY), 0.0)
-    assert t.report(member(state=DRAINING), 0.0)
-    assert not t.report(member(state=READY), 0.0)
-    assert t.view().members[0].state is DRAINING
+    t.report(replica(state=READY), 0.0)
+    assert t.report(replica(state=DRAINING), 0.0)
+    assert not t.report(replica(state=READY), 0.0)
+    assert t.view().replicas[0].state is DRAINING
 
 
 def test_leave_is_final_for_the_epoch() -> None:
     t = table()
-    t.report(member(), 0.0)
+    t.report(replica(), 0.0)
     assert t.leave("d1", 1)
     assert not t.leave("d1", 1)
-    assert not t.report(member(), 0.1)
-    assert t.view().members == ()
-    assert t.report(member(epoch=2), 0.2)
+    assert not t.report(replica(), 0.1)
+    assert t.view().replicas == ()
+    assert t.report(replica(epoch=2), 0.2)
 
 
 def test_leave_of_an_older_epoch_changes_nothing() -> None:
     t = table()
-    t.report(member(epoch=2), 0.0)
+    t.report(replica(epoch=2), 0.0)
     assert not t.leave("d1", 1)
     assert names(t.view()) == ["d1"]
 
@@ -92,26 +92,26 @@ def test_leave_of_an_older_epoch_changes_nothing() -> None:
 def test_goodbye_before_the_first_report_counts() -> None:
     t = table()
     assert not t.leave("d1", 1)
-    assert not t.report(member(), 0.0)
+    assert not t.report(replica(), 0.0)
 
 
 def test_newer_incarnation_replaces_and_the_older_stays_out() -> None:
     t = table()
-    t.report(member(epoch=1), 0.0)
-    assert t.report(member(epoch=2), 1.0)
-    assert not t.report(member(epoch=1), 2.0)
-    assert [m.epoch for m in t.view().members] == [2]
+    t.report(replica(epoch=1), 0.0)
+    assert t.report(replica(epoch=2), 1.0)
+    assert not t.report(replica(epoch=1), 2.0)
+    assert [m.epoch for m in t.view().replicas] == [2]
 
 
 def test_silence_expires_and_speech_brings_back() -> None:
     t = table()
-    t.report(member("a"), 0.0)
-    t.report(member("b"), 3.0)
+    t.report(replica("a"), 0.0)
+    t.report(replica("b"), 3.0)
     assert t.next_expiry(3.0) == 2.0
     assert t.expire(4.9) == ()
     assert [m.name for m in t.expire(5.0)] == ["a"]
     assert names(t.view()) == ["b"]
-    assert t.report(member("a"), 6.0)
+    assert t.report(replica("a"), 6.0)
     assert names(t.view()) == ["a", "b"]
 
 
@@ -136,24 +136,24 @@ def test_the_version_changes_exactly_with_the_view(steps: list) -> None:
         before = t.view()
         now += pause
         if what == "report":
-            t.report(member(name, epoch, state=state), now)
+            t.report(replica(name, epoch, state=state), now)
         elif what == "leave":
             t.leave(name, epoch)
             gone.add((name, epoch))
         else:
             t.expire(now)
         after = t.view()
-        assert (after.members != before.members) == (after.version != before.version)
+        assert (after.replicas != before.replicas) == (after.version != before.version)
         assert after.version >= before.version
-        assert not gone & {(m.name, m.epoch) for m in after.members}
-        assert len({m.name for m in after.members}) == len(after.members)
+        assert not gone & {(m.name, m.epoch) for m in after.replicas}
+        assert len({m.name for m in after.replicas}) == len(after.replicas)
 
 
 # --- what routers make of the views ---------------------------------------------------------------
 
 
-def view(incarnation: int, *members: Member) -> View:
-    return View(incarnation=incarnation, version=1, members=members)
+def view(incarnation: int, *replicas: Replica) -> View:
+    return View(incarnation=incarnation, version=1, replicas=replicas)
 
 
 def ids(refs) -> list[str]:
@@ -161,61 +161,61 @@ def ids(refs) -> list[str]:
 
 
 def test_following_takes_what_the_directory_says() -> None:
-    following = Following(grace_s=6.0)
-    assert ids(following.take(view(1, member("a"), member("b")), 0.0)) == ["a", "b"]
-    assert ids(following.take(view(1, member("b")), 1.0)) == ["b"]
-    assert ids(following.take(view(1), 2.0)) == []
+    following = KnownWorkers(grace_s=6.0)
+    assert ids(following.update(view(1, replica("a"), replica("b")), 0.0)) == ["a", "b"]
+    assert ids(following.update(view(1, replica("b")), 1.0)) == ["b"]
+    assert ids(following.update(view(1), 2.0)) == []
 
 
 def test_restarted_directory_keeps_the_known_for_a_while() -> None:
-    following = Following(grace_s=6.0)
-    following.take(view(1, member("a"), member("b"), member("c")), 0.0)
-    assert ids(following.take(view(2), 10.0)) == ["a", "b", "c"]
-    draining = dataclasses.replace(member("b"), state=DRAINING)
-    assert ids(following.take(view(2, member("a", epoch=5), draining), 11.0)) == ["a", "c"]
-    assert ids(following.take(view(2, member("a", epoch=5), draining), 16.0)) == ["a"]
+    following = KnownWorkers(grace_s=6.0)
+    following.update(view(1, replica("a"), replica("b"), replica("c")), 0.0)
+    assert ids(following.update(view(2), 10.0)) == ["a", "b", "c"]
+    draining = dataclasses.replace(replica("b"), state=DRAINING)
+    assert ids(following.update(view(2, replica("a", epoch=5), draining), 11.0)) == ["a", "c"]
+    assert ids(following.update(view(2, replica("a", epoch=5), draining), 16.0)) == ["a"]
 
 
 def test_restarted_directory_twice_within_the_grace() -> None:
-    following = Following(grace_s=6.0)
-    following.take(view(1, member("a")), 0.0)
-    following.take(view(2), 10.0)
-    assert ids(following.take(view(3), 12.0)) == ["a"]
-    assert ids(following.take(view(3), 17.9)) == ["a"]
-    assert ids(following.take(view(3), 18.0)) == []
+    following = KnownWorkers(grace_s=6.0)
+    following.update(view(1, replica("a")), 0.0)
+    following.update(view(2), 10.0)
+    assert ids(following.update(view(3), 12.0)) == ["a"]
+    assert ids(following.update(view(3), 17.9)) == ["a"]
+    assert ids(following.update(view(3), 18.0)) == []
 
 
 def test_departures_are_workers_that_a_later_view_lacks() -> None:
-    t, departures = table(), Departures(grace_s=6.0)
-    t.report(member("d1", epoch=1), 0.0)
-    t.report(member("p1", epoch=2, kind=MemberKind.PREFILL), 0.0)
-    t.report(member("r1", epoch=3, kind=MemberKind.ROUTER), 0.0)
-    assert departures.take(t.view(), 1.0) == set()
-    t.report(member("d1", epoch=1, state=DRAINING), 1.0)
+    t, departures = table(), DepartedWorkers(grace_s=6.0)
+    t.report(replica("d1", epoch=1), 0.0)
+    t.report(replica("p1", epoch=2, pool=Pool.PREFILL), 0.0)
+    t.report(replica("r1", epoch=3, pool=Pool.ROUTER), 0.0)
+    assert departures.update(t.view(), 1.0) == set()
+    t.report(replica("d1", epoch=1, state=DRAINING), 1.0)
     t.leave("r1", 3)
-    assert departures.take(t.view(), 1.0) == set()
-    t.report(member("d1", epoch=9), 4.0)  # replaced
-    assert departures.take(t.view(), 1.0) == {1}
+    assert departures.update(t.view(), 1.0) == set()
+    t.report(replica("d1", epoch=9), 4.0)  # replaced
+    assert departures.update(t.view(), 1.0) == {1}
     t.expire(6.0)  # silent
-    assert departures.take(t.view(), 1.0) == {2}
-    assert departures.take(t.view(), 1.0) == set()
+    assert departures.update(t.view(), 1.0) == {2}
+    assert departures.update(t.view(), 1.0) == set()
 
 
 def test_a_restarted_directory_is_given_time_to_hear_of_all_before_anybody_has_left() -> None:
-    t, departures = table(), Departures(grace_s=6.0)
-    t.report(member("d1", epoch=1), 0.0)
-    t.report(member("d2", epoch=2), 0.0)
-    t.report(member("d3", epoch=3), 0.0)
-    departures.take(t.view(), 0.0)
-    again = Membership(incarnation=8, expiry_s=5.0)
-    assert departures.take(again.view(), 10.0) == set()
-    again.report(member("d1", epoch=1), 11.0)
-    again.report(member("d3", epoch=3), 11.0)
-    assert departures.take(again.view(), 15.9) == set()
+    t, departures = table(), DepartedWorkers(grace_s=6.0)
+    t.report(replica("d1", epoch=1), 0.0)
+    t.report(replica("d2", epoch=2), 0.0)
+    t.report(replica("d3", epoch=3), 0.0)
+    departures.update(t.view(), 0.0)
+    again = ReplicaTable(incarnation=8, expiry_s=5.0)
+    assert departures.update(again.view(), 10.0) == set()
+    again.report(replica("d1", epoch=1), 11.0)
+    again.report(replica("d3", epoch=3), 11.0)
+    assert departures.update(again.view(), 15.9) == set()
     again.leave("d3", 3)
-    assert departures.take(again.view(), 16.0) == {2, 3}  # the one died with the directory
+    assert departures.update(again.view(), 16.0) == {2, 3}  # the one died with the directory
     again.leave("d1", 1)
-    assert departures.take(again.view(), 17.0) == {1}
+    assert departures.update(again.view(), 17.0) == {1}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from cluster.cli.console import Console
 from cluster.cli.status import _worker_row
 from cluster.cli.waiting import _last_line, _progress, _raise_failed, _raise_resized, _reached
 from cluster.config.schema import ClusterConfig, ModelSection, PlacementSection, PoolSection
-from cluster.membership.table import Member, MemberKind, View
+from cluster.membership.table import Pool, Replica, View
 from cluster.serve import control
 from cluster.serve.control import PoolStatus, _pool_status
 from cluster.serve.follower_rank import gpu_index, process_env, runtime_env
@@ -33,10 +33,10 @@ def details(**deployment: object) -> dict[str, object]:
 def test_pool_status_counts_states() -> None:
     replicas = [{"state": "RUNNING"}, {"state": "RUNNING"}, {"state": "STOPPING"}]
     status = _pool_status(
-        MemberKind.DECODE, details(status="HEALTHY", target_num_replicas=2, replicas=replicas)
+        Pool.DECODE, details(status="HEALTHY", target_num_replicas=2, replicas=replicas)
     )
     assert status == PoolStatus(
-        kind=MemberKind.DECODE,
+        pool=Pool.DECODE,
         target=2,
         replicas={"RUNNING": 2, "STOPPING": 1},
         healthy=True,
@@ -53,30 +53,30 @@ def test_pool_status_counts_states() -> None:
     ],
 )
 def test_failed_to_start(given: dict[str, object]) -> None:
-    status = _pool_status(MemberKind.DECODE, details(**given))
+    status = _pool_status(Pool.DECODE, details(**given))
     assert status.failed
     assert not status.healthy
     with pytest.raises(Internal, match="the decode pool cannot start: why"):
-        _raise_failed({MemberKind.DECODE: status})
+        _raise_failed({Pool.DECODE: status})
 
 
 def test_unhealthy_is_not_failed() -> None:
     given = {"status": "UNHEALTHY", "status_trigger": "HEALTH_CHECK_FAILED"}
-    status = _pool_status(MemberKind.DECODE, details(**given))
+    status = _pool_status(Pool.DECODE, details(**given))
     assert not status.failed
-    _raise_failed({MemberKind.DECODE: status})
+    _raise_failed({Pool.DECODE: status})
 
 
 def test_a_pool_that_somebody_else_gives_another_size_is_not_waited_for() -> None:
     """One that Serve is about to make has no size yet."""
-    coming = _pool_status(MemberKind.PREFILL, {"deployments": {}})
+    coming = _pool_status(Pool.PREFILL, {"deployments": {}})
     made, emptied = (replace(coming, target=target) for target in (1, 0))
-    _raise_resized({MemberKind.PREFILL: made}, {MemberKind.PREFILL: 1, MemberKind.DECODE: 2})
-    _raise_resized({MemberKind.PREFILL: coming}, {MemberKind.PREFILL: 1})
+    _raise_resized({Pool.PREFILL: made}, {Pool.PREFILL: 1, Pool.DECODE: 2})
+    _raise_resized({Pool.PREFILL: coming}, {Pool.PREFILL: 1})
     with pytest.raises(Unavailable, match=r"^the prefill pool was scaled to 1 meanwhile$"):
-        _raise_resized({MemberKind.PREFILL: made}, {MemberKind.PREFILL: 2})
+        _raise_resized({Pool.PREFILL: made}, {Pool.PREFILL: 2})
     with pytest.raises(Unavailable, match=r"^the prefill pool was scaled to 0 meanwhile$"):
-        _raise_resized({MemberKind.PREFILL: emptied}, {MemberKind.PREFILL: 2})
+        _raise_resized({Pool.PREFILL: emptied}, {Pool.PREFILL: 2})
 
 
 class Controller:
@@ -156,7 +156,7 @@ def test_a_controller_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPat
         control.undeploy(600.0)
     controller.silent = "update_deployment_replicas"
     with pytest.raises(Unavailable, match="did not answer update_deployment_replicas within 30 s"):
-        control.set_replicas(MemberKind.DECODE, 2)
+        control.set_replicas(Pool.DECODE, 2)
     controller.silent = "get_serve_instance_details"
     with pytest.raises(Unavailable, match="did not answer get_serve_instance_details within 30 s"):
         control.pool_statuses()
@@ -181,7 +181,7 @@ def test_a_silent_directory_is_not_waited_for_beyond_the_deadline(
 
 
 def test_pool_that_is_only_being_deployed() -> None:
-    status = _pool_status(MemberKind.DECODE, {"status": "DEPLOYING", "deployments": {}})
+    status = _pool_status(Pool.DECODE, {"status": "DEPLOYING", "deployments": {}})
     assert (status.target, status.replicas) == (None, {})
     assert (status.healthy, status.failed) == (False, False)
 
@@ -193,30 +193,30 @@ def test_last_line_is_the_reason() -> None:
     assert _last_line(" \n") == "no reason given"
 
 
-def member(name: str, kind: MemberKind, state: WorkerState = READY) -> Member:
-    return Member(name=name, epoch=1, kind=kind, state=state)
+def replica(name: str, pool: Pool, state: WorkerState = READY) -> Replica:
+    return Replica(name=name, epoch=1, pool=pool, state=state)
 
 
 def test_when_a_size_is_reached() -> None:
     view = View(
         incarnation=1,
         version=1,
-        members=(
-            member("p1", MemberKind.PREFILL),
-            member("d1", MemberKind.DECODE),
-            member("d2", MemberKind.DECODE, DRAINING),
+        replicas=(
+            replica("p1", Pool.PREFILL),
+            replica("d1", Pool.DECODE),
+            replica("d2", Pool.DECODE, DRAINING),
         ),
     )
-    wanted = {MemberKind.PREFILL: 1, MemberKind.DECODE: 1}
+    wanted = {Pool.PREFILL: 1, Pool.DECODE: 1}
     assert _reached(view, wanted, exact=False)
     assert not _reached(view, wanted, exact=True), "a draining worker is still there"
-    assert not _reached(view, {MemberKind.DECODE: 2}, exact=False)
-    assert _reached(view, {MemberKind.ROUTER: 0}, exact=True)
+    assert not _reached(view, {Pool.DECODE: 2}, exact=False)
+    assert _reached(view, {Pool.ROUTER: 0}, exact=True)
     assert _progress(view, wanted) == "prefill 1/1, decode 1/1 (1 draining) ready"
 
 
 def test_worker_that_does_not_answer_has_a_row_too() -> None:
-    row = _worker_row(member("d1", MemberKind.DECODE), None)
+    row = _worker_row(replica("d1", Pool.DECODE), None)
     assert row[:2] == ("d1", "no answer")
     assert len(row) == 11
 
@@ -227,7 +227,7 @@ def test_blocks_of_a_row_add_up_to_the_total() -> None:
         free_blocks=97, held_blocks=2, cached_blocks=30, quarantined_blocks=1, total_blocks=100
     )
     status = SimpleNamespace(state=READY, load=load, steps=7)
-    assert _worker_row(member("d1", MemberKind.DECODE), status)[4:9] == (67, 2, 30, 1, 100)
+    assert _worker_row(replica("d1", Pool.DECODE), status)[4:9] == (67, 2, 30, 1, 100)
 
 
 def test_threads_are_fixed_before_anything_is_imported() -> None:

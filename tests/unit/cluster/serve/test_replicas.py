@@ -1,4 +1,4 @@
-"""How replicas leave: members of the directory until they have ended."""
+"""Graceful shutdown of replicas: heartbeats continue until the last request has ended."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import pytest
 
 from cluster.config.schema import ClusterConfig, LifecycleSection, ModelSection
 from cluster.membership.directory import Directory
-from cluster.membership.directory_client import Registration
-from cluster.membership.table import Member, View
+from cluster.membership.directory_client import DirectoryClient
+from cluster.membership.table import Replica, View
 from cluster.serve.router_replica import RouterReplica
 from cluster.serve.worker_replica import WorkerReplica
+from protocol.errors import Unavailable
 from protocol.ids import Role, WorkerRef
 from protocol.states import WorkerState
 
@@ -23,8 +24,8 @@ REF = WorkerRef(worker_id="prefill-1", epoch=7, role=Role.PREFILL, address="127.
 DRAINING = WorkerState.DRAINING
 
 
-class Told(Directory):
-    """A directory as its callers see it, and what it was told."""
+class RecordingDirectory(Directory):
+    """A directory behind an actor handle's interface that records its calls."""
 
     def __init__(self) -> None:
         super().__init__(secret=b"s" * 16, config=CONFIG)
@@ -35,8 +36,8 @@ class Told(Directory):
         method = super().__getattribute__(name)
         return SimpleNamespace(remote=method) if name in ("report", "leave", "watch") else method
 
-    async def report(self, member: Member) -> None:
-        self.reports.append(member.state)
+    async def report(self, replica: Replica) -> None:
+        self.reports.append(replica.state)
 
     async def leave(self, name: str, epoch: int) -> None:
         self.left = True
@@ -46,7 +47,7 @@ class Told(Directory):
 
 
 class Busy:
-    """A worker or router with a request that ends when it is told to."""
+    """A worker or router with one request, which ends when `over` is set."""
 
     router_id = "router-1"
     addresses = SimpleNamespace(http="h:1", grpc="h:2", metrics="h:3")
@@ -58,6 +59,9 @@ class Busy:
 
     def status(self) -> Any:
         return SimpleNamespace(state=self.state)
+
+    def check_health(self) -> None:
+        pass
 
     async def drain(self, timeout_s: float) -> bool:
         self.state = DRAINING
@@ -71,30 +75,39 @@ class Busy:
 
 
 @pytest.fixture
-def directory(monkeypatch: pytest.MonkeyPatch) -> Told:
-    told = Told()
-    monkeypatch.setattr("cluster.membership.directory_client.find_directory", lambda: told)
+def directory(monkeypatch: pytest.MonkeyPatch) -> RecordingDirectory:
+    recording = RecordingDirectory()
+    monkeypatch.setattr("cluster.membership.directory_client.find_directory", lambda: recording)
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
-    return told
+    for kind in (WorkerReplica, RouterReplica):
+        monkeypatch.setattr(kind, "shut_down", kind.__del__, raising=False)
+        monkeypatch.delattr(kind, "__del__")  # Serve calls it; the interpreter must not
+    return recording
+
+
+def make(kind: Any, busy: Busy) -> Any:
+    """A replica that serves, without Serve and without a real worker or router."""
+    replica = kind.__new__(kind)
+    replica._membership = DirectoryClient(
+        TIMES, describe=replica._describe, on_view=replica._take_view
+    )
+    fields = {"_worker": busy, "_ref": REF, "_drain_s": 60.0, "_draining": None}
+    fields |= {"_router": busy, "_epoch": 7, "_state": WorkerState.READY}
+    for name, value in fields.items():
+        setattr(replica, name, value)
+    replica._membership.start()
+    return replica
 
 
 @pytest.mark.parametrize("kind", [WorkerReplica, RouterReplica])
-async def test_who_leaves_is_heard_of_until_it_has_ended(
-    kind: Any, directory: Told, monkeypatch: pytest.MonkeyPatch
+async def test_heartbeats_continue_until_a_stopping_replica_has_ended(
+    kind: Any, directory: RecordingDirectory
 ) -> None:
-    """Or it would be taken off after `expiry_s`, and others would give up its hand-offs."""
-    leave, busy = kind.__del__, Busy()
-    monkeypatch.delattr(kind, "__del__")  # Serve calls it; nobody else is to
-    replica = kind.__new__(kind)
-    fields = {"_config": CONFIG, "_registration": Registration(TIMES), "_finished": False}
-    fields |= {"_worker": busy, "_router": busy, "_ref": REF, "_epoch": 7}
-    fields |= {"_state": WorkerState.READY}
-    for name, value in fields.items():
-        setattr(replica, name, value)
-    replica._heart = asyncio.create_task(replica._beat())
-    replica._watch = asyncio.create_task(replica._follow())
+    """Without them the replica would expire, and peers would abort its hand-offs."""
+    busy = Busy()
+    replica = make(kind, busy)
     async with asyncio.timeout(60):
-        leaving = asyncio.create_task(leave(replica))
+        leaving = asyncio.create_task(replica.shut_down())
         while directory.reports.count(DRAINING) < 4:
             await asyncio.sleep(0)
         assert not directory.left
@@ -102,7 +115,28 @@ async def test_who_leaves_is_heard_of_until_it_has_ended(
         await leaving
     assert directory.left
     reports = directory.reports.count(DRAINING)
-    await asyncio.gather(replica._heart, replica._watch, return_exceptions=True)
-    assert replica._heart.cancelled()
-    assert replica._watch.cancelled()
+    tasks = replica._membership._tasks
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert [task.cancelled() for task in tasks] == [True, True]
     assert directory.reports.count(DRAINING) == reports
+
+
+async def test_a_worker_that_was_told_to_drain_is_replaced_once_idle(
+    directory: RecordingDirectory,
+) -> None:
+    busy = Busy()
+    replica = make(WorkerReplica, busy)
+    async with asyncio.timeout(60):
+        while not directory.reports:
+            await asyncio.sleep(0)
+        await replica.check_health()
+        busy.state = DRAINING  # by the drain command of the control channel
+        while DRAINING not in directory.reports:
+            await asyncio.sleep(0)
+        await replica.check_health()
+        busy.over.set()
+        await replica._draining
+        with pytest.raises(Unavailable, match="drained on request"):
+            await replica.check_health()
+        await replica.shut_down()
+    assert directory.left
