@@ -1,5 +1,7 @@
 """The control channel: protocol messages between the processes of one cluster.
 
-`methods` declares every call, `service` serves and calls them, `link` is the caller's end of a
-connection, `frames` what both ends share.
+methods: every call, declared once
+frames: kinds of frames, and the payload of a call
+server: serves calls and streams
+client: makes them, over one connection per peer
 """

@@ -1,7 +1,12 @@
-"""Every control method of the cluster, declared once for both sides."""
+"""Every control method of the cluster, declared once for server and client."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from protocol.message import Message
 from protocol.messages import (
     Ack,
     Cancel,
@@ -18,7 +23,28 @@ from protocol.messages import (
     Welcome,
     WorkerStatus,
 )
-from rpc.service import Method
+
+Req = TypeVar("Req", bound=Message)
+Rep = TypeVar("Rep", bound=Message)
+#: Of a call: returns the reply, or a coroutine of it. Of a stream: an iterator of replies.
+Handler = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Method(Generic[Req, Rep]):
+    """One control method: `/service/name`, its message classes, whether it streams replies."""
+
+    service: str
+    name: str
+    request: type[Req]
+    reply: type[Rep]
+    streams: bool = False
+
+    @property
+    def path(self) -> str:
+        """The full path."""
+        return f"/{self.service}/{self.name}"
+
 
 _WORKER = "baton.worker.v1.Worker"
 _HANDOFF = "baton.handoff.v1.Handoff"

@@ -25,7 +25,8 @@ from observability.clock import steady_clock
 from protocol.ids import Role, WorkerRef, new_epoch
 from protocol.messages import Submit, WorkerStatus
 from protocol.states import WorkerState
-from rpc.service import ClientPool, ControlServer
+from rpc.client import ClientPool
+from rpc.server import ControlServer
 from worker_runtime.config import WorkerConfig
 from worker_runtime.control.control_service import ControlService, Identity, SubmitLimits
 from worker_runtime.control.grammars import Grammars

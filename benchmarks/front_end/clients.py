@@ -19,8 +19,8 @@ from benchmarks.measure import Result, read_answer
 from protocol.ids import RequestKey, Role
 from protocol.messages import EventBatch, Submit, Subscribe
 from protocol.sampling import SamplingParams
+from rpc.client import ControlClient
 from rpc.methods import EVENTS, SUBMIT
-from rpc.service import ControlClient
 
 PROMPT = "The front end of a system that serves large language models, seen from the outside."
 _TIMEOUT_S = 120.0

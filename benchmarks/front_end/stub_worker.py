@@ -36,8 +36,8 @@ from protocol.messages import (
     WorkerStatus,
 )
 from protocol.states import FinishReason, WorkerState
-from rpc.methods import CANCEL, EVENTS, STATUS, SUBMIT
-from rpc.service import ControlServer, Handler, Method
+from rpc.methods import CANCEL, EVENTS, STATUS, SUBMIT, Handler, Method
+from rpc.server import ControlServer
 from worker_runtime.control.event_publisher import EventPublisher
 from worker_runtime.scheduling.messages import RouterEvents
 

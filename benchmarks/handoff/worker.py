@@ -27,7 +27,8 @@ from protocol.ids import RequestKey, Role, WorkerRef, new_epoch
 from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.messages import Commit, Grant
 from protocol.ticket import Ticket
-from rpc.service import ClientPool, ControlServer
+from rpc.client import ClientPool
+from rpc.server import ControlServer
 
 SECRET = b"the benchmark's secret"
 PATIENCE_S = 120.0

@@ -11,8 +11,8 @@ from cluster.cli.console import Console
 from cluster.membership.table import Pool, Replica, View
 from protocol.errors import BatonError
 from protocol.messages import StatusQuery, WorkerStatus
+from rpc.client import ControlClient
 from rpc.methods import STATUS
-from rpc.service import ControlClient
 
 _CALL_S = 5.0
 

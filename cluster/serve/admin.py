@@ -19,8 +19,8 @@ from protocol.errors import NotFound, Unavailable
 from protocol.messages import DrainCommand
 from protocol.states import WorkerState
 from router.admin import ClusterInfo, PoolInfo, RouterInfo
+from rpc.client import ControlClient
 from rpc.methods import DRAIN
-from rpc.service import ControlClient
 
 R = TypeVar("R")
 _CALL_S = 5.0

@@ -14,7 +14,8 @@ from protocol.errors import BatonError, StaleMessage, Unavailable
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.ticket import Ticket
-from rpc.service import ClientPool, Method, Rep, Req
+from rpc.client import ClientPool
+from rpc.methods import Method, Rep, Req
 
 _FIRST_PAUSE_S = 0.05
 

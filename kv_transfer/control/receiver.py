@@ -23,7 +23,7 @@ from protocol.messages import Ack, Commit, HandoffEnd, LinkAddress, Meeting, Pie
 from protocol.states import TransferState
 from protocol.ticket import Ticket
 from rpc import methods
-from rpc.service import Handler, Method
+from rpc.methods import Handler, Method
 
 
 class Receiver(Endpoint[Incoming, Settled]):
@@ -329,7 +329,7 @@ def may_write(handoff: Incoming) -> bool:
 async def writer_stopped(ask: Callable[[], Awaitable[CallResult]], party: EndpointContext) -> None:
     """Ask again and again, however long it takes: a frozen sender may still write when it thaws.
 
-    Nobody listening at its address (rpc.service: an error that names it) for an operation's time
+    Nobody listening at its address (rpc.client: an error that names it) for an operation's time
     counts as dead: a frozen process still listens.
     """
     absent_since: float | None = None

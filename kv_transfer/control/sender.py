@@ -24,7 +24,7 @@ from protocol.messages import Ack, Grant, HandoffEnd
 from protocol.states import TransferState
 from protocol.ticket import Ticket
 from rpc import methods
-from rpc.service import Handler, Method
+from rpc.methods import Handler, Method
 
 
 class Sender(Endpoint[Outgoing, Finished]):

@@ -32,8 +32,8 @@ from router.config import RouterConfig
 from router.workers.policy import WorkerView
 from router.workers.prefix_view import PrefixView, PromptBlocks
 from router.workers.reservations import Reservations
-from rpc.methods import CANCEL, EVENTS, STATUS, SUBMIT
-from rpc.service import ControlClient, Method, Rep, Req
+from rpc.client import ControlClient
+from rpc.methods import CANCEL, EVENTS, STATUS, SUBMIT, Method, Rep, Req
 
 log = get_logger(__name__)
 

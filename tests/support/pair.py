@@ -34,7 +34,7 @@ from protocol.states import FinishReason
 from protocol.ticket import Ticket
 from protocol.timeline import Span
 from rpc import methods
-from rpc.service import ClientPool
+from rpc.client import ClientPool
 from tests.support.processes import forks
 from worker_runtime.config import WorkerConfig
 from worker_runtime.ranks import follow_rank

@@ -29,7 +29,7 @@ from protocol.prefix import CacheChange
 from protocol.states import FinishReason, WorkerState
 from protocol.timeline import Phase, Span
 from rpc.methods import CANCEL, EVENTS, STATUS, SUBMIT
-from rpc.service import ControlServer
+from rpc.server import ControlServer
 from tests.support.blocks import FINGERPRINT
 
 #: All output tokens of a request, from index 0, as long as it likes.

@@ -20,7 +20,8 @@ from kv_transfer.control.sender import Sender
 from kv_transfer.plan.block_grants import Holding
 from protocol.ids import RequestKey, Role, WorkerRef, new_epoch
 from protocol.ticket import Ticket
-from rpc.service import ClientPool, ControlServer
+from rpc.client import ClientPool
+from rpc.server import ControlServer
 from tests.support.held import Held
 from tests.support.processes import forks, obey
 from tests.support.transfer import (

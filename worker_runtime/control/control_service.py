@@ -24,7 +24,7 @@ from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.messages import Ack, Cancel, DrainCommand, Submit, WorkerStatus
 from protocol.states import WorkerState, check_worker
 from rpc import methods
-from rpc.service import Handler, Method
+from rpc.methods import Handler, Method
 from worker_runtime.config import WorkerConfig
 from worker_runtime.control.event_publisher import EventPublisher
 from worker_runtime.control.grammars import Grammars

@@ -25,10 +25,10 @@ from protocol.messages import (
     TokenEvent,
     WorkerLoad,
 )
+from rpc.client import ControlClient, _ServerConnection
 from rpc.frames import STREAM_ITEMS
-from rpc.link import ClientLink
 from rpc.methods import END, EVENTS
-from rpc.service import ControlClient, ControlServer
+from rpc.server import ControlServer
 
 SECRET = b"secret"
 TOKENS = tuple(TokenEvent(key=RequestKey("r"), index=i, token=i) for i in range(1000))
@@ -251,7 +251,7 @@ async def test_a_false_server_is_told_nothing():
 
 
 async def test_a_stranger_who_is_silent_or_long_is_hung_up_on(monkeypatch):
-    monkeypatch.setattr("rpc.service._GREETING_S", 0.1)
+    monkeypatch.setattr("rpc.server._HANDSHAKE_S", 0.1)
     async with serving(acknowledge) as (_, server):
         reader, writer = await asyncio.open_connection(*server.address.split(":"))
         assert await asyncio.wait_for(reader.read(), 5) == b""
@@ -263,7 +263,7 @@ async def test_a_peer_that_hangs_up_on_nobody_is_no_error():
     """Whoever wanted the connection had given up just before it was there."""
     errors = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, what: errors.append(what))
-    link = ClientLink("peer", SECRET)
+    link = _ServerConnection("peer", SECRET)
     link.connection_lost(ConnectionResetError())
     del link
     gc.collect()
@@ -282,11 +282,11 @@ async def test_a_reader_that_is_slow_holds_the_stream_up_and_loses_nothing():
     async with streaming(events) as client:
         stream = client.stream(EVENTS, Subscribe(router_id="r"))
         first = await anext(stream)
-        client._link._transport.pause_reading()
+        client._connection._transport.pause_reading()
         await asyncio.sleep(0.2)
         held = made
         assert held < 99
-        client._link._transport.resume_reading()
+        client._connection._transport.resume_reading()
         rest = [item.epoch async for item in stream]
     assert [first.epoch, *rest] == list(range(100))
 
@@ -322,7 +322,7 @@ async def test_a_broken_connection_ends_streams_after_what_came_and_stops_their_
     async with streaming(events) as client:
         stream = client.stream(EVENTS, Subscribe(router_id="r"))
         assert (await anext(stream)).epoch == 1
-        client._link._transport.abort()
+        client._connection._transport.abort()
         with pytest.raises(Unavailable, match="connection broke"):
             await asyncio.wait_for(anext(stream), 5)
         await asyncio.wait_for(stopped.wait(), 5)

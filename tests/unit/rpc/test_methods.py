@@ -1,6 +1,6 @@
 from protocol.message import Message
 from rpc import methods
-from rpc.service import Method
+from rpc.methods import Method
 
 METHODS = [value for value in vars(methods).values() if isinstance(value, Method)]
 

@@ -21,8 +21,9 @@ from protocol.errors import (
 )
 from protocol.ids import RequestKey
 from protocol.messages import Ack, Cancel, EventBatch, Subscribe, WorkerLoad
-from rpc.methods import EVENTS, SUBMIT
-from rpc.service import ClientPool, ControlClient, ControlServer, Method
+from rpc.client import ClientPool, ControlClient
+from rpc.methods import EVENTS, SUBMIT, Method
+from rpc.server import ControlServer
 
 SECRET = b"secret"
 CANCEL = Method("baton.test.v1.Test", "Cancel", Cancel, Ack)
@@ -127,7 +128,7 @@ async def test_a_handler_that_waits_for_nothing_answers_before_the_next_call_is_
         return Ack() if request.keys else {}["oops"]
 
     async with serving({CANCEL: cancel}) as (client, server):
-        await client._meet()
+        await client._connected()
         (caller,) = server.connections
         replies = [
             client.call(CANCEL, Cancel(keys=KEYS.keys * count), timeout_s=5) for count in (2, 1, 0)
@@ -278,7 +279,7 @@ async def test_a_wrong_secret_opens_no_stream():
 
 async def test_bytes_that_are_no_message_name_the_field():
     async with serving({CANCEL: acknowledge}) as (client, _):
-        link = await client._meet()
+        link = await client._connected()
         with pytest.raises(InvalidRequest, match=r"Cancel\.keys"):
             await link.call(CANCEL.path, b"\x91\x01", asyncio.get_running_loop().time() + 5)
 

@@ -23,7 +23,7 @@ from protocol.messages import Ack
 from protocol.states import WorkerState
 from router.admin import ClusterInfo, PoolInfo, RouterInfo
 from rpc.methods import DRAIN
-from rpc.service import ControlServer
+from rpc.server import ControlServer
 
 SECRET = b"s" * 16
 #: However busy the machine is, nobody falls silent.

@@ -37,7 +37,8 @@ from protocol.messages import (
 from protocol.prefix import CacheChange, hints, split_hints
 from protocol.states import WorkerState
 from rpc import methods
-from rpc.service import ControlClient, ControlServer
+from rpc.client import ControlClient
+from rpc.server import ControlServer
 from tests.support.blocks import FINGERPRINT
 from tests.support.submits import KEY, LIMITS, make_submit
 from worker_runtime.config import WorkerConfig
