@@ -55,7 +55,7 @@ def configuration() -> str:
 
 
 def _sections(cls: type, path: tuple[str, ...]) -> Iterator[str]:
-    """This section's table, then those of the sections in it. Both pools are alike: one table."""
+    """This section's table, then those of its sections. Both pools share one table."""
     hints = typing.get_type_hints(cls, include_extras=True)
     fields = [f for f in dataclasses.fields(cls) if (cls, f.name) not in DERIVED]
     plain = [f for f in fields if not dataclasses.is_dataclass(hints[f.name])]

@@ -27,7 +27,7 @@ DEV_HEAD = """\
 
 
 def closure(roots: Iterable[str]) -> dict[str, str]:
-    """Name and version of everything that `roots` need, as installed."""
+    """Name and version of all dependencies of `roots`, as installed."""
     found: dict[tuple[str, frozenset[str]], str] = {}
     todo = [Requirement(root) for root in roots]
     while todo:

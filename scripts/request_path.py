@@ -1,15 +1,15 @@
 """The product files that one streamed completion enters (`python scripts/request_path.py`).
 
 A router, a prefill and a decode worker run in this process on a tiny random model, connected as in
-production but for Ray: HTTP, control connections, KV transfer over a link. A profile hook on every
-thread notes each Python function of the product that is called between the first byte of an HTTP
-request and the last token of its stream. The request is the plainest one that takes the whole path:
-`POST /v1/completions`, streamed, whose prompt prefill computes in two chunks and hands off.
+production without Ray: HTTP, control connections, KV transfer over a link. A profile hook on every
+thread records each Python function of the product that is called between the first byte of an HTTP
+request and the last token of its stream. The request is a plain one that takes the whole path:
+`POST /v1/completions`, streamed; prefill computes its prompt in two chunks and hands it off.
 
-Requests of the same form warm everything up first. A file counts when every one of several measured
-requests enters it, each with a prompt of its own: what a timer runs (heartbeats, load reports)
-falls into some of them only. Code without Python frames (C, kernels) is not seen; the module level
-of a file counts only if a request is what imports it.
+Requests of the same form warm up the stack first. A file counts if every one of several measured
+requests, each with its own prompt, enters it: timers (heartbeats, load reports) fall into only some
+of them. Code without Python frames (C, kernels) is not seen; the module level of a file counts only
+if a request imports it.
 """
 
 from __future__ import annotations

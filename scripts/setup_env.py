@@ -1,13 +1,12 @@
 """Build a virtual environment from lock files: `setup_env.py FOLDER LOCK [LOCK ...]`.
 
-Nothing is resolved: the locks list every package, so pip only downloads and unpacks. A run that
-finds the environment already made from the same locks returns at once; two runs at a time wait for
-each other; an interrupted one is started afresh. Needs nothing but Python and its own pip.
+The locks list every package, so that pip resolves nothing and only downloads and unpacks. If the
+environment was already made from the same locks, the script returns at once; concurrent runs wait
+for each other; after an interrupted run the environment is made again. Needs only Python and pip.
 
-PyTorch comes first, as its CPU build. It is looked for, in this order, in TORCH_INDEX (the URL of
-an index, when set), wherever pip is configured to look, in PyTorch's own index of CPU builds, and
-last as the default build of the package index with all that it depends on (large, but it runs on a
-CPU too).
+PyTorch is installed first, as its CPU build. Sources are, in this order, TORCH_INDEX (the URL of an
+index, if set), pip's configured sources, PyTorch's own index of CPU builds, and last the default
+build of the package index with all its dependencies (large, but it runs on a CPU too).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ MINIMUM = (3, 11)
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 ROOT = Path(__file__).resolve().parent.parent
 _QUICK = ("--timeout", "10", "--retries", "0")
-# Imported once at the end, so that the first start does not pay for compiling them.
+# Imported once at the end, so that they are compiled before the first start.
 _WARM = "import torch.distributed, ray.serve, ray._private.workers.default_worker, grpc.aio"
 
 
@@ -56,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def ensure(folder: Path, locks: Sequence[Path]) -> None:
-    """Bring `folder` to what `locks` say, and this project into it as an editable package."""
+    """Install `locks` into `folder`, and this project as an editable package."""
     stamps = {folder / f".installed-{lock.stem}": _digest(lock) for lock in locks}
     missing = [lock for lock, stamp in zip(locks, stamps, strict=True) if _differs(stamp, stamps)]
     project = folder / ".installed-project"
@@ -66,7 +65,7 @@ def ensure(folder: Path, locks: Sequence[Path]) -> None:
     _fresh_folder(folder)
     busy = folder / ".installing"
     busy.touch()
-    # At once: no package is in two locks, and unpacking one keeps only one core busy.
+    # In parallel: no package is in two locks, and unpacking uses one core.
     with ThreadPoolExecutor() as threads:
         list(threads.map(partial(_install, folder), missing))
     _pip(folder, "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
@@ -85,7 +84,7 @@ def _digest(file: Path) -> str:
 
 
 def _fresh_folder(folder: Path) -> None:
-    """An environment of this Python; one left half made, or of another Python, is thrown away."""
+    """Make an environment of this Python; remove an incomplete one, or one of another Python."""
     python = folder / "bin" / "python"
     stale = (folder / ".installing").exists() or not python.exists()
     if not stale:
@@ -136,7 +135,7 @@ def _install_torch(folder: Path, version: str) -> None:
 
 
 def _install_lock(folder: Path, lock: Path) -> None:
-    """The packages of one lock, with a count as pip gets to them."""
+    """Install the packages of one lock and show the progress."""
     total = len(re.findall(r"^[\w.-]+==", lock.read_text(), re.MULTILINE))
     command = _command(folder, "--no-deps", "-r", str(lock))
     with subprocess.Popen(
@@ -157,7 +156,7 @@ def _install_lock(folder: Path, lock: Path) -> None:
 
 
 def _command(folder: Path, *arguments: str) -> list[str]:
-    # Byte code is made on first import: compiling all of it up front would take a minute more.
+    # Modules are compiled on first import: compiling all of them here takes a minute more.
     pip = (str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check")
     return [*pip, "install", "--no-compile", "--no-input", *arguments]
 
@@ -205,7 +204,7 @@ def _locked(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            _say("another set-up is at work, waiting for it\n")
+            _say("waiting for another set-up to finish\n")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
