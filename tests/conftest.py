@@ -1,4 +1,4 @@
-"""What every test relies on: one thread a process, no settings from outside, no GPU by accident."""
+"""Common settings of all tests: one thread a process, a clean environment, no accidental GPU."""
 
 import gc
 import importlib.util
@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 gc.disable()
 # Before torch is imported, here and in child processes: two cores are shared by many processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Threads of the tokenizers' pool do not survive a fork: whoever waits for them hangs.
+# Threads of the tokenizers' pool do not survive a fork: a child would wait for them forever.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Before anything imports triton (transformers does): without a GPU its kernels are interpreted.
 if not os.path.exists("/dev/nvidiactl"):
@@ -53,7 +53,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 class LostBlocks(logging.Handler):
-    """Notes when a worker in this process finds that it has lost KV blocks."""
+    """Records errors of workers in this process about lost KV blocks."""
 
     def __init__(self):
         super().__init__()

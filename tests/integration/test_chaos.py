@@ -12,6 +12,6 @@ from tests.support.chaos import chaos_model, run_chaos
 @pytest.mark.slow
 @pytest.mark.chaos
 async def test_nothing_hangs_leaks_or_differs(tmp_path: Path) -> None:
-    outcome = await run_chaos(chaos_model(tmp_path), 8.0, seed=1, period_s=0.3, least=21)
+    outcome = await run_chaos(chaos_model(tmp_path), 8.0, seed=1, period_s=0.3, min_events=21)
     assert outcome.wrong == outcome.failed == outcome.left == []
     assert min(outcome.requests, outcome.faults.total()) >= 21

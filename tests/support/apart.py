@@ -1,4 +1,4 @@
-"""Functions run each in a fresh process of its own, within a time limit."""
+"""Run functions in separate, fresh processes within a time limit."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def _answer(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...
 def apart(calls: Sequence[Call], timeout_s: float) -> list[Any]:
     """The result of each call, once every process has ended by itself.
 
-    All are killed as soon as one raises or dies, or when the time is up. They begin without
-    anything of this process: torch numbers the exchanges of symmetric memory by process, so that no
-    group forms between a process that was in another one before and a process that was not.
+    All are killed as soon as one raises or dies, or when the time is up. They are spawned, not
+    forked: torch numbers the exchanges of symmetric memory by process, so that a group cannot form
+    between a process that was in another group before and one that was not.
     """
     deadline = time.monotonic() + timeout_s
     context = multiprocessing.get_context("spawn")

@@ -1,11 +1,11 @@
-"""A cluster of processes under full load, in which something breaks every second.
+"""A cluster of processes under full load with a fault every second.
 
     python -m tests.support.chaos --seconds 600 --report benchmarks/results/chaos.md
 
-Two processes with a prefill and a tensor-parallel decode worker each hand over to each other, over
+Two processes, each with a prefill and a tensor-parallel decode worker, hand KV to each other over
 gloo, behind a real router. Every second a transfer is killed, a process is frozen for a while, or
-one is killed and replaced. Every request must end as it does when nothing is disturbed; afterwards
-nothing may be left anywhere.
+one is killed and replaced. Every request must end as it does without faults; afterwards no request
+or block may be left.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from tests.support.tiny_text import write_model_text
 ANSWER_S = 20.0
 START_S = 90.0
 CLIENTS = 24
-NUM_ASKED = 48
+NUM_REQUESTS = 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class LoadRequest:
     """One request of the load."""
 
     prompt: tuple[int, ...]
@@ -56,16 +56,16 @@ class Asked:
     seed: int
 
 
-def make_load(rng: random.Random, vocab: int) -> list[Asked]:
-    """Prompts of all lengths around blocks and chunks, some of which begin alike."""
+def make_load(rng: random.Random, vocab: int) -> list[LoadRequest]:
+    """Prompts of lengths around those of blocks and chunks; some share a prefix."""
     stem = [rng.randrange(3, vocab) for _ in range(150)]
     load = []
-    for number in range(NUM_ASKED):
+    for number in range(NUM_REQUESTS):
         length = rng.choice([1, 15, 16, 17, 31, 32, 33, 64, 65, 100, 200, 300])
         shared = stem[:length] if number % 3 == 0 else []
         rest = [rng.randrange(3, vocab) for _ in range(length - len(shared))]
         load.append(
-            Asked(
+            LoadRequest(
                 prompt=(*shared, *rest),
                 max_tokens=rng.choice([1, 2, 16, 40, 80]),
                 temperature=rng.choice([0.0, 0.9]),
@@ -139,13 +139,13 @@ class HostHandle:
             os.kill(pid, number)
 
     async def kill(self) -> None:
-        """End both at once, and wait for their end."""
+        """Kill the host and wait until both processes have ended."""
         self._loop.remove_reader(self._pipe.fileno())
         self.signal(0, signal.SIGKILL)
         self.signal(0, signal.SIGCONT)
         self.signal(1, signal.SIGCONT)
         await asyncio.to_thread(self.processes[0].join, 10)
-        # The follower has to notice by itself.
+        # The follower must detect the loss by itself.
         await asyncio.to_thread(self.processes[1].join, 20)
         assert self.processes[1].exitcode is not None, "a follower outlived its rank 0"
         self._pipe.close()
@@ -155,7 +155,7 @@ class HostHandle:
 
 @dataclass
 class Outcome:
-    """What a run came to."""
+    """The result of a run."""
 
     seconds: float = 0.0
     requests: int = 0
@@ -177,10 +177,10 @@ class Chaos:
     """A router in this process, two hosts beside it."""
 
     def __init__(
-        self, model: str, seed: int, *, period_s: float, request_s: float, least: int
+        self, model: str, seed: int, *, period_s: float, request_s: float, min_events: int
     ) -> None:
         self._model = model
-        self._least = least
+        self._min_events = min_events
         self._period_s = period_s
         self._request_s = request_s
         self._random = random.Random(seed)
@@ -188,7 +188,7 @@ class Chaos:
         self.hosts = [HostHandle(number, model) for number in range(2)]
         self._healthy: set[int] = set()
         self._repairs: set[asyncio.Task[None]] = set()
-        self._expected: dict[Asked, list[int]] = {}
+        self._expected: dict[LoadRequest, list[int]] = {}
 
     async def start(self) -> None:
         self._router = Router(
@@ -219,14 +219,14 @@ class Chaos:
         refs = [ref for n in sorted(self._healthy) for ref in self.hosts[n].refs]
         self._router.set_workers(refs)
 
-    async def ask(self, asked: Asked) -> list[int]:
+    async def ask(self, sent: LoadRequest) -> list[int]:
         """One request, streamed."""
         request = wire.GenerateRequest(
             model="tiny",
-            prompt_token_ids=wire.TokenIds(ids=asked.prompt),
-            max_tokens=asked.max_tokens,
-            temperature=asked.temperature,
-            seed=asked.seed,
+            prompt_token_ids=wire.TokenIds(ids=sent.prompt),
+            max_tokens=sent.max_tokens,
+            temperature=sent.temperature,
+            seed=sent.seed,
             ignore_eos=True,
         )
         ids: list[int] = []
@@ -236,11 +236,11 @@ class Chaos:
         return ids
 
     async def run(self, seconds: float) -> Outcome:
-        """Everything undisturbed once, then disturbed for so long, then nothing may be left."""
+        """Run the load once without faults, then with faults for `seconds`; check for leftovers."""
         load = make_load(self._random, 120)
         outputs = await asyncio.gather(*map(self.ask, load))
         self._expected = dict(zip(load, outputs, strict=True))
-        assert len({tuple(output) for output in self._expected.values()}) > NUM_ASKED // 2
+        assert len({tuple(output) for output in self._expected.values()}) > NUM_REQUESTS // 2
         await self._note_usage()
         start = time.monotonic()
         end = start + seconds
@@ -256,39 +256,39 @@ class Chaos:
         return self.outcome
 
     def _over(self, end: float) -> bool:
-        """Whether time is up, and enough has happened unless it went wrong."""
+        """Whether time is up and enough events happened, or something went wrong."""
         outcome = self.outcome
-        happened = min(outcome.requests, outcome.faults.total()) >= self._least
+        happened = min(outcome.requests, outcome.faults.total()) >= self._min_events
         return time.monotonic() >= end and (happened or not outcome.good)
 
     async def _client(self, end: float) -> None:
         while not self._over(end):
-            asked = self._random.choice(list(self._expected))
+            sent = self._random.choice(list(self._expected))
             began = time.monotonic()
             try:
-                ids = await self.ask(asked)
+                ids = await self.ask(sent)
             except grpc.aio.AioRpcError as error:
                 self.outcome.failed.append(f"{error.code().name}: {error.details()}")
                 continue
             self.outcome.slowest_s = max(self.outcome.slowest_s, time.monotonic() - began)
             self.outcome.requests += 1
             self.outcome.tokens += len(ids)
-            if ids != self._expected[asked]:
-                self.outcome.wrong.append(f"{asked}: {ids}")
+            if ids != self._expected[sent]:
+                self.outcome.wrong.append(f"{sent}: {ids}")
 
     # --- disturbances ---------------------------------------------------------------------------
 
     async def _disturb(self, end: float) -> None:
-        turn = 0
+        round_number = 0
         while not self._over(end):
             await asyncio.sleep(self._period_s)
-            turn += 1
+            round_number += 1
             number = self._random.choice(sorted(self._healthy)) if self._healthy else 0
             if len(self._healthy) < 2:
                 await self._kill_a_transfer(number)
-            elif turn % 20 == 0:
+            elif round_number % 20 == 0:
                 self._later(self._kill(number))
-            elif turn % 5 == 0:
+            elif round_number % 5 == 0:
                 self._later(self._freeze(number))
             else:
                 await self._kill_a_transfer(number)
@@ -311,7 +311,7 @@ class Chaos:
             await asyncio.sleep(0.01)
 
     async def _freeze(self, number: int) -> None:
-        """A host or its follower stands still for less or more than anybody waits."""
+        """Freeze a host or its follower for less or more than the timeouts."""
         which, pause = self._random.choice([0, 1]), self._random.choice([0.3, 1.0, 4.0])
         self._healthy.discard(number)
         self.outcome.faults[f"freeze {['host', 'rank 1'][which]}, {pause} s"] += 1
@@ -341,7 +341,7 @@ class Chaos:
         await self._replace(number)
 
     async def _replace(self, number: int) -> None:
-        """What a cluster does about a broken worker."""
+        """Replace a broken worker as a cluster does."""
         self._announce()
         await self._tell_left(number)
         await self.hosts[number].kill()
@@ -355,7 +355,7 @@ class Chaos:
         epochs = frozenset(ref.epoch for ref in self.hosts[number].refs)
         for other in self._healthy - {number}:
             await self.hosts[other].do("peers_left", epochs)
-            await self.hosts[other].do("health")  # whatever becomes of one is not the other's end
+            await self.hosts[other].do("health")  # the loss of one host must not break the other
 
     # --- what must hold -------------------------------------------------------------------------
 
@@ -376,7 +376,7 @@ class Chaos:
     async def _check_idle(self) -> None:
         left = self.outcome.left
         for host in self.hosts:
-            await host.do("health")  # a broken engine keeps blocks, for good reason: say that
+            await host.do("health")  # a broken engine keeps blocks: report it first
         end = time.monotonic() + 30.0
         while time.monotonic() < end:
             statuses = [s for host in self.hosts for s in await host.do("loads")]
@@ -414,11 +414,11 @@ async def run_chaos(
     seed: int = 0,
     period_s: float = 1.0,
     request_s: float = 90.0,
-    least: int = 0,
+    min_events: int = 0,
 ) -> Outcome:
-    """One whole run: something breaks every `period_s`, and every request ends in `request_s`. It
-    goes on after `seconds` until `least` requests are completed and as many things have broken."""
-    chaos = Chaos(model, seed, period_s=period_s, request_s=request_s, least=least)
+    """One run with a fault every `period_s`; every request must end within `request_s`. Continues
+    after `seconds` until `min_events` requests have completed and as many faults happened."""
+    chaos = Chaos(model, seed, period_s=period_s, request_s=request_s, min_events=min_events)
     try:
         await chaos.start()
         return await chaos.run(seconds)
@@ -472,7 +472,7 @@ router with {CLIENTS} clients. Something breaks every second.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print, and record if asked to; 1 when anything was wrong."""
+    """Run, print, and record with `--report`; 1 when anything was wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=0)

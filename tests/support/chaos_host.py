@@ -1,5 +1,5 @@
-"""A process with two workers in it: it prefills for others while its tensor-parallel decode worker
-takes KV from others. Told what to do over a pipe, also to break its own links."""
+"""A process with a prefill worker and a tensor-parallel decode worker, which receives KV from other
+processes. Controlled over a pipe, also to break its own links."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _STATUS = Path("/proc/self/status")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a process holds."""
+    """Resources of a process."""
 
     threads: int
     sockets: int
@@ -74,7 +74,7 @@ def settings(name: str, model: str, num_blocks: int, tp_size: int) -> WorkerSett
 
 
 def decode_settings(number: int, model: str) -> WorkerSettings:
-    """Room for a few sequences only: some are preempted."""
+    """Blocks for a few sequences only, so that some are preempted."""
     return settings(f"decode-{number}", model, 1024, DECODE_RANKS)
 
 
@@ -109,12 +109,12 @@ class Host:
         return True
 
     async def give_up(self) -> bool:
-        """One of the workers ends a hand-off that is under way, as failed."""
+        """Fail a running hand-off of one of the workers."""
         _, end = self._random.choice(self._sides)
         if not end._live:
             return False
         key = self._random.choice(sorted(end._live, key=str))
-        await end.end(key, False, HandoffFailed("given up on purpose").info())
+        await end.end(key, False, HandoffFailed("aborted by the test").info())
         return True
 
     async def peers_left(self, epochs: frozenset[int]) -> None:
@@ -150,7 +150,7 @@ def _target(fd: str) -> str:
 
 
 def host_process(number: int, model: str, pipe: Connection) -> None:
-    """The whole life of the process: say how to join, then that it is ready, then obey."""
+    """Run the process: send the rank invite, then the refs once ready, then serve commands."""
     torch.set_num_threads(1)
     logging.getLogger("baton").setLevel(logging.CRITICAL)
     group = RankGroup(DECODE_RANKS)

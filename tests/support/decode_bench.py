@@ -78,8 +78,8 @@ class Bench(SchedulerBench):
         raise AssertionError("no end in sight")
 
     def serve_reserves(self) -> None:
-        """Play prefill for every grant: write the prompt's KV into its blocks but for those that
-        hold it, commit token 1."""
+        """Act as prefill for every grant: write the prompt's KV into blocks that lack it, commit
+        token 1."""
         reserves, self.reserves = self.reserves, []
         for reserve in reserves:
             submit = self.submits[reserve.key]
@@ -97,7 +97,7 @@ class Bench(SchedulerBench):
             self.tell(Committed(key=reserve.key, first_token=first))
 
     def end_handoffs(self) -> None:
-        """Play prefill for every hand-off that decode gives up: no write is in flight."""
+        """Act as prefill for every hand-off that decode ends: no write is in flight."""
         ends, self.ends = self.ends, []
         keys = {end.key for end in ends}
         self.reserves = [r for r in self.reserves if r.key not in keys]

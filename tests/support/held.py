@@ -1,4 +1,4 @@
-"""Something that stops in the middle until the test lets it go."""
+"""A call that blocks until the test releases it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 
 
 class Held:
-    """To be called where the code under test is to stop, on a thread that may wait."""
+    """Call it where the code under test should block, on a thread that may wait."""
 
     LIMIT_S = 60.0  # however busy the machine is
 

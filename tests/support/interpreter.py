@@ -1,4 +1,4 @@
-"""triton's interpreter, which runs kernels on a machine without a GPU, made fit for many tests."""
+"""A faster triton interpreter, which runs kernels on machines without a GPU."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from triton.runtime import interpreter
 
 
 def patch_language_once() -> None:
-    """Let the interpreter patch `triton.language` once for each module of kernels, and for good.
+    """Let the interpreter patch `triton.language` once for each module of kernels.
 
-    It does so again at every call of a device function, which is most of a kernel's time.
+    By default it does so at every call of a device function, which is most of a kernel's time.
     """
     patch, patched = interpreter._patch_lang, set()
 

@@ -1,4 +1,4 @@
-"""Links within one process, in the place of gloo's: a message is one copy between two tensors."""
+"""Links within one process, in place of gloo's: a message is one copy between two tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Pipe:
             self._wait(lambda: self._ends >= 2, time.monotonic() + timeout_s, "connect")
 
     def send(self, data: torch.Tensor, timeout_s: float) -> None:
-        """Offer `data` until it was taken."""
+        """Offer `data` until the receiver has copied it."""
         limit = time.monotonic() + timeout_s
         with self._changed:
             self._wait(lambda: self._offered is None, limit, "send")
@@ -38,7 +38,7 @@ class _Pipe:
             self._wait(lambda: self._offered is not data, limit, "send")
 
     def recv(self, data: torch.Tensor, timeout_s: float) -> None:
-        """Take what is offered."""
+        """Copy what the sender offers."""
         limit = time.monotonic() + timeout_s
         with self._changed:
             self._wait(lambda: self._offered is not None, limit, "recv")
@@ -72,7 +72,7 @@ class _Pipe:
 
 
 class MemoryHub:
-    """Where the backends of one process meet. Pass the same hub to each."""
+    """Connects the backends of one process. Pass the same hub to each."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -87,7 +87,7 @@ class MemoryHub:
             return pipe
 
     def forget(self, link: LinkId) -> None:
-        """Drop a pipe whose other end never came."""
+        """Drop a pipe whose other end never connected."""
         with self._lock:
             self._pipes.pop(link, None)
 
@@ -102,7 +102,7 @@ class MemoryBackend:
         self._meeting: set[_Pipe] = set()
 
     def listen(self) -> str:
-        """Nothing to listen on: ids are enough."""
+        """Return a fixed endpoint: link ids are enough."""
         return "memory"
 
     def connect(self, link: LinkId, endpoint: str, timeout_s: float) -> _Pipe:
@@ -114,7 +114,7 @@ class MemoryBackend:
         return self._meet(link, timeout_s)
 
     def close(self) -> None:
-        """Nobody waits for the other end any more."""
+        """Close the pipes that wait for their other end."""
         for pipe in list(self._meeting):
             pipe.close()
 

@@ -20,7 +20,7 @@ class OneSidedHub:
 
 
 class OneSidedBackend:
-    """One rank. It needs to be told its pool."""
+    """One rank. Bind its pool with `bind_store` first."""
 
     name = "cuda_ipc"
 

@@ -1,8 +1,8 @@
 """A paged "engine" whose KV is the token ids themselves.
 
 Every step writes its tokens into block slots and then reads the whole context back through the
-block table; the next token is a hash of what it read. So a block that is shared, freed too early,
-not copied or computed at a wrong position changes the tokens, and the right answer needs no model.
+block table; the next token is a hash of it. So a block that is shared, freed too early, not copied
+or computed at a wrong position changes the tokens, and the expected output needs no model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def expected_output(prompt: Sequence[int], seed: int, num_tokens: int) -> list[i
 
 
 def prompts() -> st.SearchStrategy[list[int]]:
-    """Prompts of up to 30 tokens, many of which begin alike, some of which are alike."""
+    """Prompts of up to 30 tokens; many share a prefix, some are equal."""
     stem = [7, 3, 8, 1, 9, 2, 6, 4, 5, 3, 8, 8, 1]
     rest = st.lists(st.integers(0, 99), min_size=1, max_size=17)
     return st.builds(
@@ -52,7 +52,7 @@ class PagedTokens:
         self.steps: list[StepBatch] = []
 
     def run(self, batch: StepBatch) -> StepResult:
-        """Write every sequence's tokens, then sample from what the block tables show."""
+        """Write every sequence's tokens, then sample from the contents of its block table."""
         self.steps.append(batch)
         written: set[tuple[int, int]] = set()
         for step in batch.sequences:
@@ -82,8 +82,8 @@ class PagedTokens:
 
 
 class LateSteps:
-    """Steps of any `run`, as a device runs them: in order, after `launch` has returned, here as
-    late as can be: not before somebody waits. Tokens of the step before are fed on."""
+    """Runs steps like a device: in order, after `launch` has returned, as late as possible (in
+    `wait`). Tokens of the previous step are fed into the next."""
 
     def __init__(self, run: Callable[[StepBatch], StepResult], depth: int) -> None:
         self.depth = depth
@@ -93,7 +93,7 @@ class LateSteps:
         self._last = StepResult(tokens=())
 
     def launch(self, batch: StepBatch) -> LateSteps:
-        """Put a step into the queue; at most `depth` are."""
+        """Queue a step; at most `depth` are queued."""
         assert len(self.launched) < self.depth
         if not self.launched:
             assert all(step.previous is None for step in batch.sequences)
@@ -102,7 +102,7 @@ class LateSteps:
         return self
 
     def enter_thread(self) -> None:
-        """Nothing to get ready."""
+        """Do nothing."""
 
     def wait(self) -> StepResult:
         """Run the oldest step of the queue."""
@@ -118,7 +118,7 @@ class LateSteps:
         return self.number - len(self.launched)
 
     def blocks(self) -> set[int]:
-        """What the queue will read and write."""
+        """The blocks that queued steps read and write."""
         return {b for batch in self.launched for step in batch.sequences for b in step.block_ids}
 
     def _fed(self, step: SequenceStep) -> SequenceStep:

@@ -1,4 +1,4 @@
-"""Ports for those that must be told one."""
+"""Ports for components that need a port number."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _GIVEN: set[int] = set()
 
 
 def free_port() -> int:
-    """One of 127.0.0.1 that nobody listens on, below those that systems give to whoever asks for
-    any: it stays free until it is used. Never the same again."""
+    """An unused port of 127.0.0.1 below the ephemeral range, so that it stays free until used.
+    Never the same twice."""
     while True:
         port = random.randrange(20_000, 32_768)
         if port in _GIVEN:

@@ -18,7 +18,7 @@ BLOCK = 4
 
 @dataclass
 class SchedulerBench:
-    """What the benches of both schedulers share."""
+    """The common part of both schedulers' benches."""
 
     num_blocks: int = 64
     config: WorkerConfig = field(
@@ -80,8 +80,7 @@ class SchedulerBench:
         return self.scheduler._entries.values()
 
     def check(self) -> None:
-        """Held are the blocks of sequences that are here and those of steps in flight, no others;
-        none of the latter is anywhere else."""
+        """The held blocks are exactly those of sequences and of steps in flight."""
         self.blocks.check()
         owned = {block for entry in self.owners() for block in entry.sequence.block_ids}
         assert self.blocks.held == owned | self.executor.blocks()

@@ -54,7 +54,7 @@ def counting(submit: Submit) -> list[int]:
 
 @dataclass(slots=True)
 class StubWorker:
-    """One worker. Set its fields to script it; look at them to see what it was asked."""
+    """One worker. Its fields script its answers and record its requests."""
 
     role: Role
     fleet: StubFleet
@@ -75,7 +75,7 @@ class StubWorker:
     accepting: asyncio.Event | None = None  # if set, Submit is answered only once this is
     state: WorkerState = WorkerState.READY
     epoch: int = field(default_factory=new_epoch)
-    asked: int = 0  # Submits that came, answered or not
+    num_submits: int = 0  # received, answered or not
     submitted: list[Submit] = field(default_factory=list)
     cancelled: list[RequestKey] = field(default_factory=list)
     running: dict[RequestKey, asyncio.Task[None]] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class StubWorker:
     # --- control methods --------------------------------------------------------------------------
 
     async def _submit(self, submit: Submit) -> Ack:
-        self.asked += 1
+        self.num_submits += 1
         if self.accepting is not None:
             await self.accepting.wait()
         if self.refuse is not None:

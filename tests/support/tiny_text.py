@@ -29,7 +29,7 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-#: Like CHATML, but insists that user and assistant take turns and begins with BOS.
+#: Like CHATML, but requires alternating roles and begins with BOS.
 STRICT = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"

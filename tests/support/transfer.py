@@ -205,7 +205,7 @@ def differing_tokens(
 
 @dataclass
 class Events:
-    """What a worker was told; the futures of `wait` resolve on the next matching call."""
+    """Calls that a listener received; the futures of `wait` resolve on the next matching call."""
 
     grants: dict[RequestKey, Grant] = field(default_factory=dict)
     commits: list[tuple[RequestKey, Commit | TransferReport]] = field(default_factory=list)
@@ -272,7 +272,7 @@ class _Direct:
             await self._clients.intercept(self._address, method, request)
         handler = self._clients.handlers.get(self._address, {}).get(method)
         if handler is None:
-            raise Unavailable(f"nobody at {self._address}", param="address")
+            raise Unavailable(f"connection to {self._address} refused", param="address")
         copy = codec.decode(method.request, codec.encode(request))
         try:
             async with asyncio.timeout(timeout_s):

@@ -1,7 +1,7 @@
-"""Links, messages and time that the test decides about: the world around a sender and a receiver.
+"""Links, messages and time under the test's control, around a sender and a receiver.
 
-Control messages lie in a network until the test delivers, loses, repeats or delays them. KV lies on
-links until the test moves it. Time stands still unless the test turns it.
+Control messages stay in the network until the test delivers, loses, repeats or delays them; KV
+stays on links until the test moves it. Time advances only when the test says so.
 """
 
 from __future__ import annotations
@@ -110,15 +110,15 @@ class Network:
         self.deliver(letter)
 
     def lose(self, letter: Letter) -> None:
-        """Nobody gets it."""
+        """Drop it."""
         self.letters.remove(letter)
         self._give_up(letter, DeadlineExceeded("lost"))
         self._loop.settle()
 
     def refuse(self, letter: Letter) -> None:
-        """Nobody listens at its address."""
+        """Fail it as if no process listened at its address."""
         self.letters.remove(letter)
-        self._give_up(letter, Unavailable("nobody listens", param="address"))
+        self._give_up(letter, Unavailable("connection refused", param="address"))
         self._loop.settle()
 
     def delay(self, letter: Letter) -> None:

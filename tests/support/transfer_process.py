@@ -1,4 +1,4 @@
-"""Transfer sides in processes of their own, told what to do over a pipe: for kills and freezes."""
+"""Senders and receivers in separate processes, controlled over a pipe: for kills and freezes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class _Host:
         side.ref = WorkerRef(
             worker_id=side.ref.worker_id, epoch=side.ref.epoch, role=self._role, address=address
         )
-        party = EndpointContext(
+        context = EndpointContext(
             ref=side.ref,
             layout=layout,
             fingerprint=make_fingerprint(layout),
@@ -76,9 +76,9 @@ class _Host:
             config=CONFIG,
         )
         if self._role is Role.PREFILL:
-            end: Any = Sender(party, side.events)
+            end: Any = Sender(context, side.events)
         else:
-            end = Receiver(party, side.events)
+            end = Receiver(context, side.events)
             await end.start()
         server.add(end.handlers())
         self._ends.append(end)

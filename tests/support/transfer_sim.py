@@ -1,9 +1,8 @@
-"""A sender and a receiver in a world where the test decides what happens next.
+"""A sender and a receiver in a simulated world that the test controls.
 
-Control messages lie in a network until the test delivers, loses, repeats or delays them. KV lies on
-links until the test moves it, and the pools are dictionaries, so that every single write and read
-can be checked against who holds the block at that moment. Time stands still unless the test turns
-it.
+Control messages stay in the network until the test delivers, loses, repeats or delays them; KV
+stays on links until the test moves it, and the pools are dictionaries, so that every write and read is
+checked against the block's holder at that moment. Time advances only when the test says so.
 """
 
 from __future__ import annotations
@@ -165,7 +164,7 @@ class DecodeSide(Worker):
         owners = {self.writable.get(block) for block in op.order.cells.blocks}
         assert len(owners) == 1, f"one write into blocks of {owners}"
         owner = owners.pop()
-        assert owner is not None, "a write into blocks that nobody may write"
+        assert owner is not None, "a write into blocks that are not granted"
         assert all(cell[0] == str(owner) for cell in cells), "a write of another request's KV"
         for slot, cell in zip(self.own_slots(op), cells, strict=False):
             self.memory[slot] = cell
@@ -434,7 +433,7 @@ class World:
         for wire in list(self.fabric.wires.values()):
             self.fabric.snap(wire)
         self.loop.settle()
-        # Nothing but its end frees what a silent sender may write: nobody listens any more.
+        # What an unresponsive sender may write is freed once its address refuses connections.
         for _ in range(50):
             for letter in list(self.network.letters):
                 self.network.refuse(letter)

@@ -1,4 +1,4 @@
-"""Steps that the transfer tests share, between two toy workers of one layout."""
+"""Steps that the transfer tests share, between two test workers of one layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAYOUT = make_layout(2)
 
 
 def moves(clients, name):
-    return [request for called, request in clients.calls if called == name]
+    return [request for method, request in clients.calls if method == name]
 
 
 async def ready(pair, key=KEY, source=SOURCE, dest=DEST, seed=1):

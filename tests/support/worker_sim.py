@@ -1,9 +1,9 @@
-"""Both schedulers with a sender and a receiver between them, in a world where chance decides what
-happens next: steps, turns of event loops, messages, data, faults, what clients want.
+"""Both schedulers with a sender and a receiver between them, in a simulated world that picks the
+next event at random: steps, event loop iterations, messages, data, faults, client actions.
 
-KV is token ids (tests.support.paged), so every token that either side samples tells whether the
-blocks under it held what they should: blocks that are shared, sent, given back or written by
-somebody else too early change tokens. Time stands still unless it is turned.
+KV is token ids (tests.support.paged), so every sampled token shows whether its blocks held the
+right contents: blocks that are shared, sent, released or overwritten too early change tokens. Simulated
+time advances only explicitly.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class DecodeSide(Side):
     def _put(self, op: Op, cells: Cells, data: Data) -> None:
         entry = self.entry(op)
         assert entry.state in (DecodeState.ARRIVING, DecodeState.ENDING)
-        assert set(cells.blocks) <= set(entry.sequence.block_ids), "blocks of somebody else"
+        assert set(cells.blocks) <= set(entry.sequence.block_ids), "blocks of another request"
         for block in cells.blocks:
             assert block not in self.blocks._names
             assert self.blocks._references[block] <= 1
@@ -265,7 +265,7 @@ class WorkerWorld:
         config = choose([CONFIG, TransferConfig(**SMALL_PIECES)])
         target = self.decode if one_sided else None
 
-        def party(ref: WorkerRef, side: Any) -> EndpointContext:
+        def context(ref: WorkerRef, side: Any) -> EndpointContext:
             return EndpointContext(
                 ref=ref,
                 layout=side.layout,
@@ -277,8 +277,8 @@ class WorkerWorld:
                 clock=Clock(monotonic=self.loop.time, wall=self.loop.time),
             )
 
-        self.sender = Sender(party(PREFILL, self.prefill), self.prefill)
-        self.receiver = Receiver(party(DECODE, self.decode), self.decode)
+        self.sender = Sender(context(PREFILL, self.prefill), self.prefill)
+        self.receiver = Receiver(context(DECODE, self.decode), self.decode)
         self.network.handlers[PREFILL.address] = self.sender.handlers()
         self.network.handlers[DECODE.address] = self.receiver.handlers()
         self.faults = Faults()
@@ -476,7 +476,7 @@ class WorkerWorld:
         self.decode.blocks.check()
 
     def _wind_up(self) -> None:
-        """Nothing arrives any more, and later nobody listens: then nothing may be left."""
+        """Lose all messages, then refuse them; afterwards no request or block may be left."""
         for job in self.jobs.values():
             job.done = True
         for give_up in (self.network.lose, self.network.refuse):

@@ -518,7 +518,7 @@ async def test_a_cancel_never_overtakes_its_submit(fleet: StubFleet, make_doors:
     worker = await fleet.add(Role.DECODE, delay_s=1, accepting=accepting)
     async with make_doors(fleet) as doors:
         task = asyncio.create_task(complete(doors))
-        await until(lambda: worker.asked)
+        await until(lambda: worker.num_submits)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await until(lambda: idle(doors))
