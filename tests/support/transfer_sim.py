@@ -1,8 +1,8 @@
 """A sender and a receiver in a simulated world that the test controls.
 
 Control messages stay in the network until the test delivers, loses, repeats or delays them; KV
-stays on links until the test moves it, and the pools are dictionaries, so that every write and read is
-checked against the block's holder at that moment. Time advances only when the test says so.
+stays on links until the test moves it, and the pools are dictionaries, so that every write and read
+is checked against the block's holder at that moment. Time advances only when the test says so.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 next event at random: steps, event loop iterations, messages, data, faults, client actions.
 
 KV is token ids (tests.support.paged), so every sampled token shows whether its blocks held the
-right contents: blocks that are shared, sent, released or overwritten too early change tokens. Simulated
-time advances only explicitly.
+right contents: blocks that are shared, sent, released or overwritten too early change tokens.
+Simulated time advances only explicitly.
 """
 
 from __future__ import annotations
