@@ -39,37 +39,97 @@ def make_parser() -> argparse.ArgumentParser:
         prog="baton", description="Serve a language model with separate prefill and decode pools."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _up(commands)
-    _down(commands)
-    _command(commands, "status", "show pools, workers, their state, KV blocks and load")
-    _scale(commands)
-    _drain(commands)
-    _generate(commands)
-    _chat(commands)
-    _bench(commands)
-    _models(commands)
-    _keys(commands)
-    _demo(commands)
+    _add_cluster_commands(commands)
+    _add_client_commands(commands)
+    _add_local_commands(commands)
     return parser
 
 
-def _command(commands: Any, name: str, text: str, module: str | None = None) -> Any:
+def _add_cluster_commands(commands: Any) -> None:
+    up = _add(commands, "up", "start a cluster and leave it running")
+    up.add_argument("config", nargs="?", **_config_options())
+    _add_overrides(up)
+    text = "stay until interrupted, then stop the cluster"
+    up.add_argument("--foreground", "--block", action="store_true", help=text)
+
+    down = _add(commands, "down", "drain the cluster, then end every process of it")
+    down.add_argument("--now", action="store_true", help="do not wait for running requests")
+
+    _add(commands, "status", "show pools, workers, their state, KV blocks and load")
+
+    scale = _add(commands, "scale", "change the number of replicas of a live cluster", "operate")
+    for pool in ("prefill", "decode", "router"):
+        scale.add_argument(f"--{pool}", type=_count, metavar="N", help=f"number of {pool} replicas")
+    scale.add_argument("--no-wait", action="store_true", help="do not wait for the replicas")
+
+    drain = _add(commands, "drain", "let one worker finish its requests and replace it", "operate")
+    drain.add_argument("worker", help="worker id, as in `baton status`")
+
+
+def _add_client_commands(commands: Any) -> None:
+    generate = _add(commands, "generate", "continue a prompt, streamed over gRPC")
+    generate.add_argument("prompt", help="text to continue; - reads standard input")
+    generate.add_argument("--ignore-eos", action="store_true", default=None)
+    _add_request(generate)
+
+    chat = _add(commands, "chat", "chat with the model over gRPC", "generate")
+    chat.add_argument("message", nargs="?", help="one question; without it, a conversation")
+    chat.add_argument("--system", help="system message")
+    _add_request(chat)
+
+    bench = _add(commands, "bench", "measure a running server, or a configuration")
+    bench.add_argument(
+        "server",
+        nargs="?",
+        metavar="CONFIG|URL",
+        help="a configuration to start for the run, http(s)://HOST:PORT of any OpenAI-compatible "
+        "server, or grpc://HOST:PORT (default: the running cluster)",
+    )
+    _add_overrides(bench)
+    add_connection(bench)
+    for name, text in BENCH_OPTIONS.items():
+        bench.add_argument(f"--{name}", metavar="X", help=text)
+
+
+def _add_local_commands(commands: Any) -> None:
+    models = _add(commands, "models", "fetch and find models on this machine")
+    actions = models.add_subparsers(dest="action", required=True, metavar="ACTION")
+    get = actions.add_parser("get", help="fetch and convert a model, once")
+    get.add_argument("name")
+    path = actions.add_parser("path", help="print a model's folder")
+    path.add_argument("name")
+    actions.add_parser("list", help="list models on this machine, and those that can be fetched")
+
+    keys = _add(commands, "keys", "create API keys")
+    actions = keys.add_subparsers(dest="action", required=True, metavar="ACTION")
+    new = actions.add_parser("new", help="print a new key, and its entry for the key file")
+    new.add_argument("name", help="name of its owner, for logs and metrics")
+    new.add_argument("--admin", action="store_true", help="allow viewing and scaling the cluster")
+
+    text = "fetch the model, start a cluster, ask one question, show its timeline, stop"
+    demo = _add(commands, "demo", text)
+    demo.add_argument("--config", **_config_options())
+    _add_overrides(demo)
+    add_connection(demo)
+    demo.add_argument("--question", default=DEFAULT_QUESTION)
+    demo.add_argument("--max-tokens", type=_positive, default=64, metavar="N")
+    demo.add_argument("--keep", action="store_true", help="leave the cluster running")
+
+
+def _add(commands: Any, name: str, text: str, module: str = "") -> Any:
     parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
     parser.set_defaults(module=module or name)
     return parser
 
 
-def _config(parser: Any, *, positional: bool) -> None:
-    default = os.environ.get(CONFIG_ENV, DEFAULT_CONFIG)
-    text = f"configuration file (default: ${CONFIG_ENV} or {DEFAULT_CONFIG})"
-    if positional:
-        parser.add_argument("config", nargs="?", default=default, help=text)
-    else:
-        parser.add_argument("--config", default=default, help=text)
-    _overrides(parser)
+def _config_options() -> dict[str, str]:
+    return {
+        "default": os.environ.get(CONFIG_ENV, DEFAULT_CONFIG),
+        "help": f"configuration file (default: ${CONFIG_ENV} or {DEFAULT_CONFIG})",
+    }
 
 
-def _overrides(parser: Any) -> None:
+def _add_overrides(parser: Any) -> None:
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -78,37 +138,6 @@ def _overrides(parser: Any) -> None:
         metavar="FIELD=VALUE",
         help="override a field by its dotted path, e.g. --set model.dtype=float32 (repeatable)",
     )
-
-
-def _up(commands: Any) -> None:
-    parser = _command(commands, "up", "start a cluster and leave it running")
-    _config(parser, positional=True)
-    parser.add_argument(
-        "--foreground",
-        "--block",
-        action="store_true",
-        help="stay until interrupted, then stop the cluster",
-    )
-
-
-def _down(commands: Any) -> None:
-    parser = _command(commands, "down", "drain the cluster, then end every process of it")
-    parser.add_argument("--now", action="store_true", help="do not wait for running requests")
-
-
-def _scale(commands: Any) -> None:
-    text = "change the number of replicas of a live cluster"
-    parser = _command(commands, "scale", text, module="operate")
-    parser.add_argument("--prefill", type=_count, metavar="N", help="number of prefill replicas")
-    parser.add_argument("--decode", type=_count, metavar="M", help="number of decode replicas")
-    parser.add_argument("--router", type=_count, metavar="R", help="number of router replicas")
-    parser.add_argument("--no-wait", action="store_true", help="do not wait for the replicas")
-
-
-def _drain(commands: Any) -> None:
-    text = "let one worker finish its requests, then replace it"
-    parser = _command(commands, "drain", text, module="operate")
-    parser.add_argument("worker", help="worker id, as in `baton status`")
 
 
 def add_connection(parser: Any) -> None:
@@ -129,7 +158,7 @@ def add_connection(parser: Any) -> None:
         parser.add_argument(f"--tls-{name}", metavar="FILE", default=default, help=text)
 
 
-def _sampling(parser: Any) -> None:
+def _add_request(parser: Any) -> None:
     parser.add_argument(
         "--target",
         metavar="HOST:PORT",
@@ -137,73 +166,14 @@ def _sampling(parser: Any) -> None:
     )
     add_connection(parser)
     parser.add_argument("--max-tokens", type=_positive, metavar="N")
-    parser.add_argument("--temperature", type=float)
-    parser.add_argument("--top-p", type=float)
+    for name in ("temperature", "top-p", "min-p"):
+        parser.add_argument(f"--{name}", type=float)
     parser.add_argument("--top-k", type=partial(_count, minimum=-1))
-    parser.add_argument("--min-p", type=float)
     parser.add_argument("--seed", type=_count)
     parser.add_argument("--stop", action="append", metavar="TEXT")
     parser.add_argument("--timeout", type=float, metavar="S", help="deadline in seconds")
-    parser.add_argument(
-        "--timeline", action="store_true", default=None, help="print the request's timeline"
-    )
-
-
-def _generate(commands: Any) -> None:
-    parser = _command(commands, "generate", "continue a prompt, streamed over gRPC")
-    parser.add_argument("prompt", help="text to continue; - reads standard input")
-    parser.add_argument("--ignore-eos", action="store_true", default=None)
-    _sampling(parser)
-
-
-def _chat(commands: Any) -> None:
-    parser = _command(commands, "chat", "chat with the model over gRPC", module="generate")
-    parser.add_argument("message", nargs="?", help="one question; without it, a conversation")
-    parser.add_argument("--system", help="system message")
-    _sampling(parser)
-
-
-def _bench(commands: Any) -> None:
-    parser = _command(commands, "bench", "measure a running server, or a configuration")
-    parser.add_argument(
-        "server",
-        nargs="?",
-        metavar="CONFIG|URL",
-        help="a configuration to start for the run, http(s)://HOST:PORT of any OpenAI-compatible "
-        "server, or grpc://HOST:PORT (default: the running cluster)",
-    )
-    _overrides(parser)
-    add_connection(parser)
-    for name, text in BENCH_OPTIONS.items():
-        parser.add_argument(f"--{name}", metavar="X", help=text)
-
-
-def _models(commands: Any) -> None:
-    parser = _command(commands, "models", "fetch and find models on this machine")
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    get = actions.add_parser("get", help="fetch and convert a model, once")
-    get.add_argument("name")
-    path = actions.add_parser("path", help="print a model's folder")
-    path.add_argument("name")
-    actions.add_parser("list", help="list models on this machine, and those that can be fetched")
-
-
-def _keys(commands: Any) -> None:
-    parser = _command(commands, "keys", "create API keys")
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    new = actions.add_parser("new", help="print a new key, and its entry for the key file")
-    new.add_argument("name", help="name of its owner, for logs and metrics")
-    new.add_argument("--admin", action="store_true", help="allow viewing and scaling the cluster")
-
-
-def _demo(commands: Any) -> None:
-    text = "fetch the model, start a cluster, ask one question, show its timeline, stop"
-    parser = _command(commands, "demo", text)
-    _config(parser, positional=False)
-    add_connection(parser)
-    parser.add_argument("--question", default=DEFAULT_QUESTION)
-    parser.add_argument("--max-tokens", type=_positive, default=64, metavar="N")
-    parser.add_argument("--keep", action="store_true", help="leave the cluster running")
+    text = "print the request's timeline"
+    parser.add_argument("--timeline", action="store_true", default=None, help=text)
 
 
 def _count(text: str, minimum: int = 0) -> int:

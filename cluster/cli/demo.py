@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import closing
 
 from cluster.cli import session, up
 from cluster.cli.console import Console
-from cluster.cli.generate import open_client, show_timeline
+from cluster.cli.generate import open_client, show
 from cluster.client import GenerateOutcome
 from cluster.config.load import load_config
 from cluster.config.schema import ClusterConfig
@@ -39,20 +40,13 @@ def _config(options: argparse.Namespace, console: Console) -> ClusterConfig:
 
 
 def _ask(state: RunningCluster, options: argparse.Namespace, console: Console) -> None:
-    client = open_client(state.grpc, options)
     outcome = GenerateOutcome()
     console.say(f"\nquestion (over gRPC): {options.question}")
     console.piece("answer: ")
     message = Message(role="user", content=options.question)
     fields = {"max_tokens": options.max_tokens, "temperature": 0, "timeline": True, "timeout": 120}
-    try:
-        for piece in client.chat([message], fields, outcome):
-            console.piece(piece)
-    finally:
-        client.close()
-    console.say("\n")
-    if outcome.timeline is not None:
-        show_timeline(outcome.timeline, outcome, console)
+    with closing(open_client(state.grpc, options)) as client:
+        show(client.chat([message], fields, outcome), outcome, console, timeline=True)
 
 
 def _show_replicas(console: Console) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 from cluster.cli.arguments import DEFAULT_GRPC
@@ -23,17 +24,14 @@ _FIELDS = (
 
 def run(options: argparse.Namespace, console: Console) -> None:
     """Answer one prompt or message, or hold a conversation."""
-    client = open_client(options.target or default_target(), options)
-    try:
-        if options.command == "generate":
-            prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-            outcome = GenerateOutcome()
-            stream = client.complete(prompt, sampling(options), outcome)
-            show(stream, outcome, options, console)
-        else:
+    with closing(open_client(options.target or default_target(), options)) as client:
+        if options.command == "chat":
             _chat(client, options, console)
-    finally:
-        client.close()
+            return
+        prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+        outcome = GenerateOutcome()
+        stream = client.complete(prompt, sampling(options), outcome)
+        show(stream, outcome, console, timeline=options.timeline)
 
 
 def open_client(address: str, options: argparse.Namespace) -> InferenceClient:
@@ -58,9 +56,9 @@ def sampling(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(
-    stream: Iterator[str], outcome: GenerateOutcome, options: argparse.Namespace, console: Console
+    stream: Iterator[str], outcome: GenerateOutcome, console: Console, *, timeline: bool | None
 ) -> str:
-    """Print a stream as it arrives; return its text."""
+    """Print a stream as it arrives, then its timeline if asked for; return its text."""
     pieces = []
     try:
         for piece in stream:
@@ -71,7 +69,7 @@ def show(
             console.say()  # the error goes on its own line
         raise
     console.say()
-    if options.timeline and outcome.timeline is not None:
+    if timeline and outcome.timeline is not None:
         console.say()
         show_timeline(outcome.timeline, outcome, console)
     return "".join(pieces)
@@ -79,28 +77,23 @@ def show(
 
 def _chat(client: InferenceClient, options: argparse.Namespace, console: Console) -> None:
     messages = [wire.Message(role="system", content=options.system)] if options.system else []
+
+    def answer(text: str) -> None:
+        messages.append(wire.Message(role="user", content=text))
+        outcome = GenerateOutcome()
+        stream = client.chat(messages, sampling(options), outcome)
+        answered = show(stream, outcome, console, timeline=options.timeline)
+        messages.append(wire.Message(role="assistant", content=answered))
+
     if options.message is not None:
-        _answer(client, messages, options.message, options, console)
+        answer(options.message)
         return
     console.say("Type a message; an empty line or Ctrl-D ends the conversation.")
     try:
         while text := input("> ").strip():
-            _answer(client, messages, text, options, console)
+            answer(text)
     except EOFError:
         console.say()  # Ctrl-D leaves the cursor behind the prompt
-
-
-def _answer(
-    client: InferenceClient,
-    messages: list[wire.Message],
-    text: str,
-    options: argparse.Namespace,
-    console: Console,
-) -> None:
-    messages.append(wire.Message(role="user", content=text))
-    outcome = GenerateOutcome()
-    answer = show(client.chat(messages, sampling(options), outcome), outcome, options, console)
-    messages.append(wire.Message(role="assistant", content=answer))
 
 
 _PHASE_NAMES: dict[str, str] = {

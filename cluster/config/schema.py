@@ -5,10 +5,10 @@ they configure. A value that several sections need is given once, in `model`, `n
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta
 
@@ -19,6 +19,7 @@ from protocol.ids import Role
 from router.config import RouterConfig
 from worker_runtime.config import WorkerConfig
 
+S = TypeVar("S", EngineConfig, RouterConfig)
 AUTO = "auto"
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Count = Annotated[int, Meta(ge=0)]
@@ -184,35 +185,35 @@ class ClusterConfig:
         return self.prefill if role is Role.PREFILL else self.decode
 
     def engine_config(self, role: Role, model_path: Path) -> EngineConfig:
-        """A pool's engine, with the fields that derive from `model` and the pool's worker."""
+        """A pool's engine settings, completed."""
         pool = self.pool(role)
-        return dataclasses.replace(
-            pool.engine,
-            max_step_tokens=pool.worker.max_num_batched_tokens,
-            max_running=pool.worker.max_num_seqs,
-            model_path=str(model_path),
-            dtype=self.model.dtype,
-            max_model_len=self.model.max_model_len,
-        )
+        return self._completed(pool.engine, pool, model_path=str(model_path))
 
     def worker_config(self, role: Role, host: str) -> WorkerConfig:
         """A pool's worker settings, listening on `host`."""
-        return dataclasses.replace(self.pool(role).worker, host=host)
+        return replace(self.pool(role).worker, host=host)
 
     def transfer_config(self, host: str) -> TransferConfig:
         """The hand-off's settings, listening on `host`."""
-        return dataclasses.replace(self.transfer, host=host)
+        return replace(self.transfer, host=host)
 
     def router_config(self, model_path: Path) -> RouterConfig:
-        """A router's settings, with the fields that derive from `model` and `lifecycle`."""
-        return dataclasses.replace(
+        """The routers' settings, completed."""
+        return self._completed(
             self.router.settings,
+            self,
             model_path=str(model_path),
             served_model_name=self.model.served_name or model_path.name,
-            model_aliases=self.model.aliases,
-            max_model_len=self.model.max_model_len,
-            drain_s=self.lifecycle.drain_s,
         )
+
+    def _completed(self, settings: S, pool: object, **known: str) -> S:
+        """`settings` with the derived fields, except those `known`, from the paths in DERIVED."""
+        derived: dict[str, Any] = {
+            field: attrgetter(path[1:])(pool) if path.startswith(".") else attrgetter(path)(self)
+            for (owner, field), path in DERIVED.items()
+            if isinstance(settings, owner)
+        }
+        return replace(settings, **derived | known)
 
 
 #: The fields that another section sets.

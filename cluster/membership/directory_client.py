@@ -6,6 +6,7 @@ When the directory does not answer, that is logged and the replica continues wit
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from ray.exceptions import RayError
 
 from cluster.config.schema import LifecycleSection
 from cluster.membership.directory import find_directory
-from cluster.membership.table import Replica, View
+from cluster.membership.table import Replica, RestartGrace, View
 from observability.logging import get_logger
 from protocol.errors import Unavailable
 from protocol.states import WorkerState
@@ -28,7 +29,8 @@ class DirectoryClient:
     """Reports one replica and follows the directory's views.
 
     describe: called before each report; returns the replica as it is then. on_view: called with
-    each view, at the latest every few seconds.
+    each view, at least every few seconds; a restart of the directory removes no replica for
+    `expiry_s`.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class DirectoryClient:
             await asyncio.sleep(_STARTING_S if starting else self._times.heartbeat_s)
 
     async def _follow(self) -> None:
+        grace = RestartGrace(grace_s=self._times.expiry_s)
         incarnation = version = -1
         while True:
             try:
@@ -87,7 +90,7 @@ class DirectoryClient:
                 await asyncio.sleep(self._times.heartbeat_s)
                 continue
             incarnation, version = view.incarnation, view.version
-            self._on_view(view)
+            self._on_view(grace.complete(view, time.monotonic()))
 
     async def _call(self, call: Any) -> None:
         try:

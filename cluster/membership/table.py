@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from protocol.ids import Role, WorkerRef
@@ -163,60 +163,23 @@ class BoundedClock:
         return self._time
 
 
-class _RestartGrace:
-    """A restarted directory begins empty: for `grace_s` after its incarnation changes, a worker
-    that is missing from its view may only not have reported yet."""
+class RestartGrace:
+    """Completes the views of a restarted directory, which begins empty: for `grace_s` the replicas
+    known before the restart stay, unless a new view names them."""
 
     def __init__(self, *, grace_s: float) -> None:
         self._grace_s = grace_s
-        self._incarnation: int | None = None
+        self._last: View | None = None
+        self._carried: tuple[Replica, ...] = ()
         self._until = 0.0
 
-    def restarted(self, view: View, now: float) -> bool:
-        """Whether `view` is the first one of a restarted directory."""
-        restarted = self._incarnation not in (None, view.incarnation)
-        self._incarnation = view.incarnation
-        if restarted:
-            self._until = now + self._grace_s
-        return restarted
-
-    def over(self, now: float) -> bool:
-        return now >= self._until
-
-
-class KnownWorkers:
-    """The workers that a router uses. After a restart of the directory the workers known before
-    stay for `grace_s`, unless the new views name them."""
-
-    def __init__(self, *, grace_s: float) -> None:
-        self._grace = _RestartGrace(grace_s=grace_s)
-        self._refs: tuple[WorkerRef, ...] = ()
-        self._carried: tuple[WorkerRef, ...] = ()
-
-    def update(self, view: View, now: float) -> tuple[WorkerRef, ...]:
-        """The workers to use from now on."""
-        if self._grace.restarted(view, now):
-            self._carried = self._refs
-        if self._grace.over(now):
+    def complete(self, view: View, now: float) -> View:
+        """`view` with the replicas that stay."""
+        if self._last is not None and self._last.incarnation != view.incarnation:
+            self._carried, self._until = self._last.replicas, now + self._grace_s
+        if now >= self._until:
             self._carried = ()
         named = {replica.name for replica in view.replicas}
-        kept = tuple(ref for ref in self._carried if ref.worker_id not in named)
-        self._refs = view.ready_workers() + kept
-        return self._refs
-
-
-class DepartedWorkers:
-    """The workers that leave the directory's view from one update to the next. After a restart of
-    the directory a missing worker counts as departed only once `grace_s` has passed."""
-
-    def __init__(self, *, grace_s: float) -> None:
-        self._grace = _RestartGrace(grace_s=grace_s)
-        self._epochs: frozenset[int] = frozenset()
-
-    def update(self, view: View, now: float) -> frozenset[int]:
-        """The epochs of the workers that have left."""
-        self._grace.restarted(view, now)
-        present = frozenset(worker.epoch for worker in view.workers())
-        departed = self._epochs - present if self._grace.over(now) else frozenset[int]()
-        self._epochs = (self._epochs | present) - departed
-        return departed
+        kept = tuple(replica for replica in self._carried if replica.name not in named)
+        self._last = replace(view, replicas=view.replicas + kept)
+        return self._last

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
 
 import ray
 
 from cluster.config.schema import ClusterConfig
 from cluster.membership.directory_client import DirectoryClient
-from cluster.membership.table import KnownWorkers, Pool, Replica, View, reachable
+from cluster.membership.table import Pool, Replica, View, reachable
 from cluster.models.store import find_model
 from cluster.serve.admin import ClusterAdmin, Scale
 from cluster.serve.gc_tuning import freeze_heap
@@ -28,7 +27,6 @@ class RouterReplica:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._state = WorkerState.STARTING
         self._epoch = new_epoch()
-        self._workers = KnownWorkers(grace_s=config.lifecycle.expiry_s)
         self._membership = DirectoryClient(
             config.lifecycle, describe=self._describe, on_view=self._take_view
         )
@@ -63,7 +61,7 @@ class RouterReplica:
         await self._router.stop()
 
     def _take_view(self, view: View) -> None:
-        self._router.set_workers(self._workers.update(view, time.monotonic()))
+        self._router.set_workers(view.ready_workers())
         routers = view.of(Pool.ROUTER, WorkerState.STARTING, WorkerState.READY)
         self._router.set_routers([router.metrics for router in routers])
 

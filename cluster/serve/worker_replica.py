@@ -11,7 +11,7 @@ from ray import serve
 
 from cluster.config.schema import AUTO, ClusterConfig
 from cluster.membership.directory_client import DirectoryClient
-from cluster.membership.table import DepartedWorkers, Pool, Replica, View
+from cluster.membership.table import Pool, Replica, View
 from cluster.models.store import find_model
 from cluster.serve.follower_rank import on_own_gpu, start_followers
 from cluster.serve.gc_tuning import freeze_heap
@@ -42,7 +42,7 @@ class WorkerReplica:
         configure_logging()
         self._drain_s = config.lifecycle.drain_s
         self._draining: asyncio.Future[bool] | None = None
-        self._departed = DepartedWorkers(grace_s=config.lifecycle.expiry_s)
+        self._peer_epochs = frozenset[int]()
         self._membership = DirectoryClient(
             config.lifecycle, describe=self._describe, on_view=self._take_view
         )
@@ -80,7 +80,9 @@ class WorkerReplica:
 
     def _take_view(self, view: View) -> None:
         """Tell the worker its peers, and the peers whose transfers cannot complete any more."""
-        self._worker.peers_left(self._departed.update(view, time.monotonic()))
+        epochs = frozenset(worker.epoch for worker in view.workers())
+        self._worker.peers_left(self._peer_epochs - epochs)
+        self._peer_epochs = epochs
         self._worker.peers_joined(view.ready_workers())
 
     def _describe(self) -> Replica:

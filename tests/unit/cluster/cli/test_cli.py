@@ -322,7 +322,7 @@ def test_an_error_in_the_middle_of_an_answer_has_a_line_of_its_own(
         raise Internal("it broke")
 
     with pytest.raises(Internal):
-        show(stream(), GenerateOutcome(), parse("chat", "x"), Console())
+        show(stream(), GenerateOutcome(), Console(), timeline=None)
     assert capsys.readouterr().out == "half\n"
 
 

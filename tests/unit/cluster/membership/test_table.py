@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.membership.table import (
-    DepartedWorkers,
-    KnownWorkers,
     Pool,
     Replica,
     ReplicaTable,
+    RestartGrace,
     View,
     reachable,
 )
@@ -149,73 +148,42 @@ def test_the_version_changes_exactly_with_the_view(steps: list) -> None:
         assert len({m.name for m in after.replicas}) == len(after.replicas)
 
 
-# --- what routers make of the views ---------------------------------------------------------------
+# --- views across restarts of the directory -------------------------------------------------------
 
 
 def view(incarnation: int, *replicas: Replica) -> View:
     return View(incarnation=incarnation, version=1, replicas=replicas)
 
 
-def ids(refs) -> list[str]:
-    return [ref.worker_id for ref in refs]
+def ready(view: View) -> list[str]:
+    return [ref.worker_id for ref in view.ready_workers()]
 
 
-def test_following_takes_what_the_directory_says() -> None:
-    following = KnownWorkers(grace_s=6.0)
-    assert ids(following.update(view(1, replica("a"), replica("b")), 0.0)) == ["a", "b"]
-    assert ids(following.update(view(1, replica("b")), 1.0)) == ["b"]
-    assert ids(following.update(view(1), 2.0)) == []
+def test_views_of_one_incarnation_are_taken_as_they_are() -> None:
+    grace = RestartGrace(grace_s=6.0)
+    for now, names in enumerate((["a", "b"], ["b"], [])):
+        given = view(1, *map(replica, names))
+        assert grace.complete(given, now) == given
 
 
-def test_restarted_directory_keeps_the_known_for_a_while() -> None:
-    following = KnownWorkers(grace_s=6.0)
-    following.update(view(1, replica("a"), replica("b"), replica("c")), 0.0)
-    assert ids(following.update(view(2), 10.0)) == ["a", "b", "c"]
+def test_restarted_directory_keeps_the_known_replicas_for_a_while() -> None:
+    grace = RestartGrace(grace_s=6.0)
+    grace.complete(view(1, replica("a"), replica("b"), replica("c")), 0.0)
+    assert ready(grace.complete(view(2), 10.0)) == ["a", "b", "c"]
     draining = dataclasses.replace(replica("b"), state=DRAINING)
-    assert ids(following.update(view(2, replica("a", epoch=5), draining), 11.0)) == ["a", "c"]
-    assert ids(following.update(view(2, replica("a", epoch=5), draining), 16.0)) == ["a"]
+    known = view(2, replica("a", epoch=5), draining)
+    assert ready(grace.complete(known, 11.0)) == ["a", "c"]
+    assert [r.epoch for r in grace.complete(known, 11.0).replicas if r.name == "a"] == [5]
+    assert ready(grace.complete(known, 16.0)) == ["a"]
 
 
 def test_restarted_directory_twice_within_the_grace() -> None:
-    following = KnownWorkers(grace_s=6.0)
-    following.update(view(1, replica("a")), 0.0)
-    following.update(view(2), 10.0)
-    assert ids(following.update(view(3), 12.0)) == ["a"]
-    assert ids(following.update(view(3), 17.9)) == ["a"]
-    assert ids(following.update(view(3), 18.0)) == []
-
-
-def test_departures_are_workers_that_a_later_view_lacks() -> None:
-    t, departures = table(), DepartedWorkers(grace_s=6.0)
-    t.report(replica("d1", epoch=1), 0.0)
-    t.report(replica("p1", epoch=2, pool=Pool.PREFILL), 0.0)
-    t.report(replica("r1", epoch=3, pool=Pool.ROUTER), 0.0)
-    assert departures.update(t.view(), 1.0) == set()
-    t.report(replica("d1", epoch=1, state=DRAINING), 1.0)
-    t.leave("r1", 3)
-    assert departures.update(t.view(), 1.0) == set()
-    t.report(replica("d1", epoch=9), 4.0)  # replaced
-    assert departures.update(t.view(), 1.0) == {1}
-    t.expire(6.0)  # silent
-    assert departures.update(t.view(), 1.0) == {2}
-    assert departures.update(t.view(), 1.0) == set()
-
-
-def test_a_restarted_directory_is_given_time_to_hear_of_all_before_anybody_has_left() -> None:
-    t, departures = table(), DepartedWorkers(grace_s=6.0)
-    t.report(replica("d1", epoch=1), 0.0)
-    t.report(replica("d2", epoch=2), 0.0)
-    t.report(replica("d3", epoch=3), 0.0)
-    departures.update(t.view(), 0.0)
-    again = ReplicaTable(incarnation=8, expiry_s=5.0)
-    assert departures.update(again.view(), 10.0) == set()
-    again.report(replica("d1", epoch=1), 11.0)
-    again.report(replica("d3", epoch=3), 11.0)
-    assert departures.update(again.view(), 15.9) == set()
-    again.leave("d3", 3)
-    assert departures.update(again.view(), 16.0) == {2, 3}  # the one died with the directory
-    again.leave("d1", 1)
-    assert departures.update(again.view(), 17.0) == {1}
+    grace = RestartGrace(grace_s=6.0)
+    grace.complete(view(1, replica("a")), 0.0)
+    grace.complete(view(2), 10.0)
+    assert ready(grace.complete(view(3), 12.0)) == ["a"]
+    assert ready(grace.complete(view(3), 17.9)) == ["a"]
+    assert ready(grace.complete(view(3), 18.0)) == []
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from cluster.config.schema import ClusterConfig, LifecycleSection, ModelSection
 from cluster.membership.directory import Directory
 from cluster.membership.directory_client import DirectoryClient
-from cluster.membership.table import Replica, View
+from cluster.membership.table import Pool, Replica, ReplicaTable, View
 from cluster.serve.router_replica import RouterReplica
 from cluster.serve.worker_replica import WorkerReplica
 from protocol.errors import Unavailable
@@ -63,6 +63,12 @@ class Busy:
     def check_health(self) -> None:
         pass
 
+    def peers_left(self, epochs: frozenset[int]) -> None:
+        self.left = set(epochs)
+
+    def peers_joined(self, refs: tuple[WorkerRef, ...]) -> None:
+        self.joined = [ref.epoch for ref in refs]
+
     async def drain(self, timeout_s: float) -> bool:
         self.state = DRAINING
         return await self.over.wait()
@@ -92,6 +98,7 @@ def make(kind: Any, busy: Busy) -> Any:
         TIMES, describe=replica._describe, on_view=replica._take_view
     )
     fields = {"_worker": busy, "_ref": REF, "_drain_s": 60.0, "_draining": None}
+    fields |= {"_peer_epochs": frozenset()}
     fields |= {"_router": busy, "_epoch": 7, "_state": WorkerState.READY}
     for name, value in fields.items():
         setattr(replica, name, value)
@@ -140,3 +147,34 @@ async def test_a_worker_that_was_told_to_drain_is_replaced_once_idle(
             await replica.check_health()
         await replica.shut_down()
     assert directory.left
+
+
+async def test_a_worker_is_told_which_peers_have_left(directory: RecordingDirectory) -> None:
+    """Those that a view lacks and the one before had: gone, replaced or expired."""
+    busy, table = Busy(), ReplicaTable(incarnation=1, expiry_s=5.0)
+    replica = make(WorkerReplica, busy)
+
+    def report(name: str, epoch: int, pool: Pool = Pool.DECODE, *, now: float = 0.0) -> None:
+        state = WorkerState.READY
+        table.report(Replica(name=name, epoch=epoch, pool=pool, state=state), now)
+
+    def left() -> set[int]:
+        replica._take_view(table.view())
+        return busy.left
+
+    report("d1", 1)
+    report("p1", 2, Pool.PREFILL)
+    report("r1", 3, Pool.ROUTER)
+    assert left() == set()
+    assert busy.joined == [2, 1]
+    table.report(Replica(name="d1", epoch=1, pool=Pool.DECODE, state=DRAINING), 1.0)
+    table.leave("r1", 3)
+    assert left() == set()
+    assert busy.joined == [2]
+    report("d1", 9, now=4.0)
+    assert left() == {1}
+    table.expire(6.0)
+    assert left() == {2}
+    assert left() == set()
+    for task in replica._membership._tasks:
+        task.cancel()
