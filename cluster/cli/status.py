@@ -41,7 +41,7 @@ def run(_options: argparse.Namespace, console: Console) -> None:
 def show_replicas(view: View, secret: bytes, console: Console) -> None:
     """One line for each replica; each worker is asked for its load."""
     workers = view.workers()
-    statuses = asyncio.run(_ask_all(workers, secret))
+    statuses = asyncio.run(_load_of(workers, secret))
     rows = [_worker_row(w, s) for w, s in zip(workers, statuses, strict=True)]
     header = ("WORKER", "STATE", "RUNNING", "WAITING", "KV FREE", "HELD", "CACHED", "QUARANTINED")
     console.table((*header, "TOTAL", "STEPS", "ADDRESS"), rows)
@@ -50,18 +50,17 @@ def show_replicas(view: View, secret: bytes, console: Console) -> None:
     console.table(("ROUTER", "STATE", "HTTP", "GRPC", "METRICS"), routers)
 
 
-async def _ask_all(workers: Sequence[Replica], secret: bytes) -> list[WorkerStatus | None]:
-    return list(await asyncio.gather(*(_ask(worker, secret) for worker in workers)))
+async def _load_of(workers: Sequence[Replica], secret: bytes) -> list[WorkerStatus | None]:
+    async def ask(worker: Replica) -> WorkerStatus | None:
+        client = ControlClient(worker.address, secret=secret)
+        try:
+            return await client.call(STATUS, StatusQuery(), timeout_s=_CALL_S)
+        except BatonError:
+            return None
+        finally:
+            await client.close()
 
-
-async def _ask(worker: Replica, secret: bytes) -> WorkerStatus | None:
-    client = ControlClient(worker.address, secret=secret)
-    try:
-        return await client.call(STATUS, StatusQuery(), timeout_s=_CALL_S)
-    except BatonError:
-        return None
-    finally:
-        await client.close()
+    return await asyncio.gather(*map(ask, workers))
 
 
 def _worker_row(worker: Replica, status: WorkerStatus | None) -> tuple[object, ...]:

@@ -27,14 +27,6 @@ RESERVED = frozenset(
         "BATON_TLS_KEY",
     }
 )
-#: Fields that name files. A relative path is resolved here: routers run in another directory.
-FILES = (
-    "router.settings.chat_template",
-    "router.settings.api_keys_file",
-    "router.settings.tls.cert_file",
-    "router.settings.tls.key_file",
-    "router.settings.tls.client_ca_file",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +50,7 @@ def load_config(
         if not equals or not field.strip():
             raise InvalidRequest(f"--set {override!r}: expected FIELD=VALUE", param="--set")
         _assign(tree, field.strip(), text.strip())
-    return Loaded(
-        config=build(ClusterConfig, tree, derived=DERIVED, files=FILES), warnings=warnings
-    )
+    return Loaded(config=build(ClusterConfig, tree, derived=DERIVED), warnings=warnings)
 
 
 def env_name(path: str) -> str:
@@ -112,19 +102,15 @@ def _unknown(name: str, known: Iterable[str]) -> str:
 
 def _assign(tree: dict[str, Any], path: str, text: str) -> None:
     """Set a dotted path in the tree; `build` converts the text to the field's type."""
-    parents, _, last = path.rpartition(".")
+    *sections, last = path.split(".")
     node = tree
-    walked: list[str] = []
-    for name in filter(None, parents.split(".")):
-        walked.append(name)
-        child = node.setdefault(name, {})
-        if child is None:
-            child = node[name] = {}
-        if not isinstance(child, dict):
-            raise InvalidRequest(
-                f"{path}: {'.'.join(walked)} is a value, not a section", param=path
-            )
-        node = child
+    for i, name in enumerate(sections):
+        if node.get(name) is None:
+            node[name] = {}
+        node = node[name]
+        if not isinstance(node, dict):
+            above = ".".join(sections[: i + 1])
+            raise InvalidRequest(f"{path}: {above} is a value, not a section", param=path)
     # Lists and maps are YAML; anything else stays text.
     node[last] = _parse(text, path) if text.startswith(("[", "{")) else text
 

@@ -14,7 +14,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -33,13 +33,14 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)", re.IGNORECASE)
 _POWER = {"b": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _WORDS = {int: "a whole number", float: "a finite number", bool: "true or false"}
 _MIN_LIKENESS = 0.65
+#: Fields that name files of routers, which run in another directory: paths become absolute.
+_FILE_NAMES = ("_file", ".chat_template")
 
 
-def build(cls: type[T], tree: object, *, derived: Derived, files: Collection[str] = ()) -> T:
-    """The dataclass `cls` from a tree of dicts, lists and scalars. `files` are the fields that name
-    files, which become absolute. Raises InvalidRequest with the field's dotted path as `param`."""
-    builder = _Builder(root=cls, derived=derived, files=files)
-    return typing.cast(T, builder.section(cls, tree, ""))
+def build(cls: type[T], tree: object, *, derived: Derived) -> T:
+    """The dataclass `cls` from a tree of dicts, lists and scalars. Raises InvalidRequest with the
+    field's dotted path as `param`."""
+    return typing.cast(T, _Builder(root=cls, derived=derived).section(cls, tree, ""))
 
 
 def leaf_paths(cls: type, derived: Derived) -> list[str]:
@@ -71,7 +72,6 @@ def _is_section(kind: Any) -> bool:
 class _Builder:
     root: type
     derived: Derived
-    files: Collection[str]
 
     def section(self, cls: type, tree: object, path: str) -> Any:
         """A dataclass from a map of its fields; None stands for an empty map."""
@@ -118,8 +118,7 @@ class _Builder:
                 str(key): self.value(arguments[1], item, _join(path, str(key)))
                 for key, item in value.items()
             }
-        converted = _scalar(kind, value, path)
-        return str(Path(converted).absolute()) if path in self.files and converted else converted
+        return _scalar(kind, value, path)
 
     def _missing(self, cls: type, name: str, path: str) -> Any:
         if (cls, name) in self.derived:
@@ -171,6 +170,8 @@ def _scalar(kind: Any, value: object, path: str) -> Any:
     bare = bare_type(kind)
     if bare is str and type(value) in (int, float):
         value = str(value)
+    if bare is str and path.endswith(_FILE_NAMES) and isinstance(value, str) and value:
+        return str(Path(value).absolute())
     if bare is int and isinstance(value, str) and path.endswith("_bytes"):
         value = _num_bytes(value)
     with contextlib.suppress(msgspec.ValidationError):

