@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -11,9 +12,17 @@ from typing import Protocol
 
 from engine.batch import StepBatch
 from engine.errors import RankLost
-from engine.ranks.channel import Channel, ChannelClosed, greet
-from engine.ranks.messages import Command, EngineCommand, RankInvite, Report, Sign, open_store
+from engine.ranks.messages import (
+    CHANNEL_PURPOSE,
+    Command,
+    EngineCommand,
+    RankInvite,
+    Report,
+    Sign,
+    open_store,
+)
 from engine.ranks.tensor_parallel import TensorParallel
+from framing.channel import Channel, ChannelClosed
 from protocol import codec
 from protocol.errors import typed
 
@@ -43,9 +52,12 @@ class Follower:
         self.invite = invite
         self.tp = TensorParallel(rank, invite.size)
         try:
-            sock = socket.create_connection((invite.host, invite.port), invite.timeout_s)
-            self._channel = Channel(sock, timeout_s=None)
-            greet(self._channel, invite.authkey, rank)
+            limit = self._message_limit()
+            connection = socket.create_connection((invite.host, invite.port), invite.timeout_s)
+            self._channel = Channel.client(
+                connection, invite.authkey, purpose=CHANNEL_PURPOSE, limit=limit
+            )
+            self._channel.send(rank.to_bytes(4, "big"), limit)
         except OSError as error:
             raise RankLost(f"rank {rank} cannot join: {error}", param="tp") from error
         self._ended = threading.Event()
@@ -113,13 +125,18 @@ class Follower:
 
     def _next(self) -> EngineCommand:
         try:
-            return codec.decode(EngineCommand, self._channel.receive())
+            self._channel.wait_readable()  # an idle rank 0 sends nothing
+            return codec.decode(EngineCommand, self._channel.receive(self._message_limit()))
         except ChannelClosed as error:
             raise RankLost(f"rank 0 is gone: {error}", param="rank 0") from error
 
+    def _message_limit(self) -> float:
+        """When a message that starts now must have passed."""
+        return time.monotonic() + self.invite.timeout_s
+
     def _report(self, report: Report, *, quiet: bool = False) -> None:
         try:
-            self._channel.send(codec.encode(report))
+            self._channel.send(codec.encode(report), self._message_limit())
         except ChannelClosed as error:
             if not quiet:
                 raise RankLost(f"rank 0 is gone: {error}", param="rank 0") from error
@@ -128,6 +145,6 @@ class Follower:
         alive = codec.encode(Report(sign=Sign.ALIVE))
         while not self._ended.wait(_BEAT_S):
             try:
-                self._channel.send(alive)
+                self._channel.send(alive, self._message_limit())
             except ChannelClosed:
                 return

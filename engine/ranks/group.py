@@ -17,9 +17,17 @@ from concurrent.futures import Future, InvalidStateError
 from engine.batch import StepBatch
 from engine.errors import RankLost
 from engine.process_tempdir import ProcessTempdir, ranks_folder
-from engine.ranks.channel import Channel, ChannelClosed, welcome
-from engine.ranks.messages import Command, EngineCommand, RankInvite, Report, Sign, open_store
+from engine.ranks.messages import (
+    CHANNEL_PURPOSE,
+    Command,
+    EngineCommand,
+    RankInvite,
+    Report,
+    Sign,
+    open_store,
+)
 from engine.ranks.tensor_parallel import TensorParallel
+from framing.channel import Channel, ChannelClosed
 from observability.logging import get_logger
 from protocol import codec
 from protocol.errors import BatonError
@@ -78,10 +86,10 @@ class RankGroup:
                 raise RankLost(f"ranks {sorted(missing)} did not join in {timeout_s} s", param="tp")
             self._server.settimeout(left)
             try:
-                sock, _ = self._server.accept()
+                connection, _ = self._server.accept()
             except TimeoutError:
                 continue
-            self._admit(Channel(sock, timeout_s=self._silence_s), missing)
+            self._admit(connection, missing)
 
     def open(self, num_blocks: int, timeout_s: float) -> None:
         """Wait until every follower has loaded, give it `num_blocks`, form the tensor group."""
@@ -130,19 +138,22 @@ class RankGroup:
         with self._order_lock:
             for channel in self._channels.values():
                 try:
-                    channel.send(codec.encode(EngineCommand(command=Command.CLOSE)))
+                    channel.send(codec.encode(EngineCommand(command=Command.CLOSE)), self._limit())
                 except ChannelClosed:
                     log.debug("follower was gone before the group closed")
         self._fail_calls(closed)
         self._server.close()
         self.tp.close()
 
-    def _admit(self, channel: Channel, missing: set[int]) -> None:
+    def _admit(self, connection: socket.socket, missing: set[int]) -> None:
+        limit = self._limit()
         try:
-            rank = welcome(channel, self.invite.authkey)
-        except (ChannelClosed, ValueError) as error:
+            channel = Channel.server(
+                connection, self.invite.authkey, purpose=CHANNEL_PURPOSE, limit=limit
+            )
+            rank = int.from_bytes(channel.receive(limit), "big")
+        except ChannelClosed as error:
             log.warning("turned a stranger away", extra={"reason": error})
-            channel.close()
             return
         if rank not in missing:
             log.warning("turned a rank away that is not expected", extra={"rank": rank})
@@ -164,18 +175,22 @@ class RankGroup:
 
     def _send(self, rank: int, message: bytes) -> None:
         try:
-            self._channels[rank].send(message)
+            self._channels[rank].send(message, self._limit())
         except ChannelClosed as error:
             self._lose(rank, str(error))
 
     def _listen(self, rank: int, channel: Channel) -> None:
         try:
             while True:
-                self._take(rank, codec.decode(Report, channel.receive()))
+                self._take(rank, codec.decode(Report, channel.receive(self._limit())))
         except (ChannelClosed, BatonError) as error:
             self._lose(rank, str(error))
         finally:
             channel.close()
+
+    def _limit(self) -> float:
+        """When a message that starts now must have passed."""
+        return time.monotonic() + self._silence_s
 
     def _take(self, rank: int, report: Report) -> None:
         if report.sign is Sign.LOADED:

@@ -10,6 +10,9 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from protocol.errors import ErrorInfo
 from protocol.message import Message
 
+#: Of the connections between rank 0 and its followers (framing.session).
+CHANNEL_PURPOSE = b"rank"
+
 
 class RankInvite(Message):
     """What a follower needs to join, on the same host as rank 0. `store`: the path of the file in
