@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -152,6 +153,47 @@ class Internal(BatonError):
     """A defect of ours."""
 
     code = ErrorCode.INTERNAL
+
+
+def invalid_field(error: Exception) -> InvalidRequest:
+    """A msgspec.ValidationError as the error of the field it names.
+
+    `$.messages[0].name` becomes `messages[0].name`. Places in arrays of plain values and keys of
+    maps are left out: `stop`, not `stop[0]`.
+    """
+    fault, path = str(error), ""
+    if place := _PLACE.search(fault):
+        fault, path = fault[: place.start()], place[1]
+    if field := _FIELD.fullmatch(fault):
+        param = f"{path}.{field[2]}".removeprefix(".")
+        what = "is required" if field[1] == "missing required" else "is not a known field"
+        return InvalidRequest(f"{param} {what}", param=param)
+    if not fault.startswith("Expected `object`"):
+        path = _INDEX.sub("", path)
+    fault = _TYPES.sub(_type_names, fault)
+    if fault.startswith("Expected "):
+        fault = f"{path or 'body'} must be {fault.removeprefix('Expected ')}"
+    else:
+        fault = f"{path}: {fault[0].lower()}{fault[1:]}"
+    return InvalidRequest(fault, param=path or "body")
+
+
+_PLACE = re.compile(r" - at `(?:key` in `)?\$\.?(.*)`$", re.DOTALL)
+_FIELD = re.compile("Object (missing required|contains unknown) field `(.*)`", re.DOTALL)
+_INDEX = re.compile(r"(\[[^\]]*\])+$")
+_TYPES = re.compile("`([a-z| ]+)`")
+_TYPE_NAMES = {
+    "bool": "a boolean",
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "array": "an array",
+    "object": "an object",
+}
+
+
+def _type_names(types: re.Match[str]) -> str:
+    return " or ".join(_TYPE_NAMES.get(name, name) for name in types[1].split(" | "))
 
 
 def typed(error: BaseException) -> BatonError:

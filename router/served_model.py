@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 from protocol.errors import ContextTooLong, NotFound, PermissionDenied
 from router.auth.keys import Caller
 from router.config import RouterConfig
-from router.request.chat_messages import ChatMessage
-from router.request.generate_request import GenerateRequest, RequestKind
+from router.request.chat_messages import AnyMessage
+from router.request.chat_request import ChatRequest
+from router.request.generate_request import GenerateRequest
 from router.request.tools import ToolUse
 from router.text.output_grammar import OutputGrammars
 from router.text.tokenizer import ModelText, PromptText
@@ -89,8 +90,8 @@ class ServedModel:
 
         Raises ContextTooLong for text of far more than `limit` tokens without tokenising all of it.
         """
-        if request.kind is RequestKind.CHAT:
-            return [await self.encode_chat(request.messages, request.tools, limit=limit)]
+        if isinstance(request, ChatRequest):
+            return [await self.encode_chat(request.messages, request.tool_use, limit=limit)]
         texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
         if not texts:
             return [tuple(prompt) for prompt in request.prompts if not isinstance(prompt, str)]
@@ -116,7 +117,7 @@ class ServedModel:
 
     async def encode_chat(
         self,
-        messages: Sequence[ChatMessage],
+        messages: Sequence[AnyMessage],
         tools: ToolUse | None = None,
         *,
         add_special_tokens: bool = False,
@@ -124,7 +125,7 @@ class ServedModel:
     ) -> tuple[int, ...]:
         """The ids of a chat through the model's template. Raises ContextTooLong as above, and
         Unsupported when the model cannot be given tools."""
-        texts = [message.content for message in messages]
+        texts = [message.text for message in messages]
         definitions: Sequence[Mapping[str, Any]] = ()
         schemas: list[str] = []
         if tools is not None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from msgspec import structs
 
 from observability import metrics
 from observability.logging import get_logger
@@ -37,12 +39,9 @@ from router.dispatch.request_run import RequestRun
 from router.dispatch.request_trace import traced
 from router.dispatch.sequence_jobs import TokenLimits, base_sampling, check_ids, make_jobs, too_long
 from router.dispatch.sequence_run import Dispatcher
-from router.request import fields as read
-from router.request.chat_messages import parse_messages
 from router.request.generate_request import GenerateRequest
 from router.request.request_id import RequestId
-from router.request.tools import parse_tools
-from router.request.unserved import check_fields
+from router.request.text_requests import DetokenizeRequest, TokenizeRequest
 from router.served_model import ModelInfo, ServedModel
 from router.text.stops import StopMatcher
 from router.text.stream import TextStream
@@ -56,9 +55,6 @@ log = get_logger(__name__)
 _TOKENIZE_CONTEXTS = 8
 #: After a deadline, for the error to reach a client that reads.
 _UNREAD_S = 1.0
-TOKENIZE_FIELDS = frozenset(
-    {"model", "prompt", "messages", "add_special_tokens", "tools", "tool_choice"}
-)
 
 
 class FrontEnd(StrEnum):
@@ -153,7 +149,7 @@ class InferenceService:
         self._model.check_name(request.model, caller)
         deadline = arrival + self._time_allowed(request, time_left_s)
         if self._config.prefix_cache_per_key:
-            request = replace(request, cache_salt=f"{caller.name}\0{request.cache_salt}")
+            request = structs.replace(request, cache_salt=f"{caller.name}\0{request.cache_salt}")
         traced_request = traced(
             self._tracing,
             request,
@@ -191,45 +187,33 @@ class InferenceService:
             if pace is not None:
                 self._waiting.finished(*pace)
 
-    async def tokenize(self, fields: Mapping[str, Any], caller: Caller) -> Tokens:
+    async def tokenize(self, request: TokenizeRequest, caller: Caller) -> Tokens:
         """Ids of `prompt`, or of `messages` and `tools` through the chat template; a few contexts
         at most."""
         with self._text_work():
-            return await self._tokenize(fields, caller)
+            self._model.check_name(request.model, caller)
+            special, limit = request.add_special_tokens, _TOKENIZE_CONTEXTS * self._model.context
+            if request.messages is not None:
+                ids = await self._model.encode_chat(
+                    request.messages,
+                    request.tool_use(),
+                    add_special_tokens=special or False,
+                    limit=limit,
+                )
+            else:
+                assert request.prompt is not None
+                add = True if special is None else special
+                ids = await self._model.encode_text(
+                    request.prompt, add_special_tokens=add, limit=limit
+                )
+            return Tokens(ids=ids, max_model_len=self._model.context)
 
-    async def _tokenize(self, fields: Mapping[str, Any], caller: Caller) -> Tokens:
-        check_fields(fields, TOKENIZE_FIELDS)
-        self._model.check_name(read.text(fields, "model"), caller)
-        special = read.boolean(fields, "add_special_tokens")
-        tools = parse_tools(fields)
-        limit = _TOKENIZE_CONTEXTS * self._model.context
-        if fields.get("messages") is not None:
-            if fields.get("prompt") is not None:
-                raise InvalidRequest("give either prompt or messages", param="messages")
-            messages = parse_messages(fields["messages"])
-            ids = await self._model.encode_chat(
-                messages, tools, add_special_tokens=special or False, limit=limit
-            )
-        else:
-            if tools is not None:
-                raise InvalidRequest("tools need messages", param="tools")
-            prompt = read.text(fields, "prompt")
-            if prompt is None:
-                raise InvalidRequest("prompt or messages is required", param="prompt")
-            add = True if special is None else special
-            ids = await self._model.encode_text(prompt, add_special_tokens=add, limit=limit)
-        return Tokens(ids=ids, max_model_len=self._model.context)
-
-    async def detokenize(self, fields: Mapping[str, Any], caller: Caller) -> str:
+    async def detokenize(self, request: DetokenizeRequest, caller: Caller) -> str:
         """Text of `tokens`, special tokens included."""
-        check_fields(fields, frozenset({"model", "tokens"}))
-        self._model.check_name(read.text(fields, "model"), caller)
-        value = fields.get("tokens")
-        if value is None:
-            raise InvalidRequest("tokens is required", param="tokens")
-        ids = read.token_ids(value, "tokens")
-        if len(ids) > (most := _TOKENIZE_CONTEXTS * self._model.context):
-            raise ContextTooLong(f"{len(ids)} tokens are more than {most}", param="tokens")
+        self._model.check_name(request.model, caller)
+        ids, max_ids = request.tokens, _TOKENIZE_CONTEXTS * self._model.context
+        if len(ids) > max_ids:
+            raise ContextTooLong(f"{len(ids)} tokens are more than {max_ids}", param="tokens")
         if ids:
             check_ids(ids, self._limits(), param="tokens")
         with self._text_work():
@@ -272,11 +256,11 @@ class InferenceService:
 
     def _time_allowed(self, request: GenerateRequest, time_left_s: float | None) -> float:
         longest_s = self._config.max_timeout_s
-        if request.timeout_s is not None and request.timeout_s > longest_s:
+        if request.timeout is not None and request.timeout > longest_s:
             raise InvalidRequest(
-                f"timeout must be at most {longest_s}, got {request.timeout_s}", param="timeout"
+                f"timeout must be at most {longest_s}, got {request.timeout}", param="timeout"
             )
-        asked_s = request.timeout_s or self._config.default_timeout_s
+        asked_s = request.timeout or self._config.default_timeout_s
         return asked_s if time_left_s is None else min(asked_s, time_left_s)
 
     def _limits(self) -> TokenLimits:
@@ -308,7 +292,7 @@ class InferenceService:
         grammar = await self._model.forms.grammar(request)
         start = self.clock()
         prompts = await self._model.encode_request(request, limit=limits.total)
-        shown = await self._model.show_prompts(request, prompts) if request.echo else {}
+        shown = await self._model.show_prompts(request, prompts) if request.echoes_prompt else {}
         jobs = make_jobs(
             request,
             prompts,
@@ -356,7 +340,7 @@ class InferenceService:
         skip = request.skip_special_tokens and parser is None
         return TextStream(
             self._model.text.detokenizer(skip_special_tokens=skip),
-            StopMatcher(request.stop, include=request.include_stop_str_in_output),
+            StopMatcher(request.stops, include=request.include_stop_str_in_output),
             min_tokens=request.min_tokens,
             include_stop=request.include_stop_str_in_output,
             parser=parser,

@@ -40,7 +40,7 @@ Graph = dict[str, set[str]]
 class Module:
     """One file of the product."""
 
-    name: str  # router.request.fields; a package's own name for its __init__
+    name: str  # router.request.parse; a package's own name for its __init__
     path: str  # below the root
     lines: int
     tree: ast.Module

@@ -14,17 +14,20 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+import msgspec
 import yaml
+from msgspec import Meta
 
-from protocol.errors import InvalidRequest, PermissionDenied, Unauthenticated
-from router.request import fields as read
+from protocol.errors import InvalidRequest, PermissionDenied, Unauthenticated, invalid_field
 
 _PREFIX = "baton-"
 _HASH = "sha256:"
 _SECRET_BYTES = 32
 _BEARER = "bearer "
+_KeyHash = Annotated[str, Meta(pattern="^(?i:sha256:[0-9a-f]{64})$")]
+_Count = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,22 +123,41 @@ def load_keys(path: Path, *, tiers: frozenset[str]) -> Keyring:
     except (yaml.YAMLError, UnicodeDecodeError):
         raise ValueError(f"{path}: is not valid YAML") from None
     try:
-        return Keyring(_callers(tree, tiers))
+        return Keyring(_callers(msgspec.convert(tree, _File).keys, tiers))
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{path}: {invalid_field(error).message}") from None
     except InvalidRequest as error:
         raise ValueError(f"{path}: {error.message}") from None
 
 
-def _callers(tree: object, tiers: frozenset[str]) -> dict[str, Caller]:
-    entries = read.as_array(read.as_object(tree, "the file").get("keys"), "keys")
+class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A key in the file; several hashes while it is being replaced."""
+
+    name: str
+    hash: _KeyHash | list[_KeyHash]
+    admin: bool | None = None
+    service_tier: str | None = None
+    weight: Annotated[float, Meta(gt=0, le=1e9)] | None = None
+    max_requests: _Count | None = None
+    max_queued_tokens: _Count | None = None
+    requests_per_minute: _Count | None = None
+    models: list[str] | None = None
+
+
+class _File(msgspec.Struct):
+    keys: list[_Entry]
+
+
+def _callers(entries: Sequence[_Entry], tiers: frozenset[str]) -> dict[str, Caller]:
     callers: dict[str, Caller] = {}
     names: set[str] = set()
-    for i, item in enumerate(entries):
-        entry = read.as_object(item, f"keys[{i}]")
+    for i, entry in enumerate(entries):
         try:
             caller = _caller(entry, tiers)
-            digests = _digests(entry.get("hash"))
         except InvalidRequest as error:
             raise InvalidRequest(f"keys[{i}].{error.message}") from None
+        hashes = [entry.hash] if isinstance(entry.hash, str) else entry.hash
+        digests = [text.lower().removeprefix(_HASH) for text in hashes]
         if caller.name in names or callers.keys() & set(digests):
             raise InvalidRequest(f"keys[{i}]: name and hash must differ from all others")
         names.add(caller.name)
@@ -143,53 +165,21 @@ def _callers(tree: object, tiers: frozenset[str]) -> dict[str, Caller]:
     return callers
 
 
-def _caller(entry: Mapping[str, Any], tiers: frozenset[str]) -> Caller:
-    for name in entry:
-        if name != "hash" and name not in Caller.__dataclass_fields__:
-            raise InvalidRequest(f"{name}: no such field")
-    label = read.text(entry, "name")
-    if label is None:
-        raise InvalidRequest("name is required")
-    check_name(label)
-    tier = read.text(entry, "service_tier") or ""
+def _caller(entry: _Entry, tiers: frozenset[str]) -> Caller:
+    check_name(entry.name)
+    tier = entry.service_tier or ""
     if tier and tier not in tiers:
-        raise InvalidRequest(f"service_tier: no class {tier!r} is configured")
-    models = read.as_array(entry.get("models") or [], "models")
+        raise InvalidRequest(f"service_tier: no tier {tier!r} is configured")
     return Caller(
-        name=label,
-        admin=read.boolean(entry, "admin") or False,
+        name=entry.name,
+        admin=entry.admin or False,
         service_tier=tier,
-        weight=_weight(read.number(entry, "weight")),
-        max_requests=_positive(entry, "max_requests"),
-        max_queued_tokens=_positive(entry, "max_queued_tokens"),
-        requests_per_minute=_positive(entry, "requests_per_minute"),
-        models=frozenset(read.as_text(model, "models") for model in models),
+        weight=1.0 if entry.weight is None else entry.weight,
+        max_requests=entry.max_requests,
+        max_queued_tokens=entry.max_queued_tokens,
+        requests_per_minute=entry.requests_per_minute,
+        models=frozenset(entry.models or ()),
     )
-
-
-def _digests(value: object) -> Sequence[str]:
-    """One hash, or several while a key is being replaced."""
-    digests = []
-    for item in value if isinstance(value, list) else [value]:
-        text = read.as_text(item, "hash").lower()
-        digest = text.removeprefix(_HASH)
-        if digest == text or len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
-            raise InvalidRequest("hash must be sha256: and 64 hexadecimal digits")
-        digests.append(digest)
-    return digests
-
-
-def _weight(value: float | None) -> float:
-    if value is not None and value <= 0:
-        raise InvalidRequest(f"weight must be positive, got {value}")
-    return 1.0 if value is None else value
-
-
-def _positive(entry: Mapping[str, Any], name: str) -> int | None:
-    value = read.integer(entry, name)
-    if value is not None and value < 1:
-        raise InvalidRequest(f"{name} must be at least 1, got {value}")
-    return value
 
 
 def _digest(key: str) -> str:

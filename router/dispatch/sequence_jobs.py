@@ -49,11 +49,11 @@ def base_sampling(
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
         repetition_penalty=request.repetition_penalty,
-        logit_bias=request.logit_bias,
+        logit_bias=request.biases,
         seed=seed if request.seed is None else request.seed,
-        logprobs=request.logprobs,
+        logprobs=request.num_logprobs,
         prompt_logprobs=request.prompt_scores,
-        max_tokens=limits.context if request.max_tokens is None else request.max_tokens,
+        max_tokens=limits.context if request.output_limit is None else request.output_limit,
         min_tokens=request.min_tokens,
         ignore_eos=request.ignore_eos,
         stop_token_ids=request.stop_token_ids,
@@ -131,19 +131,19 @@ def output_tokens(
 ) -> int:
     """`max_tokens` of one sequence: as asked, or what the kind of request defaults to."""
     rest = limits.total - num_prompt_tokens
-    if rest < 1 and not (rest == 0 and request.max_tokens == 0):
+    if rest < 1 and not (rest == 0 and request.output_limit == 0):
         raise too_long(f"the prompt has {num_prompt_tokens} tokens", limits, param=param)
-    if request.max_tokens is None:
+    if request.output_limit is None:
         chat = request.kind is RequestKind.CHAT
         return rest if chat else min(rest, max(DEFAULT_COMPLETION_TOKENS, request.min_tokens))
-    if request.max_tokens > rest:
+    if request.output_limit > rest:
         raise too_long(
-            f"the prompt has {num_prompt_tokens} tokens and {request.max_tokens_param} is "
-            f"{request.max_tokens}",
+            f"the prompt has {num_prompt_tokens} tokens and {request.output_limit_param} is "
+            f"{request.output_limit}",
             limits,
-            param=request.max_tokens_param,
+            param=request.output_limit_param,
         )
-    return request.max_tokens
+    return request.output_limit
 
 
 def too_long(what: str, limits: TokenLimits, *, param: str) -> ContextTooLong:

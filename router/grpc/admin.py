@@ -11,7 +11,8 @@ from protocol.errors import InvalidRequest, Unsupported
 from protocol.wire import inference_pb2 as pb
 from router.admin import AdminBackend, ClusterInfo
 from router.auth.keys import Caller
-from router.grpc import convert
+from router.grpc.answers import cluster_message
+from router.grpc.requests import check_known
 
 _Context = aio.ServicerContext[Any, Any]
 
@@ -29,21 +30,21 @@ class AdminServicer:
         self, request: pb.GetClusterRequest, _: _Context, __: Caller
     ) -> pb.Cluster:
         """The cluster as it is."""
-        return convert.cluster_message(await self._view())
+        return cluster_message(await self._view())
 
     async def scale(self, request: pb.ScaleRequest, _: _Context, __: Caller) -> pb.Cluster:
         """Change the pools that are named; the cluster after the change was accepted."""
-        convert.check_known(request)
+        check_known(request)
         prefill = _replicas(request, "prefill", least=0)
         decode = _replicas(request, "decode", least=1)
         if prefill is None and decode is None:
             raise InvalidRequest("prefill or decode is required", param="prefill")
         await self._steering().scale(prefill=prefill, decode=decode)
-        return convert.cluster_message(await self._view())
+        return cluster_message(await self._view())
 
     async def drain(self, request: pb.DrainRequest, _: _Context, __: Caller) -> pb.DrainResponse:
         """Drain one worker."""
-        convert.check_known(request)
+        check_known(request)
         if not request.worker_id:
             raise InvalidRequest("worker_id is required", param="worker_id")
         await self._steering().drain(request.worker_id)

@@ -12,10 +12,10 @@ from grpc import aio
 from protocol.wire import inference_pb2 as pb
 from router.auth.keys import Caller
 from router.dispatch.request_run import RequestRun
-from router.grpc import convert
+from router.grpc import answers, requests
 from router.grpc.metadata import metadata_value, trace_of
 from router.offload import off_loop
-from router.request.generate_request import GenerateRequest, parse_request
+from router.request.generate_request import GenerateRequest
 from router.request.request_id import REQUEST_ID, request_id
 from router.service import FrontEnd, InferenceService
 
@@ -48,8 +48,7 @@ class InferenceServicer:
         with self._service.track(
             FrontEnd.GRPC, "generate", called, overdue=partial(_overdue, context)
         ):
-            kind, fields = convert.generate_fields(request)
-            parsed = parse_request(kind, fields)
+            parsed = requests.generate_request(request)
             token_ids = not request.HasField("return_token_ids") or request.return_token_ids
             async with self._service.generate(
                 parsed,
@@ -82,7 +81,7 @@ class InferenceServicer:
         self, request: pb.TokenizeRequest, context: _Context, caller: Caller
     ) -> pb.TokenizeResponse:
         """Text or chat to ids."""
-        tokens = await self._service.tokenize(convert.tokenize_fields(request), caller)
+        tokens = await self._service.tokenize(requests.tokenize_request(request), caller)
         return pb.TokenizeResponse(
             tokens=tokens.ids, count=len(tokens.ids), max_model_len=tokens.max_model_len
         )
@@ -91,7 +90,7 @@ class InferenceServicer:
         self, request: pb.DetokenizeRequest, context: _Context, caller: Caller
     ) -> pb.DetokenizeResponse:
         """Ids to text."""
-        text = await self._service.detokenize(convert.detokenize_fields(request), caller)
+        text = await self._service.detokenize(requests.detokenize_request(request), caller)
         return pb.DetokenizeResponse(prompt=text)
 
     async def _relay(
@@ -114,9 +113,9 @@ class InferenceServicer:
         num_tokens = 0
         async for deltas in generation:
             for delta in deltas:
-                choice = convert.choice_message(delta, token_ids=token_ids)
+                choice = answers.choice_message(delta, token_ids=token_ids)
                 if delta.scores is not None or delta.prompt_scores is not None:
-                    add = partial(convert.add_logprobs, choice, delta, request, generation.pieces)
+                    add = partial(answers.add_logprobs, choice, delta, request, generation.pieces)
                     await off_loop(add, size=delta.num_scores)
                 if request.return_token_ids and delta.index not in opened:
                     opened.add(delta.index)

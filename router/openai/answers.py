@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sized
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -43,9 +43,8 @@ class HttpAnswer:
         await self._start(status, [*headers, length])
         await self._send({"type": "http.response.body", "body": body})
 
-    async def object(self, value: Mapping[str, Any]) -> None:
-        """Send a JSON object with status 200."""
-        size = max(len(item) for item in value.values() if isinstance(item, Sized))
+    async def object(self, value: Mapping[str, Any], *, size: int) -> None:
+        """Send a JSON object of about `size` items with status 200."""
         body = await off_loop(lambda: encode_in_pieces(value).encode(), size=size)
         await self.whole(200, body, [JSON_TYPE])
 

@@ -20,19 +20,20 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from observability.export import CONTENT_TYPE
 from protocol.errors import BatonError, InvalidRequest, NotFound, Unavailable, typed
 from router.auth.key_file import KeyFile
-from router.auth.keys import Caller
 from router.dispatch.request_run import RequestRun
 from router.offload import off_loop
 from router.openai.answers import HttpAnswer, cancelled_when_gone
-from router.openai.body import Bodies
+from router.openai.body import BodyReader
 from router.openai.chunks import ChunkWriter
 from router.openai.chunks import answer as answer_bytes
 from router.openai.connection import id_of
 from router.openai.document import openapi_document
 from router.openai.errors import JSON_TYPE, error_body, error_headers, error_status
 from router.openai.guard import caller_of, guarded, trace_of
-from router.request.generate_request import GenerateRequest, RequestKind, parse_request
+from router.request.generate_request import GenerateRequest, RequestKind
+from router.request.parse import REQUESTS
 from router.request.request_id import REQUEST_ID
+from router.request.text_requests import DetokenizeRequest, TokenizeRequest
 from router.served_model import ModelInfo, ServedModel
 from router.service import FrontEnd, InferenceService
 
@@ -58,7 +59,6 @@ _NOT_SERVED = {
     "/v1/assistants": "use /v1/chat/completions",
     "/v1/threads": "use /v1/chat/completions",
 }
-_Operation = Callable[[dict[str, Any], Caller], Awaitable[dict[str, Any]]]
 
 
 def make_app(
@@ -92,8 +92,8 @@ def make_app(
         Route(
             "/v1/completions", _App(partial(door.generate, RequestKind.COMPLETION)), methods=_POST
         ),
-        Route("/tokenize", _App(partial(door.operate, door.tokenize)), methods=_POST),
-        Route("/detokenize", _App(partial(door.operate, door.detokenize)), methods=_POST),
+        Route("/tokenize", _App(door.tokenize), methods=_POST),
+        Route("/detokenize", _App(door.detokenize), methods=_POST),
         Route("/v1/models", door.models),
         Route("/v1/models/{model:path}", door.model),
         Route("/health", _constant({"status": "ok"})),  # the event loop turns
@@ -138,7 +138,7 @@ class _App:
 class _FrontEnd:
     def __init__(self, service: InferenceService, max_body_bytes: int) -> None:
         self._service = service
-        self._bodies = Bodies(max_body_bytes)
+        self._bodies = BodyReader(max_body_bytes)
 
     async def generate(self, kind: RequestKind, scope: Scope, receive: Receive, send: Send) -> None:
         """POST /v1/chat/completions and /v1/completions."""
@@ -146,7 +146,7 @@ class _FrontEnd:
         answer = HttpAnswer(scope, send)
         try:
             with self._service.track(FrontEnd.HTTP, _ENDPOINTS[kind], called):
-                request = parse_request(kind, await self._bodies.read_object(scope, receive))
+                request = await self._bodies.read(scope, receive, REQUESTS[kind])
                 async with (
                     cancelled_when_gone(receive),
                     self._service.generate(
@@ -183,29 +183,26 @@ class _FrontEnd:
         body = await off_loop(write, size=sum(delta.num_scores for delta in whole))
         return partial(answer.whole, 200, body, [JSON_TYPE, *headers])
 
-    async def operate(
-        self, operation: _Operation, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        """The path of an operation from one JSON object to another."""
+    async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """POST /tokenize: `prompt` or `messages` to ids."""
         answer = HttpAnswer(scope, send)
         try:
-            fields = await self._bodies.read_object(scope, receive)
-            await answer.object(await operation(fields, caller_of(scope)))
+            request = await self._bodies.read(scope, receive, TokenizeRequest)
+            tokens = await self._service.tokenize(request, caller_of(scope))
+            size = {"count": len(tokens.ids), "max_model_len": tokens.max_model_len}
+            await answer.object(size | {"tokens": tokens.ids}, size=len(tokens.ids))
         except BatonError as error:
             await answer.error(error)
 
-    async def tokenize(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
-        """POST /tokenize: `prompt` or `messages` to ids."""
-        tokens = await self._service.tokenize(fields, caller)
-        return {
-            "count": len(tokens.ids),
-            "max_model_len": tokens.max_model_len,
-            "tokens": tokens.ids,
-        }
-
-    async def detokenize(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
+    async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         """POST /detokenize: `tokens` to text."""
-        return {"prompt": await self._service.detokenize(fields, caller)}
+        answer = HttpAnswer(scope, send)
+        try:
+            request = await self._bodies.read(scope, receive, DetokenizeRequest)
+            text = await self._service.detokenize(request, caller_of(scope))
+            await answer.object({"prompt": text}, size=len(text))
+        except BatonError as error:
+            await answer.error(error)
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""

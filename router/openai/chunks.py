@@ -34,7 +34,7 @@ class ChunkWriter:
         self._started: set[int] = set()
         self._before_text = ',"delta":{"content":' if chat else ',"text":'
         self._after_text = "}" if chat else ""
-        self._tools = request.tools is not None
+        self._tools = request.tool_use is not None
         content = "null" if self._tools else '""'  # a text may never come
         self._first = f',"delta":{{"role":"assistant","content":{content}}}' if chat else None
         self._num_tokens = 0

@@ -15,17 +15,17 @@ def logprobs_json(
     request: GenerateRequest, pieces: TokenTable, delta: Delta
 ) -> dict[str, Any] | None:
     """`logprobs` of a choice, or of the part of it that a delta is; None if not asked for."""
-    if request.logprobs is None:
+    if request.num_logprobs is None:
         return None
     scores = list(_shown(request, delta))
     if request.kind is RequestKind.CHAT:
-        shown = [_chat_entry(s, request.logprobs, pieces) for s in scores if s.logprobs]
+        shown = [_chat_entry(s, request.num_logprobs, pieces) for s in scores if s.logprobs]
         return {"content": shown, "refusal": None}
     return {
         "tokens": [pieces[score.token].text for score in scores],
         "token_logprobs": [score.logprobs and score.logprobs.logprob for score in scores],
         "top_logprobs": [
-            score.logprobs and _top_texts(score.token, score.logprobs, request.logprobs, pieces)
+            score.logprobs and _top_texts(score.token, score.logprobs, request.num_logprobs, pieces)
             for score in scores
         ],
         "text_offset": [score.offset for score in scores],
@@ -53,7 +53,7 @@ def _by_id(token: int, logprobs: TokenLogprobs, count: int, pieces: TokenTable) 
 
 
 def _shown(request: GenerateRequest, delta: Delta) -> Iterator[Score]:
-    if request.echo:
+    if request.echoes_prompt:
         yield from delta.prompt_scores or ()
     yield from delta.scores or ()
 

@@ -1,20 +1,21 @@
-"""The messages of a chat, as clients write them."""
+"""The messages of a chat."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
-from protocol.errors import InvalidRequest, Unsupported
-from router.request import fields as read
+import msgspec
+from msgspec import Meta
+
+from protocol.errors import InvalidRequest
+from router.request.body import Body, check_depth
 
 MAX_MESSAGES = 1 << 13
-_MAX_PARTS = 1 << 10
-#: Parts and tool calls of all messages together: each takes microseconds on the event loop.
-_MAX_ITEMS = 1 << 13
+MAX_PARTS = 1 << 10
+#: Parts and tool calls of all messages together: each takes microseconds to render.
+MAX_ITEMS = 1 << 13
 
 
 class ChatRole(StrEnum):
@@ -26,142 +27,120 @@ class ChatRole(StrEnum):
     TOOL = "tool"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall:
+class TextPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a message's content; only texts are served."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A function's name and its arguments, a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     """A call that the assistant made earlier."""
 
     id: str
-    name: str
-    arguments: Mapping[str, Any]
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments as an object: templates write them as JSON themselves.
+
+        Raises msgspec.DecodeError or RecursionError when the text is not a JSON object.
+        """
+        return _OBJECT.decode(self.function.arguments or "{}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatMessage:
-    """One message; parts of type text are joined by line breaks.
+_OBJECT = msgspec.json.Decoder(dict[str, Any])
+Content = str | Annotated[Sequence[TextPart], Meta(max_length=MAX_PARTS)]
 
-    `content` is empty when the assistant only called tools. A tool's message answers the call
-    `tool_call_id`.
-    """
 
-    role: ChatRole
-    content: str
+class Message(Body, frozen=True, kw_only=True, tag_field="role"):
+    """What all messages have in common."""
+
+    neutral = ([],)
+    role: ClassVar[ChatRole]
+
+    content: Content | None
     name: str | None = None
-    tool_calls: tuple[ToolCall, ...] = ()
-    tool_call_id: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The content; parts are joined by line breaks."""
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "\n".join(part.text for part in self.content)
 
 
-def parse_messages(value: object) -> tuple[ChatMessage, ...]:
-    """The messages of a chat; at least one."""
-    if value is None:
-        raise InvalidRequest("messages is required", param="messages")
-    messages = read.as_array(value, "messages")
-    if not messages:
-        raise InvalidRequest("messages must not be empty", param="messages")
-    read.check_count(messages, MAX_MESSAGES, "messages")
-    check_items(len(_listed(m, "content")) + len(_listed(m, "tool_calls")) for m in messages)
-    return tuple(_message(item, f"messages[{i}]") for i, item in enumerate(messages))
+class SystemMessage(Message, frozen=True, kw_only=True, tag="system"):
+    """Instructions of the application."""
+
+    role = ChatRole.SYSTEM
+    content: Content
 
 
-def check_items(counts: Iterable[int]) -> None:
-    """Raise InvalidRequest when messages have too many parts and tool calls, so many each: before
-    anybody looks at them."""
-    total = sum(counts)
-    if total > _MAX_ITEMS:
+class DeveloperMessage(SystemMessage, frozen=True, kw_only=True, tag="developer"):
+    """OpenAI's newer name of a system message; templates know the older one."""
+
+
+class UserMessage(Message, frozen=True, kw_only=True, tag="user"):
+    """What the user says."""
+
+    role = ChatRole.USER
+    content: Content
+
+
+class AssistantMessage(Message, frozen=True, kw_only=True, tag="assistant"):
+    """What the model said. It has no content when it only called tools."""
+
+    role = ChatRole.ASSISTANT
+    content: Content | None = None
+    tool_calls: Annotated[Sequence[ToolCall], Meta(max_length=MAX_PARTS)] | None = None
+    refusal: None = None  # in every answer, so in the messages that clients send back
+
+
+class ToolMessage(Message, frozen=True, kw_only=True, tag="tool"):
+    """The result of the call `tool_call_id`."""
+
+    role = ChatRole.TOOL
+    content: Content
+    tool_call_id: str
+
+
+AnyMessage = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
+Messages = Annotated[Sequence[AnyMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
+def check_messages(messages: Sequence[AnyMessage]) -> None:
+    """Raise InvalidRequest naming what the types of the fields do not say."""
+    num_items = 0
+    for i, message in enumerate(messages):
+        content = message.content
+        if isinstance(content, list):
+            num_items += len(content)
+        if isinstance(message, AssistantMessage) and (content is None or message.tool_calls):
+            num_items += len(message.tool_calls or ())
+            _check_calls(message, f"messages[{i}]")
+    if num_items > MAX_ITEMS:
         raise InvalidRequest(
-            f"messages: at most {_MAX_ITEMS} parts and tool calls, got {total}", param="messages"
+            f"messages: at most {MAX_ITEMS} parts and tool calls, got {num_items}",
+            param="messages",
         )
 
 
-def _listed(message: object, name: str) -> list[Any]:
-    items = message.get(name) if isinstance(message, dict) else None
-    return items if isinstance(items, list) else []
-
-
-def _message(value: object, path: str) -> ChatMessage:
-    message = read.as_object(value, path)
-    role = _role(message.get("role"), f"{path}.role")
-    known = {"role", "content", "name"}
-    if role is ChatRole.ASSISTANT:
-        known.add("tool_calls")
-    elif role is ChatRole.TOOL:
-        known.add("tool_call_id")
-    for name, item in message.items():
-        if name not in known and item is not None and item != []:
-            raise Unsupported(f"{path}.{name} is not supported", param=f"{path}.{name}")
-    calls = message.get("tool_calls")
-    calls = [] if calls is None else read.as_array(calls, f"{path}.tool_calls")
-    read.check_count(calls, _MAX_PARTS, f"{path}.tool_calls")
-    author, call_id = message.get("name"), message.get("tool_call_id")
-    if role is ChatRole.TOOL and call_id is None:
-        raise InvalidRequest(f"{path}.tool_call_id is required", param=f"{path}.tool_call_id")
-    return ChatMessage(
-        role=role,
-        content=_content(message.get("content"), f"{path}.content", optional=bool(calls)),
-        name=None if author is None else read.as_text(author, f"{path}.name"),
-        tool_calls=tuple(
-            _tool_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(calls)
-        ),
-        tool_call_id=None if call_id is None else read.as_text(call_id, f"{path}.tool_call_id"),
-    )
-
-
-def _role(value: object, path: str) -> ChatRole:
-    if value is None:
-        raise InvalidRequest(f"{path} is required", param=path)
-    role = read.as_text(value, path)
-    if role == "developer":  # the newer name of the same thing; templates know the older one
-        return ChatRole.SYSTEM
-    if role == "function":
-        raise Unsupported(f"{path}: function messages are not supported, use tool", param=path)
-    try:
-        return ChatRole(role)
-    except ValueError:
-        known = ", ".join(ChatRole)
-        raise InvalidRequest(f"{path} must be one of {known}, got {role!r}", param=path) from None
-
-
-def _content(value: object, path: str, *, optional: bool) -> str:
-    if value is None:
-        if optional:
-            return ""
-        raise InvalidRequest(f"{path} is required", param=path)
-    if isinstance(value, str):
-        return read.as_text(value, path)
-    if not isinstance(value, list):
-        raise read.wrong_type(path, "a string or an array of parts", value)
-    read.check_count(value, _MAX_PARTS, path)
-    return "\n".join(_part(part, f"{path}[{i}]") for i, part in enumerate(value))
-
-
-def _part(value: object, path: str) -> str:
-    part = read.as_object(value, path)
-    kind = part.get("type")
-    if not isinstance(kind, str):
-        raise read.wrong_type(f"{path}.type", "a string", kind)
-    if kind != "text":
-        raise Unsupported(f"{path}: parts of type {kind!r} are not supported", param=f"{path}.type")
-    return read.as_text(part.get("text"), f"{path}.text")
-
-
-def _tool_call(value: object, path: str) -> ToolCall:
-    call = read.as_object(value, path)
-    kind = call.get("type", "function")
-    if kind != "function":
-        raise Unsupported(f"{path}: calls of type {kind!r} are not supported", param=f"{path}.type")
-    function = read.as_object(call.get("function"), f"{path}.function")
-    return ToolCall(
-        id=read.as_text(call.get("id"), f"{path}.id"),
-        name=read.as_text(function.get("name"), f"{path}.function.name"),
-        arguments=_arguments(function.get("arguments"), f"{path}.function.arguments"),
-    )
-
-
-def _arguments(value: object, path: str) -> dict[str, Any]:
-    """Templates write arguments as JSON themselves, so they are given the object."""
-    text = read.as_text(value, path)
-    try:
-        arguments = read.as_object(json.loads(text or "{}"), path)
-    except (ValueError, RecursionError):
-        raise InvalidRequest(f"{path} must be the text of a JSON object", param=path) from None
-    read.check_depth(arguments, path)
-    return arguments
+def _check_calls(message: AssistantMessage, path: str) -> None:
+    if message.content is None and not message.tool_calls:
+        raise InvalidRequest(f"{path}.content is required", param=f"{path}.content")
+    for j, call in enumerate(message.tool_calls or ()):
+        param = f"{path}.tool_calls[{j}].function.arguments"
+        try:
+            check_depth(call.arguments(), param)
+        except (msgspec.DecodeError, RecursionError):
+            raise InvalidRequest(
+                f"{param} must be the text of a JSON object", param=param
+            ) from None

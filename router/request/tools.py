@@ -3,21 +3,56 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from protocol.errors import InvalidRequest, Unsupported
-from router.request import fields as read
-from router.request.fields import Fields
+from msgspec import Meta
+
+from protocol.errors import InvalidRequest
+from router.request.body import Body, check_depth
 from router.request.structured_output import schema_text
 
 MAX_TOOLS = 128
-FIELDS = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-#: What a function without `parameters` takes.
-_NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+#: The schema of a function without `parameters`.
+_NO_ARGUMENTS: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+}
+
+
+class FunctionName(Body, frozen=True, kw_only=True):
+    """A function by its name."""
+
+    name: str
+
+
+class Function(FunctionName, frozen=True, kw_only=True):
+    """A function. Its arguments follow `parameters`, a JSON Schema, whether `strict` or not."""
+
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(Body, frozen=True, kw_only=True):
+    """A tool; functions are the only kind."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedTool(Body, frozen=True, kw_only=True):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+Tools = Annotated[Sequence[FunctionTool], Meta(max_length=MAX_TOOLS)]
 
 
 class ToolChoice(StrEnum):
@@ -30,8 +65,8 @@ class ToolChoice(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A function. `schema` is the text of the JSON Schema of its arguments, `definition` what chat
-    templates are given."""
+    """A function. `schema` is the text of the JSON Schema of its arguments, `definition` the form
+    that chat templates are given."""
 
     name: str
     schema: str
@@ -40,8 +75,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """The tools of a request and how they are to be used. `callable_tools` are those that a forced
-    call may name."""
+    """The tools of a request and how they are to be used."""
 
     tools: tuple[Tool, ...]
     choice: ToolChoice
@@ -50,115 +84,92 @@ class ToolUse:
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
-        """All of them, or the one that was named."""
+        """The tools that a forced call may name: all of them, or the one that was named."""
         if self.named is None:
             return self.tools
         return tuple(tool for tool in self.tools if tool.name == self.named)
 
     @property
     def definitions(self) -> list[Mapping[str, Any]]:
-        """What chat templates are given."""
+        """The tools as chat templates are given them."""
         return [tool.definition for tool in self.tools]
 
 
-def parse_tools(fields: Fields) -> ToolUse | None:
-    """The tools that the model may use; None without any. Raises InvalidRequest naming the field.
+def tool_use(
+    tools: Sequence[FunctionTool],
+    choice: str | NamedTool | None,
+    *,
+    parallel: bool = True,
+    ignore_eos: bool = False,
+) -> ToolUse | None:
+    """The tools that the model may use; None without any, and with `tool_choice: "none"`.
 
-    With `tool_choice: "none"` the model is not told of the tools.
+    Raises InvalidRequest naming the field.
     """
-    value = fields.get("tools")
-    items = [] if value is None else read.as_array(value, "tools")
-    read.check_count(items, MAX_TOOLS, "tools")
-    tools = tuple(_tool(item, f"tools[{i}]") for i, item in enumerate(items))
-    names = [tool.name for tool in tools]
+    described = tuple(_tool(tool.function, f"tools[{i}].function") for i, tool in enumerate(tools))
+    names = [tool.name for tool in described]
     for i, name in enumerate(names):
         if name in names[:i]:
             raise InvalidRequest(
                 f"tools[{i}].function.name {name!r} is there twice",
                 param=f"tools[{i}].function.name",
             )
-    parallel = read.boolean(fields, "parallel_tool_calls")
-    choice = _choice(fields.get("tool_choice"), names)
-    if choice is None or not tools:
+    kind, named = _choice(choice, names)
+    if kind is None or not tools:
         return None
-    kind, named = choice
-    if kind is not ToolChoice.AUTO and fields.get("ignore_eos"):
+    if kind is not ToolChoice.AUTO and ignore_eos:
         raise InvalidRequest(
             "ignore_eos cannot be combined with tool_choice: the output ends with the calls",
             param="ignore_eos",
         )
-    return ToolUse(tools=tools, choice=kind, named=named, parallel=parallel is not False)
+    return ToolUse(tools=described, choice=kind, named=named, parallel=parallel)
 
 
-def _tool(value: object, path: str) -> Tool:
-    tool = read.as_object(value, path)
-    function = _function(tool, path)
-    path = f"{path}.function"
-    for name, item in function.items():
-        if name not in ("name", "description", "parameters", "strict") and item is not None:
-            raise Unsupported(f"{path}.{name} is not supported", param=f"{path}.{name}")
-    name = _checked_name(function.get("name"), f"{path}.name")
-    described = {"name": name}
-    if function.get("description") is not None:
-        described["description"] = read.as_text(function["description"], f"{path}.description")
-    read.as_boolean(function.get("strict"), f"{path}.strict")  # either way it is
-    parameters = function.get("parameters")
-    schema = _NOTHING if parameters is None else read.as_object(parameters, f"{path}.parameters")
-    read.check_depth(schema, f"{path}.parameters")
+def _tool(function: Function, path: str) -> Tool:
+    _check_name(function.name, f"{path}.name")
+    described = {"name": function.name}
+    if function.description is not None:
+        described["description"] = function.description
+    schema = _NO_ARGUMENTS if function.parameters is None else function.parameters
+    check_depth(schema, f"{path}.parameters")
     if schema.get("type", "object") != "object":
         raise InvalidRequest(
             f"{path}.parameters.type must be 'object'", param=f"{path}.parameters.type"
         )
     return Tool(
-        name=name,
-        # Calls have objects for arguments, whatever else the schema would allow.
+        name=function.name,
+        # The arguments of a call are an object, whatever else the schema would allow.
         schema=schema_text({**schema, "type": "object"}, f"{path}.parameters"),
         definition={"type": "function", "function": {**described, "parameters": schema}},
     )
 
 
-def _function(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
-    kind = tool.get("type")
-    if not isinstance(kind, str):
-        raise read.wrong_type(f"{path}.type", '"function"', kind)
-    if kind != "function":
-        raise Unsupported(f"{path}: tools of type {kind!r} are not supported", param=f"{path}.type")
-    for name, item in tool.items():
-        if name not in ("type", "function") and item is not None:
-            raise Unsupported(f"{path}.{name} is not supported", param=f"{path}.{name}")
-    if tool.get("function") is None:
-        raise InvalidRequest(f"{path}.function is required", param=f"{path}.function")
-    return read.as_object(tool["function"], f"{path}.function")
-
-
-def _checked_name(value: object, path: str) -> str:
-    if value is None:
-        raise InvalidRequest(f"{path} is required", param=path)
-    name = read.as_text(value, path)
+def _check_name(name: str, path: str) -> None:
     if _NAME.fullmatch(name) is None:
         raise InvalidRequest(
             f"{path} must have 1 to 64 letters, digits, _ or -, got {name!r}", param=path
         )
-    return name
 
 
-def _choice(value: object, names: list[str]) -> tuple[ToolChoice, str | None] | None:
-    """How tools are chosen, and the name of the forced one; None for no tools at all."""
+def _choice(
+    choice: str | NamedTool | None, names: Sequence[str]
+) -> tuple[ToolChoice | None, str | None]:
+    """How tools are chosen, None for no tools at all; and the name of the forced one."""
     param = "tool_choice"
-    if value is None or value == "auto":
+    if choice is None or choice == "auto":
         return ToolChoice.AUTO, None
-    if value == "none":
-        return None
+    if choice == "none":
+        return None, None
     if not names:
         raise InvalidRequest("tool_choice needs tools", param=param)
-    if value == "required":
+    if choice == "required":
         return ToolChoice.REQUIRED, None
-    if isinstance(value, str):
+    if isinstance(choice, str):
         raise InvalidRequest(
-            f"tool_choice must be none, auto, required or a function, got {value!r}", param=param
+            f"tool_choice must be none, auto, required or a function, got {choice!r}", param=param
         )
-    chosen = _function(read.as_object(value, param), param)
-    name = _checked_name(chosen.get("name"), f"{param}.function.name")
+    name = choice.function.name
+    _check_name(name, f"{param}.function.name")
     if name not in names:
         raise InvalidRequest(f"tool_choice: there is no tool {name!r}", param=param)
     return ToolChoice.NAMED, name

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import InvalidRequest, Unsupported
-from router.request.chat_messages import ChatMessage, ChatRole
+from router.request.chat_messages import AnyMessage, AssistantMessage, ChatRole, ToolMessage
 from router.text.template import ChatTemplate
 from router.text.tool_formats import ToolFormat, detect_format
 
@@ -25,14 +25,14 @@ class ChatTemplates:
     tool_format: ToolFormat | None
 
     def render(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], hide: Hide
+        self, messages: Sequence[AnyMessage], tools: Sequence[Mapping[str, Any]], hide: Hide
     ) -> str:
         """The prompt. Raises InvalidRequest when there is no template for it, or when the template
         refuses the messages."""
         template = self.with_tools if tools else self.plain
         if template is None:
             raise InvalidRequest("this model has no chat template", param="messages")
-        if not template.knows_calls and any(message.tool_calls for message in messages):
+        if not template.knows_calls and any(map(_has_calls, messages)):
             raise Unsupported("the model's chat template has no tool calls", param="messages")
         return template.render(
             [_plain(message, hide) for message in messages],
@@ -109,22 +109,26 @@ def _template(source: str | None, tokens: Mapping[str, str]) -> ChatTemplate | N
     return ChatTemplate(source, tokens) if source else None
 
 
-def _plain(message: ChatMessage, hide: Hide) -> dict[str, Any]:
+def _has_calls(message: AnyMessage) -> bool:
+    return isinstance(message, AssistantMessage) and bool(message.tool_calls)
+
+
+def _plain(message: AnyMessage, hide: Hide) -> dict[str, Any]:
     """A message as templates know it; what a tool says is trusted no more than a user."""
     role = message.role
-    plain: dict[str, Any] = {"role": role.value, "content": hide(message.content, role)}
+    plain: dict[str, Any] = {"role": role.value, "content": hide(message.text, role)}
     if message.name is not None:
         plain["name"] = message.name
-    if message.tool_call_id is not None:
+    if isinstance(message, ToolMessage):
         plain["tool_call_id"] = hide(message.tool_call_id, role)
-    if message.tool_calls:
+    if isinstance(message, AssistantMessage) and message.tool_calls:
         plain["tool_calls"] = [
             {
                 "id": hide(call.id, role),
                 "type": "function",
                 "function": {
-                    "name": hide(call.name, role),
-                    "arguments": _hidden(call.arguments, role, hide),
+                    "name": hide(call.function.name, role),
+                    "arguments": _hidden(call.arguments(), role, hide),
                 },
             }
             for call in message.tool_calls

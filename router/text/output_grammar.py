@@ -31,19 +31,19 @@ class OutputGrammars:
     def tool_format(self, request: GenerateRequest) -> ToolFormat | None:
         """How calls in the output are written; None without tools. Raises Unsupported when the
         model cannot be given any."""
-        return None if request.tools is None else self._chat.require_tools()
+        return None if request.tool_use is None else self._chat.require_tools()
 
     async def grammar(self, request: GenerateRequest) -> Grammar | None:
         """What the output must look like; None when anything goes. Raises InvalidRequest naming the
         field that asks for what cannot be had."""
         form = self.tool_format(request)
-        forced = request.tools is not None and request.tools.choice is not ToolChoice.AUTO
+        forced = request.tool_use is not None and request.tool_use.choice is not ToolChoice.AUTO
         if request.structured is None and not forced:
             return None
         if not self._has_end:
             param = "tool_choice" if request.structured is None else request.structured.param
             raise Unsupported(f"{param}: this model has no end token", param=param)
-        asked, tools = request.structured, request.tools
+        asked, tools = request.structured, request.tool_use
         if asked is not None:
             await self._try(asked.grammar, asked.param)
         if tools is None or form is None:
@@ -58,7 +58,7 @@ class OutputGrammars:
 
     def call_parser(self, request: GenerateRequest) -> CallParser | None:
         """A fresh reader of the calls in one output; None without tools."""
-        tools, form = request.tools, self.tool_format(request)
+        tools, form = request.tool_use, self.tool_format(request)
         if tools is None or form is None:
             return None
         names = {tool.name for tool in tools.callable_tools}

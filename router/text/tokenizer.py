@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from protocol.errors import ContextTooLong
-from router.request.chat_messages import ChatMessage
+from router.request.chat_messages import AnyMessage
 from router.text.chat import load_templates, token_text
 from router.text.control import ControlMarkers, ControlTokens
 from router.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_table
@@ -92,7 +92,7 @@ class ModelText:
 
     def encode_chat(
         self,
-        messages: Sequence[ChatMessage],
+        messages: Sequence[AnyMessage],
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         add_special_tokens: bool = False,

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from router.request.chat_messages import parse_messages
 from router.text.tokenizer import ModelText
 from tests.support.tiny_text import smollm2_folder
+from tests.support.typed_requests import chat_messages
 
 CHATS = [
     [{"role": "user", "content": "hello"}],
@@ -37,7 +37,7 @@ def folder() -> Path:
 def test_chat_ids_are_those_of_apply_chat_template(folder: Path, chat: list[dict]) -> None:
     oracle = AutoTokenizer.from_pretrained(str(folder))
     expected = oracle.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    assert list(ModelText(folder).encode_chat(parse_messages(chat))) == list(expected)
+    assert list(ModelText(folder).encode_chat(chat_messages(chat))) == list(expected)
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -56,11 +56,23 @@ def is_record(kind):
 
 
 def _hints(cls):
-    return typing.get_type_hints(cls)
+    return typing.get_type_hints(cls, include_extras=True)
+
+
+def _bounded(kind, bounds):
+    """Values of an annotated type within its bounds."""
+    low, high = (bounds.ge if bounds.gt is None else bounds.gt), bounds.le
+    if kind is int:
+        return st.integers(-(2**63) if low is None else low, 2**64 - 1 if high is None else high)
+    if kind is float:
+        return st.floats(low, high, exclude_min=bounds.gt is not None)
+    return _of(kind)
 
 
 def _of(kind):
     args = typing.get_args(kind)
+    if typing.get_origin(kind) is typing.Annotated:
+        return _bounded(*args)
     if kind is int:
         return INTS
     if kind is float:
@@ -90,6 +102,10 @@ def smallest(cls):
 
 
 def _smallest_of(kind):
+    if typing.get_origin(kind) is typing.Annotated:
+        plain, bounds = typing.get_args(kind)
+        low = 1 if bounds.gt is not None else bounds.ge or 0
+        return plain(low) if plain in (int, float) else _smallest_of(plain)
     if kind in (int, float, str, bytes, bool):
         return kind()
     if isinstance(kind, type) and issubclass(kind, enum.Enum):

@@ -12,10 +12,10 @@ from protocol.errors import ErrorCode
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
 from router.auth.keys import ANYONE
-from router.request.generate_request import RequestKind, parse_request
 from router.request.request_id import request_id
 from tests.support.router_doors import Doors, MakeDoors, until
 from tests.support.stub_workers import StubFleet
+from tests.support.typed_requests import completion
 
 
 def failures(doors: Doors, door: str) -> dict[str, float]:
@@ -50,7 +50,7 @@ async def test_a_client_that_leaves_while_its_request_ends_is_not_counted_for_ev
     doors: Doors,
 ) -> None:
     service = doors.router._service
-    request = parse_request(RequestKind.COMPLETION, {"prompt": "hello", "max_tokens": 3})
+    request = completion(prompt="hello", max_tokens=3)
 
     async def ask() -> None:
         async with service.generate(

@@ -8,8 +8,8 @@ from protocol.errors import ContextTooLong, InvalidRequest
 from protocol.sampling import MAX_SEED
 from router.dispatch.sequence_jobs import TokenLimits, base_sampling, check_ids, make_jobs
 from router.dispatch.sequence_run import SequenceJob
-from router.request.generate_request import RequestKind, parse_request
 from router.request.request_id import request_id
+from tests.support.typed_requests import chat, completion
 
 WIDE = TokenLimits(vocab_size=100, context=64, capacity=1000)
 NARROW = TokenLimits(vocab_size=100, context=64, capacity=32)
@@ -19,8 +19,7 @@ ID = request_id(None)
 def jobs(
     limits: TokenLimits, length: int, kind: str = "completion", **fields: object
 ) -> list[SequenceJob]:
-    prompt = {"messages": [{"role": "user", "content": "x"}]} if kind == "chat" else {"prompt": "x"}
-    request = parse_request(RequestKind(kind), prompt | fields)
+    request = chat(**fields) if kind == "chat" else completion(**fields)
     sampling = base_sampling(request, limits, eos_ids=[2], seed=77)
     ids = tuple(range(1, length + 1))
     return make_jobs(request, [ids], sampling, limits, called=ID, deadline=9.0)
@@ -70,9 +69,7 @@ def test_min_tokens_over_what_fits_is_refused() -> None:
 
 
 def test_each_choice_has_its_place_and_its_seed() -> None:
-    request = parse_request(
-        RequestKind.COMPLETION, {"prompt": ["a", "b"], "n": 3, "seed": MAX_SEED}
-    )
+    request = completion(prompt=["a", "b"], n=3, seed=MAX_SEED)
     sampling = base_sampling(request, WIDE, eos_ids=[], seed=0)
     made = make_jobs(request, [(5,), (6,)], sampling, WIDE, called=ID, deadline=1.0)
     assert [job.index for job in made] == list(range(6))

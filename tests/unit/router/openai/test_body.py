@@ -16,8 +16,10 @@ import pytest
 from protocol.errors import InvalidRequest
 from protocol.ids import Role
 from router.openai import body as body_module
-from router.openai.body import Bodies, parse_object
-from router.openai.json_chunks import MAX_STRUCTURE, loads_in_pieces
+from router.openai.body import BodyReader
+from router.request.completion_request import CompletionRequest
+from router.request.large_json import MAX_STRUCTURE, loads_in_pieces
+from router.request.parse import parse_json
 from tests.support.router_doors import Doors, MakeDoors, until
 from tests.support.stub_workers import StubFleet
 
@@ -54,9 +56,8 @@ def test_large_texts_are_read_as_the_parser_reads_them(value: object) -> None:
 
 
 def test_long_prompts_of_ids_are_arrays() -> None:
-    assert parse_object(json.dumps({"prompt": 20 * MANY}).encode()) == {
-        "prompt": array("q", 20 * MANY)
-    }
+    request = parse_json(json.dumps({"prompt": 20 * MANY}).encode(), CompletionRequest)
+    assert request.prompts == (array("q", 20 * MANY),)
 
 
 @pytest.mark.parametrize("text", ["", "[1,", '{"prompt": [' + "1," * 9000 + "]}", '{"a": "\\'])
@@ -120,7 +121,7 @@ async def test_no_more_is_unzipped_at_once_than_is_parsed_at_once(
 ) -> None:
     """Or some megabytes of requests become gigabytes that wait for a thread."""
     done: list[str] = []
-    for name in ("_unzipped", "parse_object"):
+    for name in ("_unzipped", "parse_json"):
         work = getattr(body_module, name)
 
         def noted(*arguments: object, name: str = name, work: Callable = work) -> object:
@@ -132,15 +133,15 @@ async def test_no_more_is_unzipped_at_once_than_is_parsed_at_once(
     large = gzip.compress(json.dumps(HELLO | {"user": "x" * 1_000_000}).encode())
     answers = await asyncio.gather(*(post(doors, large, "gzip") for _ in range(8)))
     assert {status for status, _, _ in answers} == {200}
-    assert done == ["_unzipped", "parse_object"] * 8
+    assert done == ["_unzipped", "parse_json"] * 8
 
 
 async def test_what_has_come_of_all_bodies_is_bounded(
     fleet: StubFleet, make_doors: MakeDoors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await fleet.add(Role.DECODE)
-    bodies = Bodies(1000)
-    monkeypatch.setattr("router.openai.app.Bodies", lambda _: bodies)
+    bodies = BodyReader(1000)
+    monkeypatch.setattr("router.openai.app.BodyReader", lambda _: bodies)
     async with (
         make_doors(fleet, max_body_bytes=1000) as doors,
         contextlib.AsyncExitStack() as open_,
@@ -150,12 +151,12 @@ async def test_what_has_come_of_all_bodies_is_bounded(
             open_.callback(writer.close)
             head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n"
             writer.write(head + b" " * 999)
-        await until(lambda: bodies._unparsed == 64 * 999)
+        await until(lambda: bodies._unparsed_bytes == 64 * 999)
         status, answer = await doors.post("/v1/completions", HELLO | {"user": "x" * 100})
         assert (status, answer["error"]["code"]) == (429, "overloaded")
         assert (await doors.post("/v1/completions", {"prompt": "hi"}))[0] == 200
         await open_.aclose()
-        await until(lambda: bodies._unparsed == 0)
+        await until(lambda: bodies._unparsed_bytes == 0)
         assert (await doors.post("/v1/completions", HELLO | {"user": "x" * 100}))[0] == 200
 
 

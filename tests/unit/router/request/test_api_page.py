@@ -8,11 +8,12 @@ import pytest
 
 from protocol.errors import STATUSES, ErrorCode
 from protocol.wire import inference_pb2 as pb
-from router.request.generate_request import SERVED, RequestKind
+from router.request.chat_request import ChatRequest
+from router.request.completion_request import CompletionRequest
 from router.request.unserved import HARMLESS, UNSERVED
 
 PAGE = (Path(__file__).parents[4] / "docs" / "api.md").read_text(encoding="utf-8")
-FIELDS = SERVED[RequestKind.CHAT] | SERVED[RequestKind.COMPLETION]
+FIELDS = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
 
 
 @pytest.mark.parametrize("field", sorted(FIELDS | UNSERVED.keys() | HARMLESS))

@@ -6,18 +6,9 @@ import pytest
 
 from protocol.errors import BatonError, ErrorCode
 from router.request.chat_messages import ChatRole
-from router.request.generate_request import GenerateRequest, RequestKind, parse_request
 from router.request.unserved import HARMLESS, UNSERVED
-
-USER = [{"role": "user", "content": "hi"}]
-
-
-def chat(**fields: object) -> GenerateRequest:
-    return parse_request(RequestKind.CHAT, {"messages": USER} | fields)
-
-
-def completion(**fields: object) -> GenerateRequest:
-    return parse_request(RequestKind.COMPLETION, {"prompt": "hi"} | fields)
+from tests.support.typed_requests import HI as USER
+from tests.support.typed_requests import chat, completion
 
 
 def refusal(call, **fields: object) -> tuple[ErrorCode, str | None]:
@@ -29,8 +20,8 @@ def refusal(call, **fields: object) -> tuple[ErrorCode, str | None]:
 def test_defaults() -> None:
     request = completion()
     assert (request.temperature, request.top_p, request.top_k, request.min_p) == (1.0, 1.0, 0, 0.0)
-    assert (request.n, request.max_tokens, request.min_tokens, request.seed) == (1, None, 0, None)
-    assert (request.stop, request.stop_token_ids, request.ignore_eos) == ((), (), False)
+    assert (request.n, request.output_limit, request.min_tokens, request.seed) == (1, None, 0, None)
+    assert (request.stops, request.stop_token_ids, request.ignore_eos) == ((), (), False)
     assert (request.stream, request.include_usage, request.model) == (False, False, None)
 
 
@@ -48,9 +39,9 @@ def test_zero_is_not_unset() -> None:
 
 def test_prompts() -> None:
     assert completion(prompt="a").prompts == ("a",)
-    assert completion(prompt=["a", "b"]).prompts == ("a", "b")
-    assert completion(prompt=[1, 2]).prompts == ((1, 2),)
-    assert completion(prompt=[[1, 2], [3]]).prompts == ((1, 2), (3,))
+    assert completion(prompt=["a", "b"]).prompts == ["a", "b"]
+    assert completion(prompt=[1, 2]).prompts == ([1, 2],)
+    assert completion(prompt=[[1, 2], [3]]).prompts == [[1, 2], [3]]
     assert completion(prompt=["a", "b"], n=3).num_sequences == 6
 
 
@@ -68,19 +59,19 @@ def test_messages() -> None:
         ChatRole.USER,
         ChatRole.ASSISTANT,
     ]
-    assert request.messages[1].content == "one\ntwo"
+    assert request.messages[1].text == "one\ntwo"
     assert request.messages[1].name == "ann"
 
 
 def test_stop_is_a_string_or_several() -> None:
-    assert completion(stop="x").stop == ("x",)
-    assert completion(stop=["x", "yz"]).stop == ("x", "yz")
+    assert completion(stop="x").stops == ("x",)
+    assert completion(stop=["x", "yz"]).stops == ("x", "yz")
 
 
 def test_both_names_of_max_tokens() -> None:
-    assert chat(max_completion_tokens=5).max_tokens == 5
-    assert chat(max_completion_tokens=5).max_tokens_param == "max_completion_tokens"
-    assert chat(max_tokens=5, max_completion_tokens=5).max_tokens == 5
+    assert chat(max_completion_tokens=5).output_limit == 5
+    assert chat(max_completion_tokens=5).output_limit_param == "max_completion_tokens"
+    assert chat(max_tokens=5, max_completion_tokens=5).output_limit == 5
     assert refusal(chat, max_tokens=5, max_completion_tokens=6)[1] == "max_completion_tokens"
 
 
@@ -191,11 +182,11 @@ def test_a_value_that_only_looks_neutral_is_refused() -> None:
 
 
 def test_logprobs() -> None:
-    assert (chat().logprobs, chat(logprobs=True).logprobs) == (None, 0)
-    assert chat(logprobs=True, top_logprobs=20).logprobs == 20
-    assert (completion(logprobs=0).logprobs, completion(logprobs=5).logprobs) == (0, 5)
-    assert completion(logprobs=True, top_logprobs=5).logprobs == 5
-    assert chat(logprobs=False, top_logprobs=0).logprobs is None
+    assert (chat().num_logprobs, chat(logprobs=True).num_logprobs) == (None, 0)
+    assert chat(logprobs=True, top_logprobs=20).num_logprobs == 20
+    assert (completion(logprobs=0).num_logprobs, completion(logprobs=5).num_logprobs) == (0, 5)
+    assert completion(logprobs=True, top_logprobs=5).num_logprobs == 5
+    assert chat(logprobs=False, top_logprobs=0).num_logprobs is None
     for call, wrong in (
         (chat, {"logprobs": 5}),
         (completion, {"logprobs": 21}),
@@ -226,7 +217,7 @@ def test_penalties_and_biases() -> None:
         logit_bias={"7": -100, "9": 0.5},
     )
     assert (request.presence_penalty, request.frequency_penalty) == (1.0, -0.5)
-    assert (request.repetition_penalty, request.logit_bias) == (1.1, ((7, -100.0), (9, 0.5)))
+    assert (request.repetition_penalty, request.biases) == (1.1, ((7, -100.0), (9, 0.5)))
     assert refusal(completion, presence_penalty=False)[1] == "presence_penalty"
     for wrong in ([], "7", {"7": "x"}, {"7": None}, {"": 1}, {"1" * 30: 1}, {"٣": 1}):
         assert refusal(completion, logit_bias=wrong) == (ErrorCode.INVALID_REQUEST, "logit_bias")

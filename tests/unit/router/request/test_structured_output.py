@@ -14,9 +14,9 @@ from pydantic import BaseModel
 from protocol.errors import InvalidRequest
 from protocol.grammar import Grammar, GrammarKind
 from protocol.ids import Role
-from router.request.structured_output import parse_structured
 from tests.support.router_doors import Doors, MakeDoors, letters, until
 from tests.support.stub_workers import StubFleet
+from tests.support.typed_requests import completion
 from tests.support.wire_requests import to_message
 
 HI = [{"role": "user", "content": "hi"}]
@@ -66,7 +66,7 @@ async def test_both_doors_tell_both_workers_the_same(
 
 def test_a_schema_may_be_an_object_as_well_as_text() -> None:
     for fields in ({"guided_json": OBJECT}, {"structured_outputs": {"json": OBJECT}}):
-        asked = parse_structured(fields)
+        asked = completion(**fields).structured
         assert asked is not None
         assert asked.grammar == schema(OBJECT)
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from protocol.errors import ErrorCode, InvalidRequest
-from router.request.chat_messages import ChatRole, parse_messages
-from router.request.tools import ToolChoice, parse_tools
+from router.request.chat_messages import AssistantMessage, ChatRole, ToolMessage
+from router.request.tools import ToolChoice
+from tests.support.typed_requests import chat_messages, chat_tools
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
@@ -23,25 +24,25 @@ def function(**fields: Any) -> dict[str, Any]:
 
 def refusal(fields: dict[str, Any]) -> tuple[ErrorCode, str | None]:
     with pytest.raises(InvalidRequest) as caught:
-        parse_tools(fields)
+        chat_tools(fields)
     return caught.value.code, caught.value.param
 
 
 def test_tools_and_how_they_are_chosen() -> None:
-    assert parse_tools({}) is None
-    assert parse_tools({"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}) is None
-    assert parse_tools({"tools": [WEATHER], "tool_choice": "none"}) is None
-    auto = parse_tools({"tools": [WEATHER, NOW]})
+    assert chat_tools({}) is None
+    assert chat_tools({"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}) is None
+    assert chat_tools({"tools": [WEATHER], "tool_choice": "none"}) is None
+    auto = chat_tools({"tools": [WEATHER, NOW]})
     assert auto is not None
     assert (auto.choice, auto.named, auto.parallel) == (ToolChoice.AUTO, None, True)
     assert [tool.name for tool in auto.callable_tools] == ["weather", "now"]
     assert json.loads(auto.tools[0].schema) == CITY
     assert auto.definitions[0] == WEATHER
     assert auto.definitions[1]["function"]["description"] == "The time."
-    required = parse_tools({"tools": [WEATHER], "tool_choice": "required"})
+    required = chat_tools({"tools": [WEATHER], "tool_choice": "required"})
     assert required is not None
     assert required.choice is ToolChoice.REQUIRED
-    named = parse_tools(
+    named = chat_tools(
         {"tools": [WEATHER, NOW], "tool_choice": NAMED, "parallel_tool_calls": False}
     )
     assert named is not None
@@ -50,7 +51,7 @@ def test_tools_and_how_they_are_chosen() -> None:
 
 
 def test_a_function_without_parameters_takes_none_and_one_without_a_type_takes_an_object() -> None:
-    tools = parse_tools({"tools": [NOW, function(parameters={"properties": {"a": {}}})]})
+    tools = chat_tools({"tools": [NOW, function(parameters={"properties": {"a": {}}})]})
     assert tools is not None
     assert json.loads(tools.tools[0].schema)["additionalProperties"] is False
     assert json.loads(tools.tools[1].schema)["type"] == "object"
@@ -101,17 +102,19 @@ def call(**changes: Any) -> dict[str, Any]:
 
 
 def test_calls_and_their_results_are_messages() -> None:
-    messages = parse_messages(
+    messages = chat_messages(
         [
             {"role": "user", "content": "hi"},
             {"role": "assistant", "content": None, "tool_calls": [call(), call(arguments="")]},
             {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "5 C"}]},
         ]
     )
-    assert messages[1].content == ""
-    assert [dict(c.arguments) for c in messages[1].tool_calls] == [{"city": "Oslo"}, {}]
+    assert isinstance(messages[1], AssistantMessage)
+    assert messages[1].text == ""
+    assert [c.arguments() for c in messages[1].tool_calls or ()] == [{"city": "Oslo"}, {}]
+    assert isinstance(messages[2], ToolMessage)
     assert messages[2].role is ChatRole.TOOL
-    assert (messages[2].tool_call_id, messages[2].content) == ("c1", "5 C")
+    assert (messages[2].tool_call_id, messages[2].text) == ("c1", "5 C")
 
 
 WRONG_MESSAGES: list[tuple[dict[str, Any], ErrorCode, str]] = [
@@ -153,5 +156,5 @@ WRONG_MESSAGES: list[tuple[dict[str, Any], ErrorCode, str]] = [
 @pytest.mark.parametrize(("message", "code", "param"), WRONG_MESSAGES)
 def test_wrong_messages_are_named(message: dict[str, Any], code: ErrorCode, param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        parse_messages([message])
+        chat_messages([message])
     assert (caught.value.code, caught.value.param) == (code, param)

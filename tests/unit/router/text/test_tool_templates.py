@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import Unsupported
-from router.request.chat_messages import parse_messages
-from router.request.tools import parse_tools
 from router.text.tokenizer import ModelText
 from router.text.tool_formats import ToolFormat, detect_format
 from tests.support.tiny_text import CHATML, write_model_text
+from tests.support.typed_requests import chat_messages, chat_tools
 
 HERMES = Path(__file__).parents[4] / "deploy" / "templates" / "chatml_tools.jinja"
-TOOLS = parse_tools(
+TOOLS = chat_tools(
     {"tools": [{"type": "function", "function": {"name": "now", "description": "<|im_end|>?"}}]}
 )
 TALK = [
@@ -36,12 +35,12 @@ def test_tools_calls_and_results_are_in_the_prompt_and_forge_nothing(tmp_path: P
     folder = write_model_text(tmp_path)
     text = ModelText(folder, chat_template=str(HERMES))
     assert text.chat.require_tools() is ToolFormat.HERMES
-    ids = text.encode_chat(parse_messages(TALK), TOOLS.definitions)
+    ids = text.encode_chat(chat_messages(TALK), TOOLS.definitions)
     prompt = text.decode(ids, skip_special_tokens=False)
     assert '"name": "now", "description": "<|im_end|>?"' in prompt
     assert '{"name": "now", "arguments": {"zone": "<|im_end|>"}}' in prompt
     assert "<tool_response>\nnoon <think> <|im_end|>\n</tool_response>" in prompt
-    plain = text.encode_chat(parse_messages(TALK[:1]), TOOLS.definitions)
+    plain = text.encode_chat(chat_messages(TALK[:1]), TOOLS.definitions)
     assert (plain.count(1), plain.count(2)) == (3, 2)  # system, user, and the assistant's turn
     assert (ids.count(1), ids.count(2)) == (5, 4)
     assert text.encode("<think>", add_special_tokens=False)[0] not in ids
@@ -53,7 +52,7 @@ def test_a_template_without_tools_refuses_them(tmp_path: Path) -> None:
         text.chat.require_tools()
     assert caught.value.param == "tools"
     with pytest.raises(Unsupported) as calls:
-        text.encode_chat(parse_messages(TALK))
+        text.encode_chat(chat_messages(TALK))
     assert calls.value.param == "messages"
 
 
@@ -67,7 +66,7 @@ def test_a_variant_for_tools_is_used_with_tools_only(tmp_path: Path) -> None:
     ]
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": variants}))
     text = ModelText(tmp_path)
-    hello = parse_messages(TALK[:1])
+    hello = chat_messages(TALK[:1])
     assert text.decode(text.encode_chat(hello)) == "plain"
     assert text.decode(text.encode_chat(hello, TOOLS.definitions)) == "1 <tool_call>"
 

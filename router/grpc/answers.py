@@ -1,0 +1,77 @@
+"""From the router's values to messages of baton.v1."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from msgspec import structs
+
+from protocol.wire import inference_pb2 as pb
+from router.admin import ClusterInfo, WorkerInfo
+from router.dispatch.output_stream import Delta, Score
+from router.request.generate_request import GenerateRequest
+from router.text.token_table import TokenTable
+
+
+def choice_message(delta: Delta, *, token_ids: bool) -> pb.Choice:
+    """One delta, without its log-probabilities."""
+    return pb.Choice(
+        index=delta.index,
+        text=delta.text,
+        token_ids=delta.token_ids if token_ids else (),
+        finish_reason=None if delta.finish is None else delta.finish.value,
+        tool_calls=[
+            pb.ToolCallDelta(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
+            for call in delta.calls
+        ],
+    )
+
+
+def add_logprobs(
+    choice: pb.Choice, delta: Delta, request: GenerateRequest, pieces: TokenTable
+) -> None:
+    """Add the log-probabilities of a delta that the request asks for."""
+    prompt = delta.prompt_scores or ()
+    if request.num_logprobs is not None:
+        shown = (*(prompt if request.echoes_prompt else ()), *(delta.scores or ()))
+        choice.logprobs.extend(_logprob(score, request.num_logprobs, pieces) for score in shown)
+    if request.prompt_logprobs is not None:
+        count = request.prompt_logprobs
+        choice.prompt_logprobs.extend(_logprob(score, count, pieces) for score in prompt)
+
+
+def _logprob(score: Score, count: int, pieces: TokenTable) -> pb.TokenLogprob:
+    piece, logprobs = pieces[score.token], score.logprobs
+    message = pb.TokenLogprob(
+        token_id=score.token, token=piece.text, bytes=piece.data, text_offset=score.offset
+    )
+    if logprobs is None:
+        return message
+    message.logprob, message.rank = logprobs.logprob, logprobs.rank
+    pairs = zip(logprobs.top_ids[:count], logprobs.top_logprobs, strict=False)
+    for rank, (token, logprob) in enumerate(pairs, start=1):
+        piece = pieces[token]
+        message.top.add(
+            token_id=token, token=piece.text, bytes=piece.data, logprob=logprob, rank=rank
+        )
+    return message
+
+
+def cluster_message(view: ClusterInfo) -> pb.Cluster:
+    """A view of the cluster."""
+    return pb.Cluster(
+        model=view.model,
+        pools=[
+            pb.Pool(role=pool.role, target=pool.target, workers=map(_worker, pool.workers))
+            for pool in view.pools
+        ],
+        routers=[pb.RouterInfo(**asdict(router)) for router in view.routers],
+    )
+
+
+def _worker(worker: WorkerInfo) -> pb.Worker:
+    ref = structs.asdict(worker.ref)
+    del ref["role"]  # of the whole pool
+    shown = pb.Worker.DESCRIPTOR.fields_by_name
+    load = {name: n for name, n in structs.asdict(worker.load).items() if name in shown}
+    return pb.Worker(**ref, **load, state=worker.state, in_flight=worker.in_flight)

@@ -1,0 +1,38 @@
+"""The base class of what clients send, and the types that several fields share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from msgspec import Meta
+
+from protocol.errors import InvalidRequest
+
+#: Integers beyond 64 bits have no meaning in any field and no form in protobuf.
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+#: Templates and grammars walk through JSON by recursion.
+MAX_DEPTH = 64
+
+
+class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An object of a request. `neutral` are values besides null with which an unknown field asks
+    for nothing and passes; with any other it is refused by name."""
+
+    neutral: ClassVar[tuple[Any, ...]] = ()
+
+
+def check_depth(value: object, param: str) -> None:
+    """Raise InvalidRequest when a JSON value is nested deeper than MAX_DEPTH levels."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [
+            item
+            for outer in level
+            if isinstance(outer, Mapping | list)
+            for item in (outer.values() if isinstance(outer, Mapping) else outer)
+        ]
+        if not level:
+            return
+    raise InvalidRequest(f"{param} is nested deeper than {MAX_DEPTH} levels", param=param)

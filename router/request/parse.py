@@ -1,0 +1,225 @@
+"""From JSON bodies and gRPC messages to typed requests. Every error names its field.
+
+A body is decoded straight into its type. Only when that fails is it read again as plain JSON: null,
+which means unset, and values that ask for nothing are removed, and what is still wrong then is the
+error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import inspect
+from msgspec.structs import force_setattr
+
+from protocol.errors import InvalidRequest, Unsupported, invalid_field
+from router.request.body import Body
+from router.request.chat_request import ChatRequest
+from router.request.completion_request import CompletionRequest
+from router.request.generate_request import GenerateRequest, RequestKind
+from router.request.large_json import loads_in_pieces, refuse_constant
+from router.request.unserved import HARMLESS, UNSERVED, is_neutral
+
+R = TypeVar("R", bound=Body)
+
+#: The type of a request of each kind.
+REQUESTS: dict[RequestKind, type[GenerateRequest]] = {
+    RequestKind.CHAT: ChatRequest,
+    RequestKind.COMPLETION: CompletionRequest,
+}
+#: Larger bodies are decoded in pieces, so that other threads run meanwhile.
+LARGE_BYTES = 1 << 17
+#: Fields of token ids, which may be many.
+_ID_FIELDS = ("prompt", "tokens")
+#: Fields whose errors say which item is meant.
+_INDEXED = ("messages", "tools")
+
+
+def parse_json(body: bytes, kind: type[R]) -> R:
+    """The request in a JSON body. Raises InvalidRequest naming the first wrong field."""
+    if len(body) <= LARGE_BYTES:
+        decoder: msgspec.json.Decoder[R] = _decoder(kind)
+        try:
+            return decoder.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            pass
+    return parse_fields(_load_object(body), kind)
+
+
+def parse_fields(fields: Mapping[str, Any], kind: type[R]) -> R:
+    """The request with these fields, named as in JSON. Raises InvalidRequest as above.
+
+    Sequences other than lists in `prompt` and `tokens` are token ids and are kept as they are.
+    """
+    fields = _served(fields, kind)
+    ids = {name: fields[name] for name in _ID_FIELDS if _holds_ids(fields.get(name))}
+    fields |= {name: _stand_in(value) for name, value in ids.items()}
+    try:
+        request = msgspec.convert(_cleaned(fields, _type_of(kind), ""), kind)
+    except msgspec.ValidationError as error:
+        raise _named(invalid_field(error), fields) from None
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply") from None
+    for name, value in ids.items():
+        force_setattr(request, name, value)
+    return request
+
+
+@cache
+def _decoder(kind: type[R]) -> msgspec.json.Decoder[R]:
+    return msgspec.json.Decoder(kind)
+
+
+@cache
+def _type_of(kind: type[Body]) -> inspect.Type:
+    return inspect.type_info(kind)
+
+
+def _load_object(body: bytes) -> dict[str, Any]:
+    try:
+        text = body.decode()
+        if len(body) > LARGE_BYTES:
+            value = loads_in_pieces(text)
+        else:
+            value = json.loads(text, parse_constant=refuse_constant)
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(
+            f"the body is not valid UTF-8: {error.reason} at byte {error.start}"
+        ) from None
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply") from None
+    except ValueError as error:
+        # Without Python's advice on how to allow longer numbers.
+        fault = str(error).partition("; use sys.")[0]
+        raise InvalidRequest(f"the body is not valid JSON: {fault}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("body must be an object", param="body")
+    return value
+
+
+def _served(fields: Mapping[str, Any], kind: type[Body]) -> dict[str, Any]:
+    """The fields of a request of this kind. Raises Unsupported or InvalidRequest naming the first
+    that is not served and asks for something."""
+    served = {}
+    for name, value in fields.items():
+        if value is None or name in HARMLESS:
+            continue
+        if name in kind.__struct_fields__:
+            served[name] = value
+        elif name not in UNSERVED:
+            raise _unknown(name, kind)
+        elif name == "best_of" and value == fields.get("n"):
+            continue  # the best n of n: all of them
+        elif not is_neutral(value, UNSERVED[name]):
+            raise Unsupported(f"{name} is not supported yet", param=name)
+    return served
+
+
+def _unknown(name: str, kind: type[Body]) -> InvalidRequest:
+    if kind is ChatRequest and name in CompletionRequest.__struct_fields__:
+        return InvalidRequest(f"{name} is a field of completions, not of chat", param=name)
+    if kind is CompletionRequest and name in ChatRequest.__struct_fields__:
+        return InvalidRequest(f"{name} is a field of chat, not of completions", param=name)
+    return InvalidRequest(f"unknown field: {name}", param=name)
+
+
+def _named(error: InvalidRequest, fields: Mapping[str, Any]) -> InvalidRequest:
+    """The error under the name and code that clients expect."""
+    param = error.param or ""
+    if param.startswith("tool_choice") and not fields.get("tools"):
+        return InvalidRequest("tool_choice needs tools", param="tool_choice")
+    other_kind = param.endswith(".type") and ": invalid" in error.message
+    if other_kind or error.message.endswith(_UNSERVED_FAULTS):
+        return Unsupported(error.message, param=param)
+    return error
+
+
+#: A message of a function, the older form of a tool; a field that can only be null.
+_UNSERVED_FAULTS = (".role: invalid value 'function'", "must be null, got a string")
+
+
+def _holds_ids(value: object) -> bool:
+    return _are_ids(value) or (isinstance(value, list) and any(map(_are_ids, value)))
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | list) and len(value) > 0
+
+
+def _stand_in(value: object) -> object:
+    """A short value of the same type, for the checks."""
+    if _are_ids(value):
+        return [0]
+    assert isinstance(value, list)
+    return [[0] if _are_ids(item) else item for item in value]
+
+
+def _cleaned(value: Any, kind: inspect.Type | None, path: str) -> Any:
+    """`value` without the fields that ask for nothing, where it is an object of a known type.
+
+    Raises Unsupported for unknown fields that ask for something, InvalidRequest for texts with lone
+    surrogates: they have no UTF-8 form.
+    """
+    if isinstance(value, str):
+        _check_text(value, path)
+        return value
+    options = list(_options(kind))
+    if isinstance(value, dict):
+        struct = next((option for option in options if _fits(option, value)), None)
+        if isinstance(struct, inspect.StructType):
+            return dict(_cleaned_fields(value, struct, path))
+        _check_text("".join(value), path)
+        return {name: _cleaned(item, None, path) for name, item in value.items()}
+    if isinstance(value, list) and not set(map(type, value)) <= _NUMBERS:
+        items = next((o.item_type for o in options if isinstance(o, _ARRAYS)), None)
+        return [_cleaned(item, items, f"{path}[{i}]") for i, item in enumerate(value)]
+    return value
+
+
+_ARRAYS = inspect.ListType | inspect.VarTupleType
+_NUMBERS = {bool, int, float, type(None)}
+
+
+def _options(kind: inspect.Type | None) -> Iterator[inspect.Type]:
+    """The types of a union."""
+    if isinstance(kind, inspect.Metadata):
+        yield from _options(kind.type)
+    elif isinstance(kind, inspect.UnionType):
+        for option in kind.types:
+            yield from _options(option)
+    elif kind is not None:
+        yield kind
+
+
+def _fits(option: inspect.Type, value: Mapping[str, Any]) -> bool:
+    if not isinstance(option, inspect.StructType):
+        return False
+    return option.tag_field is None or value.get(option.tag_field) == option.tag
+
+
+def _cleaned_fields(
+    value: Mapping[str, Any], struct: inspect.StructType, path: str
+) -> Iterator[tuple[str, Any]]:
+    types = {field.encode_name: field.type for field in struct.fields}
+    for name, item in value.items():
+        place = f"{path}.{name}" if path else name
+        if item is None:
+            continue
+        if name in types:
+            yield name, _cleaned(item, types[name], place)
+        elif name == struct.tag_field:
+            yield name, item
+        elif issubclass(struct.cls, Body) and not is_neutral(item, struct.cls.neutral):
+            raise Unsupported(f"{place} is not supported", param=place)
+
+
+def _check_text(text: str, path: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        param = path.partition("[")[0] if not path.startswith(_INDEXED) else path
+        raise InvalidRequest(f"{param} is not valid Unicode: {error.reason}", param=param) from None
