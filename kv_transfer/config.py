@@ -38,7 +38,8 @@ class TransferConfig:
     both, else nccl.
     checksum: what a commit proves that the bytes arrived by. `auto`: crc32 through host memory,
     none between GPUs.
-    lease_s: from the grant to the commit, whatever the ticket still allows.
+    lease_s: from the first piece to the commit, whatever the ticket still allows. While a granted
+    prompt waits in prefill's queue, decode asks so often whether prefill still has it.
     op_timeout_s: one message on one link, once both sides may post it.
     connect_timeout_s: building one link.
     rpc_timeout_s, rpc_attempts: one control call, and how often an unanswered one is repeated.
@@ -57,7 +58,7 @@ class TransferConfig:
     staging_ctas: thread blocks of the copy of a message out of blocks or into them.
     copy_ctas: thread blocks of a cuda_ipc write.
     max_peers: peers whose links are kept open; the least recently used idle one is closed.
-    remembered: ended hand-offs whose late messages are still answered as what they are.
+    finished_handoffs: how many ended hand-offs are kept to recognise their late messages.
     """
 
     backend: BackendName = BackendName.AUTO
@@ -78,7 +79,7 @@ class TransferConfig:
     staging_ctas: int = 16
     copy_ctas: int = 66
     max_peers: int = 64
-    remembered: int = 4096
+    finished_handoffs: int = 4096
     checksum: ChecksumKind = ChecksumKind.AUTO
 
     def __post_init__(self) -> None:

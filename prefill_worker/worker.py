@@ -28,7 +28,7 @@ class PrefillWorker(Worker[Command, PrefillOutput, Sender]):
         """These workers take requests: get the links to decode workers ready."""
         for ref in workers:
             if ref.role is Role.DECODE:
-                self.tasks.start(self._handoff.meet(ref))
+                self.tasks.start(self._handoff.warm_up(ref))
 
     async def _open_handoff(self, party: EndpointContext) -> Sender:
         return Sender(party, self)

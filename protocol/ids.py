@@ -35,12 +35,14 @@ class WorkerRef(Message):
     """Where a worker is and which incarnation of it is meant.
 
     `worker_id` is the stable name of the replica, `epoch` a random 62-bit number drawn when its
-    process started, `address` the `host:port` of its control service.
+    process started, `address` the `host:port` of its control service. `process` names its process
+    to workers on the same host (kv_transfer.backends.host); empty when unknown.
     """
 
     worker_id: str
     epoch: int
     role: Role
+    process: str = ""
     address: str
 
 

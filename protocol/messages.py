@@ -225,19 +225,19 @@ class Grant(Message):
     links: tuple[LinkAddress, ...]
 
 
-class Meeting(Message):
-    """Prefill -> decode: hand-offs may come soon, get the links ready. Without a `backend` it only
-    asks for the ranks' addresses; with one, decode's ranks wait to be called on `link` (Piece) from
-    the reply on. A link that does not come about is built by the first piece that needs it."""
+class OpenLinks(Message):
+    """Prefill -> decode: hand-offs may come soon, build the links. Without a `backend` it only asks
+    for the ranks' addresses; with one, decode's ranks accept links of `incarnation` (Piece) from
+    the reply on. A link that cannot be built now is built by the first piece that needs it."""
 
     prefill: WorkerRef
-    link: int = 0
+    incarnation: int = 0
     backend: str = ""
     prefill_layout: KVLayout
 
 
-class Welcome(Message):
-    """Decode's reply to a Meeting."""
+class LinkOffer(Message):
+    """Decode's reply to OpenLinks."""
 
     layout: KVLayout
     links: tuple[LinkAddress, ...]
@@ -248,25 +248,24 @@ class Piece(Message):
     ready to move.
 
     The reply (Ack) means that decode has checked the ticket and posted its receives; only then does
-    the sender write. `sequence` counts the pieces of one hand-off from 0. `link` is the
-    incarnation of the sender's connections to this decode worker: a higher one voids whatever was
-    posted on a lower. `turn` grows from piece to piece of a sender: decode posts in that order, the
-    sender sends in it, and a piece that comes too late for it is refused, naming `turn`. `backend`
-    is the one of the grant's links that the data takes. With a
-    one-sided one nothing is posted, the grant alone allows the write, and the commit carries the
-    piece.
+    the sender write. `index` counts the pieces of one hand-off from 0. `incarnation` numbers the
+    channel, all links from this prefill to this decode worker: a higher one voids everything posted
+    on a lower. `turn` grows from piece to piece of a sender: decode posts in that order, the sender
+    sends in it, and a piece that comes too late for it is refused, naming `turn`. `backend` is the
+    one of the grant's links that the data takes. With a one-sided one nothing is posted, the grant
+    alone allows the write, and the commit carries the piece.
     """
 
     key: RequestKey
     ticket: Ticket
     generation: int
-    sequence: int
+    index: int
     first_cell: int
     num_cells: int
     first_layer: int
     prefill: WorkerRef
     prefill_layout: KVLayout
-    link: int = 0
+    incarnation: int = 0
     turn: int = 0
     backend: str = ""
     num_layers: int

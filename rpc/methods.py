@@ -15,12 +15,12 @@ from protocol.messages import (
     EventBatch,
     Grant,
     HandoffEnd,
-    Meeting,
+    LinkOffer,
+    OpenLinks,
     Piece,
     StatusQuery,
     Submit,
     Subscribe,
-    Welcome,
     WorkerStatus,
 )
 
@@ -59,7 +59,7 @@ DRAIN = Method(_WORKER, "Drain", DrainCommand, Ack)
 # decode -> prefill
 GRANT = Method(_HANDOFF, "Grant", Grant, Ack)
 # prefill -> decode
-MEET = Method(_HANDOFF, "Meet", Meeting, Welcome)
+OPEN_LINKS = Method(_HANDOFF, "OpenLinks", OpenLinks, LinkOffer)
 PIECE = Method(_HANDOFF, "Piece", Piece, Ack)
 COMMIT = Method(_HANDOFF, "Commit", Commit, Ack)
 # either way

@@ -12,9 +12,8 @@ from engine.ranks.group import RankGroup
 from engine.ranks.messages import RankInvite
 from kv_transfer.config import TransferConfig
 from kv_transfer.data.data_plane import DataPlane
-from kv_transfer.data.operation_results import answer_of
 from kv_transfer.data.rank_commands import RankCommand, RankResult
-from kv_transfer.data.thread_setup import enter_thread
+from kv_transfer.data.threads import await_callback, enter_thread
 from protocol import codec
 
 #: Name of the command with which rank 0 gives a follower a transfer order.
@@ -34,9 +33,9 @@ class Ranks:
         """Run one transfer order on a rank. Followers take it in order with their steps, so that a
         send after a step finds that step's KV. Raises RankLost when the rank is gone."""
         if rank == 0 or self.group is None:
-            return await answer_of(partial(self.plane.submit, order))
+            return await await_callback(partial(self.plane.submit, order))
         call = self.group.call(rank, TRANSFER, order.encode())
-        return codec.decode(RankResult, (await answer_of(call.add_done_callback)).result())
+        return codec.decode(RankResult, (await await_callback(call.add_done_callback)).result())
 
     def check(self) -> None:
         """Raise RankLost when a follower is gone."""

@@ -16,9 +16,9 @@ from engine.config import EngineConfig
 from engine.kv.allocator import BlockAllocator
 from engine.ranks.group import RankGroup
 from grammar.matcher import Matcher
+from kv_transfer.backends.host import process_id
 from kv_transfer.config import TransferConfig
-from kv_transfer.control.clock import Clock
-from kv_transfer.control.context import EndpointContext
+from kv_transfer.control.context import Clock, EndpointContext
 from kv_transfer.control.receiver import Receiver
 from kv_transfer.control.sender import Sender
 from observability.clock import steady_clock
@@ -125,6 +125,7 @@ class Worker(ABC, Generic[C, Out, Side]):
             epoch=new_epoch(),
             role=self.role,
             address=self._server.bind(self.settings.worker.host),
+            process=process_id(),
         )
         self._handoff = await self._open_handoff(
             EndpointContext(

@@ -18,8 +18,8 @@ from cluster.serve.gc_tuning import freeze_heap
 from engine.kv.pool import KVPool
 from kv_transfer.config import TransferConfig
 from kv_transfer.data.data_plane import DataPlane
-from kv_transfer.data.operation_results import answer_of
 from kv_transfer.data.rank_commands import RankCommand, RankResult
+from kv_transfer.data.threads import await_callback
 from protocol import codec
 from protocol.kv_layout import KVLayout
 
@@ -127,9 +127,9 @@ class Ranks:
         """Run one command on one rank; its result."""
         found = self._ranks[rank]
         if isinstance(found, Rank):
-            return await answer_of(partial(found.plane.submit, command))
+            return await await_callback(partial(found.plane.submit, command))
         call = found.call("command", command.encode())
-        return codec.decode(RankResult, (await answer_of(call.add_done_callback)).result())
+        return codec.decode(RankResult, (await await_callback(call.add_done_callback)).result())
 
     def everywhere(self, name: str, *args: Any) -> list[Any]:
         """Call a method of every rank; what they return."""

@@ -183,7 +183,7 @@ class BenchWorker:
 
     async def meet(self, decode: WorkerRef) -> None:
         """Prefill: warm up the links."""
-        await self._end.meet(decode)
+        await self._end.warm_up(decode)
 
     async def expect(self, handoffs: Sequence[Handoff]) -> None:
         """Prefill: accept requests."""
@@ -289,7 +289,7 @@ class BenchWorker:
     async def backends(self) -> list[str]:
         """The backends that moved any data."""
         assert self._ranks is not None
-        return sorted({way for rank in self._ranks.near() for way in rank.plane.ways})
+        return sorted({way for rank in self._ranks.near() for way in rank.plane.open_backends})
 
     async def relinked(self) -> int:
         """How often links were replaced."""

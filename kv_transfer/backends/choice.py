@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from typing import cast
 
-from kv_transfer.backends.base import Backend
-from kv_transfer.backends.block_store import BlockStore, PagedStore
+from kv_transfer.backends.base import Backend, BlockStore, PagedStore
 from kv_transfer.backends.gloo import GlooBackend
 from kv_transfer.backends.host import is_near
 from kv_transfer.config import ONE_SIDED, BackendName, TransferConfig
@@ -36,7 +35,7 @@ def _build(name: BackendName, store: BlockStore, config: TransferConfig) -> Back
         return GlooBackend(config.host)
     from kv_transfer.backends.cuda_ipc import CudaIpcBackend
     from kv_transfer.backends.nccl import BUFFERS, NcclBackend
-    from kv_transfer.cuda.staging import Staging
+    from kv_transfer.cuda.nccl import Staging
 
     paged = cast(PagedStore, store)
     if name is BackendName.CUDA_IPC:

@@ -4,7 +4,7 @@ with one for each group of its layers, queued behind that group.
 
 The receiver posts nothing and runs nothing. What proves completion is that the sender commits only
 after its kernels have ended; what makes an abort safe is that an ended hand-off's blocks stay
-quarantined until the writer has confirmed that it is done (receiver.Receiver).
+quarantined until the writer has confirmed that it is done (control.receiver).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from secrets import token_hex
 
 import torch
 
-from kv_transfer.backends.base import BlockMove, End, LinkBroken, LinkId
-from kv_transfer.backends.block_store import PagedStore
+from kv_transfer.backends.base import BlockMove, End, LinkBroken, LinkId, LinkMode, PagedStore
 from kv_transfer.backends.host import host_id
 from kv_transfer.config import ChecksumKind
 from kv_transfer.cuda.copying import (
@@ -49,7 +48,7 @@ def shape_of(store: PagedStore) -> PoolShape:
 
 
 class Mapping:
-    """Another rank's pool in this process. Unmapped when the last user has left."""
+    """Another rank's pool mapped into this process, until its last user leaves."""
 
     def __init__(self, handle: bytes, offset: int, shape: PoolShape) -> None:
         self.shape = shape
@@ -62,12 +61,12 @@ class Mapping:
         close_memory(self._base)
 
 
-class _Flight:
-    """What one write holds while it is under way."""
+class _Write:
+    """Page numbers and completion events of one write in flight."""
 
     def __init__(self, device: torch.device) -> None:
         self.pages = PageTable(device)
-        # Far away: slept for. The copy itself is short, and waking up takes a tenth of it.
+        # The step may take long: sleep until it. The copy is short: waking up would take a tenth.
         self.gate = torch.cuda.Event(blocking=True)
         self.done = torch.cuda.Event()
         self.gated = False
@@ -82,7 +81,7 @@ class _Flight:
 class CudaIpcLink:
     """One direction into a mapped pool (sender), or nothing at all (receiver)."""
 
-    ordered = False
+    mode = LinkMode.UNORDERED
 
     def __init__(self, link: LinkId, backend: CudaIpcBackend, endpoint: str | None) -> None:
         self._name = str(link)
@@ -103,15 +102,15 @@ class CudaIpcLink:
             self._backend.leave(self._endpoint)
             return lambda: 0
         try:
-            flight = None if move.discard else self._backend.launch(move, target)
+            write = None if move.discard else self._backend.launch(move, target)
         except BaseException:
             self._leave(move)
             raise
-        return lambda: self._end(move, flight)
+        return lambda: self._end(move, write)
 
-    def _end(self, move: BlockMove, flight: _Flight | None) -> int:
+    def _end(self, move: BlockMove, write: _Write | None) -> int:
         try:
-            return 0 if flight is None else self._backend.land(move, flight)
+            return 0 if write is None else self._backend.land(move, write)
         finally:
             self._leave(move)
 
@@ -138,24 +137,24 @@ class CudaIpcLink:
             self._backend.leave(self._endpoint)
 
 
-class _Lane:
+class _WriteStream:
     """A stream for writes, which end in the order in which they began."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.stream = torch.cuda.Stream(device)
-        self._idle: list[_Flight] = []
+        self._idle: list[_Write] = []
 
-    def take(self) -> _Flight:
-        """Something to hold a write's state, given back with `give`."""
+    def take(self) -> _Write:
+        """State for a write, to be returned with `give`."""
         try:
             return self._idle.pop()
         except IndexError:
-            return _Flight(self._device)
+            return _Write(self._device)
 
-    def give(self, flight: _Flight) -> None:
+    def give(self, write: _Write) -> None:
         """The write is over."""
-        self._idle.append(flight)
+        self._idle.append(write)
 
 
 class CudaIpcBackend:
@@ -173,7 +172,7 @@ class CudaIpcBackend:
         self._device = store.device
         self._lock = threading.Lock()
         self._mappings: dict[str, Mapping] = {}
-        self._lanes: dict[int, _Lane] = {}
+        self._streams: dict[int, _WriteStream] = {}
         self._context = Context(self._device)
         self._kernel = load_copies(self._device)
         self._stream = torch.cuda.Stream(self._device)
@@ -229,7 +228,7 @@ class CudaIpcBackend:
         except DriverError as error:  # the mapping leaks until this process ends
             log.warning("a peer's pool could not be unmapped", extra={"reason": str(error)})
 
-    def launch(self, move: BlockMove, target: Mapping) -> _Flight:
+    def launch(self, move: BlockMove, target: Mapping) -> _Write:
         """Queue the copy of cells into a mapped pool, layer group by layer group behind the step
         that fills them."""
         peer = move.peer_cells
@@ -238,35 +237,35 @@ class CudaIpcBackend:
         if target.shape.page % self._cell_bytes(move):
             raise LinkBroken("the peer's pool has another shape")
         with self._context:
-            on = self._lane(move.lane)
-            flight = on.take()
+            queue = self._stream_of(move.stream_index)
+            write = queue.take()
             try:
-                self._launch(move, target, flight, on.stream)
+                self._launch(move, target, write, queue.stream)
             except BaseException:
-                on.stream.synchronize()  # what was queued already must not outlive the access
+                queue.stream.synchronize()  # what was queued already must not outlive the access
                 raise
-            flight.done.record(on.stream)
-        return flight
+            write.done.record(queue.stream)
+        return write
 
     def _launch(
-        self, move: BlockMove, target: Mapping, flight: _Flight, stream: torch.cuda.Stream
+        self, move: BlockMove, target: Mapping, write: _Write, stream: torch.cuda.Stream
     ) -> None:
         assert move.peer_cells is not None
         size = self._cell_bytes(move)
-        pages, peer_pages = flight.pages.load(
+        pages, peer_pages = write.pages.load(
             stream.cuda_stream,
             self._shape.pages(move.cells, size),
             target.shape.pages(move.peer_cells, size),
         )
         marks = self._store.marks if move.after else None
-        flight.gated = marks is not None and not marks.is_over(move.after)
+        write.gated = marks is not None and not marks.is_over(move.after)
         layer_bytes = move.cells.count * 2 * move.num_heads * size
-        groups = layer_groups(move.num_layers, layer_bytes) if flight.gated else [move.num_layers]
+        groups = layer_groups(move.num_layers, layer_bytes) if write.gated else [move.num_layers]
         first = move.first_layer
         for count in groups:
-            if marks is not None and flight.gated:
+            if marks is not None and write.gated:
                 marks.follow(stream, move.after, first + count - 1)
-                flight.gate.record(stream)
+                write.gate.record(stream)
             to = pool_rows(
                 target.address,
                 target.shape,
@@ -278,18 +277,18 @@ class CudaIpcBackend:
             self._copy(move, self._rows(move, first, pages), to, count, stream)
             first += count
 
-    def land(self, move: BlockMove, flight: _Flight) -> int:
+    def land(self, move: BlockMove, write: _Write) -> int:
         """Wait for a copy; the checksum of what was written."""
-        flight.wait()
-        self._lane(move.lane).give(flight)
+        write.wait()
+        self._stream_of(move.stream_index).give(write)
         return 0 if move.checksum is ChecksumKind.NONE else self.sum_of(move)
 
-    def _lane(self, number: int) -> _Lane:
+    def _stream_of(self, index: int) -> _WriteStream:
         with self._lock:
-            lane = self._lanes.get(number)
-            if lane is None:
-                lane = self._lanes[number] = _Lane(self._device)
-            return lane
+            stream = self._streams.get(index)
+            if stream is None:
+                stream = self._streams[index] = _WriteStream(self._device)
+            return stream
 
     def sum_of(self, move: BlockMove) -> int:
         """The checksum of blocks of the own pool."""

@@ -1,11 +1,13 @@
-"""Whether two processes run under one kernel, and so may share GPU memory."""
+"""Which process of which host a worker is: processes share GPU memory under one kernel only."""
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from pathlib import Path
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_PID_NAMESPACE = Path("/proc/self/ns/pid")
 
 
 @cache
@@ -17,7 +19,42 @@ def host_id() -> str:
         return ""
 
 
+def process_id() -> str:
+    """This process, to be advertised to peers: host, PID namespace, PID, start time; empty when
+    unknown."""
+    host, started = host_id(), _start_time(os.getpid())
+    if not host or started is None:
+        return ""
+    try:
+        return f"{host}|{_PID_NAMESPACE.readlink()}|{os.getpid()}|{started}"
+    except OSError:
+        return ""
+
+
 def is_near(endpoint: str) -> bool:
     """Whether the pool behind an endpoint of cuda_ipc, `host id|...`, lies on this host."""
     host = host_id()
     return host != "" and endpoint.partition("|")[0] == host
+
+
+def may_share_host(process: str) -> bool:
+    """Whether a process (process_id) may run on this host: unless it surely does not."""
+    return process == "" or host_id() == "" or is_near(process)
+
+
+def has_ended(process: str) -> bool:
+    """Whether a process (process_id) of this host has surely ended."""
+    mine = process_id()
+    if not mine or mine.split("|")[:2] != process.split("|")[:2]:
+        return False  # it cannot be seen from here
+    _, _, pid, started = process.split("|")
+    return _start_time(int(pid)) != started
+
+
+def _start_time(pid: int) -> str | None:
+    """When a process started, in clock ticks since boot; None when it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]  # state and start time: see proc(5)

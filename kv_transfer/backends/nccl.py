@@ -3,9 +3,9 @@
 Small messages waste NVLink, so blocks are gathered into large staging buffers by one kernel, sent,
 and scattered by one kernel. Two buffers take turns, across hand-offs, and the device orders it all:
 copies on one stream, NCCL on another, events between them. The host only queues, pieces ahead of
-the wire, so the wire never waits for Python. Both sides post only once the sender's data is ready
-(the piece protocol), and every wait ends at a deadline, which aborts the communicator; whatever is
-queued then runs to its end before anybody may have the blocks.
+the wire, so the wire never waits for Python. Both ranks post only once the sender's data is ready
+(plan.channel), and every wait ends at a deadline, which aborts the communicator; work that was
+queued then runs to its end before the blocks are released.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ from functools import partial
 
 import torch
 
-from kv_transfer.backends.base import BlockMove, End, LinkBroken, LinkId
-from kv_transfer.backends.block_store import PagedStore
+from kv_transfer.backends.base import BlockMove, End, LinkBroken, LinkId, LinkMode, PagedStore
 from kv_transfer.backends.cuda_ipc import shape_of
 from kv_transfer.backends.rendezvous import SENDER, RendezvousBackend, SocketStore
-from kv_transfer.backends.watch import Watch
 from kv_transfer.config import ChecksumKind
 from kv_transfer.cuda.copying import (
     PAGE_NUMBER_BYTES,
@@ -39,8 +37,7 @@ from kv_transfer.cuda.copying import (
     pool_rows,
 )
 from kv_transfer.cuda.driver import Event
-from kv_transfer.cuda.nccl import Communicator, unique_id
-from kv_transfer.cuda.staging import Staging
+from kv_transfer.cuda.nccl import Communicator, Staging, Watch, unique_id
 from kv_transfer.plan.checksum import content_checksum
 
 BUFFERS = 2  # one on the wire, the other being filled or emptied
@@ -68,8 +65,8 @@ class _Slot:
         self.free = Event()
 
 
-class _Flight:
-    """What one move holds while it is under way."""
+class _Move:
+    """Page numbers, completion event and checksum of one move in flight."""
 
     def __init__(self, device: torch.device) -> None:
         self.pages = PageTable(device)
@@ -81,7 +78,7 @@ class NcclLink:
     """One end of a pair. Both streams run ahead of the model's kernels: a copy that waits for a
     whole step holds up the wire."""
 
-    ordered = True
+    mode = LinkMode.PIPELINED
 
     def __init__(
         self,
@@ -98,15 +95,15 @@ class NcclLink:
         self._device = backend.store.device
         self._chunk_bytes = chunk_bytes
         self._broken = threading.Event()
-        self._aborted = threading.Lock()  # taken once, by whoever aborts
-        self._idle: deque[_Flight] = deque()
+        self._aborted = threading.Lock()  # taken once, by the thread that aborts
+        self._idle: deque[_Move] = deque()
         self._marks: deque[torch.cuda.Event] = deque()
         self._num_queued = 0
         with torch.cuda.device(self._device):
             self._stream = torch.cuda.Stream(priority=-1)
             self._wire = torch.cuda.Stream(priority=-1)
             self._slots = [_Slot(chunk_bytes, self._device) for _ in range(BUFFERS)]
-        self._turns = itertools.cycle(self._slots)
+        self._next_slot = itertools.cycle(self._slots)
 
     def send_blocks(self, move: BlockMove, timeout_s: float) -> End:
         """Queue gathers and sends; over when all has left."""
@@ -124,14 +121,14 @@ class NcclLink:
             self._check()
 
     def close(self) -> None:
-        """Abort: whatever waits on either stream of this link ends. That takes NCCL half a second,
-        for which no event loop can wait."""
+        """Abort: work that waits on either stream of this link ends. That takes NCCL half a second,
+        too long for an event loop, so a thread does it."""
         self._broken.set()
         if not self._aborted.acquire(blocking=False):
             return
         try:
             threading.Thread(target=self._abort, name=f"kv-abort-{self._name}").start()
-        except RuntimeError:  # there is none to be had
+        except RuntimeError:  # no thread can be started
             self._abort()
 
     def _abort(self) -> None:
@@ -146,26 +143,26 @@ class NcclLink:
         queue = self._send if sending else self._receive
         try:
             with self._working(limit):
-                flight = self._idle.popleft() if self._idle else _Flight(self._device)
-                flight.checksum = 0
+                state = self._idle.popleft() if self._idle else _Move(self._device)
+                state.checksum = 0
                 size = self._cell_bytes(move)
                 numbers = self._shape.pages(move.cells, size)
-                (pages,) = flight.pages.load(self._stream.cuda_stream, numbers)
+                (pages,) = state.pages.load(self._stream.cuda_stream, numbers)
                 for chunk in self._chunks(move):
                     self._keep_short()
                     data = queue(move, chunk, pages if touches else None, limit)
                     if move.checksum is not ChecksumKind.NONE:  # waits for it
-                        flight.checksum += content_checksum(data, move.checksum)
-                flight.done.record(self._wire if sending else self._stream)
+                        state.checksum += content_checksum(data, move.checksum)
+                state.done.record(self._wire if sending else self._stream)
         except BaseException:
             if entered:
                 move.access.leave()
             raise
-        return partial(self._end, move, flight, limit, entered=entered)
+        return partial(self._end, move, state, limit, entered=entered)
 
     def _keep_short(self) -> None:
-        """Wait where the device's queues would get full: whoever then queues more waits with the
-        interpreter's lock, and nobody could give the link up."""
+        """Wait before the device's queues get full: a call on a full one blocks with the
+        interpreter's lock, and no other thread could close the link."""
         self._num_queued += 1
         if self._num_queued % _STRETCH == 0:
             mark = torch.cuda.Event()
@@ -174,21 +171,21 @@ class NcclLink:
             if len(self._marks) > _STRETCHES:
                 self._marks.popleft().synchronize()
 
-    def _end(self, move: BlockMove, flight: _Flight, limit: float, *, entered: bool) -> int:
+    def _end(self, move: BlockMove, state: _Move, limit: float, *, entered: bool) -> int:
         try:
             with self._working(limit):
-                flight.done.synchronize()  # an abort ends it
+                state.done.synchronize()  # an abort ends it
                 self._check()
         finally:
             if entered:
                 move.access.leave()
-        self._idle.append(flight)
-        return flight.checksum
+        self._idle.append(state)
+        return state.checksum
 
     def _send(
         self, move: BlockMove, chunk: _Chunk, pages: int | None, limit: float
     ) -> torch.Tensor:
-        slot = next(self._turns)
+        slot = next(self._next_slot)
         data = slot.data[: chunk.num_bytes]
         slot.free.hold(self._stream)
         if pages is not None:
@@ -202,7 +199,7 @@ class NcclLink:
     def _receive(
         self, move: BlockMove, chunk: _Chunk, pages: int | None, limit: float
     ) -> torch.Tensor:
-        slot = next(self._turns)
+        slot = next(self._next_slot)
         data = slot.data[: chunk.num_bytes]
         slot.free.hold(self._wire)
         self._post(data, limit, sending=False)
@@ -250,9 +247,9 @@ class NcclLink:
             cell_bytes=size,
         )
         staged = dense_rows(data.data_ptr(), extent)
-        sides: tuple[Rows, Rows] = (pool, staged) if gather else (staged, pool)
+        ends: tuple[Rows, Rows] = (pool, staged) if gather else (staged, pool)
         copy_rows(
-            *sides,
+            *ends,
             extent,
             kernel=self._backend.kernel,
             stream=self._stream.cuda_stream,
@@ -291,7 +288,7 @@ class NcclLink:
                 yield
         except BaseException as error:
             self.close()
-            self._group.abort()  # waits for whoever aborts
+            self._group.abort()  # waits for an abort in progress
             self._stream.synchronize()
             self._wire.synchronize()
             if not isinstance(error, RuntimeError) or isinstance(error, LinkBroken):
@@ -330,14 +327,14 @@ class NcclBackend(RendezvousBackend[NcclLink]):
                 with torch.cuda.device(self.store.device):
                     torch.cuda.current_stream().synchronize()  # NCCL needs a current context
                     group = Communicator(name, me, ctas=self._ctas, limit=limit)
-                made = self._made(link, group, size)
+                made = self._make_link(link, group, size)
             except (OSError, RuntimeError, ValueError) as error:
                 self.staging.give(size)
                 raise LinkBroken(f"link {link}: {error}") from error
         made.warm(sending=me == SENDER, limit=limit)
         return made
 
-    def _made(self, link: LinkId, group: Communicator, size: int) -> NcclLink:
+    def _make_link(self, link: LinkId, group: Communicator, size: int) -> NcclLink:
         try:
             return NcclLink(link, group, self, size)
         except BaseException:  # there may be no memory for its buffers
@@ -351,13 +348,13 @@ class NcclBackend(RendezvousBackend[NcclLink]):
         return 2 * shape.num_heads * shape.page
 
     def _agree(self, store: SocketStore, me: int, size: int) -> tuple[bytes, int]:
-        """The communicator's name, as the sender says, and the size of a message, which is the
-        smaller of what the two would take."""
+        """The communicator's id, which the sender makes, and the size of a message: the smaller of
+        what the two ends can stage."""
         if me == SENDER:
             name = unique_id()
             store.set("nccl", name + size.to_bytes(8, "big"))
             return name, int.from_bytes(store.get("size"), "big")
-        told = store.get("nccl")
-        size = min(size, int.from_bytes(told[-8:], "big"))
+        offer = store.get("nccl")
+        size = min(size, int.from_bytes(offer[-8:], "big"))
         store.set("size", size.to_bytes(8, "big"))
-        return told[:-8], size
+        return offer[:-8], size

@@ -1,16 +1,24 @@
-"""One worker's side of all its hand-offs: who it is, and how it reaches its ranks and its peers."""
+"""One worker's identity, and how rank 0 reaches its ranks and its peer workers."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from kv_transfer.config import TransferConfig
-from kv_transfer.control.calls import UNANSWERED, CallResult
-from kv_transfer.control.clock import Clock
-from kv_transfer.control.rank_channel import RankChannel, first_error, run_orders
 from kv_transfer.data.rank_commands import RankCommand, RankResult, RevokeCommand
-from protocol.errors import BatonError, StaleMessage, Unavailable
+from kv_transfer.plan.channel import UNANSWERED
+from kv_transfer.plan.checksum import combine
+from protocol.errors import (
+    BatonError,
+    HandoffFailed,
+    Internal,
+    StaleMessage,
+    Unavailable,
+)
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.ticket import Ticket
@@ -18,6 +26,43 @@ from rpc.client import ClientPool
 from rpc.methods import Method, Rep, Req
 
 _FIRST_PAUSE_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clock:
+    """`monotonic` times deadlines and calls; `wall` is put into spans. Tests inject their own."""
+
+    monotonic: Callable[[], float] = time.monotonic
+    wall: Callable[[], float] = time.time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallResult:
+    """How a call ended. `error` is None when the peer acknowledged.
+
+    `uncertain`: some try was not answered, so the peer may have acted on it whatever it says now.
+    """
+
+    error: BatonError | None
+    uncertain: bool
+
+    @property
+    def refused(self) -> bool:
+        """The peer answered, and refused."""
+        return self.error is not None and not isinstance(self.error, UNANSWERED)
+
+
+class RankChannel(Protocol):
+    """Carries commands to the data planes of the worker's ranks.
+
+    `run` hands its command over before it first suspends, and each rank starts its commands in the
+    order of these calls. It raises only when the rank cannot be reached (it is dead, or the group
+    is).
+    """
+
+    async def run(self, rank: int, command: RankCommand) -> RankResult:
+        """Run one command on one rank; its result, errors inside it."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +76,14 @@ class EndpointContext:
     ranks: RankChannel
     clients: ClientPool
     config: TransferConfig
-    clock: Clock = Clock()  # noqa: RUF009 - frozen
+    clock: Clock = Clock()
 
     def check_ticket(
         self, ticket: Ticket, key: RequestKey, peer_epoch: int, *, genuine: Ticket | None = None
     ) -> None:
         """Raise StaleMessage unless the ticket is genuine, and for this request, this worker and
-        that peer. One equal to `genuine`, which was checked before, needs no look at its
-        signature."""
+        that peer. The signature is not checked again of a ticket equal to `genuine`, which was
+        checked before."""
         if ticket.key != key:
             raise StaleMessage(f"ticket of {ticket.key} used for {key}", param="ticket")
         if ticket != genuine:
@@ -47,7 +92,7 @@ class EndpointContext:
         if self.ref.role is Role.PREFILL:
             mine, theirs = theirs, mine
         if mine != self.ref.epoch:
-            raise StaleMessage(f"ticket of {ticket.key} is for another incarnation", param="epoch")
+            raise StaleMessage(f"ticket of {ticket.key} is for another epoch", param="epoch")
         if theirs != peer_epoch:
             raise StaleMessage(f"ticket of {ticket.key} is for another peer", param="epoch")
 
@@ -75,12 +120,50 @@ class EndpointContext:
                 return CallResult(error=None, uncertain=False)
         return CallResult(error=error, uncertain=True)
 
-    async def run_everywhere(self, order: RankCommand) -> list[RankResult]:
-        """Run one order on every rank."""
-        return await run_orders(self.ranks, dict.fromkeys(range(self.layout.tp_size), order))
+    async def run(self, commands: dict[int, RankCommand]) -> list[RankResult]:
+        """Run one command on each of several ranks; returns when all have ended. Never raises,
+        except when cancelled."""
+        if len(commands) == 1:  # the common case, without a task of its own
+            ((rank, command),) = commands.items()
+            return [await self._run(rank, command)]
+        return await asyncio.gather(*(self._run(rank, each) for rank, each in commands.items()))
+
+    async def run_everywhere(self, command: RankCommand) -> list[RankResult]:
+        """Run one command on every rank."""
+        return await self.run(dict.fromkeys(range(self.layout.tp_size), command))
 
     async def fence(self, receiver_epoch: int, generation: int) -> bool:
-        """Have no rank touch the blocks of a hand-off any more: messages pass through staging
-        buffers, so this takes at most one copy. False when a rank cannot be asked."""
+        """Stop all ranks from touching the blocks of a hand-off: messages pass through staging
+        buffers, so this takes at most one copy. False when a rank cannot be reached."""
         revoke = RevokeCommand(receiver_epoch=receiver_epoch, generation=generation)
         return first_error(await self.run_everywhere(RankCommand(revoke=revoke))) is None
+
+    async def _run(self, rank: int, command: RankCommand) -> RankResult:
+        try:
+            return await self.ranks.run(rank, command)
+        except BatonError as error:
+            return RankResult(error=error.info(), answered=False)
+        except Exception as error:  # noqa: BLE001 - the hand-off must end whatever the trouble
+            internal = Internal(f"rank {rank}: {type(error).__name__}: {error}")
+            return RankResult(error=internal.info(), answered=False)
+
+
+def as_failure(error: BatonError, who: str) -> BatonError:
+    """The failure of a hand-off whose call ended so: a refusal as it is, anything else wrapped."""
+    if isinstance(error, (StaleMessage, HandoffFailed)):
+        return error
+    return HandoffFailed(f"{who}: {error.message}", param=error.param)
+
+
+def first_error(results: list[RankResult]) -> BatonError | None:
+    """The first error as a HandoffFailed, or None."""
+    for result in results:
+        if result.error is not None:
+            return HandoffFailed(result.error.message, param=result.error.param)
+    return None
+
+
+def totals(results: list[RankResult]) -> tuple[int, int]:
+    """Bytes and checksum of a piece that all ranks have moved."""
+    parts = [part for result in results for part in result.parts]
+    return sum(part.num_bytes for part in parts), combine([part.checksum for part in parts])

@@ -1,17 +1,18 @@
-"""What both sides of the hand-off do alike: which are live and which over, deadlines, ends."""
+"""What Sender and Receiver have in common: records of hand-offs, deadlines, ends, counts."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Generic, Protocol, TypeVar
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from concurrency.deadlines import Deadlines
 from concurrency.tasks import Tasks
-from kv_transfer.control.calls import CallResult
-from kv_transfer.control.context import EndpointContext
-from kv_transfer.control.finished_handoffs import Attempts, BoundedMap, FinishedHandoff
-from kv_transfer.control.stats import TransferStats
+from kv_transfer.control.context import CallResult, EndpointContext
 from kv_transfer.plan.handoff_state import HandoffState, Verdict
+from observability import metrics
+from observability.metrics import counter_key
 from protocol.errors import BatonError, ErrorInfo, HandoffFailed, StaleMessage, Unavailable
 from protocol.ids import RequestKey, WorkerRef
 from protocol.messages import HandoffEnd
@@ -19,37 +20,109 @@ from protocol.ticket import Ticket
 from rpc import methods
 
 _CLOSE_GRACE_S = 3.0
+K = TypeVar("K")
+T = TypeVar("T")
 
 
-class HasHandoff(Protocol):
-    """A record of one hand-off in progress."""
+@dataclass(slots=True, kw_only=True)
+class TransferStats:
+    """Totals since the start. `failures` counts by error code; `relinked` counts broken
+    channels."""
 
-    @property
-    def lease(self) -> HandoffState:
-        """Its life."""
-        ...
+    committed: int = 0
+    released: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    num_bytes: int = 0
+    num_pieces: int = 0
+    relinked: int = 0
+
+    def counters(self) -> dict[str, int]:
+        """The totals by their names in observability.metrics."""
+        causes = {
+            counter_key(metrics.HANDOFF_FAILURES, cause=cause): count
+            for cause, count in self.failures.items()
+        }
+        return {
+            counter_key(metrics.HANDOFFS, outcome="committed"): self.committed,
+            counter_key(metrics.HANDOFFS, outcome="released"): self.released,
+            counter_key(metrics.HANDOFF_BYTES): self.num_bytes,
+            counter_key(metrics.HANDOFF_PIECES): self.num_pieces,
+            counter_key(metrics.HANDOFF_RELINKS): self.relinked,
+            **causes,
+        }
 
 
-H = TypeVar("H", bound=HasHandoff)
-P = TypeVar("P", bound=FinishedHandoff)
+class BoundedMap(Generic[K, T]):
+    """The last `limit` records by key; the oldest is dropped first."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._records: OrderedDict[K, T] = OrderedDict()
+
+    def put(self, key: K, record: T) -> None:
+        """Store a record as the newest."""
+        self._records[key] = record
+        self._records.move_to_end(key)
+        while len(self._records) > self._limit:
+            self._records.popitem(last=False)
+
+    def get(self, key: K) -> T | None:
+        """The record of `key`, unless it was dropped."""
+        return self._records.get(key)
+
+    def take(self, key: K) -> T | None:
+        """Remove and return the record of `key`."""
+        return self._records.pop(key, None)
+
+    def __len__(self) -> int:
+        return len(self._records)
 
 
-class Endpoint(ABC, Generic[H, P]):
-    """All hand-offs of one worker. H: its records of those in progress, P: of those that are over.
+class Attempts:
+    """The newest attempt seen of each request; older ones are refused."""
+
+    def __init__(self, limit: int) -> None:
+        self._newest: BoundedMap[str, int] = BoundedMap(limit)
+
+    def admit(self, key: RequestKey) -> RequestKey | None:
+        """Note an attempt; the one that it replaces, if any. Raises StaleMessage when a newer one
+        was seen."""
+        newest = self._newest.get(key.request_id)
+        if newest is not None and key.attempt < newest:
+            raise StaleMessage(f"{key} is older than attempt {newest}", param="attempt")
+        self._newest.put(key.request_id, key.attempt)
+        return None if newest in (None, key.attempt) else RequestKey(key.request_id, newest)
+
+
+@dataclass(slots=True)
+class FinishedHandoff:
+    """Kept of a hand-off that is over, to recognise late messages: the peer's epoch, and why it
+    failed."""
+
+    peer_epoch: int
+    error: ErrorInfo | None
+
+
+H = TypeVar("H", bound=HandoffState)
+F = TypeVar("F", bound=FinishedHandoff)
+
+
+class Endpoint(ABC, Generic[H, F]):
+    """All hand-offs of one worker. H: its records of those in progress, F: of those that are over.
 
     Every method belongs to the event loop that it was made on: from another thread go through
-    `loop.call_soon_threadsafe`. Only the methods that are coroutines wait for anything.
+    `loop.call_soon_threadsafe`. Only coroutine methods wait for anything.
     """
 
-    def __init__(self, party: EndpointContext) -> None:
+    def __init__(self, context: EndpointContext) -> None:
         self.stats = TransferStats()
-        self._me = party
-        self._config = party.config
-        self._clock = party.clock
+        self._context = context
+        self._config = context.config
+        self._clock = context.clock
         self._tasks = Tasks()
         self._live: dict[RequestKey, H] = {}
-        self._past: BoundedMap[RequestKey, P] = BoundedMap(party.config.remembered)
-        self._attempts = Attempts(party.config.remembered)
+        self._finished: BoundedMap[RequestKey, F] = BoundedMap(self._config.finished_handoffs)
+        self._attempts = Attempts(self._config.finished_handoffs)
         self._deadlines = Deadlines(
             now=self._clock.monotonic,
             ring=lambda: self.expire(self._clock.monotonic()),
@@ -62,32 +135,31 @@ class Endpoint(ABC, Generic[H, P]):
         return len(self._live)
 
     def expire(self, now: float) -> None:
-        """End every hand-off whose deadline has come (monotonic seconds). Called by a timer,
-        too."""
+        """End every hand-off whose deadline has come (monotonic seconds). A timer calls it, too."""
         for key in self._deadlines.due(now):
             handoff = self._live.get(key)
             if handoff is None:
                 continue
-            if handoff.lease.deadline <= now:
+            if handoff.deadline <= now:
                 self._end_key(key, HandoffFailed(f"hand-off of {key} passed its deadline"))
             else:
-                self._look_at(handoff, now)
+                self._check(handoff, now)
 
     async def close(self) -> None:
         """End everything, tell the peers if they listen, and stop."""
         for key in list(self._live):
-            self._end_key(key, Unavailable(f"the {self._me.ref.role} worker stops"))
+            self._end_key(key, Unavailable(f"the {self._context.ref.role} worker stops"))
         self._deadlines.close()
         await self._tasks.wind_up(_CLOSE_GRACE_S)
 
-    # --- what the sides differ in ---------------------------------------------------------------
+    # --- what Sender and Receiver differ in -----------------------------------------------------
 
     @abstractmethod
     def _record(self, *, key: RequestKey, ticket: Ticket, peer: WorkerRef, deadline: float) -> H:
         """The record of a hand-off that begins."""
 
-    def _look_at(self, handoff: H, now: float) -> None:
-        """It asked to be looked at before its deadline."""
+    def _check(self, handoff: H, now: float) -> None:
+        """A time before the deadline has come that was added to `_deadlines`."""
 
     @abstractmethod
     def _finish(self, handoff: H, *, released: bool, error: ErrorInfo | None, tell: bool) -> None:
@@ -95,25 +167,21 @@ class Endpoint(ABC, Generic[H, P]):
 
     @abstractmethod
     def _retire(self, handoff: H) -> None:
-        """It is over: only remembered from now on."""
-
-    @abstractmethod
-    def _end_all(self, epoch: int, why: str) -> None:
-        """End the hand-offs with the peer of this epoch, which is of no use any more."""
+        """Replace the record of a hand-off that is over by a FinishedHandoff."""
 
     # --- for both -------------------------------------------------------------------------------
 
     def _begin(self, key: RequestKey, ticket: Ticket, peer: WorkerRef) -> bool:
-        """Take a hand-off up; False when it was before. Raises StaleMessage for a bad ticket or an
-        older attempt, and the error of one that the peer has ended already."""
+        """Record a hand-off; False when it was recorded before. Raises StaleMessage for a bad
+        ticket or an older attempt, and the error of one that the peer has ended already."""
         if key in self._live:
-            self._live[key].lease.check_same(ticket)
+            self._live[key].check_same(ticket)
             return False
-        past = self._past.get(key)
-        if past is not None and past.peer_epoch == peer.epoch:
+        finished = self._finished.get(key)
+        if finished is not None and finished.peer_epoch == peer.epoch:
             over = StaleMessage(f"hand-off of {key} is over", param="key")
-            raise over if past.error is None else past.error.to_error()
-        self._me.check_ticket(ticket, key, peer.epoch)
+            raise over if finished.error is None else finished.error.to_error()
+        self._context.check_ticket(ticket, key, peer.epoch)
         if (older := self._attempts.admit(key)) is not None:
             self._end_key(older, StaleMessage(f"{key} replaces {older}", param="attempt"))
         deadline = self._clock.monotonic() + ticket.lifetime_s
@@ -121,19 +189,26 @@ class Endpoint(ABC, Generic[H, P]):
         self._deadlines.add(deadline, key)
         return True
 
-    def _shorten(self, lease: HandoffState) -> None:
-        """Blocks are granted: from now on there is `lease_s` for the rest."""
-        lease.deadline = min(lease.deadline, self._clock.monotonic() + self._config.lease_s)
-        self._deadlines.add(lease.deadline, lease.key)
+    def _start_lease(self, handoff: H) -> None:
+        """KV begins to move: `lease_s` remain until the commit."""
+        handoff.deadline = min(handoff.deadline, self._clock.monotonic() + self._config.lease_s)
+        self._deadlines.add(handoff.deadline, handoff.key)
 
     def _end_key(self, key: RequestKey, error: BatonError) -> None:
         handoff = self._live.get(key)
         if handoff is not None:
             self._finish(handoff, released=False, error=error.info(), tell=True)
 
-    def _ends(self, handoff: H, *, released: bool, error: ErrorInfo | None) -> bool:
-        """Count an end and remember the hand-off; False when it was over already."""
-        if handoff.lease.end(released=released, error=error) is Verdict.REPEAT:
+    def _end_all(self, epoch: int, why: str) -> None:
+        """End the hand-offs with the peer of this epoch, which is dead or silent."""
+        for handoff in [h for h in self._live.values() if h.peer.epoch == epoch]:
+            peer = handoff.peer
+            error = HandoffFailed(f"{peer.role} worker {peer.worker_id} {why}")
+            self._finish(handoff, released=False, error=error.info(), tell=False)
+
+    def _move_to_end(self, handoff: H, *, released: bool, error: ErrorInfo | None) -> bool:
+        """End the life cycle of a hand-off, count it and retire it; False when it was over."""
+        if handoff.end(released=released, error=error) is Verdict.REPEAT:
             return False
         self._retire(handoff)
         if released:
@@ -142,8 +217,9 @@ class Endpoint(ABC, Generic[H, P]):
             self.stats.failures["unknown" if error is None else error.code.value] += 1
         return True
 
-    async def _tell(self, peer: WorkerRef, end: HandoffEnd) -> CallResult:
-        answer = await self._me.call(peer, methods.END, end)
+    async def _send_end(self, peer: WorkerRef, end: HandoffEnd) -> CallResult:
+        """Tell a peer that a hand-off is over. One that does not answer loses all its others."""
+        answer = await self._context.call(peer, methods.END, end)
         if answer.error is not None and not answer.refused:
             self._end_all(peer.epoch, "does not answer")
         return answer

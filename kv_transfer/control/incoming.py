@@ -6,87 +6,68 @@ import asyncio
 from array import array
 from dataclasses import dataclass, field
 
-from kv_transfer.control.context import EndpointContext
-from kv_transfer.control.finished_handoffs import FinishedHandoff
+from kv_transfer.control.endpoint import FinishedHandoff
 from kv_transfer.plan.handoff_state import OVER, InboundHandoff, PiecesLost
 from protocol.errors import HandoffFailed
-from protocol.messages import Grant, LinkAddress
-from protocol.states import TransferState
+from protocol.states import TransferState, check_transfer
 
 
-@dataclass(slots=True, eq=False)
-class Incoming:
-    """One hand-off in progress. `moving` counts pieces that the ranks are receiving; `repair_by` is
-    when (monotonic) to ask about a lost piece that has not come again. `backend` is the sender's
+@dataclass(slots=True, kw_only=True, eq=False)
+class Incoming(InboundHandoff):
+    """One hand-off in progress. `num_moving` counts pieces that the ranks are receiving. `check_by`
+    is when (monotonic) to ask prefill whether it still works on this one. `backend` is the sender's
     choice, empty before the first piece."""
 
-    lease: InboundHandoff
-    moving: int = 0
-    repair_by: float | None = None
+    num_moving: int = 0
+    check_by: float | None = None
     backend: str = ""
-    changed: asyncio.Event = field(
-        default_factory=asyncio.Event
-    )  # set on every arrival, loss and end
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # on each arrival, loss and end
 
     @property
-    def deadline(self) -> float:
-        """When the next thing is due for this hand-off."""
-        if self.repair_by is None or not self.lease.lost_pieces:
-            return self.lease.deadline
-        return min(self.lease.deadline, self.repair_by)
+    def waits_for_sender(self) -> bool:
+        """Whether it is prefill's turn: for the first piece, or to send lost ones again."""
+        return self.state is TransferState.RESERVED or bool(self.lost_pieces)
 
     async def settle(self, timeout_s: float) -> None:
-        """Wait until nothing is on its way. Raises HandoffFailed when that takes too long, and
-        PiecesLost when something has to come again."""
-        lease = self.lease
+        """Wait until no piece is on its way. Raises HandoffFailed when that takes too long, and
+        PiecesLost when pieces have to be sent again."""
         try:
             async with asyncio.timeout(timeout_s):
-                while not lease.is_settled and lease.state not in OVER:
+                while not self.is_settled and not self.is_in(*OVER):
                     self.changed.clear()
                     await self.changed.wait()
         except TimeoutError:
-            if not lease.is_settled and lease.state not in OVER:  # else at the same moment
-                message = f"{lease.key}: pieces did not arrive"
+            if not self.is_settled and not self.is_in(*OVER):  # else at the same moment
+                message = f"{self.key}: pieces did not arrive"
                 raise HandoffFailed(message, param="num_pieces") from None
-        if lease.lost_pieces and lease.state not in OVER:
-            raise PiecesLost(lease.lost_pieces)
+        if self.lost_pieces and not self.is_in(*OVER):
+            raise PiecesLost(self.lost_pieces)
+
+    def finished(self) -> FinishedIncoming:
+        """What to keep of this hand-off, which is over."""
+        commit = self.commit_message
+        return FinishedIncoming(
+            peer_epoch=self.peer.epoch,
+            state=self.state,
+            error=self.error,
+            proof=() if commit is None else commit.proof,
+            block_ids=array("I", self.block_ids),
+        )
 
 
 @dataclass(slots=True)
-class Settled(FinishedHandoff):
-    """What a receiver remembers of a hand-off that is over: thousands, so block ids are packed, and
-    of a commit its proof is kept."""
+class FinishedIncoming(FinishedHandoff):
+    """Kept of a hand-off that is over: by the thousand, so block ids are packed, and of a commit
+    only its proof is kept."""
 
     state: TransferState
     proof: tuple[object, ...] = ()
     block_ids: array[int] = field(default_factory=lambda: array("I"))
 
-
-def settled(lease: InboundHandoff) -> Settled:
-    """The memory of a hand-off that is over now."""
-    commit = lease.commit_message
-    return Settled(
-        peer_epoch=lease.peer.epoch,
-        state=lease.state,
-        error=lease.error,
-        proof=() if commit is None else commit.proof,
-        block_ids=array("I", lease.block_ids),
-    )
-
-
-def grant_message(
-    lease: InboundHandoff, me: EndpointContext, links: tuple[LinkAddress, ...]
-) -> Grant:
-    """What the sender is told of a hand-off whose blocks are reserved."""
-    return Grant(
-        key=lease.key,
-        ticket=lease.ticket,
-        decode=me.ref,
-        generation=lease.generation,
-        block_ids=lease.block_ids,
-        num_cached_blocks=lease.num_cached,
-        num_tokens=lease.num_tokens,
-        layout=me.layout,
-        fingerprint=me.fingerprint,
-        links=links,
-    )
+    def release(self) -> bool:
+        """Give a committed sequence up; False when it was not committed."""
+        if self.state is not TransferState.COMMITTED:
+            return False
+        check_transfer(self.state, TransferState.RELEASED)
+        self.state = TransferState.RELEASED
+        return True

@@ -1,4 +1,4 @@
-"""A sender's record of one hand-off, and its pieces as a sender channel takes them."""
+"""A sender's record of one hand-off, and its pieces."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from kv_transfer.config import ONE_SIDED
-from kv_transfer.control.finished_handoffs import FinishedHandoff
+from kv_transfer.control.endpoint import FinishedHandoff
 from kv_transfer.data.rank_commands import (
     MoveCommand,
     Part,
@@ -22,139 +22,138 @@ from protocol.kv_layout import Cells, KVLayout
 from protocol.messages import Piece
 
 
-@dataclass(slots=True, eq=False)
-class Outgoing:
-    """One hand-off in progress. `moving` counts pieces that the ranks are sending, `commits` how
-    often decode was asked to commit; `out` are the pieces that are not delivered yet. `adrift`: a
-    rank that is lost may be frozen, and write into decode's blocks when it thaws."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class Outgoing(OutboundHandoff):
+    """One hand-off in progress. `backend` and `parts` are set by the grant. `num_moving` counts
+    pieces that the ranks are sending, `num_commits` the commits sent; `undelivered` are the pieces
+    on their way. `unreachable_rank`: a rank that may be frozen, and write into decode's blocks when
+    it thaws."""
 
-    lease: OutboundHandoff
-    has_channel: bool = False
     backend: str = ""
     parts: Parts = field(default_factory=dict)
     max_cells: int = 1
-    moving: int = 0
-    commits: int = 0
-    adrift: bool = False
+    num_moving: int = 0
+    num_commits: int = 0
+    unreachable_rank: bool = False
     started: float | None = None
-    out: set[int] = field(default_factory=set)
-    pieces: dict[int, PieceOut] = field(default_factory=dict)
-    still: asyncio.Event = field(default_factory=asyncio.Event)  # set whenever moving falls to 0
-    quiet: asyncio.Event = field(
-        default_factory=asyncio.Event
-    )  # over, source blocks not read any more
+    undelivered: set[int] = field(default_factory=set)
+    pieces: dict[int, OutgoingPiece] = field(default_factory=dict)
+    idle: asyncio.Event = field(default_factory=asyncio.Event)  # set when num_moving falls to 0
+    quiet: asyncio.Event = field(default_factory=asyncio.Event)  # over, no rank reads or writes
+
+    @property
+    def one_sided(self) -> bool:
+        """Whether the ranks write into decode's pool."""
+        return self.backend in ONE_SIDED
 
     @property
     def written(self) -> tuple[Piece, ...]:
-        """The pieces that the commit has to name, because nothing announced them."""
-        if self.backend not in ONE_SIDED:
+        """The pieces that the commit has to name, because no announcement did."""
+        if not self.one_sided:
             return ()
         return tuple(piece.announcement(0, 0) for piece in self.pieces.values())
 
 
 @dataclass(slots=True)
-class Finished(FinishedHandoff):
-    """What a sender remembers of a hand-off that is over. `quiet` is None when it never began."""
+class FinishedOutgoing(FinishedHandoff):
+    """Kept of a hand-off that is over. `quiet` is None when it never began."""
 
     quiet: asyncio.Event | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PieceOut:
-    """One piece of one hand-off, to be delivered on whatever link is good by then. `cells` lie in
-    the source's blocks and are complete after step `after` of its engine."""
+class OutgoingPiece:
+    """One piece, to be delivered on the channel's incarnation of that time. `cells` lie in the
+    source's blocks and are complete after step `after` of its engine."""
 
     handoff: Outgoing
-    me: WorkerRef
+    source: WorkerRef
     layout: KVLayout
-    sequence: int
+    index: int
     area: Area
     cells: Cells
     after: int
 
     @property
     def ready(self) -> ReadyCommand | None:
-        """What has to happen before it can be announced: both sides are busy with it from then on.
-        None when nothing has."""
-        if self.after == 0 or self.one_sided:
+        """What rank 0 has to wait for before the piece is announced, because both workers are busy
+        with it from then on; None when nothing."""
+        if self.after == 0 or self.handoff.one_sided:
             return None
-        area = self.area
-        return ReadyCommand(after=self.after, layer=area.first_layer + area.num_layers - 1)
+        return ReadyCommand(
+            after=self.after, layer=self.area.first_layer + self.area.num_layers - 1
+        )
 
     @property
-    def alive(self) -> bool:
-        """Whether the hand-off still wants it."""
-        return self.handoff.lease.state not in OVER
+    def wanted(self) -> bool:
+        """Whether the hand-off is still in progress."""
+        return self.handoff.state not in OVER
 
-    @property
-    def one_sided(self) -> bool:
-        """Whether the ranks write it into decode's pool."""
-        return self.handoff.backend in ONE_SIDED
-
-    def announcement(self, link: int, turn: int) -> Piece:
+    def announcement(self, incarnation: int, turn: int) -> Piece:
         """The message that announces it."""
-        lease, area = self.handoff.lease, self.area
+        handoff, area = self.handoff, self.area
         return Piece(
-            key=lease.key,
-            ticket=lease.ticket,
-            generation=lease.generation,
-            sequence=self.sequence,
+            key=handoff.key,
+            ticket=handoff.ticket,
+            generation=handoff.generation,
+            index=self.index,
             first_cell=area.first_cell,
             num_cells=area.num_cells,
             first_layer=area.first_layer,
             num_layers=area.num_layers,
-            prefill=self.me,
+            prefill=self.source,
             prefill_layout=self.layout,
-            link=link,
+            incarnation=incarnation,
             turn=turn,
-            backend=self.handoff.backend,
+            backend=handoff.backend,
         )
 
-    def orders(self, link: int, *, discard: bool) -> dict[int, RankCommand]:
-        """What each source rank has to send. Counts as moving from here on."""
-        self.handoff.moving += 1
-        self.handoff.still.clear()
+    def start_moving(self, incarnation: int, *, discard: bool) -> dict[int, RankCommand]:
+        """The commands that send it. It counts as moving until `stop_moving`."""
+        self.handoff.num_moving += 1
+        self.handoff.idle.clear()
         return {
-            rank: RankCommand(send=self._order(rank, link, own, discard=discard))
-            for rank, own in self.handoff.parts.items()
+            rank: RankCommand(send=self._command(rank, incarnation, parts, discard=discard))
+            for rank, parts in self.handoff.parts.items()
         }
 
-    def moved(self, outcomes: list[RankResult]) -> None:
-        """The ranks have ended what `orders` named, as far as they can be asked."""
-        if self.one_sided and not all(outcome.answered for outcome in outcomes):
-            self.handoff.adrift = True
-        self.handoff.moving -= 1
-        if self.handoff.moving == 0:
-            self.handoff.still.set()
+    def stop_moving(self, results: list[RankResult]) -> None:
+        """The commands of `start_moving` have ended, on every rank that can be reached."""
+        handoff = self.handoff
+        if handoff.one_sided and not all(result.answered for result in results):
+            handoff.unreachable_rank = True
+        handoff.num_moving -= 1
+        if handoff.num_moving == 0:
+            handoff.idle.set()
 
-    def _order(
-        self, rank: int, link: int, parts: tuple[Part, ...], *, discard: bool
+    def _command(
+        self, rank: int, incarnation: int, parts: tuple[Part, ...], *, discard: bool
     ) -> MoveCommand:
-        lease, area = self.handoff.lease, self.area
+        handoff, area = self.handoff, self.area
         peer_cells = None
-        if self.one_sided:
-            grant = lease.grant_message
+        if handoff.one_sided:
+            grant = handoff.grant_message
             assert grant is not None
             peer_cells = Cells.within(
                 grant.block_ids,
                 grant.layout.block_size,
-                size=lease.cell_size,
+                size=handoff.cell_size,
                 first=area.first_cell,
                 count=area.num_cells,
             )
         return MoveCommand(
             rank=rank,
-            sender_epoch=self.me.epoch,
-            receiver_epoch=lease.peer.epoch,
-            link=link,
-            generation=lease.generation,
-            sequence=self.sequence,
+            sender_epoch=self.source.epoch,
+            receiver_epoch=handoff.peer.epoch,
+            incarnation=incarnation,
+            generation=handoff.generation,
+            index=self.index,
             cells=self.cells,
             first_layer=area.first_layer,
             num_layers=area.num_layers,
             parts=parts,
             discard=discard,
-            backend=self.handoff.backend,
+            backend=handoff.backend,
             peer_cells=peer_cells,
             after=self.after,
         )

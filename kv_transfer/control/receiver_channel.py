@@ -1,99 +1,201 @@
-"""A receiver's view of the prefill workers that send to it: connections, and what to receive on
-them."""
+"""A receiver's ends of its channels (plan.channel): posts receives for announced pieces on every
+rank, and reports what became of them."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Iterable
 
 from concurrency.tasks import Tasks
-from kv_transfer.control.context import EndpointContext
-from kv_transfer.control.finished_handoffs import BoundedMap
-from kv_transfer.control.rank_channel import RankChannel, run_order
-from kv_transfer.data.rank_commands import CloseCommand, ListenCommand, RankCommand
-from protocol.errors import HandoffFailed, StaleMessage
-from protocol.messages import LinkAddress
+from kv_transfer.config import ChecksumKind
+from kv_transfer.control.context import EndpointContext, first_error, totals
+from kv_transfer.control.endpoint import BoundedMap, TransferStats
+from kv_transfer.control.incoming import Incoming
+from kv_transfer.data.rank_commands import (
+    CloseCommand,
+    MoveCommand,
+    RankCommand,
+    open_commands,
+    received_parts,
+)
+from kv_transfer.plan.channel import ReceiveOrder
+from kv_transfer.plan.checksum import combine, place_checksum
+from kv_transfer.plan.handoff_state import Verdict
+from kv_transfer.plan.reshard import check_layout, kv_bytes, reshard
+from protocol.messages import OpenLinks, Piece
 
 
 class ReceiverChannel:
-    """The connections from one incarnation of a prefill worker: the newest incarnation of them that
-    was named, the newest known to be broken, and the turn of the last piece that was posted.
-    Whatever was named up to `broken` is over: its sender may be alive and think otherwise."""
+    """The channel from one prefill worker: the order of its pieces, and how many are moving."""
 
-    def __init__(self, epoch: int, broken: int = 0) -> None:
+    def __init__(self, epoch: int, broken: int) -> None:
         self.epoch = epoch
-        self.link = broken
-        self.broken = broken
-        self.turn = 0
-        self.moving = 0
-
-    def use(self, link: int) -> None:
-        """A piece names `link`. Raises StaleMessage when a newer one was named, HandoffFailed when
-        it is broken here; both name `link`, on which the sender takes a new one."""
-        if link < self.link:
-            raise StaleMessage(f"link {link} was replaced by {self.link}", param="link")
-        if link <= self.broken:
-            raise HandoffFailed(f"link {link} is broken", param="link")
-        self.link = link
-
-    def take(self, turn: int) -> None:
-        """Post a piece next. Raises HandoffFailed naming `turn` when one of a later turn was: its
-        sender will not send in that order."""
-        if turn <= self.turn:
-            raise HandoffFailed(f"turn {turn} is past, {self.turn} was posted", param="turn")
-        self.turn = turn
-
-
-async def listen(ranks: RankChannel, num_ranks: int) -> tuple[LinkAddress, ...]:
-    """Make every rank listen. Raises HandoffFailed when one cannot."""
-    links: list[LinkAddress] = []
-    for rank in range(num_ranks):
-        outcome = await run_order(ranks, rank, RankCommand(listen=ListenCommand()))
-        if outcome.error is not None:
-            raise HandoffFailed(f"rank {rank} cannot listen: {outcome.error.message}")
-        links += [
-            LinkAddress(rank=rank, backend=way.backend, endpoint=way.endpoint)
-            for way in outcome.listening
-        ]
-    return tuple(links)
+        self.order = ReceiveOrder(broken)
+        self.num_moving = 0
 
 
 class ReceiverChannels:
-    """The prefill workers heard of lately; the connections of the least recently used idle one are
-    closed when there are more than `max_peers`. Which were closed is remembered: a worker that was
-    only silent may still send on them what this side has dropped."""
+    """A receiver's channels by prefill epoch; the least recently used idle one is closed when there
+    are more than `max_peers`. `on_lost` is called when a piece has failed and no newer posting
+    replaces it."""
 
-    def __init__(self, party: EndpointContext, tasks: Tasks) -> None:
-        self._me = party
-        self._limit = party.config.max_peers
+    def __init__(
+        self,
+        context: EndpointContext,
+        tasks: Tasks,
+        stats: TransferStats,
+        *,
+        on_lost: Callable[[Incoming], None],
+    ) -> None:
+        self._context = context
         self._tasks = tasks
-        self._peers: OrderedDict[int, ReceiverChannel] = OrderedDict()
-        self._closed: BoundedMap[int, int] = BoundedMap(party.config.remembered)  # links by epoch
+        self._stats = stats
+        self._on_lost = on_lost
+        self._channels: OrderedDict[int, ReceiverChannel] = OrderedDict()
+        # Last incarnation by epoch: a worker may still send on a channel that was closed here.
+        self._closed: BoundedMap[int, int] = BoundedMap(context.config.finished_handoffs)
 
-    def get(self, epoch: int) -> ReceiverChannel:
-        """The peer of this epoch, now the most recently used."""
-        peer = self._peers.get(epoch)
-        if peer is None:
+    def accept(self, request: OpenLinks) -> None:
+        """Make the ranks accept a sender's links before any piece moves. Raises as
+        `ReceiveOrder.use`."""
+        self._get(request.prefill.epoch).order.use(request.incarnation)
+        commands = open_commands(
+            received_parts(request.prefill_layout.rank_heads, self._context.layout.rank_heads),
+            sender_epoch=request.prefill.epoch,
+            receiver_epoch=self._context.ref.epoch,
+            incarnation=request.incarnation,
+            backend=request.backend,
+            sending=False,
+        )
+        self._tasks.start(self._context.run(commands))
+
+    def announced(self, handoff: Incoming, piece: Piece) -> None:
+        """A sender is about to send a piece: post receives for it on every rank. Raises, before
+        anything is posted, as `ReceiveOrder.use` and `take`, `check_layout` and
+        `InboundHandoff.announce`."""
+        check_layout(self._context.layout, piece.prefill_layout)
+        channel = self._get(piece.prefill.epoch)
+        channel.order.use(piece.incarnation)
+        if not handoff.knows(piece):
+            channel.order.take(piece.turn)
+        if handoff.announce(piece) is Verdict.NEW:
+            handoff.backend = piece.backend
+            self._post(handoff, piece, channel)
+
+    def written(self, handoff: Incoming, pieces: Iterable[Piece]) -> None:
+        """Pieces that the sender has written itself; they are read back only to be summed."""
+        for piece in pieces:
+            check_layout(self._context.layout, piece.prefill_layout)
+            if handoff.announce(piece) is Verdict.REPEAT:
+                continue
+            handoff.backend = piece.backend
+            if self._context.config.checksum_kind(piece.backend) is ChecksumKind.NONE:
+                self._arrived(handoff, piece, *self._unsummed_totals(handoff, piece))
+            else:
+                self._post(handoff, piece, self._get(piece.prefill.epoch))
+
+    async def close(self, epoch: int) -> None:
+        """Close a channel; messages in flight on it fail."""
+        channel = self._channels.pop(epoch, None)
+        if channel is not None:
+            await self._close(channel)
+
+    def _unsummed_totals(self, handoff: Incoming, piece: Piece) -> tuple[int, int]:
+        """Bytes and checksum of a piece whose content is not summed."""
+        slices = reshard(piece.prefill_layout.rank_heads, self._context.layout.rank_heads)
+        num_bytes = kv_bytes(
+            piece.prefill_layout,
+            num_tokens=piece.num_cells * handoff.cell_size,
+            num_layers=piece.num_layers,
+            num_heads=sum(part.num_heads for part in slices),
+        )
+        places = [
+            place_checksum(
+                generation=piece.generation,
+                index=piece.index,
+                source=part.source_rank,
+                dest=part.dest_rank,
+            )
+            for part in slices
+        ]
+        return num_bytes, combine(places)
+
+    def _post(self, handoff: Incoming, piece: Piece, channel: ReceiverChannel) -> None:
+        commands = self._receive_commands(handoff, piece)
+        handoff.num_moving += 1
+        channel.num_moving += 1
+        self._tasks.start(self._receive(handoff, piece, channel, commands))
+
+    async def _receive(
+        self,
+        handoff: Incoming,
+        piece: Piece,
+        channel: ReceiverChannel,
+        commands: dict[int, RankCommand],
+    ) -> None:
+        results = await self._context.run(commands)
+        handoff.num_moving -= 1
+        channel.num_moving -= 1
+        if first_error(results) is None:
+            self._arrived(handoff, piece, *totals(results))
+        else:
+            if channel.order.fail(piece.incarnation):
+                self._stats.relinked += 1
+            if handoff.lost(piece.index, piece.incarnation):
+                self._on_lost(handoff)
+        handoff.changed.set()
+
+    def _arrived(self, handoff: Incoming, piece: Piece, num_bytes: int, checksum: int) -> None:
+        handoff.arrived(piece.index, piece.incarnation, checksum=checksum)
+        self._stats.num_bytes += num_bytes
+        self._stats.num_pieces += 1
+
+    def _receive_commands(self, handoff: Incoming, piece: Piece) -> dict[int, RankCommand]:
+        """What each rank has to receive of a piece."""
+        cells = handoff.cells(piece)
+        parts = received_parts(piece.prefill_layout.rank_heads, self._context.layout.rank_heads)
+        return {
+            rank: RankCommand(
+                receive=MoveCommand(
+                    rank=rank,
+                    sender_epoch=piece.prefill.epoch,
+                    receiver_epoch=self._context.ref.epoch,
+                    incarnation=piece.incarnation,
+                    generation=piece.generation,
+                    index=piece.index,
+                    cells=cells,
+                    first_layer=piece.first_layer,
+                    num_layers=piece.num_layers,
+                    parts=own,
+                    backend=piece.backend,
+                )
+            )
+            for rank, own in parts.items()
+        }
+
+    def _get(self, epoch: int) -> ReceiverChannel:
+        """The channel of this epoch, now the most recently used."""
+        channel = self._channels.get(epoch)
+        if channel is None:
             self._make_room()
-            peer = self._peers[epoch] = ReceiverChannel(epoch, self._closed.take(epoch) or 0)
-        self._peers.move_to_end(epoch)
-        return peer
-
-    async def forget(self, epoch: int) -> None:
-        """Close a peer's connections; what is moving on them fails."""
-        peer = self._peers.pop(epoch, None)
-        if peer is not None:
-            await self._close(peer)
+            channel = ReceiverChannel(epoch, self._closed.take(epoch) or 0)
+            self._channels[epoch] = channel
+        self._channels.move_to_end(epoch)
+        return channel
 
     def _make_room(self) -> None:
-        surplus = len(self._peers) + 1 - self._limit
-        idle = [peer for peer in self._peers.values() if peer.moving == 0]
-        for peer in idle[: max(0, surplus)]:
-            del self._peers[peer.epoch]
-            self._tasks.start(self._close(peer))
+        surplus = len(self._channels) + 1 - self._context.config.max_peers
+        idle = [channel for channel in self._channels.values() if channel.num_moving == 0]
+        for channel in idle[: max(0, surplus)]:
+            del self._channels[channel.epoch]
+            self._tasks.start(self._close(channel))
 
-    async def _close(self, peer: ReceiverChannel) -> None:
-        self._closed.put(peer.epoch, peer.link)
+    async def _close(self, channel: ReceiverChannel) -> None:
+        self._closed.put(channel.epoch, channel.order.incarnation)
         close = CloseCommand(
-            sender_epoch=peer.epoch, receiver_epoch=self._me.ref.epoch, link=peer.link, forget=True
+            sender_epoch=channel.epoch,
+            receiver_epoch=self._context.ref.epoch,
+            incarnation=channel.order.incarnation,
+            forget=True,
         )
-        await self._me.run_everywhere(RankCommand(close=close))
+        await self._context.run_everywhere(RankCommand(close=close))

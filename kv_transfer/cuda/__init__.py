@@ -1,1 +1,7 @@
-"""What the GPU backends share: the paged copy, the driver's and NCCL's entry points."""
+"""What the GPU backends share.
+
+- driver: calls of the CUDA driver
+- program: compiles and launches kernels
+- copying: the paged copy
+- nccl: communicator of two ranks, deadlines, staging budget
+"""

@@ -1,15 +1,20 @@
-"""A two-party NCCL communicator whose every step can be given up.
+"""An NCCL communicator of two ranks whose every step has a deadline, the thread that enforces
+deadlines, and the budget of staging buffers.
 
 torch's process groups block without a limit while a communicator is built, and their watchdog ends
-the whole process when one fails. Here the communicator is non-blocking: building it and posting on
-it are polled against a deadline, and `abort` ends kernels that wait for a peer that is gone.
+the whole process when one fails. This communicator is non-blocking: building it and posting on it
+are polled against a deadline, and `abort` ends kernels that wait for a dead peer.
 """
 
 from __future__ import annotations
 
 import ctypes
+import heapq
+import itertools
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 
 _NAME = "libnccl.so.2"  # the one that torch has loaded
@@ -18,6 +23,8 @@ _UINT8 = 1
 _ID_BYTES = 128
 _UNSET = -(1 << 31)
 _MAGIC, _CONFIG_VERSION = 0xCAFEBEEF, 21800  # the fields below are those of NCCL 2.18
+#: Smaller messages are not worth sending, however many links there are.
+_MIN_STAGING_BYTES = 16 << 20
 _POLL_S = 20e-6  # posting takes 100; others need the interpreter's lock meanwhile
 
 
@@ -76,7 +83,7 @@ def _quick() -> ctypes.PyDLL:
 
 
 def unique_id() -> bytes:
-    """A name for a new communicator; one end makes it, the other is told."""
+    """An id for a new communicator; the sender makes it and gives it to the receiver."""
     name = _UniqueId()
     _check("ncclGetUniqueId", _library().ncclGetUniqueId(ctypes.byref(name)))
     return bytes(name.data)
@@ -158,6 +165,92 @@ class Communicator:
     def _check_there(self, name: str) -> None:
         if self._gone:
             raise NcclError(f"{name}: the communicator is gone")
+
+
+class Watch:
+    """Enforces deadlines of calls that take none: one thread for any number of guarded sections.
+    Safe from any thread."""
+
+    def __init__(self, name: str) -> None:
+        self._changed = threading.Condition()
+        self._order: list[tuple[float, int]] = []
+        self._guarded: dict[int, Callable[[], None]] = {}
+        self._numbers = itertools.count()
+        self._closed = False
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    @contextmanager
+    def guard(self, limit: float, expired: Callable[[], None]) -> Iterator[None]:
+        """Call `expired`, in the watch's thread, if the section still runs at `limit`
+        (monotonic)."""
+        with self._changed:
+            number = next(self._numbers)
+            self._guarded[number] = expired
+            heapq.heappush(self._order, (limit, number))
+            if self._order[0][1] == number:
+                self._changed.notify()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._guarded.pop(number, None)
+
+    def close(self) -> None:
+        """Stop the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while (expired := self._next()) is not None:
+            expired()
+            del expired  # its owner may be over, and hold buffers
+
+    def _next(self) -> Callable[[], None] | None:
+        with self._changed:
+            while not self._closed:
+                while self._order and self._order[0][1] not in self._guarded:
+                    heapq.heappop(self._order)
+                if not self._order:
+                    self._changed.wait()
+                    continue
+                limit, number = self._order[0]
+                left = limit - time.monotonic()
+                if left <= 0:
+                    heapq.heappop(self._order)
+                    return self._guarded.pop(number)
+                self._changed.wait(left)
+        return None
+
+
+class Staging:
+    """A budget of `total` bytes, from which each link takes `count` buffers. Safe from any thread.
+
+    No link takes more than a quarter of what is left, so the first ones get large buffers and the
+    last one still gets some.
+    """
+
+    def __init__(self, total: int, *, largest: int, count: int) -> None:
+        self._left = total
+        self._largest = largest
+        self._count = count
+        self._lock = threading.Lock()
+
+    def take(self, min_bytes: int) -> int:
+        """Bytes of each of a link's buffers: at least `min_bytes`, even beyond the budget."""
+        floor = max(min_bytes, min(_MIN_STAGING_BYTES, self._largest))
+        with self._lock:
+            size = self._largest
+            while size > floor and self._count * size > self._left // 4:
+                size //= 2
+            size = max(size, floor)
+            self._left -= self._count * size
+            return size
+
+    def give(self, size: int) -> None:
+        """A link's buffers became so many bytes smaller each."""
+        with self._lock:
+            self._left += self._count * size
 
 
 def _check(name: str, code: int) -> None:

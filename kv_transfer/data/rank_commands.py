@@ -1,7 +1,7 @@
-"""What rank 0 tells every rank's data plane to do, and what the ranks answer.
+"""Commands of rank 0 to every rank's data plane, and their results.
 
 A hand-off is named by (receiver_epoch, generation), which no two hand-offs of a cluster share. A
-link is named by the epochs and ranks of its two ends and its incarnation `link`.
+link is named by the epochs and ranks of its two ends and by its incarnation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from protocol import codec
 from protocol.errors import ErrorInfo
 from protocol.kv_layout import Cells, KVLayout
 from protocol.message import Message
-from protocol.messages import Grant, Welcome
+from protocol.messages import Grant, LinkOffer
 
 
 class Part(Message):
@@ -31,11 +31,11 @@ class Part(Message):
     num_heads: int
 
 
-#: What each rank of one side sends or receives of every piece of a hand-off.
+#: What each rank of one worker sends or receives of every piece of a hand-off.
 Parts = dict[int, tuple[Part, ...]]
 
 
-def sent_parts(layout: KVLayout, peer: Grant | Welcome, backend: str) -> Parts:
+def sent_parts(layout: KVLayout, peer: Grant | LinkOffer, backend: str) -> Parts:
     """What ranks of this `layout` send to a decode worker over its links of one backend."""
     parts: dict[int, list[Part]] = {}
     endpoints = {link.rank: link.endpoint for link in peer.links if link.backend == backend}
@@ -66,17 +66,17 @@ def received_parts(source: tuple[HeadRange, ...], dest: tuple[HeadRange, ...]) -
 
 
 class MoveCommand(Message):
-    """Send or receive one rank's messages of one piece. `rank` is the rank that runs the order,
-    `cells` lie in its worker's blocks, `peer_cells` (senders only) in the receiver's. `backend` may
-    be left out where a rank has only one. A sender's cells are complete once the rank's engine has
-    run step `after`; 0 when they are."""
+    """Send or receive one rank's messages of piece `index`. `rank` is the rank that runs the
+    command, `cells` lie in its worker's blocks, `peer_cells` (senders only) in the receiver's.
+    `backend` may be left out where a rank has only one. A sender's cells are complete once the
+    rank's engine has run step `after`; 0 when they are."""
 
     rank: int
     sender_epoch: int
     receiver_epoch: int
-    link: int
+    incarnation: int
     generation: int
-    sequence: int
+    index: int
     cells: Cells
     first_layer: int
     num_layers: int
@@ -88,36 +88,35 @@ class MoveCommand(Message):
 
 
 class OpenCommand(Message):
-    """Build one rank's ends of links before anything moves on them. Fields as in MoveOrder and
-    Part; a receiver leaves the endpoints empty."""
+    """Build one rank's ends of links before anything moves on them. Fields as in MoveCommand
+    and Part; a receiver leaves the endpoints empty."""
 
     rank: int
     sender_epoch: int
     receiver_epoch: int
-    link: int
+    incarnation: int
     backend: str
     peers: tuple[tuple[int, str], ...]  # rank, endpoint
     sending: bool
 
 
 class RevokeCommand(Message):
-    """Touch the blocks of this hand-off no more. Answered once no access is in progress."""
+    """Stop touching the blocks of this hand-off. Answered once no access is in progress."""
 
     receiver_epoch: int
     generation: int
 
 
 class CloseCommand(Message):
-    """Close the links between two workers up to incarnation `link`; blocked operations on them
-    fail.
+    """Close the links between two workers up to `incarnation`; blocked messages on them fail.
 
-    `forget` drops all memory of them: only when nothing was moving or the peer is dead.
+    `forget` drops the record of them: only when nothing was moving or the peer is dead.
     """
 
     sender_epoch: int
     receiver_epoch: int
     forget: bool = False
-    link: int
+    incarnation: int
 
 
 class ReadyCommand(Message):
@@ -162,10 +161,36 @@ class PartResult(Message):
 
 
 class RankResult(Message):
-    """A rank's answer to any order. With `error` set nothing else counts. Not `answered`: the rank
-    cannot be reached, and if it is not dead it may still do what it was told."""
+    """A rank's answer to any command. With `error` set nothing else counts. Not `answered`: the
+    rank cannot be reached, and unless it is dead it may still run the command."""
 
     error: ErrorInfo | None = None
     answered: bool = True
     parts: tuple[PartResult, ...] = ()
     listening: tuple[Listening, ...] = ()  # the most direct first
+
+
+def open_commands(
+    parts: Parts,
+    *,
+    sender_epoch: int,
+    receiver_epoch: int,
+    incarnation: int,
+    backend: str,
+    sending: bool,
+) -> dict[int, RankCommand]:
+    """What each rank of one worker has to do to open all links of a channel."""
+    return {
+        rank: RankCommand(
+            open=OpenCommand(
+                rank=rank,
+                sender_epoch=sender_epoch,
+                receiver_epoch=receiver_epoch,
+                incarnation=incarnation,
+                backend=backend,
+                peers=tuple((part.peer_rank, part.endpoint) for part in own),
+                sending=sending,
+            )
+        )
+        for rank, own in parts.items()
+    }

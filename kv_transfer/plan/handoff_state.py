@@ -16,6 +16,7 @@ from kv_transfer.config import ONE_SIDED
 from kv_transfer.plan.checksum import combine
 from kv_transfer.plan.coverage import Area, Coverage, check_sizes
 from kv_transfer.plan.reshard import cell_size
+from kv_transfer.plan.states import PIECE_TRANSITIONS, PieceState, advance
 from protocol.errors import BatonError, ErrorInfo, HandoffFailed, StaleMessage
 from protocol.ids import RequestKey, WorkerRef
 from protocol.kv_layout import Cells, KVLayout
@@ -34,33 +35,28 @@ class Verdict(StrEnum):
     REPEAT = "repeat"  # already done: acknowledge again
 
 
-class Progress(StrEnum):
-    """Life of one piece on the receiver."""
-
-    POSTED = "posted"
-    ARRIVED = "arrived"
-    LOST = "lost"
-
-
 @dataclass(slots=True)
-class _Arrival:
-    """What became of one announced piece; `checksum` once it has arrived."""
+class _Posted:
+    """One announced piece; `checksum` once it has arrived."""
 
     piece: Piece
-    progress: Progress = Progress.POSTED
+    state: PieceState = PieceState.POSTED
     checksum: int = 0
+
+    def move_to(self, target: PieceState) -> None:
+        self.state = advance(PIECE_TRANSITIONS, self.state, target)
 
 
 class PiecesLost(HandoffFailed):
     """Pieces that the sender believes to be out did not arrive: it may send them again. Of an error
     only code, message and param cross the wire, so the numbers travel in `param`."""
 
-    def __init__(self, sequences: list[int]) -> None:
-        numbers = ",".join(map(str, sequences))
+    def __init__(self, indices: list[int]) -> None:
+        numbers = ",".join(map(str, indices))
         super().__init__(f"pieces {numbers} did not arrive", param=f"lost:{numbers}")
 
 
-def lost_sequences(error: BatonError | None) -> list[int]:
+def lost_indices(error: BatonError | None) -> list[int]:
     """The numbers in a PiecesLost that came over the wire; empty for any other error."""
     kind, _, numbers = ((error and error.param) or "").partition(":")
     return [int(number) for number in numbers.split(",")] if kind == "lost" else []
@@ -122,7 +118,7 @@ class InboundHandoff(HandoffState):
     cell_size: int = 0  # once a piece has come
     _layout: KVLayout = field(init=False)
     _coverage: Coverage | None = None
-    _arrivals: dict[int, _Arrival] = field(default_factory=dict)
+    _pieces: dict[int, _Posted] = field(default_factory=dict)
 
     @property
     def writable(self) -> tuple[int, ...]:
@@ -163,20 +159,20 @@ class InboundHandoff(HandoffState):
 
     def knows(self, piece: Piece) -> bool:
         """Whether it was announced before, on the same link."""
-        known = self._arrivals.get(piece.sequence)
-        return known is not None and known.piece.link == piece.link
+        known = self._pieces.get(piece.index)
+        return known is not None and known.piece.incarnation == piece.incarnation
 
     def announce(self, piece: Piece) -> Verdict:
         """A piece wants in. NEW: post receives for it. A piece known before is posted again only on
         a newer link, or if it was written and could not be read."""
         self.check_current(piece.ticket, piece.generation)
-        known = self._arrivals.get(piece.sequence)
+        known = self._pieces.get(piece.index)
         if known is not None:
             return self._announce_again(known, piece)
         if self.state is not TransferState.MOVING:
             self.move_to(TransferState.MOVING)
         self._cover(piece)
-        self._arrivals[piece.sequence] = _Arrival(piece)
+        self._pieces[piece.index] = _Posted(piece)
         return Verdict.NEW
 
     def cells(self, piece: Piece) -> Cells:
@@ -204,43 +200,44 @@ class InboundHandoff(HandoffState):
             raise StaleMessage(f"{self.key} came in other blocks before", param="block_size")
         self._coverage.add(piece.first_cell, piece.num_cells, piece.first_layer, piece.num_layers)
 
-    def _announce_again(self, known: _Arrival, piece: Piece) -> Verdict:
+    def _announce_again(self, known: _Posted, piece: Piece) -> Verdict:
         if _rectangle(known.piece) != _rectangle(piece):
-            raise StaleMessage(f"piece {piece.sequence} was another one before", param="sequence")
-        if piece.link < known.piece.link:
-            raise StaleMessage(f"piece {piece.sequence} has moved to a newer link", param="link")
-        written = known.progress is Progress.LOST and piece.backend in ONE_SIDED  # to be read again
-        if piece.link == known.piece.link and not written:
+            raise StaleMessage(f"piece {piece.index} was another one before", param="index")
+        if piece.incarnation < known.piece.incarnation:
+            text = f"piece {piece.index} has moved to a newer incarnation"
+            raise StaleMessage(text, param="incarnation")
+        written = known.state is PieceState.LOST and piece.backend in ONE_SIDED  # to be read again
+        if piece.incarnation == known.piece.incarnation and not written:
             return Verdict.REPEAT
         if self.state is not TransferState.MOVING:
             raise StaleMessage(f"hand-off of {self.key} is {self.state}", param="generation")
-        self._arrivals[piece.sequence] = _Arrival(piece)
+        self._pieces[piece.index] = _Posted(piece)
         return Verdict.NEW
 
-    def arrived(self, sequence: int, link: int, *, checksum: int) -> None:
+    def arrived(self, index: int, incarnation: int, *, checksum: int) -> None:
         """All ranks have this piece, by this link."""
-        arrival = self._arrivals[sequence]
-        if arrival.piece.link == link:
-            arrival.progress = Progress.ARRIVED
-            arrival.checksum = checksum
+        posted = self._pieces[index]
+        if posted.piece.incarnation == incarnation:
+            posted.move_to(PieceState.ARRIVED)
+            posted.checksum = checksum
 
-    def lost(self, sequence: int, link: int) -> bool:
+    def lost(self, index: int, incarnation: int) -> bool:
         """The piece failed on this link; True when nothing newer replaces it yet."""
-        arrival = self._arrivals[sequence]
-        if arrival.piece.link != link or self.state is not TransferState.MOVING:
+        posted = self._pieces[index]
+        if posted.piece.incarnation != incarnation or self.state is not TransferState.MOVING:
             return False
-        arrival.progress = Progress.LOST
+        posted.move_to(PieceState.LOST)
         return True
 
     @property
     def is_settled(self) -> bool:
         """Whether no announced piece is still on its way."""
-        return all(a.progress is not Progress.POSTED for a in self._arrivals.values())
+        return all(a.state is not PieceState.POSTED for a in self._pieces.values())
 
     @property
     def lost_pieces(self) -> list[int]:
         """Sequences of the pieces that failed and were not announced again."""
-        return sorted(n for n, a in self._arrivals.items() if a.progress is Progress.LOST)
+        return sorted(n for n, a in self._pieces.items() if a.state is PieceState.LOST)
 
     def check_new(self, commit: Commit) -> None:
         """Raise when a commit was refused before. It may have been on its way for long, and of the
@@ -266,8 +263,8 @@ class InboundHandoff(HandoffState):
         return Verdict.NEW
 
     def _prove(self, commit: Commit) -> None:
-        found = self._arrivals
-        missing = sorted(n for n, a in found.items() if a.progress is not Progress.ARRIVED)
+        found = self._pieces
+        missing = sorted(n for n, a in found.items() if a.state is not PieceState.ARRIVED)
         if missing:
             raise HandoffFailed(f"{self.key}: pieces {missing} did not arrive", param="num_pieces")
         for name, theirs, mine in (
@@ -362,9 +359,9 @@ class OutboundHandoff(HandoffState):
             self.num_pieces += 1
         return pieces
 
-    def sent(self, sequence: int, *, num_bytes: int, checksum: int) -> None:
+    def sent(self, index: int, *, num_bytes: int, checksum: int) -> None:
         """All ranks have sent this piece."""
-        self._sent[sequence] = (num_bytes, checksum)
+        self._sent[index] = (num_bytes, checksum)
 
     def committing(self, first_token: int) -> None:
         """Everything was pushed. Raises ValueError when it was not."""

@@ -71,7 +71,7 @@ class Host:
     async def snap(self, sender: int, receiver: int) -> str:
         """Break the links of a random rank between two workers."""
         close = RankCommand(
-            close=CloseCommand(sender_epoch=sender, receiver_epoch=receiver, link=1 << 40)
+            close=CloseCommand(sender_epoch=sender, receiver_epoch=receiver, incarnation=1 << 40)
         )
         rank = self._random.randrange(self._size)
         await self._worker.ranks.run(rank, close)

@@ -12,10 +12,9 @@ import torch
 
 from engine.kv.pool import KVPool
 from kv_transfer.backends import nccl
-from kv_transfer.backends.watch import Watch
 from kv_transfer.config import ChecksumKind
 from kv_transfer.cuda.copying import load_copies
-from kv_transfer.cuda.staging import Staging
+from kv_transfer.cuda.nccl import Staging, Watch
 from tests.support import moves
 from tests.support.transfer import make_layout
 

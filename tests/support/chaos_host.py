@@ -98,12 +98,14 @@ class Host:
     async def cut(self) -> bool:
         """Close all links between one of the workers and a peer, with what moves on them."""
         side, end = self._random.choice(self._sides)
-        peers = {handoff.lease.peer.epoch for handoff in end._live.values()}
+        peers = {handoff.peer.epoch for handoff in end._live.values()}
         if not peers:
             return False
         peer, me = self._random.choice(sorted(peers)), side.ref.epoch
         epochs = (me, peer) if side is self.prefill else (peer, me)
-        close = CloseCommand(sender_epoch=epochs[0], receiver_epoch=epochs[1], link=_EVERY_LINK)
+        close = CloseCommand(
+            sender_epoch=epochs[0], receiver_epoch=epochs[1], incarnation=_EVERY_LINK
+        )
         rank = self._random.randrange(side.ranks.executor.layout.tp_size)
         await side.ranks.run(rank, RankCommand(close=close))
         return True

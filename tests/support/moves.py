@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from kv_transfer.backends.base import BlockMove
-from kv_transfer.backends.pool_access import PoolAccess
+from kv_transfer.backends.base import BlockMove, PoolAccess
 from kv_transfer.config import ChecksumKind
 from protocol.kv_layout import Cells
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kv_transfer.backends.base import BlockMove, End, LinkBroken, LinkId
+from kv_transfer.backends.base import BlockMove, End, LinkBroken, LinkId, LinkMode
 from kv_transfer.backends.host import host_id
 from kv_transfer.plan.checksum import content_checksum
 
@@ -51,7 +51,7 @@ class OneSidedBackend:
 
 
 class OneSidedLink:
-    ordered = False
+    mode = LinkMode.UNORDERED
 
     def __init__(self, backend: OneSidedBackend, target: Any) -> None:
         self._pool = backend.pool

@@ -12,17 +12,15 @@ from typing import Any, Self
 
 import torch
 
-from kv_transfer.backends.base import Backend
-from kv_transfer.backends.block_store import LayerEvents
+from kv_transfer.backends.base import Backend, LayerEvents
 from kv_transfer.config import TransferConfig
-from kv_transfer.control.context import EndpointContext
+from kv_transfer.control.context import EndpointContext, RankChannel
 from kv_transfer.control.listeners import TransferReport
-from kv_transfer.control.rank_channel import RankChannel
 from kv_transfer.control.receiver import Receiver
 from kv_transfer.control.sender import Sender
 from kv_transfer.data.data_plane import DataPlane
-from kv_transfer.data.operation_results import answer_of
 from kv_transfer.data.rank_commands import RankCommand, RankResult
+from kv_transfer.data.threads import await_callback
 from protocol import codec
 from protocol.errors import DeadlineExceeded, ErrorInfo, Unavailable
 from protocol.ids import RequestKey, Role, WorkerRef
@@ -49,7 +47,7 @@ class LocalRanks:
         self._planes = planes
 
     async def run(self, rank: int, order: RankCommand) -> RankResult:
-        return await answer_of(partial(self._planes[rank].submit, order))
+        return await await_callback(partial(self._planes[rank].submit, order))
 
 
 def split_heads(num_heads: int, tp_size: int) -> tuple[tuple[int, int], ...]:

@@ -263,7 +263,7 @@ class Fabric:
     def close(self, order: CloseCommand) -> None:
         for wire in list(self.wires.values()):
             pair = (order.sender_epoch, order.receiver_epoch)
-            if wire.name[:2] == pair and wire.name[4] <= order.link:
+            if wire.name[:2] == pair and wire.name[4] <= order.incarnation:
                 self.snap(wire)
 
 
@@ -272,10 +272,10 @@ def _size(op: Op) -> int:
 
 
 def _checksum(cells: list[Cell], op: Op, wire: Wire) -> int:
-    place = (op.order.generation, op.order.sequence, *wire.name[2:4])
+    place = (op.order.generation, op.order.index, *wire.name[2:4])
     if op.target is not None:
-        generation, sequence, source, dest = place
-        return place_checksum(generation=generation, sequence=sequence, source=source, dest=dest)
+        generation, index, source, dest = place
+        return place_checksum(generation=generation, index=index, source=source, dest=dest)
     return combine([abs(hash((place, tuple(cells))))])
 
 
@@ -319,6 +319,6 @@ class SimRanks:
         source, dest = order.rank, part.peer_rank
         if not sending:
             source, dest = dest, source
-        name = (order.sender_epoch, order.receiver_epoch, source, dest, order.link)
+        name = (order.sender_epoch, order.receiver_epoch, source, dest, order.incarnation)
         self._fabric.queue(op, name, sending=sending)
         return op

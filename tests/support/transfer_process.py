@@ -17,7 +17,7 @@ from kv_transfer.config import TransferConfig
 from kv_transfer.control.context import EndpointContext
 from kv_transfer.control.receiver import Receiver
 from kv_transfer.control.sender import Sender
-from kv_transfer.plan.block_grants import Holding
+from kv_transfer.plan.states import GrantState
 from protocol.ids import RequestKey, Role, WorkerRef, new_epoch
 from protocol.ticket import Ticket
 from rpc.client import ClientPool
@@ -143,7 +143,7 @@ class _Host:
         end = self._ends[which]
         if self._role is Role.PREFILL:
             return end.num_live, 0
-        return end.num_live, sum(end.num_blocks(holding) for holding in Holding)
+        return end.num_live, sum(end.num_blocks(state) for state in GrantState)
 
     async def sockets(self) -> int:
         return sum("socket:" in _target(fd) for fd in os.listdir("/proc/self/fd"))

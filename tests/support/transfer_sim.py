@@ -15,12 +15,11 @@ from math import gcd
 from typing import Any
 
 from kv_transfer.config import TransferConfig
-from kv_transfer.control.clock import Clock
-from kv_transfer.control.context import EndpointContext
+from kv_transfer.control.context import Clock, EndpointContext
 from kv_transfer.control.listeners import TransferReport
 from kv_transfer.control.receiver import Receiver
 from kv_transfer.control.sender import Sender
-from kv_transfer.plan.block_grants import Holding
+from kv_transfer.plan.states import GrantState
 from protocol.errors import BatonError, ErrorInfo
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import Cells, KVLayout
@@ -414,8 +413,8 @@ class World:
             blocks = side.blocks
             total = blocks.num_free + blocks.num_held + blocks.num_quarantined
             assert total == blocks.num_blocks
-        quarantined = self.receiver.num_blocks(Holding.QUARANTINED)
-        granted = self.receiver.num_blocks(Holding.GRANTED)
+        quarantined = self.receiver.num_blocks(GrantState.QUARANTINED)
+        granted = self.receiver.num_blocks(GrantState.GRANTED)
         in_hand = sum(len(ids) - cached for _, ids, cached in self.handing_over)
         assert granted == len(self.decode.writable) - in_hand
         assert quarantined <= self.decode.blocks.num_quarantined

@@ -36,14 +36,14 @@ def piece_of(pair, grant, **fields):
         "key": KEY,
         "ticket": grant.ticket,
         "generation": grant.generation,
-        "sequence": 0,
+        "index": 0,
         "first_cell": 0,
         "num_cells": len(SOURCE),
         "first_layer": 0,
         "num_layers": LAYOUT.num_layers,
         "prefill": pair.prefill.ref,
         "prefill_layout": LAYOUT,
-        "link": 1,
+        "incarnation": 1,
         "turn": next(_turns),
     }
     return Piece(**(whole | fields))

@@ -22,8 +22,7 @@ from decode_worker.lifecycle import BlocksSafe, Committed, DecodeState
 from decode_worker.lifecycle import DecodeOutput as DecodeOutput
 from decode_worker.scheduler import DecodeScheduler
 from kv_transfer.config import TransferConfig
-from kv_transfer.control.clock import Clock
-from kv_transfer.control.context import EndpointContext
+from kv_transfer.control.context import Clock, EndpointContext
 from kv_transfer.control.listeners import TransferReport
 from kv_transfer.control.receiver import Receiver
 from kv_transfer.control.sender import Sender

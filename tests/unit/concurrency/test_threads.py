@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from concurrency.threads import in_own_thread
-from kv_transfer.data.thread_setup import use_one_thread
+from kv_transfer.data.threads import use_one_thread
 from tests.support.tiny import save_tiny_llama
 from tests.support.tiny_text import byte_level
 

@@ -236,7 +236,7 @@ def test_strings_and_bytes_are_not_mixed_up():
 
 @pytest.mark.parametrize("value", ["sideways", 3, None, [], {"a": 1}])
 def test_unknown_enum_values_are_refused(value):
-    raw = ["decode-0", 1, value, "127.0.0.1:1"]
+    raw = ["decode-0", 1, value, "", "127.0.0.1:1"]
     assert refused(WorkerRef, msgpack.packb(raw)).param == "WorkerRef.role"
 
 

@@ -1,4 +1,4 @@
-"""The contract of links and rendezvous, without workers."""
+"""The contract of links, rendezvous and checksums, without workers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import socket
 import struct
 import threading
 import time
-import weakref
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -16,22 +15,15 @@ import torch
 from kv_transfer.backends.base import LinkBroken, LinkId
 from kv_transfer.backends.choice import build_backends
 from kv_transfer.backends.gloo import GlooBackend
-from kv_transfer.backends.pool_access import PoolAccess
 from kv_transfer.config import BackendName, ChecksumKind, TransferConfig
-from kv_transfer.data import data_plane
-from kv_transfer.data.data_plane import DataPlane
-from kv_transfer.data.link_threads import LinkThread, Moving, Operation, Waiters, nothing
-from kv_transfer.data.rank_commands import MoveCommand, Part, PartResult, RankCommand, ReadyCommand
-from kv_transfer.plan.checksum import combine, message_checksum
-from protocol.errors import BatonError
-from protocol.kv_layout import Cells
-from tests.support.held import Held
-from tests.support.memory_links import MemoryBackend, MemoryHub
-from tests.support.transfer import make_layout, make_pools, submitted
+from kv_transfer.plan.checksum import combine, content_checksum, place_checksum
+from tests.support.transfer import make_layout, make_pools
 
 
-def link_id(link=1):
-    return LinkId(sender_epoch=1, receiver_epoch=2, source_rank=0, dest_rank=3, link=link)
+def link_id(incarnation=1):
+    return LinkId(
+        sender_epoch=1, receiver_epoch=2, source_rank=0, dest_rank=3, incarnation=incarnation
+    )
 
 
 @pytest.fixture
@@ -54,21 +46,6 @@ def ends(backends):
 
 def data(value, size=1 << 16):
     return torch.full((size,), value, dtype=torch.uint8)
-
-
-def small_move(sequence=0, num_peers=1):
-    return MoveCommand(
-        rank=0,
-        sender_epoch=1,
-        receiver_epoch=2,
-        link=1,
-        generation=1,
-        sequence=sequence,
-        cells=Cells(blocks=(0,), size=4, count=1),
-        first_layer=0,
-        num_layers=1,
-        parts=tuple(Part(peer_rank=rank, first_head=0, num_heads=1) for rank in range(num_peers)),
-    )
 
 
 def test_messages_arrive_in_order(ends):
@@ -274,311 +251,41 @@ def test_each_rank_has_a_port_of_its_own():
         backend.close()
 
 
-# --- link threads ---------------------------------------------------------------------------------
-
-
-class Watched(Operation):
-    """`result` is how it ended."""
-
-    def __init__(self, **fields):
-        self.result = Future()
-        super().__init__(ended=self._ended, **fields)
-
-    def _ended(self, how):
-        if isinstance(how, BatonError):
-            self.result.set_exception(how)
-        else:
-            self.result.set_result(how)
-
-
-def operation(work, num_bytes=8):
-    access = PoolAccess()
-    return Watched(access=access, num_bytes=num_bytes, work=lambda link, staging: work(access))
-
-
-def done(access):
-    with access.entered():
-        return PartResult(num_bytes=0, checksum=0)
-
-
-def test_a_closed_link_thread_fails_what_is_queued_and_starts_nothing():
-    hub = MemoryHub()
-    held = Held()
-    order = []
-
-    def slow(access):
-        with access.entered() as allowed:
-            order.append(allowed)
-            held()
-            order.append("end of the old")
-        return PartResult(num_bytes=0, checksum=0)
-
-    def later(access):
-        with access.entered() as allowed:
-            order.append(("new", allowed))
-        return PartResult(num_bytes=0, checksum=0)
-
-    def opening(name):
-        return lambda: MemoryBackend(hub)._hub.pipe(link_id(name))
-
-    old = LinkThread(
-        link_id(1),
-        open_link=opening(1),
-        device=torch.device("cpu"),
-        predecessor=None,
-        waiters=Waiters(torch.device("cpu")),
-    )
-    old.start()
-    running, queued = operation(slow), operation(later)
-    old.submit(running)
-    old.submit(queued)
-    assert held.begun()
-    old.close()
-    new = LinkThread(
-        link_id(2),
-        open_link=opening(2),
-        device=torch.device("cpu"),
-        predecessor=old,
-        waiters=Waiters(torch.device("cpu")),
-    )
-    new.start()
-    fresh = operation(later)
-    new.submit(fresh)
-    with pytest.raises(LinkBroken):
-        queued.result.result(5)
-    time.sleep(0.05)
-    assert not running.result.done()  # it is still inside the pool
-    assert not fresh.result.done()  # and so the new link waits
-    held.release()
-    with pytest.raises(LinkBroken):
-        running.result.result(5)
-    fresh.result.result(5)
-    assert order == [True, "end of the old", ("new", True)]
-    after = operation(done)
-    old.submit(after)
-    with pytest.raises(LinkBroken):
-        after.result.result(5)
-    new.close()
-    assert old.join(5)
-    assert new.join(5)
-
-
-def test_threads_that_wait_for_a_gpu_are_on_it(monkeypatch):
-    """With all GPUs of a host in sight, a thread is on the first one until it is told."""
-    here = threading.local()
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(here, "device", device))
-    third = torch.device("cuda", 2)
-    waiters, seen = Waiters(third), Future()
-    waiters.put(0, lambda: seen.set_result(here.device))
-    assert seen.result(5) == third
-    waiters.close()
-
-
-def test_whoever_waits_for_a_broken_gpu_learns_of_it(monkeypatch):
-    """Nothing can be asked of one after an error in a kernel, not even to be the current one."""
-
-    def broken(device):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(torch.cuda, "set_device", broken)
-    monkeypatch.setattr(torch, "empty", lambda *_, **__: torch.tensor([]))
-    device = torch.device("cuda", 1)
-    waiters, seen = Waiters(device), Future()
-    waiters.put(0, lambda: seen.set_result("called"))
-    assert seen.result(5) == "called"
-    thread = LinkThread(link_id(), open_link=Held, device=device, predecessor=None, waiters=waiters)
-    thread.start()
-    opened = Future()
-    thread.submit(nothing(opened.set_result))
-    assert "illegal memory access" in str(opened.result(5))
-    assert thread.join(5)
-    waiters.close()
-
-
-def test_a_closed_data_plane_has_no_thread_that_waits(monkeypatch):
-    """One in a call of torch at the end of the process would abort it."""
-    begun, held = threading.Event(), threading.Event()
-
-    class Marks:
-        def wait(self, step, layer):
-            begun.set()
-            held.wait()
-
-    monkeypatch.setattr(data_plane, "_END_S", 30.0)
-    pools = make_pools(make_layout(1))
-    pools[0].marks = Marks()
-    plane = DataPlane(pools[0], TransferConfig(), backend=MemoryBackend(MemoryHub()))
-    before = set(threading.enumerate())
-    ended = submitted(plane, RankCommand(ready=ReadyCommand(after=1, layer=0)))
-    assert begun.wait(5)
-    (waiting,) = set(threading.enumerate()) - before
-    threading.Timer(0.1, held.set).start()
-    plane.close()
-    assert not waiting.is_alive()
-    assert ended.result(0).error is None
-
-
-def test_an_order_ends_after_all_of_its_messages_though_one_cannot_begin(monkeypatch):
-    """Else its blocks would be given away while another of its messages is still written."""
-    held = Held()
-
-    class Slow:
-        def send(self, data, timeout_s):
-            held()
-
-        def close(self):
-            """It is not heard while it sends."""
-
-    class Backend(MemoryBackend):
-        def connect(self, link, endpoint, timeout_s):
-            return Slow()
-
-    start, starts = threading.Thread.start, iter([True, False])
-
-    def few_threads(thread):
-        if thread.name.startswith("kv-") and not next(starts):
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", few_threads)
-    pools = make_pools(make_layout(1))
-    plane = DataPlane(pools[0], TransferConfig(), backend=Backend(MemoryHub()))
-    ended = submitted(plane, RankCommand(send=small_move(num_peers=2)))
-    assert held.begun()
-    assert not ended.done()
-    held.release()
-    assert "new thread" in ended.result(5).error.message
-    plane.close()
-
-
-@pytest.mark.parametrize("fails", ["begin", "end"])
-def test_a_broken_link_keeps_no_buffers_until_it_is_replaced(fails):
-    class Ordered:
-        ordered = True
-
-        def send_blocks(self, move, timeout_s):
-            def end():
-                raise LinkBroken(f"the communicator is gone, ordered: {self.ordered}")
-
-            return end if fails == "end" else end()
-
-        recv_blocks = send_blocks
-
-        def close(self):
-            """Nothing is held outside."""
-
-    made = []
-
-    def opened():
-        link = Ordered()
-        made.append(weakref.ref(link))
-        return link
-
-    thread = LinkThread(
-        link_id(),
-        open_link=opened,
-        device=torch.device("cpu"),
-        predecessor=None,
-        waiters=Waiters(torch.device("cpu")),
-    )
-    thread.start()
-    moving = Moving(begin=lambda link: link.send_blocks(None, 1.0), result=lambda _: None, lane=0)
-    failing = Watched(access=PoolAccess(), move=moving)
-    thread.submit(failing)
-    assert "communicator is gone" in str(failing.result.exception(5))
-    assert thread.join(5)
-    assert made[0]() is None
-
-
-def test_a_link_without_a_thread_is_broken_for_what_follows(monkeypatch):
-    """Else the next message would be the first of this end and the second of the other."""
-
-    def no_threads(thread):
-        raise RuntimeError("can't start new thread")
-
-    plane = DataPlane(
-        make_pools(make_layout(1))[0], TransferConfig(), backend=MemoryBackend(MemoryHub())
-    )
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", no_threads)
-        first = submitted(plane, RankCommand(receive=small_move()))
-        assert "new thread" in first.result(5).error.message
-    second = submitted(plane, RankCommand(receive=small_move(sequence=1)))
-    assert "new thread" in second.result(5).error.message
-    plane.close()
-
-
-@pytest.mark.parametrize("ordered", [True, False])
-def test_what_has_begun_is_ended_though_there_is_no_thread_for_it(monkeypatch, ordered):
-    class Device:
-        def send_blocks(self, access):
-            assert access.enter()
-            return lambda: access.leave() or 7
-
-        recv_blocks = send_blocks
-
-        def close(self):
-            """Nothing is held outside."""
-
-    Device.ordered = ordered
-    start = threading.Thread.start
-
-    def few_threads(thread):
-        if thread.name.startswith("kv-wait"):
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", few_threads)
-    thread = LinkThread(
-        link_id(),
-        open_link=Device,
-        device=torch.device("cpu"),
-        predecessor=None,
-        waiters=Waiters(torch.device("cpu")),
-    )
-    thread.start()
-    for _ in range(2):
-        access = PoolAccess()
-        moving = Moving(begin=lambda link, a=access: link.send_blocks(a), result=int, lane=0)
-        moved = Watched(access=access, move=moving)
-        thread.submit(moved)
-        assert moved.result.result(5) == 7
-        assert access.revoke().done()
-    thread.close()
-    assert thread.join(5)
-
-
-def test_an_access_can_be_revoked_only_before_it_begins():
-    early, late = PoolAccess(), PoolAccess()
-    early.revoke()
-    assert early.revoke().done()
-    with early.entered() as allowed:
-        assert not allowed
-    with late.entered() as allowed:
-        assert allowed
-        assert not late.revoke().done()
-    assert late.revoke().done()
-    with late.entered() as allowed:
-        assert not allowed
-
-
 # --- checksums and settings -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [ChecksumKind.CRC32, ChecksumKind.SUM])
 def test_checksums_see_every_byte_and_place(kind):
-    place = {"generation": 1, "sequence": 2, "source": 0, "dest": 1}
+    place = {"generation": 1, "index": 2, "source": 0, "dest": 1}
     message = torch.arange(1001).to(torch.uint8)
-    good = message_checksum(message, kind, **place)
-    assert good == message_checksum(message.clone(), kind, **place)
+
+    def checksum(data, where):
+        """As the data plane sums a message."""
+        seed = place_checksum(**where)
+        return combine([seed, content_checksum(data, kind, seed)])
+
+    good = checksum(message, place)
+    assert good == checksum(message.clone(), place)
     for position in (0, 500, 999, 1000):
         bad = message.clone()
         bad[position] ^= 1
-        assert message_checksum(bad, kind, **place) != good
+        assert checksum(bad, place) != good
     for name in place:
-        assert message_checksum(message, kind, **{**place, name: 9}) != good
+        assert checksum(message, {**place, name: 9}) != good
     assert 0 <= good < 1 << 62
     assert combine([good, 5]) == combine([5, good])
+
+
+def test_two_messages_that_change_places_are_noticed():
+    places = [place_checksum(generation=1, index=n, source=0, dest=0) for n in (0, 1)]
+    messages = [torch.full((64,), value, dtype=torch.uint8) for value in (1, 2)]
+
+    def total(data):
+        kind = ChecksumKind.CRC32
+        sums = [content_checksum(part, kind, at) for part, at in zip(data, places, strict=True)]
+        return combine(places + sums)
+
+    assert total(messages) != total(messages[::-1])
 
 
 def test_settings_are_checked():

@@ -16,9 +16,8 @@ import torch
 
 from kv_transfer.backends import nccl
 from kv_transfer.backends.base import LinkBroken
-from kv_transfer.backends.watch import Watch
 from kv_transfer.config import ChecksumKind
-from kv_transfer.cuda.staging import Staging
+from kv_transfer.cuda.nccl import Staging, Watch
 from kv_transfer.plan import checksum
 from tests.support import moves
 
@@ -472,5 +471,5 @@ def test_a_communicator_whose_link_finds_no_memory_is_aborted(monkeypatch):
     group = Group(Wire(), "send")
     backend = object.__new__(nccl.NcclBackend)
     with pytest.raises(RuntimeError, match="out of memory"):
-        backend._made("link", group, 1)
+        backend._make_link("link", group, 1)
     assert group._gone

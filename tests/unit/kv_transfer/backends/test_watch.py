@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from kv_transfer.backends.watch import Watch
+from kv_transfer.cuda.nccl import Watch
 
 
 @pytest.fixture

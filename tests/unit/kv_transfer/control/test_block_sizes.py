@@ -174,7 +174,7 @@ TICKET = Ticket(key=KEY, prefill_epoch=1, decode_epoch=2, num_blocks=9, lifetime
 
 
 def granted(ticket, source, dest, *, num_tokens, num_cached=0):
-    lease = OutboundHandoff(key=KEY, ticket=ticket, peer=DECODE, deadline=100.0)
+    handoff = OutboundHandoff(key=KEY, ticket=ticket, peer=DECODE, deadline=100.0)
     grant = Grant(
         key=KEY,
         ticket=ticket,
@@ -187,16 +187,16 @@ def granted(ticket, source, dest, *, num_tokens, num_cached=0):
         fingerprint=make_fingerprint(dest),
         links=(),
     )
-    lease.grant(grant, source.block_size)
-    return lease
+    handoff.grant(grant, source.block_size)
+    return handoff
 
 
-def piece(sequence, first_cell, num_cells, layout):
+def piece(index, first_cell, num_cells, layout):
     return Piece(
         key=KEY,
         ticket=TICKET,
         generation=5,
-        sequence=sequence,
+        index=index,
         first_cell=first_cell,
         num_cells=num_cells,
         first_layer=0,
@@ -206,28 +206,28 @@ def piece(sequence, first_cell, num_cells, layout):
     )
 
 
-def cut(lease, first, count):
+def cut(handoff, first, count):
     area = Area(first_cell=first, num_cells=count, first_layer=0, num_layers=LAYERS)
-    return [(part.first_cell, part.num_cells) for _, part in lease.push(area, max_cells=1000)]
+    return [(part.first_cell, part.num_cells) for _, part in handoff.push(area, max_cells=1000)]
 
 
 def test_only_the_last_block_may_reach_beyond_the_tokens():
     source, dest = layouts(1, 1, 32, 16, 40)
-    lease = granted(TICKET, source, dest, num_tokens=40)
-    assert lease.cell_size == 16
-    assert cut(lease, 2, 2) == [(2, 1)]  # tokens 32 .. 47 of the 40: the rest of the block is empty
+    handoff = granted(TICKET, source, dest, num_tokens=40)
+    assert handoff.cell_size == 16
+    assert cut(handoff, 2, 2) == [(2, 1)]  # tokens 32 .. 47 of the 40
     with pytest.raises(StaleMessage, match="not within"):
-        cut(lease, 4, 2)
-    assert cut(lease, 0, 2) == [(0, 2)]
-    lease.committing(7)
+        cut(handoff, 4, 2)
+    assert cut(handoff, 0, 2) == [(0, 2)]
+    handoff.committing(7)
 
 
 def test_a_piece_in_other_cells_than_the_first_is_refused():
     source, dest = layouts(1, 1, 32, 16, 40)
-    lease = InboundHandoff(key=KEY, ticket=TICKET, peer=PREFILL, deadline=100.0)
-    lease.reserve(generation=5, block_ids=(3, 4, 5), num_cached=0, num_tokens=40, layout=dest)
-    lease.announce(piece(0, 0, 1, source))
+    handoff = InboundHandoff(key=KEY, ticket=TICKET, peer=PREFILL, deadline=100.0)
+    handoff.reserve(generation=5, block_ids=(3, 4, 5), num_cached=0, num_tokens=40, layout=dest)
+    handoff.announce(piece(0, 0, 1, source))
     with pytest.raises(StaleMessage) as caught:
-        lease.announce(piece(1, 1, 1, structs.replace(source, block_size=8)))
+        handoff.announce(piece(1, 1, 1, structs.replace(source, block_size=8)))
     assert caught.value.param == "block_size"
-    assert lease.state is TransferState.MOVING
+    assert handoff.state is TransferState.MOVING

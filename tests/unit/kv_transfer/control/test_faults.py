@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kv_transfer.control.rank_channel import RankChannel
+from kv_transfer.control.context import RankChannel
 from kv_transfer.data.rank_commands import CloseCommand, RankCommand, RankResult
 from kv_transfer.plan.handoff_state import HandoffState, PiecesLost
 from protocol.errors import (
@@ -152,12 +152,12 @@ async def test_a_piece_that_comes_again_while_prefill_is_asked_needs_no_answer(m
         async def again_and_lost(address, method, request):
             if method is methods.GRANT:
                 pair.clients.intercept = None
-                pair.receiver.on_piece(piece_of(pair, grant, link=2))
+                pair.receiver.on_piece(piece_of(pair, grant, incarnation=2))
                 asked.set()
                 raise DeadlineExceeded("lost")
 
         pair.clients.intercept = again_and_lost
-        close = CloseCommand(sender_epoch=11, receiver_epoch=22, link=1)
+        close = CloseCommand(sender_epoch=11, receiver_epoch=22, incarnation=1)
         for plane in pair.decode.planes:
             submitted(plane, RankCommand(close=close)).result(5)
         async with asyncio.timeout(15):
@@ -415,7 +415,7 @@ async def test_a_piece_that_is_overtaken_takes_another_turn_on_the_same_link(mem
         overtaken = []
 
         async def late(address, method, request):
-            if method is methods.PIECE and request.sequence == 1 and not overtaken:
+            if method is methods.PIECE and request.index == 1 and not overtaken:
                 overtaken.append(request.turn)
                 await asyncio.sleep(0.05)
 
@@ -423,7 +423,7 @@ async def test_a_piece_that_is_overtaken_takes_another_turn_on_the_same_link(mem
         pair.clients.intercept = late
         await finish(pair)
         assert differing(pair.decode.pools, LAYOUT, DEST, kv) == []
-        pieces = [each for each in moves(pair.clients, "Piece") if each.sequence == 1]
+        pieces = [each for each in moves(pair.clients, "Piece") if each.index == 1]
         assert len(pieces) == 2
         assert pieces[0].turn == overtaken[0] < pieces[1].turn
         assert pair.sender.stats.relinked == pair.receiver.stats.relinked == 0
@@ -434,11 +434,52 @@ async def test_leases_end_by_themselves(memory):
     config = replace(PATIENT, lease_s=0.2, rpc_timeout_s=0.1, rpc_attempts=1)
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory, config=config) as pair:
         await ready(pair)
+        pair.sender.push(KEY, SOURCE[:2], 0)
+        while not pair.receiver.stats.num_pieces:
+            await asyncio.sleep(0.01)
         pair.clients.handlers.clear()
         for side in (pair.prefill, pair.decode):
             await side.events.wait(lambda e: e.is_over(KEY))
             assert "deadline" in side.events.ended_with(KEY).message
         assert pair.decode.events.safe == [(KEY, DEST)]
+
+
+async def test_a_granted_prompt_may_wait_in_prefills_queue(any_backends):
+    """Far longer than the lease, which runs from the first piece: decode asks meanwhile."""
+    config = replace(PATIENT, lease_s=0.1)
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=any_backends, config=config) as pair:
+        kv = await ready(pair)
+        await asyncio.sleep(5 * config.lease_s)
+        assert len(moves(pair.clients, "Grant")) > 2
+        assert pair.prefill.events.ends == pair.decode.events.ends == []
+        await finish(pair)
+        assert differing(pair.decode.pools, LAYOUT, DEST, kv) == []
+
+
+async def test_a_grant_ends_when_prefill_does_not_answer_for_it(memory):
+    config = replace(PATIENT, lease_s=0.2, rpc_timeout_s=0.1, rpc_attempts=1)
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory, config=config) as pair:
+        await ready(pair)
+        del pair.clients.handlers[pair.prefill.ref.address]
+        await pair.decode.events.wait(lambda e: e.safe)
+        assert pair.decode.events.ended_with(KEY).code is ErrorCode.HANDOFF_FAILED
+        assert pair.decode.events.safe == [(KEY, DEST)]
+
+
+async def test_a_grant_ends_when_prefill_has_left_the_handoff(memory):
+    """Its End message was lost: it refuses the grant when it is asked."""
+    config = replace(PATIENT, lease_s=0.2, rpc_timeout_s=0.1, rpc_attempts=1)
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory, config=config) as pair:
+
+        async def lose(address, method, request):
+            if method is methods.END:
+                raise DeadlineExceeded("lost")
+
+        await ready(pair)
+        pair.clients.intercept = lose
+        await pair.sender.end(KEY, True)
+        await pair.decode.events.wait(lambda e: e.safe)
+        assert "over" in pair.decode.events.ended_with(KEY).message
 
 
 async def test_an_offer_that_is_never_granted_ends_with_its_ticket(memory):
@@ -496,7 +537,7 @@ async def test_links_of_a_worker_that_was_only_silent_are_not_taken_again(backen
         await pair.receiver.peer_lost(pair.prefill.ref.epoch)
         kv = await ready(pair, OTHER, MORE, LAND)
         await finish(pair, OTHER, MORE)
-        refused, taken = [piece.link for piece in moves(pair.clients, "Piece")]
+        refused, taken = [piece.incarnation for piece in moves(pair.clients, "Piece")]
         assert refused == 1 < taken
         assert differing(pair.decode.pools, LAYOUT, LAND, kv) == []
 

@@ -46,9 +46,9 @@ async def hand_over(pair):
 async def test_the_first_handoff_finds_its_links(backends, source, dest, count):
     async with Pair(source=source, dest=dest, backends=backends) as pair:
         made = connects(pair)
-        await pair.sender.meet(pair.decode.ref)
+        await pair.sender.warm_up(pair.decode.ref)
         assert len(made) == count
-        await pair.sender.meet(pair.decode.ref)
+        await pair.sender.warm_up(pair.decode.ref)
         await hand_over(pair)
         assert len(made) == count
         assert pair.sender.stats.relinked == pair.receiver.stats.relinked == 0
@@ -58,9 +58,9 @@ async def test_a_one_sided_link_needs_nothing_of_decode():
     hub = OneSidedHub()
     async with Pair(source=TP2, dest=TP2, backends=lambda: OneSidedBackend(hub)) as pair:
         made = connects(pair)
-        await pair.sender.meet(pair.decode.ref)
-        await pair.sender.meet(pair.decode.ref)  # heard of once more
-        assert [name for name, _ in pair.clients.calls] == ["Meet"]
+        await pair.sender.warm_up(pair.decode.ref)
+        await pair.sender.warm_up(pair.decode.ref)  # heard of once more
+        assert [name for name, _ in pair.clients.calls] == ["OpenLinks"]
         await hand_over(pair)
         assert len(made) == 2
 
@@ -73,13 +73,13 @@ async def test_a_meeting_that_fails_costs_no_handoff(backends, which, error):
         calls = []
 
         async def lose(address, method, request):
-            if method is methods.MEET:
+            if method is methods.OPEN_LINKS:
                 calls.append(request)
                 if len(calls) == which + 1:
                     raise error("lost")
 
         pair.clients.intercept = lose
-        await pair.sender.meet(pair.decode.ref)
+        await pair.sender.warm_up(pair.decode.ref)
         assert len(calls) == which + 1
         await hand_over(pair)
 
@@ -94,7 +94,7 @@ async def test_a_rank_that_cannot_connect_costs_no_handoff(backends):
             raise LinkBroken("no way")
 
         backend.connect = fail
-        await pair.sender.meet(pair.decode.ref)
+        await pair.sender.warm_up(pair.decode.ref)
         assert pair.sender.stats.relinked == 1
         backend.connect = connect
         await hand_over(pair)
@@ -103,6 +103,6 @@ async def test_a_rank_that_cannot_connect_costs_no_handoff(backends):
 async def test_another_shape_is_refused(backends):
     other = make_layout(1, head_dim=16)
     async with Pair(source=other, dest=TP1, backends=backends) as pair:
-        await pair.sender.meet(pair.decode.ref)
-        assert [plane.ways for plane in pair.prefill.planes] == [set()]
-        assert [plane.ways for plane in pair.decode.planes] == [set()]
+        await pair.sender.warm_up(pair.decode.ref)
+        assert [plane.open_backends for plane in pair.prefill.planes] == [set()]
+        assert [plane.open_backends for plane in pair.decode.planes] == [set()]

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from kv_transfer.config import ChecksumKind
 from kv_transfer.data.rank_commands import MoveCommand, RankCommand
-from kv_transfer.plan.block_grants import Holding
+from kv_transfer.plan.states import GrantState
 from protocol import codec
 from protocol.errors import DeadlineExceeded, ErrorCode, ErrorInfo, HandoffFailed, StaleMessage
 from protocol.ids import RequestKey
@@ -105,7 +105,7 @@ async def test_pieces_of_another_incarnation_or_shape_are_refused(memory):
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory, config=config) as pair:
         await ready(pair)
         (grant,) = moves(pair.clients, "Grant")
-        good = piece_of(pair, grant, num_cells=1, link=5)
+        good = piece_of(pair, grant, num_cells=1, incarnation=5)
         with pytest.raises(StaleMessage):
             pair.receiver.on_piece(
                 structs.replace(good, prefill=structs.replace(good.prefill, epoch=99))
@@ -116,8 +116,8 @@ async def test_pieces_of_another_incarnation_or_shape_are_refused(memory):
             assert caught.value.param in ("head_dim", "dtype")
         pair.receiver.on_piece(good)
         with pytest.raises(StaleMessage) as stale:
-            pair.receiver.on_piece(structs.replace(good, sequence=1, first_cell=1, link=4))
-        assert stale.value.param == "link"
+            pair.receiver.on_piece(structs.replace(good, index=1, first_cell=1, incarnation=4))
+        assert stale.value.param == "incarnation"
 
 
 async def test_a_new_attempt_replaces_the_old_one_on_both_sides(memory):
@@ -217,7 +217,7 @@ async def test_a_reservation_beyond_the_ticket_fails_the_handoff_and_returns_the
         await pair.receiver.reserve(KEY, DEST, 0)
         assert pair.decode.events.safe == [(KEY, DEST)]
         assert pair.decode.events.ended_with(KEY).param == "num_blocks"
-        assert pair.receiver.num_blocks(Holding.GRANTED) == 0
+        assert pair.receiver.num_blocks(GrantState.GRANTED) == 0
         await pair.prefill.events.wait(lambda e: e.is_over(KEY))
 
 
@@ -231,9 +231,9 @@ def test_an_order_names_exactly_one_thing(memory):
         rank=0,
         sender_epoch=1,
         receiver_epoch=2,
-        link=1,
+        incarnation=1,
         generation=1,
-        sequence=0,
+        index=0,
         cells=Cells(blocks=(1,), size=4, count=1),
         first_layer=0,
         num_layers=1,
@@ -302,7 +302,7 @@ async def test_a_commit_that_was_refused_proves_nothing_of_what_comes_again(memo
         async def fault(address, method, request):
             if method is methods.END:
                 await over.wait()
-            if method is methods.PIECE and request.link > 1:
+            if method is methods.PIECE and request.incarnation > 1:
                 await reply_of(handlers[method], request)
                 leaving.append(asyncio.create_task(pair.sender.end(KEY, False)))
                 await asyncio.sleep(0)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from dataclasses import replace
 
 import pytest
 from msgspec import structs
 
 from kv_transfer.backends.choice import choose_backend
-from kv_transfer.backends.host import host_id
+from kv_transfer.backends.host import has_ended, host_id, may_share_host
 from kv_transfer.config import BackendName, ChecksumKind
-from kv_transfer.control.calls import CallResult
+from kv_transfer.control.context import CallResult
 from kv_transfer.control.receiver import writer_stopped
-from kv_transfer.plan.block_grants import Holding
+from kv_transfer.plan.states import GrantState
 from protocol.errors import DeadlineExceeded, ErrorCode, HandoffFailed, StaleMessage, Unavailable
 from protocol.messages import LinkAddress
 from rpc import methods
@@ -160,13 +161,13 @@ async def test_blocks_wait_for_a_write_in_progress(backends):
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends) as pair:
         held = await writing(pair)
         await pair.receiver.end(KEY, True)
-        assert pair.receiver.num_blocks(Holding.QUARANTINED) == 5
+        assert pair.receiver.num_blocks(GrantState.QUARANTINED) == 5
         await asyncio.sleep(0.1)
         assert pair.decode.events.safe == []
         held.release()
         await pair.decode.events.wait(lambda e: e.safe)
         assert pair.decode.events.safe == [(KEY, DEST)]
-        assert pair.receiver.num_blocks(Holding.QUARANTINED) == 0
+        assert pair.receiver.num_blocks(GrantState.QUARANTINED) == 0
 
 
 async def test_a_sender_that_leaves_says_so_after_its_last_write(backends):
@@ -214,10 +215,10 @@ async def test_a_frozen_senders_blocks_stay_quarantined_until_it_answers(backend
         await pair.receiver.end(KEY, True)
         await asyncio.sleep(3 * HASTY.op_timeout_s)
         assert pair.decode.events.safe == []
-        assert pair.receiver.num_blocks(Holding.QUARANTINED) == 5
+        assert pair.receiver.num_blocks(GrantState.QUARANTINED) == 5
         pair.clients.intercept = None
         await pair.decode.events.wait(lambda e: e.safe)
-        assert pair.receiver.num_blocks(Holding.QUARANTINED) == 0
+        assert pair.receiver.num_blocks(GrantState.QUARANTINED) == 0
 
 
 async def test_a_silent_sender_is_given_up_at_once_and_its_blocks_later(backends):
@@ -229,7 +230,7 @@ async def test_a_silent_sender_is_given_up_at_once_and_its_blocks_later(backends
         assert pair.decode.events.ended_with(KEY).code is ErrorCode.HANDOFF_FAILED
         await asyncio.sleep(2 * HASTY.op_timeout_s)
         assert pair.decode.events.safe == []
-        assert pair.receiver.num_blocks(Holding.QUARANTINED) == 5
+        assert pair.receiver.num_blocks(GrantState.QUARANTINED) == 5
         pair.clients.intercept = None
         await pair.decode.events.wait(lambda e: e.safe)
         assert pair.decode.events.safe == [(KEY, DEST)]
@@ -253,6 +254,49 @@ async def test_a_dead_senders_blocks_come_back(backends, news):
         await pair.decode.events.wait(lambda e: e.safe, 5)
         if news == "connection refused":
             assert asyncio.get_running_loop().time() - began >= HASTY.op_timeout_s
+
+
+@pytest.mark.parametrize("error", [DeadlineExceeded("no route"), Unavailable("timed out")])
+async def test_a_vanished_sender_on_another_host_frees_its_blocks(backends, error):
+    """It cannot write over CUDA IPC, so nothing has to prove its death."""
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends, config=HASTY) as pair:
+        pair.prefill.ref = structs.replace(pair.prefill.ref, process="another host|pid:[1]|1|1")
+
+        async def gone(address, method, request):
+            if address == pair.prefill.ref.address:
+                raise error
+
+        await ready(pair)
+        pair.clients.intercept = gone
+        await pair.receiver.end(KEY, True)
+        await pair.decode.events.wait(lambda e: e.safe, 5)
+        assert pair.decode.events.safe == [(KEY, DEST)]
+        assert pair.receiver.num_blocks(GrantState.QUARANTINED) == 0
+
+
+async def test_a_sender_whose_process_has_ended_counts_as_dead(backends):
+    """On this host its process proves it, whatever the network says of its address."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        "from kv_transfer.backends.host import process_id; print(process_id()); input()",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    name = (await process.stdout.readline()).decode().strip()
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends, config=HASTY) as pair:
+        pair.prefill.ref = structs.replace(pair.prefill.ref, process=name)
+        await ready(pair)
+        pair.clients.intercept = frozen(pair)
+        await pair.receiver.end(KEY, True)
+        await asyncio.sleep(2 * HASTY.op_timeout_s)
+        assert may_share_host(name)
+        assert not has_ended(name)
+        assert pair.receiver.num_blocks(GrantState.QUARANTINED) == 5
+        process.stdin.write(b"\n")
+        await process.wait()
+        assert has_ended(name)
+        await pair.decode.events.wait(lambda e: e.safe, 5)
 
 
 async def test_a_sender_that_refuses_a_grant_may_still_write(backends):
@@ -313,7 +357,7 @@ async def test_a_frozen_rank_of_a_sender_may_still_write(backends):
         assert pair.prefill.events.ended_with(KEY).code is ErrorCode.HANDOFF_FAILED
         await pair.receiver.end(KEY, True)
         await asyncio.sleep(2 * HASTY.op_timeout_s)
-        assert pair.receiver.num_blocks(Holding.QUARANTINED) == 5
+        assert pair.receiver.num_blocks(GrantState.QUARANTINED) == 5
         await channels[0].thaw()
         assert (
             differing(
@@ -340,7 +384,7 @@ async def test_silence_alone_is_no_proof(backends, sign):
 
     config = replace(HASTY, op_timeout_s=0.06, repair_s=0.05)
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends, config=config) as pair:
-        await asyncio.wait_for(writer_stopped(ask, pair.receiver._me), 5)
+        await asyncio.wait_for(writer_stopped(ask, pair.prefill.ref, pair.receiver._context), 5)
     assert len(asked) == 5
 
 

@@ -7,11 +7,12 @@ from msgspec.structs import replace
 
 from kv_transfer.config import TransferConfig
 from kv_transfer.control.context import EndpointContext
-from kv_transfer.control.finished_handoffs import Attempts, BoundedMap
+from kv_transfer.control.endpoint import Attempts, BoundedMap
 from kv_transfer.control.incoming import Incoming
-from kv_transfer.plan.block_grants import BlockGrants, Holding
+from kv_transfer.plan.block_grants import BlockGrants
 from kv_transfer.plan.coverage import Area, Coverage
 from kv_transfer.plan.handoff_state import InboundHandoff, OutboundHandoff, Verdict
+from kv_transfer.plan.states import GrantState
 from protocol import codec
 from protocol.errors import HandoffFailed, Internal, StaleMessage
 from protocol.ids import RequestKey, Role, WorkerRef
@@ -30,26 +31,26 @@ TICKET = Ticket(key=KEY, prefill_epoch=1, decode_epoch=2, num_blocks=4, lifetime
 )
 
 
-def inbound(cached=1):
-    lease = InboundHandoff(key=KEY, ticket=TICKET, peer=PREFILL, deadline=100.0)
-    lease.reserve(
+def inbound(kind=InboundHandoff, cached=1):
+    handoff = kind(key=KEY, ticket=TICKET, peer=PREFILL, deadline=100.0)
+    handoff.reserve(
         generation=5, block_ids=(10, 11, 12, 13), num_cached=cached, num_tokens=16, layout=LAYOUT
     )
-    return lease
+    return handoff
 
 
-def piece(sequence, first_cell, num_cells, *, link=1, first_layer=0, num_layers=2, **changes):
+def piece(index, first_cell, num_cells, *, incarnation=1, first_layer=0, num_layers=2, **changes):
     fields = {"ticket": TICKET, "generation": 5, **changes}
     return Piece(
         key=KEY,
-        sequence=sequence,
+        index=index,
         first_cell=first_cell,
         num_cells=num_cells,
         first_layer=first_layer,
         num_layers=num_layers,
         prefill=PREFILL,
         prefill_layout=LAYOUT,
-        link=link,
+        incarnation=incarnation,
         **fields,
     )
 
@@ -61,13 +62,12 @@ def commit(num_pieces=2, **changes):
 
 @pytest.mark.parametrize("arrives", [True, False])
 def test_what_arrives_at_the_very_end_of_a_wait_has_arrived(arrives):
-    loop, lease = SimLoop(), inbound()
-    handoff = Incoming(lease)
-    lease.announce(piece(0, 1, 3))
+    loop, handoff = SimLoop(), inbound(Incoming)
+    handoff.announce(piece(0, 1, 3))
     waiting = loop.run(handoff.settle(5.0))
 
     def arrive():
-        lease.arrived(0, 1, checksum=30)
+        handoff.arrived(0, 1, checksum=30)
         handoff.changed.set()
 
     loop.now += 5.0
@@ -80,22 +80,22 @@ def test_what_arrives_at_the_very_end_of_a_wait_has_arrived(arrives):
 
 
 def test_a_whole_inbound_handoff():
-    lease = inbound()
-    assert lease.writable == (11, 12, 13)
-    assert lease.announce(piece(0, 1, 2)) is Verdict.NEW
-    assert lease.announce(piece(0, 1, 2)) is Verdict.REPEAT
-    assert lease.state is TransferState.MOVING
-    assert lease.announce(piece(1, 3, 1)) is Verdict.NEW
-    assert not lease.is_settled
-    lease.arrived(1, 1, checksum=20)
-    lease.arrived(0, 1, checksum=10)
-    assert lease.is_settled
-    assert lease.commit(commit()) is Verdict.NEW
-    assert lease.commit(commit()) is Verdict.REPEAT
+    handoff = inbound()
+    assert handoff.writable == (11, 12, 13)
+    assert handoff.announce(piece(0, 1, 2)) is Verdict.NEW
+    assert handoff.announce(piece(0, 1, 2)) is Verdict.REPEAT
+    assert handoff.state is TransferState.MOVING
+    assert handoff.announce(piece(1, 3, 1)) is Verdict.NEW
+    assert not handoff.is_settled
+    handoff.arrived(1, 1, checksum=20)
+    handoff.arrived(0, 1, checksum=10)
+    assert handoff.is_settled
+    assert handoff.commit(commit()) is Verdict.NEW
+    assert handoff.commit(commit()) is Verdict.REPEAT
     with pytest.raises(StaleMessage):
-        lease.commit(replace(commit(), first_token=8))
+        handoff.commit(replace(commit(), first_token=8))
     with pytest.raises(StaleMessage):
-        lease.announce(piece(2, 3, 1))
+        handoff.announce(piece(2, 3, 1))
 
 
 @pytest.mark.parametrize(
@@ -107,31 +107,31 @@ def test_a_whole_inbound_handoff():
     ],
 )
 def test_a_commit_must_agree_with_what_arrived(bad, param):
-    lease = inbound()
-    lease.announce(piece(0, 1, 2))
-    lease.announce(piece(1, 3, 1))
-    lease.arrived(0, 1, checksum=10)
-    lease.arrived(1, 1, checksum=20)
+    handoff = inbound()
+    handoff.announce(piece(0, 1, 2))
+    handoff.announce(piece(1, 3, 1))
+    handoff.arrived(0, 1, checksum=10)
+    handoff.arrived(1, 1, checksum=20)
     with pytest.raises(HandoffFailed) as caught:
-        lease.commit(bad)
+        handoff.commit(bad)
     assert caught.value.param == param
-    assert lease.state is TransferState.MOVING
+    assert handoff.state is TransferState.MOVING
 
 
 def test_a_commit_with_a_missing_piece_or_block_fails():
-    lease = inbound()
-    lease.announce(piece(0, 1, 2))
-    lease.arrived(0, 1, checksum=30)
+    handoff = inbound()
+    handoff.announce(piece(0, 1, 2))
+    handoff.arrived(0, 1, checksum=30)
     with pytest.raises(HandoffFailed, match="not all blocks"):
-        lease.commit(commit(num_pieces=1))
-    lease.announce(piece(1, 3, 1))
+        handoff.commit(commit(num_pieces=1))
+    handoff.announce(piece(1, 3, 1))
     with pytest.raises(HandoffFailed, match=r"pieces \[1\]"):
-        lease.commit(commit(num_pieces=1))
+        handoff.commit(commit(num_pieces=1))
 
 
 def test_a_fully_cached_prompt_commits_without_pieces():
-    lease = inbound(cached=4)
-    assert lease.commit(commit(num_pieces=0, num_blocks=0, checksum=0)) is Verdict.NEW
+    handoff = inbound(cached=4)
+    assert handoff.commit(commit(num_pieces=0, num_blocks=0, checksum=0)) is Verdict.NEW
 
 
 @pytest.mark.parametrize(
@@ -150,59 +150,59 @@ def test_a_fully_cached_prompt_commits_without_pieces():
     ],
 )
 def test_pieces_out_of_their_bounds_are_refused(bad):
-    lease = inbound()
+    handoff = inbound()
     with pytest.raises(StaleMessage):
-        lease.announce(bad)
-    assert lease.is_settled
+        handoff.announce(bad)
+    assert handoff.is_settled
 
 
 def test_layer_groups_must_not_overlap():
-    lease = inbound()
-    lease.announce(piece(0, 1, 3, first_layer=0, num_layers=1))
+    handoff = inbound()
+    handoff.announce(piece(0, 1, 3, first_layer=0, num_layers=1))
     with pytest.raises(StaleMessage, match="named already"):
-        lease.announce(piece(1, 2, 1, first_layer=0, num_layers=2))
-    assert lease.announce(piece(1, 1, 3, first_layer=1, num_layers=1)) is Verdict.NEW
+        handoff.announce(piece(1, 2, 1, first_layer=0, num_layers=2))
+    assert handoff.announce(piece(1, 1, 3, first_layer=1, num_layers=1)) is Verdict.NEW
 
 
 def test_a_lost_piece_comes_again_on_a_newer_link():
-    lease = inbound()
-    lease.announce(piece(0, 1, 3, link=4))
-    assert lease.lost(0, 4)
-    assert lease.lost_pieces == [0]
-    assert lease.announce(piece(0, 1, 3, link=4)) is Verdict.REPEAT
-    assert lease.announce(piece(0, 1, 3, link=6)) is Verdict.NEW
-    assert lease.lost_pieces == []
-    assert not lease.lost(0, 4)  # the old link's failure is history
-    lease.arrived(0, 4, checksum=9)  # and so is its success
-    assert not lease.is_settled
-    lease.arrived(0, 6, checksum=30)
-    with pytest.raises(StaleMessage, match="newer link"):
-        lease.announce(piece(0, 1, 3, link=4))
+    handoff = inbound()
+    handoff.announce(piece(0, 1, 3, incarnation=4))
+    assert handoff.lost(0, 4)
+    assert handoff.lost_pieces == [0]
+    assert handoff.announce(piece(0, 1, 3, incarnation=4)) is Verdict.REPEAT
+    assert handoff.announce(piece(0, 1, 3, incarnation=6)) is Verdict.NEW
+    assert handoff.lost_pieces == []
+    assert not handoff.lost(0, 4)  # the old link's failure is history
+    handoff.arrived(0, 4, checksum=9)  # and so is its success
+    assert not handoff.is_settled
+    handoff.arrived(0, 6, checksum=30)
+    with pytest.raises(StaleMessage, match="newer incarnation"):
+        handoff.announce(piece(0, 1, 3, incarnation=4))
     with pytest.raises(StaleMessage, match="another one"):
-        lease.announce(piece(0, 1, 2, link=7))
-    assert lease.commit(commit(num_pieces=1)) is Verdict.NEW
+        handoff.announce(piece(0, 1, 2, incarnation=7))
+    assert handoff.commit(commit(num_pieces=1)) is Verdict.NEW
 
 
 @pytest.mark.parametrize("released", [True, False])
 def test_ends_are_final_and_idempotent(released):
-    lease = inbound()
-    lease.announce(piece(0, 1, 3))
-    assert lease.end(released=released, error=None) is Verdict.NEW
-    assert lease.end(released=not released, error=None) is Verdict.REPEAT
-    assert not lease.lost(0, 1)
-    for message in (piece(1, 1, 1), piece(0, 1, 3, link=2)):
+    handoff = inbound()
+    handoff.announce(piece(0, 1, 3))
+    assert handoff.end(released=released, error=None) is Verdict.NEW
+    assert handoff.end(released=not released, error=None) is Verdict.REPEAT
+    assert not handoff.lost(0, 1)
+    for message in (piece(1, 1, 1), piece(0, 1, 3, incarnation=2)):
         with pytest.raises(StaleMessage):
-            lease.announce(message)
+            handoff.announce(message)
     with pytest.raises(StaleMessage):
-        lease.commit(commit())
+        handoff.commit(commit())
 
 
 @pytest.mark.parametrize("blocks", [(1, 2, 3, 4, 5), (1, 2)])
 def test_a_reservation_keeps_to_the_ticket(blocks):
-    lease = InboundHandoff(key=KEY, ticket=TICKET, peer=PREFILL, deadline=100.0)
+    handoff = InboundHandoff(key=KEY, ticket=TICKET, peer=PREFILL, deadline=100.0)
 
     def reserve(generation=1, num_cached=1, num_tokens=None):
-        lease.reserve(
+        handoff.reserve(
             generation=generation,
             block_ids=blocks,
             num_cached=num_cached,
@@ -257,24 +257,24 @@ def area(first_cell, num_cells, first_layer=0, num_layers=2):
 
 
 def test_a_whole_outbound_handoff():
-    lease = outbound()
+    handoff = outbound()
     with pytest.raises(StaleMessage, match="no grant"):
-        lease.push(area(0, 1), max_cells=9)
-    assert lease.grant(grant(), 4) is Verdict.NEW
-    assert lease.grant(grant(), 4) is Verdict.REPEAT
+        handoff.push(area(0, 1), max_cells=9)
+    assert handoff.grant(grant(), 4) is Verdict.NEW
+    assert handoff.grant(grant(), 4) is Verdict.REPEAT
     with pytest.raises(ValueError, match="before all"):
-        lease.committing(3)
-    assert lease.push(area(0, 1), max_cells=9) == []  # cached
-    assert lease.push(area(0, 2), max_cells=9) == [(0, area(1, 1))]
-    assert lease.push(area(2, 2), max_cells=1) == [(1, area(2, 1)), (2, area(3, 1))]
+        handoff.committing(3)
+    assert handoff.push(area(0, 1), max_cells=9) == []  # cached
+    assert handoff.push(area(0, 2), max_cells=9) == [(0, area(1, 1))]
+    assert handoff.push(area(2, 2), max_cells=1) == [(1, area(2, 1)), (2, area(3, 1))]
     with pytest.raises(StaleMessage):
-        lease.push(area(3, 1), max_cells=1)
+        handoff.push(area(3, 1), max_cells=1)
     for sequence in (2, 0, 1):
-        lease.sent(sequence, num_bytes=4, checksum=10 + sequence)
-    lease.committing(3)
-    request = lease.commit_request()
+        handoff.sent(sequence, num_bytes=4, checksum=10 + sequence)
+    handoff.committing(3)
+    request = handoff.commit_request()
     assert (request.num_pieces, request.num_blocks, request.checksum) == (3, 3, 33)
-    assert (request.first_token, request.generation, lease.num_bytes) == (3, 5, 12)
+    assert (request.first_token, request.generation, handoff.num_bytes) == (3, 5, 12)
 
 
 @pytest.mark.parametrize(
@@ -290,23 +290,23 @@ def test_a_whole_outbound_handoff():
     ],
 )
 def test_bad_grants_are_refused(bad):
-    lease = outbound()
+    handoff = outbound()
     with pytest.raises(StaleMessage):
-        lease.grant(bad, 4)
-    assert lease.state is TransferState.OFFERED
+        handoff.grant(bad, 4)
+    assert handoff.state is TransferState.OFFERED
 
 
 def test_a_second_grant_is_refused():
-    lease = outbound()
-    lease.grant(grant(), 4)
+    handoff = outbound()
+    handoff.grant(grant(), 4)
     with pytest.raises(StaleMessage, match="granted before"):
-        lease.grant(grant(generation=6), 4)
+        handoff.grant(grant(generation=6), 4)
 
 
 # --- tickets, credits, memory ---------------------------------------------------------------------
 
 
-def party(me, *, secret=SECRET):
+def context(me, *, secret=SECRET):
     return EndpointContext(
         ref=me,
         layout=LAYOUT,
@@ -331,17 +331,17 @@ def party(me, *, secret=SECRET):
 @pytest.mark.parametrize("genuine", [None, TICKET])
 def test_bad_tickets_are_refused(ticket, peer_epoch, genuine):
     with pytest.raises(StaleMessage):
-        party(DECODE).check_ticket(ticket, ticket.key, peer_epoch, genuine=genuine)
+        context(DECODE).check_ticket(ticket, ticket.key, peer_epoch, genuine=genuine)
 
 
 def test_good_tickets_pass_on_both_sides():
-    party(DECODE).check_ticket(TICKET, KEY, 1)
-    party(PREFILL).check_ticket(TICKET, KEY, 2)
+    context(DECODE).check_ticket(TICKET, KEY, 1)
+    context(PREFILL).check_ticket(TICKET, KEY, 2)
 
 
 def test_only_the_very_ticket_that_was_checked_needs_no_second_look_at_its_signature():
     def check(ticket):
-        party(DECODE, secret=b"other").check_ticket(ticket, KEY, 1, genuine=TICKET)
+        context(DECODE, secret=b"other").check_ticket(ticket, KEY, 1, genuine=TICKET)
 
     check(codec.decode(Ticket, codec.encode(TICKET)))
     for other in (replace(TICKET, lifetime_s=200.0), TICKET.signed(b"another secret")):
@@ -350,21 +350,22 @@ def test_only_the_very_ticket_that_was_checked_needs_no_second_look_at_its_signa
 
 
 def test_a_block_is_in_one_grant_at_a_time():
-    credits_ = BlockGrants()
-    first = credits_.grant((1, 2))
+    grants = BlockGrants()
+    first = grants.grant((1, 2))
     with pytest.raises(Internal, match="block 2 is granted"):
-        credits_.grant((3, 2))
+        grants.grant((3, 2))
     with pytest.raises(Internal, match="twice"):
-        credits_.grant((3, 3))
-    credits_.quarantine(first)
+        grants.grant((3, 3))
+    grants.quarantine(first)
     with pytest.raises(Internal, match="block 1 is quarantined"):
-        credits_.grant((1,))
-    with pytest.raises(Internal, match="not granted"):
-        credits_.quarantine(first)
-    assert (credits_.count(Holding.QUARANTINED), credits_.count(Holding.GRANTED)) == (2, 0)
-    credits_.close(first)
-    assert credits_.count(Holding.QUARANTINED) == 0
-    assert credits_.grant((1,)) > first
+        grants.grant((1,))
+    with pytest.raises(Internal, match="cannot become quarantined"):
+        grants.quarantine(first)
+    assert grants.num_blocks(GrantState.QUARANTINED) == 2
+    assert grants.num_blocks(GrantState.GRANTED) == 0
+    grants.close(first)
+    assert grants.num_blocks(GrantState.QUARANTINED) == 0
+    assert grants.grant((1,)) > first
 
 
 def test_coverage_counts_layers_per_block():
@@ -389,10 +390,10 @@ def test_old_attempts_are_refused_and_replaced():
 
 
 def test_memory_is_bounded():
-    remembered: BoundedMap[RequestKey, int] = BoundedMap(2)
+    records: BoundedMap[RequestKey, int] = BoundedMap(2)
     for attempt in range(3):
-        remembered.put(RequestKey("a", attempt), attempt)
-    assert len(remembered) == 2
-    assert remembered.get(RequestKey("a", 0)) is None
-    assert remembered.take(RequestKey("a", 2)) == 2
-    assert remembered.take(RequestKey("a", 2)) is None
+        records.put(RequestKey("a", attempt), attempt)
+    assert len(records) == 2
+    assert records.get(RequestKey("a", 0)) is None
+    assert records.take(RequestKey("a", 2)) == 2
+    assert records.take(RequestKey("a", 2)) is None
