@@ -429,68 +429,6 @@ async def test_a_piece_that_is_overtaken_takes_another_turn_on_the_same_link(mem
         assert pair.sender.stats.relinked == pair.receiver.stats.relinked == 0
 
 
-async def test_leases_end_by_themselves(memory):
-    """Neither side ever hears of the other again: timers end both and give the blocks back."""
-    config = replace(PATIENT, lease_s=0.2, rpc_timeout_s=0.1, rpc_attempts=1)
-    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory, config=config) as pair:
-        await ready(pair)
-        pair.sender.push(KEY, SOURCE[:2], 0)
-        while not pair.receiver.stats.num_pieces:
-            await asyncio.sleep(0.01)
-        pair.clients.handlers.clear()
-        for side in (pair.prefill, pair.decode):
-            await side.events.wait(lambda e: e.is_over(KEY))
-            assert "deadline" in side.events.ended_with(KEY).message
-        assert pair.decode.events.safe == [(KEY, DEST)]
-
-
-async def test_a_granted_prompt_may_wait_in_prefills_queue(any_backends):
-    """Far longer than the lease, which runs from the first piece: decode asks meanwhile."""
-    config = replace(PATIENT, lease_s=0.1)
-    async with Pair(source=LAYOUT, dest=LAYOUT, backends=any_backends, config=config) as pair:
-        kv = await ready(pair)
-        await asyncio.sleep(5 * config.lease_s)
-        assert len(moves(pair.clients, "Grant")) > 2
-        assert pair.prefill.events.ends == pair.decode.events.ends == []
-        await finish(pair)
-        assert differing(pair.decode.pools, LAYOUT, DEST, kv) == []
-
-
-async def test_a_grant_ends_when_prefill_does_not_answer_for_it(memory):
-    config = replace(PATIENT, lease_s=0.2, rpc_timeout_s=0.1, rpc_attempts=1)
-    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory, config=config) as pair:
-        await ready(pair)
-        del pair.clients.handlers[pair.prefill.ref.address]
-        await pair.decode.events.wait(lambda e: e.safe)
-        assert pair.decode.events.ended_with(KEY).code is ErrorCode.HANDOFF_FAILED
-        assert pair.decode.events.safe == [(KEY, DEST)]
-
-
-async def test_a_grant_ends_when_prefill_has_left_the_handoff(memory):
-    """Its End message was lost: it refuses the grant when it is asked."""
-    config = replace(PATIENT, lease_s=0.2, rpc_timeout_s=0.1, rpc_attempts=1)
-    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory, config=config) as pair:
-
-        async def lose(address, method, request):
-            if method is methods.END:
-                raise DeadlineExceeded("lost")
-
-        await ready(pair)
-        pair.clients.intercept = lose
-        await pair.sender.end(KEY, True)
-        await pair.decode.events.wait(lambda e: e.safe)
-        assert "over" in pair.decode.events.ended_with(KEY).message
-
-
-async def test_an_offer_that_is_never_granted_ends_with_its_ticket(memory):
-    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
-        pair.submit(KEY, 5, ttl_s=0.2)
-        for side in (pair.prefill, pair.decode):
-            await side.events.wait(lambda e: e.is_over(KEY))
-            assert side.events.ended_with(KEY).code is ErrorCode.HANDOFF_FAILED
-        assert pair.decode.events.safe == []
-
-
 @pytest.mark.parametrize("method", [methods.GRANT, methods.PIECE, methods.COMMIT])
 async def test_of_a_handoff_that_failed_only_the_reason_is_kept(memory, method):
     key = RequestKey("refused")
