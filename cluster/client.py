@@ -17,8 +17,6 @@ from protocol.wire import inference_pb2 as wire
 
 Fields = Mapping[str, Any]
 _GENERATE = "/baton.v1.Inference/Generate"
-#: By default all channels of a process share one connection, and with it one router.
-_OPTIONS = [("grpc.use_local_subchannel_pool", 1)]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,7 +31,10 @@ class GenerateOutcome:
 
 
 class InferenceClient:
-    """A client of one router. Raises the typed errors that the router sends."""
+    """A client of one router. Raises the typed errors that the router sends.
+
+    use_proxy: whether the proxy that the environment names (`https_proxy`, ...) is used.
+    """
 
     def __init__(
         self,
@@ -41,13 +42,19 @@ class InferenceClient:
         *,
         api_key: str = "",
         credentials: grpc.ChannelCredentials | None = None,
+        use_proxy: bool = False,
     ) -> None:
         self.address = address
+        options = [
+            # By default all channels of a process share one connection, and with it one router.
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.enable_http_proxy", int(use_proxy)),
+        ]
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._channel = (
-            grpc.insecure_channel(address, _OPTIONS)
+            grpc.insecure_channel(address, options)
             if credentials is None
-            else grpc.secure_channel(address, credentials, _OPTIONS)
+            else grpc.secure_channel(address, credentials, options)
         )
         self._start: Any = self._channel.unary_stream(
             _GENERATE,

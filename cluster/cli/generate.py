@@ -11,6 +11,7 @@ from typing import Any
 from cluster.cli.arguments import DEFAULT_GRPC
 from cluster.cli.console import Console
 from cluster.client import GenerateOutcome, InferenceClient, client_tls
+from cluster.config.schema import is_loopback
 from cluster.local.local_ray import load_state
 from protocol.errors import InvalidRequest
 from protocol.timeline import Phase
@@ -35,12 +36,19 @@ def run(options: argparse.Namespace, console: Console) -> None:
 
 
 def open_client(address: str, options: argparse.Namespace) -> InferenceClient:
-    """A client of the router at `address`, with the key and certificates of the command line."""
+    """A client of the router at `address`, with the key and certificates of the command line. The
+    running cluster and loopback addresses are reached directly, not through a proxy."""
     key = options.api_key or ""
     if not (key.isascii() and key.isprintable()):
         raise InvalidRequest("--api-key must be printable ASCII", param="--api-key")
     tls = client_tls(options)
-    return InferenceClient(address, api_key=key, credentials=tls.credentials if tls else None)
+    host = address.rpartition(":")[0]
+    return InferenceClient(
+        address,
+        api_key=key,
+        credentials=tls.credentials if tls else None,
+        use_proxy=getattr(options, "target", None) is not None and not is_loopback(host),
+    )
 
 
 def default_target() -> str:

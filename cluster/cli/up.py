@@ -14,7 +14,13 @@ from pathlib import Path
 
 from cluster.cli import down, session
 from cluster.cli.console import Console
-from cluster.config.checks import check_config, check_listening, check_resources, demands_of
+from cluster.config.checks import (
+    check_config,
+    check_listening,
+    check_resources,
+    demands_of,
+    warnings_of,
+)
 from cluster.config.load import load_config
 from cluster.config.schema import ClusterConfig
 from cluster.local.local_ray import (
@@ -57,9 +63,9 @@ def run(options: argparse.Namespace, console: Console) -> None:
 def read_config(options: argparse.Namespace, console: Console) -> ClusterConfig:
     """The configuration named on the command line, checked against the model."""
     loaded = load_config(options.config, overrides=options.overrides, environ=os.environ)
-    for warning in loaded.warnings:
-        console.warn(warning)
     config, model = loaded.config, find_model(loaded.config.model.name)
+    for warning in (*loaded.warnings, *warnings_of(config)):
+        console.warn(warning)
     check_config(config, model)
     if model.is_relative_to(models_dir()):
         return config

@@ -6,9 +6,11 @@ import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 
 from cluster.config.schema import AUTO, ClusterConfig, NetworkSection, PoolSection
+from engine.kv.sizing import available_memory, block_bytes, num_kv_blocks
 from engine.model.config import ModelConfig
 from engine.model.sharding import allowed_degrees
 from kv_transfer.config import BackendName
@@ -19,6 +21,7 @@ from router.auth.tls import Tls
 from router.text.chat import chosen_source
 
 Bundle = Mapping[str, float]
+GIB = 1 << 30
 
 
 def check_config(config: ClusterConfig, model_path: Path) -> None:
@@ -36,6 +39,18 @@ def check_config(config: ClusterConfig, model_path: Path) -> None:
     for role in Role:
         _check_engine(config, role, model)
     check_devices(config, [role for role in Role if config.pool(role).replicas])
+    if config.ray.local:
+        _check_memory(config, model)
+
+
+def warnings_of(config: ClusterConfig) -> list[str]:
+    """What a user should know about a configuration that is allowed."""
+    if not config.anonymous:
+        return []
+    return [
+        f"network.host is {config.network.host} and router.settings.api_keys_file is empty: anyone "
+        "who reaches the front ends can use the model; the Admin service is off"
+    ]
 
 
 def check_ports(config: ClusterConfig) -> None:
@@ -93,6 +108,31 @@ def _check_engine(config: ClusterConfig, role: Role, model: ModelConfig) -> None
             f"{role}.engine.tp_size",
             f"{degree} does not suit {model.num_heads} query and {model.num_kv_heads} KV heads; "
             f"allowed: {', '.join(map(str, allowed))}",
+        )
+
+
+def _check_memory(config: ClusterConfig, model: ModelConfig) -> None:
+    """The KV pools that are given a size, against the memory that is available now."""
+    kv_bytes, largest = 0, ("", 0)
+    for role in Role:
+        pool = config.pool(role)
+        engine = config.engine_config(role, Path(config.model.name))
+        sized = engine.num_blocks is not None or engine.kv_memory_bytes is not None
+        if not sized or engine.device != "cpu":
+            continue
+        try:
+            blocks = num_kv_blocks(engine, model)
+        except BatonError as error:
+            raise _refuse(f"{role}.engine.{error.param}", error.message) from error
+        pool_bytes = pool.replicas * engine.tp_size * blocks * block_bytes(engine, model)
+        kv_bytes += pool_bytes
+        largest = max(largest, (f"{role}.engine", pool_bytes), key=itemgetter(1))
+    available = available_memory()
+    if kv_bytes > available:
+        raise _refuse(
+            f"{largest[0]}.kv_memory_bytes",
+            f"all KV pools together take {kv_bytes / GIB:.1f} GiB, but this machine has "
+            f"{available / GIB:.1f} GiB of memory available",
         )
 
 

@@ -6,6 +6,7 @@ they configure. A value that several sections need is given once, in `model`, `n
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from ipaddress import ip_address
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -25,6 +26,14 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 Count = Annotated[int, Meta(ge=0)]
 PositiveCount = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is reachable from this machine only."""
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +193,13 @@ class ClusterConfig:
         """The pool of a role."""
         return self.prefill if role is Role.PREFILL else self.decode
 
+    @property
+    def anonymous(self) -> bool:
+        """Whether anyone on the network may call the front ends, without key or certificate."""
+        settings = self.router.settings
+        authenticated = settings.api_keys_file or settings.tls.client_ca_file
+        return not (authenticated or is_loopback(self.network.host))
+
     def engine_config(self, role: Role, model_path: Path) -> EngineConfig:
         """A pool's engine settings, completed."""
         pool = self.pool(role)
@@ -198,9 +214,10 @@ class ClusterConfig:
         return replace(self.transfer, host=host)
 
     def router_config(self, model_path: Path) -> RouterConfig:
-        """The routers' settings, completed."""
+        """The routers' settings, completed. Anonymous callers get no Admin service."""
+        settings = self.router.settings
         return self._completed(
-            self.router.settings,
+            replace(settings, admin_enabled=settings.admin_enabled and not self.anonymous),
             self,
             model_path=str(model_path),
             served_model_name=self.model.served_name or model_path.name,

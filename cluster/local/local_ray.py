@@ -29,6 +29,7 @@ _START_S = 60.0
 _STOP_S = 10.0
 _KILL_S = 1.0
 _POLL_S = 0.02
+_RAY_DIR = "ray"
 _DAEMONS = ("gcs_server", "raylet")
 #: Logical CPUs offered when the configuration names none: thread counts bound CPU workers.
 _PLENTY = 256
@@ -40,7 +41,7 @@ class RunningCluster:
 
     http, grpc: front ends of a router, once one is ready. token: Ray's. pid, started: of the head
     process, with its start time in clock ticks since boot, so that a reused pid is recognised; 0
-    for a Ray cluster that Baton does not own.
+    for a Ray cluster that Baton does not own. temp_dir: private folder of its Ray's files.
     """
 
     address: str
@@ -132,12 +133,13 @@ def spawn_local_ray(section: RaySection, config_name: str) -> RunningCluster:
     ready.unlink(missing_ok=True)
     token = secrets.token_hex(32)
     with log.open("w") as sink:
-        # Below /tmp, because Ray puts Unix sockets there, whose paths must stay short.
+        # Ray opens its folder to all users (0777), so it is inside one that is private (0700).
+        # Below /tmp, because Ray puts Unix sockets into it, whose paths must stay short.
         temp_dir = tempfile.mkdtemp(prefix="baton-", dir="/tmp")
         options = {
             "num_cpus": section.num_cpus or _PLENTY,
             "object_store_bytes": section.object_store_bytes,
-            "temp_dir": temp_dir,
+            "temp_dir": str(Path(temp_dir) / _RAY_DIR),
         }
         head = subprocess.Popen(
             [sys.executable, "-m", "cluster.local.ray_head", str(ready), json.dumps(options)],
@@ -183,7 +185,7 @@ def lost_daemons(state: RunningCluster) -> list[str]:
 
 def session_logs(state: RunningCluster) -> Path:
     """The log directory of an owned cluster's processes."""
-    return Path(state.temp_dir) / "session_latest" / "logs"
+    return Path(state.temp_dir) / _RAY_DIR / "session_latest" / "logs"
 
 
 def kept_logs() -> Path:

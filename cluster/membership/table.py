@@ -10,6 +10,8 @@ from protocol.ids import Role, WorkerRef
 from protocol.states import WORKER_TRANSITIONS, WorkerState
 
 _MAX_DEPARTED = 4096
+_MIN_MASS = 3
+_MASS_EXPIRY = 10
 _ALL_INTERFACES = frozenset({"0.0.0.0", "[::]"})
 
 
@@ -124,15 +126,22 @@ class ReplicaTable:
         return True
 
     def expire(self, now: float) -> tuple[Replica, ...]:
-        """Remove, and return, the replicas without a report for `expiry_s`."""
-        expired = [n for n, at in self._reported.items() if now - at >= self._expiry_s]
+        """Remove, and return, the replicas without a report for `expiry_s`.
+
+        When most replicas expire at once, their reports are lost more likely than they are, and
+        their removal would abort every hand-off: they stay for `_MASS_EXPIRY` times as long.
+        """
+        limit_s = self._expiry_s
+        silent = sum(now - at >= limit_s for at in self._reported.values())
+        if silent >= _MIN_MASS and 2 * silent > len(self._reported):
+            limit_s *= _MASS_EXPIRY
+        expired = [n for n, at in self._reported.items() if now - at >= limit_s]
         return tuple(self._remove(name) for name in expired)
 
     def next_expiry(self, now: float) -> float:
-        """Seconds until a replica without a further report expires."""
-        if not self._reported:
-            return self._expiry_s
-        return max(0.0, min(self._reported.values()) + self._expiry_s - now)
+        """Seconds until the next replica exceeds `expiry_s` without a further report."""
+        left = [at + self._expiry_s - now for at in self._reported.values()]
+        return min((s for s in left if s > 0), default=self._expiry_s)
 
     def _remove(self, name: str) -> Replica:
         del self._reported[name]

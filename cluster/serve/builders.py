@@ -17,14 +17,17 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from cluster.config.checks import check_config
+from cluster.config.checks import check_config, warnings_of
 from cluster.config.load import load_config
 from cluster.config.schema import ClusterConfig
 from cluster.membership.directory import create_directory
 from cluster.models.store import find_model
 from cluster.serve.deployments import pool_application, router_application
+from observability.logging import get_logger
 from protocol.errors import InvalidRequest
 from protocol.ids import Role
+
+log = get_logger(__name__)
 
 
 def router(args: Mapping[str, Any]) -> Any:
@@ -56,5 +59,7 @@ def _prepare(args: Mapping[str, Any]) -> ClusterConfig:
     """The checked configuration. The first builder starts the directory."""
     config = read_arguments(args)
     check_config(config, find_model(config.model.name))
+    for warning in warnings_of(config):
+        log.warning(warning)
     create_directory(config)
     return config

@@ -9,8 +9,9 @@ from typing import Any
 import grpc
 import pytest
 
+from cluster.cli.arguments import make_parser
 from cluster.cli.console import Console
-from cluster.cli.generate import show_timeline
+from cluster.cli.generate import open_client, show_timeline
 from cluster.client import GenerateOutcome, InferenceClient
 from protocol.errors import ContextTooLong, InvalidRequest, Overloaded, Unavailable
 from protocol.wire import inference_pb2 as wire
@@ -47,7 +48,7 @@ def servicer() -> Servicer:
 
 
 @pytest.fixture
-def client(servicer: Servicer) -> Iterator[InferenceClient]:
+def address(servicer: Servicer) -> Iterator[str]:
     server = grpc.server(futures.ThreadPoolExecutor(2))
     generate = grpc.unary_stream_rpc_method_handler(
         servicer.generate,
@@ -58,10 +59,15 @@ def client(servicer: Servicer) -> Iterator[InferenceClient]:
     server.add_generic_rpc_handlers((handler,))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    client = InferenceClient(f"127.0.0.1:{port}")
+    yield f"127.0.0.1:{port}"
+    server.stop(0).wait()
+
+
+@pytest.fixture
+def client(address: str) -> Iterator[InferenceClient]:
+    client = InferenceClient(address)
     yield client
     client.close()
-    server.stop(0).wait()
 
 
 def test_stream(client: InferenceClient, servicer: Servicer) -> None:
@@ -119,6 +125,27 @@ def test_errors_arrive_typed(
 def test_nobody_there() -> None:
     client = InferenceClient("127.0.0.1:1")
     with pytest.raises(Unavailable, match=r"no router answers at 127\S+ over gRPC: .*refused"):
+        list(client.complete("hi", {}, GenerateOutcome()))
+    client.close()
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_loopback_and_the_running_cluster_are_reached_without_a_proxy(
+    given: bool, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    target = ["--target", address] if given else []
+    client = open_client(address, make_parser().parse_args(["generate", "hi", *target]))
+    assert "".join(client.complete("hi", {}, GenerateOutcome())) == "Hello you"
+    client.close()
+
+
+def test_other_targets_are_reached_through_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    target = "router.invalid:9000"
+    client = open_client(target, make_parser().parse_args(["generate", "hi", "--target", target]))
+    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:9"):
         list(client.complete("hi", {}, GenerateOutcome()))
     client.close()
 

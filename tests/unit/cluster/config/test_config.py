@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config.checks import check_config
+from cluster.config.checks import check_config, warnings_of
 from cluster.config.load import RESERVED, env_name, load_config
 from cluster.config.schema import DERIVED, ClusterConfig
 from cluster.config.tree import leaf_paths
@@ -393,3 +393,45 @@ def test_a_chat_template_that_does_not_load_is_refused_before_the_start(
     with pytest.raises(InvalidRequest) as error:
         check_config(config, model_path)
     assert error.value.param == "router.settings.chat_template"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "anonymous"),
+    [
+        ([], False),
+        (["network.host=localhost"], False),
+        (["network.host=::1"], False),
+        (["network.host=0.0.0.0"], True),
+        (["network.host=gateway.example"], True),
+        (["network.host=0.0.0.0", "router.settings.api_keys_file=keys.yaml"], False),
+        (
+            [
+                "network.host=0.0.0.0",
+                "router.settings.tls={cert_file: a, key_file: b, client_ca_file: c}",
+            ],
+            False,
+        ),
+    ],
+)
+def test_anonymous_callers_on_the_network_are_warned_of_and_get_no_admin_service(
+    base: Path, overrides: list[str], anonymous: bool
+) -> None:
+    config = load(base, *overrides)
+    assert any("Admin service is off" in text for text in warnings_of(config)) == anonymous
+    assert config.router_config(Path("/m/tiny")).admin_enabled != anonymous
+
+
+def test_kv_pools_larger_than_the_memory_are_refused(
+    base: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.config.checks.available_memory", lambda: 20 << 30)
+    sizes = ("prefill.engine.kv_memory_bytes=8GiB", "decode.engine.kv_memory_bytes=11GiB")
+    check_config(load(base, *sizes), model_path)
+    check_config(load(base, *sizes, "decode.replicas=2", "ray.address=h:1"), model_path)
+    for more in ("decode.replicas=2", "decode.engine.tp_size=3"):
+        with pytest.raises(InvalidRequest, match=r"take .* GiB, but this machine has 20") as caught:
+            check_config(load(base, *sizes, more), model_path)
+        assert caught.value.param == "decode.engine.kv_memory_bytes"
+    with pytest.raises(InvalidRequest, match="do not hold one KV block") as caught:
+        check_config(load(base, "prefill.engine.kv_memory_bytes=1"), model_path)
+    assert caught.value.param == "prefill.engine.kv_memory_bytes"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -9,12 +10,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from cluster.cli.console import Console
 from cluster.cli.down import take_down
-from cluster.local import local_ray
+from cluster.config.schema import RaySection
+from cluster.local import local_ray, ray_head
 from cluster.local.local_ray import RunningCluster, load_state, save_state, stop_local_ray
 
 #: A head with a child; `stubborn` ones do not end when asked.
@@ -86,17 +89,17 @@ def test_nothing_of_the_session_is_left(
 ) -> None:
     if killed:
         request.getfixturevalue("impatient")
-    state = start(kind, tmp_path / "ray")
-    logs = tmp_path / "ray" / "session_1" / "logs"
+    state = start(kind, tmp_path / "private")
+    logs = tmp_path / "private" / "ray" / "session_1" / "logs"
     logs.mkdir(parents=True)
     (logs / "worker.err").write_text("why")
-    (tmp_path / "ray" / "session_latest").symlink_to(logs.parent)
+    (logs.parents[1] / "session_latest").symlink_to(logs.parent)
     assert len(local_ray._session_processes(state.pid)) == 2
     save_state(state)
     assert load_state() == state
     assert stop_local_ray(state) == killed
     assert local_ray._session_processes(state.pid) == []
-    assert not (tmp_path / "ray").exists()
+    assert not (tmp_path / "private").exists()
     assert load_state() is None
     assert (local_ray.kept_logs() / "worker.err").read_text() == "why"
 
@@ -155,7 +158,7 @@ def test_who_is_born_while_the_rest_is_killed_is_killed_too(
     monkeypatch.setattr(local_ray.os, "kill", late)
     head = local_ray._process(parent.pid)
     assert head is not None
-    known = {"pid": head.pid, "started": head.started, "temp_dir": str(tmp_path / "ray")}
+    known = {"pid": head.pid, "started": head.started, "temp_dir": str(tmp_path / "private")}
     state = RunningCluster(address="h:1", token="", config="c", **known)
     assert stop_local_ray(state) == 3
     assert local_ray._session_processes(parent.pid) == []
@@ -168,10 +171,10 @@ def test_a_full_disk_keeps_nothing_from_ending(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(local_ray.shutil, "move", move)
-    state = start("willing", tmp_path / "ray")
-    (tmp_path / "ray" / "session_latest" / "logs").mkdir(parents=True)
+    state = start("willing", tmp_path / "private")
+    (tmp_path / "private" / "ray" / "session_latest" / "logs").mkdir(parents=True)
     assert stop_local_ray(state) == 0
-    assert not (tmp_path / "ray").exists()
+    assert not (tmp_path / "private").exists()
 
 
 def test_daemons_that_ray_has_lost_are_named() -> None:
@@ -202,7 +205,7 @@ def test_daemons_that_ray_has_lost_are_named() -> None:
 @pytest.mark.parametrize("collected", [True, False])
 def test_children_of_a_dead_head_are_ended(collected: bool, tmp_path: Path) -> None:
     """Also by the command that started the head, while nobody has asked how it ended."""
-    state = start("willing", tmp_path / "ray")
+    state = start("willing", tmp_path / "private")
     os.kill(state.pid, signal.SIGKILL)
     os.waitid(os.P_PID, state.pid, os.WEXITED | (0 if collected else os.WNOWAIT))
     assert not state.alive
@@ -210,13 +213,13 @@ def test_children_of_a_dead_head_are_ended(collected: bool, tmp_path: Path) -> N
     assert load_state() is None
     assert local_ray.clean_up_dead()
     assert not local_ray.clean_up_dead()
-    assert not (tmp_path / "ray").exists()
+    assert not (tmp_path / "private").exists()
     assert local_ray._session_processes(state.pid) == []
 
 
 def test_a_reused_pid_is_not_touched(tmp_path: Path) -> None:
     """The recorded start time protects whoever has the pid now."""
-    state = start("willing", tmp_path / "ray")
+    state = start("willing", tmp_path / "private")
     other = RunningCluster(
         address="", token="", config="", pid=state.pid, started=state.started + 1
     )
@@ -244,7 +247,7 @@ def test_a_late_down_does_not_forget_the_next_cluster(tmp_path: Path) -> None:
 
 
 def test_failure_to_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = start("willing", tmp_path / "ray")
+    state = start("willing", tmp_path / "private")
     os.kill(state.pid, signal.SIGKILL)
     os.waitpid(state.pid, 0)
     log = local_ray.head_log()
@@ -271,3 +274,43 @@ def test_head_needs_no_path_when_installed(monkeypatch: pytest.MonkeyPatch) -> N
         local_ray.cluster, "__file__", "/venv/lib/python3.11/site-packages/cluster/__init__.py"
     )
     assert "PYTHONPATH" not in local_ray._environment("token")
+
+
+def test_rays_folder_is_inside_a_private_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray makes its own folder world-writable; links planted there would be followed."""
+    commands: list[list[str]] = []
+    popen = subprocess.Popen
+
+    def spawn(command: list[str], **options: object) -> subprocess.Popen[bytes]:
+        commands.append(command)
+        return popen(["sleep", "60"], start_new_session=True)
+
+    monkeypatch.setattr(local_ray.subprocess, "Popen", spawn)
+    state = local_ray.spawn_local_ray(RaySection(), "c")
+    try:
+        ray_dir = Path(json.loads(commands[0][-1])["temp_dir"])
+        assert ray_dir.parent == Path(state.temp_dir)
+        assert Path(state.temp_dir).stat().st_mode & 0o777 == 0o700
+        assert local_ray.session_logs(state).is_relative_to(ray_dir)
+    finally:
+        stop_local_ray(state)
+    assert not Path(state.temp_dir).exists()
+
+
+def test_the_head_starts_a_ray_of_its_own_whatever_ray_address_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, object] = {}
+
+    def init(**options: object) -> SimpleNamespace:
+        given.update(options)
+        return SimpleNamespace(address_info={"gcs_address": "h:1"})
+
+    monkeypatch.setenv("RAY_ADDRESS", "10.9.9.9:6379")
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init, shutdown=lambda: None))
+    monkeypatch.setattr(ray_head.signal, "sigwait", lambda _: None)
+    monkeypatch.setattr(ray_head.signal, "pthread_sigmask", lambda *_: None)
+    options = {"num_cpus": 1, "object_store_bytes": 1, "temp_dir": "/x"}
+    assert ray_head.main([str(tmp_path / "state"), json.dumps(options)]) == 0
+    assert given["address"] == "local"
+    assert json.loads((tmp_path / "state").read_text()) == {"address": "h:1"}

@@ -114,6 +114,40 @@ def test_silence_expires_and_speech_brings_back() -> None:
     assert names(t.view()) == ["a", "b"]
 
 
+def test_most_replicas_do_not_expire_at_once() -> None:
+    """Six seconds without a report of 60 in 100 mean a network fault, not 60 dead replicas."""
+    t = table()
+    for i in range(100):
+        t.report(replica(f"d{i}"), 0.0)
+    for i in range(60, 100):
+        t.report(replica(f"d{i}"), 4.0)
+    assert t.expire(6.0) == ()
+    assert t.next_expiry(6.0) == 3.0, "of those that may still report in time"
+    assert t.expire(49.0) == ()
+    for i in range(55):
+        t.report(replica(f"d{i}"), 49.0)
+    assert len(t.expire(49.0)) == 45, "the rest is a minority again"
+    for i in range(55):
+        t.report(replica(f"d{i}", state=DRAINING), 50.0)
+    assert len(t.view().replicas) == 55
+
+
+def test_replicas_that_stay_silent_expire_in_the_end() -> None:
+    t = table()
+    for i in range(4):
+        t.report(replica(f"d{i}"), 0.0)
+    assert t.expire(49.9) == ()
+    assert len(t.expire(50.0)) == 4
+
+
+def test_two_of_three_are_too_few_for_a_mass() -> None:
+    t = table()
+    for i in range(3):
+        t.report(replica(f"d{i}"), 0.0)
+    t.report(replica("d2"), 4.0)
+    assert len(t.expire(5.0)) == 2
+
+
 def test_next_expiry_of_an_empty_table_is_a_whole_period() -> None:
     assert table().next_expiry(100.0) == 5.0
 
