@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from contextlib import closing
 
 from cluster.cli import session, up
@@ -12,7 +13,6 @@ from cluster.client import GenerateOutcome
 from cluster.config.load import load_config
 from cluster.config.schema import ClusterConfig
 from cluster.local.local_ray import RunningCluster
-from cluster.models.gguf import SOURCES
 from cluster.models.store import get_model
 from protocol.wire.inference_pb2 import Message
 
@@ -32,10 +32,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
 
 
 def _config(options: argparse.Namespace, console: Console) -> ClusterConfig:
-    name = load_config(options.config, overrides=options.overrides).config.model.name
-    if name in SOURCES:
-        get_model(name)
-        console.step(f"model {name} is on this machine")
+    loaded = load_config(options.config, overrides=options.overrides, environ=os.environ)
+    console.step(f"model: {get_model(loaded.config.model.name)}")
     return up.read_config(options, console)
 
 

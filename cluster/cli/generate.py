@@ -137,9 +137,7 @@ def show_timeline(timeline: wire.Timeline, outcome: GenerateOutcome, console: Co
 
 def _details(span: wire.Span) -> str:
     parts = [_count(name, span.counts[name]) for name in sorted(span.counts)]
-    if span.note:
-        parts.append(span.note)
-    return ", ".join(parts)
+    return ", ".join(filter(None, [*parts, span.note]))
 
 
 def _count(name: str, value: int) -> str:

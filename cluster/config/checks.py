@@ -6,7 +6,6 @@ import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from pathlib import Path
 
 from cluster.config.schema import AUTO, ClusterConfig, NetworkSection, PoolSection
@@ -112,28 +111,27 @@ def _check_engine(config: ClusterConfig, role: Role, model: ModelConfig) -> None
 
 
 def _check_memory(config: ClusterConfig, model: ModelConfig) -> None:
-    """The KV pools that are given a size, against the memory that is available now."""
-    kv_bytes, largest = 0, ("", 0)
-    for role in Role:
-        pool = config.pool(role)
-        engine = config.engine_config(role, Path(config.model.name))
-        sized = engine.num_blocks is not None or engine.kv_memory_bytes is not None
-        if not sized or engine.device != "cpu":
-            continue
-        try:
-            blocks = num_kv_blocks(engine, model)
-        except BatonError as error:
-            raise _refuse(f"{role}.engine.{error.param}", error.message) from error
-        pool_bytes = pool.replicas * engine.tp_size * blocks * block_bytes(engine, model)
-        kv_bytes += pool_bytes
-        largest = max(largest, (f"{role}.engine", pool_bytes), key=itemgetter(1))
-    available = available_memory()
-    if kv_bytes > available:
+    """The CPU workers' KV pools must fit into the memory that is available now."""
+    needs = {role: _kv_bytes(config, role, model) for role in Role}
+    needed, available = sum(needs.values()), available_memory()
+    if needed > available:
         raise _refuse(
-            f"{largest[0]}.kv_memory_bytes",
-            f"all KV pools together take {kv_bytes / GIB:.1f} GiB, but this machine has "
+            f"{max(needs, key=needs.__getitem__)}.engine.kv_memory_bytes",
+            f"all KV pools together take {needed / GIB:.1f} GiB, but this machine has "
             f"{available / GIB:.1f} GiB of memory available",
         )
+
+
+def _kv_bytes(config: ClusterConfig, role: Role, model: ModelConfig) -> int:
+    """Bytes of a role's KV pools on CPUs; 0 where the workers size them by the free memory."""
+    pool, engine = config.pool(role), config.engine_config(role, Path(config.model.name))
+    if engine.device != "cpu" or engine.num_blocks is engine.kv_memory_bytes is None:
+        return 0
+    try:
+        blocks = num_kv_blocks(engine, model)
+    except BatonError as error:
+        raise _refuse(f"{role}.engine.{error.param}", error.message) from error
+    return pool.replicas * engine.tp_size * blocks * block_bytes(engine, model)
 
 
 def check_devices(config: ClusterConfig, roles: Sequence[Role] = tuple(Role)) -> None:

@@ -41,16 +41,20 @@ def load_config(
     path: str | Path, *, overrides: Iterable[str] = (), environ: Mapping[str, str] | None = None
 ) -> Loaded:
     """The configuration in `path` with its overrides. Raises InvalidRequest naming the field."""
-    tree = _read(Path(path))
-    assignments, warnings = _from_environment(environ or {})
-    for field, text in assignments:
-        _assign(tree, field, text)
+    tree, environ = _read(Path(path)), environ or {}
+    fields = {env_name(field): field for field in leaf_paths(ClusterConfig, DERIVED)}
+    for name in environ.keys() & fields.keys():
+        _assign(tree, fields[name], environ[name])
     for override in overrides:
         field, equals, text = override.partition("=")
         if not equals or not field.strip():
             raise InvalidRequest(f"--set {override!r}: expected FIELD=VALUE", param="--set")
         _assign(tree, field.strip(), text.strip())
-    return Loaded(config=build(ClusterConfig, tree, derived=DERIVED), warnings=warnings)
+    unknown = {name for name in environ if name.startswith("BATON_")} - fields.keys() - RESERVED
+    return Loaded(
+        config=build(ClusterConfig, tree, derived=DERIVED),
+        warnings=tuple(_unknown_variable(name, fields) for name in sorted(unknown)),
+    )
 
 
 def env_name(path: str) -> str:
@@ -85,16 +89,7 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _from_environment(
-    environ: Mapping[str, str],
-) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
-    fields = {env_name(path): path for path in leaf_paths(ClusterConfig, DERIVED)}
-    assignments = [(fields[name], text) for name, text in environ.items() if name in fields]
-    unknown = {name for name in environ if name.startswith("BATON_")} - fields.keys() - RESERVED
-    return assignments, tuple(_unknown(name, fields) for name in sorted(unknown))
-
-
-def _unknown(name: str, known: Iterable[str]) -> str:
+def _unknown_variable(name: str, known: Iterable[str]) -> str:
     match = difflib.get_close_matches(name, known, n=1)
     hint = f" (did you mean {match[0]}?)" if match else ""
     return f"environment variable {name} is not a setting of Baton: ignored{hint}"
