@@ -135,9 +135,9 @@ def test_drained_worker_is_replaced(live: Baton, client: InferenceClient) -> Non
 
 
 def test_unknown_worker_is_named(live: Baton) -> None:
-    done = live.run("drain", "decode-nobody", check=False)
+    done = live.run("drain", "decode-missing", check=False)
     assert done.returncode == 2
-    assert "no worker 'decode-nobody'; there are: decode-" in done.stderr
+    assert "no worker 'decode-missing'; there are: decode-" in done.stderr
 
 
 @pytest.mark.chaos

@@ -1,5 +1,5 @@
 """Two routers on the same two ports, of which one is killed or freezes: whose requests end, whose
-go on, and what becomes of the work that nobody waits for any more."""
+go on, and and abandoned work is cancelled."""
 
 from __future__ import annotations
 

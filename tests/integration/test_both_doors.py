@@ -219,7 +219,7 @@ async def test_role_markers_in_what_a_user_writes_forge_nothing(doors: BothDoors
 
 
 async def test_a_pool_smaller_than_the_context(folder: Path) -> None:
-    """What can never fit is refused at once, what just fits runs, and nobody waits behind it."""
+    """A request that never fits is refused at once, one that just fits runs; none delays others."""
     small: dict[str, Any] = {"prefill_blocks": 8, "decode_blocks": 8}
     async with running_stack(
         str(folder), prefill_config=CONFIG, decode_config=CONFIG, **small

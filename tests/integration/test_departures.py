@@ -1,5 +1,5 @@
 """A client that leaves, at any moment and by either door: its work ends within a step, its blocks
-come back, and nobody else notices.
+come back, and other workers do not notice.
 
 Each phase is held still while the client leaves: a step thread or the wire waits for a gate.
 """
@@ -72,7 +72,7 @@ class Gates:
         if self._left[name] < 0:
             gate.wait(0.05)
         elif self._left[name] == 0:
-            assert gate.wait(30), f"nobody opened the gate of {name}"
+            assert gate.wait(30), f"the gate of {name} did not open"
         else:
             self._left[name] -= 1
 

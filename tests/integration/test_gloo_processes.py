@@ -187,7 +187,7 @@ def test_a_frozen_prefill_is_given_up_and_may_come_back(spawn, prefills, decodes
     assert_arrives(healthy, decode)  # into the very same blocks
     seed = next(NUMBERS) - 1
     frozen.thaw()
-    sleeper.do("release")  # and sends what nobody wants any more
+    sleeper.do("release")  # and sends pieces of an ended hand-off
     assert_failed(sleeper, key)
     assert decode.do("wrong", DEST, seed) == []
     assert_arrives(sleeper, decode)

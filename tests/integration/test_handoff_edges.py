@@ -188,7 +188,7 @@ async def test_the_same_prompt_over_and_over_fills_no_pool(model: str, cached_on
 
 
 async def test_prompts_that_do_not_fit_at_once_follow_one_another(doors: Doors) -> None:
-    """Room for one and a half on either side: nobody waits for ever."""
+    """Each worker has blocks for one and a half requests: none waits forever."""
     bodies = [
         {"prompt": prompt_of(100, seed), "max_tokens": 20, "temperature": 0.0} for seed in range(7)
     ]

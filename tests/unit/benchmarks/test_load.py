@@ -121,13 +121,13 @@ async def test_a_server_that_closes_after_each_answer_is_no_failure():
 
 
 async def test_arrivals_never_come_before_their_time_and_overlap():
-    everybody = asyncio.Event()
+    all_started = asyncio.Event()
 
     class Patient(Stub):
         async def stream(self, *asked):
             if self.running == len(asks):
-                everybody.set()
-            await everybody.wait()
+                all_started.set()
+            await all_started.wait()
             await super().stream(*asked)
 
     stub = Patient()

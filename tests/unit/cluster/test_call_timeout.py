@@ -64,12 +64,12 @@ def test_who_is_asked_to_stop_stops_as_before_a_join_that_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def init(**_: object) -> None:
-        raise ConnectionError("nobody there")
+        raise ConnectionError("connection refused")
 
     handlers: list[tuple[int, object]] = []
     monkeypatch.setattr("ray.init", init)
     monkeypatch.setattr(session.signal, "signal", lambda *handler: handlers.append(handler))
-    with pytest.raises(Unavailable, match="does not answer: nobody there"):
+    with pytest.raises(Unavailable, match="does not answer: connection refused"):
         session.connect(RunningCluster(address="auto", token="", config="c"))
     assert handlers == [(signal.SIGTERM, signal.getsignal(signal.SIGTERM))]
 

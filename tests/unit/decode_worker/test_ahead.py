@@ -50,7 +50,7 @@ scripts = st.lists(
 
 
 def scripted(i: int, script: Script) -> tuple[Submit, list[int]]:
-    """The request, and the output it has when nobody ends it."""
+    """The request, and its output if it is not cancelled."""
     whole = expected_output(script.prompt, i, script.max_tokens)
     stop = () if script.stop_at is None else tuple(whole[script.stop_at : script.stop_at + 1])
     sampling = SamplingParams(

@@ -158,7 +158,7 @@ def test_whatever_is_sampled_under_a_schema_validates(compiler, wanted, seed):
 
 
 def test_masks_depend_on_the_output_alone(compiler):
-    """Whoever replays the tokens, at once or one by one, beside others, has the same mask."""
+    """Replaying the tokens, at once or one by one, beside others, gives the same mask."""
     grammar = schema({"type": "array", "items": {"enum": ["the", "dog"]}, "maxItems": 5})
     output = sample(compiler, grammar, 3)
     step_by_step = compiler.start(grammar, ends=ENDS)
@@ -269,7 +269,7 @@ def test_the_byte_vocabulary_knows_the_special_tokens():
     small = Compiler(byte_vocabulary({0: "<|endoftext|>", 300: "[CALL]"}))
     small.start(Grammar(kind=GrammarKind.LARK, source='start: <[300]> "a" <|endoftext|>'))
     with pytest.raises(InvalidRequest, match="special"):
-        small.start(Grammar(kind=GrammarKind.LARK, source="start: <nobody>"))
+        small.start(Grammar(kind=GrammarKind.LARK, source="start: <missing>"))
 
 
 def test_kept_grammars_are_bounded(compiler):

@@ -260,7 +260,7 @@ async def test_a_stranger_who_is_silent_or_long_is_hung_up_on(monkeypatch):
 
 
 async def test_a_peer_that_hangs_up_on_nobody_is_no_error():
-    """Whoever wanted the connection had given up just before it was there."""
+    """The caller gave up just before the connection was established."""
     errors = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, what: errors.append(what))
     link = _ServerConnection("peer", SECRET)

@@ -96,7 +96,9 @@ def test_a_killed_worker_leaves_nothing_that_counts(tmp_path: Path) -> None:
         process.kill()
     assert me.others() == 0
     assert BusyWorkers(tmp_path).others() == 0
-    assert len(list(tmp_path.iterdir())) == 2  # the dead one's file went when somebody new came
+    assert (
+        len(list(tmp_path.iterdir())) == 2
+    )  # the dead one's file went when a new worker registered
     me.close()
 
 

@@ -354,7 +354,7 @@ def test_a_step_with_prompts_is_sure_to_last_three_quarters_of_what_the_fastest_
     flight: InflightSteps[Any] = InflightSteps()
     assert flight.lasts(0.0) == 0.0
     launched_rows(flight, [1000], 10.0)
-    assert flight.lasts(10.0) == 0.0  # nobody knows yet how fast this device is
+    assert flight.lasts(10.0) == 0.0  # the speed of this device is not known yet
     flight.land(10.1)
     assert flight.lasts(10.2) == 0.0
     launched_rows(flight, [2000], 20.0)

@@ -405,7 +405,7 @@ def test_impatience_leaves_no_process_behind(now: bool, monkeypatch: pytest.Monk
         calls.append(now)
 
     monkeypatch.setattr(up_command.down, "take_down", take_down)
-    # Whoever starts the tests in the background of a shell has it ignored.
+    # A shell ignores it for background jobs, which the tests may be.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         up_command.stop(RunningCluster(address="h:1", token="", config="c"), Console(), now=now)

@@ -52,7 +52,7 @@ def test_a_start_that_is_over_is_not_ended_by_a_last_look(monkeypatch):
 
 @pytest.fixture
 def interruptible(tmp_path, monkeypatch):
-    """Signals as a command has them; whoever starts tests in the background has SIGINT ignored."""
+    """Signals as a command has them; shells ignore SIGINT for background jobs."""
     monkeypatch.setenv("BATON_HOME", str(tmp_path))
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, signal.default_int_handler) for number in numbers]

@@ -204,7 +204,7 @@ def test_daemons_that_ray_has_lost_are_named() -> None:
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("collected", [True, False])
 def test_children_of_a_dead_head_are_ended(collected: bool, tmp_path: Path) -> None:
-    """Also by the command that started the head, while nobody has asked how it ended."""
+    """Also by the command that started the head, before it has reaped the process."""
     state = start("willing", tmp_path / "private")
     os.kill(state.pid, signal.SIGKILL)
     os.waitid(os.P_PID, state.pid, os.WEXITED | (0 if collected else os.WNOWAIT))
@@ -218,7 +218,7 @@ def test_children_of_a_dead_head_are_ended(collected: bool, tmp_path: Path) -> N
 
 
 def test_a_reused_pid_is_not_touched(tmp_path: Path) -> None:
-    """The recorded start time protects whoever has the pid now."""
+    """The recorded start time protects a process that has the pid now."""
     state = start("willing", tmp_path / "private")
     other = RunningCluster(
         address="", token="", config="", pid=state.pid, started=state.started + 1

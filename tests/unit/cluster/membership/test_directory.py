@@ -26,7 +26,7 @@ from rpc.methods import DRAIN
 from rpc.server import ControlServer
 
 SECRET = b"s" * 16
-#: However busy the machine is, nobody falls silent.
+#: However busy the machine is, no member expires.
 CONFIG = ClusterConfig(model=ModelSection(name="tiny"), lifecycle=LifecycleSection(expiry_s=600.0))
 
 

@@ -50,7 +50,7 @@ def test_a_rank_that_loads_after_another_was_lost_breaks_nothing(group: RankGrou
 
 
 class JustLoaded(Future[bytes]):
-    """Loads right after somebody has asked whether it has."""
+    """Finishes loading right after the first check whether it has."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -252,7 +252,7 @@ def in_thread(run):
     def work():
         try:
             result.set_result(run())
-        except BaseException as error:  # noqa: BLE001 - for whoever asks
+        except BaseException as error:  # noqa: BLE001 - raised by the caller
             result.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()

@@ -142,7 +142,7 @@ async def test_a_commit_that_names_other_pieces_gets_nothing(backends, change):
         await pair.decode.events.wait(lambda e: e.is_over(KEY))
 
 
-# --- nothing may be reused while somebody may write it --------------------------------------------
+# --- blocks are not reused while a writer may reach them -----------------------------------------
 
 
 async def writing(pair):

@@ -38,7 +38,7 @@ def test_thousands_of_handoffs_under_faults(first, one_sided):
 
 
 def test_pieces_that_were_lost_after_they_left_are_sent_again():
-    """A link breaks for somebody else's reasons: hand-offs on it go on, from whatever is
+    """A link breaks because of another hand-off: hand-offs on it go on, from whatever is
     missing."""
     choose = random.Random(1).choice
     layout = make_layout(2, num_layers=1, num_kv_heads=2)

@@ -125,7 +125,7 @@ async def test_reports_that_come_together_are_looked_at_once() -> None:
         bench.workers.report()
     before = bench.workers.looks
     await soon()
-    assert bench.workers.looks == before, "nobody waits"
+    assert bench.workers.looks == before, "no request waits"
 
 
 async def test_workers_get_a_window_of_work_and_the_rest_waits() -> None:

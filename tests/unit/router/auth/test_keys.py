@@ -279,7 +279,7 @@ async def test_neither_keys_nor_prompts_reach_a_log(
 ) -> None:
     for logger in (None, "baton"):
         caplog.set_level(logging.DEBUG, logger)
-    secret_words = "the prompt nobody may see"
+    secret_words = "the prompt that is private"
     for key in (USER, "baton-wrong-but-private"):
         for body in ({"prompt": secret_words}, {"prompt": secret_words, "max_tokens": 10**9}):
             async with guarded.http.post(
@@ -295,7 +295,7 @@ async def test_neither_keys_nor_prompts_reach_a_log(
     logging.getLogger("baton.test").debug("the capture works")
     logged = "\n".join(f"{r.getMessage()} {vars(r)}" for r in caplog.records)
     assert "the capture works" in logged
-    for secret in (USER, hashed(USER), "baton-wrong-but-private", "nobody may see"):
+    for secret in (USER, hashed(USER), "baton-wrong-but-private", "that is private"):
         assert secret not in logged
 
 

@@ -75,7 +75,7 @@ async def test_both_workers_get_the_request_with_ticket_and_peer(doors: Doors) -
 async def test_whoever_sets_the_clock_gives_a_request_neither_more_nor_less_time(
     fleet: StubFleet, make_doors: MakeDoors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At each look that somebody takes at it, it is an hour later."""
+    """Each reading is an hour later."""
     times = itertools.count(time.time(), 3600.0)
     monkeypatch.setattr(time, "time", lambda: next(times))
     worker = await fleet.add(Role.DECODE)
@@ -545,7 +545,7 @@ async def test_a_leaving_worker_finishes_what_it_has(
         assert len(new.submitted) == 1
         assert await running == expected(30)
         await until(lambda: len(doors.router._members.all()) == 1)
-        assert "worker lost" not in caplog.messages  # nobody is to be alarmed
+        assert "worker lost" not in caplog.messages  # not an incident
 
 
 async def test_a_worker_that_is_named_again_stays(doors: Doors) -> None:

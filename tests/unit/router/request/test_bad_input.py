@@ -141,7 +141,7 @@ CASES: list[tuple[dict[str, Any], ErrorCode, str]] = [
     ({"prompt": "hi", "guided_regex": "a{100}{100}{100}"}, BAD, "guided_regex"),
     ({"prompt": "hi", "guided_json": "{"}, BAD, "guided_json"),
     ({"prompt": "hi", "guided_choice": ["a", ""]}, BAD, "guided_choice"),
-    ({"prompt": "hi", "guided_grammar": "start: nobody"}, BAD, "guided_grammar"),
+    ({"prompt": "hi", "guided_grammar": "start: missing"}, BAD, "guided_grammar"),
     ({"prompt": "hi", "guided_regex": "a", "guided_choice": ["a"]}, BAD, "guided_choice"),
     ({"prompt": "hi", "guided_regex": "a", "ignore_eos": True}, BAD, "ignore_eos"),
 ]

@@ -77,7 +77,7 @@ class Address(BaseModel):
 
 
 class Person(BaseModel):
-    """Somebody."""
+    """A person."""
 
     name: str
     age: int | None

@@ -85,7 +85,7 @@ PLAIN = [
     (HERMES, '<tool_call>{"name": "get\\_weather", "arguments": {}}</tool_call>'),  # not JSON's \
     (HERMES, '<tool_call>{"name": "add\n", "arguments": {}}</tool_call>'),
     (HERMES, "no call <tool at all> \n"),
-    (HERMES, '<tool_call>{"name": "nobody", "arguments": {}}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "missing", "arguments": {}}</tool_call>'),
     (HERMES, "<tool_call>\nhello</tool_call> "),
     (HERMES, '<tool_call>{"name": "add"'),
     (HERMES, '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
@@ -96,7 +96,7 @@ PLAIN = [
     (LLAMA, 'I write {"name": "add", "parameters": {}}'),
     (LLAMA, '<|python_tag|>print("x")'),
     (LLAMA, "<|pyth"),
-    (MISTRAL, "[TOOL_CALLS]nobody{}"),
+    (MISTRAL, "[TOOL_CALLS]missing{}"),
     (MISTRAL, "[TOOL_CALLS][1, 2]"),
     (MISTRAL, "[TOOL_CALLS] what? {}"),
     (MISTRAL, "[TOOL_CAL"),

@@ -108,7 +108,7 @@ def test_prefill_by_seconds_not_by_tokens() -> None:
 
 
 def test_idle_prefill_workers_share_the_work_whatever_they_last_measured() -> None:
-    """What each computes is what its next report is about, so nobody may be left out for good."""
+    """A worker reports a rate only of what it computes, so none may be left out for good."""
     rng = random.Random(2)
     idle = [prefill("a", tokens_per_second=1000.0), prefill("b", tokens_per_second=400.0)]
     idle.append(prefill("c"))
@@ -161,7 +161,7 @@ def test_what_prefill_would_not_reach_soon_is_computed_on_decode_one_at_a_time()
     assert reason(view("d", waiting_tokens=1), 501) is None
     assert reason(view("d", unseen_tokens=1), 501) is None
     assert reason(view("d"), 10**6, CONFIG) is None
-    fresh = prefill("p", waiting_tokens=501)  # has measured nothing yet: nobody knows
+    fresh = prefill("p", waiting_tokens=501)  # has measured nothing yet
     choice = choose(NEED, [view("d")], [fresh], config=config, rng=rng)
     assert choice is not None
     assert choice.local_reason is None

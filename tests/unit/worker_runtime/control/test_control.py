@@ -151,7 +151,7 @@ class TestOutlet:
         await anext(mine)
         await anext(other)
         event = TokenEvent(key=KEY, index=0, token=4)
-        outlet.publish({"mine": RouterEvents(tokens=[event]), "nobody": RouterEvents()})
+        outlet.publish({"mine": RouterEvents(tokens=[event]), "unknown": RouterEvents()})
         assert (await anext(mine)).tokens == (event,)
         assert (await anext(other)).tokens == ()
 
