@@ -16,7 +16,7 @@ from kv_transfer.data.rank_commands import RankCommand, RankResult
 from kv_transfer.data.threads import await_callback, enter_thread
 from protocol import codec
 
-#: Name of the command with which rank 0 gives a follower a transfer order.
+#: Name of the command with which rank 0 gives a follower a transfer command.
 TRANSFER = "transfer"
 
 
@@ -29,12 +29,12 @@ class Ranks:
     plane: DataPlane
     group: RankGroup | None
 
-    async def run(self, rank: int, order: RankCommand) -> RankResult:
-        """Run one transfer order on a rank. Followers take it in order with their steps, so that a
+    async def run(self, rank: int, command: RankCommand) -> RankResult:
+        """Run one transfer command on a rank. Followers take it in order with their steps, so a
         send after a step finds that step's KV. Raises RankLost when the rank is gone."""
         if rank == 0 or self.group is None:
-            return await await_callback(partial(self.plane.submit, order))
-        call = self.group.call(rank, TRANSFER, order.encode())
+            return await await_callback(partial(self.plane.submit, command))
+        call = self.group.call(rank, TRANSFER, command.encode())
         return codec.decode(RankResult, (await await_callback(call.add_done_callback)).result())
 
     def check(self) -> None:

@@ -26,15 +26,12 @@ class LayerEvents(Protocol):
 
     def follow(self, stream: torch.cuda.Stream, step: int, layer: int) -> None:
         """Make a stream wait for the KV that `step` writes, up to and with `layer`."""
-        ...
 
     def wait(self, step: int, layer: int) -> None:
         """Block until that is written."""
-        ...
 
     def is_over(self, step: int) -> bool:
         """Whether all KV of `step` is written."""
-        ...
 
 
 class BlockStore(Protocol):
@@ -56,17 +53,14 @@ class BlockStore(Protocol):
     @property
     def marks(self) -> LayerEvents | None:
         """How far steps in flight are."""
-        ...
 
     def gather(
         self, cells: Cells, layers: range, heads: range, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """A contiguous copy `[layer, cell, k/v, head, token, head_dim]` of the named slice."""
-        ...
 
     def scatter(self, cells: Cells, layers: range, heads: range, data: torch.Tensor) -> None:
         """Write `data`, shaped as `gather` returns it, into the named slice."""
-        ...
 
 
 class PagedStore(BlockStore, Protocol):
@@ -156,15 +150,12 @@ class Link(Protocol):
 
     def send(self, data: torch.Tensor, timeout_s: float) -> None:
         """Send all of `data`."""
-        ...
 
     def recv(self, data: torch.Tensor, timeout_s: float) -> None:
         """Fill all of `data`."""
-        ...
 
     def close(self) -> None:
         """Break the link from any thread. Blocked calls on either end fail soon. Idempotent."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,15 +208,12 @@ class BlockLink(Protocol):
 
     def send_blocks(self, move: BlockMove, timeout_s: float) -> End:
         """Begin to send the blocks."""
-        ...
 
     def recv_blocks(self, move: BlockMove, timeout_s: float) -> End:
         """Begin to fill the blocks. On a one-sided link they were written already: sums them."""
-        ...
 
     def close(self) -> None:
         """Break the link from any thread. Idempotent."""
-        ...
 
 
 class Backend(Protocol):
@@ -239,17 +227,13 @@ class Backend(Protocol):
     def listen(self) -> str:
         """Start listening on a free port, once; return the endpoint for connect(). Raises
         LinkBroken when this rank cannot be reached this way."""
-        ...
 
     def connect(self, link: LinkId, endpoint: str, timeout_s: float) -> Link | BlockLink:
         """The sender's end. Blocks until the receiver accepts the same id, or raises LinkBroken."""
-        ...
 
     def accept(self, link: LinkId, timeout_s: float) -> Link | BlockLink:
         """The receiver's end. Blocks until the sender connects the same id, or raises
         LinkBroken."""
-        ...
 
     def close(self) -> None:
         """Stop listening. The owners of open links close them."""
-        ...

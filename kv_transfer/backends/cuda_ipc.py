@@ -39,7 +39,6 @@ log = get_logger(__name__)
 
 
 def shape_of(store: PagedStore) -> PoolShape:
-    """The shape of a store's pool."""
     return PoolShape(
         num_blocks=store.data.shape[1],
         num_heads=store.num_heads,
@@ -72,7 +71,6 @@ class _Write:
         self.gated = False
 
     def wait(self) -> None:
-        """Until the write is over."""
         if self.gated:
             self.gate.synchronize()
         self.done.synchronize()
@@ -153,7 +151,6 @@ class _WriteStream:
             return _Write(self._device)
 
     def give(self, write: _Write) -> None:
-        """The write is over."""
         self._idle.append(write)
 
 

@@ -313,7 +313,6 @@ class NcclBackend(RendezvousBackend[NcclLink]):
         self.kernel = load_copies(store.device)
 
     def close(self) -> None:
-        """Stop listening."""
         super().close()
         self.watch.close()
 

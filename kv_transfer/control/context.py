@@ -62,7 +62,6 @@ class RankChannel(Protocol):
 
     async def run(self, rank: int, command: RankCommand) -> RankResult:
         """Run one command on one rank; its result, errors inside it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +128,6 @@ class EndpointContext:
         return await asyncio.gather(*(self._run(rank, each) for rank, each in commands.items()))
 
     async def run_everywhere(self, command: RankCommand) -> list[RankResult]:
-        """Run one command on every rank."""
         return await self.run(dict.fromkeys(range(self.layout.tp_size), command))
 
     async def fence(self, receiver_epoch: int, generation: int) -> bool:

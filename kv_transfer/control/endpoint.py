@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from concurrency.deadlines import Deadlines
 from concurrency.tasks import Tasks
@@ -37,7 +38,6 @@ class TransferStats:
     relinked: int = 0
 
     def counters(self) -> dict[str, int]:
-        """The totals by their names in observability.metrics."""
         causes = {
             counter_key(metrics.HANDOFF_FAILURES, cause=cause): count
             for cause, count in self.failures.items()
@@ -60,22 +60,71 @@ class BoundedMap(Generic[K, T]):
         self._records: OrderedDict[K, T] = OrderedDict()
 
     def put(self, key: K, record: T) -> None:
-        """Store a record as the newest."""
         self._records[key] = record
         self._records.move_to_end(key)
         while len(self._records) > self._limit:
             self._records.popitem(last=False)
 
     def get(self, key: K) -> T | None:
-        """The record of `key`, unless it was dropped."""
         return self._records.get(key)
 
     def take(self, key: K) -> T | None:
-        """Remove and return the record of `key`."""
         return self._records.pop(key, None)
 
     def __len__(self) -> int:
         return len(self._records)
+
+
+class Channel(Protocol):
+    """One end of a channel, as a ChannelMap sees it."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no hand-off needs it now."""
+
+    async def close(self) -> None:
+        """Close its links; messages in flight on them fail."""
+
+
+C = TypeVar("C", bound=Channel)
+
+
+class ChannelMap(Generic[C]):
+    """Channels by the peer's epoch, made on first use; the least recently used idle one is closed
+    when there are more than `limit`."""
+
+    def __init__(self, limit: int, tasks: Tasks, make: Callable[[WorkerRef], C]) -> None:
+        self._limit = limit
+        self._tasks = tasks
+        self._make = make
+        self._channels: OrderedDict[int, C] = OrderedDict()
+
+    def get(self, peer: WorkerRef) -> C:
+        """The channel to or from a peer, now the most recently used."""
+        channel = self._channels.get(peer.epoch)
+        if channel is None:
+            surplus = len(self._channels) + 1 - self._limit
+            idle = [epoch for epoch, each in self._channels.items() if each.is_idle]
+            for epoch in idle[: max(0, surplus)]:
+                self._tasks.start(self._channels.pop(epoch).close())
+            channel = self._channels[peer.epoch] = self._make(peer)
+        self._channels.move_to_end(peer.epoch)
+        return channel
+
+    def find(self, epoch: int) -> C | None:
+        """The channel of an epoch, if there is one."""
+        return self._channels.get(epoch)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether another channel would replace one."""
+        return len(self._channels) >= self._limit
+
+    async def close(self, epoch: int) -> None:
+        """Close the channel of an epoch, if there is one."""
+        channel = self._channels.pop(epoch, None)
+        if channel is not None:
+            await channel.close()
 
 
 class Attempts:
@@ -114,8 +163,9 @@ class Endpoint(ABC, Generic[H, F]):
     `loop.call_soon_threadsafe`. Only coroutine methods wait for anything.
     """
 
-    def __init__(self, context: EndpointContext) -> None:
+    def __init__(self, context: EndpointContext, record: type[H]) -> None:
         self.stats = TransferStats()
+        self._record = record
         self._context = context
         self._config = context.config
         self._clock = context.clock
@@ -153,10 +203,6 @@ class Endpoint(ABC, Generic[H, F]):
         await self._tasks.wind_up(_CLOSE_GRACE_S)
 
     # --- what Sender and Receiver differ in -----------------------------------------------------
-
-    @abstractmethod
-    def _record(self, *, key: RequestKey, ticket: Ticket, peer: WorkerRef, deadline: float) -> H:
-        """The record of a hand-off that begins."""
 
     def _check(self, handoff: H, now: float) -> None:
         """A time before the deadline has come that was added to `_deadlines`."""

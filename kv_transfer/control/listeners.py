@@ -30,15 +30,12 @@ class SenderListener(Protocol):
 
     def granted(self, key: RequestKey, grant: Grant) -> None:
         """Decode holds blocks: the prompt may run."""
-        ...
 
     def committed(self, key: RequestKey, report: TransferReport) -> None:
         """Decode has everything and owns the sequence."""
-        ...
 
     def ended(self, key: RequestKey, error: ErrorInfo | None) -> None:
         """Over without a commit; `error` is None when the hand-off was merely not needed."""
-        ...
 
 
 class ReceiverListener(Protocol):
@@ -51,13 +48,10 @@ class ReceiverListener(Protocol):
 
     def committed(self, key: RequestKey, commit: Commit) -> None:
         """All KV arrived and was proved: the sequence is decode's."""
-        ...
 
     def ended(self, key: RequestKey, error: ErrorInfo | None) -> None:
         """Over without a commit: no more writes will be accepted, but one may be in flight until
         `blocks_safe`. `error` is None when the hand-off was merely not needed."""
-        ...
 
     def blocks_safe(self, key: RequestKey, block_ids: tuple[int, ...]) -> None:
         """No write can be in flight to these blocks: they may be used again."""
-        ...

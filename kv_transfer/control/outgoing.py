@@ -86,11 +86,9 @@ class OutgoingPiece:
 
     @property
     def wanted(self) -> bool:
-        """Whether the hand-off is still in progress."""
         return self.handoff.state not in OVER
 
     def announcement(self, incarnation: int, turn: int) -> Piece:
-        """The message that announces it."""
         handoff, area = self.handoff, self.area
         return Piece(
             key=handoff.key,

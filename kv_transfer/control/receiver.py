@@ -40,7 +40,7 @@ class Receiver(Endpoint[Incoming, FinishedIncoming]):
     """Grants blocks to prefill workers and takes KV into them."""
 
     def __init__(self, context: EndpointContext, listener: ReceiverListener) -> None:
-        super().__init__(context)
+        super().__init__(context, Incoming)
         self._listener = listener
         self._links: tuple[LinkAddress, ...] = ()
         self._one_sided = False  # whether some link lets a sender write by itself
@@ -215,11 +215,6 @@ class Receiver(Endpoint[Incoming, FinishedIncoming]):
         return Ack()
 
     # --- one hand-off ---------------------------------------------------------------------------
-
-    def _record(
-        self, *, key: RequestKey, ticket: Ticket, peer: WorkerRef, deadline: float
-    ) -> Incoming:
-        return Incoming(key=key, ticket=ticket, peer=peer, deadline=deadline)
 
     def _current(self, key: RequestKey, ticket: Ticket) -> Incoming:
         handoff = self._live.get(key)

@@ -3,13 +3,12 @@ rank, and reports what became of them."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from concurrency.tasks import Tasks
 from kv_transfer.config import ChecksumKind
 from kv_transfer.control.context import EndpointContext, first_error, totals
-from kv_transfer.control.endpoint import BoundedMap, TransferStats
+from kv_transfer.control.endpoint import BoundedMap, ChannelMap, TransferStats
 from kv_transfer.control.incoming import Incoming
 from kv_transfer.data.rank_commands import (
     CloseCommand,
@@ -22,21 +21,41 @@ from kv_transfer.plan.channel import ReceiveOrder
 from kv_transfer.plan.checksum import combine, place_checksum
 from kv_transfer.plan.handoff_state import Verdict
 from kv_transfer.plan.reshard import check_layout, kv_bytes, reshard
+from protocol.ids import WorkerRef
 from protocol.messages import OpenLinks, Piece
 
 
 class ReceiverChannel:
-    """The channel from one prefill worker: the order of its pieces, and how many are moving."""
+    """The channel from one prefill worker: the order of its pieces, and how many are moving.
+    `closed` keeps the last incarnation of each epoch whose channel was closed here, because the
+    worker may still send on it."""
 
-    def __init__(self, epoch: int, broken: int) -> None:
-        self.epoch = epoch
-        self.order = ReceiveOrder(broken)
+    def __init__(
+        self, prefill: WorkerRef, context: EndpointContext, closed: BoundedMap[int, int]
+    ) -> None:
+        self.order = ReceiveOrder(closed.take(prefill.epoch) or 0)
         self.num_moving = 0
+        self._epoch = prefill.epoch
+        self._context = context
+        self._closed = closed
+
+    @property
+    def is_idle(self) -> bool:
+        return self.num_moving == 0
+
+    async def close(self) -> None:
+        self._closed.put(self._epoch, self.order.incarnation)
+        close = CloseCommand(
+            sender_epoch=self._epoch,
+            receiver_epoch=self._context.ref.epoch,
+            incarnation=self.order.incarnation,
+            forget=True,
+        )
+        await self._context.run_everywhere(RankCommand(close=close))
 
 
 class ReceiverChannels:
-    """A receiver's channels by prefill epoch; the least recently used idle one is closed when there
-    are more than `max_peers`. `on_lost` is called when a piece has failed and no newer posting
+    """All channels of a receiver. `on_lost` is called when a piece has failed and no newer posting
     replaces it."""
 
     def __init__(
@@ -51,14 +70,15 @@ class ReceiverChannels:
         self._tasks = tasks
         self._stats = stats
         self._on_lost = on_lost
-        self._channels: OrderedDict[int, ReceiverChannel] = OrderedDict()
-        # Last incarnation by epoch: a worker may still send on a channel that was closed here.
-        self._closed: BoundedMap[int, int] = BoundedMap(context.config.finished_handoffs)
+        closed: BoundedMap[int, int] = BoundedMap(context.config.finished_handoffs)
+        self._channels = ChannelMap(
+            context.config.max_peers, tasks, lambda peer: ReceiverChannel(peer, context, closed)
+        )
 
     def accept(self, request: OpenLinks) -> None:
         """Make the ranks accept a sender's links before any piece moves. Raises as
         `ReceiveOrder.use`."""
-        self._get(request.prefill.epoch).order.use(request.incarnation)
+        self._channels.get(request.prefill).order.use(request.incarnation)
         commands = open_commands(
             received_parts(request.prefill_layout.rank_heads, self._context.layout.rank_heads),
             sender_epoch=request.prefill.epoch,
@@ -74,7 +94,7 @@ class ReceiverChannels:
         anything is posted, as `ReceiveOrder.use` and `take`, `check_layout` and
         `InboundHandoff.announce`."""
         check_layout(self._context.layout, piece.prefill_layout)
-        channel = self._get(piece.prefill.epoch)
+        channel = self._channels.get(piece.prefill)
         channel.order.use(piece.incarnation)
         if not handoff.knows(piece):
             channel.order.take(piece.turn)
@@ -92,13 +112,11 @@ class ReceiverChannels:
             if self._context.config.checksum_kind(piece.backend) is ChecksumKind.NONE:
                 self._arrived(handoff, piece, *self._unsummed_totals(handoff, piece))
             else:
-                self._post(handoff, piece, self._get(piece.prefill.epoch))
+                self._post(handoff, piece, self._channels.get(piece.prefill))
 
     async def close(self, epoch: int) -> None:
         """Close a channel; messages in flight on it fail."""
-        channel = self._channels.pop(epoch, None)
-        if channel is not None:
-            await self._close(channel)
+        await self._channels.close(epoch)
 
     def _unsummed_totals(self, handoff: Incoming, piece: Piece) -> tuple[int, int]:
         """Bytes and checksum of a piece whose content is not summed."""
@@ -151,7 +169,6 @@ class ReceiverChannels:
         self._stats.num_pieces += 1
 
     def _receive_commands(self, handoff: Incoming, piece: Piece) -> dict[int, RankCommand]:
-        """What each rank has to receive of a piece."""
         cells = handoff.cells(piece)
         parts = received_parts(piece.prefill_layout.rank_heads, self._context.layout.rank_heads)
         return {
@@ -172,30 +189,3 @@ class ReceiverChannels:
             )
             for rank, own in parts.items()
         }
-
-    def _get(self, epoch: int) -> ReceiverChannel:
-        """The channel of this epoch, now the most recently used."""
-        channel = self._channels.get(epoch)
-        if channel is None:
-            self._make_room()
-            channel = ReceiverChannel(epoch, self._closed.take(epoch) or 0)
-            self._channels[epoch] = channel
-        self._channels.move_to_end(epoch)
-        return channel
-
-    def _make_room(self) -> None:
-        surplus = len(self._channels) + 1 - self._context.config.max_peers
-        idle = [channel for channel in self._channels.values() if channel.num_moving == 0]
-        for channel in idle[: max(0, surplus)]:
-            del self._channels[channel.epoch]
-            self._tasks.start(self._close(channel))
-
-    async def _close(self, channel: ReceiverChannel) -> None:
-        self._closed.put(channel.epoch, channel.order.incarnation)
-        close = CloseCommand(
-            sender_epoch=channel.epoch,
-            receiver_epoch=self._context.ref.epoch,
-            incarnation=channel.order.incarnation,
-            forget=True,
-        )
-        await self._context.run_everywhere(RankCommand(close=close))

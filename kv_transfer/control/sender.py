@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from kv_transfer.control.context import EndpointContext, as_failure, totals
-from kv_transfer.control.endpoint import BoundedMap, Endpoint
+from kv_transfer.control.endpoint import BoundedMap, ChannelMap, Endpoint
 from kv_transfer.control.listeners import SenderListener, TransferReport
 from kv_transfer.control.outgoing import FinishedOutgoing, Outgoing, OutgoingPiece
-from kv_transfer.control.sender_channel import SenderChannels
+from kv_transfer.control.sender_channel import SenderChannel
 from kv_transfer.plan.coverage import Area
 from kv_transfer.plan.handoff_state import OVER, Verdict, lost_indices
 from kv_transfer.plan.reshard import cells_per_piece, kv_bytes, layer_groups
@@ -26,10 +27,15 @@ class Sender(Endpoint[Outgoing, FinishedOutgoing]):
     """Sends finished KV blocks to decode workers."""
 
     def __init__(self, context: EndpointContext, listener: SenderListener) -> None:
-        super().__init__(context)
+        super().__init__(context, Outgoing)
         self._listener = listener
         self._early: BoundedMap[RequestKey, Grant] = BoundedMap(self._config.finished_handoffs)
-        self._channels = SenderChannels(context, self._tasks, self.stats)
+        numbers = itertools.count(1)
+        self._channels = ChannelMap(
+            self._config.max_peers,
+            self._tasks,
+            lambda decode: SenderChannel(decode, context, self._tasks, self.stats, numbers),
+        )
 
     def handlers(self) -> dict[Method[Any, Any], Handler]:
         """What decode workers may call."""
@@ -39,7 +45,7 @@ class Sender(Endpoint[Outgoing, FinishedOutgoing]):
 
     async def warm_up(self, decode: WorkerRef) -> None:
         """Build the links to a decode worker, once, before hand-offs need them. Never raises."""
-        if self._channels.can_add(decode.epoch):
+        if self._channels.find(decode.epoch) is None and not self._channels.is_full:
             await self._channels.get(decode).warm_up()
 
     def expect(self, key: RequestKey, ticket: Ticket, decode: WorkerRef) -> None:
@@ -177,11 +183,6 @@ class Sender(Endpoint[Outgoing, FinishedOutgoing]):
 
     # --- one hand-off ---------------------------------------------------------------------------
 
-    def _record(
-        self, *, key: RequestKey, ticket: Ticket, peer: WorkerRef, deadline: float
-    ) -> Outgoing:
-        return Outgoing(key=key, ticket=ticket, peer=peer, deadline=deadline)
-
     async def _take_early(self, grant: Grant) -> None:
         """A grant that was acknowledged before its request came. A refusal needs an End message."""
         try:
@@ -280,8 +281,9 @@ class Sender(Endpoint[Outgoing, FinishedOutgoing]):
         handoff.pieces.clear()  # each refers to the hand-off: a cycle that would outlive it
         finished = FinishedOutgoing(handoff.peer.epoch, handoff.error, handoff.quiet)
         self._finished.put(handoff.key, finished)
-        if handoff.backend:  # it was granted
-            self._channels.release(handoff.peer.epoch)
+        channel = self._channels.find(handoff.peer.epoch)
+        if handoff.backend and channel is not None:  # it was granted
+            channel.num_users -= 1
 
     async def _fence(self, handoff: Outgoing) -> None:
         """Wait until no rank reads the source blocks."""

@@ -4,8 +4,7 @@ order, and renews the channel when the two ends may be out of step."""
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections import OrderedDict
+from collections.abc import Iterator
 
 from concurrency.tasks import Tasks
 from kv_transfer.backends.base import LinkBroken
@@ -44,20 +43,34 @@ class _Failed(Exception):
 
 class SenderChannel:
     """All pieces to one decode worker pass here, up to `pipeline_depth` at a time. Announcements do
-    not wait for each other, and data of earlier pieces keeps moving meanwhile."""
+    not wait for each other, and data of earlier pieces keeps moving meanwhile. `numbers` counts the
+    incarnations and turns of all of a sender's channels."""
 
-    def __init__(self, decode: WorkerRef, channels: SenderChannels) -> None:
+    def __init__(
+        self,
+        decode: WorkerRef,
+        context: EndpointContext,
+        tasks: Tasks,
+        stats: TransferStats,
+        numbers: Iterator[int],
+    ) -> None:
         self.decode = decode
         self.num_users = 0  # hand-offs
-        self.incarnation = channels.next_number()
-        self._channels = channels
-        self._context = channels.context
-        self._config = channels.context.config
+        self.incarnation = next(numbers)
+        self._context = context
+        self._config = context.config
+        self._tasks = tasks
+        self._stats = stats
+        self._numbers = numbers
         self._slots = asyncio.Semaphore(self._config.pipeline_depth)
         self._last_turn: asyncio.Future[None] | None = None  # done once that turn is over
         self._refused_backends: set[str] = set()  # those that did not reach this worker
         self._route_key: object = None
         self._route: tuple[str, Parts] = ("", {})
+
+    @property
+    def is_idle(self) -> bool:
+        return self.num_users == 0
 
     def route(self, grant: Grant) -> tuple[str, Parts]:
         """The backend for a hand-off, and what each source rank sends by it; computed once for
@@ -173,7 +186,7 @@ class SenderChannel:
         incarnation = self._check_wanted(piece)
         previous, turn = self._last_turn, asyncio.get_running_loop().create_future()
         self._last_turn = turn
-        announcement = piece.announcement(incarnation, self._channels.next_number())
+        announcement = piece.announcement(incarnation, next(self._numbers))
         try:
             answer = await self._context.call(self.decode, methods.PIECE, announcement)
             if previous is not None and not previous.done():
@@ -189,7 +202,7 @@ class SenderChannel:
             if reaction.next is Next.ANNOUNCE:
                 return incarnation, None
             commands = piece.start_moving(incarnation, discard=not piece.wanted)
-            return incarnation, self._channels.tasks.start(self._move(piece, commands))
+            return incarnation, self._tasks.start(self._move(piece, commands))
         finally:
             turn.set_result(None)
 
@@ -209,14 +222,14 @@ class SenderChannel:
     def renew(self, incarnation: int) -> None:
         """Leave an incarnation that may be broken or out of step; what blocks on it fails."""
         if incarnation == self.incarnation:
-            self.incarnation = self._channels.next_number()
-            self._channels.stats.relinked += 1
-            self._channels.tasks.start(self._close(incarnation, forget=False))
+            self.incarnation = next(self._numbers)
+            self._stats.relinked += 1
+            self._tasks.start(self._close(incarnation, forget=False))
 
     async def close(self) -> None:
         """Close the links for good; messages in flight fail. An announcement in flight takes the
         number that follows: no link is opened a second time."""
-        incarnation, self.incarnation = self.incarnation, self._channels.next_number()
+        incarnation, self.incarnation = self.incarnation, next(self._numbers)
         await self._close(incarnation, forget=True)
 
     async def _close(self, incarnation: int, *, forget: bool) -> None:
@@ -227,53 +240,6 @@ class SenderChannel:
             forget=forget,
         )
         await self._context.run_everywhere(RankCommand(close=close))
-
-
-class SenderChannels:
-    """A sender's channels by decode epoch, made on first use; the least recently used idle one is
-    closed when there are more than `max_peers`. One counter numbers all incarnations and turns."""
-
-    def __init__(self, context: EndpointContext, tasks: Tasks, stats: TransferStats) -> None:
-        self.context = context
-        self.tasks = tasks
-        self.stats = stats
-        self._numbers = itertools.count(1)
-        self._channels: OrderedDict[int, SenderChannel] = OrderedDict()
-
-    def get(self, decode: WorkerRef) -> SenderChannel:
-        """The channel to a decode worker, now the most recently used."""
-        channel = self._channels.get(decode.epoch)
-        if channel is None:
-            self._make_room()
-            channel = self._channels[decode.epoch] = SenderChannel(decode, self)
-        self._channels.move_to_end(decode.epoch)
-        return channel
-
-    def can_add(self, epoch: int) -> bool:
-        """Whether there is no channel to a decode worker yet, and room for one."""
-        return epoch not in self._channels and len(self._channels) < self.context.config.max_peers
-
-    def release(self, epoch: int) -> None:
-        """A hand-off that used a channel is over."""
-        channel = self._channels.get(epoch)
-        if channel is not None:
-            channel.num_users -= 1
-
-    async def close(self, epoch: int) -> None:
-        """Close a channel; messages in flight fail."""
-        channel = self._channels.pop(epoch, None)
-        if channel is not None:
-            await channel.close()
-
-    def next_number(self) -> int:
-        """A number for an incarnation or a turn, higher than any before."""
-        return next(self._numbers)
-
-    def _make_room(self) -> None:
-        surplus = len(self._channels) + 1 - self.context.config.max_peers
-        idle = [epoch for epoch, channel in self._channels.items() if channel.num_users == 0]
-        for epoch in idle[: max(0, surplus)]:
-            self.tasks.start(self._channels.pop(epoch).close())
 
 
 def _check(results: list[RankResult], incarnation: int) -> list[RankResult]:

@@ -123,7 +123,6 @@ class Communicator:
         self._post("ncclSend", address, num_bytes, stream, limit)
 
     def recv(self, address: int, num_bytes: int, stream: int, limit: float) -> None:
-        """Queue a receive on a stream."""
         self._post("ncclRecv", address, num_bytes, stream, limit)
 
     def abort(self) -> None:
@@ -196,7 +195,6 @@ class Watch:
                 self._guarded.pop(number, None)
 
     def close(self) -> None:
-        """Stop the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify()

@@ -79,7 +79,6 @@ class DataPlane:
 
     @property
     def open_backends(self) -> set[str]:
-        """The backends whose links are open."""
         with self._lock:
             return {ends.backend for ends in self._links}
 

@@ -38,13 +38,11 @@ class LinkMessage:
     timeout_s: float = 0.0
 
     def begin(self, link: BlockLink) -> End:
-        """Start the move."""
         assert self.move is not None
         run = link.send_blocks if self.sending else link.recv_blocks
         return run(self.move, self.timeout_s)
 
     def result(self, checksum: int) -> PartResult:
-        """What a finished move has carried."""
         assert self.move is not None
         checksum = combine([self.move.place, checksum])
         return PartResult(num_bytes=self.num_bytes, checksum=checksum)
@@ -91,7 +89,6 @@ class LinkThread:
 
     @property
     def broken(self) -> bool:
-        """Whether every message fails."""
         return self._state is LinkState.BROKEN
 
     def start(self) -> None:
@@ -125,7 +122,6 @@ class LinkThread:
         self._break(LinkBroken(f"link {self.link}: {reason}"))
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the end of its threads."""
         limit = time.monotonic() + timeout_s
         ended = self._thread.join(timeout_s)
         return self._own_completion.join(limit - time.monotonic()) and ended

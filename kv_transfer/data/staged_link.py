@@ -46,7 +46,6 @@ class StagedLink:
         return lambda: checksum
 
     def close(self) -> None:
-        """Break the link."""
         self._link.close()
 
     def _slice(self, move: BlockMove) -> tuple[range, range, torch.Tensor, torch.Tensor]:

@@ -89,7 +89,6 @@ class SerialThreads:
         return thread
 
     def close(self) -> None:
-        """End the threads once everything put before was called."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -97,7 +96,6 @@ class SerialThreads:
                     thread.close()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for their end."""
         limit = time.monotonic() + timeout_s
         ended = [thread.join(limit - time.monotonic()) for thread in self._threads.values()]
         return all(ended)

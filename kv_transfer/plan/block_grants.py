@@ -41,7 +41,6 @@ class BlockGrants:
         del self._states[generation]
 
     def num_blocks(self, state: GrantState) -> int:
-        """Blocks whose grant is in this state."""
         return sum(len(self._blocks[g]) for g, found in self._states.items() if found is state)
 
     def _advance(self, generation: int, target: GrantState) -> None:

@@ -59,7 +59,6 @@ class ReceiveOrder:
         self._broken = broken
 
     def state(self, incarnation: int) -> Incarnation:
-        """Where an incarnation stands."""
         if incarnation < self.incarnation:
             return Incarnation.REPLACED
         if incarnation <= self._broken:
@@ -102,7 +101,6 @@ class Reply(StrEnum):
 
     @classmethod
     def of(cls, error: BatonError | None, *, uncertain: bool) -> Reply:
-        """The reply behind the result of a call."""
         if error is None:
             return cls.POSTED
         answered = not isinstance(error, UNANSWERED)

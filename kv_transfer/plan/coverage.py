@@ -56,7 +56,6 @@ class Coverage:
 
     @property
     def num_cells(self) -> int:
-        """Cells in all."""
         return len(self._layers)
 
     @property

@@ -74,7 +74,6 @@ class HandoffState:
     error: ErrorInfo | None = None
 
     def is_in(self, *states: TransferState) -> bool:
-        """Whether the hand-off is in one of these states now."""
         return self.state in states
 
     def move_to(self, target: TransferState) -> None:
@@ -122,7 +121,6 @@ class InboundHandoff(HandoffState):
 
     @property
     def writable(self) -> tuple[int, ...]:
-        """The blocks that pieces may write."""
         return self.block_ids[self.num_cached :]
 
     def reserve(
@@ -302,7 +300,6 @@ class OutboundHandoff(HandoffState):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes sent."""
         return sum(num_bytes for num_bytes, _ in self._sent.values())
 
     @property

@@ -28,7 +28,6 @@ class HeadSlice:
 
     @property
     def num_heads(self) -> int:
-        """Heads of the slice."""
         return self.heads[1] - self.heads[0]
 
 

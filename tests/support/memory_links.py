@@ -99,7 +99,7 @@ class MemoryBackend:
 
     def __init__(self, hub: MemoryHub) -> None:
         self._hub = hub
-        self._meeting: set[_Pipe] = set()
+        self._opening: set[_Pipe] = set()
 
     def listen(self) -> str:
         """Return a fixed endpoint: link ids are enough."""
@@ -115,17 +115,17 @@ class MemoryBackend:
 
     def close(self) -> None:
         """Close the pipes that wait for their other end."""
-        for pipe in list(self._meeting):
+        for pipe in list(self._opening):
             pipe.close()
 
     def _meet(self, link: LinkId, timeout_s: float) -> _Pipe:
         pipe = self._hub.pipe(link)
-        self._meeting.add(pipe)
+        self._opening.add(pipe)
         try:
             pipe.arrive(timeout_s)
         except LinkBroken:
             self._hub.forget(link)
             raise
         finally:
-            self._meeting.discard(pipe)
+            self._opening.discard(pipe)
         return pipe

@@ -33,11 +33,11 @@ SECRET = b"a secret of the tests"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def submitted(plane: DataPlane, order: RankCommand) -> Future[RankResult]:
-    """The outcome of an order, when there is one."""
-    outcome: Future[RankResult] = Future()
-    plane.submit(order, outcome.set_result)
-    return outcome
+def submitted(plane: DataPlane, command: RankCommand) -> Future[RankResult]:
+    """The result of a command, when there is one."""
+    result: Future[RankResult] = Future()
+    plane.submit(command, result.set_result)
+    return result
 
 
 class LocalRanks:
@@ -46,8 +46,8 @@ class LocalRanks:
     def __init__(self, planes: Sequence[DataPlane]) -> None:
         self._planes = planes
 
-    async def run(self, rank: int, order: RankCommand) -> RankResult:
-        return await await_callback(partial(self._planes[rank].submit, order))
+    async def run(self, rank: int, command: RankCommand) -> RankResult:
+        return await await_callback(partial(self._planes[rank].submit, command))
 
 
 def split_heads(num_heads: int, tp_size: int) -> tuple[tuple[int, int], ...]:

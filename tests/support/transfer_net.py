@@ -172,7 +172,7 @@ Cell = tuple[str, int, int, int]  # key, index, layer, head: what a slot of KV s
 class Op:
     """One message that one rank has queued on a link."""
 
-    order: MoveCommand
+    command: MoveCommand
     part: Part
     side: SimSide
     done: asyncio.Future[PartResult]
@@ -222,7 +222,7 @@ class Fabric:
         """The sender's head message leaves."""
         op = wire.sends.popleft()
         cells: list[Cell] = []
-        if not op.revoked and not op.order.discard:
+        if not op.revoked and not op.command.discard:
             cells = op.side.gather(op)
         checksum = _checksum(cells, op, wire)
         size = _size(op)
@@ -253,26 +253,26 @@ class Fabric:
         wire.receives.clear()
         wire.flying.clear()
 
-    def revoke(self, side: SimSide, order: RevokeCommand) -> None:
+    def revoke(self, side: SimSide, command: RevokeCommand) -> None:
         for wire in self.wires.values():
             for op in (*wire.sends, *wire.receives):
-                named = (op.order.receiver_epoch, op.order.generation)
-                if op.side is side and named == (order.receiver_epoch, order.generation):
+                named = (op.command.receiver_epoch, op.command.generation)
+                if op.side is side and named == (command.receiver_epoch, command.generation):
                     op.revoked = True
 
-    def close(self, order: CloseCommand) -> None:
+    def close(self, command: CloseCommand) -> None:
         for wire in list(self.wires.values()):
-            pair = (order.sender_epoch, order.receiver_epoch)
-            if wire.name[:2] == pair and wire.name[4] <= order.incarnation:
+            pair = (command.sender_epoch, command.receiver_epoch)
+            if wire.name[:2] == pair and wire.name[4] <= command.incarnation:
                 self.snap(wire)
 
 
 def _size(op: Op) -> int:
-    return op.order.cells.num_tokens * op.order.num_layers * op.part.num_heads
+    return op.command.cells.num_tokens * op.command.num_layers * op.part.num_heads
 
 
 def _checksum(cells: list[Cell], op: Op, wire: Wire) -> int:
-    place = (op.order.generation, op.order.index, *wire.name[2:4])
+    place = (op.command.generation, op.command.index, *wire.name[2:4])
     if op.target is not None:
         generation, index, source, dest = place
         return place_checksum(generation=generation, index=index, source=source, dest=dest)
@@ -287,38 +287,38 @@ class SimRanks:
         self._side = side
         self._target = target
 
-    async def run(self, rank: int, order: RankCommand) -> RankResult:
-        outcome = await self._run(rank, codec.decode(RankCommand, order.encode()))
-        return codec.decode(RankResult, codec.encode(outcome))
+    async def run(self, rank: int, command: RankCommand) -> RankResult:
+        result = await self._run(rank, codec.decode(RankCommand, command.encode()))
+        return codec.decode(RankResult, codec.encode(result))
 
-    async def _run(self, rank: int, order: RankCommand) -> RankResult:
-        if order.listen is not None:
+    async def _run(self, rank: int, command: RankCommand) -> RankResult:
+        if command.listen is not None:
             way = Listening(backend="gloo", endpoint=f"sim-{rank}")
             if self._target is not None:
                 way = Listening(backend="cuda_ipc", endpoint=f"{host_id()}|{rank}")
             return RankResult(listening=(way,))
-        if order.revoke is not None:
-            self._fabric.revoke(self._side, order.revoke)
+        if command.revoke is not None:
+            self._fabric.revoke(self._side, command.revoke)
             return RankResult()
-        if order.close is not None:
-            self._fabric.close(order.close)
+        if command.close is not None:
+            self._fabric.close(command.close)
             return RankResult()
-        move = order.send or order.receive
+        move = command.send or command.receive
         assert move is not None
         assert move.rank == rank
-        ops = [self._queue(move, part, sending=order.send is not None) for part in move.parts]
+        ops = [self._queue(move, part, sending=command.send is not None) for part in move.parts]
         results = await asyncio.gather(*(op.done for op in ops), return_exceptions=True)
         for result in results:
             if isinstance(result, BatonError):
                 return RankResult(error=result.info())
         return RankResult(parts=tuple(r for r in results if isinstance(r, PartResult)))
 
-    def _queue(self, order: MoveCommand, part: Part, *, sending: bool) -> Op:
+    def _queue(self, command: MoveCommand, part: Part, *, sending: bool) -> Op:
         done: asyncio.Future[PartResult] = asyncio.get_running_loop().create_future()
-        op = Op(order=order, part=part, side=self._side, done=done, target=self._target)
-        source, dest = order.rank, part.peer_rank
+        op = Op(command=command, part=part, side=self._side, done=done, target=self._target)
+        source, dest = command.rank, part.peer_rank
         if not sending:
             source, dest = dest, source
-        name = (order.sender_epoch, order.receiver_epoch, source, dest, order.incarnation)
+        name = (command.sender_epoch, command.receiver_epoch, source, dest, command.incarnation)
         self._fabric.queue(op, name, sending=sending)
         return op

@@ -56,16 +56,18 @@ class Worker:
         assert cells.size == self.cell
         offset = self.layout.rank_heads[rank][0] + first_head
         places = list(zip(*cells.places(self.per_block), strict=True))
+        first, num_layers = op.command.first_layer, op.command.num_layers
+        layers = range(first, first + num_layers)
         return [
             (rank, block, number, layer, head)
-            for layer in range(op.order.first_layer, op.order.first_layer + op.order.num_layers)
+            for layer in layers
             for block, number in places
             for head in range(offset, offset + op.part.num_heads)
         ]
 
     def own_slots(self, op: Op) -> list[Slot]:
-        """Those on the rank that runs the order."""
-        return self.slots(op, op.order.cells, op.order.rank, op.part.first_head)
+        """Those on the rank that runs the command."""
+        return self.slots(op, op.command.cells, op.command.rank, op.part.first_head)
 
     def contents(self, key: RequestKey, ids: tuple[int, ...]) -> Iterator[tuple[Slot, Cell]]:
         """Every slot of a sequence's blocks, with what belongs there."""
@@ -115,7 +117,7 @@ class PrefillSide(Worker):
 
     def gather(self, op: Op) -> list[Cell]:
         held = {block for ids in self.held.values() for block in ids}
-        blocks = op.order.cells.blocks
+        blocks = op.command.cells.blocks
         assert held.issuperset(blocks), "a block was read after it had been given back"
         return [self.memory[slot] for slot in self.own_slots(op)]
 
@@ -160,7 +162,7 @@ class DecodeSide(Worker):
         self.in_hand: Callable[[], set[RequestKey]] = set
 
     def scatter(self, op: Op, cells: list[Cell]) -> None:
-        owners = {self.writable.get(block) for block in op.order.cells.blocks}
+        owners = {self.writable.get(block) for block in op.command.cells.blocks}
         assert len(owners) == 1, f"one write into blocks of {owners}"
         owner = owners.pop()
         assert owner is not None, "a write into blocks that are not granted"
@@ -170,9 +172,9 @@ class DecodeSide(Worker):
 
     def write(self, op: Op, cells: list[Cell]) -> None:
         """Prefill writes by itself: only into what its request holds here, quarantine included."""
-        assert op.order.peer_cells is not None
+        assert op.command.peer_cells is not None
         part = op.part
-        slots = self.slots(op, op.order.peer_cells, part.peer_rank, part.peer_first_head)
+        slots = self.slots(op, op.command.peer_cells, part.peer_rank, part.peer_first_head)
         for slot, cell in zip(slots, cells, strict=True):
             (key,) = [key for key, ids in self.reserved.items() if slot[1] in ids]
             assert cell[0] == str(key), "a write into blocks that were given to another request"

@@ -133,7 +133,7 @@ class Side(ABC):
 
     def entry(self, op: Op) -> Any:
         """Whose blocks a message moves."""
-        key = self.world.names[op.order.generation]
+        key = self.world.names[op.command.generation]
         entry = self.scheduler._entries.get(key)
         assert entry is not None, f"blocks of {key} are touched, which is gone"
         return entry
@@ -148,7 +148,7 @@ class PrefillSide(Side):
     """With a sender, of which it is the listener."""
 
     def gather(self, op: Op) -> Data:
-        cells = op.order.cells
+        cells = op.command.cells
         assert set(cells.blocks) <= set(self.entry(op).sequence.block_ids), "blocks given back"
         return [tuple(slots[part]) for slots, part in self.places(cells)]
 
@@ -180,11 +180,11 @@ class DecodeSide(Side):
 
     def scatter(self, op: Op, data: Data) -> None:
         if data:  # else a message of a hand-off that is over at its sender
-            self._put(op, op.order.cells, data)
+            self._put(op, op.command.cells, data)
 
     def write(self, op: Op, data: Data) -> None:
-        assert op.order.peer_cells is not None
-        self._put(op, op.order.peer_cells, data)
+        assert op.command.peer_cells is not None
+        self._put(op, op.command.peer_cells, data)
 
     def _put(self, op: Op, cells: Cells, data: Data) -> None:
         entry = self.entry(op)
@@ -217,11 +217,11 @@ class DecodeSide(Side):
 class SteppingRanks(SimRanks):
     """A rank whose pool is there only after steps."""
 
-    async def _run(self, rank: int, order: RankCommand) -> RankResult:
-        if order.ready is None:
-            return await super()._run(rank, order)
+    async def _run(self, rank: int, command: RankCommand) -> RankResult:
+        if command.ready is None:
+            return await super()._run(rank, command)
         side: Any = self._side
-        while side.executor.num_over < order.ready.after:
+        while side.executor.num_over < command.ready.after:
             side.stepped.clear()
             await side.stepped.wait()
         return RankResult()
@@ -407,7 +407,7 @@ class WorkerWorld:
     def _sendable(self) -> list[Any]:
         """Links whose next message is there: its step is over."""
         over = self.prefill.executor.num_over
-        return [wire for wire in self.fabric.can_send() if wire.sends[0].order.after <= over]
+        return [wire for wire in self.fabric.can_send() if wire.sends[0].command.after <= over]
 
     def _progress(self) -> None:
         choose, fabric = self.random.choice, self.fabric

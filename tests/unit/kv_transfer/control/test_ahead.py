@@ -92,7 +92,7 @@ async def test_layers_leave_behind_the_step_and_the_commit_behind_them(ways):
 
 
 async def test_every_rank_waits_for_its_own_step(memory):
-    """Orders run in their order with steps, but a step's KV is there only later."""
+    """Commands run in order with steps, but a step's KV is there only later."""
     kv = random_kv(LAYOUT, 5, seed=1)
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
         first = await running(pair)

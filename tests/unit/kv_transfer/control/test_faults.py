@@ -52,12 +52,12 @@ class Gate:
         self.over = asyncio.Event()  # lets go of what was swallowed
         self.held: list[asyncio.Event] = []
 
-    async def run(self, rank: int, order: RankCommand) -> RankResult:
-        if order.send is not None and self.swallow_sends:
+    async def run(self, rank: int, command: RankCommand) -> RankResult:
+        if command.send is not None and self.swallow_sends:
             self.swallow_sends -= 1
             await self.over.wait()
             raise HandoffFailed("swallowed")
-        return await self._ranks.run(rank, order)
+        return await self._ranks.run(rank, command)
 
 
 # --- aborts ---------------------------------------------------------------------------------------
@@ -91,10 +91,10 @@ class Deaf:
     def __init__(self, ranks: RankChannel) -> None:
         self._ranks = ranks
 
-    async def run(self, rank: int, order: RankCommand) -> RankResult:
-        if order.revoke is not None:
+    async def run(self, rank: int, command: RankCommand) -> RankResult:
+        if command.revoke is not None:
             raise Unavailable("the rank is gone")
-        return await self._ranks.run(rank, order)
+        return await self._ranks.run(rank, command)
 
 
 async def test_blocks_wait_for_what_moves_on_ranks_that_cannot_be_asked(memory):
@@ -282,7 +282,7 @@ async def test_a_link_that_dies_between_pieces_is_replaced_and_nothing_fails(bac
 
 
 async def test_a_send_that_never_comes_is_made_again_on_new_links(backends):
-    """Prefill's ranks swallow an order: its deadline passes, the piece moves at the next
+    """Prefill's ranks swallow a command: its deadline passes, the piece moves at the next
     attempt."""
     config = replace(PATIENT, op_timeout_s=0.5, connect_timeout_s=0.5, repair_s=0.05)
     gates: list[Gate] = []

@@ -67,7 +67,7 @@ async def test_a_one_sided_link_needs_nothing_of_decode():
 
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("error", [Unavailable, DeadlineExceeded])
-async def test_a_meeting_that_fails_costs_no_handoff(backends, which, error):
+async def test_a_warm_up_that_fails_costs_no_handoff(backends, which, error):
     config = replace(PATIENT, connect_timeout_s=0.3)
     async with Pair(source=TP1, dest=TP2, backends=backends, config=config) as pair:
         calls = []

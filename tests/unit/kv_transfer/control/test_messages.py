@@ -225,9 +225,9 @@ def test_an_order_names_exactly_one_thing(memory):
     pair = Pair(source=LAYOUT, dest=LAYOUT, backends=memory)
     plane = pair.prefill.planes[0]
     for data in (codec.encode(RankCommand()), b"\xc1"):
-        outcome = plane.execute(data).result(10)
-        assert b"invalid_request" in outcome
-    order = MoveCommand(
+        result = plane.execute(data).result(10)
+        assert b"invalid_request" in result
+    command = MoveCommand(
         rank=0,
         sender_epoch=1,
         receiver_epoch=2,
@@ -239,7 +239,7 @@ def test_an_order_names_exactly_one_thing(memory):
         num_layers=1,
         parts=(),
     )
-    assert b"invalid" not in plane.execute(RankCommand(send=order).encode()).result(10)
+    assert b"invalid" not in plane.execute(RankCommand(send=command).encode()).result(10)
     for side in (pair.prefill, pair.decode):
         for plane in side.planes:
             plane.close()

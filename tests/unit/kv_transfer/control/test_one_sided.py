@@ -330,15 +330,15 @@ class Thawing:
         self._late = []
         self.frozen = False
 
-    async def run(self, rank, order):
+    async def run(self, rank, command):
         if rank == 1 and self.frozen:
-            self._late.append(order)
+            self._late.append(command)
             raise Unavailable("rank 1 is silent")
-        return await self._ranks.run(rank, order)
+        return await self._ranks.run(rank, command)
 
     async def thaw(self):
-        for order in self._late:
-            await self._ranks.run(1, order)
+        for command in self._late:
+            await self._ranks.run(1, command)
 
 
 async def test_a_frozen_rank_of_a_sender_may_still_write(backends):

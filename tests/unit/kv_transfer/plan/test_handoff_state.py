@@ -303,7 +303,7 @@ def test_a_second_grant_is_refused():
         handoff.grant(grant(generation=6), 4)
 
 
-# --- tickets, credits, memory ---------------------------------------------------------------------
+# --- tickets, grants, records ---------------------------------------------------------------------
 
 
 def context(me, *, secret=SECRET):
