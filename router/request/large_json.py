@@ -35,10 +35,13 @@ def loads_in_pieces(text: str) -> Any:
     marker = secrets.token_hex(8)
     parts: list[str] = []
     arrays: list[array[int]] = []
-    end = 0
+    end = structure = 0
     for start, stop in _flat_arrays(text):
         found = _integers(text, start + 1, stop - 1)
-        if found is not None:
+        if found is None:
+            structure += stop - start
+            _check_structure(structure)
+        else:
             parts += (text[end:start], f'{{"{marker}":{len(arrays)}}}')
             arrays.append(found)
             end = stop
@@ -84,12 +87,16 @@ def _flat_arrays(text: str) -> Iterator[tuple[int, int]]:
                 structure -= close - begin
                 yield begin, close + 1
             at = close + 1
-        if structure > MAX_STRUCTURE:
-            raise InvalidRequest(
-                f"the body has more than {MAX_STRUCTURE} characters of JSON beside its texts and "
-                "arrays of integers"
-            )
+        _check_structure(structure)
         at = len(text) if quote < 0 else _end_of_text(text, quote)
+
+
+def _check_structure(num_chars: int) -> None:
+    if num_chars > MAX_STRUCTURE:
+        raise InvalidRequest(
+            f"the body has more than {MAX_STRUCTURE} characters of JSON beside its texts and "
+            "arrays of integers"
+        )
 
 
 def _end_of_text(text: str, quote: int) -> int:

@@ -8,6 +8,7 @@ error.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
@@ -35,8 +36,6 @@ REQUESTS: dict[RequestKind, type[GenerateRequest]] = {
 LARGE_BYTES = 1 << 17
 #: Fields of token ids, which may be many.
 _ID_FIELDS = ("prompt", "tokens")
-#: Fields whose errors say which item is meant.
-_INDEXED = ("messages", "tools")
 
 
 def parse_json(body: bytes, kind: type[R]) -> R:
@@ -59,7 +58,7 @@ def parse_fields(fields: Mapping[str, Any], kind: type[R]) -> R:
     ids = {name: fields[name] for name in _ID_FIELDS if _holds_ids(fields.get(name))}
     fields |= {name: _stand_in(value) for name, value in ids.items()}
     try:
-        request = msgspec.convert(_cleaned(fields, _type_of(kind), ""), kind)
+        request = msgspec.convert(_shape(kind).cleaned(fields, ""), kind)
     except msgspec.ValidationError as error:
         raise _named(invalid_field(error), fields) from None
     except RecursionError:
@@ -75,8 +74,8 @@ def _decoder(kind: type[R]) -> msgspec.json.Decoder[R]:
 
 
 @cache
-def _type_of(kind: type[Body]) -> inspect.Type:
-    return inspect.type_info(kind)
+def _shape(kind: type[Body]) -> _Shape:
+    return _Shape(inspect.type_info(kind))
 
 
 def _load_object(body: bytes) -> dict[str, Any]:
@@ -86,6 +85,8 @@ def _load_object(body: bytes) -> dict[str, Any]:
             value = loads_in_pieces(text)
         else:
             value = json.loads(text, parse_constant=refuse_constant)
+        if "\\ud" in text or "\\uD" in text:
+            _check_unicode(value, "")
     except UnicodeDecodeError as error:
         raise InvalidRequest(
             f"the body is not valid UTF-8: {error.reason} at byte {error.start}"
@@ -158,68 +159,71 @@ def _stand_in(value: object) -> object:
     return [[0] if _are_ids(item) else item for item in value]
 
 
-def _cleaned(value: Any, kind: inspect.Type | None, path: str) -> Any:
-    """`value` without the fields that ask for nothing, where it is an object of a known type.
+class _Shape:
+    """Where a type holds objects whose fields are known."""
 
-    Raises Unsupported for unknown fields that ask for something, InvalidRequest for texts with lone
-    surrogates: they have no UTF-8 form.
-    """
-    if isinstance(value, str):
-        _check_text(value, path)
+    def __init__(self, kind: inspect.Type) -> None:
+        options = list(_options(kind))
+        self._structs = [
+            (struct, {field.encode_name: _Shape(field.type) for field in struct.fields})
+            for struct in options
+            if isinstance(struct, inspect.StructType)
+        ]
+        lists = [option for option in options if isinstance(option, inspect.ListType)]
+        self._items = _Shape(lists[0].item_type) if lists else None
+
+    def cleaned(self, value: Any, path: str) -> Any:
+        """`value` without the fields of known objects that ask for nothing. Raises Unsupported
+        naming the first unknown field that asks for something."""
+        if isinstance(value, list) and self._items is not None:
+            return [self._items.cleaned(item, f"{path}[{i}]") for i, item in enumerate(value)]
+        if isinstance(value, dict):
+            for struct, shapes in self._structs:
+                if struct.tag is None or value.get(str(struct.tag_field)) == struct.tag:
+                    return dict(_cleaned_fields(value, struct, shapes, path))
         return value
-    options = list(_options(kind))
-    if isinstance(value, dict):
-        struct = next((option for option in options if _fits(option, value)), None)
-        if isinstance(struct, inspect.StructType):
-            return dict(_cleaned_fields(value, struct, path))
-        _check_text("".join(value), path)
-        return {name: _cleaned(item, None, path) for name, item in value.items()}
-    if isinstance(value, list) and not set(map(type, value)) <= _NUMBERS:
-        items = next((o.item_type for o in options if isinstance(o, _ARRAYS)), None)
-        return [_cleaned(item, items, f"{path}[{i}]") for i, item in enumerate(value)]
-    return value
 
 
-_ARRAYS = inspect.ListType | inspect.VarTupleType
-_NUMBERS = {bool, int, float, type(None)}
-
-
-def _options(kind: inspect.Type | None) -> Iterator[inspect.Type]:
+def _options(kind: inspect.Type) -> Iterator[inspect.Type]:
     """The types of a union."""
     if isinstance(kind, inspect.Metadata):
         yield from _options(kind.type)
     elif isinstance(kind, inspect.UnionType):
         for option in kind.types:
             yield from _options(option)
-    elif kind is not None:
+    else:
         yield kind
 
 
-def _fits(option: inspect.Type, value: Mapping[str, Any]) -> bool:
-    if not isinstance(option, inspect.StructType):
-        return False
-    return option.tag_field is None or value.get(option.tag_field) == option.tag
-
-
 def _cleaned_fields(
-    value: Mapping[str, Any], struct: inspect.StructType, path: str
+    value: Mapping[str, Any], struct: inspect.StructType, shapes: Mapping[str, _Shape], path: str
 ) -> Iterator[tuple[str, Any]]:
-    types = {field.encode_name: field.type for field in struct.fields}
     for name, item in value.items():
-        place = f"{path}.{name}" if path else name
         if item is None:
             continue
-        if name in types:
-            yield name, _cleaned(item, types[name], place)
+        place = f"{path}.{name}" if path else name
+        if name in shapes:
+            yield name, shapes[name].cleaned(item, place)
         elif name == struct.tag_field:
             yield name, item
         elif issubclass(struct.cls, Body) and not is_neutral(item, struct.cls.neutral):
             raise Unsupported(f"{place} is not supported", param=place)
 
 
-def _check_text(text: str, path: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        param = path.partition("[")[0] if not path.startswith(_INDEXED) else path
-        raise InvalidRequest(f"{param} is not valid Unicode: {error.reason}", param=param) from None
+def _check_unicode(value: Any, path: str) -> None:
+    """Raise InvalidRequest naming a text with a lone surrogate: it has no UTF-8 form."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            param = re.sub(r"\[\d+\]$", "", path)
+            raise InvalidRequest(
+                f"{param} is not valid Unicode: {error.reason}", param=param
+            ) from None
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            _check_unicode(name, path)
+            _check_unicode(item, f"{path}.{name}".removeprefix("."))
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            _check_unicode(item, f"{path}[{i}]")
