@@ -1,9 +1,11 @@
-"""Write docs/configuration.md and docs/metrics.md from the code (`make docs`, `--check`)."""
+"""Write docs/configuration.md, docs/metrics.md and the table of fields in docs/api.md from the code
+(`make docs`, `--check`)."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import re
 import sys
 import textwrap
@@ -14,11 +16,17 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from cluster.config.load import env_name
 from cluster.config.schema import DERIVED, ClusterConfig
 from cluster.config.tree import bare_type, bounds
 from observability import metrics
 from observability.metrics import Metric
+from router.request.chat_request import ChatRequest
+from router.request.completion_request import CompletionRequest
+from router.request.generate_request import GenerateRequest
+from router.request.unserved import HARMLESS, UNSERVED
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 MAX_COLUMNS = 110
@@ -164,13 +172,107 @@ def _metric(metric: Metric) -> str:
     return f"| `baton_{metric.name}` | {metric.kind} | {labels} | {metric.help} | {vllm} |\n"
 
 
+def api_page() -> str:
+    """docs/api.md with the table of a request's fields between its markers."""
+    before, _, rest = (DOCS / "api.md").read_text().partition(_FIELDS_BEGIN)
+    _, _, after = rest.partition(_FIELDS_END)
+    rows = [
+        _field_row(kind, names, meaning)
+        for kind in (GenerateRequest, ChatRequest, CompletionRequest)
+        for names, meaning in _meanings(kind)
+    ]
+    head = "\n\n| field | type | default | meaning |\n| --- | --- | --- | --- |\n"
+    unserved, harmless = (
+        ", ".join(f"`{name}`" for name in names) for names in (UNSERVED, sorted(HARMLESS))
+    )
+    lists = (
+        _wrapped(f"Known but not served, refused by name unless neutral: {unserved}."),
+        _wrapped(f"Accepted without effect: {harmless}. Any other field is refused by name."),
+    )
+    table = head + "".join(rows) + "\n" + "\n\n".join(lists) + "\n\n"
+    return before + _FIELDS_BEGIN + table + _FIELDS_END + after
+
+
+_FIELDS_BEGIN = "<!-- fields: made by `make docs` from router/request; do not edit -->"
+_FIELDS_END = "<!-- end of fields -->"
+
+
+def _meanings(kind: type[GenerateRequest]) -> Iterator[tuple[list[str], str]]:
+    """The names and the meaning of each entry `names: meaning` in a docstring."""
+    entries = re.split(r"\n(?=\S)", inspect.getdoc(kind) or "")
+    found = [entry for entry in entries if re.match(r"(\w+, )*\w+: ", entry)]
+    described: list[str] = []
+    for entry in found:
+        heading, _, meaning = entry.partition(": ")
+        described += heading.split(", ")
+        yield heading.split(", "), " ".join(meaning.split()).removesuffix(".")
+    own = [name for name in kind.__struct_fields__ if name in kind.__annotations__]
+    missing = set(own) - {"kind", "logprobs"} - set(described)
+    if missing:
+        raise ValueError(f"{kind.__name__} has no meaning of {', '.join(sorted(missing))}")
+
+
+def _field_row(kind: type[GenerateRequest], names: list[str], meaning: str) -> str:
+    of_kind = kind if kind is not GenerateRequest else CompletionRequest
+    _, schemas = msgspec.json.schema_components([of_kind])
+    schema = schemas[of_kind.__name__]
+    fields = [schema["properties"][name] for name in names]
+    kinds = dict.fromkeys(_schema_words(field) for field in fields)
+    defaults = dict.fromkeys(_schema_default(field) for field in fields)
+    required = names[0] in schema["required"]
+    place = {ChatRequest: "chat: ", CompletionRequest: "completions: "}.get(of_kind, "")
+    return (
+        f"| {', '.join(f'`{name}`' for name in names)} | {'; '.join(kinds)} "
+        f"| {'required' if required else ', '.join(defaults)} "
+        f"| {'' if kind is GenerateRequest else place}{meaning} |\n"
+    )
+
+
+def _schema_words(schema: dict[str, Any]) -> str:
+    """What a JSON Schema allows, in words; null, which means unset, is left out."""
+    if "anyOf" in schema:
+        words = [_schema_words(one) for one in schema["anyOf"]]
+        return " or ".join(dict.fromkeys(word for word in words if word != "null"))
+    if "$ref" in schema:
+        return "object"
+    kind = schema.get("type", "any")
+    low, high = schema.get("minimum"), schema.get("maximum")
+    if "exclusiveMinimum" in schema:
+        kind += f" above {schema['exclusiveMinimum']}"
+    if kind == "string" and "maxLength" in schema:
+        low, high, kind = schema["minLength"], schema["maxLength"], "string of length"
+    if kind == "array":
+        size = f" of up to {schema['maxItems']}" if "maxItems" in schema else ""
+        return f"array{size} ({_schema_words(schema['items'])})"
+    if kind == "object" and "maxProperties" in schema:
+        values = _schema_words(schema["additionalProperties"])
+        return f"object of up to {schema['maxProperties']} ({values})"
+    return kind + _range(low, high)
+
+
+def _range(low: float | None, high: float | None) -> str:
+    powers = {2**63 - 1: "2^63 - 1", -(2**63): "-2^63", 2**31 - 1: "2^31 - 1"}
+    low_text, high_text = (powers.get(bound, f"{bound}") for bound in (low, high))  # type: ignore[call-overload]
+    if low == -(2**63) or (low is None and high is None):
+        return ""
+    if low is None:
+        return f" up to {high_text}"
+    return f" {low_text} to {high_text}" if high is not None else f" from {low_text}"
+
+
+def _schema_default(schema: dict[str, Any]) -> str:
+    default = schema.get("default")
+    return json.dumps(default) if isinstance(default, bool | int | float) else ""
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Write or check both pages; 1 when a committed one is stale."""
+    """Write or check the pages; 1 when a committed one is stale."""
     stale = [
         (path, text)
         for path, text in (
             (DOCS / "configuration.md", configuration()),
             (DOCS / "metrics.md", metrics_page()),
+            (DOCS / "api.md", api_page()),
         )
         if not path.exists() or path.read_text() != text
     ]

@@ -80,6 +80,7 @@ class GenerateRequest(Body, frozen=True, kw_only=True, dict=True):
 
     model: the served one when unset; 404 for any other name; aliases are configured.
     temperature: below 1e-4 is greedy.
+    top_p: only the likeliest tokens that have this probability together.
     top_k: 0 and -1 are off.
     min_p: least probability, relative to the likeliest token's.
     presence_penalty, frequency_penalty: over the output tokens, as OpenAI defines them.

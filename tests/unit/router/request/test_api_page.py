@@ -1,19 +1,37 @@
-"""docs/api.md names every field and every error there is."""
+"""One table of fields: docs/api.md and the .proto agree with the types of requests."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+from google.protobuf.descriptor import FieldDescriptor
 
 from protocol.errors import STATUSES, ErrorCode
 from protocol.wire import inference_pb2 as pb
 from router.request.chat_request import ChatRequest
 from router.request.completion_request import CompletionRequest
+from router.request.text_requests import DetokenizeRequest, TokenizeRequest
 from router.request.unserved import HARMLESS, UNSERVED
 
 PAGE = (Path(__file__).parents[4] / "docs" / "api.md").read_text(encoding="utf-8")
 FIELDS = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
+#: Fields that protobuf divides by type or nests.
+INPUTS = {"messages", "prompt", "chat", "prompts", "prompt_token_ids"}
+#: Message of baton.v1 -> the requests it is parsed into.
+MESSAGES = {
+    pb.GenerateRequest: (ChatRequest, CompletionRequest),
+    pb.TokenizeRequest: (TokenizeRequest,),
+    pb.DetokenizeRequest: (DetokenizeRequest,),
+}
+SCALARS = {
+    FieldDescriptor.TYPE_DOUBLE: "number",
+    FieldDescriptor.TYPE_INT64: "integer",
+    FieldDescriptor.TYPE_BOOL: "boolean",
+    FieldDescriptor.TYPE_STRING: "string",
+}
 
 
 @pytest.mark.parametrize("field", sorted(FIELDS | UNSERVED.keys() | HARMLESS))
@@ -26,7 +44,37 @@ def test_every_error_is_on_the_page(code: ErrorCode) -> None:
     assert f"| `{code.value}` | {STATUSES[code].http} | {STATUSES[code].grpc} |" in PAGE
 
 
-def test_both_doors_know_the_same_served_fields() -> None:
-    in_proto = {field.name for field in pb.GenerateRequest.DESCRIPTOR.fields}
-    inputs = {"messages", "prompt", "chat", "prompts", "prompt_token_ids"}
-    assert FIELDS - inputs == in_proto - inputs - UNSERVED.keys()
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.DESCRIPTOR.name)
+def test_json_and_protobuf_have_the_same_fields(message: type) -> None:
+    in_proto = {field.name for field in message.DESCRIPTOR.fields}
+    in_json = {name for request in MESSAGES[message] for name in request.__struct_fields__}
+    assert in_json - INPUTS == in_proto - INPUTS - UNSERVED.keys()
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.DESCRIPTOR.name)
+def test_json_and_protobuf_fields_have_the_same_types(message: type) -> None:
+    for field in message.DESCRIPTOR.fields:
+        if field.name in INPUTS | UNSERVED.keys():
+            continue
+        kinds = json_types(MESSAGES[message], field.name)
+        if field.is_repeated and not is_map(field):
+            assert "array" in kinds, field.name
+        elif field.message_type is not None:
+            assert "object" in kinds, field.name
+        else:
+            assert SCALARS[field.type] in kinds, field.name
+
+
+def is_map(field: FieldDescriptor) -> bool:
+    return field.message_type is not None and field.message_type.GetOptions().map_entry
+
+
+def json_types(requests: tuple[type, ...], name: str) -> set[str]:
+    """The types that a field may have in JSON."""
+    _, schemas = msgspec.json.schema_components(requests)
+    found: set[str] = set()
+    for request in requests:
+        schema: dict[str, Any] = schemas[request.__name__]["properties"].get(name, {})
+        for option in schema.get("anyOf", [schema]):
+            found.add(option.get("type", "object"))
+    return found
