@@ -6,16 +6,24 @@ level with the others, so that it can neither bank shares nor be made to pay for
 counters take in output tokens once they are known, so that short prompts with long answers pay too.
 After the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models"
 (https://arxiv.org/abs/2401.00588): work-conserving, and no flow can starve another.
+
+Entries have a size. One that may not go yet holds back its own size only, so that a large request
+never blocks small ones.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from protocol.messages import size_class
+
 T = TypeVar("T")
+#: Size classes of the cost and of the tokens to store.
+Size = tuple[int, int]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -25,16 +33,23 @@ class QueueEntry(Generic[T]):
     item: T
     flow: str
     cost: int
-    gone: bool = False
+    size: Size
+    removed: bool = False
+
+
+_Heap = list[tuple[int, int, QueueEntry[T]]]  # by priority and age
 
 
 @dataclass(slots=True)
 class _Flow(Generic[T]):
     weight: float = 1.0
-    had: float = 0.0  # tokens over weight
-    tokens: int = 0  # waiting
-    gone: int = 0  # entries of the heap that have left
-    heap: list[tuple[int, int, QueueEntry[T]]] = field(default_factory=list)
+    served: float = 0.0  # tokens over weight
+    tokens: dict[int, int] = field(default_factory=dict)  # waiting, by size class of the cost
+    removed: dict[Size, int] = field(default_factory=dict)  # entries still in the heap
+    heaps: dict[Size, _Heap[T]] = field(default_factory=dict)
+
+    def tokens_up_to(self, size: int) -> int:
+        return sum(tokens for other, tokens in self.tokens.items() if other <= size)
 
 
 class FairQueue(Generic[T]):
@@ -52,76 +67,101 @@ class FairQueue(Generic[T]):
     @property
     def tokens(self) -> int:
         """Tokens of everything that waits."""
-        return sum(flow.tokens for flow in self._flows.values())
+        return sum(sum(flow.tokens.values()) for flow in self._flows.values())
 
-    def push(
-        self, item: T, *, flow: str, weight: float, cost: int, priority: int = 0
+    def push(  # noqa: PLR0913 - every argument named
+        self,
+        item: T,
+        *,
+        flow: str,
+        weight: float,
+        cost: int,
+        num_tokens: int = 0,
+        priority: int = 0,
     ) -> QueueEntry[T]:
-        """Add an item; what it returns takes it out again."""
-        entry = QueueEntry(item=item, flow=flow, cost=cost)
+        """Add an item that costs prefill `cost` tokens and needs memory for `num_tokens`. Returns
+        the entry, for `take` and `remove`."""
+        cost_size = size_class(cost)
+        entry = QueueEntry(item=item, flow=flow, cost=cost, size=(cost_size, size_class(num_tokens)))
         state = self._flows.setdefault(flow, _Flow())
-        state.had = self._start(state)
+        state.served = self._start(state)
         state.weight = weight
-        state.tokens += cost
-        heapq.heappush(state.heap, (priority, next(self._order), entry))
+        state.tokens[cost_size] = state.tokens.get(cost_size, 0) + cost
+        heap = state.heaps.setdefault(entry.size, [])
+        heapq.heappush(heap, (priority, next(self._order), entry))
         self._num += 1
         return entry
 
-    def first(self) -> QueueEntry[T] | None:
-        """The item that goes next."""
-        flow = self._furthest_behind()
-        return None if flow is None else flow.heap[0][2]
+    def next(self, may_go: Callable[[T], bool] = lambda _item: True) -> QueueEntry[T] | None:
+        """The entry that goes next, of those that may. Asks about one entry of a size."""
+        blocked: set[Size] = set()
+        while (entry := self._furthest_behind(blocked)) is not None:
+            if may_go(entry.item):
+                return entry
+            blocked.add(entry.size)
+        return None
 
-    def take(self) -> QueueEntry[T]:
-        """Remove the item that goes next and charge its flow. There must be one."""
-        flow = self._furthest_behind()
-        assert flow is not None
-        entry = flow.heap[0][2]
-        flow.had += entry.cost / flow.weight
-        self._level = flow.had
+    def take(self, entry: QueueEntry[T]) -> None:
+        """Remove an entry and charge its flow."""
+        flow = self._flows[entry.flow]
+        flow.served += entry.cost / flow.weight
+        self._level = flow.served
         self.remove(entry)
-        return entry
 
     def remove(self, entry: QueueEntry[T]) -> None:
-        """Take an item out uncharged. Idempotent."""
-        if entry.gone:
+        """Remove an entry uncharged. Idempotent."""
+        if entry.removed:
             return
-        entry.gone = True
+        entry.removed = True
         self._num -= 1
-        flow = self._flows[entry.flow]
-        flow.tokens -= entry.cost
-        flow.gone += 1
-        while flow.heap and flow.heap[0][2].gone:
-            heapq.heappop(flow.heap)
-            flow.gone -= 1
-        if 2 * flow.gone > len(flow.heap):  # behind a first one that waits for long
-            flow.heap = [item for item in flow.heap if not item[2].gone]
-            heapq.heapify(flow.heap)
-            flow.gone = 0
+        flow, size = self._flows[entry.flow], entry.size
+        flow.tokens[size[0]] -= entry.cost
+        removed, heap = flow.removed.get(size, 0) + 1, flow.heaps[size]
+        while heap and heap[0][2].removed:
+            heapq.heappop(heap)
+            removed -= 1
+        if 2 * removed > len(heap):  # behind a first one that waits for long
+            heap[:] = [item for item in heap if not item[2].removed]
+            heapq.heapify(heap)
+            removed = 0
+        flow.removed[size] = removed
+        if not heap:
+            del flow.heaps[size]
 
     def charge(self, flow: str, tokens: float, *, weight: float) -> None:
-        """Count tokens that a flow, which may never have waited, has had besides what was waiting
-        here."""
-        self._flows.setdefault(flow, _Flow()).had += tokens / weight
+        """Count tokens that a flow, which may never have waited, was served outside the queue."""
+        self._flows.setdefault(flow, _Flow()).served += tokens / weight
 
-    def ahead(self, flow: str, *, weight: float) -> int:
-        """About how many tokens would go before an item that came now."""
+    def ahead(self, flow: str, *, weight: float, cost: int) -> int:
+        """About how many tokens would go before an item of `cost` tokens that came now: smaller
+        ones, or about as large."""
+        size = size_class(cost)
         own = self._flows.get(flow) or _Flow()
         # The counter that `flow` will have reached when everything of its own has gone.
-        reached = self._start(own) + own.tokens / weight
-        total = float(own.tokens)
+        own_tokens = own.tokens_up_to(size)
+        reached = self._start(own) + own_tokens / weight
+        total = float(own_tokens)
         for other in self._flows.values():
-            if other is not own and other.heap:
-                total += min(other.tokens, max(0.0, (reached - other.had) * other.weight))
+            if other is not own and other.heaps:
+                share = max(0.0, (reached - other.served) * other.weight)
+                total += min(other.tokens_up_to(size), share)
         return int(total)
 
     def _start(self, flow: _Flow[T]) -> float:
         """A flow's counter when its next item comes: level with the others after idling."""
-        if flow.heap:
-            return flow.had
-        active = [other.had for other in self._flows.values() if other.heap]
-        return max(flow.had, min(active, default=self._level))
+        if flow.heaps:
+            return flow.served
+        active = [other.served for other in self._flows.values() if other.heaps]
+        return max(flow.served, min(active, default=self._level))
 
-    def _furthest_behind(self) -> _Flow[T] | None:
-        active = [flow for flow in self._flows.values() if flow.heap]
-        return min(active, key=lambda flow: (flow.had, flow.heap[0][1]), default=None)
+    def _furthest_behind(self, blocked: set[Size]) -> QueueEntry[T] | None:
+        """The entry that goes next, leaving out sizes that are blocked."""
+        best: tuple[float, int] | None = None
+        entry: QueueEntry[T] | None = None
+        for flow in self._flows.values():
+            heads = [heap[0] for size, heap in flow.heaps.items() if size not in blocked]
+            if heads:
+                _, order, first = min(heads, key=lambda head: head[:2])
+                if best is None or (flow.served, order) < best:
+                    best, entry = (flow.served, order), first
+        return entry

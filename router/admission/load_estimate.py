@@ -1,48 +1,81 @@
-"""How much work is ahead of a new request, from the workers' own reports. Pure."""
+"""How long a new request would wait, from the workers' reports and what was let go lately. Pure."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from protocol.messages import WorkerLoad
+from observability.rate import Rate
+from protocol.messages import size_class
+
+
+class PrefillBacklog(Protocol):
+    """A prefill worker, as far as a waiting prompt cares."""
+
+    def backlog_tokens(self, size: int) -> int:
+        """Prompt tokens that it computes before a prompt of a size class."""
+        ...
+
+
+class Demand(Protocol):
+    """What a request needs of the workers."""
+
+    @property
+    def work(self) -> int:
+        """Prompt tokens to compute."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens to store, of all its sequences."""
+        ...
+
+    @property
+    def largest(self) -> int:
+        """Prompt tokens of its largest sequence, which one worker has to store."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadEstimate:
-    """Both pools as one request sees them.
+    """Both pools at one moment.
 
-    backlog_tokens: prompt tokens that prefill workers have accepted and not computed. rate: prompt
-    tokens per second of the whole prefill pool, 0 before it is measured. room_tokens: what the KV
-    pools of decode have room for.
+    rate: prompt tokens per second of one prefill worker, 0 before it is measured. free_tokens: what
+    the KV pool of each decode worker has blocks for. `unplaced` in the methods are the requests
+    that were let go and have no workers yet, so that no worker's figures include them.
     """
 
-    backlog_tokens: int
+    prefills: Sequence[PrefillBacklog]
     rate: float
-    room_tokens: int
+    free_tokens: Sequence[int]
 
-    def backlog_s(self, outstanding_tokens: int) -> float:
-        """Seconds until prefill would reach a new prompt. `outstanding_tokens` are those that this
-        router alone has sent; the reports may not show them yet."""
-        tokens = max(self.backlog_tokens, outstanding_tokens)
-        return tokens / self.rate if self.rate else 0.0
+    @property
+    def pool_rate(self) -> float:
+        """Prompt tokens per second of the prefill pool."""
+        return self.rate * len(self.prefills)
 
+    def wait_s(self, work: int, unplaced: Iterable[Demand]) -> float:
+        """Seconds until some prefill worker would begin with a prompt. Workers run small prompts
+        first, so larger ones do not count."""
+        if not self.rate:
+            return 0.0
+        size = size_class(work)
+        backlog = min(worker.backlog_tokens(size) for worker in self.prefills)
+        tokens = sum(other.work for other in unplaced if size_class(other.work) <= size)
+        return backlog / self.rate + tokens / self.pool_rate
 
-def pressure(prefills: Sequence[WorkerLoad], *, room_tokens: int) -> LoadEstimate:
-    """The pressure on these prefill workers, and on decode workers with so much room."""
-    rates = [load.tokens_per_second for load in prefills if load.tokens_per_second > 0]
-    return LoadEstimate(
-        backlog_tokens=sum(load.waiting_tokens for load in prefills),
-        rate=len(prefills) * sum(rates) / len(rates) if rates else 0.0,
-        room_tokens=room_tokens,
-    )
+    def has_room(self, request: Demand, unplaced: Iterable[Demand]) -> bool:
+        """Whether decode workers have blocks for all of a request's prompts now."""
+        tokens = request.tokens + sum(other.tokens for other in unplaced)
+        return request.largest <= max(self.free_tokens) and tokens <= sum(self.free_tokens)
 
 
 class Peak:
-    """The highest of the latest values. A worker that gets short prompts, one at a time, reports a
-    low rate; what it can do under load is what it did when it was last busy. One that has just come
-    reports none (0), and is taken to be like those before it, however long ago that was."""
+    """The highest of the latest values, older ones fading. A worker that gets short prompts, one at
+    a time, reports a low rate; under load it does what it did when it was last busy. A new worker
+    reports 0 and is taken to be like those before it, however long ago that was."""
 
     def __init__(self, half_life_s: float = 60.0) -> None:
         self._half_life_s = half_life_s
@@ -51,7 +84,7 @@ class Peak:
         self._at = 0.0
 
     def take(self, value: float, now: float) -> float:
-        """Take a value in; the highest, older ones having faded."""
+        """Add a value. Returns the peak."""
         self._latest = value or self._latest
         self._value *= 0.5 ** (max(0.0, now - self._at) / self._half_life_s)
         self._value = max(self._value, self._latest)
@@ -59,33 +92,58 @@ class Peak:
         return self._value
 
 
-class Pace:
-    """Seconds a token of the requests that ended in the last `age_s` seconds, by all their tokens
-    together: a short one that happened to be slow says little."""
+class DrainRate:
+    """Tokens per second of the requests that waited for blocks on decode and were let go: blocks
+    come free in bursts, so the time since the last one counts only once there is a rate."""
 
-    def __init__(self, age_s: float) -> None:
-        self._age_s = age_s
+    def __init__(self, max_age_s: float) -> None:
+        self._max_age_s = max_age_s
+        self._rate = Rate()
+        self._last = 0.0
+
+    def begin(self, now: float) -> None:
+        """A first request waits. How an old queue drained says nothing about this one."""
+        if now - self._last > self._max_age_s:
+            self._rate = Rate()
+        self._last = now
+
+    def add(self, tokens: int, now: float) -> None:
+        """One that waited was let go."""
+        self._rate.add(tokens, max(0.0, now - self._last))
+        self._last = now
+
+    def per_second(self, now: float) -> float:
+        """The rate, 0 before there is one."""
+        return self._rate.per_second(max(0.0, now - self._last))
+
+
+class Pace:
+    """Seconds per token of the requests that ended in the last `max_age_s` seconds, by all their
+    tokens together, so that one slow short request says little."""
+
+    def __init__(self, max_age_s: float) -> None:
+        self._max_age_s = max_age_s
         self._ended: deque[tuple[float, int, float]] = deque()  # when, tokens, seconds
         self._tokens, self._seconds = 0, 0.0  # of all of them
 
     def add(self, tokens: int, seconds: float, now: float) -> None:
         """A request has ended whose last `tokens` took so long."""
-        self._forget(now)
+        self._expire(now)
         self._ended.append((now, tokens, seconds))
         self._tokens += tokens
         self._seconds += seconds
 
     def take(self, now: float) -> tuple[float, float]:
         """The pace, 0 when no request has ended lately, and for how long the latest counts."""
-        self._forget(now)
+        self._expire(now)
         if not self._ended:
             return 0.0, 0.0
-        return self._seconds / self._tokens, self._ended[-1][0] + self._age_s - now
+        return self._seconds / self._tokens, self._ended[-1][0] + self._max_age_s - now
 
-    def _forget(self, now: float) -> None:
-        while self._ended and self._ended[0][0] <= now - self._age_s:
+    def _expire(self, now: float) -> None:
+        while self._ended and self._ended[0][0] <= now - self._max_age_s:
             _, tokens, seconds = self._ended.popleft()
             self._tokens -= tokens
             self._seconds -= seconds
         if not self._ended:
-            self._seconds = 0.0  # whatever rounding has left
+            self._seconds = 0.0  # rounding errors

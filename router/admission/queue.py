@@ -1,25 +1,28 @@
 """Where accepted requests wait for the workers: in fair order, within bounds, and only if it helps.
 
 Workers are given a little more than they can start at once; the rest waits here, where it can be
-ordered, bounded and refused. A request goes on when prefill's backlog is short and decode has room,
-or when this router has nothing else on its way to a first token.
+ordered, bounded and refused. A request goes on when a prefill worker would begin with it soon and
+decode workers have blocks for it, or when no other request of this router waits for a first token.
+
+Outstanding work has one account: what the workers report, corrected by their reservations
+(router.workers.reservations), and the requests that were let go and have no workers yet.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
 
 from observability import metrics
 from observability.export import MetricSet
-from observability.rate import Rate
 from protocol.errors import DeadlineExceeded, Overloaded, Unavailable
 from protocol.ids import Role
 from protocol.timeline import Phase, PlacedSpan, Span
 from router.admission.fair_queue import FairQueue, QueueEntry
-from router.admission.load_estimate import LoadEstimate, Pace, Peak, pressure
+from router.admission.load_estimate import DrainRate, LoadEstimate, Pace, Peak
 from router.auth.keys import Caller, share
 from router.auth.tiers import ServiceTier
 from router.config import RouterConfig
@@ -29,14 +32,17 @@ from router.workers.worker_set import WorkerSet
 _OUTPUT_WEIGHT = 2.0
 #: How long the pace of finished requests, or of an earlier queue, says something about the next.
 _PACE_AGE_S = 10.0
+#: A request that has waited so long for blocks goes to a decode worker without, one at a time:
+#: decode reserves what becomes free for the oldest that waits there.
+_BLOCK_WAIT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedRequest:
-    """What a request asks of the workers: `tokens` of prompts, by when, for whom.
+    """What a request asks of the workers, by when, for whom.
 
-    `cached` of them prefill will hardly have to compute: its prefix cache has them. arrival and
-    deadline are seconds since the Unix epoch.
+    tokens: of all prompts; largest: of the longest one; work: those to compute, at least 1.
+    arrival and deadline are seconds since the Unix epoch.
     """
 
     caller: Caller
@@ -46,12 +52,9 @@ class QueuedRequest:
     arrival: float
     deadline: float
     tokens: int = 0
-    cached: int = 0
-
-    @property
-    def work(self) -> int:
-        """Prompt tokens to compute, one at least."""
-        return max(1, self.tokens - self.cached)
+    largest: int = 0
+    work: int = 1
+    num_sequences: int = 1
 
     @property
     def flow(self) -> str:
@@ -64,12 +67,25 @@ class QueuedRequest:
         return self.caller.weight * self.tier.weight
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiter:
-    """A request in line; `ready` is resolved when it may go."""
+class TicketState(StrEnum):
+    """Where a request is on its way to the workers."""
 
-    errand: QueuedRequest
-    ready: asyncio.Future[None]
+    NEW = "new"
+    WAITING = "waiting"
+    RELEASED = "released"  # let go, some of its sequences have no workers yet
+    SUBMITTED = "submitted"  # all sequences are reserved on their workers
+    STARTED = "started"  # the first token has come
+    ENDED = "ended"
+
+
+_NEXT = {
+    TicketState.NEW: {TicketState.WAITING, TicketState.RELEASED, TicketState.ENDED},
+    TicketState.WAITING: {TicketState.RELEASED, TicketState.ENDED},
+    TicketState.RELEASED: {TicketState.SUBMITTED, TicketState.STARTED, TicketState.ENDED},
+    TicketState.SUBMITTED: {TicketState.STARTED, TicketState.ENDED},
+    TicketState.STARTED: {TicketState.ENDED},
+    TicketState.ENDED: set(),
+}
 
 
 class AdmissionQueue:
@@ -78,281 +94,301 @@ class AdmissionQueue:
     def __init__(
         self,
         *,
-        members: WorkerSet,
+        workers: WorkerSet,
         config: RouterConfig,
         metric_set: MetricSet,
         clock: Callable[[], float],
     ) -> None:
         self.metrics = metric_set
         self.clock = clock
-        self._members = members
+        self.num_routers = 1  # the limits of a key are shared out over them
+        self._workers = workers
         self._config = config
-        self.num_routers = 1  # what a key may have is shared out over them
-        self._queue: FairQueue[_Waiter] = FairQueue()
-        self._waiting_of: Counter[str] = Counter()  # tokens to compute, by caller
-        self._outstanding = 0  # the same, given to workers, no first token yet
-        self._promised = 0  # all prompt tokens of these
+        self._queue: FairQueue[AdmissionTicket] = FairQueue()
+        self._tickets: dict[TicketState, set[AdmissionTicket]] = {
+            state: set()
+            for state in (TicketState.WAITING, TicketState.RELEASED, TicketState.SUBMITTED)
+        }
         self._peak = Peak()
-        self._drained = Rate()  # tokens per second that leave the queue while it is not empty
-        self._drained_at = 0.0
+        self._drain = DrainRate(_PACE_AGE_S)
         self._pace = Pace(_PACE_AGE_S)
-        self._looking = False
-        self._patience: asyncio.TimerHandle | None = None  # runs while there is no decode worker
-        self._deserted = False  # for longer than that
-        members.on_news = self._look_soon
+        self._pump_scheduled = False
+        self._decode_timer: asyncio.TimerHandle | None = None  # runs while decode is missing
+        self._decode_missed = False  # for longer than that
+        workers.on_report = self._pump_soon
 
     def finished(self, tokens: int, seconds: float) -> None:
-        """A request has ended that took so long for its tokens after the first."""
+        """A request has ended whose tokens after the first took so long."""
         self._pace.add(tokens, seconds, self.clock())
 
-    # --- used by Turn -----------------------------------------------------------------------------
+    # --- used by AdmissionTicket ------------------------------------------------------------------
 
-    def check(self, errand: QueuedRequest) -> bool:
-        """Whether the request may start at once; raises when it should not even wait."""
-        now = self._pressure()
-        self._check_time(errand, now)
+    def enter(self, ticket: AdmissionTicket) -> None:
+        """Release a request at once, or queue it; raises when waiting would not help."""
+        request, load = ticket.request, self._load()
+        self._check_time(request, load)
+        if len(self._queue):
+            self.pump()
         # Without workers it fails with the right error.
-        if not self._queue and (now is None or self._open(now, errand)):
-            return True
-        self._check_bounds(errand, now)
-        return False
-
-    def start(self, errand: QueuedRequest) -> None:
-        """A request goes to the workers."""
-        self._outstanding += errand.work
-        self._promised += errand.tokens
-
-    def started(self, errand: QueuedRequest) -> None:
-        """Its first token has come, or it is over."""
-        self._outstanding -= errand.work
-        self._promised -= errand.tokens
-        self.pump()
-
-    def push(self, errand: QueuedRequest, ready: asyncio.Future[None]) -> QueueEntry[_Waiter]:
-        """Put a request in line; `ready` is resolved, and its tokens started, when it may go."""
-        if not self._queue:
-            if self._since_drained() > _PACE_AGE_S:
-                self._drained = Rate()  # how another queue drained says nothing about this one
-            self._drained_at = self.clock()
-        self._waiting_of[errand.caller.name] += errand.work
-        entry = self._queue.push(
-            _Waiter(errand, ready),
-            flow=errand.flow,
-            weight=errand.weight,
-            cost=errand.work,
-            priority=errand.priority,
+        if load is None and not len(self._queue) or load and self._may_go(load, ticket):
+            if len(self._queue):
+                self._queue.charge(request.flow, request.work, weight=request.weight)
+            self.move(ticket, TicketState.RELEASED)
+            return
+        self._check_bounds(request, load)
+        ticket.entry = self._queue.push(
+            ticket,
+            flow=request.flow,
+            weight=request.weight,
+            cost=request.work,
+            num_tokens=request.tokens,
+            priority=request.priority,
         )
-        self._show()
-        return entry
+        self.move(ticket, TicketState.WAITING)
 
-    def left(self, errand: QueuedRequest, entry: QueueEntry[_Waiter]) -> None:
-        """It waits no longer, for whatever reason."""
-        self._queue.remove(entry)
-        self._waiting_of[errand.caller.name] -= errand.work
-        self._show()
+    def move(self, ticket: AdmissionTicket, state: TicketState) -> None:
+        """Take a ticket to its next state: the only place that changes what is outstanding."""
+        before = ticket.state
+        assert state in _NEXT[before], (before, state)
+        ticket.state = state
+        if before in self._tickets:
+            self._tickets[before].discard(ticket)
+        if state in self._tickets:
+            self._tickets[state].add(ticket)
+        if before is TicketState.WAITING and ticket.entry is not None:
+            self._queue.remove(ticket.entry)
+        if TicketState.WAITING in (before, state):
+            self.metrics.set(metrics.QUEUED_REQUESTS, len(self._queue))
+            self.metrics.set(metrics.QUEUED_TOKENS, self._queue.tokens)
+        elif before in (TicketState.RELEASED, TicketState.SUBMITTED):
+            self.pump()
 
-    def charge(self, errand: QueuedRequest, output_tokens: int) -> None:
-        """Count what a request has made towards its caller's share, if others wait: what is had of
-        an idle cluster costs nobody anything."""
-        if self._queue:
+    def charge(self, request: QueuedRequest, output_tokens: int) -> None:
+        """Count a request's output towards its caller's share; usage is charged only while others
+        wait."""
+        if len(self._queue):
             tokens = _OUTPUT_WEIGHT * output_tokens
-            self._queue.charge(errand.flow, tokens, weight=errand.weight)
+            self._queue.charge(request.flow, tokens, weight=request.weight)
 
     def pump(self) -> None:
-        """Let go whoever may."""
-        while (entry := self._queue.first()) is not None:
-            waiter = entry.item
-            if not self._may_go(self._pressure(), waiter.errand):
+        """Release the requests that may go now."""
+        while len(self._queue):
+            entry = self._queue.next(partial(self._may_go, self._load()))
+            if entry is None:
                 return
-            self._queue.take()
-            self._drained.add(entry.cost, self._since_drained())
-            self._drained_at = self.clock()
-            if not waiter.ready.done():
-                self.start(waiter.errand)
-                waiter.ready.set_result(None)
+            ticket = entry.item
+            self._queue.take(entry)
+            if ticket.released.done():  # cancelled, and about to leave
+                continue
+            if ticket.lacks_blocks:
+                self._drain.add(entry.cost, self.clock())
+            self.move(ticket, TicketState.RELEASED)
+            ticket.released.set_result(None)
 
-    def _may_go(self, now: LoadEstimate | None, errand: QueuedRequest) -> bool:
-        """Whether a request in line may go. While there is no decode worker it waits for one, as
-        those do that a worker had already; after that time it fails with the right error."""
-        if now is not None:
-            return self._open(now, errand)
-        if self._patience is None:
-            wait_s = self._config.resume_wait_s
-            self._patience = asyncio.get_running_loop().call_later(wait_s, self._desert)
-        return self._deserted
+    def _pump_soon(self) -> None:
+        """A worker has reported. Reports that come together are looked at once."""
+        if len(self._queue) and not self._pump_scheduled:
+            self._pump_scheduled = True
+            asyncio.get_running_loop().call_soon(self._pump_scheduled_now)
 
-    def _desert(self) -> None:
-        self._deserted = True
-        self.pump()
-
-    def _look_soon(self) -> None:
-        """A worker has reported. Where many do, as often as they step, they are looked at once for
-        all that have come together."""
-        if self._queue and not self._looking:
-            self._looking = True
-            asyncio.get_running_loop().call_soon(self._look)
-
-    def _look(self) -> None:
-        self._looking = False
+    def _pump_scheduled_now(self) -> None:
+        self._pump_scheduled = False
         self.pump()
 
     # --- deciding ---------------------------------------------------------------------------------
 
-    def _pressure(self) -> LoadEstimate | None:
-        decodes = self._members.ready(Role.DECODE)
+    def _load(self) -> LoadEstimate | None:
+        """Both pools now; None without a decode worker."""
+        decodes = self._workers.ready(Role.DECODE)
         if not decodes:
             return None
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience, self._deserted = None, False
-        prefills = self._members.ready(Role.PREFILL)
-        room_tokens = sum(member.room_tokens for member in decodes)
-        now = pressure([member.load for member in prefills], room_tokens=room_tokens)
-        if not prefills:
-            return now
-        best = self._peak.take(now.rate / len(prefills), self.clock())
-        return replace(now, rate=best * len(prefills))
+        if self._decode_timer is not None:
+            self._decode_timer.cancel()
+            self._decode_timer, self._decode_missed = None, False
+        prefills = self._workers.ready(Role.PREFILL)
+        rates = [rate for w in prefills if (rate := w.load.tokens_per_second) > 0]
+        rate = sum(rates) / len(rates) if rates else 0.0
+        return LoadEstimate(
+            prefills=prefills,
+            rate=self._peak.take(rate, self.clock()) if prefills else 0.0,
+            free_tokens=[worker.free_tokens for worker in decodes],
+        )
 
-    def _open(self, now: LoadEstimate, errand: QueuedRequest) -> bool:
+    def _may_go(self, load: LoadEstimate | None, ticket: AdmissionTicket) -> bool:
         """Whether a request may go to the workers."""
-        if not self._outstanding:
+        if load is None:
+            return self._decode_is_missing()
+        unplaced = [other.request for other in self._tickets[TicketState.RELEASED]]
+        if not unplaced and not self._tickets[TicketState.SUBMITTED]:
             return True
-        if now.backlog_s(self._outstanding) > self._config.dispatch_window_s:
+        if load.wait_s(ticket.request.work, unplaced) > self._config.dispatch_window_s:
             return False
-        # Room is blocks that nobody holds: what is cached of these prompts is in it too.
-        return self._promised + errand.tokens <= now.room_tokens
+        if load.has_room(ticket.request, unplaced):
+            return True
+        if ticket.state is not TicketState.WAITING:
+            return False
+        return self._lacks_blocks(ticket)
 
-    def _check_time(self, errand: QueuedRequest, now: LoadEstimate | None) -> None:
-        """Raise Unavailable when the request cannot have what it was promised."""
-        moment = self.clock()
-        if moment >= errand.deadline:
+    def _lacks_blocks(self, ticket: AdmissionTicket) -> bool:
+        """Whether a request that decode has no blocks for has waited long enough to go all the
+        same."""
+        now = self.clock()
+        if not ticket.lacks_blocks:
+            if not any(other.lacks_blocks for other in self._tickets[TicketState.WAITING]):
+                self._drain.begin(now)
+            ticket.lacks_blocks = True
+        if now - ticket.queued_at < _BLOCK_WAIT_S:
+            return False
+        under_way = self._tickets[TicketState.RELEASED] | self._tickets[TicketState.SUBMITTED]
+        if any(other.goes_without_blocks for other in under_way):
+            return False
+        ticket.goes_without_blocks = True
+        return True
+
+    def _decode_is_missing(self) -> bool:
+        """While there is no decode worker, requests wait for one as long as resumed ones do; then
+        they fail with the right error."""
+        if self._decode_timer is None:
+            wait_s = self._config.resume_wait_s
+            self._decode_timer = asyncio.get_running_loop().call_later(wait_s, self._miss_decode)
+        return self._decode_missed
+
+    def _miss_decode(self) -> None:
+        self._decode_missed = True
+        self.pump()
+
+    def _check_time(self, request: QueuedRequest, load: LoadEstimate | None) -> None:
+        """Raise Unavailable when the request cannot have what its tier promises."""
+        now = self.clock()
+        if now >= request.deadline:
             raise DeadlineExceeded("the request's deadline passed", param="timeout")
-        if now is None:
+        if load is None:
             return
-        wait_s = self._wait_s(errand, now)
-        left_s, reason = errand.deadline - moment, "deadline"
-        if errand.tier.ttft_s is not None:
-            promised_s = errand.tier.ttft_s - (moment - errand.arrival)
+        wait_s = self._wait_s(request, load)
+        left_s, reason = request.deadline - now, "deadline"
+        if request.tier.ttft_s is not None:
+            promised_s = request.tier.ttft_s - (now - request.arrival)
             left_s, reason = min((left_s, reason), (promised_s, "ttft"))
         if wait_s > left_s:
-            self._refuse(reason)
+            self._count_refusal(reason)
             raise Unavailable(
                 f"cannot be served in time: about {wait_s:.1f} s of work wait before it, "
                 f"{max(0.0, left_s):.1f} s are left",
                 retry_after_s=self._retry_s(wait_s - left_s),
             )
-        if errand.tier.tpot_s is None:
+        if request.tier.tpot_s is None:
             return
-        tpot_s, counts_s = self._pace.take(moment)
-        if tpot_s > errand.tier.tpot_s:
-            self._refuse("tpot")
+        tpot_s, counts_s = self._pace.take(now)
+        if tpot_s > request.tier.tpot_s:
+            self._count_refusal("tpot")
             raise Unavailable(
                 f"cannot be served in time: a token takes {tpot_s:.3f} s now, the service tier "
-                f"{errand.tier_name!r} promises {errand.tier.tpot_s:g} s",
+                f"{request.tier_name!r} promises {request.tier.tpot_s:g} s",
                 retry_after_s=self._retry_s(counts_s),
             )
 
-    def _check_bounds(self, errand: QueuedRequest, now: LoadEstimate | None) -> None:
+    def _check_bounds(self, request: QueuedRequest, load: LoadEstimate | None) -> None:
         """Raise Overloaded when too much waits already."""
-        config, waiting = self._config, self._waiting_of[errand.caller.name]
-        most = share(errand.caller.max_queued_tokens, self.num_routers)
-        if most is not None and waiting and waiting + errand.work > most:
+        config = self._config
+        limit = share(request.caller.max_queued_tokens, self.num_routers)
+        waiting = 0 if limit is None else self._waiting_tokens(request.caller)
+        if limit is not None and waiting and waiting + request.work > limit:
             reason = "key_queue_full"
-            text = f"the API key {errand.caller.name!r} has {waiting} of {most} tokens waiting"
+            text = f"the API key {request.caller.name!r} has {waiting} of {limit} tokens waiting"
         elif len(self._queue) >= config.max_queued_requests:
             reason, text = "queue_full", f"{len(self._queue)} requests are waiting"
-        elif self._queue.tokens + errand.work > config.max_queued_tokens:
+        elif self._queue.tokens + request.work > config.max_queued_tokens:
             reason, text = "queue_full", f"{self._queue.tokens} prompt tokens are waiting"
         else:
             return
-        self._refuse(reason)
-        wait_s = 0.0 if now is None else self._wait_s(errand, now)
+        self._count_refusal(reason)
+        wait_s = 0.0 if load is None else self._wait_s(request, load)
         raise Overloaded(text, retry_after_s=self._retry_s(wait_s))
 
-    def _wait_s(self, errand: QueuedRequest, now: LoadEstimate) -> float:
+    def _waiting_tokens(self, caller: Caller) -> int:
+        waiting = (ticket.request for ticket in self._tickets[TicketState.WAITING])
+        return sum(request.work for request in waiting if request.caller.name == caller.name)
+
+    def _wait_s(self, request: QueuedRequest, load: LoadEstimate) -> float:
         """Estimated seconds until prefill would begin with a request that came now."""
-        wait_s = now.backlog_s(self._outstanding)
-        if self._queue:
-            # Long outputs let go of their room in bursts: what passes between two is no standstill.
-            rate = self._drained.per_second(self._since_drained()) or now.rate
-            ahead = self._queue.ahead(errand.flow, weight=errand.weight)
+        unplaced = [other.request for other in self._tickets[TicketState.RELEASED]]
+        wait_s = load.wait_s(request.work, unplaced)
+        if len(self._queue):
+            rate = load.pool_rate
+            if not load.has_room(request, unplaced):
+                rate = self._drain.per_second(self.clock()) or rate
+            ahead = self._queue.ahead(request.flow, weight=request.weight, cost=request.work)
             wait_s += ahead / rate if rate else 0.0
         return wait_s
-
-    def _since_drained(self) -> float:
-        return max(0.0, self.clock() - self._drained_at)
 
     def _retry_s(self, estimate_s: float) -> float:
         return max(self._config.retry_after_s, estimate_s)
 
-    def _refuse(self, reason: str) -> None:
+    def _count_refusal(self, reason: str) -> None:
         self.metrics.count(metrics.REFUSALS, reason=reason)
-
-    def _show(self) -> None:
-        self.metrics.set(metrics.QUEUED_REQUESTS, len(self._queue))
-        self.metrics.set(metrics.QUEUED_TOKENS, self._queue.tokens)
 
 
 class AdmissionTicket:
-    """One request's turn: `wait` for it, say when it has `started`, and `end` it. Nothing is
-    counted before that."""
+    """One request's way to the workers: `wait`, then `submitted` for each sequence, `started` with
+    the first token, and `end`. Nothing is counted before `wait`."""
 
-    def __init__(self, room: AdmissionQueue, errand: QueuedRequest) -> None:
-        self._room = room
-        self._errand = errand
-        self._under_way = False  # to its first token
-        self._waited: tuple[float, float] | None = None
-        self.arrival = errand.arrival
-        self.tier_name = errand.tier_name
+    def __init__(self, queue: AdmissionQueue, request: QueuedRequest) -> None:
+        self.request = request
+        self.state = TicketState.NEW
+        self.entry: QueueEntry[AdmissionTicket] | None = None
+        self.queued_at = 0.0
+        self.lacks_blocks = False  # it has waited for blocks of decode
+        self.goes_without_blocks = False
+        self.released: asyncio.Future[None]
+        self._queue = queue
+        self._num_submitted = 0
+        self._released_at = 0.0
 
     async def wait(self) -> None:
         """Return when the request may go to the workers.
 
-        Raises Overloaded, Unavailable or DeadlineExceeded instead of waiting in vain, and leaves
-        nothing counted then.
+        Raises Overloaded, Unavailable or DeadlineExceeded when waiting would not help; nothing is
+        counted then.
         """
-        room = self._room
-        if room.check(self._errand):
-            room.start(self._errand)
-        else:
-            start = room.clock()
-            await self._in_line()
-            self._waited = (start, room.clock())
-        self._under_way = True
-
-    def started(self) -> None:
-        """The first token has come. Idempotent."""
-        if self._under_way:
-            self._under_way = False
-            self._room.started(self._errand)
-
-    def end(self, output_tokens: int) -> None:
-        """It is over, with so many tokens made."""
-        self.started()
-        self._room.charge(self._errand, output_tokens)
-
-    def spans(self, place: str) -> list[PlacedSpan]:
-        """The wait, if there was one."""
-        if self._waited is None:
-            return []
-        start, end = self._waited
-        span = Span(phase=Phase.QUEUE, start=start, end=end, place=place)
-        return [PlacedSpan(span=span, choice=0, attempt=0)]
-
-    async def _in_line(self) -> None:
-        errand, room = self._errand, self._room
-        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = room.push(errand, ready)
+        queue = self._queue
+        self.queued_at = queue.clock()
+        self.released = asyncio.get_running_loop().create_future()
+        queue.enter(self)
+        if self.state is not TicketState.WAITING:
+            return
         try:
-            async with asyncio.timeout(errand.deadline - room.clock()):
-                await ready
+            async with asyncio.timeout(self.request.deadline - self.queued_at):
+                await self.released
         except BaseException as error:
-            if ready.done() and not ready.cancelled():
-                room.started(errand)  # it was let go and will not go
+            queue.move(self, TicketState.ENDED)
             if isinstance(error, TimeoutError):
                 raise DeadlineExceeded(
                     "the request's deadline passed while it waited", param="timeout"
                 ) from None
             raise
-        finally:
-            room.left(errand, entry)
+        self._released_at = queue.clock()
+
+    def submitted(self) -> None:
+        """One more of its sequences is reserved on its workers."""
+        self._num_submitted += 1
+        all_submitted = self._num_submitted >= self.request.num_sequences
+        if all_submitted and self.state is TicketState.RELEASED:
+            self._queue.move(self, TicketState.SUBMITTED)
+
+    def started(self) -> None:
+        """The first token has come. Idempotent."""
+        if self.state in (TicketState.RELEASED, TicketState.SUBMITTED):
+            self._queue.move(self, TicketState.STARTED)
+
+    def end(self, output_tokens: int) -> None:
+        """The request is over, with so many tokens made. Idempotent."""
+        if self.state is not TicketState.ENDED:
+            self._queue.move(self, TicketState.ENDED)
+            self._queue.charge(self.request, output_tokens)
+
+    def spans(self, place: str) -> list[PlacedSpan]:
+        """The wait, if there was one."""
+        if not self._released_at:
+            return []
+        span = Span(phase=Phase.QUEUE, start=self.queued_at, end=self._released_at, place=place)
+        return [PlacedSpan(span=span, choice=0, attempt=0)]

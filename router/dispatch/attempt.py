@@ -1,4 +1,4 @@
-"""One attempt at one output: it takes the events of both workers and decides when it is over."""
+"""One attempt at one output: merges the events of both workers and decides when it is over."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ E = TypeVar("E", TokenEvent, ScoreEvent)
 
 
 class TokenSink(Protocol):
-    """Where an output goes, over all attempts at it."""
+    """Takes an output, over all attempts at it."""
 
     def take(self, event: TokenEvent) -> bool:
-        """One token, in order; True when the output is to be cut there (a stop string)."""
+        """Add one token, in order. Returns True to cut the output there (a stop string)."""
         ...
 
     def score(self, event: ScoreEvent) -> None:
-        """Log-probabilities of the prompt; may repeat what came before."""
+        """Add log-probabilities of the prompt; they may repeat earlier ones."""
         ...
 
 
@@ -42,9 +42,9 @@ class AttemptOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptEnd:
-    """The end of an attempt. `worker_id` is who refused, failed or was lost.
+    """The end of an attempt. `worker_id` names the worker that refused, failed or was lost.
 
-    `retriable` says whether another attempt makes sense; otherwise `error` goes to the client.
+    `retriable`: another attempt may succeed; otherwise `error` goes to the client.
     """
 
     outcome: AttemptOutcome
@@ -55,17 +55,15 @@ class AttemptEnd:
 
 
 class TokenMerger:
-    """Token 1 comes from prefill and the rest from decode, on two streams that race.
-
-    A token that is early waits for those before it; one that was already taken is dropped.
-    """
+    """Orders the tokens of an output: token 1 comes from prefill and the rest from decode, on two
+    streams that race. Early tokens wait, repeated ones are dropped."""
 
     def __init__(self) -> None:
         self.output_ids: list[int] = []
         self._early: dict[int, TokenEvent] = {}
 
     def add(self, event: TokenEvent) -> list[TokenEvent]:
-        """Take one token; the tokens that are now in order."""
+        """Add one token. Returns the tokens that are now in order."""
         if event.index != len(self.output_ids):
             if event.index > len(self.output_ids):
                 self._early[event.index] = event
@@ -81,14 +79,14 @@ class TokenMerger:
         return ready
 
     def restart(self) -> None:
-        """A new attempt begins: what was early will be sent again."""
+        """A new attempt begins, which sends early tokens again."""
         self._early.clear()
 
 
 class Attempt:
-    """Takes the events of one attempt, on the event loop. `ended` resolves exactly once; what comes
-    after is dropped, except spans, which are kept until the attempt is detached. `remote`: prefill
-    has a part in it."""
+    """Takes the events of one attempt, on the event loop (router.workers.worker_client.EventSink).
+    `ended` resolves exactly once; later events are dropped, except spans. `remote`: a prefill
+    worker takes part."""
 
     def __init__(
         self,
@@ -106,23 +104,23 @@ class Attempt:
         self.decode_started: float | None = None  # when its first token came
         self.num_cached_tokens: int | None = None  # of the prompt, once that is known
         self._merger = merger
-        self._num_known = len(merger.output_ids)  # of earlier attempts
+        self._num_before = len(merger.output_ids)  # tokens of earlier attempts
         self._output = output
         self._clock = clock
         if not remote:
             self.prefill_reported.set()
 
     def on_token(self, event: TokenEvent, role: Role) -> None:
-        """Merge one token; a span on the last one is the end of that worker's part."""
+        """Merge one token; a worker's last one carries its spans."""
         self._add_spans(event.spans, role)
         if self.ended.done():
             return
         if role is Role.DECODE:
             self.decode_started = self.decode_started or self._clock()
-        self._guarded(self._pass_on, event, role)
+        self._guarded(self._forward, event, role)
 
     def on_prompt(self, event: PromptEvent) -> None:
-        """What became of the prompt."""
+        """How much of the prompt was cached."""
         self.num_cached_tokens = event.num_cached_tokens
 
     def on_scores(self, event: ScoreEvent, role: Role) -> None:
@@ -133,7 +131,7 @@ class Attempt:
         self._guarded(self._score, event, role)
 
     def on_fail(self, event: FailEvent, ref: WorkerRef) -> None:
-        """A worker gave up."""
+        """A worker gave the attempt up."""
         self._add_spans(event.spans, ref.role)
         self.end(
             AttemptEnd(
@@ -150,11 +148,11 @@ class Attempt:
         self._add_spans(event.spans, Role.PREFILL)
 
     def on_lost(self, ref: WorkerRef, reason: str) -> None:
-        """Decode lost: over. Prefill lost: over, unless decode has taken the output up already and
-        nothing from prefill is missing."""
+        """A lost worker ends the attempt; but a lost prefill worker does not once decode has
+        started and token 1 has come."""
         if ref.role is Role.PREFILL:
             self.prefill_reported.set()
-            if self.decode_started is not None and len(self._merger.output_ids) > self._num_known:
+            if self.decode_started is not None and len(self._merger.output_ids) > self._num_before:
                 return
         error_class = HandoffFailed if ref.role is Role.PREFILL else Unavailable
         self.end(
@@ -168,7 +166,7 @@ class Attempt:
         )
 
     def result(self) -> AttemptEnd | None:
-        """How it ended; None while it runs, or when whoever waited for its end was cancelled."""
+        """How it ended; None while it runs, or when the task that awaits it was cancelled."""
         if not self.ended.done() or self.ended.cancelled():
             return None
         return self.ended.result()
@@ -178,7 +176,7 @@ class Attempt:
         if not self.ended.done():
             self.ended.set_result(ended)
 
-    def _pass_on(self, event: TokenEvent, role: Role) -> None:
+    def _forward(self, event: TokenEvent, role: Role) -> None:
         for token in self._merger.add(event):
             cut = self._output.take(token)
             if token.finish is not None:
@@ -195,17 +193,17 @@ class Attempt:
             self.end(AttemptEnd(outcome=AttemptOutcome.FINISHED, role=role))
 
     def _guarded(self, take: Callable[[E, Role], None], event: E, role: Role) -> None:
-        """A defect in what takes this output must not reach the worker's event stream, which has
-        everybody's. Another attempt would only meet it again."""
+        """Confine a defect in this output's text to this output: the worker's event stream serves
+        all. Another attempt would meet the same defect."""
         try:
             take(event, role)
         except Exception as error:
-            log.exception("an output cannot be taken", extra={"request": self.key.request_id})
+            log.exception("processing an output failed", extra={"request": self.key.request_id})
             internal = Internal(f"{type(error).__name__}: {error}")
             self.end(AttemptEnd(outcome=AttemptOutcome.FAILED, error=internal))
 
     def _add_cut_span(self) -> None:
-        """Decode cannot report its part of an output that was cut here, so it is added here."""
+        """Decode does not report its part of an output that the router has cut."""
         if self.decode_started is not None:
             span = Span(
                 phase=Phase.DECODE,

@@ -1,5 +1,5 @@
-"""One output of a request on its way to the client: tokens of workers in, deltas out, which either
-door writes in its own form (router.dispatch.request_run makes a Choice for each output)."""
+"""One output of a request on its way to the client: worker tokens in, deltas out, which the HTTP
+and gRPC front ends encode."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from protocol.logprobs import TokenLogprobs
 from protocol.messages import ScoreEvent, TokenEvent
 from protocol.states import FinishReason
-from router.dispatch.sequence_run import SequenceJob
+from router.dispatch.sequence_jobs import SequenceJob
 from router.text.stream import TextStream
 from router.text.token_table import TokenTable
 from router.text.tokenizer import PromptText
@@ -30,10 +30,10 @@ class Score:
 
 @dataclass(slots=True)
 class Delta:
-    """What one message adds to one choice. Mutable only for speed; nobody changes it.
+    """What one message adds to one choice. Mutable only for speed of construction.
 
-    `scores` are those of `token_ids`, None when they were not asked for. `prompt_scores` come with
-    the first delta, of every token of the prompt. `calls` is what it adds to tool calls.
+    `scores` are those of `token_ids`, None when not requested. `prompt_scores` come with the first
+    delta, one for every prompt token. `calls` is what it adds to tool calls.
     """
 
     index: int
@@ -46,26 +46,28 @@ class Delta:
 
     @property
     def num_scores(self) -> int:
-        """Tokens with log-probabilities in it."""
+        """Tokens with log-probabilities."""
         return len(self.scores or ()) + len(self.prompt_scores or ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestText:
-    """The text side of a request: a text stream for each choice, the texts of single tokens, the
-    prompts, by their ids, that are to be shown before the output, and whether each choice is wanted
-    `whole` rather than as it is made."""
+    """The text side of a request.
+
+    stream: makes the text stream of a choice. token_table: single tokens as text. echoed: prompts
+    to be sent before the output, by their ids. whole: each choice is sent at its end.
+    """
 
     stream: Callable[[], TextStream]
-    pieces: TokenTable
-    shown: Mapping[tuple[int, ...], PromptText]
+    token_table: TokenTable
+    echoed: Mapping[tuple[int, ...], PromptText]
     whole: bool
 
 
 class OutputStream:
-    """Holds tokens, and what belongs to them, back until their text is certain, or to the end.
+    """Holds tokens, with their scores, back until their text is certain, or to the end.
 
-    `measure` is told of each token before it is looked at, `emit` takes the deltas.
+    `measure` is called before each token is processed, `emit` takes the deltas.
     """
 
     def __init__(
@@ -79,13 +81,13 @@ class OutputStream:
         self.job = job
         self.stream = text.stream()
         self._whole = text.whole
-        self._pieces = text.pieces
-        self._shown = shown = text.shown.get(job.prompt_ids)
-        self._offset = 0 if shown is None else len(shown.text)
+        self._token_table = text.token_table
+        self._echo = echo = text.echoed.get(job.prompt_ids)
+        self._offset = 0 if echo is None else len(echo.text)
         self._measure = measure
         self._emit = emit
-        # What the next delta will have.
-        self._texts = [] if shown is None else [shown.text]
+        # The next delta.
+        self._texts = [] if echo is None else [echo.text]
         self._ids: list[int] = []
         self._calls: list[CallDelta] = []
         self._scores: list[Score] | None = [] if job.sampling.logprobs is not None else None
@@ -93,13 +95,13 @@ class OutputStream:
         self._prompt_logprobs: list[TokenLogprobs] | None = [] if scored else None
 
     def take(self, event: TokenEvent) -> bool:
-        """One token, in order; whether the output is cut here."""
+        """Add one token, in order. Returns whether the output is cut here."""
         self._measure()
         stream = self.stream
         before = stream.characters
         text = stream.push(event.token, event.finish)
         if self._scores is not None:
-            begin = self._pieces[event.token].begins(before, stream.characters)
+            begin = self._token_table[event.token].begins(before, stream.characters)
             self._scores.append(Score(event.token, event.logprobs, self._offset + begin))
         self._ids.append(event.token)
         if text:
@@ -112,8 +114,8 @@ class OutputStream:
         return ended
 
     def score(self, event: ScoreEvent) -> None:
-        """Log-probabilities of the prompt; what came before, in this attempt or another, is left
-        out."""
+        """Add log-probabilities of the prompt, without those that came before, in this attempt or
+        another."""
         if self._prompt_logprobs is not None:
             known = len(self._prompt_logprobs) + 1 - event.start
             self._prompt_logprobs += event.logprobs[known:]
@@ -121,9 +123,9 @@ class OutputStream:
             self.stream.finish = event.finish
             self._send()
 
-    def let_go(self) -> None:
-        """No more events will come. Choice and generation would keep each other alive until the
-        garbage collector, which stops every stream, finds them."""
+    def close(self) -> None:
+        """Break the reference cycle with the RequestRun: a garbage collection would hold up every
+        stream."""
         del self._measure, self._emit
 
     def _add_calls(self, calls: Sequence[CallDelta]) -> None:
@@ -147,5 +149,5 @@ class OutputStream:
 
     def _prompt_scores(self, logprobs: list[TokenLogprobs]) -> list[Score]:
         ids = self.job.prompt_ids
-        offsets = (0,) * len(ids) if self._shown is None else self._shown.offsets
+        offsets = (0,) * len(ids) if self._echo is None else self._echo.offsets
         return [Score(*entry) for entry in zip(ids, [None, *logprobs], offsets, strict=True)]

@@ -1,4 +1,4 @@
-"""One request in flight: its outputs, their text, and what is ready to be sent."""
+"""One request in flight: its outputs, and the deltas that are ready to be sent."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from protocol.errors import BatonError, typed
 from protocol.states import FinishReason
 from protocol.timeline import PlacedSpan
 from router.admission.queue import AdmissionTicket
+from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.output_stream import Delta, OutputStream, RequestText
-from router.dispatch.sequence_run import Dispatcher, SequenceJob, SequenceRun
+from router.dispatch.sequence_jobs import SequenceJob
+from router.dispatch.sequence_run import SequenceRun
 from router.workers.prefix_view import PromptBlocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """Tokens of a request: each prompt counted once, however many choices it has. `cached_tokens`
-    of the prompts were computed for none of them."""
+    of the prompts were not computed for any choice."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -41,39 +43,41 @@ class Usage:
 
 
 class RequestRun:
-    """Runs the outputs of one request, as a context: leaving it, however, ends them all.
+    """Runs the outputs of one request, as a context: leaving it ends them all.
 
-    Entering waits for its turn, and raises when it cannot have one. Iterating yields lists of
-    deltas in the order they were made, as soon as there are any; it ends when every choice has
-    finished and raises the first failure. How fast the reader is does not matter to the outputs:
-    stop strings and deadlines take effect without it.
+    Entering waits for admission and raises when it is refused. Iterating yields lists of deltas in
+    the order they were made; it ends when every choice has finished and raises the first failure.
+    Outputs do not wait for the reader: stop strings and deadlines take effect without it.
     """
 
     def __init__(
         self,
-        relay: Dispatcher,
+        dispatcher: Dispatcher,
         *,
         request_id: str,
         jobs: Sequence[SequenceJob],
         text: RequestText,
         prompt_tokens: int,
-        turn: AdmissionTicket,
+        ticket: AdmissionTicket,
         spans: Sequence[PlacedSpan] = (),
     ) -> None:
         self.request_id = request_id
-        self.arrival = turn.arrival
-        self.tier_name = turn.tier_name
+        self.arrival = ticket.request.arrival
+        self.tier_name = ticket.request.tier_name
         self.first_token = self.last_token = 0.0  # when they came
-        self.pieces = text.pieces
+        self.token_table = text.token_table
         self.prompts = [job.prompt_ids for job in jobs]
-        self._relay = relay
-        self._turn = turn
-        self._metrics: MetricSet = relay.metrics
+        self._dispatcher = dispatcher
+        self._ticket = ticket
+        self._metrics: MetricSet = dispatcher.metrics
         self._prompt_tokens = prompt_tokens
         self._choices = [
             OutputStream(job, text, measure=self._measure, emit=self._emit) for job in jobs
         ]
-        self._flights = [SequenceRun(relay, choice.job, choice) for choice in self._choices]
+        self._runs = [
+            SequenceRun(dispatcher, choice.job, choice, on_submit=ticket.submitted)
+            for choice in self._choices
+        ]
         self._spans = list(spans)
         self._tasks: list[asyncio.Task[None]] = []
         self._ready: list[Delta] = []
@@ -85,15 +89,15 @@ class RequestRun:
     async def __aenter__(self) -> Self:
         self._count_as(metrics.REQUESTS_WAITING)
         try:
-            await self._turn.wait()
+            await self._ticket.wait()
         except BaseException:
             self._count_as(None)
             raise
-        self._spans += self._turn.spans(self._relay.router_id)
+        self._spans += self._ticket.spans(self._dispatcher.router_id)
         self._metrics.count(metrics.PROMPT_TOKENS, self._prompt_tokens)
-        for flight in self._flights:
-            task = asyncio.create_task(flight.run())
-            task.add_done_callback(self._landed)
+        for run in self._runs:
+            task = asyncio.create_task(run.run())
+            task.add_done_callback(self._run_ended)
             self._tasks.append(task)
         return self
 
@@ -103,11 +107,11 @@ class RequestRun:
         try:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             for choice in self._choices:
-                choice.let_go()
-        finally:  # the client may leave just now
+                choice.close()
+        finally:  # the client may disconnect just now
             made = self.usage.completion_tokens
             self._count_as(None)
-            self._turn.end(made)
+            self._ticket.end(made)
             self._metrics.count(metrics.GENERATION_TOKENS, made)
 
     async def __aiter__(self) -> AsyncIterator[list[Delta]]:
@@ -135,8 +139,8 @@ class RequestRun:
 
     def _cached_tokens(self) -> int:
         fewest: dict[PromptBlocks, int] = {}
-        for choice, flight in zip(self._choices, self._flights, strict=True):
-            blocks, cached = choice.job.blocks, flight.num_cached_tokens or 0
+        for choice, run in zip(self._choices, self._runs, strict=True):
+            blocks, cached = choice.job.blocks, run.num_cached_tokens or 0
             fewest[blocks] = min(fewest.get(blocks, cached), cached)
         return sum(fewest.values())
 
@@ -147,18 +151,18 @@ class RequestRun:
 
     @property
     def spans(self) -> list[PlacedSpan]:
-        """The spans so far, in no order."""
-        return [*self._spans, *(span for flight in self._flights for span in flight.spans)]
+        """The spans so far, unordered."""
+        return [*self._spans, *(span for run in self._runs for span in run.spans)]
 
     def timeline(self) -> dict[str, Any]:
-        """Where the time went, so far; the gRPC message has the same names. Times are seconds since
-        the Unix epoch, `first_token` is 0 when there was none; spans in the order they began."""
+        """The spans so far, by their start; the gRPC message has the same names. Times are seconds
+        since the Unix epoch, `first_token` is 0 when there was none."""
         ordered = sorted(self.spans, key=lambda placed: (placed.span.start, placed.span.end))
         return {
             "request_id": self.request_id,
             "arrival": self.arrival,
             "first_token": self.first_token,
-            "end": self._relay.clock(),
+            "end": self._dispatcher.clock(),
             "spans": [
                 asdict(placed.span) | {"choice": placed.choice, "attempt": placed.attempt}
                 for placed in ordered
@@ -167,30 +171,30 @@ class RequestRun:
 
     def _emit(self, delta: Delta) -> None:
         self._ready.append(delta)
-        self._rouse()
+        self._wake_reader()
 
     def _measure(self) -> None:
-        now = self._relay.clock()
+        now = self._dispatcher.clock()
         if self.first_token:
-            if len(self._choices) == 1:  # tokens of several choices interleave: no gap to speak of
+            if len(self._choices) == 1:  # tokens of several choices interleave
                 self._metrics.observe(metrics.INTER_TOKEN_LATENCY, max(0.0, now - self.last_token))
         else:
             self.first_token = now
-            self._turn.started()
+            self._ticket.started()
             self._metrics.observe(metrics.TIME_TO_FIRST_TOKEN, max(0.0, now - self.arrival))
             if self._gauge is not None:
                 self._count_as(metrics.REQUESTS_RUNNING)
         self.last_token = now
 
     def _count_as(self, gauge: Metric | None) -> None:
-        """Be counted by this gauge and by no other."""
+        """Count the request in this gauge and in no other."""
         if self._gauge is not None:
             self._metrics.add(self._gauge, -1)
         self._gauge = gauge
         if gauge is not None:
             self._metrics.add(gauge, 1)
 
-    def _landed(self, task: asyncio.Task[None]) -> None:
+    def _run_ended(self, task: asyncio.Task[None]) -> None:
         self._running -= 1
         if not task.cancelled():
             error = task.exception()
@@ -198,8 +202,8 @@ class RequestRun:
                 self._error = typed(error)
                 for other in self._tasks:
                     other.cancel()
-        self._rouse()
+        self._wake_reader()
 
-    def _rouse(self) -> None:
+    def _wake_reader(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)

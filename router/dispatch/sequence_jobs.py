@@ -1,4 +1,4 @@
-"""From a request as the client meant it to the sequences that workers run. Pure."""
+"""The sequences that a request asks workers to run. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from protocol.errors import ContextTooLong, InvalidRequest
 from protocol.grammar import Grammar
 from protocol.sampling import MAX_SEED, SamplingParams
-from router.dispatch.sequence_run import SequenceJob
+from protocol.trace import TraceContext
 from router.request.generate_request import DEFAULT_COMPLETION_TOKENS, GenerateRequest, RequestKind
 from router.request.request_id import RequestId
 from router.workers.prefix_view import PromptBlocks
@@ -20,12 +20,29 @@ MAX_PROMPT_SCORES = 1 << 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLimits:
-    """What a sequence may be.
+class SequenceJob:
+    """One output to make. `index` is its place among the request's choices, `deadline` in seconds
+    since the Unix epoch. The outputs of one prompt have the same `blocks`. `request_name` is for
+    logs."""
 
-    Ids are below `vocab_size`; it has at most `context` tokens in all by the model and at most
-    `capacity` by the largest decode worker's KV pool.
-    """
+    request_id: str
+    request_name: str
+    index: int
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    deadline: float
+    blocks: PromptBlocks
+    cache_salt: str = ""
+    bypass_prefix_cache: bool = False
+    wants_timeline: bool = False
+    trace: TraceContext | None = None
+    grammar: Grammar | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLimits:
+    """Limits of a sequence: ids are below `vocab_size`; tokens in all are at most `context` by the
+    model and `capacity` by the largest decode worker's KV pool."""
 
     vocab_size: int
     context: int
@@ -33,14 +50,14 @@ class TokenLimits:
 
     @property
     def total(self) -> int:
-        """Most tokens of a sequence, prompt and output together."""
+        """Tokens of a sequence, prompt and output together."""
         return min(self.context, self.capacity)
 
 
 def base_sampling(
     request: GenerateRequest, limits: TokenLimits, *, eos_ids: Sequence[int], seed: int
 ) -> SamplingParams:
-    """The request's sampling, checked as far as it can be without the prompt."""
+    """The request's sampling parameters, checked except for what depends on the prompt."""
     sampling = SamplingParams(
         temperature=request.temperature,
         top_k=request.top_k,
@@ -81,9 +98,10 @@ def make_jobs(
     sampling: SamplingParams,
     limits: TokenLimits,
     *,
-    called: RequestId,
+    request_id: RequestId,
     deadline: float,
     grammar: Grammar | None = None,
+    trace: TraceContext | None = None,
 ) -> list[SequenceJob]:
     """One job for each choice: prompt number times n plus number of the completion."""
     param = "messages" if request.kind is RequestKind.CHAT else "prompt"
@@ -98,8 +116,8 @@ def make_jobs(
             index = i * request.n + j
             jobs.append(
                 SequenceJob(
-                    request_id=f"{called.key}-{index}",
-                    request_name=called.name,
+                    request_id=f"{request_id.key}-{index}",
+                    request_name=request_id.name,
                     index=index,
                     prompt_ids=ids,
                     sampling=replace(fitted, seed=(fitted.seed + j) & MAX_SEED),
@@ -109,19 +127,20 @@ def make_jobs(
                     bypass_prefix_cache=fitted.prompt_logprobs is not None,
                     wants_timeline=request.timeline,
                     grammar=grammar,
+                    trace=trace,
                 )
             )
     return jobs
 
 
 def _check_scores(request: GenerateRequest, num_prompt_tokens: int) -> None:
-    """The answer holds them all at once, so there is a bound on them."""
+    """Bound the log-probabilities of prompts: an answer holds them all at once."""
     if request.prompt_scores is None:
         return
     count = request.n * num_prompt_tokens * (request.prompt_scores + 1)
     if count > MAX_PROMPT_SCORES:
         raise InvalidRequest(
-            f"{count} log-probabilities of prompts are asked for, at most {MAX_PROMPT_SCORES}",
+            f"{count} log-probabilities of prompts are requested, at most {MAX_PROMPT_SCORES}",
             param="echo" if request.prompt_logprobs is None else "prompt_logprobs",
         )
 
@@ -129,7 +148,7 @@ def _check_scores(request: GenerateRequest, num_prompt_tokens: int) -> None:
 def output_tokens(
     request: GenerateRequest, num_prompt_tokens: int, limits: TokenLimits, *, param: str
 ) -> int:
-    """`max_tokens` of one sequence: as asked, or what the kind of request defaults to."""
+    """`max_tokens` of one sequence: as requested, or the default of the kind of request."""
     rest = limits.total - num_prompt_tokens
     if rest < 1 and not (rest == 0 and request.output_limit == 0):
         raise too_long(f"the prompt has {num_prompt_tokens} tokens", limits, param=param)

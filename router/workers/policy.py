@@ -1,10 +1,9 @@
-"""Which workers serve a request. Pure: views of the workers in, a choice with its reason out.
+"""Which workers serve a request. Pure: views of the workers in, a choice with its reasons out.
 
-Decode first, because room there is what runs out: a worker with room for the prompt, of those the
-one with the fewest sequences, where prompt tokens that it has in its prefix cache make up for
-sequences. Then whether to disaggregate at all: a short part that is not cached is computed on
-decode. Then prefill: where the prompt is done soonest and with the least work, by backlog and by
-what is cached there.
+Decode is chosen first, because its KV blocks run out first: of the workers with blocks for the
+prompt, the one with the fewest sequences, where cached prompt tokens make up for sequences. Then
+whether decode prefills by itself: it does if little of the prompt is uncached there. Otherwise the
+prefill worker that would be done first, by its backlog and by what it has cached.
 """
 
 from __future__ import annotations
@@ -22,8 +21,10 @@ from router.config import RouterConfig
 
 V = TypeVar("V")
 
-#: Free room is compared in this many steps, so that a few blocks more do not attract every router.
-_ROOM_STEPS = 16
+#: Free blocks are compared in this many steps, so that a few more do not attract every router.
+_FREE_STEPS = 16
+#: Decode prefills the uncached remainder of a prompt when prefill would compute so many times more.
+_REMAINDER_GAIN = 4
 
 
 class LocalReason(StrEnum):
@@ -32,12 +33,13 @@ class LocalReason(StrEnum):
     SHORT_PROMPT = "short_prompt"
     PREFIX_CACHED = "prefix_cached"
     NO_PREFILL_READY = "no_prefill_ready"
+    PREFILL_FAILING = "prefill_failing"
     PREFILL_BUSY = "prefill_busy"
     PREFILL_POOL_TOO_SMALL = "prefill_pool_too_small"
     INCOMPATIBLE_KV = "incompatible_kv"
 
 
-class Ground(StrEnum):
+class ChoiceReason(StrEnum):
     """Why a worker was chosen among others; a label of the metrics."""
 
     ONLY = "only"
@@ -51,11 +53,11 @@ class WorkerView:
     """What the choice needs to know of one ready worker.
 
     capacity: tokens its KV pool and context can hold for one sequence.
-    unseen_sequences, unseen_tokens: submitted by this router, not yet in the reported load.
-    pending_blocks: asked of this decode worker by requests that have no token yet, so that its
-        report of free blocks may or may not include them; counted as gone, to be safe.
+    unseen_sequences, unseen_tokens, unseen_blocks: to be added to `load`, which does not show all
+        attempts of this router yet (router.workers.reservations).
     cached_tokens: tokens of this prompt in its prefix cache. expected_tokens: the same, with those
-        that requests under way will bring.
+        that requests in flight will bring.
+    failing: avoided while another worker can take the request.
     """
 
     ref: WorkerRef
@@ -65,15 +67,31 @@ class WorkerView:
     fingerprint: KVFingerprint
     unseen_sequences: int = 0
     unseen_tokens: int = 0
-    pending_blocks: int = 0
+    unseen_blocks: int = 0
     cached_tokens: int = 0
     expected_tokens: int = 0
+    failing: bool = False
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks for new sequences; negative when overcommitted."""
+        return self.load.free_blocks - self.unseen_blocks
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that it has or is about to have."""
+        return max(0, self.load.running + self.load.waiting + self.unseen_sequences)
+
+    @property
+    def backlog(self) -> int:
+        """Prompt tokens that it has to compute."""
+        return max(0, self.load.waiting_tokens + self.unseen_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
     """What a request needs: prompt tokens to compute (output so far included, after a loss) and the
-    most tokens the sequence can grow to."""
+    tokens that the sequence can grow to."""
 
     prompt_tokens: int
     total_tokens: int
@@ -81,19 +99,19 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerChoice:
-    """A decode worker, and a prefill worker or the reason to do without. `why` is for people."""
+    """A decode worker, and a prefill worker or the reason to do without. `note` is for people."""
 
     decode: WorkerView
     prefill: WorkerView | None
-    decode_ground: Ground
-    prefill_ground: Ground | LocalReason
-    why: str
+    decode_reason: ChoiceReason
+    prefill_reason: ChoiceReason | LocalReason
+    note: str
 
     @property
     def local_reason(self) -> LocalReason | None:
         """Why there is no prefill worker."""
-        ground = self.prefill_ground
-        return ground if isinstance(ground, LocalReason) else None
+        reason = self.prefill_reason
+        return reason if isinstance(reason, LocalReason) else None
 
 
 def choose(
@@ -108,46 +126,35 @@ def choose(
     decode = choose_decode(need, decodes, rng, config)
     if decode is None:
         return None
-    ground = _ground(decode, len(decodes), has_room=_left(need, decode) >= 0)
-    here = f"decode {ground}: {decode.cached_tokens} tokens cached, room {room(decode)} blocks"
+    decode_reason = _reason(decode, len(decodes), has_room=_blocks_left(need, decode) >= 0)
+    decode_note = (
+        f"decode {decode_reason}: {decode.cached_tokens} tokens cached, "
+        f"{decode.free_blocks} blocks free"
+    )
     fitting = fitting_prefills(need, decode, prefills)
-    reason = local_reason(need, decode, prefills, fitting, local_tokens=config.local_prefill_tokens)
+    reason = local_reason(need, decode, prefills, fitting, config)
     if reason is None:
         prefill = choose_prefill(need, fitting, rng)
         measured = any(view.load.tokens_per_second > 0 for view in fitting)
         wait_s = backlog_s(prefill, _mean_rate(fitting)) if measured else 0.0
-        if not _spills(decode, wait_s, config):
-            there = _ground(prefill, len(fitting), has_room=True)
+        if not _prefill_is_busy(decode, wait_s, config):
+            prefill_reason = _reason(prefill, len(fitting), has_room=True)
             return WorkerChoice(
                 decode=decode,
                 prefill=prefill,
-                decode_ground=ground,
-                prefill_ground=there,
-                why=f"prefill {there}: {prefill.cached_tokens} tokens cached, "
-                f"backlog {wait_s:.2f} s; {here}",
+                decode_reason=decode_reason,
+                prefill_reason=prefill_reason,
+                note=f"prefill {prefill_reason}: {prefill.cached_tokens} tokens cached, "
+                f"backlog {wait_s:.2f} s; {decode_note}",
             )
         reason = LocalReason.PREFILL_BUSY
     return WorkerChoice(
         decode=decode,
         prefill=None,
-        decode_ground=ground,
-        prefill_ground=reason,
-        why=f"local: {reason}; {here}",
+        decode_reason=decode_reason,
+        prefill_reason=reason,
+        note=f"local: {reason}; {decode_note}",
     )
-
-
-def _spills(decode: WorkerView, wait_s: float, config: RouterConfig) -> bool:
-    """Whether decode computes a prompt that prefill would reach only after `wait_s`."""
-    computes_one = decode.load.waiting_tokens + decode.unseen_tokens > 0
-    return 0.0 < config.local_backlog_s < wait_s and not computes_one
-
-
-def _ground(view: WorkerView, num_workers: int, *, has_room: bool) -> Ground:
-    if num_workers == 1:
-        return Ground.ONLY
-    if not has_room:
-        return Ground.NO_ROOM
-    return Ground.PREFIX if view.expected_tokens else Ground.LEAST_LOADED
 
 
 def choose_decode(
@@ -156,36 +163,33 @@ def choose_decode(
     rng: random.Random,
     config: RouterConfig,
 ) -> WorkerView | None:
-    """With room for the prompt: the fewest sequences, those that wait counted twice, less what the
-    cached part of the prompt makes up for; then the most room. If nobody has room: the one that
-    lacks least. Ties are broken at random, or every router would pick the same worker."""
+    """With blocks for the prompt: the fewest sequences, waiting ones counted twice, less what the
+    cached part of the prompt makes up for; then the most free blocks. Without: the worker that
+    lacks the fewest. Ties are broken at random, or every router would pick the same worker."""
     fitting = [view for view in views if view.capacity >= need.total_tokens]
+    candidates = [view for view in fitting if not view.failing] or fitting
 
     def rank(view: WorkerView) -> tuple[int, float, float]:
-        left = _left(need, view)
+        left = _blocks_left(need, view)
         if left < 0:
-            return 1, -left, sequences(view)
-        cost = sequences(view) + view.load.waiting
+            return 1, -left, view.num_sequences
+        cost = view.num_sequences + view.load.waiting
         saved = view.expected_tokens / config.prefix_tokens_per_sequence
-        return 0, cost - saved, -(left * _ROOM_STEPS // max(1, view.load.total_blocks))
+        return 0, cost - saved, -(left * _FREE_STEPS // max(1, view.load.total_blocks))
 
-    return _least(fitting, rank, rng)
-
-
-def _left(need: Need, view: WorkerView) -> int:
-    """Blocks of room that would be left. Cached blocks count as room too, so those of this prompt
-    are not taken off what it needs."""
-    return room(view) + -(need.prompt_tokens + 1) // view.block_size
+    return _least(candidates, rank, rng)
 
 
 def fitting_prefills(
     need: Need, decode: WorkerView, views: Sequence[WorkerView]
 ) -> list[WorkerView]:
-    """The prefill workers whose pool holds the prompt and whose KV means the same as decode's."""
+    """The working prefill workers whose pool holds the prompt and whose KV decode can use."""
     return [
         view
         for view in views
-        if view.capacity > need.prompt_tokens and view.fingerprint == decode.fingerprint
+        if not view.failing
+        and view.capacity > need.prompt_tokens
+        and view.fingerprint == decode.fingerprint
     ]
 
 
@@ -194,36 +198,39 @@ def local_reason(
     decode: WorkerView,
     prefills: Sequence[WorkerView],
     fitting: Sequence[WorkerView],
-    *,
-    local_tokens: int,
+    config: RouterConfig,
 ) -> LocalReason | None:
     """Why the prompt should be prefilled on its decode worker, or None when it should not."""
-    if need.prompt_tokens <= local_tokens:
+    if need.prompt_tokens <= config.local_prefill_tokens:
         return LocalReason.SHORT_PROMPT
-    if need.prompt_tokens - decode.cached_tokens <= local_tokens:
+    if need.prompt_tokens - decode.cached_tokens <= config.local_prefill_tokens:
         return LocalReason.PREFIX_CACHED
     if not prefills:
         return LocalReason.NO_PREFILL_READY
     if fitting:
-        return None
-    if any(view.fingerprint == decode.fingerprint for view in prefills):
+        saves = _remainder_is_cheaper(need, decode, fitting, config)
+        return LocalReason.PREFIX_CACHED if saves else None
+    working = [view for view in prefills if not view.failing]
+    if not working:
+        return LocalReason.PREFILL_FAILING
+    if any(view.fingerprint == decode.fingerprint for view in working):
         return LocalReason.PREFILL_POOL_TOO_SMALL
     return LocalReason.INCOMPATIBLE_KV
 
 
 def choose_prefill(need: Need, views: Sequence[WorkerView], rng: random.Random) -> WorkerView:
-    """Where the prompt would be done first, and with the least work: seconds until token 1 plus
-    seconds of computing for it, so that an idle worker has to be twice as quick to be worth
-    computing what another has, or is about to have. Ties at random; `views` must not be empty.
+    """The least sum of seconds until token 1 and seconds of computing for it: an idle worker has to
+    be twice as quick to be worth computing what another has cached, or is about to have. Ties are
+    broken at random; `views` must not be empty.
 
     An idle worker is taken to be as quick as the quickest: the rate it reports is of whatever it
-    was last given, and another one would never be measured if the slower was never asked again."""
+    was last given, and a worker with a low rate would never be measured again."""
     mean = _mean_rate(views)
     fastest = max(_rate(view, mean) for view in views)
 
     def cost_s(view: WorkerView) -> float:
         uncached = need.prompt_tokens - view.expected_tokens
-        rate = _rate(view, mean) if _backlog(view) else fastest
+        rate = _rate(view, mean) if view.backlog else fastest
         return backlog_s(view, mean) + 2 * uncached / rate
 
     best = _least(views, lambda view: (cost_s(view),), rng)
@@ -231,24 +238,57 @@ def choose_prefill(need: Need, views: Sequence[WorkerView], rng: random.Random) 
     return best
 
 
+def work_tokens(
+    prompt_tokens: int,
+    decodes: Sequence[WorkerView],
+    prefills: Sequence[WorkerView],
+    config: RouterConfig,
+) -> int:
+    """Tokens of a prompt that some worker will have to compute: those that are not cached on the
+    prefill worker that has most of it, or on a decode worker that would compute so few itself."""
+    need = Need(prompt_tokens=prompt_tokens, total_tokens=prompt_tokens)
+    left = [prompt_tokens - view.expected_tokens for view in prefills or decodes]
+    for view in decodes if prefills else ():
+        if local_reason(need, view, prefills, prefills, config) is not None:
+            left.append(prompt_tokens - view.cached_tokens)
+    return min(left, default=prompt_tokens)
+
+
 def backlog_s(view: WorkerView, unknown_rate: float) -> float:
     """Seconds until a prefill worker would reach a new prompt. A worker that has not measured its
     rate yet is taken to run at `unknown_rate` tokens per second."""
-    return _backlog(view) / _rate(view, unknown_rate)
+    return view.backlog / _rate(view, unknown_rate)
 
 
-def room(view: WorkerView) -> int:
-    """Blocks of a decode worker that this router may count on; negative when overcommitted."""
-    return view.load.free_blocks - view.pending_blocks
+def _remainder_is_cheaper(
+    need: Need, decode: WorkerView, prefills: Sequence[WorkerView], config: RouterConfig
+) -> bool:
+    """Whether decode has so much of the prompt that it should compute the rest, which is little by
+    itself and together with what it has to compute already."""
+    uncached = need.prompt_tokens - decode.cached_tokens
+    if uncached + decode.backlog > config.local_remainder_tokens:
+        return False
+    on_prefill = min(need.prompt_tokens - view.expected_tokens for view in prefills)
+    return _REMAINDER_GAIN * uncached <= on_prefill
 
 
-def sequences(view: WorkerView) -> int:
-    """Sequences that a worker has or is about to have."""
-    return view.load.running + view.load.waiting + view.unseen_sequences
+def _prefill_is_busy(decode: WorkerView, wait_s: float, config: RouterConfig) -> bool:
+    """Whether decode computes a prompt that prefill would reach only after `wait_s`."""
+    return 0.0 < config.local_backlog_s < wait_s and not decode.backlog
 
 
-def _backlog(view: WorkerView) -> int:
-    return view.load.waiting_tokens + view.unseen_tokens
+def _reason(view: WorkerView, num_workers: int, *, has_room: bool) -> ChoiceReason:
+    if num_workers == 1:
+        return ChoiceReason.ONLY
+    if not has_room:
+        return ChoiceReason.NO_ROOM
+    return ChoiceReason.PREFIX if view.expected_tokens else ChoiceReason.LEAST_LOADED
+
+
+def _blocks_left(need: Need, view: WorkerView) -> int:
+    """Blocks that would be left. Cached blocks count as free, so those of this prompt are not taken
+    off what it needs."""
+    return view.free_blocks + -(need.prompt_tokens + 1) // view.block_size
 
 
 def _rate(view: WorkerView, unknown_rate: float) -> float:

@@ -1,82 +1,173 @@
-"""What this router has asked of one worker and the worker's own reports may not show yet."""
+"""This router's attempts on one worker, as far as the worker's load report does not show them. Pure.
+
+The report of a worker and its reservations add up to one account of outstanding work: an attempt
+counts here from its submit until a report includes it, and a cancelled one is taken off until a
+report excludes it. Reports and acknowledgements carry a number of commands
+(protocol.messages.WorkerLoad), so their order of arrival does not matter.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from protocol.ids import RequestKey
+from protocol.messages import size_class
 
 
-@dataclass(slots=True, kw_only=True)
-class _Entry:
+class ReservationState(Enum):
+    """Whether the worker's latest report includes an attempt, and whether it should."""
+
+    SENT = auto()  # not included yet
+    REPORTED = auto()  # included
+    DROPPED = auto()  # cancelled before a report included it
+    WITHDRAWN = auto()  # cancelled, and included still
+
+
+class _Event(Enum):
+    INCLUDED = auto()  # a report covers the submit
+    CANCELLED = auto()
+
+
+_NEXT = {
+    (ReservationState.SENT, _Event.INCLUDED): ReservationState.REPORTED,
+    (ReservationState.SENT, _Event.CANCELLED): ReservationState.DROPPED,
+    (ReservationState.REPORTED, _Event.CANCELLED): ReservationState.WITHDRAWN,
+    (ReservationState.DROPPED, _Event.INCLUDED): ReservationState.WITHDRAWN,
+}
+#: What is to be added to the report.
+_SIGN = {
+    ReservationState.SENT: 1,
+    ReservationState.REPORTED: 0,
+    ReservationState.DROPPED: 0,
+    ReservationState.WITHDRAWN: -1,
+}
+_LIVE = (ReservationState.SENT, ReservationState.REPORTED)
+
+
+@dataclass(slots=True)
+class _Reservation:
     tokens: int
     blocks: int
-    acknowledged: bool = False
-    unseen: bool = True
-    pending: bool = True
+    state: ReservationState = ReservationState.SENT
+    computed: bool = False
 
 
 class Reservations:
-    """Counts of one worker, by attempt.
+    """What to add to a worker's load report: `sequences`, `tokens` to compute, `blocks`; negative
+    while cancelled attempts are in the report.
 
-    An entry is
-
-    - in flight from `reserve` to `release`,
-    - unseen until the first report of load after the worker acknowledged it,
-    - pending (its blocks) until its first token, when its blocks are surely in the report.
-
-    Every step is idempotent and unknown keys are ignored, so no mix of failures lets a count leak
-    or go negative.
+    Every call is idempotent and ignores unknown keys, so no mix of failures leaks a count.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[RequestKey, _Entry] = {}
-        self._acknowledged: list[RequestKey] = []
-        self.unseen_sequences = 0
-        self.unseen_tokens = 0
-        self.pending_blocks = 0
+        self._entries: dict[RequestKey, _Reservation] = {}
+        self._tokens: dict[int, int] = {}  # by size class
+        self._num_commands = 0  # in the latest report
+        self._unreported: list[tuple[int, RequestKey, _Event]] = []
+        self.sequences = 0
+        self.blocks = 0
 
     @property
     def in_flight(self) -> int:
-        """Attempts this worker takes part in."""
-        return len(self._entries)
+        """Attempts that run on the worker."""
+        return sum(entry.state in _LIVE for entry in self._entries.values())
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens to compute."""
+        return sum(self._tokens.values())
+
+    def tokens_up_to(self, size: int) -> int:
+        """Those of prompts of a size class and below."""
+        return sum(tokens for other, tokens in self._tokens.items() if other <= size)
 
     def reserve(self, key: RequestKey, *, tokens: int, blocks: int) -> None:
         """An attempt is about to be submitted."""
         if key not in self._entries:
-            self._entries[key] = _Entry(tokens=tokens, blocks=blocks)
-            self.unseen_sequences += 1
-            self.unseen_tokens += tokens
-            self.pending_blocks += blocks
+            entry = self._entries[key] = _Reservation(tokens, blocks)
+            self._add(entry, 1)
 
-    def acknowledge(self, key: RequestKey) -> None:
-        """The worker has taken it; the next report includes it."""
-        entry = self._entries.get(key)
-        if entry is not None and entry.unseen and not entry.acknowledged:
-            entry.acknowledged = True
-            self._acknowledged.append(key)
+    def submitted(self, key: RequestKey, num_commands: int) -> None:
+        """The worker has acknowledged the submit: reports of so many commands include it."""
+        self._await(key, num_commands, _Event.INCLUDED)
 
-    def reported(self) -> None:
+    def cancelled(self, keys: Iterable[RequestKey], num_commands: int) -> None:
+        """The worker has acknowledged the cancel: reports of so many commands exclude them."""
+        for key in keys:
+            self._await(key, num_commands, _Event.CANCELLED)
+
+    def reported(self, num_commands: int) -> None:
         """A report of load has come."""
-        if self._acknowledged:
-            keys, self._acknowledged = self._acknowledged, []
-            for key in keys:
-                self._see(self._entries.get(key))
+        self._num_commands = num_commands
+        if not self._unreported:
+            return
+        covered = [item for item in self._unreported if item[0] <= num_commands]
+        self._unreported = [item for item in self._unreported if item[0] > num_commands]
+        for _, key, event in sorted(covered, key=lambda item: item[0]):
+            self._cover(key, event)
 
-    def settle(self, key: RequestKey) -> None:
-        """Its first token has come: its blocks are allocated."""
+    def computed(self, key: RequestKey) -> None:
+        """The first token has come, with a report of what is left."""
         entry = self._entries.get(key)
-        if entry is not None and entry.pending:
-            entry.pending = False
-            self.pending_blocks -= entry.blocks
+        if entry is not None and not entry.computed:
+            self._cover(key, _Event.INCLUDED)
+            if entry.state is not ReservationState.WITHDRAWN:
+                entry.computed, entry.tokens = True, 0
 
-    def release(self, key: RequestKey) -> None:
-        """The attempt is over."""
-        self.settle(key)
-        self._see(self._entries.pop(key, None))
+    def release(self, key: RequestKey, *, cancel: bool = False) -> None:
+        """The attempt is over. With `cancel` the worker may still report it."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return
+        if cancel:
+            self._move(entry, _Event.CANCELLED)
+        elif entry.state in _LIVE:
+            self._add(entry, -_SIGN[entry.state])
+            del self._entries[key]
 
-    def _see(self, entry: _Entry | None) -> None:
-        if entry is not None and entry.unseen:
-            entry.unseen = False
-            self.unseen_sequences -= 1
-            self.unseen_tokens -= entry.tokens
+    def drop(self, keys: Iterable[RequestKey]) -> None:
+        """No acknowledgement of their cancel will come."""
+        for key in keys:
+            self._cover(key, _Event.CANCELLED)
+
+    def clear(self) -> None:
+        """The worker was lost, and its reports with it."""
+        self._entries.clear()
+        self._tokens.clear()
+        self._unreported.clear()
+        self._num_commands = self.sequences = self.blocks = 0
+
+    def _await(self, key: RequestKey, num_commands: int, event: _Event) -> None:
+        if key not in self._entries:
+            return
+        if num_commands <= self._num_commands:
+            self._cover(key, event)
+        else:
+            self._unreported.append((num_commands, key, event))
+
+    def _cover(self, key: RequestKey, event: _Event) -> None:
+        """The report reflects what has happened to an attempt."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return
+        if event is _Event.INCLUDED:
+            self._move(entry, event)
+        elif entry.state not in _LIVE:
+            self._add(entry, -_SIGN[entry.state])
+            del self._entries[key]
+
+    def _move(self, entry: _Reservation, event: _Event) -> None:
+        state = _NEXT.get((entry.state, event), entry.state)
+        self._add(entry, _SIGN[state] - _SIGN[entry.state])
+        entry.state = state
+
+    def _add(self, entry: _Reservation, sign: int) -> None:
+        if sign:
+            size = size_class(entry.tokens)
+            self._tokens[size] = self._tokens.get(size, 0) + sign * entry.tokens
+            if not self._tokens[size]:
+                del self._tokens[size]
+            self.sequences += sign
+            self.blocks += sign * entry.blocks

@@ -29,6 +29,7 @@ from protocol.messages import (
 )
 from protocol.states import WorkerState
 from router.config import RouterConfig
+from router.workers.circuit_breaker import CircuitBreaker
 from router.workers.policy import WorkerView
 from router.workers.prefix_view import PrefixView, PromptBlocks
 from router.workers.reservations import Reservations
@@ -41,7 +42,7 @@ _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 1.0
 _CANCEL_TRIES = 3
 _STATUS_S = 1.0
-#: Tokens of a batch that are handed out before the event loop does anything else.
+#: Tokens of a batch that are delivered before the event loop does anything else.
 _TOKENS_AT_ONCE = 64
 
 
@@ -76,10 +77,9 @@ class EventSink(Protocol):
 class WorkerClient:
     """Follows one incarnation of a worker over one persistent event stream.
 
-    The stream is the sign of life: when it ends, is silent too long or speaks for another epoch,
-    the worker counts as lost and every attempt on it is told; a worker whose router's stream ended
-    cancels that router's requests by itself. The stream is opened again, with pauses, until the
-    member is told to leave and has nothing left to do.
+    When the stream ends, is silent too long or names another epoch, the worker counts as lost and
+    every attempt on it ends; the worker cancels the requests of a router whose stream ended. The
+    stream is opened again, with pauses, until `leave` was called and no attempt is left.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class WorkerClient:
         self.load = WorkerLoad()
         self.status: WorkerStatus | None = None
         self.reservations = Reservations()
+        self.breaker = CircuitBreaker()
         self.prefix = PrefixView()
         self.connected = False
         self.leaving = False
@@ -112,20 +113,20 @@ class WorkerClient:
         self._cancel_after_submit: set[RequestKey] = set()
         self._canceller: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
-        self._task = asyncio.create_task(self._run(), name=f"member {ref.worker_id}")
+        self._task = asyncio.create_task(self._run(), name=f"worker {ref.worker_id}")
 
     # --- choosing ---------------------------------------------------------------------------------
 
     @property
     def ready(self) -> bool:
-        """Whether new requests may go there."""
+        """Whether the worker takes new requests."""
         draining = self.status is not None and self.status.state is not WorkerState.READY
         return self.connected and not self.leaving and not draining
 
-    def view(self, prompt: PromptBlocks) -> WorkerView:
+    def view(self, prompt: PromptBlocks, *, failing: bool = False) -> WorkerView:
         """This worker as the policy sees it for a prompt. Only while connected."""
         assert self.status is not None
-        counts, block_size = self.reservations, self.status.layout.block_size
+        unseen, block_size = self.reservations, self.status.layout.block_size
         blocks = self._blocks_of(prompt)
         return WorkerView(
             ref=self.ref,
@@ -133,11 +134,12 @@ class WorkerClient:
             capacity=self.capacity,
             block_size=block_size,
             fingerprint=self.status.fingerprint,
-            unseen_sequences=counts.unseen_sequences,
-            unseen_tokens=counts.unseen_tokens,
-            pending_blocks=counts.pending_blocks,
+            unseen_sequences=unseen.sequences,
+            unseen_tokens=unseen.tokens,
+            unseen_blocks=unseen.blocks,
             cached_tokens=block_size * self.prefix.num_held(blocks),
             expected_tokens=block_size * self.prefix.num_expected(blocks),
+            failing=failing,
         )
 
     def _blocks_of(self, prompt: PromptBlocks) -> list[bytes]:
@@ -146,18 +148,27 @@ class WorkerClient:
         return prompt.hints(self.status.fingerprint, self.status.layout.block_size)
 
     @property
-    def room_tokens(self) -> int:
-        """Tokens that its KV pool has room for now."""
-        return 0 if self.status is None else self.load.free_blocks * self.status.layout.block_size
+    def free_tokens(self) -> int:
+        """Tokens of new sequences that its KV pool has blocks for."""
+        if self.status is None:
+            return 0
+        free_blocks = self.load.free_blocks - self.reservations.blocks
+        return max(0, free_blocks) * self.status.layout.block_size
+
+    def backlog_tokens(self, size: int) -> int:
+        """Prompt tokens that it computes before a prompt of a size class."""
+        load = self.load
+        reported = sum(load.backlog[: size + 1]) if load.backlog else load.waiting_tokens
+        return max(0, reported + self.reservations.tokens_up_to(size))
 
     @property
     def max_model_len(self) -> int:
-        """Its context in tokens."""
+        """The context in tokens."""
         return 0 if self.status is None else self.status.max_model_len
 
     @property
     def capacity(self) -> int:
-        """Tokens that one sequence can have here, prompt and output together."""
+        """Tokens of the largest sequence, prompt and output together."""
         return 0 if self.status is None else self.status.max_prompt_tokens + 1
 
     # --- requests ---------------------------------------------------------------------------------
@@ -165,33 +176,39 @@ class WorkerClient:
     def attach(
         self, key: RequestKey, sink: EventSink, prompt: PromptBlocks, *, tokens: int, blocks: int
     ) -> None:
-        """Give the events of an attempt to `sink` and count it: `tokens` to compute, `blocks` to
-        hold. Undone by `detach`."""
+        """Deliver the events of an attempt to `sink` and reserve for it: `tokens` to compute,
+        `blocks` to hold. Undone by `detach`."""
         self._sinks[key] = sink
+        self.breaker.started(key)
         self.prefix.expect(key, self._blocks_of(prompt))
         self.reservations.reserve(key, tokens=tokens, blocks=blocks)
 
-    def detach(self, key: RequestKey) -> None:
-        """Forget an attempt. Idempotent."""
+    def detach(self, key: RequestKey, *, cancel: bool) -> None:
+        """Forget an attempt; with `cancel` the worker is told to stop it. Idempotent."""
         self._sinks.pop(key, None)
-        self.reservations.release(key)
+        self.reservations.release(key, cancel=cancel)
         self.prefix.release(key)
+        self.breaker.ended(key)
+        if cancel:
+            self._cancel(key)
         self._stop_if_done()
 
     async def submit(self, submit: Submit) -> None:
-        """Hand an attempt over. Raises what the worker answers. If the caller is cancelled, the
-        call still runs to its end, so that a later `cancel` cannot overtake it."""
+        """Submit an attempt. Raises what the worker answers. If the caller is cancelled, the call
+        still runs to its end, so that the cancel of the attempt cannot overtake it."""
         key = submit.key
         call = self._call(SUBMIT, submit, self._config.submit_timeout_s)
         task = self._submits[key] = asyncio.create_task(call)
         task.add_done_callback(partial(self._submitted, key))
         await asyncio.shield(task)
 
-    def cancel(self, key: RequestKey) -> None:
-        """Tell the worker to stop an attempt: soon, together with others, after its submit."""
+    def _cancel(self, key: RequestKey) -> None:
+        """Send a cancel: soon, together with others, after the submit."""
         if key in self._submits:
             self._cancel_after_submit.add(key)
-        elif self.connected:
+        elif not self.connected:
+            self.reservations.drop((key,))
+        else:
             self._cancels.add(key)
             if self._canceller is None:
                 self._canceller = asyncio.create_task(self._send_cancels())
@@ -199,10 +216,10 @@ class WorkerClient:
     def _submitted(self, key: RequestKey, task: asyncio.Task[Ack]) -> None:
         self._submits.pop(key, None)
         if not task.cancelled() and task.exception() is None:
-            self.reservations.acknowledge(key)
+            self.reservations.submitted(key, task.result().num_commands)
         if key in self._cancel_after_submit:
             self._cancel_after_submit.discard(key)
-            self.cancel(key)
+            self._cancel(key)
         self._stop_if_done()
 
     async def _send_cancels(self) -> None:
@@ -210,7 +227,7 @@ class WorkerClient:
         while self._cancels and self.connected and tries < _CANCEL_TRIES:
             keys = tuple(self._cancels)
             try:
-                await self._call(CANCEL, Cancel(keys=keys), self._config.submit_timeout_s)
+                ack = await self._call(CANCEL, Cancel(keys=keys), self._config.submit_timeout_s)
             except BatonError as error:
                 tries += 1
                 log.warning(
@@ -219,6 +236,8 @@ class WorkerClient:
             else:
                 tries = 0
                 self._cancels.difference_update(keys)
+                self.reservations.cancelled(keys, ack.num_commands)
+        self.reservations.drop(self._cancels)
         self._cancels.clear()
         self._canceller = None
         self._stop_if_done()
@@ -250,7 +269,7 @@ class WorkerClient:
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def refresh(self) -> None:
-        """Ask for the worker's status; what cannot be had in time stays as it was."""
+        """Ask for the worker's status; the previous one stays if there is no answer in time."""
         if self.connected:
             try:
                 self.status = await self._call(STATUS, StatusQuery(), _STATUS_S)
@@ -280,7 +299,7 @@ class WorkerClient:
             self._on_change(self)
 
     async def _connect_and_follow(self) -> str:
-        """Follow the worker until it is lost; the reason."""
+        """Follow the worker until it is lost. Returns the reason."""
         client = self._client = ControlClient(self.ref.address, secret=self._secret)
         try:
             await self._follow(client)
@@ -315,53 +334,55 @@ class WorkerClient:
         if batch.epoch != self.ref.epoch:
             raise StaleMessage(f"epoch is {batch.epoch}, expected {self.ref.epoch}")
         self.load = batch.load
-        self.reservations.reported()
+        self.reservations.reported(batch.load.num_commands)
         if not self.connected:
             self.connected = True
             log.info("worker joined", extra={"worker": self.ref.worker_id, "role": self.ref.role})
             self._on_change(self)
         if batch.cache is not None:
             self.prefix.take(batch.cache)
-        await self._hand_out(batch)
+        await self._deliver(batch)
 
-    async def _hand_out(self, batch: EventBatch) -> None:
-        """Each event to whoever waits for it, if anybody still does. Of a large batch, those who
-        have their token write it before the next ones get theirs, and new requests come between."""
-        self._hand_out_prompts(batch)
+    async def _deliver(self, batch: EventBatch) -> None:
+        """Each event to the sink of its attempt, if that is still attached. Between parts of a
+        large batch the event loop writes the tokens delivered and takes new requests."""
+        self._deliver_prompts(batch)
         for start in range(0, len(batch.tokens), _TOKENS_AT_ONCE):
             if start:
                 await asyncio.sleep(0)
-            self._hand_out_tokens(batch.tokens[start : start + _TOKENS_AT_ONCE])
+            self._deliver_tokens(batch.tokens[start : start + _TOKENS_AT_ONCE])
         sinks = self._sinks
         for spans in batch.spans:
             if spans.key in sinks:
                 sinks[spans.key].on_spans(spans)
         for failure in batch.failures:
             if failure.key in sinks:
+                self.reservations.release(failure.key)
                 sinks[failure.key].on_fail(failure, self.ref)
         self._on_report()
 
-    def _hand_out_tokens(self, tokens: tuple[TokenEvent, ...]) -> None:
+    def _deliver_tokens(self, tokens: tuple[TokenEvent, ...]) -> None:
         role, sinks = self.ref.role, self._sinks
         for token in tokens:
             sink = sinks.get(token.key)
             if sink is not None:
-                self.reservations.settle(token.key)
+                self.reservations.computed(token.key)
                 sink.on_token(token, role)
 
-    def _hand_out_prompts(self, batch: EventBatch) -> None:
+    def _deliver_prompts(self, batch: EventBatch) -> None:
         sinks = self._sinks
         for prompt in batch.prompts:
             if prompt.key in sinks:
                 sinks[prompt.key].on_prompt(prompt)
         for scores in batch.scores:
             if scores.key in sinks:
-                self.reservations.settle(scores.key)
+                self.reservations.computed(scores.key)
                 sinks[scores.key].on_scores(scores, self.ref.role)
 
     def _lost(self, reason: str) -> None:
         was_connected, self.connected = self.connected, False
         self.load = WorkerLoad()
+        self.reservations.clear()
         self.prefix.forget()
         if was_connected:
             if self._stop.is_set():

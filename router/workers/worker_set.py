@@ -1,4 +1,4 @@
-"""The workers this router knows, kept up to date by whoever runs the cluster."""
+"""The workers that this router follows."""
 
 from __future__ import annotations
 
@@ -12,54 +12,52 @@ from router.workers.worker_client import WorkerClient
 
 
 class WorkerSet:
-    """The set of followed workers. One member per incarnation; lives on one event loop."""
+    """One client per incarnation of a worker. Lives on one event loop."""
 
     def __init__(self, *, router_id: str, secret: bytes, config: RouterConfig) -> None:
         self._router_id = router_id
         self._secret = secret
         self._config = config
-        self._members: dict[tuple[str, int], WorkerClient] = {}
+        self._clients: dict[tuple[str, int], WorkerClient] = {}
         self._changed = asyncio.Event()
         self._refreshing: asyncio.Future[list[None]] | None = None
         #: Called after each report of a worker and each change of the set.
-        self.on_news: Callable[[], None] = lambda: None
+        self.on_report: Callable[[], None] = lambda: None
 
     def set(self, refs: Sequence[WorkerRef]) -> None:
-        """Follow exactly these workers: new ones are connected to, others leave once their requests
+        """Follow exactly these workers: connect to new ones, leave the others once their requests
         have ended. The same worker with a new epoch is a new worker."""
         wanted = {(ref.worker_id, ref.epoch): ref for ref in refs}
         for key, ref in wanted.items():
-            member = self._members.get(key)
-            if member is None or not member.stay():
-                self._members[key] = WorkerClient(
+            client = self._clients.get(key)
+            if client is None or not client.stay():
+                self._clients[key] = WorkerClient(
                     ref,
                     router_id=self._router_id,
                     secret=self._secret,
                     config=self._config,
                     on_change=self._on_change,
-                    on_report=lambda: self.on_news(),
+                    on_report=lambda: self.on_report(),
                 )
-        for key, member in list(self._members.items()):
-            if key not in wanted and not member.leaving:
-                member.leave()
+        for key, client in list(self._clients.items()):
+            if key not in wanted and not client.leaving:
+                client.leave()
 
     def ready(self, role: Role) -> list[WorkerClient]:
         """The workers of a role that take requests."""
-        return [m for m in self._members.values() if m.ref.role is role and m.ready]
+        return [w for w in self._clients.values() if w.ref.role is role and w.ready]
 
     def all(self) -> list[WorkerClient]:
         """Every followed worker, leaving ones included."""
-        return list(self._members.values())
+        return list(self._clients.values())
 
     def longest(self) -> tuple[int, int] | None:
-        """Tokens of the longest sequence that some ready decode worker takes.
-
-        First by its context alone, then by context and KV pool together. None without a worker.
-        """
+        """Tokens of the longest sequence that a ready decode worker takes: by its context alone,
+        and by context and KV pool together. None without a worker."""
         decodes = self.ready(Role.DECODE)
         if not decodes:
             return None
-        return max(m.max_model_len for m in decodes), max(m.capacity for m in decodes)
+        return max(w.max_model_len for w in decodes), max(w.capacity for w in decodes)
 
     async def changed(self, timeout_s: float) -> None:
         """Return when a worker has joined, left or been lost, or after the time."""
@@ -69,21 +67,20 @@ class WorkerSet:
                 await event.wait()
 
     async def refresh(self) -> None:
-        """Ask every worker for its status; who asks meanwhile waits for the same answers."""
+        """Ask every worker for its status; concurrent callers share the answers."""
         if self._refreshing is None or self._refreshing.done():
-            answers = (member.refresh() for member in self.all())
-            self._refreshing = asyncio.gather(*answers)
+            self._refreshing = asyncio.gather(*(client.refresh() for client in self.all()))
         await asyncio.shield(self._refreshing)
 
     async def close(self) -> None:
-        """Stop following everybody."""
-        await asyncio.gather(*(member.close() for member in self.all()))
-        self._members.clear()
+        """Stop following all workers."""
+        await asyncio.gather(*(client.close() for client in self.all()))
+        self._clients.clear()
 
-    def _on_change(self, member: WorkerClient) -> None:
-        key = (member.ref.worker_id, member.ref.epoch)
-        if member.closed and self._members.get(key) is member:
-            del self._members[key]
+    def _on_change(self, client: WorkerClient) -> None:
+        key = (client.ref.worker_id, client.ref.epoch)
+        if client.closed and self._clients.get(key) is client:
+            del self._clients[key]
         event, self._changed = self._changed, asyncio.Event()
         event.set()
-        self.on_news()
+        self.on_report()

@@ -1,0 +1,123 @@
+"""Chooses the workers of each output: the policy over live workers and their circuit breakers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from observability.export import MetricSet
+from protocol.ids import Role
+from router.config import RouterConfig
+from router.dispatch.sequence_jobs import SequenceJob
+from router.workers.policy import Need, WorkerChoice, WorkerView, choose, work_tokens
+from router.workers.prefix_view import PromptBlocks
+from router.workers.worker_client import WorkerClient
+from router.workers.worker_set import WorkerSet
+
+#: Prompts of more tokens than this are hashed in a thread: about a tenth of a millisecond.
+_HASHED_INLINE = 4096
+#: How often a prefill worker may fail one output before decode prefills it.
+_PREFILL_TRIES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPair:
+    """The workers of one attempt, and why they were chosen."""
+
+    choice: WorkerChoice
+    decode: WorkerClient
+    prefill: WorkerClient | None
+
+    @property
+    def sides(self) -> list[tuple[WorkerClient, WorkerView]]:
+        """The workers with their views at the choice."""
+        decode = (self.decode, self.choice.decode)
+        if self.prefill is None or self.choice.prefill is None:
+            return [decode]
+        return [decode, (self.prefill, self.choice.prefill)]
+
+    @property
+    def workers(self) -> list[WorkerClient]:
+        """Decode, and prefill if there is one."""
+        return [worker for worker, _ in self.sides]
+
+
+class Dispatcher:
+    """What all outputs share: the workers, the secret of the tickets, settings, randomness."""
+
+    def __init__(
+        self,
+        *,
+        router_id: str,
+        workers: WorkerSet,
+        secret: bytes,
+        config: RouterConfig,
+        metric_set: MetricSet,
+        clock: Callable[[], float],
+        rng: random.Random,
+    ) -> None:
+        self.router_id = router_id
+        self.workers = workers
+        self.config = config
+        self.metrics = metric_set
+        self.clock = clock
+        self.secret = secret
+        self._rng = rng
+
+    def choose(
+        self, need: Need, blocks: PromptBlocks, *, refused: set[str], failed: Counter[str]
+    ) -> WorkerPair | None:
+        """A pair of ready workers; None when no decode worker is left.
+
+        Workers that `refused` the output are left out. Those that `failed` it or fail others are
+        taken only if there is no other; a prefill worker then once more, before decode prefills.
+        """
+        decodes, prefills = (
+            {w.ref: w for w in self.workers.ready(role) if w.ref.worker_id not in refused}
+            for role in (Role.DECODE, Role.PREFILL)
+        )
+        now = self.clock()
+        failing = {
+            worker.ref: worker.ref.worker_id in failed or not worker.breaker.allows(now)
+            for worker in (*decodes.values(), *prefills.values())
+        }
+        if all(failing[ref] for ref in prefills):
+            for ref, worker in prefills.items():
+                tries = failed[ref.worker_id]
+                failing[ref] = tries >= _PREFILL_TRIES or not worker.breaker.allows(now)
+        choice = choose(
+            need,
+            [worker.view(blocks, failing=failing[ref]) for ref, worker in decodes.items()],
+            [worker.view(blocks, failing=failing[ref]) for ref, worker in prefills.items()],
+            config=self.config,
+            rng=self._rng,
+        )
+        if choice is None:
+            return None
+        prefill = None if choice.prefill is None else prefills[choice.prefill.ref]
+        return WorkerPair(choice=choice, decode=decodes[choice.decode.ref], prefill=prefill)
+
+    def work_tokens(self, jobs: Sequence[SequenceJob]) -> int:
+        """Prompt tokens of these outputs that workers will have to compute."""
+        decodes, prefills = (self.workers.ready(role) for role in (Role.DECODE, Role.PREFILL))
+        total = sum(job.blocks.num_tokens for job in jobs if job.bypass_prefix_cache)
+        counts = Counter(job.blocks for job in jobs if not job.bypass_prefix_cache)
+        for blocks, count in counts.items():
+            total += count * work_tokens(
+                blocks.num_tokens,
+                [worker.view(blocks) for worker in decodes],
+                [worker.view(blocks) for worker in prefills],
+                self.config,
+            )
+        return total
+
+    async def hash_blocks(self, jobs: Sequence[SequenceJob]) -> None:
+        """Hash the blocks of long prompts for the choice, off the event loop."""
+        long = {job.blocks for job in jobs if job.blocks.num_tokens > _HASHED_INLINE}
+        statuses = [w.status for w in self.workers.all() if w.prefix.speaks]
+        kinds = {(s.fingerprint, s.layout.block_size) for s in statuses if s is not None}
+        if long and kinds:
+            await asyncio.to_thread(lambda: [blocks.hints(*k) for blocks in long for k in kinds])
