@@ -35,6 +35,8 @@ class RouterConfig:
         allowed.
     local_prefill_tokens: prompts with up to this many tokens that are not cached on their decode
         worker are prefilled there.
+    local_remainder_tokens: so are prompts of which a decode worker has cached all but up to this
+        many tokens, if prefill would have to compute four times as many; 0: none are.
     local_backlog_s: so is a prompt that prefill would not reach within so many seconds, one at a
         time on each decode worker; 0: none is. Decode's max_num_batched_tokens bounds the step that
         a chunk of it takes part in, and with it how long other streams pause.
@@ -84,6 +86,7 @@ class RouterConfig:
     default_timeout_s: float = 600.0
     max_timeout_s: float = 3600.0
     local_prefill_tokens: int = 16
+    local_remainder_tokens: int = 512
     local_backlog_s: float = 0.0
     prefix_tokens_per_sequence: int = 256
     prefix_cache_per_key: bool = False
@@ -112,11 +115,10 @@ class RouterConfig:
             raise ValueError("model_path must not be empty")
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
-            checked = type(value) in (int, float) and name not in _OTHER_NUMBERS
-            if checked and value <= 0:
-                raise ValueError(f"{name} must be positive, got {value}")
-        if min(self.local_prefill_tokens, self.local_backlog_s) < 0:
-            raise ValueError("local_prefill_tokens and local_backlog_s must be >= 0")
+            if type(value) in (int, float) and name != "max_model_len":
+                lowest = "at least 0" if name in _ZERO_IS_NONE else "positive"
+                if value < 0 or (value == 0 and name not in _ZERO_IS_NONE):
+                    raise ValueError(f"{name} must be {lowest}, got {value}")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len must be at least 2, got {self.max_model_len}")
         for origin in self.cors_origins:
@@ -141,5 +143,4 @@ class RouterConfig:
 
 #: https://www.rfc-editor.org/rfc/rfc6454#section-6.2
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
-#: All others are to be positive.
-_OTHER_NUMBERS = {"local_prefill_tokens", "local_backlog_s", "max_model_len"}
+_ZERO_IS_NONE = ("local_prefill_tokens", "local_remainder_tokens", "local_backlog_s")

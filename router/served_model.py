@@ -53,7 +53,7 @@ class ServedModel:
         if not known:
             raise ValueError("max_model_len must be set: the model's config does not state it")
         self.context = min(known)
-        self.forms = OutputGrammars(self.text)
+        self.grammars = OutputGrammars(self.text)
         self._short = ThreadPoolExecutor(config.text_threads, thread_name_prefix="text")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="long-text")
 
@@ -149,7 +149,7 @@ class ServedModel:
 
     def close(self) -> None:
         """End the threads."""
-        self.forms.close()
+        self.grammars.close()
         self._short.shutdown(wait=False, cancel_futures=True)
         self._long.shutdown(wait=False, cancel_futures=True)
 

@@ -1,4 +1,4 @@
-"""One router: both front doors, the workers it knows, and everything between."""
+"""One router: both front ends, the workers it follows, and everything between."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from router.admin import AdminBackend, ClusterInfo, PoolInfo, RouterInfo, Worker
 from router.auth.key_file import KeyFile
 from router.auth.tls import Tls
 from router.config import RouterConfig
-from router.dispatch.request_trace import make_tracing
-from router.dispatch.sequence_run import Dispatcher
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.telemetry import make_tracing
 from router.grpc.admin import AdminServicer
 from router.grpc.inference import InferenceServicer
 from router.grpc.server import GrpcServer
@@ -39,13 +39,13 @@ log = get_logger(__name__)
 
 _HEALTH_CHECK_S = 5.0
 _FILE_CHECK_S = 1.0
-#: After a limit, for the error to reach those who are cut off.
-_LAST_WORDS_S = 1.0
+#: After the limit, for the error to reach clients that are cut off.
+_ERROR_FLUSH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterAddresses:
-    """Where the two doors listen, and where this router alone answers /metrics, as `host:port`."""
+    """Where the front ends listen, and this router alone answers /metrics, as `host:port`."""
 
     http: str
     grpc: str
@@ -53,10 +53,10 @@ class RouterAddresses:
 
 
 class Router:
-    """The front door of one process, on one event loop. Knows nothing of Ray.
+    """The router of one process, on one event loop.
 
-    Whoever runs it calls `start` once, `set_workers` whenever the set of ready workers changes,
-    and at the end `retire` and `stop`. Construction reads the model's folder and may take a second.
+    The owner calls `start` once, `set_workers` whenever the set of ready workers changes, and at
+    the end `retire` and `stop`. Construction reads the model's folder and may take a second.
     """
 
     def __init__(
@@ -75,17 +75,17 @@ class Router:
         self._tls = Tls(config.tls)
         self._tracing = tracing or make_tracing(config.otlp_endpoint, self.router_id)
         self._model = ServedModel(config)
-        self._members = WorkerSet(router_id=self.router_id, secret=secret, config=config)
-        relay = Dispatcher(
+        self._workers = WorkerSet(router_id=self.router_id, secret=secret, config=config)
+        dispatcher = Dispatcher(
             router_id=self.router_id,
-            members=self._members,
+            workers=self._workers,
             secret=secret,
             config=config,
             metric_set=self.metrics,
             clock=steady_clock(),
             rng=random.Random(),
         )
-        self._service = InferenceService(self._model, relay, tracing=self._tracing)
+        self._service = InferenceService(self._model, dispatcher, tracing=self._tracing)
         app = make_app(
             self._service,
             access=self._access,
@@ -128,10 +128,9 @@ class Router:
         grpc_port: int,
         metrics_port: int = 0,
     ) -> RouterAddresses:
-        """Listen on both doors and for scrapes (port 0: any free one). Live at once, ready with the
-        first worker.
+        """Listen for HTTP, gRPC and scrapes (port 0: any free one). Ready with the first worker.
 
-        Raises Unavailable, naming http_port, grpc_port or metrics_port, when it cannot be had.
+        Raises Unavailable, naming http_port, grpc_port or metrics_port, when a port is taken.
         """
         try:
             http = await self._http.start(http_host, http_port, "http_port")
@@ -150,33 +149,32 @@ class Router:
         return self.addresses
 
     async def retire(self, timeout_s: float | None = None) -> bool:
-        """Stop listening and wait for the requests in flight; whether all ended within `timeout_s`
-        (the configured time if None).
+        """Stop listening and wait for the requests in flight. Returns whether all ended within
+        `timeout_s` (the configured time if None).
 
-        For a router that leaves while others stay: with a shared port, new connections reach those
-        at once, and open ones are told to go there (GOAWAY, or closed after their answer) instead
-        of being refused. `stop` still has to follow.
+        Other routers on the same port take the new connections; open ones are told to reconnect
+        (GOAWAY, or closed after their answer). `stop` still has to follow.
         """
         limit = self.config.drain_s if timeout_s is None else timeout_s
         self._retiring = True
-        cut_s = limit + _LAST_WORDS_S
+        cut_s = limit + _ERROR_FLUSH_S
         closing = asyncio.gather(self._grpc.stop(cut_s), self._http.stop(cut_s))
         # Not until nothing is in flight: a request may still be on its way in.
         await asyncio.wait({closing}, timeout=limit)
         ended = not self.num_requests
-        self._service.admission.close()
+        self._service.limits.close()
         await closing
         return ended
 
     async def stop(self) -> None:
-        """Close both doors and every stream. Requests in flight end in an error; idempotent."""
+        """Close both front ends and every stream; requests in flight fail. Idempotent."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
-        self._service.admission.close()
+        self._service.limits.close()
         await asyncio.gather(self._grpc.stop(), self._http.stop(), self._scrapes.stop())
-        await self._members.close()
+        await self._workers.close()
         self._model.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
@@ -184,22 +182,19 @@ class Router:
     # --- the cluster ------------------------------------------------------------------------------
 
     def set_workers(self, refs: Sequence[WorkerRef]) -> None:
-        """Serve from exactly these workers.
-
-        New ones take requests once their event stream is up; those no longer named finish what they
-        have. Call on the router's event loop, after `start`.
-        """
-        self._members.set(refs)
+        """Serve from exactly these workers: new ones take requests once their event stream is up,
+        others finish what they have. Call on the router's event loop, after `start`."""
+        self._workers.set(refs)
 
     def set_routers(self, targets: Sequence[str]) -> None:
-        """There are so many routers in the cluster, which answer scrapes there, this one among
-        them. Call like `set_workers`."""
+        """Set the scrape addresses of all routers in the cluster, this one's included. Call like
+        `set_workers`."""
         self._targets = tuple(targets)
         self._service.share_limits(max(1, len(targets)))
 
     def warm_up(self) -> None:
-        """Start what the first structured request would else wait a second for: call when ready."""
-        self._model.forms.begin()
+        """Start the process that checks grammars, which takes a second: call when ready."""
+        self._model.grammars.begin()
 
     @property
     def ready(self) -> bool:
@@ -209,14 +204,14 @@ class Router:
     @property
     def num_requests(self) -> int:
         """Sequences in flight."""
-        return self._service.admission.in_flight
+        return self._service.limits.in_flight
 
     def view(self) -> ClusterInfo:
         """The cluster as this router sees it."""
-        members = self._members.all()
+        workers = self._workers.all()
         pools = tuple(
             PoolInfo(
-                role=role, workers=tuple(_worker_view(m) for m in members if m.ref.role is role)
+                role=role, workers=tuple(_worker_info(w) for w in workers if w.ref.role is role)
             )
             for role in Role
         )
@@ -230,11 +225,11 @@ class Router:
         return ClusterInfo(model=self.config.model_name, pools=pools, routers=(own,))
 
     async def metrics_text(self) -> bytes:
-        """The metrics of this router and of the workers it hears of, in Prometheus' text format."""
-        await self._members.refresh()
-        # What a lost one said last, that it is ready for instance, may be true no more.
-        heard = {m.ref.worker_id: m.status for m in self._members.all() if m.connected and m.status}
-        self.metrics.workers.statuses = tuple(heard.values())
+        """The metrics of this router and of the workers it follows, in Prometheus' text format."""
+        await self._workers.refresh()
+        # The last status of a lost worker is outdated.
+        known = {w.ref.worker_id: w.status for w in self._workers.all() if w.connected and w.status}
+        self.metrics.workers.statuses = tuple(known.values())
         return self.metrics.render()
 
     # --- parts ------------------------------------------------------------------------------------
@@ -246,32 +241,32 @@ class Router:
             if self.ready is not serving:
                 serving = self.ready
                 await self._grpc.set_serving(serving)
-                continue  # it may have changed meanwhile
-            await self._members.changed(_HEALTH_CHECK_S)
+                continue  # readiness may have changed meanwhile
+            await self._workers.changed(_HEALTH_CHECK_S)
 
     async def _keep_files(self) -> None:
-        """Follow the files that may change while this runs."""
+        """Reload keys and certificates when their files change."""
         while True:
             await asyncio.sleep(_FILE_CHECK_S)
             try:
                 await self._access.refresh()
                 await self._tls.refresh()
             except Exception:
-                log.exception("files are not reloaded")  # next time, perhaps
+                log.exception("reloading keys and certificates failed")
 
     def _state(self) -> str:
-        if self._service.admission.draining or self._retiring:
+        if self._service.limits.draining or self._retiring:
             return "draining"
         return "ready" if self._service.ready else "waiting for workers"
 
 
-def _worker_view(member: WorkerClient) -> WorkerInfo:
-    if not member.connected:
-        state = "lost" if member.status is not None else "connecting"
-    elif member.leaving:
+def _worker_info(worker: WorkerClient) -> WorkerInfo:
+    if not worker.connected:
+        state = "lost" if worker.status is not None else "connecting"
+    elif worker.leaving:
         state = "leaving"
     else:
-        state = "connected" if member.status is None else member.status.state.value
+        state = "connected" if worker.status is None else worker.status.state.value
     return WorkerInfo(
-        ref=member.ref, state=state, load=member.load, in_flight=member.reservations.in_flight
+        ref=worker.ref, state=state, load=worker.load, in_flight=worker.reservations.in_flight
     )

@@ -1,4 +1,4 @@
-"""What both front doors call: one implementation of every operation, with its metrics."""
+"""What both front ends call: one implementation of every operation, with its metrics."""
 
 from __future__ import annotations
 
@@ -33,12 +33,11 @@ from router.admission.limits import InflightLimits
 from router.admission.queue import AdmissionQueue, AdmissionTicket, QueuedRequest
 from router.auth.keys import Caller
 from router.auth.tiers import ServiceTier, tier_name
-from router.dispatch import request_metrics
+from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.output_stream import RequestText
 from router.dispatch.request_run import RequestRun
-from router.dispatch.request_trace import traced
 from router.dispatch.sequence_jobs import TokenLimits, base_sampling, check_ids, make_jobs, too_long
-from router.dispatch.sequence_run import Dispatcher
+from router.dispatch.telemetry import record_success, traced
 from router.request.generate_request import GenerateRequest
 from router.request.request_id import RequestId
 from router.request.text_requests import DetokenizeRequest, TokenizeRequest
@@ -58,7 +57,7 @@ _UNREAD_S = 1.0
 
 
 class FrontEnd(StrEnum):
-    """Which front door a request came through; a label of the metrics."""
+    """Which front end a request came through; a label of the metrics."""
 
     HTTP = "http"
     GRPC = "grpc"
@@ -75,66 +74,66 @@ class Tokens:
 class InferenceService:
     """Generate, ListModels, Tokenize, Detokenize. Every failure leaves as a typed error."""
 
-    def __init__(self, model: ServedModel, relay: Dispatcher, *, tracing: Tracing | None) -> None:
+    def __init__(
+        self, model: ServedModel, dispatcher: Dispatcher, *, tracing: Tracing | None
+    ) -> None:
         self._tracing = tracing
-        self.metrics = relay.metrics
-        self.clock = relay.clock
-        self._config = config = relay.config
-        self.admission = InflightLimits(
-            limit=config.max_requests, retry_after_s=config.retry_after_s
-        )
+        self.metrics = dispatcher.metrics
+        self.clock = dispatcher.clock
+        self._config = config = dispatcher.config
+        self.limits = InflightLimits(limit=config.max_requests, retry_after_s=config.retry_after_s)
         self._model = model
-        self._relay = relay
-        self._num_texts = 0  # that Tokenize and Detokenize work on
-        self._waiting = AdmissionQueue(
-            members=relay.members, config=config, metric_set=self.metrics, clock=self.clock
+        self._dispatcher = dispatcher
+        self._num_texts = 0  # in Tokenize and Detokenize
+        self._queue = AdmissionQueue(
+            workers=dispatcher.workers, config=config, metric_set=self.metrics, clock=self.clock
         )
 
     @property
     def ready(self) -> bool:
         """Whether a request would be accepted now."""
-        return not self.admission.draining and bool(self._relay.members.ready(Role.DECODE))
+        return not self.limits.draining and bool(self._dispatcher.workers.ready(Role.DECODE))
 
     @contextmanager
     def track(
         self,
-        door: FrontEnd,
+        front_end: FrontEnd,
         endpoint: str,
-        called: RequestId,
+        request_id: RequestId,
         *,
         overdue: Callable[[], bool] = lambda: False,
     ) -> Iterator[None]:
-        """Count one call of Generate and, if it fails, its code; whatever fails leaves typed.
+        """Count one call of Generate and, if it fails, its code; every failure leaves typed.
 
-        A call that is cancelled while `overdue()` ended by its deadline.
+        A call that is cancelled while `overdue()` counts as past its deadline.
         """
-        self.metrics.count(metrics.REQUESTS, door=door, endpoint=endpoint)
-        which = {"endpoint": endpoint, "request": called.key, "request_name": called.name}
+        self.metrics.count(metrics.REQUESTS, door=front_end, endpoint=endpoint)
+        fields = {"endpoint": endpoint, "request": request_id.key, "request_name": request_id.name}
         try:
             yield
         except BatonError as error:
-            self._failed(door, error.code)
+            self._count_failure(front_end, error.code)
             if isinstance(error, Internal):
-                log.error("request failed", exc_info=error, extra=which)
+                log.error("request failed", exc_info=error, extra=fields)
             raise
         except (asyncio.CancelledError, GeneratorExit):
-            late = overdue()
-            self._failed(door, ErrorCode.DEADLINE_EXCEEDED if late else ErrorCode.CANCELLED)
+            code = ErrorCode.DEADLINE_EXCEEDED if overdue() else ErrorCode.CANCELLED
+            self._count_failure(front_end, code)
             raise
         except Exception as error:
-            self._failed(door, ErrorCode.INTERNAL)
-            log.exception("request failed", extra=which)
+            self._count_failure(front_end, ErrorCode.INTERNAL)
+            log.exception("request failed", extra=fields)
             raise typed(error) from error
 
-    def _failed(self, door: FrontEnd, code: ErrorCode) -> None:
-        self.metrics.count(metrics.REQUEST_FAILURES, door=door, code=code.value)
+    def _count_failure(self, front_end: FrontEnd, code: ErrorCode) -> None:
+        self.metrics.count(metrics.REQUEST_FAILURES, door=front_end, code=code.value)
 
     @asynccontextmanager
     async def generate(
         self,
         request: GenerateRequest,
         *,
-        called: RequestId,
+        request_id: RequestId,
         arrival: float,
         caller: Caller,
         trace: TraceContext | None = None,
@@ -142,9 +141,9 @@ class InferenceService:
     ) -> AsyncIterator[RequestRun]:
         """Run a request for the length of the block.
 
-        `arrival` is when it came, in seconds since the Unix epoch; `time_left_s` is the deadline of
-        the call itself, if it has one; `trace` is where it stands in a trace. Raises typed errors
-        before anything is submitted.
+        `arrival` is in seconds since the Unix epoch; `time_left_s` is until the deadline of the
+        call itself, if it has one; `trace` is its parent in a trace. Raises typed errors before
+        anything is submitted.
         """
         self._model.check_name(request.model, caller)
         deadline = arrival + self._time_allowed(request, time_left_s)
@@ -153,17 +152,17 @@ class InferenceService:
         traced_request = traced(
             self._tracing,
             request,
-            called=called,
+            request_id=request_id,
             arrival=arrival,
             incoming=trace,
             model=self.model_name,
             clock=self.clock,
         )
         param = "n" if request.n > 1 else "prompt"
-        admitted = self.admission.enter(request.num_sequences, caller, param=param)
+        admitted = self.limits.enter(request.num_sequences, caller, param=param)
         with traced_request as span, admitted:
             tier = tier_name(request.service_tier, caller, self._config.service_tiers)
-            errand = QueuedRequest(
+            queued = QueuedRequest(
                 caller=caller,
                 tier_name=tier,
                 tier=self._config.service_tiers.get(tier, ServiceTier()),
@@ -171,21 +170,21 @@ class InferenceService:
                 arrival=arrival,
                 deadline=deadline,
             )
-            async with self.admission.until_closed():
-                async with _ended_in(deadline - self.clock(), "before its turn came"):
-                    span.generation = await self._prepare(request, called, errand, span.context)
-                # Outputs have ended by their deadline, but a client that does not read what it is
-                # sent would keep them in flight for as long as it likes.
+            async with self.limits.until_closed():
+                async with _ended_in(deadline - self.clock(), "before it was admitted"):
+                    span.run = await self._prepare(request, request_id, queued, span.context)
+                # Outputs end by their deadline, but a client that does not read them would keep the
+                # request in flight.
                 left_s = deadline + _UNREAD_S - self.clock()
                 unread = _ended_in(left_s, "before its output was read")
-                async with unread, span.generation as generation:
+                async with unread, span.run as run:
                     try:
-                        yield generation
+                        yield run
                     except InvalidRequest as error:
-                        raise self._model.forms.named(error, request) from None
-            pace = request_metrics.succeeded(self.metrics, generation, end=self.clock())
+                        raise self._model.grammars.named(error, request) from None
+            pace = record_success(self.metrics, run, end=self.clock())
             if pace is not None:
-                self._waiting.finished(*pace)
+                self._queue.finished(*pace)
 
     async def tokenize(self, request: TokenizeRequest, caller: Caller) -> Tokens:
         """Ids of `prompt`, or of `messages` and `tools` through the chat template; a few contexts
@@ -221,10 +220,10 @@ class InferenceService:
 
     @contextmanager
     def _text_work(self) -> Iterator[None]:
-        """Bounds what Tokenize and Detokenize have waiting for the threads. Raises Overloaded."""
+        """Bound the texts of Tokenize and Detokenize that wait for threads. Raises Overloaded."""
         if self._num_texts >= self._config.max_requests:
             raise Overloaded(
-                f"{self._num_texts} texts are being worked on",
+                f"{self._num_texts} texts are being tokenised",
                 retry_after_s=self._config.retry_after_s,
             )
         self._num_texts += 1
@@ -234,9 +233,9 @@ class InferenceService:
             self._num_texts -= 1
 
     def share_limits(self, num_routers: int) -> None:
-        """Give callers this router's part of what their keys may have in the cluster."""
-        self.admission.num_routers = self._waiting.num_routers = num_routers
-        self._waiting.pump()
+        """Set this router's share of the limits of each key."""
+        self.limits.num_routers = self._queue.num_routers = num_routers
+        self._queue.pump()
 
     @property
     def model_name(self) -> str:
@@ -255,18 +254,18 @@ class InferenceService:
     # --- parts of generate ------------------------------------------------------------------------
 
     def _time_allowed(self, request: GenerateRequest, time_left_s: float | None) -> float:
-        longest_s = self._config.max_timeout_s
-        if request.timeout is not None and request.timeout > longest_s:
+        max_s = self._config.max_timeout_s
+        if request.timeout is not None and request.timeout > max_s:
             raise InvalidRequest(
-                f"timeout must be at most {longest_s}, got {request.timeout}", param="timeout"
+                f"timeout must be at most {max_s}, got {request.timeout}", param="timeout"
             )
-        asked_s = request.timeout or self._config.default_timeout_s
-        return asked_s if time_left_s is None else min(asked_s, time_left_s)
+        timeout_s = request.timeout or self._config.default_timeout_s
+        return timeout_s if time_left_s is None else min(timeout_s, time_left_s)
 
     def _limits(self) -> TokenLimits:
-        """What fits now; only the model's own limits while there is no worker."""
+        """The limits of the ready decode workers; without any only the model's own."""
         context = self._model.context
-        max_model_len, capacity = self._relay.members.longest() or (context, context)
+        max_model_len, capacity = self._dispatcher.workers.longest() or (context, context)
         return TokenLimits(
             vocab_size=self._model.text.vocab_size,
             context=min(context, max_model_len),
@@ -276,8 +275,8 @@ class InferenceService:
     async def _prepare(
         self,
         request: GenerateRequest,
-        called: RequestId,
-        errand: QueuedRequest,
+        request_id: RequestId,
+        queued: QueuedRequest,
         trace: TraceContext | None,
     ) -> RequestRun:
         limits = self._limits()
@@ -289,54 +288,56 @@ class InferenceService:
                 if len(prompt) > limits.total:  # before anything looks at each of them
                     raise too_long(f"the prompt has {len(prompt)} tokens", limits, param="prompt")
                 check_ids(prompt, limits, param="prompt")
-        grammar = await self._model.forms.grammar(request)
+        grammar = await self._model.grammars.grammar(request)
         start = self.clock()
         prompts = await self._model.encode_request(request, limit=limits.total)
-        shown = await self._model.show_prompts(request, prompts) if request.echoes_prompt else {}
+        echoed = await self._model.show_prompts(request, prompts) if request.echoes_prompt else {}
         jobs = make_jobs(
             request,
             prompts,
             sampling,
             limits,
-            called=called,
-            deadline=errand.deadline,
+            request_id=request_id,
+            deadline=queued.deadline,
             grammar=grammar,
         )
         if trace is not None:
             jobs = [replace(job, trace=trace) for job in jobs]
-        await self._relay.hash_blocks(jobs)
-        if not self._relay.members.ready(Role.DECODE):
+        await self._dispatcher.hash_blocks(jobs)
+        if not self._dispatcher.workers.ready(Role.DECODE):
             raise Unavailable("no decode worker is ready", retry_after_s=self._config.retry_after_s)
         span = Span(
             phase=Phase.TOKENIZE,
             start=start,
             end=self.clock(),
-            place=self._relay.router_id,
+            place=self._dispatcher.router_id,
             counts={"tokens": sum(map(len, prompts))},
         )
-        errand = replace(
-            errand,
+        queued = replace(
+            queued,
             tokens=sum(len(job.prompt_ids) for job in jobs),
-            cached=self._relay.cached_tokens(jobs),
+            largest=max(map(len, prompts)),
+            work=max(1, self._dispatcher.work_tokens(jobs)),
+            num_sequences=len(jobs),
         )
         return RequestRun(
-            self._relay,
-            request_id=called.key,
+            self._dispatcher,
+            request_id=request_id.key,
             jobs=jobs,
             text=RequestText(
                 stream=lambda: self._text_stream(request),
-                pieces=self._model.text.pieces,
-                shown=shown,
+                token_table=self._model.text.token_table,
+                echoed=echoed,
                 whole=not request.stream,
             ),
             prompt_tokens=sum(map(len, prompts)),
-            turn=AdmissionTicket(self._waiting, errand),
+            ticket=AdmissionTicket(self._queue, queued),
             spans=[PlacedSpan(span=span, choice=0, attempt=0)],
         )
 
     def _text_stream(self, request: GenerateRequest) -> TextStream:
-        parser = self._model.forms.call_parser(request)
-        # Some models mark calls by special tokens.
+        parser = self._model.grammars.call_parser(request)
+        # Some models mark tool calls by special tokens.
         skip = request.skip_special_tokens and parser is None
         return TextStream(
             self._model.text.detokenizer(skip_special_tokens=skip),

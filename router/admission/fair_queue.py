@@ -69,7 +69,7 @@ class FairQueue(Generic[T]):
         """Tokens of everything that waits."""
         return sum(sum(flow.tokens.values()) for flow in self._flows.values())
 
-    def push(  # noqa: PLR0913 - every argument named
+    def push(
         self,
         item: T,
         *,
@@ -82,7 +82,9 @@ class FairQueue(Generic[T]):
         """Add an item that costs prefill `cost` tokens and needs memory for `num_tokens`. Returns
         the entry, for `take` and `remove`."""
         cost_size = size_class(cost)
-        entry = QueueEntry(item=item, flow=flow, cost=cost, size=(cost_size, size_class(num_tokens)))
+        entry = QueueEntry(
+            item=item, flow=flow, cost=cost, size=(cost_size, size_class(num_tokens))
+        )
         state = self._flows.setdefault(flow, _Flow())
         state.served = self._start(state)
         state.weight = weight

@@ -130,7 +130,7 @@ class AdmissionQueue:
         if len(self._queue):
             self.pump()
         # Without workers it fails with the right error.
-        if load is None and not len(self._queue) or load and self._may_go(load, ticket):
+        if (load is None and not len(self._queue)) or (load and self._may_go(load, ticket)):
             if len(self._queue):
                 self._queue.charge(request.flow, request.work, weight=request.weight)
             self.move(ticket, TicketState.RELEASED)
@@ -180,7 +180,7 @@ class AdmissionQueue:
             self._queue.take(entry)
             if ticket.released.done():  # cancelled, and about to leave
                 continue
-            if ticket.lacks_blocks:
+            if ticket.lacks_blocks and not ticket.goes_without_blocks:
                 self._drain.add(entry.cost, self.clock())
             self.move(ticket, TicketState.RELEASED)
             ticket.released.set_result(None)

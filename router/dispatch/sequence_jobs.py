@@ -101,7 +101,6 @@ def make_jobs(
     request_id: RequestId,
     deadline: float,
     grammar: Grammar | None = None,
-    trace: TraceContext | None = None,
 ) -> list[SequenceJob]:
     """One job for each choice: prompt number times n plus number of the completion."""
     param = "messages" if request.kind is RequestKind.CHAT else "prompt"
@@ -127,7 +126,6 @@ def make_jobs(
                     bypass_prefix_cache=fitted.prompt_logprobs is not None,
                     wants_timeline=request.timeline,
                     grammar=grammar,
-                    trace=trace,
                 )
             )
     return jobs

@@ -193,9 +193,7 @@ class SequenceRun:
             computes = worker is (pair.prefill or pair.decode)
             uncached = tokens - view.expected_tokens if computes else 0
             blocks = -(-tokens // view.block_size)
-            worker.attach(
-                attempt.key, attempt, self._job.blocks, tokens=uncached, blocks=blocks
-            )
+            worker.attach(attempt.key, attempt, self._job.blocks, tokens=uncached, blocks=blocks)
         if attempt.key.attempt == 0:
             self._on_submit()
 

@@ -52,7 +52,7 @@ class InferenceServicer:
             token_ids = not request.HasField("return_token_ids") or request.return_token_ids
             async with self._service.generate(
                 parsed,
-                called=called,
+                request_id=called,
                 caller=caller,
                 arrival=arrival,
                 trace=trace_of(context),
@@ -115,7 +115,9 @@ class InferenceServicer:
             for delta in deltas:
                 choice = answers.choice_message(delta, token_ids=token_ids)
                 if delta.scores is not None or delta.prompt_scores is not None:
-                    add = partial(answers.add_logprobs, choice, delta, request, generation.pieces)
+                    add = partial(
+                        answers.add_logprobs, choice, delta, request, generation.token_table
+                    )
                     await off_loop(add, size=delta.num_scores)
                 if request.return_token_ids and delta.index not in opened:
                     opened.add(delta.index)

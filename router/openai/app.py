@@ -151,7 +151,7 @@ class _FrontEnd:
                     cancelled_when_gone(receive),
                     self._service.generate(
                         request,
-                        called=called,
+                        request_id=called,
                         caller=caller_of(scope),
                         arrival=arrival,
                         trace=trace_of(scope),
@@ -218,7 +218,7 @@ class _FrontEnd:
         """GET /ready: a request would be accepted now."""
         if self._service.ready:
             return _json({"status": "ready"})
-        state = "draining" if self._service.admission.draining else "no decode worker is ready"
+        state = "draining" if self._service.limits.draining else "no decode worker is ready"
         raise Unavailable(f"not ready: {state}", retry_after_s=1)
 
 

@@ -91,8 +91,10 @@ class ChunkWriter:
         )
 
     def _scored_event(self, delta: Delta, text: str, extra: str) -> str:
-        logprobs = encode_in_pieces(logprobs_json(self._request, self._generation.pieces, delta))
-        prompt, end = prompt_logprobs_json(self._request, self._generation.pieces, delta), ""
+        logprobs = encode_in_pieces(
+            logprobs_json(self._request, self._generation.token_table, delta)
+        )
+        prompt, end = prompt_logprobs_json(self._request, self._generation.token_table, delta), ""
         told = self._first is not None and len(self._started) > 1  # a chat has one prompt
         if prompt is not None and not told:
             field = f',"prompt_logprobs":{encode_in_pieces(prompt)}'
@@ -112,7 +114,7 @@ def answer(
 ) -> bytes:
     """The response of a request that is not streamed, from the one delta of each choice."""
     chat = request.kind is RequestKind.CHAT
-    pieces, choices = generation.pieces, list[dict[str, Any]]()
+    pieces, choices = generation.token_table, list[dict[str, Any]]()
     rest: dict[str, Any] = {"choices": choices, "usage": generation.usage.to_json()}
     for delta in sorted(deltas, key=lambda delta: delta.index):
         choice: dict[str, Any] = {"index": delta.index}

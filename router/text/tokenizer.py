@@ -82,7 +82,7 @@ class ModelText:
             for i, data in enumerate(self._byte_table)
         ]
         #: Every id by itself, as text and bytes.
-        self.pieces = TokenTable(self._tokenizer, self._byte_table)
+        self.token_table = TokenTable(self._tokenizer, self._byte_table)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """The ids of a text; by default with what the tokenizer adds (often a BOS)."""
@@ -139,7 +139,7 @@ class ModelText:
         for token in ids:
             before = len(text)
             text += detokenizer.push(token)
-            offsets.append(self.pieces[token].begins(before, len(text)))
+            offsets.append(self.token_table[token].begins(before, len(text)))
         return PromptText(text=text + detokenizer.flush(), offsets=tuple(offsets))
 
     def longer_than(self, text: str, limit: int) -> bool:

@@ -248,9 +248,12 @@ def work_tokens(
     prefill worker that has most of it, or on a decode worker that would compute so few itself."""
     need = Need(prompt_tokens=prompt_tokens, total_tokens=prompt_tokens)
     left = [prompt_tokens - view.expected_tokens for view in prefills or decodes]
-    for view in decodes if prefills else ():
-        if local_reason(need, view, prefills, prefills, config) is not None:
-            left.append(prompt_tokens - view.cached_tokens)
+    if prefills:
+        left += (
+            prompt_tokens - view.cached_tokens
+            for view in decodes
+            if local_reason(need, view, prefills, prefills, config) is not None
+        )
     return min(left, default=prompt_tokens)
 
 

@@ -1,4 +1,4 @@
-"""This router's attempts on one worker, as far as the worker's load report does not show them. Pure.
+"""This router's attempts on one worker, as far as its load report does not show them. Pure.
 
 The report of a worker and its reservations add up to one account of outstanding work: an attempt
 counts here from its submit until a report includes it, and a cancelled one is taken off until a

@@ -42,7 +42,7 @@ class Doors:
             return response.status, await response.json()
 
     async def wait_ready(self, decodes: int = 1, prefills: int = 0) -> None:
-        members = self.router._members
+        members = self.router._workers
         while (
             len(members.ready(Role.DECODE)) < decodes or len(members.ready(Role.PREFILL)) < prefills
         ):

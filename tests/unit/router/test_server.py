@@ -28,7 +28,7 @@ from tests.support.stub_workers import StubFleet
 async def test_a_router_that_ends_refuses_the_new(fleet: StubFleet, make_doors: MakeDoors) -> None:
     await fleet.add(Role.DECODE)
     async with make_doors(fleet) as doors:
-        doors.router._service.admission.close()
+        doors.router._service.limits.close()
         assert not doors.router.ready
         assert doors.router.view().routers[0].state == "draining"
         status, answer = await doors.post("/v1/completions", {"prompt": "hello"})
@@ -283,7 +283,7 @@ async def test_a_lost_worker_is_not_exported_as_ready(doors: Doors) -> None:
     (decode,) = (worker for worker in doors.fleet.workers if worker.role is Role.DECODE)
     await decode.stop()
     while doors.router.ready:
-        await doors.router._members.changed(5)
+        await doors.router._workers.changed(5)
     text = (await doors.router.metrics_text()).decode()
     assert 'role="decode",state=' not in text
     assert 'baton_workers{model_name="tiny",role="prefill",state="ready"} 1.0' in text

@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 from router.admission.fair_queue import FairQueue, QueueEntry
 
 
+def take(queue: FairQueue[str]) -> QueueEntry[str]:
+    entry = queue.next()
+    assert entry is not None
+    queue.take(entry)
+    return entry
+
+
 def drain(queue: FairQueue[str]) -> list[QueueEntry[str]]:
-    return [queue.take() for _ in range(len(queue))]
+    return [take(queue) for _ in range(len(queue))]
 
 
 def push(queue: FairQueue[str], flow: str, cost: int, weight: float = 1.0, priority: int = 0):
@@ -36,7 +43,7 @@ def test_shares_follow_weights() -> None:
         push(queue, "b", chance.randint(1, 400), weight=3.0)
     served: Counter[str] = Counter()
     while sum(served.values()) < 200_000:
-        entry = queue.take()
+        entry = take(queue)
         served[entry.flow] += entry.cost
     assert served["b"] / served["a"] == pytest.approx(3.0, rel=0.02)
 
@@ -50,7 +57,7 @@ def test_output_tokens_are_paid_for() -> None:
         for _ in range(3):
             push(queue, flow, 10)
     for _ in range(5000):
-        flow = queue.take().flow
+        flow = take(queue).flow
         queue.charge(flow, answers[flow], weight=1.0)
         served[flow] += 10 + answers[flow]
         push(queue, flow, 10)
@@ -75,7 +82,7 @@ def test_idling_banks_nothing_and_costs_nothing() -> None:
     for flow in ("new", "old"):
         for _ in range(10):
             push(queue, flow, 100)
-    first = Counter(queue.take().flow for _ in range(10))
+    first = Counter(take(queue).flow for _ in range(10))
     assert first == {"new": 5, "old": 5}
 
 
@@ -101,7 +108,7 @@ def test_whatever_comes_and_goes_the_shares_stay_even_and_the_counts_exact(
         for flow in ("a", "b"):
             waiting.append(push(queue, flow, data.draw(st.integers(1, 100))))
     for _ in range(data.draw(st.integers(0, 15))):
-        entry = queue.take()
+        entry = take(queue)
         waiting.remove(entry)
         served[entry.flow] += entry.cost
         assert abs(served["a"] - served["b"]) <= 100
@@ -112,7 +119,7 @@ def test_whatever_comes_and_goes_the_shares_stay_even_and_the_counts_exact(
         assert len(queue) == len(waiting)
         assert queue.tokens == sum(entry.cost for entry in waiting)
     assert {id(e) for e in drain(queue)} == {id(e) for e in waiting}
-    assert queue.first() is None
+    assert queue.next() is None
     assert queue.tokens == 0
 
 
@@ -129,11 +136,11 @@ def test_what_is_ahead_is_told_to_within_an_item_of_each_flow(
     for flow, cost in costs:
         push(queue, flow, cost)
     for _ in range(min(taken, len(queue))):
-        queue.take()
-    told = queue.ahead("a", weight=weight)
+        take(queue)
+    told = queue.ahead("a", weight=weight, cost=100)
     late = push(queue, "a", 10, weight=weight)
     ahead = 0
-    while (entry := queue.take()) is not late:
+    while (entry := take(queue)) is not late:
         ahead += entry.cost
     assert abs(told - ahead) <= 3 * 100
 
@@ -143,8 +150,24 @@ def test_those_who_left_take_no_room_behind_one_who_stays() -> None:
     push(queue, "a", 1)
     for _ in range(1000):
         queue.remove(push(queue, "a", 1))
-    assert (len(queue), queue.tokens, len(queue._flows["a"].heap)) == (1, 1, 1)
+    assert (len(queue), queue.tokens, len(queue._flows["a"].heaps[1, 0])) == (1, 1, 1)
     waiting = [push(queue, "a", 1) for _ in range(100)]
     for entry in waiting[::2]:
         queue.remove(entry)
     assert [id(entry) for entry in drain(queue)[1:]] == [id(entry) for entry in waiting[1::2]]
+
+
+def test_an_entry_that_may_not_go_holds_back_its_own_size_only() -> None:
+    queue: FairQueue[int] = FairQueue()
+    costs = (("a", 5000), ("a", 4500), ("a", 40), ("b", 4600))
+    entries = [queue.push(cost, flow=flow, weight=1.0, cost=cost) for flow, cost in costs]
+    asked: list[int] = []
+
+    def may_go(cost: int) -> bool:
+        asked.append(cost)
+        return cost < 100
+
+    assert queue.next(may_go) is entries[2]
+    assert asked == [5000, 40], "one of each size is asked about"
+    assert queue.next(lambda _cost: False) is None
+    assert queue.ahead("a", weight=1.0, cost=60) == 40

@@ -1,114 +1,33 @@
-"""The waiting room: when requests may go, when they are refused, and that nothing stays counted."""
+"""The admission queue: when requests may go, when they are refused, and that nothing leaks."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
 import yaml
 from grpc import aio
-from msgspec.structs import replace
 
 from observability import metrics
-from observability.export import MetricSet
 from protocol.errors import DeadlineExceeded, InvalidRequest, Overloaded, PermissionDenied
 from protocol.errors import Unavailable as Late
 from protocol.ids import Role
-from protocol.messages import WorkerLoad
 from protocol.wire import inference_pb2 as pb
-from router.admission.load_estimate import Peak, pressure
-from router.admission.queue import AdmissionQueue, AdmissionTicket, QueuedRequest
+from router.admission.load_estimate import LoadEstimate, Peak
 from router.auth.keys import ANYONE, Caller, hashed, new_key
 from router.auth.tiers import ServiceTier, tier_name
-from router.config import RouterConfig
+from tests.support.admission import Bench, soon
 from tests.support.router_doors import Doors, MakeDoors, status_of, until
 from tests.support.stub_workers import StubFleet
-
-
-@dataclass
-class Worker:
-    """Stands for Member."""
-
-    load: WorkerLoad
-    room_tokens: int = 0
-
-
-class Workers:
-    """Stands for Members: one prefill worker of 100 tokens a second, one decode worker."""
-
-    def __init__(self) -> None:
-        self.looks = 0
-        self.on_news = lambda: None
-        self.prefill = Worker(WorkerLoad(tokens_per_second=100.0))
-        self.decode = Worker(WorkerLoad(), room_tokens=1600)
-        self.lost = False  # decode
-
-    def ready(self, role: Role) -> list[Worker]:
-        self.looks += role is Role.DECODE
-        if role is Role.PREFILL:
-            return [self.prefill]
-        return [] if self.lost else [self.decode]
-
-    def lose_decode(self, lost: bool = True) -> None:
-        self.lost = lost
-        self.on_news()
-
-    def report(self, **load: Any) -> None:
-        self.prefill.load = replace(self.prefill.load, **load)
-        self.on_news()
-
-
-class Bench:
-    """A waiting room with a clock of its own."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.now = 1000.0
-        self.workers = Workers()
-        self.metrics = MetricSet(model_name="m")
-        config = RouterConfig(model_path="m", **({"dispatch_window_s": 1.0} | settings))
-        self.room = AdmissionQueue(
-            members=self.workers,  # type: ignore[arg-type]
-            config=config,
-            metric_set=self.metrics,
-            clock=lambda: self.now,
-        )
-
-    def turn(self, tokens: int, caller: Caller = ANYONE, **fields: Any) -> Any:
-        tier = fields.pop("tier", ServiceTier())
-        errand = QueuedRequest(
-            caller=caller,
-            tier_name="default",
-            tier=tier,
-            tokens=tokens,
-            priority=fields.pop("priority", 0),
-            arrival=self.now,
-            deadline=self.now + fields.pop("left_s", 600.0),
-            cached=fields.pop("cached", 0),
-        )
-        return AdmissionTicket(self.room, errand)
-
-    @property
-    def waiting(self) -> tuple[float, float]:
-        return (
-            self.metrics.value(metrics.QUEUED_REQUESTS),
-            self.metrics.value(metrics.QUEUED_TOKENS),
-        )
-
-
-async def soon() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
 
 
 async def test_reports_that_come_together_are_looked_at_once() -> None:
     """A hundred workers report a hundred times a second each."""
     bench = Bench()
-    first, second = bench.turn(160), bench.turn(60)
+    first, second = bench.ticket(160), bench.ticket(130)
     await first.wait()
     waiting = asyncio.create_task(second.wait())
     await soon()
@@ -130,30 +49,30 @@ async def test_reports_that_come_together_are_looked_at_once() -> None:
 
 async def test_workers_get_a_window_of_work_and_the_rest_waits() -> None:
     bench = Bench()
-    turns = [bench.turn(60) for _ in range(4)]
-    await turns[0].wait()
-    await turns[1].wait()  # 60 tokens are out, 0.6 s: less than the window
-    tasks = [asyncio.create_task(turn.wait()) for turn in turns[2:]]
+    tickets = [bench.ticket(60) for _ in range(4)]
+    await tickets[0].wait()
+    await tickets[1].wait()  # 60 tokens are out, 0.6 s: less than the window
+    tasks = [asyncio.create_task(ticket.wait()) for ticket in tickets[2:]]
     await soon()
     assert bench.waiting == (2, 120)
-    turns[0].started()
+    tickets[0].started()
     await soon()
     assert [task.done() for task in tasks] == [True, False]
-    turns[1].end(5)
+    tickets[1].end(5)
     await soon()
     assert tasks[1].done()
     assert bench.waiting == (0, 0)
-    assert turns[0].spans("r") == []
-    assert [placed.span.phase for placed in turns[2].spans("r")] == ["queue"]
-    for turn in turns:
-        turn.end(5)
-    assert bench.room._outstanding == 0
+    assert tickets[0].spans("r") == []
+    assert [placed.span.phase for placed in tickets[2].spans("r")] == ["queue"]
+    for ticket in tickets:
+        ticket.end(5)
+    assert bench.idle
 
 
 async def test_what_other_routers_have_sent_counts_too_but_one_may_always_go() -> None:
     bench = Bench()
     bench.workers.report(waiting_tokens=500)
-    first, second = bench.turn(10), bench.turn(10)
+    first, second = bench.ticket(10), bench.ticket(10)
     await first.wait()
     task = asyncio.create_task(second.wait())
     await soon()
@@ -165,29 +84,29 @@ async def test_what_other_routers_have_sent_counts_too_but_one_may_always_go() -
 
 async def test_what_is_cached_is_no_work_to_wait_for() -> None:
     bench = Bench()
-    turns = [bench.turn(90), bench.turn(80, cached=70), bench.turn(200, cached=190)]
-    for turn in turns[:2]:
-        await turn.wait()  # 100 tokens to compute, 1 s
-    task = asyncio.create_task(turns[2].wait())
+    tickets = [bench.ticket(90), bench.ticket(80, cached=70), bench.ticket(200, cached=190)]
+    for ticket in tickets[:2]:
+        await ticket.wait()  # 100 tokens to compute, 1 s
+    task = asyncio.create_task(tickets[2].wait())
     await soon()
     assert (task.done(), bench.waiting) == (True, (0, 0))
-    late = bench.turn(300, cached=200, left_s=1.05)  # 110 are ahead: 1.1 s
+    late = bench.ticket(300, cached=200, left_s=1.05)  # 110 are ahead: 1.1 s
     with pytest.raises(Late, match=r"1\.1 s of work"):
         await late.wait()
-    waiting = asyncio.create_task(bench.turn(300, cached=250).wait())
+    waiting = asyncio.create_task(bench.ticket(300, cached=230).wait())
     await soon()
-    assert bench.waiting == (1, 50)
+    assert bench.waiting == (1, 70)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    for turn in turns:
-        turn.end(0)
-    assert bench.room._outstanding == bench.room._promised == 0
+    for ticket in tickets:
+        ticket.end(0)
+    assert bench.idle
 
 
 async def test_what_is_cached_needs_room_all_the_same() -> None:
     bench = Bench()
-    bench.workers.decode.room_tokens = 150
-    first, second = bench.turn(100, cached=100), bench.turn(100, cached=100)
+    bench.workers.decode.capacity_tokens = 150
+    first, second = bench.ticket(100, cached=100), bench.ticket(100, cached=100)
     await first.wait()
     task = asyncio.create_task(second.wait())
     await soon()
@@ -196,20 +115,20 @@ async def test_what_is_cached_needs_room_all_the_same() -> None:
     await soon()
     assert task.done()
     second.end(0)
-    assert bench.room._outstanding == bench.room._promised == 0
+    assert bench.idle
 
 
 async def test_a_keys_waiting_tokens_are_shared_out_over_routers() -> None:
     bench = Bench()
     caller = Caller(name="k", max_queued_tokens=100)
-    bench.room.num_routers = 2
+    bench.queue.num_routers = 2
     bench.workers.report(waiting_tokens=500)
-    first = bench.turn(10, caller)
+    first = bench.ticket(10, caller)
     await first.wait()
-    one = asyncio.create_task(bench.turn(60, caller).wait())  # more than 50, but the only one
+    one = asyncio.create_task(bench.ticket(60, caller).wait())  # more than 50, but the only one
     await soon()
     with pytest.raises(Overloaded, match="60 of 50 tokens"):
-        await bench.turn(1, caller).wait()
+        await bench.ticket(1, caller).wait()
     one.cancel()
     await asyncio.gather(one, return_exceptions=True)
     first.end(0)
@@ -217,8 +136,8 @@ async def test_a_keys_waiting_tokens_are_shared_out_over_routers() -> None:
 
 async def test_decode_without_room_holds_prompts_back() -> None:
     bench = Bench()
-    bench.workers.decode.room_tokens = 32
-    first, second = bench.turn(20), bench.turn(20)
+    bench.workers.decode.capacity_tokens = 32
+    first, second = bench.ticket(20), bench.ticket(20)
     await first.wait()
     task = asyncio.create_task(second.wait())
     await soon()
@@ -231,9 +150,9 @@ async def test_decode_without_room_holds_prompts_back() -> None:
 async def test_who_waits_while_the_only_decode_worker_is_replaced_keeps_its_place() -> None:
     """Or all that had been accepted would be refused, for a stream that broke for a moment."""
     bench = Bench()
-    running = bench.turn(150)
+    running = bench.ticket(150)
     await running.wait()
-    tasks = [asyncio.create_task(bench.turn(tokens).wait()) for tokens in (120, 70)]
+    tasks = [asyncio.create_task(bench.ticket(tokens).wait()) for tokens in (140, 130)]
     await soon()
     bench.workers.lose_decode()
     running.end(0)  # its worker is gone
@@ -252,9 +171,9 @@ async def test_who_waits_while_the_only_decode_worker_is_replaced_keeps_its_plac
 
 async def test_without_a_new_decode_worker_nobody_waits_for_ever() -> None:
     bench = Bench(resume_wait_s=0.05)
-    running = bench.turn(150)
+    running = bench.ticket(150)
     await running.wait()
-    waiting = bench.turn(60)
+    waiting = bench.ticket(60)
     task = asyncio.create_task(waiting.wait())
     await soon()
     bench.workers.lose_decode()
@@ -265,30 +184,30 @@ async def test_without_a_new_decode_worker_nobody_waits_for_ever() -> None:
 
 async def test_cancelled_and_late_requests_leave_nothing_behind() -> None:
     bench = Bench()
-    running = bench.turn(200)
+    running = bench.ticket(200)
     await running.wait()
-    cancelled, let_go = bench.turn(30), bench.turn(40)
-    tasks = [asyncio.create_task(turn.wait()) for turn in (cancelled, let_go)]
+    cancelled, let_go = bench.ticket(130), bench.ticket(140)
+    tasks = [asyncio.create_task(ticket.wait()) for ticket in (cancelled, let_go)]
     await soon()
     tasks[0].cancel()
     await soon()
-    assert bench.waiting == (1, 40)
+    assert bench.waiting == (1, 140)
     running.started()
     tasks[1].cancel()  # between being let go and noticing it
     await asyncio.gather(*tasks, return_exceptions=True)
     assert bench.waiting == (0, 0)
-    assert bench.room._outstanding == 0
+    assert bench.idle
     await running_out_of_time(bench)
 
 
 async def running_out_of_time(bench: Bench) -> None:
-    blocker = bench.turn(102)
+    blocker = bench.ticket(102)
     await blocker.wait()
-    late = bench.turn(10, left_s=1.05)
+    late = bench.ticket(70, left_s=1.05)
     task = asyncio.create_task(late.wait())
     await soon()
     bench.now += 1.05
-    again = bench.turn(10, left_s=10)
+    again = bench.ticket(70, left_s=10)
     with pytest.raises(DeadlineExceeded):
         await task
     blocker.end(0)
@@ -299,18 +218,18 @@ async def running_out_of_time(bench: Bench) -> None:
 
 async def test_the_queue_is_bounded_and_says_when_to_come_back() -> None:
     bench = Bench(max_queued_requests=2, max_queued_tokens=1000)
-    running = bench.turn(500)
+    running = bench.ticket(500)
     await running.wait()
-    tasks = [asyncio.create_task(bench.turn(300).wait()) for _ in range(2)]
+    tasks = [asyncio.create_task(bench.ticket(300).wait()) for _ in range(2)]
     await soon()
     with pytest.raises(Overloaded) as caught:
-        await bench.turn(10).wait()
+        await bench.ticket(260).wait()
     # 500 tokens are on their way and 600 wait, at 100 a second.
     assert caught.value.retry_after_s == pytest.approx(11.0)
     tasks[0].cancel()
     await soon()
     with pytest.raises(Overloaded, match="300 prompt tokens are waiting"):
-        await bench.turn(800).wait()
+        await bench.ticket(800).wait()
     assert bench.metrics.value(metrics.REFUSALS, reason="queue_full") == 2
     tasks[1].cancel()
     await soon()
@@ -318,16 +237,16 @@ async def test_the_queue_is_bounded_and_says_when_to_come_back() -> None:
 
 async def test_a_caller_has_a_bound_of_waiting_tokens() -> None:
     bench = Bench()
-    running = bench.turn(500)
+    running = bench.ticket(500)
     await running.wait()
-    small, other = Caller(name="small", max_queued_tokens=100), Caller(name="other")
-    tasks = [asyncio.create_task(bench.turn(90, small).wait())]
+    small, other = Caller(name="small", max_queued_tokens=500), Caller(name="other")
+    tasks = [asyncio.create_task(bench.ticket(450, small).wait())]
     await soon()
-    with pytest.raises(Overloaded, match="'small' has 90 of 100"):
-        await bench.turn(20, small).wait()
-    tasks.append(asyncio.create_task(bench.turn(20, other).wait()))
+    with pytest.raises(Overloaded, match="'small' has 450 of 500"):
+        await bench.ticket(300, small).wait()
+    tasks.append(asyncio.create_task(bench.ticket(260, other).wait()))
     await soon()
-    assert bench.waiting == (2, 110)
+    assert bench.waiting == (2, 710)
     for task in tasks:
         task.cancel()
     await soon()
@@ -335,26 +254,26 @@ async def test_a_caller_has_a_bound_of_waiting_tokens() -> None:
 
 async def test_what_cannot_be_had_in_time_is_refused_at_once() -> None:
     bench = Bench()
-    running = bench.turn(500)
+    running = bench.ticket(500)
     await running.wait()
     with pytest.raises(Late, match=r"in time: about 5\.0 s of work") as caught:
-        await bench.turn(10, left_s=3.0).wait()
+        await bench.ticket(260, left_s=3.0).wait()
     assert caught.value.retry_after_s == pytest.approx(2.0)
     with pytest.raises(Late):
-        await bench.turn(10, tier=ServiceTier(ttft_s=0.5)).wait()
+        await bench.ticket(260, tier=ServiceTier(ttft_s=0.5)).wait()
     with pytest.raises(Late):  # for the time that its client gives it, not for what it is promised
-        await bench.turn(10, left_s=3.0, tier=ServiceTier(ttft_s=8.0)).wait()
-    task = asyncio.create_task(bench.turn(10, left_s=8.0).wait())
+        await bench.ticket(260, left_s=3.0, tier=ServiceTier(ttft_s=8.0)).wait()
+    task = asyncio.create_task(bench.ticket(260, left_s=8.0).wait())
     await soon()
     assert not task.done()
     task.cancel()
     running.end(0)
-    await bench.turn(10, tier=ServiceTier(ttft_s=0.5)).wait()
-    bench.room.finished(10, 2.0)
+    await bench.ticket(10, tier=ServiceTier(ttft_s=0.5)).wait()
+    bench.queue.finished(10, 2.0)
     with pytest.raises(Late, match=r"a token takes 0\.200 s now"):
-        await bench.turn(10, tier=ServiceTier(tpot_s=0.1)).wait()
+        await bench.ticket(10, tier=ServiceTier(tpot_s=0.1)).wait()
     bench.now += 11.0  # the measurement is old: try again
-    await bench.turn(10, tier=ServiceTier(tpot_s=0.1)).wait()
+    await bench.ticket(10, tier=ServiceTier(tpot_s=0.1)).wait()
     assert bench.metrics.value(metrics.REFUSALS, reason="deadline") == 2
     assert bench.metrics.value(metrics.REFUSALS, reason="ttft") == 1
     assert bench.metrics.value(metrics.REFUSALS, reason="tpot") == 1
@@ -364,33 +283,33 @@ async def test_one_slow_request_among_many_refuses_nobody() -> None:
     """What counts is how many tokens a second all had that ended lately."""
     bench = Bench()
     tier = ServiceTier(tpot_s=0.1)
-    bench.room.finished(1000, 20.0)
-    bench.room.finished(2, 3.0)
-    await bench.turn(10, tier=tier).wait()
+    bench.queue.finished(1000, 20.0)
+    bench.queue.finished(2, 3.0)
+    await bench.ticket(10, tier=tier).wait()
     bench.now += 9.0
-    bench.room.finished(100, 15.0)
-    await bench.turn(10, tier=tier).wait()
+    bench.queue.finished(100, 15.0)
+    await bench.ticket(10, tier=tier).wait()
     bench.now += 1.0  # of these, the first two are too old
     with pytest.raises(Late, match=r"a token takes 0\.150 s now") as caught:
-        await bench.turn(10, tier=tier).wait()
+        await bench.ticket(10, tier=tier).wait()
     assert caught.value.retry_after_s == 9.0
-    assert len(bench.room._pace._ended) == 1
+    assert len(bench.queue._pace._ended) == 1
 
 
 async def test_a_light_caller_is_promised_its_own_wait_not_the_heavy_ones() -> None:
     bench = Bench()
     heavy, light = Caller(name="heavy"), Caller(name="light")
-    running = bench.turn(100, heavy)
+    running = bench.ticket(100, heavy)
     await running.wait()
-    turns = [bench.turn(100, heavy) for _ in range(50)]
-    tasks = [asyncio.create_task(turn.wait()) for turn in turns]
+    tickets = [bench.ticket(100, heavy) for _ in range(50)]
+    tasks = [asyncio.create_task(ticket.wait()) for ticket in tickets]
     await soon()
     with pytest.raises(Late):
-        await bench.turn(100, heavy, left_s=20.0).wait()
-    mine = asyncio.create_task(bench.turn(100, light, left_s=20.0).wait())
+        await bench.ticket(100, heavy, left_s=20.0).wait()
+    mine = asyncio.create_task(bench.ticket(100, light, left_s=20.0).wait())
     await soon()
     running.end(0)
-    turns[0].end(0)
+    tickets[0].end(0)
     await soon()
     assert [task.done() for task in [*tasks[:3], mine]] == [True, True, False, True]
     for task in [*tasks, mine]:
@@ -403,23 +322,24 @@ def test_a_low_rate_under_little_load_is_not_taken_for_the_limit() -> None:
     assert peak.take(1000.0, 0.0) == 1000.0
     assert peak.take(10.0, 60.0) == pytest.approx(500.0)
     assert peak.take(2000.0, 61.0) == 2000.0
-    assert pressure([WorkerLoad()], room_tokens=0).backlog_s(1000) == 0.0
+    unknown = LoadEstimate(prefills=[], rate=0.0, free_tokens=[0])
+    assert unknown.wait_s(1000, []) == 0.0
 
 
 async def test_a_new_prefill_worker_after_a_quiet_hour_is_not_taken_to_be_slow() -> None:
     """It reports no rate until it had a full step; what is left of an old peak would be nothing,
     and every wait an eternity."""
     bench = Bench()
-    await bench.turn(10).wait()
+    await bench.ticket(10).wait()
     bench.now += 3600.0
     bench.workers.report(tokens_per_second=0.0)
-    running = bench.turn(90)
+    running = bench.ticket(90)
     await running.wait()
-    task = asyncio.create_task(bench.turn(100).wait())  # 1 s of work is out: what a worker may have
+    task = asyncio.create_task(bench.ticket(100).wait())
     await soon()
     assert task.done()
     with pytest.raises(Late, match=r"about 2\.0 s of work"):
-        await bench.turn(10, left_s=1.0).wait()
+        await bench.ticket(100, left_s=1.0).wait()
     assert bench.metrics.value(metrics.REFUSALS, reason="deadline") == 1
 
 
@@ -427,25 +347,26 @@ async def test_a_pause_of_the_queue_is_not_taken_for_its_end() -> None:
     """Ten requests have left at 10 tokens a second when decode is full for 20 s: a rate that fades
     with every second would be 50 times lower, and the wait an hour."""
     bench = Bench()
-    running = bench.turn(10)
+    bench.workers.decode.capacity_tokens = 150
+    running = bench.ticket(100)
     await running.wait()
-    turns = [bench.turn(100) for _ in range(10)]
-    tasks = [asyncio.create_task(turn.wait()) for turn in turns]
+    tickets = [bench.ticket(100) for _ in range(10)]
+    tasks = [asyncio.create_task(ticket.wait()) for ticket in tickets]
     await soon()
-    for turn in turns:
+    for ticket in tickets:
         bench.now += 10.0
         running.end(0)
         await soon()
-        running = turn
-    bench.workers.decode.room_tokens = 0
-    tasks += [asyncio.create_task(bench.turn(100).wait()) for _ in range(10)]
+        running = ticket
+    bench.workers.decode.capacity_tokens = 0
+    tasks += [asyncio.create_task(bench.ticket(100).wait()) for _ in range(10)]
     await soon()
     for _ in range(4):
         bench.now += 5.0
         with pytest.raises(Late):  # each look at the queue counts the time since the last
-            await bench.turn(100, left_s=1.0).wait()
+            await bench.ticket(100, left_s=1.0).wait()
     with pytest.raises(Late, match=r"about 273\.\d s of work"):
-        await bench.turn(100, left_s=100.0).wait()
+        await bench.ticket(100, left_s=100.0).wait()
     running.end(0)
     for task in tasks:
         task.cancel()
@@ -456,24 +377,24 @@ async def test_how_slowly_another_queue_drained_says_nothing() -> None:
     """Cached prompts left one a second, a token's work each, while decode was full. What prefill
     does in 4 s is not refused an hour later because at that pace it would take 300."""
     bench = Bench()
-    bench.workers.decode.room_tokens = 150
-    running = bench.turn(100)
+    bench.workers.decode.capacity_tokens = 150
+    running = bench.ticket(100)
     await running.wait()
-    turns = [bench.turn(100, cached=100) for _ in range(10)]
-    tasks = [asyncio.create_task(turn.wait()) for turn in turns]
+    tickets = [bench.ticket(100, cached=100) for _ in range(10)]
+    tasks = [asyncio.create_task(ticket.wait()) for ticket in tickets]
     await soon()
-    for turn in turns:
+    for ticket in tickets:
         bench.now += 1.0
         running.end(0)
         await soon()
-        running = turn
+        running = ticket
     assert bench.waiting == (0, 0)
     running.end(0)
-    bench.workers.decode.room_tokens = 1600
+    bench.workers.decode.capacity_tokens = 1600
     bench.now += 3600.0
-    running = bench.turn(110)
+    running = bench.ticket(110)
     await running.wait()
-    tasks += [asyncio.create_task(bench.turn(100, left_s=60.0).wait()) for _ in range(4)]
+    tasks += [asyncio.create_task(bench.ticket(100, left_s=60.0).wait()) for _ in range(4)]
     await soon()
     assert bench.waiting == (4, 400)
     assert bench.metrics.value(metrics.REFUSALS, reason="deadline") == 0

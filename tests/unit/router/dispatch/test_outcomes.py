@@ -54,7 +54,7 @@ async def test_a_client_that_leaves_while_its_request_ends_is_not_counted_for_ev
 
     async def ask() -> None:
         async with service.generate(
-            request, called=request_id(None), arrival=service.clock(), caller=ANYONE
+            request, request_id=request_id(None), arrival=service.clock(), caller=ANYONE
         ) as generation:
             async for _ in generation:
                 pass

@@ -22,7 +22,7 @@ def jobs(
     request = chat(**fields) if kind == "chat" else completion(**fields)
     sampling = base_sampling(request, limits, eos_ids=[2], seed=77)
     ids = tuple(range(1, length + 1))
-    return make_jobs(request, [ids], sampling, limits, called=ID, deadline=9.0)
+    return make_jobs(request, [ids], sampling, limits, request_id=ID, deadline=9.0)
 
 
 def max_tokens(limits: TokenLimits, length: int, kind: str = "completion", **fields: object) -> int:
@@ -71,7 +71,7 @@ def test_min_tokens_over_what_fits_is_refused() -> None:
 def test_each_choice_has_its_place_and_its_seed() -> None:
     request = completion(prompt=["a", "b"], n=3, seed=MAX_SEED)
     sampling = base_sampling(request, WIDE, eos_ids=[], seed=0)
-    made = make_jobs(request, [(5,), (6,)], sampling, WIDE, called=ID, deadline=1.0)
+    made = make_jobs(request, [(5,), (6,)], sampling, WIDE, request_id=ID, deadline=1.0)
     assert [job.index for job in made] == list(range(6))
     assert [job.prompt_ids for job in made] == [(5,)] * 3 + [(6,)] * 3
     assert [job.sampling.seed for job in made] == [MAX_SEED, 0, 1] * 2

@@ -38,11 +38,10 @@ async def ids_of(doors: Doors, **fields: Any) -> list[int]:
 
 
 def idle(doors: Doors) -> bool:
-    members = doors.router._members.all()
+    members = doors.router._workers.all()
     counts = [m.reservations for m in members]
     return doors.router.num_requests == 0 and all(
-        (c.in_flight, c.unseen_sequences, c.unseen_tokens, c.pending_blocks) == (0, 0, 0, 0)
-        for c in counts
+        (c.in_flight, c.sequences, c.tokens, c.blocks) == (0, 0, 0, 0) for c in counts
     )
 
 
@@ -108,8 +107,8 @@ async def test_decode_computes_a_prompt_while_prefill_is_busy_but_not_two(
 ) -> None:
     prefill, decode = await fleet.add(Role.PREFILL), await fleet.add(Role.DECODE)
     async with make_doors(fleet, local_backlog_s=0.5) as doors:
-        (busy,) = doors.router._members.ready(Role.PREFILL)
-        (other,) = doors.router._members.ready(Role.DECODE)
+        (busy,) = doors.router._workers.ready(Role.PREFILL)
+        (other,) = doors.router._workers.ready(Role.DECODE)
         busy.reservations.reserve(RequestKey("long", 0), tokens=10**6, blocks=0)
         assert await ids_of(doors) == expected(8)
         assert decode.submitted[0].peer is None
@@ -118,7 +117,7 @@ async def test_decode_computes_a_prompt_while_prefill_is_busy_but_not_two(
         decode.accepting = asyncio.Event()
         answer = asyncio.create_task(ids_of(doors))
         await until(lambda: prefill.submitted)
-        assert other.reservations.unseen_tokens == 1  # what prefill computes is none of decode's
+        assert other.reservations.tokens == 1  # what prefill computes is none of decode's
         decode.accepting.set()
         assert await answer == expected(8)
         assert [submit.peer for submit in decode.submitted] == [None, prefill.ref]
@@ -285,7 +284,7 @@ async def test_a_final_failure_reaches_the_client(doors: Doors) -> None:
     decode.fail_error = InvalidRequest("no good", param="prompt")
     status, body = await complete(doors)
     assert (status, body["error"]["param"]) == (400, "prompt")
-    assert idle(doors)
+    await until(lambda: idle(doors))
 
 
 async def test_a_defect_in_one_output_ends_that_output_alone(
@@ -443,7 +442,7 @@ async def test_an_output_that_ends_just_as_its_deadline_passes_has_ended(
     worker.gate = asyncio.Event()
     async with make_doors(fleet) as doors:
         asked = asyncio.create_task(complete(doors))
-        (member,) = doors.router._members.all()
+        (member,) = doors.router._workers.all()
         await until(lambda: any(a._merger.output_ids for a in member._sinks.values()))
         (attempt,) = member._sinks.values()
         (deadline,) = [d for d in deadlines if d._task.get_coro().__qualname__ == "SequenceRun.run"]
@@ -467,7 +466,7 @@ async def test_a_deadline_ends_the_request_everywhere(
         assert 0.9 < time.monotonic() - start < 10  # all tokens take 20 s
         assert (status, body["error"]["code"]) == (504, "deadline_exceeded")
         await until(lambda: worker.cancelled and not worker.running)
-        assert idle(doors)
+        await until(lambda: idle(doors))
 
 
 async def test_a_stop_string_ends_the_workers_part_too(
@@ -544,7 +543,7 @@ async def test_a_leaving_worker_finishes_what_it_has(
         assert await ids_of(doors) == expected(8)
         assert len(new.submitted) == 1
         assert await running == expected(30)
-        await until(lambda: len(doors.router._members.all()) == 1)
+        await until(lambda: len(doors.router._workers.all()) == 1)
         assert "worker lost" not in caplog.messages  # not an incident
 
 

@@ -176,7 +176,7 @@ async def test_a_known_grammar_waits_for_no_other_and_a_deadline_holds_while_it_
     assert (await doors.post("/v1/completions", body))[0] == 200
     doors.router.warm_up()
     blocked = threading.Event()
-    doors.router._model.forms._thread.submit(blocked.wait)
+    doors.router._model.grammars._thread.submit(blocked.wait)
     try:
         assert (await doors.post("/v1/completions", body))[0] == 200
         late = {**body, "guided_regex": "[b-z]+", "timeout": 0.2}

@@ -30,10 +30,10 @@ TEXTS = st.text(alphabet=st.sampled_from("the dog é好🙂\u0301 \n"), min_size
 @given(text=TEXTS)
 def test_bytes_of_the_tokens_of_a_text_are_those_of_the_text(model: ModelText, text: str) -> None:
     ids = model.encode(text, add_special_tokens=False)
-    data = b"".join(model.pieces[token].data for token in ids)
+    data = b"".join(model.token_table[token].data for token in ids)
     assert data.decode() in (text, " " + text), "sentencepiece puts a space before it"
     for token in ids:
-        piece = model.pieces[token]
+        piece = model.token_table[token]
         assert piece == TokenText.of(piece.data)
         if not piece.text.startswith("bytes:"):
             assert piece.text.encode() == piece.data
@@ -47,7 +47,7 @@ def test_offsets_are_where_tokens_begin(model: ModelText, text: str) -> None:
     assert len(shown.offsets) == len(ids)
     assert list(shown.offsets) == sorted(shown.offsets)
     for token, offset in zip(ids, shown.offsets, strict=True):
-        piece = model.pieces[token].text
+        piece = model.token_table[token].text
         if not piece.startswith(("bytes:", "<|", " ")):
             assert text[offset:].startswith(piece)
 
@@ -67,12 +67,12 @@ def test_offsets_of_any_ids_are_where_tokens_begin(model: ModelText, ids: list[i
     shown = model.show(ids, ids, skip_special_tokens=False)
     assert list(shown.offsets) == sorted(shown.offsets)
     for token, offset in zip(ids, shown.offsets, strict=True):
-        piece = model.pieces[token]
+        piece = model.token_table[token]
         if len(piece.data) > 1 and not piece.text.startswith("bytes:"):
             assert shown.text[offset:].startswith((piece.text, piece.text.lstrip(" ")))
 
 
 def test_special_and_missing_ids(model: ModelText) -> None:
-    assert model.pieces[1].text in ("<|im_start|>", "<s>")
-    assert model.pieces[model.vocab_size - 1] == TokenText(text="", data=b"")
+    assert model.token_table[1].text in ("<|im_start|>", "<s>")
+    assert model.token_table[model.vocab_size - 1] == TokenText(text="", data=b"")
     assert TokenText.of("🙂".encode()[:2]).text == "bytes:\\xf0\\x9f"

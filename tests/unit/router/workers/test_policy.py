@@ -13,7 +13,7 @@ from protocol.ids import Role, WorkerRef
 from protocol.messages import WorkerLoad
 from router.config import RouterConfig
 from router.workers.policy import (
-    Ground,
+    ChoiceReason,
     LocalReason,
     Need,
     WorkerView,
@@ -32,7 +32,7 @@ def view(name: str, role: Role = Role.DECODE, *, capacity: int = 8192, **load: f
     unseen = {
         field: int(load.pop(field, 0))
         for field in (
-            *("unseen_sequences", "unseen_tokens", "pending_blocks"),
+            *("unseen_sequences", "unseen_tokens", "unseen_blocks"),
             *("cached_tokens", "expected_tokens"),
         )
     }
@@ -78,7 +78,7 @@ def test_decode_with_the_fewest_sequences() -> None:
 def test_room_comes_before_load() -> None:
     assert pick(view("a", running=0, free_blocks=3), view("b", running=50, free_blocks=10)) == "b"
     # 101 tokens need 7 blocks: this router has asked for 4 of the 10 already
-    assert pick(view("a", free_blocks=10, pending_blocks=4), view("b", running=9)) == "b"
+    assert pick(view("a", free_blocks=10, unseen_blocks=4), view("b", running=9)) == "b"
 
 
 def test_without_room_anywhere_the_least_lacking() -> None:
@@ -173,16 +173,19 @@ def test_no_decode_no_choice() -> None:
 
 def test_every_choice_says_why() -> None:
     alone = decide([view("d")], [])
-    assert alone.why == "local: no_prefill_ready; decode only: 0 tokens cached, room 1000 blocks"
-    assert (alone.decode_ground, alone.prefill_ground) == ("only", "no_prefill_ready")
+    assert alone.note == "local: no_prefill_ready; decode only: 0 tokens cached, 1000 blocks free"
+    assert (alone.decode_reason, alone.prefill_reason) == ("only", "no_prefill_ready")
     both = decide([view("d"), view("e", running=1)], [prefill("p"), prefill("q", cached_tokens=48)])
-    assert both.why == (
+    assert both.note == (
         "prefill prefix: 48 tokens cached, backlog 0.00 s; "
-        "decode least_loaded: 0 tokens cached, room 1000 blocks"
+        "decode least_loaded: 0 tokens cached, 1000 blocks free"
     )
-    assert (both.decode_ground, both.prefill_ground) == (Ground.LEAST_LOADED, Ground.PREFIX)
+    assert (both.decode_reason, both.prefill_reason) == (
+        ChoiceReason.LEAST_LOADED,
+        ChoiceReason.PREFIX,
+    )
     full = decide([view("d", free_blocks=0), view("e", free_blocks=1)], [])
-    assert full.decode_ground is Ground.NO_ROOM
+    assert full.decode_reason is ChoiceReason.NO_ROOM
 
 
 def test_cached_tokens_make_up_for_sequences() -> None:
@@ -200,7 +203,7 @@ def test_cached_tokens_make_up_for_sequences() -> None:
 def test_what_is_on_its_way_draws_a_request_but_does_not_make_it_local() -> None:
     coming = view("coming", expected_tokens=96)
     choice = decide([view("b"), coming], [prefill("p")])
-    assert (choice.decode, choice.decode_ground) == (coming, Ground.PREFIX)
+    assert (choice.decode, choice.decode_reason) == (coming, ChoiceReason.PREFIX)
     assert choice.prefill is not None
 
 

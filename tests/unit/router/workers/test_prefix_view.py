@@ -89,7 +89,7 @@ async def test_requests_go_where_their_prefix_is(fleet: StubFleet, make_doors: M
     settings = {"prefix_tokens_per_sequence": 8, "local_prefill_tokens": 8}
     async with make_doors(fleet, **settings) as doors:
         await doors.wait_ready(2, 1)
-        members = {m.ref.worker_id: m for m in doors.router._members.all()}
+        members = {m.ref.worker_id: m for m in doors.router._workers.all()}
         second.tell_cache(holds(PROMPT[:32]))
         await until(lambda: members[second.name].prefix.speaks)
         body = {"prompt": PROMPT, "max_tokens": 4, "timeline": True}
@@ -118,7 +118,7 @@ async def test_a_worker_that_comes_back_has_an_empty_cache(
     async with make_doors(fleet) as doors:
         await doors.wait_ready(2, 1)
         first.tell_cache(holds(PROMPT))
-        (member,) = [m for m in doors.router._members.all() if m.ref == first.ref]
+        (member,) = [m for m in doors.router._workers.all() if m.ref == first.ref]
         await until(lambda: member.prefix.speaks)
         blocks = PromptBlocks(PROMPT).hints(FINGERPRINT, 16)
         assert member.prefix.num_held(blocks) == 2
@@ -164,11 +164,11 @@ async def test_the_choices_of_a_request_gather_where_the_first_one_went(
         await doors.wait_ready(2, 1)
         for worker in (first, second):
             worker.tell_cache(CacheChange(reset=True))
-        await until(lambda: all(m.prefix.speaks for m in doors.router._members.ready(Role.DECODE)))
+        await until(lambda: all(m.prefix.speaks for m in doors.router._workers.ready(Role.DECODE)))
         await doors.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 4, "n": 4})
         assert sorted((len(first.submitted), len(second.submitted))) == [0, 4]
         assert all(s.peer is not None for s in (*first.submitted, *second.submitted))
-        members = doors.router._members.all()
+        members = doors.router._workers.all()
         await until(lambda: all(not m.prefix._expected for m in members))
 
 
@@ -185,10 +185,10 @@ async def test_long_prompts_are_hashed_off_the_event_loop(
         return original(self, fingerprint, size)
 
     monkeypatch.setattr(PromptBlocks, "hints", hints_noted)
-    monkeypatch.setattr("router.dispatch.sequence_run._HASHED_AT_ONCE", 100)
+    monkeypatch.setattr("router.dispatch.dispatcher._HASHED_INLINE", 100)
     async with make_doors(fleet) as doors:
         worker.tell_cache(CacheChange(reset=True))
-        (member,) = doors.router._members.all()
+        (member,) = doors.router._workers.all()
         await until(lambda: member.prefix.speaks)
         await doors.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 1})
         await doors.post("/v1/completions", {"prompt": PROMPT * 3, "max_tokens": 1})

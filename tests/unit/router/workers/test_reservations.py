@@ -18,42 +18,98 @@ A, B = RequestKey("a"), RequestKey("b")
 
 
 def counts(r: Reservations) -> tuple[int, int, int, int]:
-    return r.in_flight, r.unseen_sequences, r.unseen_tokens, r.pending_blocks
+    return r.in_flight, r.sequences, r.tokens, r.blocks
 
 
-def test_life_of_a_reservation() -> None:
+def test_an_attempt_counts_until_a_report_includes_it() -> None:
     r = Reservations()
     r.reserve(A, tokens=100, blocks=7)
     assert counts(r) == (1, 1, 100, 7)
-    r.reported()  # a report from before the worker had it
+    r.reported(4)
+    r.submitted(A, 5)  # the worker's fifth command
+    r.reported(4)  # acknowledged, but this report is older
     assert counts(r) == (1, 1, 100, 7)
-    r.acknowledge(A)
-    r.reported()
-    assert counts(r) == (1, 0, 0, 7)
-    r.settle(A)
+    r.reported(5)
     assert counts(r) == (1, 0, 0, 0)
+    r.computed(A)
     r.release(A)
     assert counts(r) == (0, 0, 0, 0)
 
 
-STEPS = ["reserve", "acknowledge", "reported", "settle", "release"]
-
-
-@settings(max_examples=200, deadline=None)
-@given(steps=st.lists(st.tuples(st.sampled_from(STEPS), st.sampled_from([A, B])), max_size=30))
-def test_no_order_of_steps_leaks_or_goes_negative(steps: list[tuple[str, RequestKey]]) -> None:
+def test_a_report_may_overtake_the_acknowledgement() -> None:
     r = Reservations()
-    for step, key in steps:
-        if step == "reserve":
-            r.reserve(key, tokens=10, blocks=1)
-        elif step == "reported":
-            r.reported()
-        else:
-            getattr(r, step)(key)
-        assert min(counts(r)) >= 0
-    r.release(A)
-    r.release(B)
+    r.reserve(A, tokens=100, blocks=7)
+    r.reported(5)
+    assert counts(r) == (1, 1, 100, 7)
+    r.submitted(A, 5)
+    assert counts(r) == (1, 0, 0, 0)
+
+
+def test_a_cancelled_attempt_is_taken_off_until_a_report_excludes_it() -> None:
+    r = Reservations()
+    r.reserve(A, tokens=100, blocks=7)
+    r.submitted(A, 1)
+    r.reported(1)
+    r.release(A, cancel=True)
+    assert counts(r) == (0, -1, -100, -7)
+    r.cancelled([A], 2)
+    r.reported(1)
+    assert counts(r) == (0, -1, -100, -7)
+    r.reported(2)
     assert counts(r) == (0, 0, 0, 0)
+
+
+def test_an_attempt_cancelled_before_a_report_includes_it() -> None:
+    r = Reservations()
+    r.reserve(A, tokens=100, blocks=7)
+    r.release(A, cancel=True)
+    assert counts(r) == (0, 0, 0, 0)
+    r.submitted(A, 1)
+    r.cancelled([A], 2)
+    r.reported(1)  # has taken the submit in, not the cancel
+    assert counts(r) == (0, -1, -100, -7)
+    r.reported(2)
+    assert counts(r) == (0, 0, 0, 0)
+
+
+def test_tokens_are_known_by_size() -> None:
+    r = Reservations()
+    r.reserve(A, tokens=7000, blocks=0)
+    r.reserve(B, tokens=40, blocks=0)
+    assert [r.tokens_up_to(size) for size in (5, 6, 12, 13)] == [0, 40, 40, 7040]
+
+
+STEPS = ["reserve", "submitted", "reported", "computed", "release", "cancel", "cancelled"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(steps=st.lists(st.tuples(st.sampled_from(STEPS), st.sampled_from([A, B])), max_size=30))
+def test_no_order_of_steps_leaks(steps: list[tuple[str, RequestKey]]) -> None:
+    r, num_commands = Reservations(), 0
+    for step, key in steps:
+        num_commands += 1
+        match step:
+            case "reserve":
+                r.reserve(key, tokens=10, blocks=1)
+            case "reported":
+                r.reported(num_commands // 2)
+            case "submitted":
+                r.submitted(key, num_commands)
+            case "cancelled":
+                r.cancelled([key], num_commands)
+            case "cancel":
+                r.release(key, cancel=True)
+            case _:
+                getattr(r, step)(key)
+        assert -2 <= r.sequences <= 2
+        assert 0 <= r.in_flight <= 2
+    for key in (A, B):
+        r.release(key, cancel=True)
+    r.cancelled([A, B], num_commands)
+    r.reported(num_commands)
+    assert counts(r) == (0, 0, 0, 0)
+    assert not r._entries
+    assert not r._unreported
 
 
 def token_event(index: int, token: int, finish: FinishReason | None = None) -> TokenEvent:

@@ -1,4 +1,4 @@
-"""Trace context on both doors, and the spans of requests."""
+"""Trace context on both front ends, the spans of requests, and what they add to metrics."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from hypothesis import given
+from hypothesis import strategies as st
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -19,6 +21,7 @@ from opentelemetry.trace import StatusCode
 from observability.tracing import Tracing
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
+from router.dispatch.telemetry import _covered
 from tests.support.router_doors import Doors, open_doors
 from tests.support.stub_workers import StubFleet
 
@@ -144,3 +147,22 @@ async def test_spans_reach_a_collector(fleet: StubFleet, model_folder: Path) -> 
     attributes = {a.key: a.value.string_value for a in sent.resource.attributes}
     assert attributes["service.name"] == "baton-router"
     assert "decode" in {span.name for span in sent.scope_spans[0].spans}
+
+
+# --- metrics --------------------------------------------------------------------------------------
+
+TIMES = st.integers(0, 50)
+SPANS = st.lists(st.tuples(TIMES, TIMES).map(sorted).map(tuple), max_size=8)
+
+
+def test_overlapping_waits_count_once() -> None:
+    assert _covered([]) == 0
+    assert _covered([(1.0, 3.0), (2.0, 4.0)]) == 3.0
+    assert _covered([(2.0, 2.5), (1.0, 4.0)]) == 3.0
+    assert _covered([(1.0, 2.0), (5.0, 7.0)]) == 3.0
+
+
+@given(SPANS)
+def test_it_is_the_size_of_the_union(spans: list[tuple[int, int]]) -> None:
+    union = {second for start, end in spans for second in range(start, end)}
+    assert _covered(spans) == len(union)
