@@ -17,7 +17,7 @@ from observability.export import MetricSet
 from observability.logging import get_logger
 from protocol.ids import Role, WorkerRef
 from router.admin import AdminBackend, ClusterInfo, PoolInfo, RouterInfo, WorkerInfo
-from router.auth.key_file import KeyFile
+from router.auth.keys import KeyFile
 from router.auth.tls import Tls
 from router.config import RouterConfig
 from router.dispatch.dispatcher import Dispatcher

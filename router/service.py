@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -36,14 +36,20 @@ from router.auth.tiers import ServiceTier, tier_name
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.output_stream import RequestText
 from router.dispatch.request_run import RequestRun
-from router.dispatch.sequence_jobs import TokenLimits, base_sampling, check_ids, make_jobs, too_long
+from router.dispatch.sequence_jobs import (
+    SequenceJob,
+    TokenLimits,
+    base_sampling,
+    check_ids,
+    check_prompt_ids,
+    make_jobs,
+)
 from router.dispatch.telemetry import record_success, traced
 from router.request.generate_request import GenerateRequest
 from router.request.request_id import RequestId
 from router.request.text_requests import DetokenizeRequest, TokenizeRequest
 from router.served_model import ModelInfo, ServedModel
-from router.text.stops import StopMatcher
-from router.text.stream import TextStream
+from router.text.text_stream import StopMatcher, TextStream
 
 if TYPE_CHECKING:
     from observability.tracing import Tracing
@@ -283,11 +289,7 @@ class InferenceService:
         sampling = base_sampling(
             request, limits, eos_ids=self._model.text.eos_ids, seed=secrets.randbelow(MAX_SEED)
         )
-        for prompt in request.prompts:
-            if not isinstance(prompt, str):
-                if len(prompt) > limits.total:  # before anything looks at each of them
-                    raise too_long(f"the prompt has {len(prompt)} tokens", limits, param="prompt")
-                check_ids(prompt, limits, param="prompt")
+        check_prompt_ids(request, limits)
         grammar = await self._model.grammars.grammar(request)
         start = self.clock()
         prompts = await self._model.encode_request(request, limit=limits.total)
@@ -313,13 +315,6 @@ class InferenceService:
             place=self._dispatcher.router_id,
             counts={"tokens": sum(map(len, prompts))},
         )
-        queued = replace(
-            queued,
-            tokens=sum(len(job.prompt_ids) for job in jobs),
-            largest=max(map(len, prompts)),
-            work=max(1, self._dispatcher.work_tokens(jobs)),
-            num_sequences=len(jobs),
-        )
         return RequestRun(
             self._dispatcher,
             request_id=request_id.key,
@@ -331,9 +326,20 @@ class InferenceService:
                 whole=not request.stream,
             ),
             prompt_tokens=sum(map(len, prompts)),
-            ticket=AdmissionTicket(self._queue, queued),
+            ticket=self._ticket(queued, jobs),
             spans=[PlacedSpan(span=span, choice=0, attempt=0)],
         )
+
+    def _ticket(self, queued: QueuedRequest, jobs: Sequence[SequenceJob]) -> AdmissionTicket:
+        lengths = [len(job.prompt_ids) for job in jobs]
+        queued = replace(
+            queued,
+            tokens=sum(lengths),
+            largest=max(lengths),
+            work=max(1, self._dispatcher.work_tokens(jobs)),
+            num_sequences=len(jobs),
+        )
+        return AdmissionTicket(self._queue, queued)
 
     def _text_stream(self, request: GenerateRequest) -> TextStream:
         parser = self._model.grammars.call_parser(request)

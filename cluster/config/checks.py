@@ -15,9 +15,9 @@ from engine.model.sharding import allowed_degrees
 from kv_transfer.config import BackendName
 from protocol.errors import BatonError, InvalidRequest
 from protocol.ids import Role
-from router.auth.key_file import KeyFile
+from router.auth.keys import KeyFile
 from router.auth.tls import Tls
-from router.text.chat import chosen_source
+from router.text.chat_template import chosen_source
 
 Bundle = Mapping[str, float]
 GIB = 1 << 30

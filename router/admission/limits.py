@@ -1,5 +1,4 @@
-"""The bounds on what a router and each caller have in flight, so that it refuses at once instead of
-drowning."""
+"""Limits on the sequences in flight, of a router and of each caller."""
 
 from __future__ import annotations
 
@@ -18,14 +17,14 @@ _MINUTE_S = 60.0
 
 @dataclass(slots=True)
 class _Use:
-    """What one caller has: sequences in flight, and when its latest requests came."""
+    """One caller's sequences in flight, and the arrivals of its latest requests."""
 
     in_flight: int = 0
     recent: deque[float] = field(default_factory=deque)
 
 
 class InflightLimits:
-    """Counts sequences in flight. Refusing costs nothing: it happens before any text is touched."""
+    """Counts sequences in flight. Checked before any text is processed."""
 
     def __init__(
         self, *, limit: int, retry_after_s: float, clock: Callable[[], float] = time.monotonic
@@ -34,22 +33,22 @@ class InflightLimits:
         self._retry_after_s = retry_after_s
         self._clock = clock
         self._uses: dict[str, _Use] = {}
-        self.num_routers = 1  # what a key may have is shared out over them
+        self.num_routers = 1  # the limits of a key are shared out over them
         self.in_flight = 0
         self.draining = False
-        self._ends: set[asyncio.Timeout] = set()  # of what is in flight; none is set
+        self._timeouts: set[asyncio.Timeout] = set()  # of requests in flight, set by `close`
 
     @contextmanager
     def enter(self, sequences: int, caller: Caller = ANYONE, *, param: str = "n") -> Iterator[None]:
-        """Count `sequences` of a caller for the length of the block; `param` asked for so many.
+        """Count `sequences` of a caller for the length of the block; `param` is its field.
 
-        Raises Unavailable once closed, Overloaded when a bound would be passed, InvalidRequest
-        when a bound is too small for it at any time.
+        Raises Unavailable once closed, Overloaded when a limit would be exceeded, InvalidRequest
+        when a limit is lower than `sequences`.
         """
-        most = min(self._limit, caller.max_requests or self._limit)
-        if sequences > most:
+        limit = min(self._limit, caller.max_requests or self._limit)
+        if sequences > limit:
             raise InvalidRequest(
-                f"{param} asks for {sequences} sequences, at most {most} can run", param=param
+                f"{param} asks for {sequences} sequences, at most {limit} can run", param=param
             )
         if self.draining:
             raise Unavailable("this router is draining", retry_after_s=self._retry_after_s)
@@ -68,31 +67,31 @@ class InflightLimits:
 
     @asynccontextmanager
     async def until_closed(self) -> AsyncIterator[None]:
-        """The length of a request, which `close` ends with Unavailable."""
+        """Run a request in the block; `close` ends it with Unavailable."""
         try:
             async with asyncio.timeout(None) as end:
-                self._ends.add(end)
+                self._timeouts.add(end)
                 try:
                     yield
                 finally:
-                    self._ends.discard(end)
+                    self._timeouts.discard(end)
         except TimeoutError:
             raise Unavailable(
                 "this router stops, the request is not over", retry_after_s=self._retry_after_s
             ) from None
 
     def close(self) -> None:
-        """Refuse what comes, and end what is in flight."""
+        """Refuse new requests, and end those in flight."""
         self.draining = True
-        ends, self._ends = self._ends, set()
-        for end in ends:
+        timeouts, self._timeouts = self._timeouts, set()
+        for end in timeouts:
             end.reschedule(0.0)
 
     def _check_caller(self, caller: Caller, use: _Use, sequences: int) -> None:
-        """Raise Overloaded when the caller has reached a bound of its own; count its request."""
+        """Raise Overloaded when the caller has reached a limit of its own; count its request."""
         limit = share(caller.max_requests, self.num_routers)
         rate = share(caller.requests_per_minute, self.num_routers)
-        # With nothing in flight a request goes on even if it is more than the share.
+        # With nothing in flight a request may exceed the share.
         if limit is not None and use.in_flight and use.in_flight + sequences > limit:
             raise Overloaded(
                 f"API key {caller.name!r} has {use.in_flight} of its {limit} sequences in flight",

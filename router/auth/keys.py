@@ -1,13 +1,14 @@
-"""API keys: who may call, and what each may do. A file holds their hashes, never a key itself.
+"""API keys: who may call, and what each may do. A file holds their hashes, never keys.
 
-A key is 256 random bits, so a plain SHA-256 of it cannot be guessed back; a slow hash would only
-slow down every call. What a caller sends is hashed and looked up under a random number of this
-process (double HMAC, https://www.nccgroup.com/us/research-blog/double-hmac-verification/), so that
-the time of a comparison says nothing about a key.
+A key is 256 random bits, so its plain SHA-256 cannot be inverted; a slow hash would slow down every
+call. Keys are looked up by an HMAC with a nonce of this process, so that the time of a comparison
+reveals nothing (double HMAC,
+https://www.nccgroup.com/us/research-blog/double-hmac-verification/).
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import secrets
@@ -20,8 +21,13 @@ import msgspec
 import yaml
 from msgspec import Meta
 
+from observability.logging import get_logger
 from protocol.errors import InvalidRequest, PermissionDenied, Unauthenticated, invalid_field
 
+log = get_logger(__name__)
+
+#: Differs after any change of a file, mounted secrets included.
+Stamp = tuple[int, int, int]
 _PREFIX = "baton-"
 _HASH = "sha256:"
 _SECRET_BYTES = 32
@@ -32,13 +38,12 @@ _Count = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who a call comes from, and what it may do; a limit of None is none.
+    """Who a call comes from, and what it may do; a limit of None means no limit.
 
-    admin: whether it may see and steer the cluster. service_tier: class of its requests that name
-    none. weight: its share of a busy cluster against other callers. max_requests: sequences in
-    flight. max_queued_tokens: prompt tokens of its waiting requests. requests_per_minute: accepted
-    in any 60 s. models: names of the models it may use; empty: all. Of each limit a router
-    gives its share (see `share`).
+    admin: may see and change the cluster. service_tier: of requests that name none. weight: share
+    of a busy cluster against other callers. max_requests: sequences in flight. max_queued_tokens:
+    prompt tokens of its waiting requests. requests_per_minute: accepted in any 60 s. models: names
+    of the models it may use; empty: all. Each router enforces its `share` of the limits.
     """
 
     name: str = ""
@@ -51,7 +56,7 @@ class Caller:
     models: frozenset[str] = frozenset()
 
     def check_admin(self) -> None:
-        """Raise PermissionDenied unless it may steer the cluster."""
+        """Raise PermissionDenied unless it may change the cluster."""
         if not self.admin:
             raise PermissionDenied(f"the API key {self.name!r} has no admin right")
 
@@ -61,11 +66,11 @@ class Caller:
 
 
 def share(limit: int | None, num_routers: int) -> int | None:
-    """One router's part of what a key may have in the cluster, rounded up."""
+    """One router's share of a key's limit, rounded up."""
     return None if limit is None else -(-limit // num_routers)
 
 
-#: Everybody, where no keys are configured.
+#: The caller where no keys are configured.
 ANYONE = Caller(admin=True)
 
 
@@ -95,6 +100,44 @@ class Keyring:
         return hmac.digest(self._nonce, digest.encode(), "sha256")
 
 
+class KeyFile:
+    """Identifies callers by the keys in a file, reloaded when it changes. Without a file every
+    caller may do everything."""
+
+    def __init__(self, path: str, *, tiers: frozenset[str] = frozenset()) -> None:
+        self._path = Path(path) if path else None
+        self._tiers = tiers
+        self._keys: Keyring | None = None
+        self._stamp: Stamp | None = None
+        if self._path is not None:
+            try:
+                self._stamp = stamp(self._path)
+                self._keys = load_keys(self._path, tiers=tiers)
+            except OSError as error:
+                raise ValueError(f"api_keys_file {path}: {error.strerror}") from None
+            except ValueError as error:
+                raise ValueError(f"api_keys_file {error}") from None
+
+    def caller(self, authorization: str | None) -> Caller:
+        """Who sends this `Authorization` header. Raises Unauthenticated."""
+        return ANYONE if self._keys is None else self._keys.caller(authorization)
+
+    async def refresh(self) -> None:
+        """Reload the file if it has changed; if it does not load, the old keys stay."""
+        if self._path is None:
+            return
+        try:
+            now = await asyncio.to_thread(stamp, self._path)
+            if now == self._stamp:
+                return
+            self._stamp = now
+            self._keys = await asyncio.to_thread(load_keys, self._path, tiers=self._tiers)
+        except (OSError, ValueError) as error:
+            log.error("the API keys are not reloaded", extra={"error": str(error)})
+        else:
+            log.info("API keys reloaded", extra={"keys": len(self._keys)})
+
+
 def new_key() -> str:
     """A fresh key."""
     return _PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
@@ -115,7 +158,7 @@ def check_name(name: str) -> None:
 
 
 def load_keys(path: Path, *, tiers: frozenset[str]) -> Keyring:
-    """The keys in a YAML file. Raises ValueError naming what is wrong, never what a hash is."""
+    """The keys in a YAML file. Raises ValueError naming the field, never a hash."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -184,3 +227,9 @@ def _caller(entry: _Entry, tiers: frozenset[str]) -> Caller:
 
 def _digest(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def stamp(path: Path) -> Stamp:
+    """Identifies a file's present content. Raises OSError."""
+    status = path.stat()
+    return status.st_mtime_ns, status.st_size, status.st_ino

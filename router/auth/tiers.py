@@ -1,4 +1,4 @@
-"""Service tiers: what a class of requests is promised, and which class a request is in."""
+"""Service tiers: latency targets and weights of classes of requests."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from router.auth.keys import Caller
 
 #: The tier of requests that name none; it need not be configured.
 DEFAULT_TIER = "default"
-#: What OpenAI's clients send when they mean no tier in particular.
+#: Values of OpenAI's clients that name no tier.
 _UNNAMED = (None, "auto", DEFAULT_TIER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceTier:
-    """What requests of one class are promised; those that cannot have it are refused at once.
+    """Targets of one class of requests; a request that cannot meet them is refused at once.
 
-    ttft_s: seconds to the first token. tpot_s: seconds a token after it. None promises nothing.
+    ttft_s: seconds to the first token. tpot_s: seconds per token after it. None: no target.
     weight: share of a busy cluster, times the weight of the caller's key.
     """
 
@@ -33,20 +33,20 @@ class ServiceTier:
                 raise ValueError(f"{name} must be positive, got {value}")
 
 
-def tier_name(asked: str | None, caller: Caller, tiers: Mapping[str, ServiceTier]) -> str:
-    """The tier of a request. Raises InvalidRequest for an unknown one, PermissionDenied for one
+def tier_name(requested: str | None, caller: Caller, tiers: Mapping[str, ServiceTier]) -> str:
+    """The tier of a request. Raises InvalidRequest for an unknown tier, PermissionDenied for one
     that is not the caller's."""
-    if asked in _UNNAMED:
+    if requested in _UNNAMED:
         return caller.service_tier or DEFAULT_TIER
-    assert asked is not None
-    if asked not in tiers:
+    assert requested is not None
+    if requested not in tiers:
         known = ", ".join(["auto", DEFAULT_TIER, *(name for name in tiers if name not in _UNNAMED)])
         raise InvalidRequest(
-            f"service_tier must be one of {known}, got {asked!r}", param="service_tier"
+            f"service_tier must be one of {known}, got {requested!r}", param="service_tier"
         )
-    if caller.service_tier not in ("", asked):
+    if caller.service_tier not in ("", requested):
         raise PermissionDenied(
             f"the API key {caller.name!r} has the service tier {caller.service_tier!r}",
             param="service_tier",
         )
-    return asked
+    return requested

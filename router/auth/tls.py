@@ -1,4 +1,4 @@
-"""TLS of both doors: one certificate, renewed in place when its files change."""
+"""TLS of both front ends: one certificate, renewed in place when its files change."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import cast
 import grpc
 
 from observability.logging import get_logger
-from router.auth.key_file import Stamp, stamp
+from router.auth.keys import Stamp, stamp
 
 log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsConfig:
-    """Certificates of the front doors, PEM files on every machine that runs a router.
+    """Certificates of the front ends, PEM files on every machine that runs a router.
 
-    cert_file, key_file: the doors' own; without them the doors speak plain text. client_ca_file:
-        when given, clients must show a certificate that it signed (mutual TLS), probes included.
+    cert_file, key_file: of the server; without them there is no TLS. client_ca_file: if set,
+        clients must present a certificate that it signed (mutual TLS), probes included.
     """
 
     cert_file: str = ""
@@ -38,15 +38,15 @@ class TlsConfig:
 
     @property
     def enabled(self) -> bool:
-        """Whether the doors speak TLS."""
+        """Whether the front ends use TLS."""
         return bool(self.cert_file)
 
 
 class Tls:
     """The certificates in force. Raises ValueError, naming the field, for files that do not load.
 
-    `context` is for the HTTP door, None for plain text. A renewed certificate and key are taken
-    within about a second by new connections; the client CA is read once.
+    `context` is for the HTTP server, None without TLS. New connections use a renewed certificate
+    and key within about a second; the client CA is read once.
     """
 
     def __init__(self, config: TlsConfig) -> None:
@@ -62,7 +62,7 @@ class Tls:
             self.context = self._load()
 
     def grpc_credentials(self) -> grpc.ServerCredentials | None:
-        """For the gRPC door; None for plain text."""
+        """For the gRPC server; None without TLS."""
         if self._for_grpc is None:
             return None
         fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", self._renewed)
@@ -74,13 +74,12 @@ class Tls:
         )
 
     def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
-        """What has come since gRPC last asked, which it does before each handshake."""
+        """The renewed certificate since the last call, which gRPC makes before each handshake."""
         renewed, self._for_grpc = self._for_grpc, None
         return renewed
 
     async def refresh(self) -> None:
-        """Take the certificate again if it has changed; a pair that does not load (yet) changes
-        nothing."""
+        """Reload the certificate if it has changed; until it loads, the old one stays."""
         if self.context is None:
             return
         try:
@@ -91,7 +90,7 @@ class Tls:
             await asyncio.to_thread(self._load)
             self.context.load_cert_chain(self._config.cert_file, self._config.key_file)
         except (OSError, ValueError) as error:
-            log.error("the certificate is not renewed", extra={"error": str(error)})
+            log.error("reloading the certificate failed", extra={"error": str(error)})
         else:
             log.info("certificate renewed")
 
@@ -99,7 +98,7 @@ class Tls:
         return stamp(Path(self._config.cert_file)), stamp(Path(self._config.key_file))
 
     def _load(self) -> ssl.SSLContext:
-        """A fresh context from the files, and what gRPC needs of them."""
+        """A new context from the files; sets the configuration for gRPC."""
         config = self._config
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2

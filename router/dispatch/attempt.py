@@ -11,8 +11,9 @@ from typing import Protocol, TypeVar
 from observability.logging import get_logger
 from protocol.errors import BatonError, HandoffFailed, Internal, Unavailable
 from protocol.ids import RequestKey, Role, WorkerRef
-from protocol.messages import FailEvent, PromptEvent, ScoreEvent, SpanEvent, TokenEvent
+from protocol.messages import FailEvent, PromptEvent, ScoreEvent, TokenEvent
 from protocol.timeline import Phase, Span
+from router.workers.worker_client import AttemptEvent
 
 log = get_logger(__name__)
 E = TypeVar("E", TokenEvent, ScoreEvent)
@@ -119,33 +120,24 @@ class Attempt:
             self.decode_started = self.decode_started or self._clock()
         self._guarded(self._forward, event, role)
 
-    def on_prompt(self, event: PromptEvent) -> None:
-        """How much of the prompt was cached."""
-        self.num_cached_tokens = event.num_cached_tokens
-
-    def on_scores(self, event: ScoreEvent, role: Role) -> None:
-        """Log-probabilities of the prompt, and the end of a request that wants nothing else."""
-        self._add_spans(event.spans, role)
-        if self.ended.done():
+    def on_event(self, event: AttemptEvent, ref: WorkerRef) -> None:
+        """Take any other event; `FailEvent` ends the attempt."""
+        if isinstance(event, PromptEvent):
+            self.num_cached_tokens = event.num_cached_tokens
             return
-        self._guarded(self._score, event, role)
-
-    def on_fail(self, event: FailEvent, ref: WorkerRef) -> None:
-        """A worker gave the attempt up."""
         self._add_spans(event.spans, ref.role)
-        self.end(
-            AttemptEnd(
-                outcome=AttemptOutcome.FAILED,
-                role=ref.role,
-                worker_id=ref.worker_id,
-                error=event.error.to_error(),
-                retriable=event.retriable,
+        if isinstance(event, ScoreEvent) and not self.ended.done():
+            self._guarded(self._score, event, ref.role)
+        elif isinstance(event, FailEvent):
+            self.end(
+                AttemptEnd(
+                    outcome=AttemptOutcome.FAILED,
+                    role=ref.role,
+                    worker_id=ref.worker_id,
+                    error=event.error.to_error(),
+                    retriable=event.retriable,
+                )
             )
-        )
-
-    def on_spans(self, event: SpanEvent) -> None:
-        """Prefill's part, after its commit."""
-        self._add_spans(event.spans, Role.PREFILL)
 
     def on_lost(self, ref: WorkerRef, reason: str) -> None:
         """A lost worker ends the attempt; but a lost prefill worker does not once decode has

@@ -10,8 +10,8 @@ from protocol.logprobs import TokenLogprobs
 from protocol.messages import ScoreEvent, TokenEvent
 from protocol.states import FinishReason
 from router.dispatch.sequence_jobs import SequenceJob
-from router.text.stream import TextStream
-from router.text.token_table import TokenTable
+from router.text.detokenizer import TokenTable
+from router.text.text_stream import TextStream
 from router.text.tokenizer import PromptText
 from router.text.tool_parser import CallDelta
 

@@ -92,6 +92,15 @@ def check_ids(ids: Sequence[int], limits: TokenLimits, *, param: str) -> None:
             )
 
 
+def check_prompt_ids(request: GenerateRequest, limits: TokenLimits) -> None:
+    """Check the prompts that came as ids, their lengths first."""
+    for prompt in request.prompts:
+        if not isinstance(prompt, str):
+            if len(prompt) > limits.total:
+                raise _too_long(f"the prompt has {len(prompt)} tokens", limits, param="prompt")
+            check_ids(prompt, limits, param="prompt")
+
+
 def make_jobs(
     request: GenerateRequest,
     prompts: Sequence[tuple[int, ...]],
@@ -149,12 +158,12 @@ def output_tokens(
     """`max_tokens` of one sequence: as requested, or the default of the kind of request."""
     rest = limits.total - num_prompt_tokens
     if rest < 1 and not (rest == 0 and request.output_limit == 0):
-        raise too_long(f"the prompt has {num_prompt_tokens} tokens", limits, param=param)
+        raise _too_long(f"the prompt has {num_prompt_tokens} tokens", limits, param=param)
     if request.output_limit is None:
         chat = request.kind is RequestKind.CHAT
         return rest if chat else min(rest, max(DEFAULT_COMPLETION_TOKENS, request.min_tokens))
     if request.output_limit > rest:
-        raise too_long(
+        raise _too_long(
             f"the prompt has {num_prompt_tokens} tokens and {request.output_limit_param} is "
             f"{request.output_limit}",
             limits,
@@ -163,7 +172,7 @@ def output_tokens(
     return request.output_limit
 
 
-def too_long(what: str, limits: TokenLimits, *, param: str) -> ContextTooLong:
+def _too_long(what: str, limits: TokenLimits, *, param: str) -> ContextTooLong:
     """The error of a sequence that cannot fit, naming the limit it runs into."""
     if limits.capacity < limits.context:
         return ContextTooLong(

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from observability.logging import get_logger
 from protocol.errors import BatonError, InvalidRequest, Unavailable, typed
 from protocol.wire import inference_pb2 as pb
-from router.auth.key_file import KeyFile
+from router.auth.keys import KeyFile
 from router.config import RouterConfig
 from router.grpc.admin import AdminServicer
 from router.grpc.errors import abort

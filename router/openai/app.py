@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from observability.export import CONTENT_TYPE
 from protocol.errors import BatonError, InvalidRequest, NotFound, Unavailable, typed
-from router.auth.key_file import KeyFile
+from router.auth.keys import KeyFile
 from router.dispatch.request_run import RequestRun
 from router.offload import off_loop
 from router.openai.answers import HttpAnswer, cancelled_when_gone

@@ -7,8 +7,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from protocol.errors import BatonError
 from protocol.trace import TraceContext, parse_trace
-from router.auth.key_file import KeyFile
-from router.auth.keys import ANYONE, Caller
+from router.auth.keys import ANYONE, Caller, KeyFile
 from router.openai.answers import HttpAnswer
 
 PUBLIC = frozenset({"/health", "/ready", "/metrics", "/metrics/targets"})

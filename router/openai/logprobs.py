@@ -8,7 +8,7 @@ from typing import Any
 from protocol.logprobs import TokenLogprobs
 from router.dispatch.output_stream import Delta, Score
 from router.request.generate_request import GenerateRequest, RequestKind
-from router.text.token_table import TokenTable
+from router.text.detokenizer import TokenTable
 
 
 def logprobs_json(

@@ -17,10 +17,15 @@ from tokenizers import Tokenizer
 
 from protocol.errors import ContextTooLong
 from router.request.chat_messages import AnyMessage
-from router.text.chat import load_templates, token_text
-from router.text.control import ControlMarkers, ControlTokens
-from router.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_table
-from router.text.token_table import TokenTable
+from router.text.chat_template import load_templates, token_text
+from router.text.control_tokens import ControlTokens, HiddenControlTokens
+from router.text.detokenizer import (
+    ByteDetokenizer,
+    Detokenizer,
+    TokenTable,
+    WindowDetokenizer,
+    byte_table,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +36,7 @@ class PromptText:
     offsets: tuple[int, ...]
 
 
-#: A text of more characters than this per token allowed is looked at from its start first.
+#: Of a text with more characters per allowed token than this, the start is tokenised first.
 _CHARS_PER_TOKEN = 8
 #: Cutting a text can change the tokens around the cut by no more than this.
 _CUT_EFFECT = 64
@@ -41,11 +46,10 @@ class ModelText:
     """Text to ids and back for one model. Thread-safe once made; encoding releases the GIL.
 
     vocab_size: ids the model can be given. max_position: its context in tokens, None if not stated.
-    special_tokens: the text of the tokens that are no text. added_tokens: of these and others that
-    the tokenizer takes whole. chat: its chat templates; the file
-    `chat_template` instead of its own if that is set.
-    eos_ids: every id that ends an output: the tokenizer's, config.json's and
-    generation_config.json's together, because each of them alone is wrong for some model.
+    special_tokens: the spelling of special tokens by id. added_tokens: of these and all others that
+    the tokenizer takes whole. chat: its chat templates, from the file `chat_template` if that is
+    set. eos_ids: every id that ends an output, of tokenizer_config.json, config.json and
+    generation_config.json together, because each alone is wrong for some model.
     """
 
     def __init__(
@@ -86,7 +90,7 @@ class ModelText:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """The ids of a text; by default with what the tokenizer adds (often a BOS)."""
-        # Only the batch calls let go of the interpreter while they run; this one skips offsets too.
+        # Only the batch calls release the GIL; this one computes no offsets.
         batch = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(batch[0].ids)
 
@@ -103,17 +107,17 @@ class ModelText:
         Raises InvalidRequest when the model has no template or the template refuses the messages,
         ContextTooLong when the prompt has far more than `limit` tokens.
         """
-        marks = ControlMarkers(self._control) if self._neutralise else None
-        hide = (lambda text, _role: text) if marks is None else marks.hide
+        hidden = HiddenControlTokens(self._control) if self._neutralise else None
+        hide = (lambda text, _role: text) if hidden is None else hidden.hide
         prompt = self.chat.render(messages, tools, hide)
         if limit is not None and self.longer_than(prompt, limit):
             raise ContextTooLong(
                 f"the chat has {len(prompt)} characters, which are more than {limit} tokens",
                 param="messages",
             )
-        if marks is None or not marks.used:
+        if hidden is None or not hidden.used:
             return self.encode(prompt, add_special_tokens=add_special_tokens)
-        return marks.encode(prompt)
+        return hidden.encode(prompt)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of all ids at once."""
@@ -130,7 +134,7 @@ class ModelText:
     def show(
         self, prompt: str | Sequence[int], ids: Sequence[int], *, skip_special_tokens: bool
     ) -> PromptText:
-        """A prompt as it can be shown again: as it came, or decoded if it came as ids."""
+        """The text of a prompt: as it came, or decoded if it came as ids."""
         if isinstance(prompt, str):
             places = self._tokenizer.encode_batch([prompt])[0].offsets
             return PromptText(text=prompt, offsets=tuple(start for start, _ in places))
@@ -143,10 +147,8 @@ class ModelText:
         return PromptText(text=text + detokenizer.flush(), offsets=tuple(offsets))
 
     def longer_than(self, text: str, limit: int) -> bool:
-        """Whether a long text has surely more than `limit` tokens, by tokenising only its start.
-
-        Bounds the work that a hopeless prompt can cause. False says nothing.
-        """
+        """Whether a text surely has more than `limit` tokens: the cost is bounded, because only the
+        start of a long one is tokenised. False does not mean that it fits."""
         start = text[: limit * _CHARS_PER_TOKEN]
         if len(start) == len(text):
             return False
@@ -179,7 +181,7 @@ def _load_tokenizer(path: Path) -> Tokenizer:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
     tokenizer = Tokenizer.from_file(str(path))
-    tokenizer.no_truncation()  # some files carry training's; a prompt is never cut silently
+    tokenizer.no_truncation()  # some files carry the training setting
     tokenizer.no_padding()
     return tokenizer
 

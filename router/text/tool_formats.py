@@ -1,4 +1,4 @@
-"""How models write tool calls, and grammars that make them write nothing else."""
+"""The formats that models write tool calls in, and grammars that enforce them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PYTHON_TAG = "<|python_tag|>"
 
 
 class ToolFormat(StrEnum):
-    """The customary ways.
+    """Formats of tool calls.
 
     HERMES (also Qwen): each call is JSON between `<tool_call>` and `</tool_call>`, anywhere in the
     text. LLAMA (3.1 and later): the whole text is JSON with `parameters`, several separated by
@@ -27,7 +27,7 @@ class ToolFormat(StrEnum):
 
     @property
     def begin(self) -> str:
-        """What a call begins with, wherever it stands in a text; empty if it cannot be told so."""
+        """The mark that begins a call within text; empty for formats without one."""
         return _BEGINS[self]
 
     @property
@@ -44,7 +44,7 @@ _BEGINS = {
 
 
 def detect_format(template: str) -> ToolFormat | None:
-    """The format that a chat template shows earlier calls in; None when it is none of ours."""
+    """The format in which a chat template renders calls; None when unknown."""
     if "[TOOL_CALLS]" in template:
         return ToolFormat.MISTRAL
     if "<tool_call>" in template:
@@ -55,7 +55,7 @@ def detect_format(template: str) -> ToolFormat | None:
 
 
 def call_grammar(
-    form: ToolFormat,
+    tool_format: ToolFormat,
     tools: Sequence[Tool],
     *,
     several: bool,
@@ -72,7 +72,7 @@ def call_grammar(
         token = special_id(text)
         return json.dumps(text) if token is None else f"<[{token}]>"
 
-    match form:
+    match tool_format:
         case ToolFormat.HERMES:
             call = f'{mark("<tool_call>")} "\\n" call "\\n" {mark("</tool_call>")}'
             start = _repeated(call, '"\\n"', several=several)
@@ -86,7 +86,7 @@ def call_grammar(
         lines.append(f"answer: {json_rule(answer)}")
     lines += [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
     for i, tool in enumerate(tools):
-        opening = f'{{"name": {json.dumps(tool.name)}, "{form.arguments}": '
+        opening = f'{{"name": {json.dumps(tool.name)}, "{tool_format.arguments}": '
         lines.append(f'call_{i}: {json.dumps(opening)} arguments_{i} "}}"')
         lines.append(f"arguments_{i}: {json_rule(tool.schema)}")
     return "\n".join(lines)

@@ -1,8 +1,8 @@
-"""Tool calls out of a text, piece by piece as it comes.
+"""Extracts tool calls from a text that arrives in pieces.
 
-The name of a call is known from its first characters, and its arguments are passed on as they are
-written, so their pieces concatenate to the JSON that the model wrote. What looks like a call but is
-none (another name, no JSON) stays text.
+The name of a call comes with its first delta, its arguments as the model writes them, so their
+deltas concatenate to the model's JSON. What looks like a call but is none (unknown name, no JSON)
+stays text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from router.text.tool_formats import PYTHON_TAG, ToolFormat
 _HEAD = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
-#: Mistral's newer form: a name, perhaps an id, then the arguments.
+#: Mistral's newer format: a name, perhaps an id, then the arguments.
 _NAMED = re.compile(r"\s*([\w-]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\]\s*)?(?=\{)")
 _NAMED_SO_FAR = re.compile(r"\s*[\w-]*\s*(?:\[[\w\[\]\s]*)?")
 _END = "</tool_call>"
@@ -29,7 +29,7 @@ _END = "</tool_call>"
 
 @dataclass(slots=True)
 class CallDelta:
-    """What a piece of text adds to one call. The first of a call has its id and name."""
+    """Part of one call. The first of a call has its id and name."""
 
     index: int
     arguments: str
@@ -38,27 +38,25 @@ class CallDelta:
 
 
 class _State(Enum):
-    START = auto()  # nothing but white space yet
+    START = auto()  # only white space so far
     TEXT = auto()
     CALL = auto()  # in what may be a call; its name is not known yet
     ARGUMENTS = auto()
-    CLOSE = auto()  # behind the arguments, still in the call
-    BETWEEN = auto()  # behind a call, where another may follow
-    DONE = auto()  # no more is wanted
+    CLOSE = auto()  # after the arguments, still in the call
+    BETWEEN = auto()  # after a call, where another may follow
+    DONE = auto()  # the rest is dropped
 
 
 class CallParser:
-    """Reads one output. `num_calls` says how many calls it has; white space before them and after
-    the last is dropped.
+    """Parses one output into text and `num_calls` calls; white space around calls is dropped.
 
-    With `several` false what follows the first call is dropped, too. With `forced` the output is
-    nothing but calls, so one that was cut short before its arguments is dropped. `make_id` makes
-    ids.
+    Without `several`, text after the first call is dropped, too. With `forced` the output consists
+    of calls only, so one cut short before its arguments is dropped. `make_id` makes ids.
     """
 
     def __init__(
         self,
-        form: ToolFormat,
+        tool_format: ToolFormat,
         names: Collection[str],
         *,
         several: bool = True,
@@ -66,14 +64,14 @@ class CallParser:
         make_id: Callable[[ToolFormat], str] | None = None,
     ) -> None:
         self.num_calls = 0
-        self._form = form
+        self._format = tool_format
         self._names = names
         self._several = several
         self._forced = forced
         self._make_id = make_id or call_id
-        self._state = _State.START if form is ToolFormat.LLAMA else _State.TEXT
+        self._state = _State.START if tool_format is ToolFormat.LLAMA else _State.TEXT
         self._buffer = ""
-        self._opening = ""  # what the call began with, should it turn out to be text
+        self._opening = ""  # of what may be a call: text if it is none
         self._in_array = False
         self._scan = _ObjectEnd()
         self._scanned = 0
@@ -92,38 +90,38 @@ class CallParser:
 
     @property
     def in_arguments(self) -> bool:
-        """Whether the arguments of the last call are not complete yet."""
+        """Whether the arguments of the last call are incomplete."""
         return self._state is _State.ARGUMENTS
 
     def push(self, text: str, *, last: bool) -> tuple[str, list[CallDelta]]:
-        """The text, and the parts of calls, that are certain once `text` has come; `last`: all."""
+        """Add `text`. Returns the text and the call deltas that are certain, all with `last`."""
         self._buffer += text
         while self._buffer and self._steps[self._state]():
             pass
         if last:
             self._finish()
-        shown, calls = "".join(self._text), self._calls
+        certain, calls = "".join(self._text), self._calls
         self._text, self._calls = [], []
-        return shown, calls
+        return certain, calls
 
     def _finish(self) -> None:
         if self._forced:
             self._space = ""
         elif self._state is _State.CALL:
-            self._say(self._opening + self._buffer)
+            self._add_text(self._opening + self._buffer)
         elif self._state in (_State.START, _State.TEXT):
-            self._say(self._buffer)
+            self._add_text(self._buffer)
         self._buffer = ""
         if self.num_calls == 0:
             self._text.append(self._space)
 
-    def _say(self, text: str) -> None:
+    def _add_text(self, text: str) -> None:
         whole = self._space + text
         shown = whole.rstrip()
         self._space = whole[len(shown) :]
         self._text.append(shown)
 
-    # --- steps: whether there may be another one --------------------------------------------------
+    # --- steps: each returns whether another may follow -------------------------------------------
 
     def _start(self) -> bool:
         """Llama's calls are the whole text, or what follows its tag."""
@@ -140,17 +138,17 @@ class CallParser:
         return True
 
     def _look_for_call(self) -> bool:
-        begin, buffer = self._form.begin, self._buffer
+        begin, buffer = self._format.begin, self._buffer
         at = buffer.find(begin) if begin else -1
         if at >= 0:
-            self._say(buffer[:at])
+            self._add_text(buffer[:at])
             self._buffer = buffer[at:]
             self._in_array = False
             self._expect_call(len(begin))
             return True
-        shown = len(buffer) - _beginning_length(buffer, begin)
-        self._say(buffer[:shown])
-        self._buffer = buffer[shown:]
+        certain = len(buffer) - _prefix_length(buffer, begin)
+        self._add_text(buffer[:certain])
+        self._buffer = buffer[certain:]
         return False
 
     def _expect_call(self, opening: int) -> None:
@@ -167,7 +165,7 @@ class CallParser:
             return False
         if stripped[0] == "{":
             return self._whole_call()
-        if self._form is not ToolFormat.MISTRAL or self._in_array:
+        if self._format is not ToolFormat.MISTRAL or self._in_array:
             return self._is_text()
         if stripped[0] == "[" and not stripped.startswith(("[ARGS", "[CALL_ID")):
             self._in_array = True
@@ -181,7 +179,7 @@ class CallParser:
         return _NAMED_SO_FAR.fullmatch(self._buffer) is None and self._is_text()
 
     def _whole_call(self) -> bool:
-        """A call in another order, or with arguments that are not an object: read when complete."""
+        """A call with another key order, or arguments that are no object, is parsed at its end."""
         end = self._scan.find(self._buffer[self._scanned :])
         if end is None:
             self._scanned = len(self._buffer)
@@ -191,7 +189,7 @@ class CallParser:
         if call is None or not self._begin(call[0], end):
             return self._is_text()
         self._calls[-1].arguments = call[1]
-        self._state = _State.CLOSE if self._form is ToolFormat.HERMES else _State.BETWEEN
+        self._state = _State.CLOSE if self._format is ToolFormat.HERMES else _State.BETWEEN
         return self._another()
 
     def _begin(self, name: str, consumed: int) -> bool:
@@ -199,7 +197,7 @@ class CallParser:
             return self._is_text()
         self._buffer = self._buffer[consumed:]
         self._calls.append(
-            CallDelta(index=self.num_calls, arguments="", id=self._make_id(self._form), name=name)
+            CallDelta(index=self.num_calls, arguments="", id=self._make_id(self._format), name=name)
         )
         self.num_calls += 1
         self._space = ""
@@ -208,8 +206,8 @@ class CallParser:
         return True
 
     def _is_text(self) -> bool:
-        """No call: its beginning is text, and so may be what follows."""
-        self._say(self._opening)
+        """What looked like a call is text."""
+        self._add_text(self._opening)
         self._opening = ""
         self._state = _State.TEXT
         return True
@@ -224,7 +222,7 @@ class CallParser:
             self._calls.append(CallDelta(index=self.num_calls - 1, arguments=arguments))
         if end is None:
             return False
-        named = self._form is ToolFormat.MISTRAL and not self._in_array
+        named = self._format is ToolFormat.MISTRAL and not self._in_array
         self._scan = _ObjectEnd(depth=1)
         self._state = _State.TEXT if named else _State.CLOSE
         return self._another()
@@ -235,8 +233,8 @@ class CallParser:
         return True
 
     def _close_call(self) -> bool:
-        """To the end of the call's own object and, for Hermes, of its marks."""
-        if self._form is ToolFormat.HERMES:
+        """Skip to the end of the call's object or, for Hermes, of its closing mark."""
+        if self._format is ToolFormat.HERMES:
             at = self._buffer.find(_END)
             if at < 0:
                 self._buffer = self._buffer[-len(_END) :]
@@ -264,7 +262,7 @@ class CallParser:
 
 
 class _ObjectEnd:
-    """Finds where a JSON object ends that comes in pieces; `depth` objects are open already."""
+    """Finds the end of a JSON object that arrives in pieces; `depth` objects are open already."""
 
     def __init__(self, depth: int = 0) -> None:
         self._depth = depth
@@ -272,7 +270,7 @@ class _ObjectEnd:
         self._escaped = False
 
     def find(self, text: str) -> int | None:
-        """How much of `text` still belongs to it; None when all of it does and it goes on."""
+        """How many characters of `text` belong to it; None when it does not end there."""
         for at, char in enumerate(text):
             if self._in_string:
                 if self._escaped:
@@ -293,7 +291,7 @@ class _ObjectEnd:
 
 
 def _read_call(text: str) -> tuple[str, str] | None:
-    """Name and arguments of a complete call; None when it is none."""
+    """Name and arguments of a complete call; None when it is not one."""
     try:
         call = json.loads(text)
         arguments = call.get("arguments", call.get("parameters", {}))
@@ -308,21 +306,21 @@ def _read_call(text: str) -> tuple[str, str] | None:
 
 
 def _name(text: str) -> str:
-    r"""The name that a JSON string spells; empty when it is none (`"get\_weather"`)."""
+    r"""The value of a JSON string; empty when it is invalid (`"get\_weather"`)."""
     try:
         return str(json.loads(text))
     except ValueError:
         return ""
 
 
-def _beginning_length(text: str, mark: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `mark`."""
+def _prefix_length(text: str, mark: str) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of `mark`."""
     longest = min(len(text), len(mark) - 1)
     return next((n for n in range(longest, 0, -1) if mark.startswith(text[-n:])), 0)
 
 
-def call_id(form: ToolFormat) -> str:
+def call_id(tool_format: ToolFormat) -> str:
     """A fresh id; Mistral's templates insist on nine letters and digits."""
-    if form is ToolFormat.MISTRAL:
+    if tool_format is ToolFormat.MISTRAL:
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
     return f"call_{secrets.token_hex(12)}"

@@ -94,7 +94,8 @@ class Reservations:
         self._await(key, num_commands, _Event.INCLUDED)
 
     def cancelled(self, keys: Iterable[RequestKey], num_commands: int) -> None:
-        """The worker has acknowledged the cancel: reports of so many commands exclude them."""
+        """The worker has acknowledged the cancel: reports of so many commands exclude them. 0 when
+        no acknowledgement will come."""
         for key in keys:
             self._await(key, num_commands, _Event.CANCELLED)
 
@@ -126,11 +127,6 @@ class Reservations:
         elif entry.state in _LIVE:
             self._add(entry, -_SIGN[entry.state])
             del self._entries[key]
-
-    def drop(self, keys: Iterable[RequestKey]) -> None:
-        """No acknowledgement of their cancel will come."""
-        for key in keys:
-            self._cover(key, _Event.CANCELLED)
 
     def clear(self) -> None:
         """The worker was lost, and its reports with it."""

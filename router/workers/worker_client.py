@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Protocol
@@ -46,6 +46,11 @@ _STATUS_S = 1.0
 _TOKENS_AT_ONCE = 64
 
 
+#: What a worker tells of an attempt besides tokens: cached prompt tokens, log-probabilities of the
+#: prompt, spans after prefill's commit, and that it gave the attempt up.
+AttemptEvent = PromptEvent | ScoreEvent | SpanEvent | FailEvent
+
+
 class EventSink(Protocol):
     """Receives the events of one attempt, on the router's event loop."""
 
@@ -53,20 +58,8 @@ class EventSink(Protocol):
         """One output token."""
         ...
 
-    def on_prompt(self, event: PromptEvent) -> None:
-        """How much of the prompt was cached."""
-        ...
-
-    def on_scores(self, event: ScoreEvent, role: Role) -> None:
-        """Log-probabilities of prompt tokens."""
-        ...
-
-    def on_spans(self, event: SpanEvent) -> None:
-        """Prefill's part of the timeline, after its commit."""
-        ...
-
-    def on_fail(self, event: FailEvent, ref: WorkerRef) -> None:
-        """The worker gave the attempt up."""
+    def on_event(self, event: AttemptEvent, ref: WorkerRef) -> None:
+        """Any other event of a worker."""
         ...
 
     def on_lost(self, ref: WorkerRef, reason: str) -> None:
@@ -207,7 +200,7 @@ class WorkerClient:
         if key in self._submits:
             self._cancel_after_submit.add(key)
         elif not self.connected:
-            self.reservations.drop((key,))
+            self.reservations.cancelled((key,), 0)
         else:
             self._cancels.add(key)
             if self._canceller is None:
@@ -237,7 +230,7 @@ class WorkerClient:
                 tries = 0
                 self._cancels.difference_update(keys)
                 self.reservations.cancelled(keys, ack.num_commands)
-        self.reservations.drop(self._cancels)
+        self.reservations.cancelled(self._cancels, 0)
         self._cancels.clear()
         self._canceller = None
         self._stop_if_done()
@@ -346,19 +339,12 @@ class WorkerClient:
     async def _deliver(self, batch: EventBatch) -> None:
         """Each event to the sink of its attempt, if that is still attached. Between parts of a
         large batch the event loop writes the tokens delivered and takes new requests."""
-        self._deliver_prompts(batch)
+        self._deliver_events((*batch.prompts, *batch.scores))
         for start in range(0, len(batch.tokens), _TOKENS_AT_ONCE):
             if start:
                 await asyncio.sleep(0)
             self._deliver_tokens(batch.tokens[start : start + _TOKENS_AT_ONCE])
-        sinks = self._sinks
-        for spans in batch.spans:
-            if spans.key in sinks:
-                sinks[spans.key].on_spans(spans)
-        for failure in batch.failures:
-            if failure.key in sinks:
-                self.reservations.release(failure.key)
-                sinks[failure.key].on_fail(failure, self.ref)
+        self._deliver_events((*batch.spans, *batch.failures))
         self._on_report()
 
     def _deliver_tokens(self, tokens: tuple[TokenEvent, ...]) -> None:
@@ -369,15 +355,16 @@ class WorkerClient:
                 self.reservations.computed(token.key)
                 sink.on_token(token, role)
 
-    def _deliver_prompts(self, batch: EventBatch) -> None:
-        sinks = self._sinks
-        for prompt in batch.prompts:
-            if prompt.key in sinks:
-                sinks[prompt.key].on_prompt(prompt)
-        for scores in batch.scores:
-            if scores.key in sinks:
-                self.reservations.computed(scores.key)
-                sinks[scores.key].on_scores(scores, self.ref.role)
+    def _deliver_events(self, events: Sequence[AttemptEvent]) -> None:
+        for event in events:
+            sink = self._sinks.get(event.key)
+            if sink is None:
+                continue
+            if isinstance(event, ScoreEvent):
+                self.reservations.computed(event.key)
+            elif isinstance(event, FailEvent):
+                self.reservations.release(event.key)
+            sink.on_event(event, self.ref)
 
     def _lost(self, reason: str) -> None:
         was_connected, self.connected = self.connected, False

@@ -20,8 +20,7 @@ from protocol.errors import InvalidRequest, Overloaded, Unauthenticated
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
 from router.admission.limits import InflightLimits
-from router.auth.key_file import KeyFile
-from router.auth.keys import Caller, hashed, load_keys, new_key
+from router.auth.keys import Caller, KeyFile, hashed, load_keys, new_key
 from tests.support.router_doors import Doors, MakeDoors, status_of, until
 from tests.support.stub_workers import StubFleet
 

@@ -15,7 +15,7 @@ from protocol.ids import RequestKey, Role
 from protocol.messages import ScoreEvent, TokenEvent
 from protocol.states import FinishReason
 from router.dispatch.attempt import Attempt, AttemptOutcome, TokenMerger
-from router.text.stream import TextStream
+from router.text.text_stream import TextStream
 from tests.support.router_doors import Doors, MakeDoors, letters, until
 from tests.support.stub_workers import StubFleet, StubWorker
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import InvalidRequest
-from router.text.template import ChatTemplate
+from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import ModelText
 from tests.support.tiny_text import STRICT, byte_level, write_model_text
 from tests.support.typed_requests import chat_messages

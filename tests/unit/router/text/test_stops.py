@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from protocol.states import FinishReason
 from router.text.detokenizer import ByteDetokenizer
-from router.text.stops import StopMatcher
-from router.text.stream import TextStream
+from router.text.text_stream import StopMatcher, TextStream
 
 
 def run(stops: list[str], pieces: list[str]) -> tuple[list[str], bool]:

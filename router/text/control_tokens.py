@@ -1,13 +1,12 @@
 """Role markers inside chat content are text, not control.
 
-A user who writes `<|im_end|>` must not be able to end their turn and forge another. Content that
-contains a control token's spelling gets a mark in its place before the template runs; afterwards
-the prompt is tokenised around the marks, and each spelling in two pieces, so that it comes out as
-ordinary tokens of the same text. Prompts without such spellings are tokenised in one piece,
-untouched.
+A user who writes `<|im_end|>` must not end the user message and forge another. A placeholder stands
+for each control token's spelling while the template runs; then the prompt is tokenised around the
+placeholders, and each spelling in two parts, so that it becomes ordinary tokens of the same text.
+Prompts without such spellings are tokenised in one piece.
 
-Special tokens are neutralised in everybody's content. Added tokens not flagged special (`<think>`)
-are neutralised in what users and tools say: in the assistant's own turns they may be meant.
+Special tokens are neutralised in all content, added tokens not flagged special (`<think>`) in that
+of users and tools only: an assistant's message may mean them.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _Encode = Callable[[str], tuple[int, ...]]
 
 
 class ControlTokens:
-    """The spellings to look for, of one tokenizer."""
+    """The spellings of one tokenizer's control tokens."""
 
     def __init__(self, *, special: Sequence[str], plain: Sequence[str], encode: _Encode) -> None:
         self.special = _pattern(special)
@@ -30,8 +29,8 @@ class ControlTokens:
         self.encode = encode
 
 
-class ControlMarkers:
-    """The spellings found in one prompt. The marks are random, so content cannot contain them."""
+class HiddenControlTokens:
+    """Those found in one prompt. Placeholders are random, so content cannot contain them."""
 
     def __init__(self, tokens: ControlTokens) -> None:
         self._tokens = tokens
@@ -44,23 +43,23 @@ class ControlMarkers:
         return bool(self._found)
 
     def hide(self, content: str, role: ChatRole) -> str:
-        """`content` with a mark for each control token it spells."""
+        """`content` with a placeholder for each control token it spells."""
         trusted = role in (ChatRole.SYSTEM, ChatRole.ASSISTANT)
         pattern = self._tokens.special if trusted else self._tokens.all
         if pattern is None or pattern.search(content) is None:
             return content
         self._nonce = self._nonce or secrets.token_hex(8)
-        return pattern.sub(self._mark, content)
+        return pattern.sub(self._placeholder, content)
 
     def encode(self, prompt: str) -> tuple[int, ...]:
-        """The ids of a prompt with marks."""
+        """The ids of a prompt with placeholders."""
         ids: list[int] = []
         parts = re.split(f"\ue000{self._nonce}:([0-9]+)\ue001", prompt)
         for i, part in enumerate(parts):
             ids += self._spelled(self._found[int(part)]) if i % 2 else self._tokens.encode(part)
         return tuple(ids)
 
-    def _mark(self, match: re.Match[str]) -> str:
+    def _placeholder(self, match: re.Match[str]) -> str:
         self._found.append(match.group())
         return f"\ue000{self._nonce}:{len(self._found) - 1}\ue001"
 

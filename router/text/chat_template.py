@@ -1,24 +1,105 @@
-"""A model's chat templates: one for plain chat and, where there is another, one for tools."""
+"""Chat templates: the model's own Jinja, in a sandbox that can neither write nor reach Python.
+
+The conventions are those of Hugging Face's `apply_chat_template`: block trimming, loop controls,
+`raise_exception`, `strftime_now`, `tojson` without escapes for HTML, and the special tokens by
+name.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 from protocol.errors import InvalidRequest, Unsupported
 from router.request.chat_messages import AnyMessage, AssistantMessage, ChatRole, ToolMessage
-from router.text.template import ChatTemplate
 from router.text.tool_formats import ToolFormat, detect_format
 
-#: Makes control tokens in a text that came from somebody of this role harmless.
+#: Neutralises control tokens in a text of a role (router.text.control_tokens).
 Hide = Callable[[str, ChatRole], str]
+#: What a template can raise because of its messages.
+_RENDER_ERRORS = (
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError),
+    *(RecursionError, OverflowError),
+)
+
+
+class ChatTemplate:
+    """A compiled template. Raises ValueError when the template itself does not parse.
+
+    knows_tools, knows_calls: whether it renders tool definitions, and tool calls in messages.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+        try:
+            tree = environment.parse(source)
+            names = meta.find_undeclared_variables(tree)
+            self._template = environment.from_string(tree)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"chat template: {error}") from error
+        self.source = source
+        self.knows_tools = "tools" in names
+        self.knows_calls = "tool_calls" in source
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """The prompt for `messages`, up to the assistant's answer. Raises InvalidRequest with the
+        template's own message when it refuses them."""
+        try:
+            return self._template.render(
+                messages=list(messages),
+                add_generation_prompt=True,
+                tools=list(tools) or None,
+                documents=None,
+                **self._special_tokens,
+            )
+        except _RENDER_ERRORS as error:
+            raise InvalidRequest(f"messages: {error}", param="messages") from error
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's text for training; here it has no effect."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja declares it so
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        """The body of the block."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTemplates:
-    """`tool_format` is how the model writes tool calls; None when that is not known."""
+    """A model's templates: one for plain chat and one for tools, often the same. `tool_format` is
+    how the model writes tool calls, None when unknown."""
 
     plain: ChatTemplate | None
     with_tools: ChatTemplate | None
@@ -40,17 +121,17 @@ class ChatTemplates:
         )
 
     def require_tools(self) -> ToolFormat:
-        """How tool calls are written. Raises Unsupported when this model cannot be given tools."""
+        """How tool calls are written. Raises Unsupported when this model takes no tools."""
         if self.with_tools is None:
             raise Unsupported("tools: the model's chat template has no tools", param="tools")
         if self.tool_format is None:
-            raise Unsupported("tools: it is not known how this model writes calls", param="tools")
+            raise Unsupported("tools: this model's format of tool calls is unknown", param="tools")
         return self.tool_format
 
 
 def chosen_source(file: str) -> str:
-    """The template in the file that the configuration names. Raises ValueError, naming the field,
-    when it cannot be read or does not parse."""
+    """The template in the configured file. Raises ValueError, naming the field, when it cannot be
+    read or does not parse."""
     try:
         source = Path(file).read_text(encoding="utf-8")
     except OSError as error:
@@ -67,8 +148,8 @@ def chosen_source(file: str) -> str:
 def load_templates(
     folder: Path, settings: Mapping[str, Any], *, chosen: str, tool_format: str
 ) -> ChatTemplates:
-    """The templates in `folder`, or the file `chosen`; `tool_format` instead of what the template
-    looks like. Raises ValueError when one cannot be read or does not parse."""
+    """The templates in `folder`, or in the file `chosen`; `tool_format` overrides detection. Raises
+    ValueError when a template cannot be read or does not parse."""
     file = folder / "chat_template.jinja"
     source: Any = settings.get("chat_template")
     if chosen:
@@ -92,14 +173,14 @@ def load_templates(
 
 
 def special_texts(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens that templates know by name."""
+    """The special tokens that templates use by name."""
     names = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
     texts = {name: token_text(settings.get(name)) for name in names}
     return {name: text for name, text in texts.items() if text is not None}
 
 
 def token_text(value: object) -> str | None:
-    """A special token is written as a string, or as an object with its content."""
+    """The text of a special token: a string, or an object with `content`."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
@@ -114,7 +195,7 @@ def _has_calls(message: AnyMessage) -> bool:
 
 
 def _plain(message: AnyMessage, hide: Hide) -> dict[str, Any]:
-    """A message as templates know it; what a tool says is trusted no more than a user."""
+    """A message as templates take it; tool messages are trusted no more than a user's."""
     role = message.role
     plain: dict[str, Any] = {"role": role.value, "content": hide(message.text, role)}
     if message.name is not None:
@@ -137,7 +218,7 @@ def _plain(message: AnyMessage, hide: Hide) -> dict[str, Any]:
 
 
 def _hidden(value: Any, role: ChatRole, hide: Hide) -> Any:
-    """A JSON value with every text in it made harmless."""
+    """A JSON value with every text in it neutralised."""
     if isinstance(value, str):
         return hide(value, role)
     if isinstance(value, Mapping):

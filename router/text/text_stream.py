@@ -1,0 +1,138 @@
+"""The text of one output: detokenised, searched for stop strings, cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from protocol.states import FinishReason
+from router.text.detokenizer import Detokenizer
+from router.text.tool_parser import CallDelta, CallParser
+
+
+class TextStream:
+    """Turns the output tokens of one sequence into text, in order.
+
+    A stop or end token is not part of the text, unless `include_stop`. Stop strings count from the
+    first token after `min_tokens`; a match must lie wholly behind it. `tokens` counts every output
+    token, `characters` those of their text, cut or not, up to the last complete one. With a
+    `parser`, tool calls are taken out of the text; `calls` is what the last token adds to them.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stops: StopMatcher,
+        *,
+        min_tokens: int,
+        include_stop: bool = False,
+        parser: CallParser | None = None,
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._stops = stops
+        self._min_tokens = min_tokens
+        self._include_stop = include_stop
+        self._parser = parser
+        self.tokens = 0
+        self.characters = 0
+        self.finish: FinishReason | None = None
+        self.calls: list[CallDelta] = []
+
+    def push(self, token: int, finish: FinishReason | None) -> str:
+        """Add a token. Returns the text that becomes certain; sets `finish` at the end."""
+        self.tokens += 1
+        hidden = finish is FinishReason.STOP and not self._include_stop
+        text = "" if hidden else self._detokenizer.push(token)
+        self.characters += len(text)
+        if finish is not None:
+            text += self._detokenizer.flush()
+        if self.tokens > self._min_tokens:
+            text = self._stops.push(text)
+        if self._stops.matched:
+            self.finish = FinishReason.STOP
+        elif finish is not None:
+            self.finish = finish
+            text += self._stops.flush()
+        return text if self._parser is None else self._without_calls(text, self._parser)
+
+    def _without_calls(self, text: str, parser: CallParser) -> str:
+        text, self.calls = parser.push(text, last=self.finish is not None)
+        # A stop string can cut a call short: its arguments are no JSON then.
+        if self.finish is FinishReason.STOP and parser.num_calls and not parser.in_arguments:
+            self.finish = FinishReason.TOOL_CALLS
+        return text
+
+
+class StopMatcher:
+    """Finds stop strings in a text that arrives in pieces.
+
+    Text that may be the start of a stop string is held back; the output is cut exactly before the
+    first stop string to be completed, wherever the pieces split. One automaton per stop string
+    (Knuth, Morris, Pratt 1977): constant time per character, however long the strings.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        """`include`: the output is cut right behind the stop string instead of before it."""
+        self._include = include
+        self._automata = [_Automaton(stop) for stop in stops]
+        self._held = ""
+        self.matched = False
+
+    def push(self, text: str) -> str:
+        """Add text. Returns what is certain; nothing after a match, which sets `matched`."""
+        if self.matched:
+            return ""
+        if not self._automata:
+            return text
+        held = self._held + text
+        offset = len(self._held)
+        for i, char in enumerate(text):
+            longest = 0
+            for automaton in self._automata:
+                if automaton.step(char):
+                    longest = max(longest, automaton.length)
+            if longest:
+                self.matched = True
+                self._held = ""
+                return held[: offset + i + 1 - (0 if self._include else longest)]
+        keep = max(automaton.state for automaton in self._automata)
+        cut = len(held) - keep
+        self._held = held[cut:]
+        return held[:cut]
+
+    def flush(self) -> str:
+        """The text held back, at the end."""
+        held, self._held = self._held, ""
+        return held
+
+
+class _Automaton:
+    """`state` is the length of the longest prefix of the string that the text so far ends with."""
+
+    def __init__(self, stop: str) -> None:
+        self.length = len(stop)
+        self.state = 0
+        self._stop = stop
+        self._fallback = _fallbacks(stop)
+
+    def step(self, char: str) -> bool:
+        """Add one character. Returns whether the whole string has been seen."""
+        state = self.state
+        while state and self._stop[state] != char:
+            state = self._fallback[state - 1]
+        if self._stop[state] == char:
+            state += 1
+        self.state = state
+        return state == self.length
+
+
+def _fallbacks(stop: str) -> list[int]:
+    """fallback[i]: length of the longest proper prefix of stop[: i + 1] that is also its suffix."""
+    fallback = [0] * len(stop)
+    length = 0
+    for i in range(1, len(stop)):
+        while length and stop[i] != stop[length]:
+            length = fallback[length - 1]
+        if stop[i] == stop[length]:
+            length += 1
+        fallback[i] = length
+    return fallback
