@@ -70,8 +70,8 @@ def cluster_message(view: ClusterInfo) -> pb.Cluster:
 
 
 def _worker(worker: WorkerInfo) -> pb.Worker:
-    ref = structs.asdict(worker.ref)
-    del ref["role"]  # of the whole pool
-    shown = pb.Worker.DESCRIPTOR.fields_by_name
-    load = {name: n for name, n in structs.asdict(worker.load).items() if name in shown}
-    return pb.Worker(**ref, **load, state=worker.state, in_flight=worker.in_flight)
+    fields = structs.asdict(worker.ref) | structs.asdict(worker.load)
+    del fields["role"]  # of the whole pool
+    known = pb.Worker.DESCRIPTOR.fields_by_name
+    shown = {name: value for name, value in fields.items() if name in known}
+    return pb.Worker(**shown, state=worker.state, in_flight=worker.in_flight)
