@@ -5,7 +5,7 @@ Wings, each a layer that imports only those below it:
 
     control   rank 0's event loop: hand-offs, channels, calls to peer workers
     data      the threads of every rank: links and the messages on them
-    backends  gloo, cuda_ipc and nccl, one contract
+    backends  tcp, cuda_ipc and nccl, one contract
     cuda      paged copy, driver, NCCL
     plan      pure: which bytes go where, life cycles, the protocol of a channel
     config    settings

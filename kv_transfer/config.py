@@ -5,14 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from observability.logging import get_logger
+
+log = get_logger(__name__)
+
 
 class BackendName(StrEnum):
     """How KV bytes travel."""
 
     AUTO = "auto"  # decode offers what its device can do; prefill takes the first that reaches it
-    GLOO = "gloo"  # TCP between CPU tensors
+    TCP = "tcp"  # between CPUs
     NCCL = "nccl"  # between GPUs of any hosts
     CUDA_IPC = "cuda_ipc"  # between GPUs of one host: prefill writes into decode's pool
+
+    @classmethod
+    def _missing_(cls, value: object) -> BackendName | None:
+        if value != "gloo":
+            return None
+        log.warning("the transfer backend gloo is called tcp now")
+        return cls.TCP
 
 
 #: Backends whose sender writes into the receiver's pool itself; nothing is posted for it there.
@@ -34,7 +45,7 @@ class ChecksumKind(StrEnum):
 class TransferConfig:
     """Settings of one worker's hand-offs. Times in seconds; both sides should agree on them.
 
-    backend: how KV travels. `auto`: between CPUs gloo, between GPUs cuda_ipc where one host has
+    backend: how KV travels. `auto`: between CPUs tcp, between GPUs cuda_ipc where one host has
     both, else nccl.
     checksum: what a commit proves that the bytes arrived by. `auto`: crc32 through host memory,
     none between GPUs.

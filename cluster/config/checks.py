@@ -166,7 +166,7 @@ def _check_device(pool: PoolSection, role: str, backend: BackendName) -> None:
                 f"must be set where workers share a GPU (placement.gpus is {gpus}): the first "
                 "would take all free memory",
             )
-        unusable, needed = {BackendName.GLOO}, "CPUs"
+        unusable, needed = {BackendName.TCP}, "CPUs"
     else:
         unusable, needed = {BackendName.NCCL, BackendName.CUDA_IPC}, "GPUs"
     if backend in unusable:

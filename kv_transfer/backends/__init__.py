@@ -4,7 +4,7 @@
 - host: which host and process a peer is
 - choice: the backends of a rank, and the one that a pair of workers uses
 - rendezvous: a TCP connection on which two ends build their link
-- gloo: between CPUs
+- tcp: between CPUs
 - nccl: between GPUs of any hosts
 - cuda_ipc: between GPUs of one host, the sender writes into the receiver's pool
 """

@@ -6,8 +6,8 @@ from collections.abc import Container, Iterable
 from typing import cast
 
 from kv_transfer.backends.base import Backend, BlockStore, PagedStore
-from kv_transfer.backends.gloo import GlooBackend
 from kv_transfer.backends.host import is_near
+from kv_transfer.backends.tcp import TcpBackend
 from kv_transfer.config import ONE_SIDED, BackendName, TransferConfig
 from protocol.errors import HandoffFailed
 from protocol.messages import LinkAddress
@@ -20,19 +20,18 @@ def build_backends(store: BlockStore, config: TransferConfig) -> list[Backend]:
     wanted = config.backend
     if wanted is BackendName.AUTO:
         on_device = [BackendName.CUDA_IPC, BackendName.NCCL]
-        names = on_device if store.device.type == "cuda" else [BackendName.GLOO]
+        names = on_device if store.device.type == "cuda" else [BackendName.TCP]
     else:
         names = [wanted]
     return [_build(name, store, config) for name in names]
 
 
 def _build(name: BackendName, store: BlockStore, config: TransferConfig) -> Backend:
-    # Gloo would take addresses of a GPU for its own.
-    needs = "CPU" if name is BackendName.GLOO else "GPU"
+    needs = "CPU" if name is BackendName.TCP else "GPU"
     if (store.device.type == "cpu") != (needs == "CPU"):
         raise ValueError(f"transfer.backend {name} needs a {needs}, the pool is on {store.device}")
-    if name is BackendName.GLOO:
-        return GlooBackend(config.host)
+    if name is BackendName.TCP:
+        return TcpBackend(config.host)
     from kv_transfer.backends.cuda_ipc import CudaIpcBackend
     from kv_transfer.backends.nccl import BUFFERS, NcclBackend
     from kv_transfer.cuda.nccl import Staging

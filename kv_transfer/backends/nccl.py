@@ -11,20 +11,20 @@ queued then runs to its end before the blocks are released.
 from __future__ import annotations
 
 import itertools
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from framing.channel import Channel
 from kv_transfer.backends.base import BlockMove, End, LinkBroken, LinkId, LinkMode, PagedStore
 from kv_transfer.backends.cuda_ipc import shape_of
-from kv_transfer.backends.rendezvous import SENDER, RendezvousBackend, SocketStore
+from kv_transfer.backends.rendezvous import RendezvousBackend
 from kv_transfer.config import ChecksumKind
 from kv_transfer.cuda.copying import (
     PAGE_NUMBER_BYTES,
@@ -316,21 +316,21 @@ class NcclBackend(RendezvousBackend[NcclLink]):
         super().close()
         self.watch.close()
 
-    def _build(self, link: LinkId, connection: socket.socket, me: int, limit: float) -> NcclLink:
-        with connection:
+    def _build(self, link: LinkId, channel: Channel, *, is_sender: bool, limit: float) -> NcclLink:
+        with closing(channel):
             size = self.staging.take(self._block_bytes)
             try:
-                name, agreed = self._agree(SocketStore(connection, limit), me, size)
+                name, agreed = self._agree(channel, size, is_sender=is_sender, limit=limit)
                 self.staging.give(size - agreed)
                 size = agreed
                 with torch.cuda.device(self.store.device):
                     torch.cuda.current_stream().synchronize()  # NCCL needs a current context
-                    group = Communicator(name, me, ctas=self._ctas, limit=limit)
+                    group = Communicator(name, 0 if is_sender else 1, ctas=self._ctas, limit=limit)
                 made = self._make_link(link, group, size)
             except (OSError, RuntimeError, ValueError) as error:
                 self.staging.give(size)
                 raise LinkBroken(f"link {link}: {error}") from error
-        made.warm(sending=me == SENDER, limit=limit)
+        made.warm(sending=is_sender, limit=limit)
         return made
 
     def _make_link(self, link: LinkId, group: Communicator, size: int) -> NcclLink:
@@ -346,14 +346,16 @@ class NcclBackend(RendezvousBackend[NcclLink]):
         shape = shape_of(self.store)
         return 2 * shape.num_heads * shape.page
 
-    def _agree(self, store: SocketStore, me: int, size: int) -> tuple[bytes, int]:
+    def _agree(
+        self, channel: Channel, size: int, *, is_sender: bool, limit: float
+    ) -> tuple[bytes, int]:
         """The communicator's id, which the sender makes, and the size of a message: the smaller of
         what the two ends can stage."""
-        if me == SENDER:
+        if is_sender:
             name = unique_id()
-            store.set("nccl", name + size.to_bytes(8, "big"))
-            return name, int.from_bytes(store.get("size"), "big")
-        offer = store.get("nccl")
+            channel.send(name + size.to_bytes(8, "big"), limit)
+            return name, int.from_bytes(channel.receive(limit), "big")
+        offer = channel.receive(limit)
         size = min(size, int.from_bytes(offer[-8:], "big"))
-        store.set("size", size.to_bytes(8, "big"))
+        channel.send(size.to_bytes(8, "big"), limit)
         return offer[:-8], size

@@ -20,7 +20,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from kv_transfer.backends.gloo import GlooLink
+from kv_transfer.backends.tcp import TcpLink
 from observability import metrics
 from protocol.errors import ErrorCode
 from tests.support.both_doors import BothDoors, Said
@@ -80,20 +80,20 @@ class Gates:
 @contextmanager
 def gated() -> Iterator[Gates]:
     """Every step loop and link of this process goes through the gates."""
-    gates, launch, move = Gates(), StepLoop._launch, GlooLink._move
+    gates, launch, move = Gates(), StepLoop._launch, TcpLink._move
 
     def slow_launch(self: StepLoop[Any], batch: Any, now: float) -> None:
         gates.pass_through(self._thread.name)
         launch(self, batch, now)
 
-    def slow_move(self: GlooLink, what: str, *rest: Any) -> None:
+    def slow_move(self: TcpLink, what: str, *rest: Any) -> None:
         if what == "send":
             gates.pass_through(WIRE)
         move(self, what, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepLoop, "_launch", slow_launch)
-        patch.setattr(GlooLink, "_move", slow_move)
+        patch.setattr(TcpLink, "_move", slow_move)
         yield gates
         gates.open_all()
 

@@ -1,4 +1,4 @@
-"""Prefill and decode workers with a real hand-off over gloo, against transformers."""
+"""Prefill and decode workers with a real hand-off over TCP, against transformers."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ async def test_bad_requests_are_refused_by_name_and_harm_nobody(pair: Pair, orac
         ([128], GREEDY, "prompt"),
         ([-1], GREEDY, "prompt"),
         ([1], SamplingParams(max_tokens=5000), "max_tokens"),
-        ([1], SamplingParams(temperature=-1.0), "temperature"),
+        ([1], SamplingParams(temperature=-1.0), "Submit.sampling.temperature"),
     ):
         with pytest.raises(InvalidRequest) as caught:
             await pair.router.submit(prompt, params, pair.decode_refs[0], None)

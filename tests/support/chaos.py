@@ -3,7 +3,7 @@
     python -m tests.support.chaos --seconds 600 --report benchmarks/results/chaos.md
 
 Two processes, each with a prefill and a tensor-parallel decode worker, hand KV to each other over
-gloo, behind a real router. Every second a transfer is killed, a process is frozen for a while, or
+TCP, behind a real router. Every second a transfer is killed, a process is frozen for a while, or
 one is killed and replaced. Every request must end as it does without faults; afterwards no request
 or block may be left.
 """
@@ -447,7 +447,7 @@ def page(outcome: Outcome, command: str) -> str:
     return f"""# Chaos on one machine without a GPU
 
 Two processes, each with a prefill worker and a tensor-parallel decode worker (two ranks), hand over
-to each other over gloo, blocks of 32 tokens on the one side and 16 on the other, behind a real
+to each other over TCP, blocks of 32 tokens on the one side and 16 on the other, behind a real
 router with {CLIENTS} clients. Something breaks every second.
 
 | what | value |

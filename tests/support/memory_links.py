@@ -1,4 +1,4 @@
-"""Links within one process, in place of gloo's: a message is one copy between two tensors."""
+"""Links within one process, in place of tcp's: a message is one copy between two tensors."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class MemoryHub:
 class MemoryBackend:
     """One rank's end of the hub."""
 
-    name = "gloo"
+    name = "tcp"
 
     def __init__(self, hub: MemoryHub) -> None:
         self._hub = hub

@@ -254,7 +254,7 @@ async def running_pair(
     decode_tp: int = 1,
     block_sizes: tuple[int, int] = (16, 16),
 ) -> AsyncIterator[Pair]:
-    """Workers over gloo, rank 0 of each in this process and the other ranks in processes of their
+    """Workers over tcp, rank 0 of each in this process and the other ranks in processes of their
     own; everything is closed at the end. `block_sizes`: of prefill and of decode."""
 
     def settings(

@@ -293,7 +293,7 @@ class SimRanks:
 
     async def _run(self, rank: int, command: RankCommand) -> RankResult:
         if command.listen is not None:
-            way = Listening(backend="gloo", endpoint=f"sim-{rank}")
+            way = Listening(backend="tcp", endpoint=f"sim-{rank}")
             if self._target is not None:
                 way = Listening(backend="cuda_ipc", endpoint=f"{host_id()}|{rank}")
             return RankResult(listening=(way,))

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kv_transfer.backends.gloo import GlooBackend
+from kv_transfer.backends.tcp import TcpBackend
 from kv_transfer.config import TransferConfig
 from kv_transfer.control.context import EndpointContext
 from kv_transfer.control.receiver import Receiver
@@ -62,7 +62,7 @@ class _Host:
         layout = make_layout(tp_size, **shape)
         server = ControlServer(secret=SECRET)
         address = server.bind()
-        side = make_side(self._role, layout, CONFIG, lambda: GlooBackend("127.0.0.1"), new_epoch())
+        side = make_side(self._role, layout, CONFIG, lambda: TcpBackend("127.0.0.1"), new_epoch())
         side.ref = WorkerRef(
             worker_id=side.ref.worker_id, epoch=side.ref.epoch, role=self._role, address=address
         )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kv_transfer.backends.base import Backend
-from kv_transfer.backends.gloo import GlooBackend
+from kv_transfer.backends.tcp import TcpBackend
 from tests.support.memory_links import MemoryBackend, MemoryHub
 from tests.support.one_sided import OneSidedBackend, OneSidedHub
 
@@ -22,19 +22,19 @@ def _backends(kind: str) -> Callable[[], Backend]:
     hub, pools = MemoryHub(), OneSidedHub()
     makers: dict[str, Callable[[], Backend]] = {
         "memory": lambda: MemoryBackend(hub),
-        "gloo": lambda: GlooBackend("127.0.0.1"),
+        "tcp": lambda: TcpBackend("127.0.0.1"),
         "one-sided": lambda: OneSidedBackend(pools),
     }
     return makers[kind]
 
 
-@pytest.fixture(params=["memory", "gloo"])
+@pytest.fixture(params=["memory", "tcp"])
 def backends(request: pytest.FixtureRequest) -> Callable[[], Backend]:
     """Makes backends that can reach each other."""
     return _backends(request.param)
 
 
-@pytest.fixture(params=["memory", "gloo", "one-sided"])
+@pytest.fixture(params=["memory", "tcp", "one-sided"])
 def any_backends(request: pytest.FixtureRequest) -> Callable[[], Backend]:
     """Those with which the sender writes into decode's pool by itself, too."""
     return _backends(request.param)

@@ -160,7 +160,7 @@ def test_unknown_environment_variable_warns_with_a_suggestion(base: Path) -> Non
         (
             "transfer.backend=carrier-pigeon",
             "transfer.backend",
-            "expected one of auto, gloo, nccl, cuda_ipc, got",
+            "expected one of auto, tcp, nccl, cuda_ipc, got",
         ),
         ("model=tiny", "model", "expected a section"),
         ("model.name.x=1", "model.name.x", "model.name is a value"),
@@ -283,7 +283,7 @@ def test_empty_section_is_all_defaults(tmp_path: Path) -> None:
         (["decode.engine.device=cuda:1"], "decode.engine.device", "Ray picks the GPU"),
         (["transfer.backend=nccl"], "transfer.backend", "needs GPUs, but prefill"),
         (
-            ["decode.engine.device=cuda", "decode.placement.gpus=1", "transfer.backend=gloo"],
+            ["decode.engine.device=cuda", "decode.placement.gpus=1", "transfer.backend=tcp"],
             "transfer.backend",
             "needs CPUs, but decode",
         ),

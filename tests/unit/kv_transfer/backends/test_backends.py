@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
-import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from framing.session import HandshakeKind, Session
 from kv_transfer.backends.base import LinkBroken, LinkId
 from kv_transfer.backends.choice import build_backends
-from kv_transfer.backends.gloo import GlooBackend
+from kv_transfer.backends.tcp import TcpBackend
 from kv_transfer.config import BackendName, ChecksumKind, TransferConfig
 from kv_transfer.plan.checksum import combine, content_checksum, place_checksum
 from tests.support.transfer import make_layout, make_pools
@@ -138,7 +140,7 @@ def test_two_links_that_nobody_joins_do_not_hold_up_a_third(backends):
 
 
 def test_nobody_listens():
-    backend = GlooBackend("127.0.0.1")
+    backend = TcpBackend("127.0.0.1")
     with pytest.raises(LinkBroken, match="not listening"):
         backend.accept(link_id(), 1.0)
     with pytest.raises(LinkBroken, match="cannot connect"):
@@ -149,7 +151,7 @@ def test_nobody_listens():
 
 
 def test_strangers_and_silent_callers_do_not_get_in_or_in_the_way():
-    source, dest = GlooBackend("127.0.0.1"), GlooBackend("127.0.0.1")
+    source, dest = TcpBackend("127.0.0.1"), TcpBackend("127.0.0.1")
     host, port, token = dest.listen().split("|")
     silent = [socket.create_connection((host, int(port))) for _ in range(5)]
     silent[0].sendall(b"\xff" * 100)
@@ -177,7 +179,7 @@ def test_an_end_that_could_not_listen_does_when_it_is_asked_again(monkeypatch, k
     def fails(*_):
         raise error
 
-    source, dest = GlooBackend("127.0.0.1"), GlooBackend("127.0.0.1")
+    source, dest = TcpBackend("127.0.0.1"), TcpBackend("127.0.0.1")
     with monkeypatch.context() as patch:
         patch.setattr(kind, method, fails)
         for _ in range(2):
@@ -191,19 +193,61 @@ def test_an_end_that_could_not_listen_does_when_it_is_asked_again(monkeypatch, k
     dest.close()
 
 
-def test_a_peer_that_talks_nonsense_is_a_broken_link():
+def test_a_receiver_without_the_token_is_a_broken_link():
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         endpoint = f"127.0.0.1|{server.getsockname()[1]}|token"
-        connecting = pool.submit(GlooBackend("127.0.0.1").connect, link_id(), endpoint, 5.0)
+        connecting = pool.submit(TcpBackend("127.0.0.1").connect, link_id(), endpoint, 5.0)
         peer, _ = server.accept()
         with peer:
-            peer.sendall(struct.pack("!II", 2, 0) + b"\xff\xff")  # a key that is no text
-            with pytest.raises(LinkBroken, match="decode"):
+            told = peer.recv(1000)
+            false = Session(b"other", purpose=b"kv link", is_client=False)
+            peer.sendall(false.frame(HandshakeKind.HELLO, 0, b"n" * 32 + b"p" * 32))
+            with pytest.raises(LinkBroken, match="secret"):
                 connecting.result(10)
+    assert b"token" not in told
+
+
+def test_a_stranger_gets_no_block_and_costs_no_file():
+    """It neither takes a sender's place nor stays connected."""
+    source, dest = TcpBackend("127.0.0.1"), TcpBackend("127.0.0.1")
+    endpoint = dest.listen()
+    host, port, _ = endpoint.split("|")
+    files = len(os.listdir("/proc/self/fd"))
+    for said in (b"", b"\0" * 8, (1).to_bytes(8, "little"), b"\0" * 13 + bytes(200)):
+        for _ in range(20):
+            with socket.create_connection((host, int(port))) as stranger:
+                stranger.settimeout(5)
+                with contextlib.suppress(OSError):  # it may have been hung up on already
+                    stranger.sendall(said)
+                    stranger.shutdown(socket.SHUT_WR)
+                    assert stranger.recv(1000) == b""
+    until_open(files)
+    with ThreadPoolExecutor(2) as pool:
+        accepting = pool.submit(dest.accept, link_id(), 5.0)
+        sender = pool.submit(source.connect, link_id(), endpoint, 5.0).result(5)
+        receiver = accepting.result(5)
+        got = data(0)
+        receiving = pool.submit(receiver.recv, got, 5.0)
+        sender.send(data(7), 5.0)
+        receiving.result(5)
+    assert torch.equal(got, data(7))
+    sender.close()
+    receiver.close()
+    until_open(files)
+    dest.close()
+
+
+def until_open(count):
+    """Until this process has `count` files open."""
+    for _ in range(100):
+        if len(os.listdir("/proc/self/fd")) <= count:
+            return
+        time.sleep(0.05)
+    raise AssertionError(os.listdir("/proc/self/fd"))
 
 
 def test_a_listener_outlives_calls_for_which_there_is_no_thread(monkeypatch):
-    source, dest = GlooBackend("127.0.0.1"), GlooBackend("127.0.0.1")
+    source, dest = TcpBackend("127.0.0.1"), TcpBackend("127.0.0.1")
     endpoint = dest.listen()
     start, refused = threading.Thread.start, []
 
@@ -232,7 +276,7 @@ def test_a_listener_outlives_calls_that_cannot_be_taken(monkeypatch):
         return accept(listener)
 
     monkeypatch.setattr(socket.socket, "accept", flaky)
-    source, dest = GlooBackend("127.0.0.1"), GlooBackend("127.0.0.1")
+    source, dest = TcpBackend("127.0.0.1"), TcpBackend("127.0.0.1")
     host, port, _ = dest.listen().split("|")
     with pytest.raises(LinkBroken):
         source.connect(link_id(), f"{host}|{port}|\u00e9", 1.0)  # hung up on, not ignored
@@ -245,7 +289,7 @@ def test_a_listener_outlives_calls_that_cannot_be_taken(monkeypatch):
 
 
 def test_each_rank_has_a_port_of_its_own():
-    backends = [GlooBackend("127.0.0.1") for _ in range(8)]
+    backends = [TcpBackend("127.0.0.1") for _ in range(8)]
     assert len({backend.listen() for backend in backends}) == 8
     for backend in backends:
         backend.close()
@@ -288,6 +332,13 @@ def test_two_messages_that_change_places_are_noticed():
     assert total(messages) != total(messages[::-1])
 
 
+def test_the_former_name_of_the_backend_is_understood(caplog):
+    assert BackendName("gloo") is BackendName.TCP
+    assert "is called tcp now" in caplog.text
+    with pytest.raises(ValueError, match="pigeon"):
+        BackendName("pigeon")
+
+
 def test_settings_are_checked():
     with pytest.raises(ValueError, match="op_timeout_s"):
         TransferConfig(op_timeout_s=0)
@@ -296,8 +347,8 @@ def test_settings_are_checked():
         with pytest.raises(ValueError, match=reason):
             build_backends(store, TransferConfig(backend=BackendName(name)))
     on_gpu = SimpleNamespace(device=torch.device("cuda", 0))
-    with pytest.raises(ValueError, match="gloo needs a CPU, the pool is on cuda:0"):
-        build_backends(on_gpu, TransferConfig(backend=BackendName.GLOO))
-    for name in ("auto", "gloo"):
+    with pytest.raises(ValueError, match="tcp needs a CPU, the pool is on cuda:0"):
+        build_backends(on_gpu, TransferConfig(backend=BackendName.TCP))
+    for name in ("auto", "tcp"):
         backends = build_backends(store, TransferConfig(backend=BackendName(name)))
-        assert [backend.name for backend in backends] == ["gloo"]
+        assert [backend.name for backend in backends] == ["tcp"]

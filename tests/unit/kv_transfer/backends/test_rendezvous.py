@@ -12,12 +12,12 @@ from kv_transfer.backends.rendezvous import Rendezvous
 
 def test_a_caller_that_says_a_byte_now_and_then_is_hung_up_on(monkeypatch):
     """Or strangers could keep as many threads as they like."""
-    monkeypatch.setattr(rendezvous, "_HELLO_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(rendezvous, "_HANDSHAKE_S", 0.2)
     meeting = Rendezvous("127.0.0.1")
     host, port, _ = meeting.listen().split("|")
     said = 0
     with socket.create_connection((host, int(port))) as caller:
-        caller.sendall(struct.pack("!HH", 60_000, 5))
+        caller.sendall(struct.pack("!IBQ", 200, 0, 0))
         try:
             while said < 100:
                 time.sleep(0.05)

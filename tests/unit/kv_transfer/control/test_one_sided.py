@@ -411,8 +411,8 @@ def test_the_first_way_that_reaches_every_rank_is_taken():
 @pytest.mark.parametrize(
     ("wanted", "offers"),
     [
-        (BackendName.GLOO, ["nccl"]),
-        (BackendName.CUDA_IPC, ["nccl", "gloo"]),
+        (BackendName.TCP, ["nccl"]),
+        (BackendName.CUDA_IPC, ["nccl", "tcp"]),
         (BackendName.AUTO, []),
         (BackendName.AUTO, ["pigeon"]),
         (BackendName.AUTO, ["cuda_ipc"]),

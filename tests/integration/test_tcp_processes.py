@@ -1,4 +1,4 @@
-"""Hand-offs over gloo between real processes, and what kills and freezes of either side do."""
+"""Hand-offs over TCP between real processes, and what kills and freezes of either side do."""
 
 from __future__ import annotations
 
