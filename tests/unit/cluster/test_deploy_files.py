@@ -1,4 +1,4 @@
-"""The files under deploy/ fit the schemas of the programs that read them, and each other."""
+"""The files under deploy/ match the schemas of the programs that read them, and each other."""
 
 from __future__ import annotations
 
@@ -118,23 +118,23 @@ def test_setup_can_be_repeated(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", RAY_FILES, ids=lambda p: p.name)
-def test_a_wheel_of_the_same_version_is_installed(path: Path) -> None:
-    """pip takes it for the one that is there, and the old code would go on."""
+def test_a_rebuilt_wheel_of_the_same_version_is_installed(path: Path) -> None:
+    """By default pip skips a version that is installed, and the old code would stay."""
     lines = [line for line in read(path)["setup_commands"] if "baton-*.whl" in line]
     assert "--no-deps --force-reinstall" in lines[-1]
 
 
 @pytest.mark.parametrize("path", RAY_FILES, ids=lambda p: p.name)
 def test_workers_are_not_niced(path: Path) -> None:
-    """Ray's default is nice 15, which starves workers wherever anything else runs."""
+    """At Ray's default, nice 15, any other program starves the workers."""
     config = read(path)
     for commands in (config["head_start_ray_commands"], config["worker_start_ray_commands"]):
         assert "export RAY_worker_niceness=0" in commands[-1]
 
 
 @pytest.mark.parametrize("path", RAY_FILES, ids=lambda p: p.name)
-def test_who_fails_its_checks_is_given_no_time(path: Path) -> None:
-    """Serve's controller runs on the head. It would let a frozen replica keep clients and GPU."""
+def test_unhealthy_replicas_are_stopped_at_once(path: Path) -> None:
+    """Serve's controller, on the head, would otherwise let a frozen replica keep clients and GPU."""
     start = read(path)["head_start_ray_commands"][-1]
     assert "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS=1;" in start
 
@@ -149,7 +149,7 @@ def ray_service() -> dict[str, Any]:
     return documents[0]["spec"]
 
 
-def test_rayservice_applications_are_ours(ray_service: dict[str, Any]) -> None:
+def test_rayservice_applications_name_the_builders(ray_service: dict[str, Any]) -> None:
     from ray.serve.schema import ServeDeploySchema
 
     serve = ServeDeploySchema(**yaml.safe_load(ray_service["serveConfigV2"]))
