@@ -107,7 +107,7 @@ def _chat(client: InferenceClient, options: argparse.Namespace, console: Console
 _PHASE_NAMES: dict[str, str] = {
     Phase.TOKENIZE: "tokenise",
     Phase.ROUTE: "route",
-    Phase.QUEUE: "wait for a turn",
+    Phase.QUEUE: "router queue",
     Phase.CREDIT_WAIT: "wait for decode credits",
     Phase.PREFILL_QUEUE: "prefill queue",
     Phase.PREFILL: "prefill",

@@ -41,7 +41,7 @@ def ask(baton: Baton, prompt: str, *, tokens: int = 8) -> GenerateOutcome:
 
 
 async def ask_all(baton: Baton, asked: list[list[int]], tokens: int) -> list[list[int]]:
-    """The greedy ids after every prompt, alternating between the doors, sixteen at a time."""
+    """The greedy ids after every prompt, alternating between the front ends, sixteen at a time."""
     state = baton.state()
     doors = Doors(str(state["http"]), str(state["grpc"]), MODEL)
     limit = asyncio.Semaphore(16)

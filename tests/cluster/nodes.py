@@ -20,11 +20,11 @@ _COMMON = ["--disable-usage-stats", "--min-worker-port=0", "--max-worker-port=0"
 
 
 class Nodes:
-    """Starts machines, and takes the power away from them."""
+    """Starts nodes and cuts their power."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        # Sockets lie in it, whose paths must be short.
+        # Ray puts Unix sockets into it, whose paths must be short.
         self._ray = tempfile.mkdtemp(prefix="ray-")
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
         self.address = f"127.0.0.1:{free_port()}"

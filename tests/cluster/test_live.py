@@ -1,4 +1,4 @@
-"""A live cluster: asked over both doors, scaled under load, drained, and hurt."""
+"""A live cluster: requests over both front ends, scaling under load, drains and failures."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_chat_over_grpc(client: InferenceClient) -> None:
     assert spans["transfer"].counts["bytes"] == 3 * 16 * 30 * 2 * 3 * 64 * 2
 
 
-def test_both_doors_agree(live: Baton, client: InferenceClient) -> None:
+def test_both_front_ends_agree(live: Baton, client: InferenceClient) -> None:
     over_grpc = answer(client, LONG)
     over_http = post(
         live,

@@ -1,5 +1,5 @@
-"""Two routers on the same two ports, of which one is killed or freezes: whose requests end, whose
-go on, and and abandoned work is cancelled."""
+"""Two routers on the same two ports, one of which is killed or frozen: its requests end, those of
+the other continue, and abandoned work is cancelled."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def requests(routers: Connections) -> dict[str, int]:
 
 
 def begin(baton: Baton, routers: Connections) -> list[Stream]:
-    """Streams over both doors of both routers, and a long prompt at each that takes its time."""
+    """Streams over both front ends of both routers, and a long prompt at each."""
     streams = [
         Stream(over_grpc(channel, prompt=LONG, max_tokens=TOKENS), name)
         for name, channels in routers.to.items()
@@ -157,7 +157,7 @@ def test_killed_router_takes_only_its_own_requests_along(
     codes = {s.error.code() for s in streams if isinstance(s.error, grpc.RpcError)}
     assert codes == {grpc.StatusCode.UNAVAILABLE}
 
-    # Its work ends while that of the other one goes on, and who comes now is served.
+    # Its requests end; those of the other router, and new ones, are served.
     watch = routers.to[alive][0]
     wait_until(lambda: workers(watch)["decode"].running == before[alive], seconds=15)
     wait_until(lambda: prompts(workers(watch)["prefill"]) <= 1, seconds=15)

@@ -1,5 +1,5 @@
-"""Keys and mutual TLS in a real cluster: the routers that Serve starts read the files, both doors
-ask for both, and the command line has what it needs."""
+"""Keys and mutual TLS in a real cluster: routers started by Serve read the files, both front ends
+require both, and the command line provides both."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SCHEMA = {
 
 @dataclass(frozen=True)
 class Secured:
-    """A cluster with two keys, and who may connect to it."""
+    """A cluster with two keys and a client CA."""
 
     baton: Baton
     authority: Authority
@@ -90,7 +90,7 @@ def bearer(key: str) -> list[tuple[str, str]]:
     return [("authorization", f"Bearer {key}")]
 
 
-def test_both_doors_serve_who_has_a_certificate_and_a_key(secured: Secured) -> None:
+def test_both_front_ends_serve_clients_with_certificate_and_key(secured: Secured) -> None:
     body: dict[str, Any] = {"prompt": LONG, "max_tokens": 8, "temperature": 0.0}
     with secured.http(secured.client) as http:
         client = OpenAI(
@@ -125,7 +125,7 @@ def test_both_doors_serve_who_has_a_certificate_and_a_key(secured: Secured) -> N
         assert "1 client" in secured.baton.run("bench", *door, *arguments, *load).stdout
 
 
-def test_nobody_else_gets_in(secured: Secured) -> None:
+def test_other_clients_are_refused(secured: Secured) -> None:
     models = wire.ListModelsRequest()
     for certificate in (None, secured.stranger):
         with secured.http(certificate) as http, pytest.raises(httpx.TransportError):

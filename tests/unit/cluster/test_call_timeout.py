@@ -1,4 +1,4 @@
-"""No command waits for a Ray that hangs: what it asks for ends within its limit."""
+"""Calls into a Ray that hangs end within their limit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Hang = Any
 
 @pytest.fixture
 def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
-    """A call that returns when the test is over."""
+    """A call that returns only after the test."""
     over = threading.Event()
     for module in (deployments, directory, control, session):
         monkeypatch.setattr(module, "ANSWER_S", 0.0)
@@ -34,7 +34,7 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
     over.set()
 
 
-def test_work_ends_as_it_ends(hang: Hang) -> None:
+def test_the_call_returns_raises_or_times_out(hang: Hang) -> None:
     def fail() -> None:
         raise TimeoutError("its own")
 
@@ -45,14 +45,14 @@ def test_work_ends_as_it_ends(hang: Hang) -> None:
         call_with_timeout(0.0, "nothing came", hang)
 
 
-def test_a_ray_that_takes_nobody_in(hang: Hang, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connecting_to_a_ray_that_hangs(hang: Hang, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.init", hang)
     with pytest.raises(Unavailable, match="the Ray cluster at auto did not answer within 0 s"):
         session.connect(RunningCluster(address="auto", token="", config="c"))
 
 
-def test_who_is_asked_to_stop_stops_as_before_joining(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's client puts a handler of its own, below Python's, that takes it for a crash."""
+def test_connecting_keeps_the_sigterm_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's client installs its own, which reports a crash."""
     handlers: list[tuple[int, object]] = []
     monkeypatch.setattr("ray.init", lambda **_: None)
     monkeypatch.setattr(session.signal, "signal", lambda *handler: handlers.append(handler))
@@ -60,7 +60,7 @@ def test_who_is_asked_to_stop_stops_as_before_joining(monkeypatch: pytest.Monkey
     assert handlers == [(signal.SIGTERM, signal.getsignal(signal.SIGTERM))]
 
 
-def test_who_is_asked_to_stop_stops_as_before_a_join_that_failed(
+def test_a_failed_connection_keeps_the_sigterm_handler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def init(**_: object) -> None:
@@ -74,13 +74,13 @@ def test_who_is_asked_to_stop_stops_as_before_a_join_that_failed(
     assert handlers == [(signal.SIGTERM, signal.getsignal(signal.SIGTERM))]
 
 
-def test_a_ray_that_lets_nobody_go(hang: Hang, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disconnecting_from_a_ray_that_hangs(hang: Hang, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "_SHUTDOWN_S", 0.0)
     monkeypatch.setattr("ray.shutdown", hang)
     session.disconnect()
 
 
-def test_a_ray_that_finds_nobody(hang: Hang, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_of_a_ray_that_hangs(hang: Hang, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.get_actor", hang)
     monkeypatch.setattr("ray.nodes", hang)
     with pytest.raises(Unavailable, match="did not find the directory within"):
@@ -93,7 +93,7 @@ def test_a_ray_that_finds_nobody(hang: Hang, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("what", ["start", "run_many"])
 def test_a_serve_that_hangs(what: str, hang: Hang, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it is to take everything or a pool that was not there."""
+    """For all applications, and for a pool that is created by scaling."""
     serve = SimpleNamespace(
         **{"start": lambda **_: None, "run_many": lambda *_, **__: None, what: hang}
     )
@@ -112,10 +112,10 @@ def test_a_serve_that_hangs(what: str, hang: Hang, monkeypatch: pytest.MonkeyPat
         deployments.scale(config, {Pool.PREFILL: 1})
 
 
-def test_work_that_runs_is_over_before_an_interrupt_goes_on(
+def test_an_interrupt_waits_for_the_running_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else Ray would be left, or the process end, in the middle of a call of Ray."""
+    """Ray aborts a process that exits during a call."""
     over = threading.Event()
 
     class Interrupted(Future[None]):

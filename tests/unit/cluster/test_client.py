@@ -1,4 +1,4 @@
-"""The command line's gRPC client against a server that says what a router would say."""
+"""The command line's gRPC client against a stub router."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ def test_stream(client: InferenceClient, servicer: Servicer) -> None:
     assert not request.HasField("top_p")
 
 
-def test_chat_sends_the_turns(client: InferenceClient, servicer: Servicer) -> None:
-    turns = [
+def test_chat_sends_the_messages(client: InferenceClient, servicer: Servicer) -> None:
+    messages = [
         wire.Message(role="system", content="be brief"),
         wire.Message(role="user", content="hi"),
     ]
-    assert "".join(client.chat(turns, {}, GenerateOutcome())) == "Hello you"
-    messages = servicer.requests[0].chat.messages
-    assert [(m.role, m.content) for m in messages] == [("system", "be brief"), ("user", "hi")]
+    assert "".join(client.chat(messages, {}, GenerateOutcome())) == "Hello you"
+    sent = servicer.requests[0].chat.messages
+    assert [(m.role, m.content) for m in sent] == [("system", "be brief"), ("user", "hi")]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_errors_arrive_typed(
     assert caught.value.param == "top_p"
 
 
-def test_nobody_there() -> None:
+def test_no_router_listens() -> None:
     client = InferenceClient("127.0.0.1:1")
     with pytest.raises(Unavailable, match=r"no router answers at 127\S+ over gRPC: .*refused"):
         list(client.complete("hi", {}, GenerateOutcome()))

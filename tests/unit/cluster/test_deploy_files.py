@@ -134,7 +134,7 @@ def test_workers_are_not_niced(path: Path) -> None:
 
 @pytest.mark.parametrize("path", RAY_FILES, ids=lambda p: p.name)
 def test_unhealthy_replicas_are_stopped_at_once(path: Path) -> None:
-    """Serve's controller, on the head, would otherwise let a frozen replica keep clients and GPU."""
+    """By default Serve's controller lets a frozen replica keep its clients and GPU."""
     start = read(path)["head_start_ray_commands"][-1]
     assert "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS=1;" in start
 

@@ -43,7 +43,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("BATON_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("BATON_CONFIG", raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    # Commands step back for good; here that would be the process of all other tests.
+    # `connected` lowers the priority of its process for good.
     monkeypatch.setattr(os, "nice", lambda _: None)
     return tmp_path / "home"
 
@@ -94,7 +94,7 @@ def test_demo_and_scale_and_drain() -> None:
     assert parse("drain", "decode-1").worker == "decode-1"
 
 
-def test_bench_hands_its_options_on_to_the_load_generator() -> None:
+def test_bench_passes_its_options_to_the_load_generator() -> None:
     options = parse("bench", "http://h:1", "--concurrency", "1,4", "--slo-ttft", "0.2")
     given = list(load_options(options))
     assert given == ["--concurrency", "1,4", "--slo-ttft", "0.2"]
@@ -120,7 +120,7 @@ def test_bench_measures_what_was_named(
 
 
 def test_bench_calls_like_other_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And tells no process list the key."""
+    """And hides the key from process lists."""
     authority = Authority(tmp_path)
     mine = authority.issue("client")
     argv = ["bench", "--tls-ca", authority.ca_file, "--tls-cert", mine.cert, "--api-key", "k"]
@@ -193,7 +193,7 @@ def test_bad_config_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "model 'tiny'" in error
 
 
-def test_replicas_are_told_whole_paths_of_models_and_names_as_they_are(
+def test_replicas_get_absolute_paths_of_models_and_plain_names(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for folder in (home / "models" / "fetched", tmp_path / "mine"):
@@ -202,10 +202,10 @@ def test_replicas_are_told_whole_paths_of_models_and_names_as_they_are(
         (folder / "model.safetensors").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(up_command, "check_config", lambda *_: None)
-    for given, told in (("mine", str(tmp_path / "mine")), ("fetched", "fetched")):
+    for given, expected in (("mine", str(tmp_path / "mine")), ("fetched", "fetched")):
         Path("c.yaml").write_text(f"model: {{name: {given}}}")
         config = up_command.read_config(parse("up", "c.yaml"), Console())
-        assert config.model.name == told
+        assert config.model.name == expected
 
 
 @pytest.mark.parametrize("argv", [["down"], ["status"], ["scale", "--decode", "2"], ["drain", "w"]])
@@ -216,15 +216,15 @@ def test_without_a_cluster(argv: list[str], capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("argv", [["status"], ["scale", "--decode", "2"], ["drain", "w"]])
-def test_what_others_deployed_is_found_by_its_ray(
+def test_a_cluster_deployed_by_other_tools_is_found_by_ray_address(
     argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a pod of KubeRay nothing was brought up by `baton up`, and RAY_ADDRESS is set."""
+    """KubeRay sets RAY_ADDRESS in its pods; no `baton up` ran there."""
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     code, error = one_line_error(argv, capsys)
     assert code == EXIT_FAILED
     assert "the Ray cluster at 127.0.0.1:1 does not answer" in error
-    code, error = one_line_error(["down"], capsys)  # is for what `baton up` started
+    code, error = one_line_error(["down"], capsys)  # only for what `baton up` started
     assert "no cluster is up here" in error
 
 
@@ -327,7 +327,7 @@ def test_an_error_in_the_middle_of_an_answer_has_a_line_of_its_own(
 
 
 def test_a_start_that_is_refused_takes_nothing_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a Ray of others a cluster may run that was started elsewhere."""
+    """A shared Ray may run a cluster that was started elsewhere."""
     monkeypatch.setattr("cluster.cli.session.connect", lambda _: None)
     monkeypatch.setattr("cluster.membership.directory.find_directory", lambda: None)
     monkeypatch.setattr(up_command.down, "take_down", None)
@@ -340,8 +340,8 @@ def test_a_start_that_is_refused_takes_nothing_down(monkeypatch: pytest.MonkeyPa
         signal.signal(signal.SIGTERM, before)
 
 
-def test_of_two_starts_at_once_one_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second looks for a cluster only when the first one can be found."""
+def test_of_two_concurrent_starts_one_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one waits until the first one is recorded."""
     locked = threading.Event()
 
     def other_start() -> None:
@@ -360,10 +360,10 @@ def test_of_two_starts_at_once_one_starts(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(("answers", "drain_s"), [(True, 300.0), (False, 60.0)])
-def test_requests_have_the_configured_time_to_end(
+def test_the_drain_lasts_as_long_as_configured(
     answers: bool, drain_s: float, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    """And the cluster is taken down whether or not that is enough."""
+    """The cluster is taken down even when that is too short."""
     limits: list[float] = []
     killed: list[object] = []
     config = ClusterConfig(model=ModelSection(name="m"), lifecycle=LifecycleSection(drain_s=300.0))
@@ -395,8 +395,10 @@ def test_requests_have_the_configured_time_to_end(
 
 
 @pytest.mark.parametrize("now", [False, True])
-def test_impatience_leaves_no_process_behind(now: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C ends the wait for requests; another one does not end the clearing up."""
+def test_ctrl_c_while_stopping_leaves_no_process(
+    now: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first Ctrl-C cuts the drain short; a second one does not interrupt the clean-up."""
     calls: list[bool] = []
 
     def take_down(state: RunningCluster, console: Console, *, now: bool) -> None:
@@ -415,7 +417,7 @@ def test_impatience_leaves_no_process_behind(now: bool, monkeypatch: pytest.Monk
     assert calls == ([True, True] if now else [False, True, True])
 
 
-def test_asked_to_stop_while_starting_is_an_interrupt(
+def test_sigterm_while_starting_is_an_interrupt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(*_: object) -> RunningCluster:
@@ -431,14 +433,14 @@ def test_asked_to_stop_while_starting_is_an_interrupt(
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_start_that_was_cut_off_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_start_that_was_cut_off_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     save_state(RunningCluster(address="", token="t", config="c"))
     code, error = one_line_error(["status"], capsys)
     assert code == EXIT_FAILED
     assert "cut off: `baton down`" in error
 
 
-def test_a_ray_that_is_not_there_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_ray_is_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     save_state(RunningCluster(address="127.0.0.1:1", token="", config="c"))
     code, error = one_line_error(["status"], capsys)
     assert code == EXIT_FAILED
@@ -473,7 +475,7 @@ def test_default_target_is_the_running_cluster() -> None:
     assert default_target() == "h:77"
 
 
-def test_state_is_private_and_forgotten_with_its_head(home: Path) -> None:
+def test_state_is_private_and_valid_only_with_its_head(home: Path) -> None:
     state = RunningCluster(address="h:1", token="secret", config="c")
     save_state(state)
     assert load_state() == state
@@ -510,7 +512,7 @@ def test_commands_import_nothing_that_costs_seconds(statement: str, heavy: str) 
     assert done.stdout.strip() == "[]"
 
 
-def test_a_new_key_is_shown_once_with_the_entry_that_lets_it_in(
+def test_a_new_key_comes_with_its_entry_for_the_key_file(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert main(["keys", "new", "team-a", "--admin"]) == 0

@@ -1,4 +1,4 @@
-"""Who waits for the start of a cluster leaves when the cluster is gone, and only then."""
+"""`baton up` exits when its cluster ends during the start, and cleans up after interrupts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_start_ends_with_the_cluster_that_it_starts(monkeypatch, capsys):
     assert "the cluster was taken down meanwhile" in capsys.readouterr().err
 
 
-def test_a_start_that_is_over_is_not_ended_by_a_last_look(monkeypatch):
+def test_a_finished_start_is_not_ended_by_the_last_check(monkeypatch):
     monkeypatch.setattr(up_command, "_POLL_S", 0.01)
     looking, looked = threading.Event(), threading.Event()
 
@@ -64,7 +64,7 @@ def interruptible(tmp_path, monkeypatch):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("moment", ["spawned", "claimed"])
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_as_a_ray_of_our_own_begins_leaves_nothing(moment, number, monkeypatch):
+def test_an_interrupt_while_ray_is_spawned_leaves_nothing(moment, number, monkeypatch):
     heads: list[subprocess.Popen[bytes]] = []
     start, claim = subprocess.Popen, up_command._spawn_or_attach
 

@@ -1,4 +1,4 @@
-"""Every way of getting the configuration wrong is refused with the field named."""
+"""Errors of a configuration name the field."""
 
 from __future__ import annotations
 
@@ -98,14 +98,14 @@ def test_order_of_precedence(tmp_path: Path) -> None:
     assert load(path, "model.dtype=float32", **environ).model.dtype == "float32"
 
 
-def test_every_field_has_one_environment_twin() -> None:
+def test_every_field_has_one_environment_variable() -> None:
     names = [env_name(path) for path in leaf_paths(ClusterConfig, DERIVED)]
     assert len(names) == len(set(names))
     assert not RESERVED & set(names)
     assert env_name("decode.worker.max_num_seqs") == "BATON_DECODE_WORKER_MAX_NUM_SEQS"
 
 
-def test_no_variable_that_is_read_is_called_unknown() -> None:
+def test_every_variable_that_is_read_is_known() -> None:
     root = Path(__file__).resolve().parents[4]
     folders = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
     named = {
@@ -367,7 +367,7 @@ def test_every_derived_field_exists() -> None:
         assert source in paths or f"prefill{source}" in paths
 
 
-def test_files_of_routers_are_found_from_where_the_command_runs(
+def test_files_of_routers_become_absolute_paths(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

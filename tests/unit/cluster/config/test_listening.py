@@ -1,4 +1,4 @@
-"""Where a cluster on this machine is to listen, looked at before anything starts."""
+"""Ports and hosts of a local cluster are checked before anything starts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_HOME", str(tmp_path))
 
 
-@pytest.mark.parametrize("door", ["http_port", "grpc_port", "metrics_port"])
-def test_a_port_that_another_cluster_shares_is_taken(
-    door: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("port_name", ["http_port", "grpc_port", "metrics_port"])
+def test_a_port_of_another_cluster_is_taken(
+    port_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(up_command, "spawn_local_ray", None)
     with socket.socket() as other:
@@ -30,16 +30,16 @@ def test_a_port_that_another_cluster_shares_is_taken(
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        network = NetworkSection(**({"http_port": 0, "grpc_port": 0} | {door: port}))
+        network = NetworkSection(**({"http_port": 0, "grpc_port": 0} | {port_name: port}))
         config = ClusterConfig(model=ModelSection(name="m"), network=network)
-        told = f"network.{door}: cannot listen on 127.0.0.1:{port}: Address already in use"
-        with pytest.raises(InvalidRequest, match=re.escape(told)):
+        message = f"network.{port_name}: cannot listen on 127.0.0.1:{port}: Address already in use"
+        with pytest.raises(InvalidRequest, match=re.escape(message)):
             up_command.bring_up(config, "c.yaml", Console())
 
 
 @pytest.mark.parametrize("host", ["203.0.113.7", "2001:db8::7", "nowhere.invalid", "é.."])
 @pytest.mark.parametrize("field", ["host", "worker_host"])
-def test_a_host_that_is_not_here_is_named(field: str, host: str) -> None:
+def test_a_host_of_another_machine_is_named(field: str, host: str) -> None:
     network = NetworkSection(http_port=0, grpc_port=0, **{field: host})
     with pytest.raises(InvalidRequest) as caught:
         check_listening(network)
@@ -48,11 +48,11 @@ def test_a_host_that_is_not_here_is_named(field: str, host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["auto", "127.0.0.1", "localhost"])
-def test_workers_listen_on_what_is_here(host: str) -> None:
+def test_workers_listen_on_this_machine(host: str) -> None:
     check_listening(NetworkSection(http_port=0, grpc_port=0, worker_host=host))
 
 
-def test_names_of_another_cluster_need_not_be_known_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_of_a_remote_ray_are_not_checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
     connected: list[str] = []
     monkeypatch.setattr(
         "cluster.cli.session.connect", lambda state: connected.append(state.address)

@@ -1,4 +1,4 @@
-"""Whether all replicas can be placed is decided, and explained, before anything starts."""
+"""Replicas that cannot all be placed are refused before anything starts."""
 
 from __future__ import annotations
 

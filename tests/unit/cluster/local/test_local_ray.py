@@ -1,4 +1,4 @@
-"""Ending a session of processes for sure, whatever they do about it. No Ray: plain processes."""
+"""Ending all processes of a session, with plain processes in place of Ray."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cluster.config.schema import RaySection
 from cluster.local import local_ray, ray_head
 from cluster.local.local_ray import RunningCluster, load_state, save_state, stop_local_ray
 
-#: A head with a child; `stubborn` ones do not end when asked.
+#: A head with a child; `stubborn` ones ignore SIGTERM.
 HEAD = """
 import os, signal, sys, time
 stubborn = sys.argv[1] == "stubborn"
@@ -41,7 +41,7 @@ time.sleep(60)
 """
 
 
-#: A head that starts a process for each line that it is told, and ends after the last.
+#: A head that starts a process for each line of its input, and ends after the last.
 PARENT = """
 import signal, subprocess, sys
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -59,7 +59,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not for those who end when asked: on a busy machine that takes them a while."""
+    """Only for heads that ignore SIGTERM: others need time to end on a busy machine."""
     monkeypatch.setattr(local_ray, "_STOP_S", 0.5)
 
 
@@ -110,7 +110,7 @@ def parent() -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
         [sys.executable, "-uc", PARENT], start_new_session=True, text=True, **pipes
     ) as process:
-        bear(process)  # it listens from here on
+        bear(process)  # it reads its input from here on
         yield process
         for member in local_ray._session_processes(process.pid):
             os.kill(member.pid, signal.SIGKILL)
@@ -124,7 +124,7 @@ def bear(parent: subprocess.Popen[str]) -> None:
     assert parent.stdout.readline() == "born\n"
 
 
-def test_who_is_born_and_orphaned_while_we_look_is_seen(
+def test_a_process_started_and_orphaned_during_the_scan_is_found(
     parent: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (elder,) = (p for p in local_ray._session_processes(parent.pid) if p.pid != parent.pid)
@@ -142,7 +142,7 @@ def test_who_is_born_and_orphaned_while_we_look_is_seen(
     assert [process.name for process in local_ray._wait_for_end(parent.pid, 0.0)] == ["sleep"]
 
 
-def test_who_is_born_while_the_rest_is_killed_is_killed_too(
+def test_a_process_started_during_the_kill_is_killed(
     parent: subprocess.Popen[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -164,7 +164,7 @@ def test_who_is_born_while_the_rest_is_killed_is_killed_too(
     assert local_ray._session_processes(parent.pid) == []
 
 
-def test_a_full_disk_keeps_nothing_from_ending(
+def test_a_full_disk_does_not_stop_the_clean_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def move(*_: object) -> None:
@@ -191,7 +191,7 @@ def test_daemons_that_ray_has_lost_are_named() -> None:
     head.stdout.close()
     state = RunningCluster(address="h:1", token="", config="", pid=head.pid, started=1)
     assert local_ray.lost_daemons(state) == ["gcs_server"]
-    head.send_signal(signal.SIGSTOP)  # one that is stopped ends, after a while, who looks for it
+    head.send_signal(signal.SIGSTOP)  # Ray would end a client that waits for it
     os.waitpid(head.pid, os.WUNTRACED)
     assert local_ray.lost_daemons(state) == ["gcs_server", "raylet"]
     head.kill()
@@ -233,8 +233,8 @@ def test_a_reused_pid_is_not_touched(tmp_path: Path) -> None:
     stop_local_ray(state)
 
 
-def test_a_late_down_does_not_forget_the_next_cluster(tmp_path: Path) -> None:
-    """Of two commands that take one down, the slower may end when the next one is up."""
+def test_a_late_down_keeps_the_record_of_the_next_cluster(tmp_path: Path) -> None:
+    """Of two concurrent `baton down`, the slower may end after the next `baton up`."""
     old = start("willing", tmp_path / "old")
     stop_local_ray(old)
     new = start("willing", tmp_path / "new")

@@ -1,4 +1,4 @@
-"""The directory actor's body, run as a plain object: long polls and the admin side of it."""
+"""The directory's class as a plain object: long polls, and the admin backend on it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def test_watch_ends_after_its_time(directory: Directory) -> None:
     assert (same.incarnation, same.version) == (view.incarnation, view.version)
 
 
-async def test_watch_notices_silence_by_itself() -> None:
+async def test_watch_notices_an_expiry_by_itself() -> None:
     times = LifecycleSection(heartbeat_s=0.05, expiry_s=0.3)
     directory = Directory(secret=SECRET, config=replace(CONFIG, lifecycle=times))
     await directory.report(replica())
@@ -77,10 +77,10 @@ async def test_watch_notices_silence_by_itself() -> None:
     assert later.replicas == ()
 
 
-async def test_who_spoke_while_the_directory_stood_still_is_heard_first(
+async def test_reports_that_arrived_during_a_stall_are_handled_before_expiry(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A watcher may wake before the reports that came meanwhile are taken."""
+    """A watcher may wake before the reports that arrived meanwhile are handled."""
     clock = SimpleNamespace(monotonic=lambda: now)
     monkeypatch.setattr("cluster.membership.directory.time", clock)
     now = 100.0
@@ -110,7 +110,7 @@ async def test_two_directories_never_share_an_incarnation(directory: Directory) 
     assert (await directory.view()).incarnation != (await other.view()).incarnation
 
 
-# --- steering through a router's admin service ----------------------------------------------------
+# --- the admin backend of routers -----------------------------------------------------------------
 
 
 OWN = ClusterInfo(
@@ -125,7 +125,7 @@ OWN = ClusterInfo(
 
 
 class Handle:
-    """What an actor handle looks like to its caller."""
+    """The interface of an actor handle."""
 
     def __init__(self, directory: Directory) -> None:
         self.view = Remote(directory.view)
@@ -190,7 +190,7 @@ async def test_a_cluster_that_does_not_answer_is_a_typed_error(directory: Direct
             await call
 
 
-async def test_a_serve_that_is_away_takes_no_threads_of_requests(
+async def test_a_hanging_serve_occupies_no_threads_of_requests(
     admin: ClusterAdmin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     back = threading.Event()

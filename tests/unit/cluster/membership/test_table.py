@@ -1,4 +1,4 @@
-"""The member table: who joins, leaves, is replaced or falls silent."""
+"""The replica table: joining, leaving, replacement, expiry."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_leave_of_an_older_epoch_changes_nothing() -> None:
     assert names(t.view()) == ["d1"]
 
 
-def test_goodbye_before_the_first_report_counts() -> None:
+def test_leaving_before_the_first_report_counts() -> None:
     t = table()
     assert not t.leave("d1", 1)
     assert not t.report(replica(), 0.0)
@@ -102,7 +102,7 @@ def test_newer_incarnation_replaces_and_the_older_stays_out() -> None:
     assert [m.epoch for m in t.view().replicas] == [2]
 
 
-def test_silence_expires_and_speech_brings_back() -> None:
+def test_a_report_brings_an_expired_replica_back() -> None:
     t = table()
     t.report(replica("a"), 0.0)
     t.report(replica("b"), 3.0)
@@ -132,7 +132,7 @@ def test_most_replicas_do_not_expire_at_once() -> None:
     assert len(t.view().replicas) == 55
 
 
-def test_replicas_that_stay_silent_expire_in_the_end() -> None:
+def test_most_replicas_expire_after_ten_times_as_long() -> None:
     t = table()
     for i in range(4):
         t.report(replica(f"d{i}"), 0.0)
@@ -221,7 +221,7 @@ def test_restarted_directory_twice_within_the_grace() -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "told"),
+    ("address", "expected"),
     [
         ("0.0.0.0:8000", "10.0.0.1:8000"),
         ("[::]:8000", "10.0.0.1:8000"),
@@ -229,5 +229,5 @@ def test_restarted_directory_twice_within_the_grace() -> None:
         ("[::1]:9000", "[::1]:9000"),
     ],
 )
-def test_what_listens_everywhere_is_reached_at_its_node(address: str, told: str) -> None:
-    assert reachable(address, "10.0.0.1") == told
+def test_an_address_on_all_interfaces_is_reached_at_its_node(address: str, expected: str) -> None:
+    assert reachable(address, "10.0.0.1") == expected

@@ -1,4 +1,4 @@
-"""Finding, fetching and converting models; the conversion itself is stood in for."""
+"""Finding, fetching and converting models, with a stub conversion."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_find_says_how_to_fetch() -> None:
 
 
 @pytest.mark.parametrize("name", ["nothing", "/no/such/folder", ""])
-def test_find_names_what_there_is(name: str) -> None:
+def test_find_lists_the_known_models(name: str) -> None:
     with pytest.raises(NotFound, match=NAME):
         store.find_model(name)
 

@@ -1,4 +1,4 @@
-"""What is read out of Serve's details, and what the commands make of it."""
+"""Pool status from Serve's details, and how commands use it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from protocol.messages import WorkerLoad
 from protocol.states import WorkerState
 
 READY, DRAINING = WorkerState.READY, WorkerState.DRAINING
-NEVER = object()  # the answer to a call that gets none
+NEVER = object()  # a call without an answer
 
 
 def details(**deployment: object) -> dict[str, object]:
@@ -67,8 +67,8 @@ def test_unhealthy_is_not_failed() -> None:
     _raise_failed({Pool.DECODE: status})
 
 
-def test_a_pool_that_somebody_else_gives_another_size_is_not_waited_for() -> None:
-    """One that Serve is about to make has no size yet."""
+def test_waiting_ends_when_another_command_resizes_a_pool() -> None:
+    """A pool that Serve is about to create has no size yet."""
     coming = _pool_status(Pool.PREFILL, {"deployments": {}})
     made, emptied = (replace(coming, target=target) for target in (1, 0))
     _raise_resized({Pool.PREFILL: made}, {Pool.PREFILL: 1, Pool.DECODE: 2})
@@ -80,14 +80,14 @@ def test_a_pool_that_somebody_else_gives_another_size_is_not_waited_for() -> Non
 
 
 class Controller:
-    """Serve's controller: applications go at the second look after they were deleted. It never
-    answers the `silent` method."""
+    """Serve's controller: a deleted application is listed once more. It never answers the method
+    `silent`."""
 
     def __init__(self, *names: str, silent: str = "") -> None:
         self.names = list(names)
         self.silent = silent
         self.doomed: list[str] = []
-        self.beside: list[set[str]] = []  # of ours, what ended at once
+        self.beside: list[set[str]] = []  # applications deleted together
         self.shut_down = False
 
     def __getattr__(self, name: str) -> SimpleNamespace:
@@ -112,7 +112,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, *names: str, silent: str = "") -> Con
     """A Serve that runs these applications."""
 
     def get(value: object, timeout: float | None = None) -> object:
-        assert timeout is not None, "it would be waited for without an end"
+        assert timeout is not None, "a call without a timeout"
         if value is NEVER:
             raise GetTimeoutError
         return value
@@ -130,10 +130,10 @@ def serve(monkeypatch: pytest.MonkeyPatch, *names: str, silent: str = "") -> Con
         (["router", "chatbot", "decode"], ["chatbot"], False),
     ],
 )
-def test_only_pools_of_ours_end(
+def test_undeploy_ends_only_batons_pools(
     names: list[str], left: list[str], shut_down: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether Serve is shut down as a whole depends on who else runs on it. Workers stay until the
+    """Serve itself is shut down only when it has no other applications. Workers stay until the
     routers are gone."""
     controller = serve(monkeypatch, *names)
     control.undeploy(10.0)
@@ -150,7 +150,7 @@ def test_pools_that_do_not_end_are_named(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not controller.shut_down
 
 
-def test_a_controller_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_controller_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     controller = serve(monkeypatch, "router", "prefill", "decode", silent="delete_apps")
     with pytest.raises(Unavailable, match="did not answer delete_apps within 30 s"):
         control.undeploy(600.0)
@@ -162,7 +162,7 @@ def test_a_controller_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPat
         control.pool_statuses()
 
 
-def test_a_silent_directory_is_not_waited_for_beyond_the_deadline(
+def test_a_directory_without_answer_is_not_waited_for_beyond_the_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limits: list[float] = []
@@ -215,14 +215,14 @@ def test_when_a_size_is_reached() -> None:
     assert _progress(view, wanted) == "prefill 1/1, decode 1/1 (1 draining) ready"
 
 
-def test_worker_that_does_not_answer_has_a_row_too() -> None:
+def test_a_worker_without_answer_has_a_row() -> None:
     row = _worker_row(replica("d1", Pool.DECODE), None)
     assert row[:2] == ("d1", "no answer")
     assert len(row) == 11
 
 
 def test_blocks_of_a_row_add_up_to_the_total() -> None:
-    """What a new request could get is another figure: cached blocks are in it, too."""
+    """Cached blocks count as free for a new request, but not in this row."""
     load = WorkerLoad(
         free_blocks=97, held_blocks=2, cached_blocks=30, quarantined_blocks=1, total_blocks=100
     )
@@ -230,7 +230,7 @@ def test_blocks_of_a_row_add_up_to_the_total() -> None:
     assert _worker_row(replica("d1", Pool.DECODE), status)[4:9] == (67, 2, 30, 1, 100)
 
 
-def test_threads_are_fixed_before_anything_is_imported() -> None:
+def test_thread_counts_are_set_in_the_environment() -> None:
     def env(**fields: object) -> dict[str, str]:
         placement = PlacementSection(env={"OMP_NUM_THREADS": "7"} if fields.pop("own", 0) else {})
         return process_env(

@@ -128,7 +128,7 @@ async def test_heartbeats_continue_until_a_stopping_replica_has_ended(
     assert directory.reports.count(DRAINING) == reports
 
 
-async def test_a_worker_that_was_told_to_drain_is_replaced_once_idle(
+async def test_a_worker_with_a_drain_command_is_replaced_once_idle(
     directory: RecordingDirectory,
 ) -> None:
     busy = Busy()
@@ -149,8 +149,8 @@ async def test_a_worker_that_was_told_to_drain_is_replaced_once_idle(
     assert directory.left
 
 
-async def test_a_worker_is_told_which_peers_have_left(directory: RecordingDirectory) -> None:
-    """Those that a view lacks and the one before had: gone, replaced or expired."""
+async def test_the_worker_learns_which_peers_have_left(directory: RecordingDirectory) -> None:
+    """Replicas that are missing from a view: left, replaced or expired."""
     busy, table = Busy(), ReplicaTable(incarnation=1, expiry_s=5.0)
     replica = make(WorkerReplica, busy)
 
