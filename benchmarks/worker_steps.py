@@ -97,7 +97,7 @@ class Worker:
         self.idle = asyncio.Event()
         self._snapshot = Snapshot()
         self._on_output = on_output
-        self._outlet = EventPublisher(
+        self._publisher = EventPublisher(
             epoch=1, heartbeat_s=0.5, load=lambda: self._snapshot.load, on_gone=lambda _: None
         )
         loop = asyncio.get_running_loop()
@@ -123,18 +123,18 @@ class Worker:
     async def stop(self) -> None:
         """End everything but the engine."""
         await asyncio.to_thread(self._loop.stop)
-        self._outlet.close()
+        self._publisher.close()
         await self._reader
         if self._loop.broken is not None:
             raise self._loop.broken
 
     async def _read(self) -> None:
-        async for batch in self._outlet.stream(ROUTER):
+        async for batch in self._publisher.stream(ROUTER):
             codec.encode(batch)
 
     def _deliver(self, out: Any, snapshot: Snapshot, _accepted: int) -> None:
         self._snapshot = snapshot
-        self._outlet.publish(out.events)
+        self._publisher.publish(out.events)
         self._on_output(out)
         if snapshot.num_unfinished == 0 or self._loop.broken is not None:
             self.idle.set()

@@ -1,28 +1,31 @@
-"""Who gets blocks: the waiting sequences of a decode worker, by age. Pure."""
+"""Which queued requests of a decode worker get blocks. Pure."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 
-from decode_worker.lifecycle import ADMITTED, WAITING, DecodeEntry, DecodeState, Reserve
+from decode_worker.lifecycle import ADMITTED, QUEUED, DecodeEntry, Reserve
 from engine.kv.allocator import BlockAllocator
 from protocol.timeline import Phase
 from worker_runtime.config import WorkerConfig
+from worker_runtime.scheduling.entry import RequestState
 from worker_runtime.scheduling.prefix_cache import PrefixCache
 from worker_runtime.scheduling.sequence import Sequence
 
-#: A sequence that finds no room even with what it could share looks for that again after so long:
-#: it costs more than counting blocks.
-_LOOK_AGAIN_S = 0.25
+#: Interval at which a request that found no room is matched with the prefix cache again, which
+#: costs more than counting blocks.
+_RETRY_S = 0.25
 
-#: A prompt, by the name of its last full block, and the incarnation it comes from.
+#: A prompt, by the name of its last full block, and the epoch of the prefill worker.
 _Origin = tuple[bytes, int]
 
 
 class BlockAdmission:
-    """Gives blocks for everything known and the next token, those in the prefix cache first.
+    """Allocates blocks for all known tokens and the next one, oldest request first.
 
-    A watermark of blocks stays free for the growth of sequences that run already.
+    A watermark of blocks stays free for the growth of running sequences. A request that does not
+    fit is passed over until it has waited `starvation_s`; from then on younger ones wait for it.
     """
 
     def __init__(self, config: WorkerConfig, blocks: BlockAllocator, cache: PrefixCache) -> None:
@@ -30,59 +33,67 @@ class BlockAdmission:
         self._blocks = blocks
         self._cache = cache
         self._watermark = int(config.watermark * blocks.num_blocks)
-        #: When a hand-off that waits for another has waited long enough, if one does.
-        self.look_at: float | None = None
+        #: When a hand-off stops waiting for another one with the same prompt.
+        self.next_check = math.inf
 
     def admit(self, entries: Collection[DecodeEntry], now: float) -> list[Reserve]:
-        """Let sequences run, or arrive: then their blocks are to be granted. `entries` come oldest
-        first; one that does not fit is passed over, until it has waited `starvation_s`: then
-        younger ones wait for it."""
-        self.look_at = None
+        """Move queued requests to RUNNING or RECEIVING; returns the blocks to grant for the latter.
+        `entries` come oldest first."""
+        self.next_check = math.inf
         num_admitted = sum(e.state in ADMITTED for e in entries)
         if num_admitted >= self._config.max_num_seqs or num_admitted == len(entries):
             return []
-        waiting = [e for e in entries if e.state in WAITING]
+        queued = [e for e in entries if e.state in QUEUED]
         arriving = self._arriving(entries)
         reserves = []
-        for entry in waiting:
+        for entry in queued:
             spare = self._watermark if num_admitted else 0
-            if self._has_no_room(entry, now, spare) or not self._take(entry, arriving, now, spare):
-                if now - entry.sequence.arrival > self._config.starvation_s:
+            if not self._try(entry, arriving, now, spare):
+                if num_admitted and self._reserves_room(entry, now, spare):
                     break
                 continue
             num_admitted += 1
-            if entry.state is DecodeState.ARRIVING:
+            if entry.state is RequestState.RECEIVING:
                 reserves.append(self._reserve(entry.sequence))
                 arriving |= self._arriving((entry,))
             if num_admitted >= self._config.max_num_seqs:
                 break
         return reserves
 
-    def _has_no_room(self, entry: DecodeEntry, now: float, spare: int) -> bool:
-        """Whether it does not fit, as far as counting tells: of a thousand that wait most end
-        here."""
-        return entry.needed + spare > self._blocks.num_available and now < entry.look_again
-
-    def credits(self, num_promised: int) -> int:
-        """Blocks that a new request could get: free and cached ones, less the watermark and less
-        what those already waiting will take."""
-        return max(0, self._blocks.num_available - self._watermark - num_promised)
-
-    def needed(self, sequence: Sequence) -> int:
-        """Blocks for everything known plus the next token, if there is to be one."""
+    def num_needed(self, sequence: Sequence) -> int:
+        """Blocks for all known tokens plus the next one, if output is wanted."""
         num_next = min(1, sequence.sampling.max_tokens)
         return self._blocks.blocks_for(len(sequence.tokens) + num_next)
 
-    def _take(self, entry: DecodeEntry, arriving: set[_Origin], now: float, spare: int) -> bool:
+    def num_free_for_new(self, queued: Iterable[DecodeEntry]) -> int:
+        """Blocks that a new request could get, after the watermark and the `queued` requests. One
+        that cannot fit however many finish takes nothing."""
+        usable = self._num_usable()
+        promised = sum(e.num_blocks for e in queued if e.num_blocks <= usable)
+        return max(0, self._blocks.num_available - self._watermark - promised)
+
+    def _num_usable(self) -> int:
+        """Blocks that become available once every request has finished."""
+        return self._blocks.num_blocks - self._blocks.num_quarantined
+
+    def _reserves_room(self, entry: DecodeEntry, now: float, spare: int) -> bool:
+        """Whether younger requests wait for this one: it has waited long, and fits once requests
+        that were admitted have finished. Otherwise it would hold them all up for nothing."""
+        overdue = now - entry.sequence.arrival > self._config.starvation_s
+        return overdue and entry.num_blocks + spare <= self._num_usable()
+
+    def _try(self, entry: DecodeEntry, arriving: set[_Origin], now: float, spare: int) -> bool:
+        if entry.num_blocks + spare > self._blocks.num_available and now < entry.retry_at:
+            return False  # counting is enough for most of a thousand that wait
         sequence = entry.sequence
-        if self._follows(entry, arriving, now) or sequence.num_in_flight:
-            return False  # or it was preempted, and its last step has not landed
-        local = entry.state is DecodeState.WAITING
-        if not self._cache.take(sequence, entry.needed, computes=local, spare=spare):
-            entry.look_again = now + _LOOK_AGAIN_S
+        if sequence.in_flight or self._follows(entry, arriving, now):
+            return False  # in flight: preempted, and its last step has not landed
+        computes = entry.state is RequestState.WAITING
+        if not self._cache.allocate(sequence, entry.num_blocks, computes=computes, spare=spare):
+            entry.retry_at = now + _RETRY_S
             return False
-        sequence.mark_end(Phase.CREDIT_WAIT, now)
-        entry.state = DecodeState.RUNNING if local else DecodeState.ARRIVING
+        sequence.stats.end(Phase.CREDIT_WAIT, now)
+        entry.move(RequestState.RUNNING if computes else RequestState.RECEIVING)
         return True
 
     def _reserve(self, sequence: Sequence) -> Reserve:
@@ -95,23 +106,22 @@ class BlockAdmission:
         )
 
     def _arriving(self, entries: Iterable[DecodeEntry]) -> set[_Origin]:
-        """What hand-offs are bringing here and is not here yet."""
-        origins = {self._origin(e.sequence) for e in entries if e.state is DecodeState.ARRIVING}
+        """Prompts that hand-offs bring and whose KV is not here yet."""
+        origins = {self._origin(e.sequence) for e in entries if e.state is RequestState.RECEIVING}
         return {origin for origin in origins if origin[0] and not self._blocks.find(origin[:1])}
 
     def _follows(self, entry: DecodeEntry, arriving: set[_Origin], now: float) -> bool:
-        """Whether a hand-off should wait for another that brings the same prompt from the same
-        worker, which computes it once: then there is little left to send. Not for long, because
-        that one may fail."""
+        """Whether a hand-off waits for another that brings the same prompt from the same worker,
+        which computes it once: little is left to send then. Bounded, as the other may fail."""
         until = entry.sequence.arrival + self._config.starvation_s
         follows = (
             bool(arriving)
-            and entry.state is DecodeState.WAITING_ROOM
+            and entry.state is RequestState.AWAITING_GRANT
             and now < until
             and self._origin(entry.sequence) in arriving
         )
-        if follows:  # the other may be silent, and nothing else happen here
-            self.look_at = min(until, self.look_at or until)
+        if follows:  # nothing else may wake the step loop before
+            self.next_check = min(until, self.next_check)
         return follows
 
     def _origin(self, sequence: Sequence) -> _Origin:

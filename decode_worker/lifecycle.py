@@ -1,52 +1,52 @@
-"""Life of a request on a decode worker: states, commands that change them, and outputs."""
+"""Life of a request on a decode worker: transitions, commands that cause them, and outputs.
+
+    after a prefill worker:  AWAITING_GRANT -> RECEIVING -> RUNNING -> GONE
+    prefilled here:          WAITING -> RUNNING (prompt in chunks, then decode) -> GONE
+
+Preemption moves RUNNING to WAITING: the KV is computed again here, never requested again. A request
+that is cancelled or fails while RECEIVING goes to ENDING: its blocks are quarantined until no write
+can be in flight.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from protocol.ids import RequestKey
+from worker_runtime.scheduling.entry import RequestState, SchedulerEntry, Transitions
 from worker_runtime.scheduling.messages import EndHandoff, HandoffEnded, StepOutput
-from worker_runtime.scheduling.scheduler import SchedulerEntry
 
-
-class DecodeState(StrEnum):
-    """Where a sequence is on this worker."""
-
-    WAITING_ROOM = "waiting_room"
-    ARRIVING = "arriving"
-    WAITING = "waiting"
-    RUNNING = "running"
-    ENDING = "ending"
-    GONE = "gone"
-
-
-#: Sequences that have no blocks yet, those that take a place in the batch, and those whose tokens
-#: are computed here.
-WAITING = (DecodeState.WAITING, DecodeState.WAITING_ROOM)
-ADMITTED = (DecodeState.RUNNING, DecodeState.ARRIVING)
-COMPUTED_HERE = (DecodeState.WAITING, DecodeState.RUNNING)
+DECODE_TRANSITIONS: Transitions = {
+    RequestState.AWAITING_GRANT: frozenset({RequestState.RECEIVING, RequestState.GONE}),
+    RequestState.RECEIVING: frozenset({RequestState.RUNNING, RequestState.ENDING}),
+    RequestState.WAITING: frozenset({RequestState.RUNNING, RequestState.GONE}),
+    RequestState.RUNNING: frozenset({RequestState.WAITING, RequestState.GONE}),
+    RequestState.ENDING: frozenset({RequestState.GONE}),
+    RequestState.GONE: frozenset(),
+}
+#: States that wait for blocks, and those that count for `max_num_seqs`.
+QUEUED = frozenset({RequestState.AWAITING_GRANT, RequestState.WAITING})
+ADMITTED = frozenset({RequestState.RECEIVING, RequestState.RUNNING})
 
 
 @dataclass(slots=True)
 class DecodeEntry(SchedulerEntry):
-    """While it waits it needs `needed` blocks, and one that found no room is looked at more closely
-    again at `look_again`."""
+    """num_blocks: blocks that it needs while it is queued. retry_at: when a request that found no
+    room is matched with the prefix cache again."""
 
-    state: DecodeState
-    needed: int
-    look_again: float = 0.0
+    transitions = DECODE_TRANSITIONS
+    without_blocks = QUEUED | {RequestState.ENDING}
 
-    @property
-    def ending(self) -> bool:
-        """Whether it waits for its blocks to be safe."""
-        return self.state is DecodeState.ENDING
+    num_blocks: int = 0
+    retry_at: float = 0.0
+
+
+# --- commands ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """All KV of the request arrived; decode owns the sequence. `first_token` was made by
-    prefill."""
+    """All KV of the request arrived; decode owns the sequence. Prefill sampled `first_token`."""
 
     key: RequestKey
     first_token: int
@@ -54,17 +54,19 @@ class Committed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlocksSafe:
-    """No write can be in flight to the blocks of this hand-off any more."""
+    """No write to the blocks of this hand-off can be in flight any more."""
 
     key: RequestKey
 
 
 Command = Committed | HandoffEnded | BlocksSafe
 
+# --- outputs ----------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve:
-    """Blocks were set aside for the KV of `num_tokens` tokens: grant them to the prefill worker."""
+    """Blocks were allocated for the KV of `num_tokens` tokens: grant them to the prefill worker."""
 
     key: RequestKey
     block_ids: tuple[int, ...]
@@ -74,7 +76,7 @@ class Reserve:
 
 @dataclass(slots=True)
 class DecodeOutput(StepOutput):
-    """What one turn of the step thread wants done on the event loop."""
+    """What one iteration of the step loop hands to the receiver."""
 
     reserves: list[Reserve] = field(default_factory=list)
     ends: list[EndHandoff] = field(default_factory=list)

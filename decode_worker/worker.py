@@ -1,4 +1,4 @@
-"""A decode worker: grants block credits, takes KV in, decodes, streams tokens to the routers."""
+"""A decode worker: grants blocks, receives KV, decodes, streams tokens to the routers."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from worker_runtime.worker import Worker
 
 
 class DecodeWorker(Worker[Command, DecodeOutput, Receiver]):
-    """One replica of the decode pool, with a receiver. It is the receiver's listener."""
+    """One replica of the decode pool; the listener of its receiver."""
 
     role = Role.DECODE
     whole_output = True
     scheduler = DecodeScheduler
 
-    async def _open_handoff(self, party: EndpointContext) -> Receiver:
-        receiver = Receiver(party, self)
+    async def _open_handoff(self, context: EndpointContext) -> Receiver:
+        receiver = Receiver(context, self)
         await receiver.start()
         return receiver
 
     def _accept(self, submit: Submit) -> None:
         if submit.peer is None:
             return
-        if submit.ticket is None:  # nobody would ever end the hand-off that it waits for
+        if submit.ticket is None:  # the hand-off would never end
             raise InvalidRequest("a request with a peer needs a ticket", param="ticket")
         self._handoff.offer(submit.key, submit.ticket, submit.peer)
 
@@ -48,18 +48,17 @@ class DecodeWorker(Worker[Command, DecodeOutput, Receiver]):
     # --- the receiver's listener, on the event loop -----------------------------------------------
 
     def committed(self, key: RequestKey, commit: Commit) -> None:
-        """All KV arrived."""
         token = commit.first_token
         if 0 <= token < self.ranks.executor.vocab_size:
             self.inbox.put(Committed(key=key, first_token=token))
             return
-        # The engine would break on it, for everybody.
+        # It would break the engine, for all requests.
         error = Internal(f"prefill's first token is {token}", param="first_token").info()
         self.ended(key, error)
         self.tasks.start(self._handoff.end(key, False, error))
 
     def ended(self, key: RequestKey, error: ErrorInfo | None) -> None:
-        """No more writes of this hand-off will be accepted."""
+        """Further writes of this hand-off are refused."""
         self.inbox.put(HandoffEnded(key=key, error=error))
 
     def blocks_safe(self, key: RequestKey, _block_ids: tuple[int, ...]) -> None:

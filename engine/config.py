@@ -1,4 +1,4 @@
-"""How one engine is set up."""
+"""Settings of one engine."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ from protocol.kv_layout import DTYPE_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """One engine: a model, how it is computed and how much KV it may hold.
+    """Model, arithmetic and KV memory of one engine.
 
     model_path: folder with config.json and *.safetensors.
     dtype: of weights, activations and KV.
     device: `cpu` or `cuda`.
     block_size: tokens per KV block; the two pools of a cluster may differ in it.
-    num_blocks, kv_memory_bytes: size of the pool, in blocks or in bytes of each rank; with neither
-        it follows from the memory that is free.
-    spare_bytes: memory of each GPU that is left to others when the pool is sized from what is free;
-        workers leave what their links need.
+    num_blocks, kv_memory_bytes: size of the pool, in blocks or in bytes per rank; by default it
+        follows from the free memory.
+    spare_bytes: memory of each GPU left free by a pool sized from free memory; workers leave what
+        their links need.
     max_model_len: longest sequence, prompt plus output; None takes the model's own limit.
     tp_size: tensor-parallel ranks, one process each.
-    num_threads: threads of CPU kernels. With None, the workers of
-        a machine that have work share its cores, step by step; tensor-parallel ranks and
-        `engine.local` then take torch's own number.
-    max_step_tokens: prompt tokens of the largest step: a CUDA engine makes room for it, and
-        `engine.local` plans up to it (workers have their own schedulers).
-    max_running: sequences of the largest step, likewise.
+    num_threads: threads of CPU kernels. None: the workers of a machine that have work share its
+        cores, step by step; tensor-parallel ranks and `engine.local` take torch's default.
+    max_step_tokens, max_running: prompt tokens and sequences of the largest step: a CUDA engine
+        reserves memory for it, `engine.local` plans up to it (workers have their own schedulers).
     """
 
     model_path: str
@@ -44,22 +42,20 @@ class EngineConfig:
     max_running: int = 64
 
     def __post_init__(self) -> None:
-        """Raise InvalidRequest naming the first field that is out of range."""
         if not self.model_path:
             raise InvalidRequest("model_path is empty", param="model_path")
         if self.dtype not in DTYPE_BYTES:
             known = ", ".join(DTYPE_BYTES)
             raise InvalidRequest(f"dtype {self.dtype!r} is not one of {known}", param="dtype")
-        for name in ("block_size", "tp_size", "max_step_tokens", "max_running"):
-            _at_least_one(name, getattr(self, name))
         if self.spare_bytes < 0:
             raise InvalidRequest("spare_bytes is negative", param="spare_bytes")
-        for name in ("num_blocks", "kv_memory_bytes", "max_model_len", "num_threads"):
+        for name in _AT_LEAST_ONE:
             value = getattr(self, name)
-            if value is not None:
-                _at_least_one(name, value)
+            if value is not None and value < 1:
+                raise InvalidRequest(f"{name} must be at least 1, got {value}", param=name)
 
 
-def _at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise InvalidRequest(f"{name} must be at least 1, got {value}", param=name)
+_AT_LEAST_ONE = (
+    *("block_size", "tp_size", "max_step_tokens", "max_running"),
+    *("num_blocks", "kv_memory_bytes", "max_model_len", "num_threads"),
+)

@@ -6,11 +6,9 @@ from protocol.errors import InvalidRequest, Unavailable
 
 
 class ModelRefused(InvalidRequest):
-    """The model folder or the way it is to be split cannot be served.
-
-    `param` names the file, tensor or config field at fault.
-    """
+    """The model folder, dtype or tensor-parallel degree cannot be served; `param` names the file,
+    tensor or field at fault."""
 
 
 class RankLost(Unavailable):
-    """A tensor-parallel rank died, fell silent or failed; `param` names it. The engine is lost."""
+    """A tensor-parallel rank died, hangs or failed; `param` names it. The engine is lost."""

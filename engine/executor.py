@@ -76,10 +76,17 @@ class Executor:
         self._runner.enter_thread()
 
     def warmup(self) -> None:
-        """Run a step for every kernel that any step can need, in block 0, before anything is
-        served."""
+        """Run a step for every kernel that any step can need, in block 0, before requests come.
+
+        Raises ModelRefused when the model's output is not finite in the dtype asked for.
+        """
         for batch in self._runner.warmup_batches():
-            self.run(batch)
+            if self.run(batch).non_finite:
+                raise ModelRefused(
+                    f"dtype {self.fingerprint.dtype}: the model's output is not finite: weights or "
+                    "activations overflow, or the weights are damaged",
+                    param="dtype",
+                )
 
     def close(self) -> None:
         """Leave the tensor group; the followers end with their RankGroup. Idempotent."""

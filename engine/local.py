@@ -1,4 +1,4 @@
-"""Prefill and decode in one process: the oracle of the tests and the colocated baseline."""
+"""An engine in one process: oracle of the tests and colocated baseline."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from engine.batch import SequenceStep, StepBatch, TokenHistory
 from engine.config import EngineConfig
 from engine.executor import Executor, build_executor
 from engine.kv.allocator import BlockAllocator
-from protocol.errors import ContextTooLong, InvalidRequest
+from protocol.errors import ContextTooLong, Internal, InvalidRequest
 from protocol.sampling import SamplingParams
 
-#: The allowed ids, as engine.kernels.masks packs them, after these output ids.
+#: Output ids so far to the allowed ids, packed as in engine.kernels.masks.
 MaskOf = Callable[[Sequence[int]], bytes]
 
 
 class _Sequence:
-    """One request on its way. `computed` tokens of prompt + output are in the KV."""
+    """One request. KV of `computed` tokens of prompt + output exists."""
 
     def __init__(
         self, prompt: Sequence[int], sampling: SamplingParams, mask_of: MaskOf | None
@@ -47,9 +47,9 @@ class _Sequence:
 class LocalEngine:
     """Runs requests to their end with continuous batching, chunked prefill and preemption.
 
-    Every step takes one token of each running sequence that is past its prompt, then prompt chunks
-    up to `max_step_tokens` in order of arrival. When blocks run out, the youngest sequence gives
-    all of its blocks back and is computed again later, output included.
+    A step takes one token of each decoding sequence, then prompt chunks up to `max_step_tokens` in
+    order of arrival. When blocks run out, the youngest sequence is preempted: it frees its blocks
+    and is computed again later, output included.
     """
 
     def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
@@ -67,8 +67,8 @@ class LocalEngine:
     ) -> list[list[int]]:
         """The output ids of each request (a stop token included), in order.
 
-        `masks`: for each request what restricts its tokens, or None.
-        Raises InvalidRequest or ContextTooLong, before anything runs, when one cannot be served.
+        `masks`: the restriction of each request's tokens, or None. Raises InvalidRequest or
+        ContextTooLong before the first step when a request cannot be served.
         """
         chosen = [None] * len(requests) if masks is None else masks
         sequences = [
@@ -84,7 +84,6 @@ class LocalEngine:
         return [sequence.output for sequence in sequences]
 
     def close(self) -> None:
-        """Close the executor."""
         self.executor.close()
 
     def _admit(
@@ -126,6 +125,8 @@ class LocalEngine:
                 planned.append((sequence, self._plan(sequence, count)))
                 budget -= count
         result = self.executor.run(StepBatch(sequences=tuple(step for _, step in planned)))
+        if result.non_finite:
+            raise Internal("the model's output is not finite", param="dtype")
         self.steps += 1
         for (sequence, step), token in zip(planned, result.tokens, strict=True):
             self._apply(sequence, step, token)
@@ -153,7 +154,7 @@ class LocalEngine:
         waiting: deque[_Sequence],
         running: list[_Sequence],
     ) -> bool:
-        """Give `sequence` blocks for `count` more tokens, preempting younger ones if need be."""
+        """Allocate blocks for `count` more tokens, preempting younger sequences."""
         missing = self._blocks.blocks_for(sequence.computed + count) - len(sequence.blocks)
         while (blocks := self._blocks.allocate(max(0, missing))) is None:
             victim = running.pop()

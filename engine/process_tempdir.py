@@ -1,4 +1,4 @@
-"""Temporary folders that go with their process, however that ends."""
+"""Temporary folders that are removed with their process, however it ends."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _OWNER = "owner"  # a file in each folder, locked as long as the folder's proces
 
 
 class ProcessTempdir:
-    """A new folder below `parent`, removed when this object or its process ends; after a kill by
-    whoever makes one there next."""
+    """A new folder below `parent`, removed when this object or its process ends; after a kill, by
+    the next process that makes one there."""
 
     def __init__(self, parent: Path) -> None:
         parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         _sweep(parent)
-        # Nobody looks at a hidden one: it gets its name once it is locked.
+        # Sweeps skip hidden folders: it gets its name once it is locked.
         hidden = Path(tempfile.mkdtemp(prefix=".", dir=parent))
         lock = os.open(hidden / _OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -29,16 +29,16 @@ class ProcessTempdir:
 
 
 def ranks_folder() -> Path:
-    """Where this user's engines on this machine have their ranks meet."""
+    """Parent of the folders in which ranks of this user's engines meet."""
     return Path(tempfile.gettempdir()) / f"baton-{os.getuid()}" / "ranks"
 
 
 def _sweep(parent: Path) -> None:
-    """Remove what processes that are gone have left."""
+    """Remove folders of processes that are gone."""
     for folder in parent.iterdir():
         if folder.name.startswith("."):
             continue
-        with contextlib.suppress(OSError):  # in use, or another process sweeps, too
+        with contextlib.suppress(OSError):  # in use, or swept by another process
             lock = os.open(folder / _OWNER, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -205,6 +205,9 @@ WORKER_REQUESTS = _counter(
     "Attempts that ended here: finished, failed, cancelled, or released by the other worker.",
     "outcome",
 )
+NON_FINITE_ROWS = _counter(
+    "non_finite_rows_total", "Requests ended because the model's output was not finite."
+)
 PREEMPTIONS = _counter("num_preemptions_total", "Sequences put back to free blocks.", vllm=True)
 PREFIX_CACHE_QUERIES = _counter(
     "prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", vllm=True
@@ -231,7 +234,14 @@ WORKER_GAUGES: tuple[Metric, ...] = (
     *(KV_CACHE_USAGE, KV_BLOCKS, CREDITS, WORKER_STEP_AGE),
 )
 WORKER_COUNTERS: tuple[Metric, ...] = (
-    *(STEPS, WORKER_REQUESTS, PREEMPTIONS, PREFIX_CACHE_QUERIES, PREFIX_CACHE_HITS),
+    *(
+        STEPS,
+        WORKER_REQUESTS,
+        NON_FINITE_ROWS,
+        PREEMPTIONS,
+        PREFIX_CACHE_QUERIES,
+        PREFIX_CACHE_HITS,
+    ),
     *(HANDOFFS, HANDOFF_FAILURES),
     *(HANDOFF_BYTES, HANDOFF_PIECES, HANDOFF_RELINKS),
 )

@@ -1,49 +1,54 @@
-"""Life of a request on a prefill worker: states, commands that change them, and outputs."""
+"""Life of a request on a prefill worker: transitions, commands that cause them, and outputs.
+
+    AWAITING_GRANT -> GRANTED -> RUNNING (in chunks) -> SENDING -> GONE
+
+A request that is cancelled, fails or finishes here goes to ENDING: its blocks stay held until the
+sender reports that no read is in flight. Nothing is held before decode has granted blocks, so a
+full decode pool never pins memory here.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from kv_transfer.control.listeners import TransferReport
 from protocol.ids import RequestKey
+from worker_runtime.scheduling.entry import RequestState, SchedulerEntry, Transitions
 from worker_runtime.scheduling.messages import EndHandoff, HandoffEnded, StepOutput
-from worker_runtime.scheduling.scheduler import SchedulerEntry
 
-
-class PrefillState(StrEnum):
-    """Where a sequence is on this worker."""
-
-    EXPECTING = "expecting"
-    GRANTED = "granted"
-    RUNNING = "running"
-    SENDING = "sending"
-    ENDING = "ending"
-    GONE = "gone"
+PREFILL_TRANSITIONS: Transitions = {
+    RequestState.AWAITING_GRANT: frozenset(
+        {RequestState.GRANTED, RequestState.ENDING, RequestState.GONE}
+    ),
+    RequestState.GRANTED: frozenset({RequestState.RUNNING, RequestState.ENDING, RequestState.GONE}),
+    RequestState.RUNNING: frozenset({RequestState.SENDING, RequestState.ENDING, RequestState.GONE}),
+    RequestState.SENDING: frozenset({RequestState.ENDING, RequestState.GONE}),
+    RequestState.ENDING: frozenset({RequestState.GONE}),
+    RequestState.GONE: frozenset(),
+}
 
 
 @dataclass(slots=True)
 class PrefillEntry(SchedulerEntry):
-    """`pushed` counts blocks handed to the sender, `num_found` tokens of one that has not started
-    were in the cache when it came."""
+    """num_cached: tokens found in the prefix cache on arrival, until it starts. num_pushed: blocks
+    handed to the sender. progress_at: time of the grant or of its last chunk."""
 
-    state: PrefillState
-    num_found: int = 0
-    pushed: int = 0
+    transitions = PREFILL_TRANSITIONS
+    without_blocks = frozenset({RequestState.AWAITING_GRANT, RequestState.GRANTED})
+
+    num_cached: int = 0
+    num_pushed: int = 0
     granted_at: float = 0.0
-    progress_at: float = 0.0  # of the grant, or of the last chunk
-    num_bytes: int = 0
-    num_pieces: int = 0
+    progress_at: float = 0.0
+    report: TransferReport | None = None
 
-    @property
-    def ending(self) -> bool:
-        """Whether it waits until no read of its blocks is in flight."""
-        return self.state is PrefillState.ENDING
+
+# --- commands ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Granted:
-    """Decode holds room for the request; the KV of its first `num_cached_tokens` is there."""
+    """Decode holds blocks for the request; it has the KV of the first `num_cached_tokens`."""
 
     key: RequestKey
     num_cached_tokens: int
@@ -51,7 +56,7 @@ class Granted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivered:
-    """Decode has everything and owns the sequence."""
+    """All KV arrived; decode owns the sequence."""
 
     key: RequestKey
     report: TransferReport
@@ -59,11 +64,13 @@ class Delivered:
 
 Command = Granted | Delivered | HandoffEnded
 
+# --- outputs ----------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
-    """These blocks, number first_block .. of the sequence, are complete once the engine's step
-    `after` is over (0: they are): send them."""
+    """Send these blocks, number first_block .. of the sequence. They are complete once the engine's
+    step `after` is over (0: now)."""
 
     key: RequestKey
     block_ids: tuple[int, ...]
@@ -73,7 +80,7 @@ class Push:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitHandoff:
-    """Everything was pushed and token 1 is known."""
+    """All blocks were pushed and token 1 is known."""
 
     key: RequestKey
     first_token: int
@@ -81,6 +88,6 @@ class CommitHandoff:
 
 @dataclass(slots=True)
 class PrefillOutput(StepOutput):
-    """What one turn of the step thread wants done on the event loop, in this order."""
+    """`handoffs` are carried out in this order."""
 
     handoffs: list[Push | CommitHandoff | EndHandoff] = field(default_factory=list)

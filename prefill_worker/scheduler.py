@@ -1,20 +1,12 @@
-"""Chunked prefill under a token budget. Pure: commands and a clock in, a batch and an output out.
-
-Life of a sequence here (blocks held in parentheses):
-
-    EXPECTING (none) -> GRANTED (none) -> RUNNING (held, in chunks) -> SENDING (held) -> gone
-    any of them -> ENDING (held) when cancelled or failed: freed once no read is in flight
-
-Nothing is held before decode has granted room, so a full decode pool never pins memory here.
+"""Chunked prefill under a token budget. Pure: commands and a clock in, a batch and output out.
 
 A step may be planned while the one before it runs: the next chunk of a prompt follows the one in
-flight. Blocks are pushed as soon as the step that completes them is launched, and leave behind it;
-those of a sequence that is gone are freed once no step in flight writes to them.
+flight. Blocks are pushed when the step that completes them is launched, and leave behind it.
 """
 
 from __future__ import annotations
 
-from engine.batch import StepBatch, StepResult
+from engine.batch import StepBatch
 from prefill_worker.lifecycle import (
     Command,
     CommitHandoff,
@@ -22,16 +14,15 @@ from prefill_worker.lifecycle import (
     Granted,
     PrefillEntry,
     PrefillOutput,
-    PrefillState,
     Push,
 )
 from protocol.errors import ErrorInfo
-from protocol.ids import RequestKey
 from protocol.logprobs import TokenLogprobs
 from protocol.messages import SpanEvent, WorkerLoad, size_class
 from protocol.timeline import Phase, Span
+from worker_runtime.scheduling.entry import RequestState
 from worker_runtime.scheduling.inflight_steps import Row
-from worker_runtime.scheduling.messages import EndHandoff, HandoffEnded
+from worker_runtime.scheduling.messages import FINISHED, RELEASED, EndHandoff, HandoffEnded
 from worker_runtime.scheduling.scheduler import Scheduler
 from worker_runtime.scheduling.sequence import Sequence
 
@@ -39,152 +30,140 @@ from worker_runtime.scheduling.sequence import Sequence
 class PrefillScheduler(Scheduler[PrefillEntry, Command, PrefillOutput]):
     """Decides what a prefill worker does next."""
 
-    # --- commands -------------------------------------------------------------------------------
-
     def new_output(self) -> PrefillOutput:
-        """An empty output for the next turn."""
         return PrefillOutput()
 
-    def _enter(self, sequence: Sequence, order: int) -> PrefillEntry:
-        return PrefillEntry(sequence, order, PrefillState.EXPECTING, self._cache.found(sequence))
+    def _new_entry(self, sequence: Sequence, order: int) -> PrefillEntry:
+        num_cached = self._cache.num_cached(sequence)
+        return PrefillEntry(sequence, order, RequestState.AWAITING_GRANT, num_cached)
 
-    def _handoff(self, command: Command, now: float, out: PrefillOutput) -> None:
-        match command:
-            case Granted():
-                self._granted(command, now)
-            case Delivered():
-                self._delivered(command, out)
-            case HandoffEnded(key=key, error=error):
-                self._handoff_ended(key, error, out)
+    # --- hand-off -------------------------------------------------------------------------------
 
-    def _granted(self, command: Granted, now: float) -> None:
+    def _handle_handoff(self, command: Command, now: float, out: PrefillOutput) -> None:
         entry = self._entries.get(command.key)
-        if entry is None or entry.state is not PrefillState.EXPECTING:
-            return
-        entry.state = PrefillState.GRANTED
-        entry.pushed = command.num_cached_tokens // self._block_size
-        entry.granted_at = entry.progress_at = now
-        entry.sequence.mark_end(Phase.CREDIT_WAIT, now)
-        entry.sequence.mark_start(Phase.PREFILL_QUEUE, now)
-
-    def _delivered(self, command: Delivered, out: PrefillOutput) -> None:
-        entry = self._entries.get(command.key)
-        if entry is None or entry.state not in (PrefillState.SENDING, PrefillState.ENDING):
-            return
-        if entry.state is PrefillState.SENDING:
-            self.num_finished += 1
-            report = command.report
-            entry.sequence.marks[Phase.TRANSFER] = [report.start, report.end]
-            entry.num_bytes, entry.num_pieces = report.num_bytes, report.num_pieces
-            out.of(entry.router_id).spans.append(
-                SpanEvent(key=command.key, spans=self._spans(entry))
-            )
-        self._remove(entry)
-
-    def _handoff_ended(self, key: RequestKey, error: ErrorInfo | None, out: PrefillOutput) -> None:
-        entry = self._entries.get(key)
         if entry is None:
             return
-        if entry.state is not PrefillState.ENDING:
+        match command:
+            case Granted():
+                self._granted(entry, command.num_cached_tokens, now)
+            case Delivered():
+                self._delivered(entry, command, out)
+            case HandoffEnded(error=error):
+                self._handoff_ended(entry, error, out)
+
+    def _granted(self, entry: PrefillEntry, num_cached_tokens: int, now: float) -> None:
+        if entry.state is not RequestState.AWAITING_GRANT:
+            return
+        entry.move(RequestState.GRANTED)
+        entry.num_pushed = num_cached_tokens // self._block_size
+        entry.granted_at = entry.progress_at = now
+        entry.sequence.stats.end(Phase.CREDIT_WAIT, now)
+        entry.sequence.stats.begin(Phase.PREFILL_QUEUE, now)
+
+    def _delivered(self, entry: PrefillEntry, command: Delivered, out: PrefillOutput) -> None:
+        if entry.state not in (RequestState.SENDING, RequestState.ENDING):
+            return
+        if entry.state is RequestState.SENDING:
+            self._counters[FINISHED] += 1
+            report = entry.report = command.report
+            entry.sequence.stats.phases[Phase.TRANSFER] = [report.start, report.end]
+            event = SpanEvent(key=command.key, spans=self._spans(entry))
+            out.events_for(entry.router_id).spans.append(event)
+        self._forget(entry)
+
+    def _handoff_ended(
+        self, entry: PrefillEntry, error: ErrorInfo | None, out: PrefillOutput
+    ) -> None:
+        if not entry.ending:
             if error is not None:
                 self._fail(entry, error, retriable=True, out=out)
             else:
-                self.num_released += 1
-        self._remove(entry)
+                self._counters[RELEASED] += 1
+        self._forget(entry)
 
     # --- plan -----------------------------------------------------------------------------------
 
-    def admit(self, now: float, out: PrefillOutput) -> None:
-        """Prompts get blocks when they are planned: those with the least work first."""
-
     def plan(self, now: float, out: PrefillOutput) -> StepBatch | None:
-        """Chunks of prompts, as far as the token budget goes. One that has waited too long and has
-        no room gets what becomes free: younger ones do not start before it."""
+        """Chunks of prompts within the token budget. A prompt that has waited `starvation_s` and
+        finds no room keeps younger ones from starting before it."""
         self._expire(now, out)
         rows: list[Row[PrefillEntry]] = []
-        starts = True
+        may_start = True
         budget = self._config.max_num_batched_tokens
         for entry in sorted(self._runnable(), key=lambda e: self._rank(e, now)):
             if budget == 0 or len(rows) == self._config.max_num_seqs:
                 break
-            if entry.state is PrefillState.GRANTED and not (starts and self._start(entry, out)):
-                starts = starts and not self._is_overdue(entry, now)
+            if entry.state is RequestState.GRANTED and not (may_start and self._start(entry, out)):
+                may_start = may_start and not self._reserves_room(entry, now)
                 continue
-            row = self._chunk(entry, budget, now, out)
+            row = self._plan_chunk(entry, budget, now, out)
             if row is not None:
                 entry.progress_at = now
                 rows.append(row)
                 budget -= row.num_tokens
-        # How fast work in line gets done: a few tokens alone take as long as many.
+        # Only full steps tell the rate: a few tokens alone take as long as many.
         full = budget <= self._config.max_num_batched_tokens // 2
         full = full or len(rows) == self._config.max_num_seqs
-        return self._flight.launch(rows, now, timed=full)
+        return self._inflight.launch(rows, now, timed=full)
+
+    def _runnable(self) -> list[PrefillEntry]:
+        states = (RequestState.GRANTED, RequestState.RUNNING)
+        started = (e for e in self._entries.values() if e.state in states)
+        return [e for e in started if not e.sequence.num_pending and e.sequence.num_runnable]
 
     def _rank(self, entry: PrefillEntry, now: float) -> tuple[bool, float, int]:
-        """Smallest prompt first, so that a short one never sits behind a long one, begun or not;
-        every second since the grant counts as a second less of work, so that none starves."""
+        """Smallest prompt first, so that a short one never waits for a long one, begun or not. A
+        second since the grant counts as a second less of work, so that no prompt starves."""
         waited = now - entry.granted_at
-        speed = self._flight.tokens_per_second() or float(self._config.max_num_batched_tokens)
+        speed = self._inflight.tokens_per_second() or float(self._config.max_num_batched_tokens)
         overdue = self._is_overdue(entry, now)
         sequence = entry.sequence
-        work = len(sequence.tokens) - sequence.num_cached_tokens - entry.num_found
+        work = len(sequence.tokens) - sequence.stats.num_cached_tokens - entry.num_cached
         return not overdue, -waited if overdue else work / speed - waited, entry.order
 
     def _is_overdue(self, entry: PrefillEntry, now: float) -> bool:
         return now - entry.progress_at > self._config.starvation_s
 
-    def _start(self, entry: PrefillEntry, out: PrefillOutput) -> bool:
-        """Take blocks for the whole prompt, or leave the sequence waiting. Those that are filled
-        are pushed at once."""
-        num_blocks = -(-len(entry.sequence.tokens) // self._block_size)
-        if not self._cache.take(entry.sequence, num_blocks):
+    def _reserves_room(self, entry: PrefillEntry, now: float) -> bool:
+        """Whether younger prompts wait for this one: it is overdue, and requests that hold blocks
+        will free them. Otherwise it would hold them all up for nothing."""
+        if not self._is_overdue(entry, now):
             return False
-        entry.state = PrefillState.RUNNING
-        entry.num_found = 0
+        usable = self._blocks.num_blocks - self._blocks.num_quarantined
+        fits = self._blocks.blocks_for(len(entry.sequence.tokens)) <= usable
+        return fits and any(e.sequence.block_ids for e in self._entries.values())
+
+    def _start(self, entry: PrefillEntry, out: PrefillOutput) -> bool:
+        """Allocate blocks for the whole prompt and push the cached ones; False without room."""
+        num_blocks = self._blocks.blocks_for(len(entry.sequence.tokens))
+        if not self._cache.allocate(entry.sequence, num_blocks):
+            return False
+        entry.move(RequestState.RUNNING)
+        entry.num_cached = 0
         self._push(entry, entry.sequence.num_computed, out)
         return True
 
-    def _chunk(
+    def _plan_chunk(
         self, entry: PrefillEntry, budget: int, now: float, out: PrefillOutput
     ) -> Row[PrefillEntry] | None:
-        """The next part of a prompt; None while another sequence computes the same."""
-        sequence = entry.sequence
+        """The next chunk of a prompt; None while another sequence computes the same blocks."""
+        sequence, stats = entry.sequence, entry.sequence.stats
         if self._cache.catch_up(sequence):
             self._push(entry, sequence.num_computed, out)
-        num_tokens, samples = sequence.part(sequence.num_runnable, budget)
+        num_tokens, samples = sequence.chunk(sequence.num_runnable, budget)
         names = self._cache.names_ahead(sequence, num_tokens)
-        if not self._flight.claim(sequence, names):
+        if not self._inflight.claim(sequence, names):
             return None
-        if sequence.index is None:
-            sequence.mark_end(Phase.PREFILL_QUEUE, now)
-            sequence.mark_start(Phase.PREFILL, now)
+        if Phase.PREFILL not in stats.phases:
+            stats.end(Phase.PREFILL_QUEUE, now)
+            stats.begin(Phase.PREFILL, now)
         return Row(entry, num_tokens, samples, names)
 
     def launched(self, step: int, out: PrefillOutput) -> None:
-        """The planned step runs: push the blocks that it completes."""
-        for row in self._flight.newest:
-            sequence = row.entry.sequence
-            there = sequence.num_computed + sequence.num_in_flight
-            self._push(row.entry, there, out, last=row.samples, after=step)
-
-    # --- apply ----------------------------------------------------------------------------------
-
-    def apply(self, result: StepResult, now: float, out: PrefillOutput) -> None:
-        """Take the oldest step in flight in: token 1 of prompts that are done."""
-        rows = self._flight.land(now)
-        for index, (row, token) in enumerate(zip(rows, result.tokens, strict=True)):
-            entry = row.entry
-            entry.sequence.num_chunks += 1
-            if entry.state is PrefillState.GONE:
-                self._settle(entry)
-            else:
-                self._cache.keep(entry.sequence)
-            if entry.state is not PrefillState.RUNNING:
-                continue
-            if entry.sequence.scoring:
-                self._scored(row, result.target_logprobs.get(index, ()), out)
-            if token is not None:
-                self._sampled(entry, token, result.logprobs.get(index), now, out)
+        """Push the blocks that the launched step completes."""
+        for row in self._inflight.newest:
+            num_tokens = row.entry.sequence.num_launched
+            self._push(row.entry, num_tokens, out, last=row.samples, after=step)
 
     def _push(
         self,
@@ -195,22 +174,30 @@ class PrefillScheduler(Scheduler[PrefillEntry, Command, PrefillOutput]):
         last: bool = False,
         after: int = 0,
     ) -> None:
-        """Send the blocks that are complete with `num_tokens` of the sequence, and with the `last`
-        of them the block that stays half full; none if the request is known to end here."""
+        """Send the blocks that `num_tokens` tokens fill, and with the `last` of them the block that
+        stays half full; none if the request surely ends here."""
         sequence = entry.sequence
         if sequence.ends_next:
             return
         ready = -(-num_tokens // self._block_size) if last else num_tokens // self._block_size
-        if ready > entry.pushed:
+        if ready > entry.num_pushed:
             out.handoffs.append(
                 Push(
                     key=sequence.key,
-                    block_ids=tuple(sequence.block_ids[entry.pushed : ready]),
-                    first_block=entry.pushed,
+                    block_ids=tuple(sequence.block_ids[entry.num_pushed : ready]),
+                    first_block=entry.num_pushed,
                     after=after,
                 )
             )
-            entry.pushed = ready
+            entry.num_pushed = ready
+
+    # --- results --------------------------------------------------------------------------------
+
+    def _count(self, row: Row[PrefillEntry], now: float) -> None:
+        row.entry.sequence.stats.num_chunks += 1
+
+    def _wants_tokens(self, entry: PrefillEntry) -> bool:
+        return entry.state is RequestState.RUNNING
 
     def _sampled(
         self,
@@ -222,86 +209,76 @@ class PrefillScheduler(Scheduler[PrefillEntry, Command, PrefillOutput]):
     ) -> None:
         sequence = entry.sequence
         finish = sequence.append(token)
-        sequence.mark_end(Phase.PREFILL, now)
-        out.of(entry.router_id).prompts.append(sequence.prompt_event)
-        self._tell(entry, token, logprobs, finish, out)
+        sequence.stats.end(Phase.PREFILL, now)
+        out.events_for(entry.router_id).prompts.append(sequence.prompt_event)
+        self._emit_token(entry, token, logprobs, finish, out)
         if finish is None:
-            entry.state = PrefillState.SENDING
+            entry.move(RequestState.SENDING)
             out.handoffs.append(CommitHandoff(key=sequence.key, first_token=token))
+
+    def _stopped(self, entry: PrefillEntry) -> None:
+        if entry.state is RequestState.GONE:
+            self._release(entry)
 
     # --- ends -----------------------------------------------------------------------------------
 
-    def _leave(
+    def _abort(
         self, entry: PrefillEntry, out: PrefillOutput, *, released: bool, error: ErrorInfo | None
     ) -> None:
-        """Blocks stay held until the sender says that no read is in flight."""
-        entry.state = PrefillState.ENDING
+        """Blocks stay held until the sender reports that no read is in flight."""
+        entry.move(RequestState.ENDING)
         out.handoffs.append(EndHandoff(key=entry.sequence.key, released=released, error=error))
 
-    def _finished(self, entry: PrefillEntry, out: PrefillOutput) -> None:
-        self._leave(entry, out, released=True, error=None)
+    def _complete(self, entry: PrefillEntry, out: PrefillOutput) -> None:
+        self._abort(entry, out, released=True, error=None)
 
-    def _remove(self, entry: PrefillEntry) -> None:
-        entry.state = PrefillState.GONE
+    def _forget(self, entry: PrefillEntry) -> None:
+        entry.move(RequestState.GONE)
         del self._entries[entry.sequence.key]
-        self._settle(entry)
-
-    def _settle(self, entry: PrefillEntry) -> None:
-        """Take the blocks of a sequence that is gone, unless a step in flight writes to them."""
-        sequence = entry.sequence
-        if sequence.num_in_flight == 0:
-            self._blocks.free(sequence.block_ids)
-            sequence.block_ids = []
+        self._release(entry)
 
     # --- views ----------------------------------------------------------------------------------
 
     def load(self) -> WorkerLoad:
-        """Figures for the routers; `waiting_tokens` over `tokens_per_second` is the backlog in
+        """Load figures for the routers; waiting_tokens / tokens_per_second is the backlog in
         seconds."""
-        working = (PrefillState.EXPECTING, PrefillState.GRANTED, PrefillState.RUNNING)
+        waiting = running = 0
         backlog: list[int] = []
         for entry in self._entries.values():
-            if entry.state in working:
-                left = entry.sequence.num_uncomputed - entry.num_found
+            queued = entry.state in entry.without_blocks
+            waiting += queued
+            running += entry.state in (RequestState.RUNNING, RequestState.SENDING)
+            if queued or entry.state is RequestState.RUNNING:
+                left = entry.sequence.num_uncomputed - entry.num_cached
                 backlog += [0] * (size_class(left) + 1 - len(backlog))
                 backlog[size_class(left)] += left
         return WorkerLoad(
-            running=self._count(PrefillState.RUNNING, PrefillState.SENDING),
-            waiting=self._count(PrefillState.EXPECTING, PrefillState.GRANTED),
+            running=running,
+            waiting=waiting,
             waiting_tokens=sum(backlog),
             backlog=tuple(backlog),
             free_blocks=self._blocks.num_available,
             total_blocks=self._blocks.num_blocks,
-            tokens_per_second=self._flight.tokens_per_second(),
+            tokens_per_second=self._inflight.tokens_per_second(),
             held_blocks=self._blocks.num_held,
             cached_blocks=self._blocks.num_cached,
             quarantined_blocks=self._blocks.num_quarantined,
             num_commands=self._num_commands,
         )
 
-    def _runnable(self) -> list[PrefillEntry]:
-        """Prompts with chunks to launch: not those whose token 1 is being sampled, or whose end is
-        in flight because they are only scored."""
-        running = (
-            e
-            for e in self._entries.values()
-            if e.state in (PrefillState.GRANTED, PrefillState.RUNNING)
-        )
-        return [e for e in running if not e.sequence.num_pending and e.sequence.num_runnable]
-
-    def _count(self, *states: PrefillState) -> int:
-        return sum(e.state in states for e in self._entries.values())
-
     def _spans(self, entry: PrefillEntry) -> tuple[Span, ...]:
-        sequence = entry.sequence
-        return sequence.spans(
+        sequence, report = entry.sequence, entry.report
+        return sequence.stats.spans(
             self._place,
             {
                 Phase.PREFILL: {
                     "tokens": sequence.num_computed,
-                    "chunks": sequence.num_chunks,
-                    "cached_tokens": sequence.num_cached_tokens,
+                    "chunks": sequence.stats.num_chunks,
+                    "cached_tokens": sequence.stats.num_cached_tokens,
                 },
-                Phase.TRANSFER: {"bytes": entry.num_bytes, "pieces": entry.num_pieces},
+                Phase.TRANSFER: {
+                    "bytes": report.num_bytes if report else 0,
+                    "pieces": report.num_pieces if report else 0,
+                },
             },
         )

@@ -1,4 +1,4 @@
-"""A prefill worker: runs prompts in chunks, pushes their KV out, streams token 1 to the routers."""
+"""A prefill worker: runs prompts in chunks, pushes their KV, streams token 1 to the routers."""
 
 from __future__ import annotations
 
@@ -18,36 +18,35 @@ log = get_logger(__name__)
 
 
 class PrefillWorker(Worker[Command, PrefillOutput, Sender]):
-    """One replica of the prefill pool, with a sender. It is the sender's listener."""
+    """One replica of the prefill pool; the listener of its sender."""
 
     role = Role.PREFILL
     whole_output = False
     scheduler = PrefillScheduler
 
     def peers_joined(self, workers: tuple[WorkerRef, ...]) -> None:
-        """These workers take requests: get the links to decode workers ready."""
         for ref in workers:
             if ref.role is Role.DECODE:
                 self.tasks.start(self._handoff.warm_up(ref))
 
-    async def _open_handoff(self, party: EndpointContext) -> Sender:
-        return Sender(party, self)
+    async def _open_handoff(self, context: EndpointContext) -> Sender:
+        return Sender(context, self)
 
     def _accept(self, submit: Submit) -> None:
         if submit.peer is None or submit.ticket is None:
-            raise InvalidRequest("a prefill worker needs a peer and a ticket", param="peer")
+            raise InvalidRequest("a prefill request needs a peer and a ticket", param="peer")
         self._handoff.expect(submit.key, submit.ticket, submit.peer)
 
     def _carry_out(self, out: PrefillOutput) -> None:
         for handoff in out.handoffs:
             try:
-                self._order(handoff)
-            except (BatonError, ValueError) as error:  # the others of this turn go on
-                log.exception("a hand-off cannot go on")
+                self._carry_out_one(handoff)
+            except (BatonError, ValueError) as error:  # the other hand-offs go on
+                log.exception("hand-off failed")
                 failure = Internal(f"{type(error).__name__}: {error}").info()
                 self.tasks.start(self._handoff.end(handoff.key, False, failure))
 
-    def _order(self, handoff: Push | CommitHandoff | EndHandoff) -> None:
+    def _carry_out_one(self, handoff: Push | CommitHandoff | EndHandoff) -> None:
         match handoff:
             case Push(key=key, block_ids=block_ids, first_block=first, after=step):
                 self._handoff.push(key, block_ids, first, after=step)
@@ -59,7 +58,7 @@ class PrefillWorker(Worker[Command, PrefillOutput, Sender]):
     # --- the sender's listener, on the event loop -------------------------------------------------
 
     def granted(self, key: RequestKey, grant: Grant) -> None:
-        """Decode holds blocks for this request."""
+        """Decode allocated blocks for this request."""
         self.inbox.put(
             Granted(
                 key=key,

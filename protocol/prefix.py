@@ -38,10 +38,18 @@ def chain_seed(fingerprint: KVFingerprint, salt: str = "") -> bytes:
 
 
 def extend_chain(
-    digests: list[bytes], tokens: Sequence[int], *, block_size: int, seed: bytes
+    digests: list[bytes],
+    tokens: Sequence[int],
+    *,
+    block_size: int,
+    seed: bytes,
+    max_blocks: int | None = None,
 ) -> None:
-    """Append the digests of those full blocks of `tokens` that `digests` does not reach yet."""
+    """Append the digests of the full blocks of `tokens` that `digests` does not reach yet, at most
+    `max_blocks` of them."""
     first, full = len(digests), len(tokens) // block_size
+    if max_blocks is not None:
+        full = min(full, first + max_blocks)
     if first >= full:
         return
     ids = array("I", tokens[first * block_size : full * block_size]).tobytes()

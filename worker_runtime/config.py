@@ -1,4 +1,4 @@
-"""Settings that both kinds of worker have."""
+"""Settings of both kinds of worker."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from dataclasses import dataclass
 class WorkerConfig:
     """Bounds and deadlines of one worker.
 
-    max_num_seqs: sequences in one step. max_num_batched_tokens: tokens in one step (the chunk
-    size of a long prompt). max_waiting: accepted requests that may wait; beyond it Submit is
-    Overloaded.
-    watermark: share of blocks kept free for growth of running sequences when a new one is admitted.
-    enable_prefix_caching: whether KV is kept and shared between requests with the same prefix.
-    starvation_s: a request that waited this long is served before all younger ones.
-    heartbeat_s: longest silence on an event stream. patience_s: a router that takes no events for
-    so long counts as gone. stall_s: a step longer than this is a dead
-    engine. grammar_threads: threads that compute the masks of structured outputs.
+    max_num_seqs, max_num_batched_tokens: sequences and tokens of one step; the latter is the chunk
+    size of a long prompt.
+    max_waiting: accepted requests that may wait; beyond it a submit is refused as overloaded.
+    watermark: share of blocks kept free, on admission, for the growth of running sequences.
+    enable_prefix_caching: keep KV, and share it between requests with the same prefix.
+    starvation_s: a request that waited this long goes before all younger ones.
+    heartbeat_s: longest silence on an event stream.
+    patience_s: a router that takes no event for this long counts as gone.
+    stall_s: a step that takes longer marks the engine as dead.
+    grammar_threads: threads that compute masks of structured outputs.
     """
 
     host: str = "127.0.0.1"

@@ -1,10 +1,10 @@
-"""Divides a machine's cores among the workers on it that have work right now.
+"""Divides the cores of a machine among its workers that have work now.
 
-On one host prefill and decode often take turns: while one waits, the other may use every core. But
-when both compute, more threads than cores are much worse than fewer, because the threads of a
-parallel region wait for each other: beside one busy process, a decode step on two cores took 27 ms
-with one thread and 82 ms with two. So each step takes cores / (workers with work) threads, and
-fewer while anybody else computes.
+On one host prefill and decode often take turns, and the one that computes may use every core. When
+both compute, more threads than cores are far worse than fewer, because threads of a parallel region
+wait for each other: beside one busy process a decode step on two cores took 27 ms with one thread
+and 82 ms with two. So a step takes cores / (workers with work) threads, and fewer while other
+processes compute.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-#: Seconds after which a thread that only delivers a message is gone again.
+#: A thread that only delivers a message runs shorter than this.
 _MOMENT_S = 0.0003
-#: More than two changes of a folder can be apart and still show the same time.
+#: Two changes of a folder within this time may show the same modification time.
 _TICK_NS = 50_000_000
 
 
 def shared_folder() -> Path:
-    """Where this user's workers on this machine find each other."""
+    """Folder of the lock files of this user's workers on this machine."""
     return Path(tempfile.gettempdir()) / f"baton-{os.getuid()}" / "cores"
 
 
 class BusyWorkers:
-    """Who has work: a locked file a worker in one folder. The lock ends with its process, however
-    that ends. Used from one thread."""
+    """Workers with work: each holds a lock on a file of its own in one folder, which ends with its
+    process. Used from one thread."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -43,37 +43,35 @@ class BusyWorkers:
         self._busy = False
 
     def begin(self) -> None:
-        """This worker has work. While another looks, it is not said before the next call: that
-        process may be frozen."""
+        """This worker has work. While another one probes the lock this has no effect until the next
+        call: it does not block, as that process may be frozen."""
         if not self._busy:
             with suppress(BlockingIOError):
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._busy = True
 
     def end(self) -> None:
-        """This worker waits for work."""
         if self._busy:
             fcntl.flock(self._file, fcntl.LOCK_UN)
             self._busy = False
 
     def others(self) -> int:
-        """How many other workers have work."""
         self._list()
         return sum(map(_is_locked, self._others.values()))
 
     def close(self) -> None:
-        """Leave for good."""
+        """Remove this worker's file."""
         self._path.unlink(missing_ok=True)
         for file in (self._file, *self._others.values()):
             os.close(file)
         self._others = {}
 
     def _list(self) -> None:
-        """Look who came and went, when the folder has changed."""
+        """Open the files of new workers, when the folder has changed."""
         changed = self._folder.stat().st_mtime_ns
         if changed == self._listed:
             return
-        # Times of files are coarse: one that comes at the same moment may not change them again.
+        # Modification times are coarse: a file added now may not change it again.
         self._listed = changed if time.time_ns() - changed > _TICK_NS else -1
         paths = {path.name: path for path in self._folder.iterdir() if path != self._path}
         for name in self._others.keys() - paths.keys():
@@ -89,8 +87,8 @@ class BusyWorkers:
 
 
 class SharedCores:
-    """Says how many threads this worker's next step takes. Once the step thread runs, all methods
-    are its own."""
+    """Chooses the number of threads of this worker's next step. Owned by the step thread once that
+    runs."""
 
     def __init__(
         self,
@@ -98,18 +96,18 @@ class SharedCores:
         num_cores: int | None = None,
         runnable: Callable[[], int] | None = None,
     ) -> None:
-        """`runnable`: threads of the whole machine that run or wait for a core."""
+        """`runnable`: counts the threads of the machine that run or wait for a core."""
         self._num_cores = num_cores or len(os.sched_getaffinity(0))
         self._workers = BusyWorkers(folder or shared_folder())
         self._runnable = runnable or _runnable_threads
         self._num_threads = 0
 
     def claim(self) -> None:
-        """There is work now: other workers leave a share to this one."""
+        """This worker has work: others leave it a share of the cores."""
         self._workers.begin()
 
     def take(self) -> int:
-        """A step is about to run: how many threads it is to take."""
+        """Number of threads for the step about to run."""
         self.claim()
         num_threads = max(1, self._num_cores // (1 + self._workers.others()))
         if num_threads > 1:
@@ -118,28 +116,26 @@ class SharedCores:
         return num_threads
 
     def release(self) -> None:
-        """Nothing can run now."""
         self._workers.end()
 
     def close(self) -> None:
-        """No step will run any more."""
         self._workers.close()
 
     def _foreign_threads(self) -> int:
-        """Threads of others that keep a core busy; one that just wakes for a moment does not count.
-        Ours of the last step spin for a while, and are among those that run."""
-        least = self._num_cores
+        """Threads of other processes that keep a core busy: the fewest of three counts, so that one
+        that wakes for a moment is left out. Threads of this worker's last step still spin."""
+        fewest = self._num_cores
         for wait_s in (0.0, _MOMENT_S, _MOMENT_S):
             if wait_s:
                 time.sleep(wait_s)
-            least = min(least, max(0, self._runnable() - max(1, self._num_threads)))
-            if least == 0:
+            fewest = min(fewest, max(0, self._runnable() - max(1, self._num_threads)))
+            if fewest == 0:
                 break
-        return least
+        return fewest
 
 
 def _runnable_threads() -> int:
-    """As the kernel counts them at this moment; 0 where it does not tell."""
+    """Count of the kernel; 0 where it is not known."""
     try:
         text = Path("/proc/loadavg").read_text(encoding="ascii")
     except OSError:

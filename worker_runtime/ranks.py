@@ -1,4 +1,4 @@
-"""Joins a worker's engine ranks to the data planes of kv_transfer: every rank process runs both."""
+"""Joins engine ranks to the data planes of kv_transfer: every rank's process runs both."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from kv_transfer.data.rank_commands import RankCommand, RankResult
 from kv_transfer.data.threads import await_callback, enter_thread
 from protocol import codec
 
-#: Name of the command with which rank 0 gives a follower a transfer command.
+#: Name of the call with which rank 0 sends a follower a transfer command.
 TRANSFER = "transfer"
 
 
 @dataclass(slots=True, kw_only=True)
 class Ranks:
-    """Rank 0's executor and data plane, and the followers behind their group. `run` makes it a
-    kv_transfer RankChannel."""
+    """Rank 0's executor and data plane, and the group of its followers. `run` makes it a
+    RankChannel of kv_transfer."""
 
     executor: Executor
     plane: DataPlane
     group: RankGroup | None
 
     async def run(self, rank: int, command: RankCommand) -> RankResult:
-        """Run one transfer command on a rank. Followers take it in order with their steps, so a
+        """Run one transfer command on a rank. Followers run it in order with their steps, so that a
         send after a step finds that step's KV. Raises RankLost when the rank is gone."""
         if rank == 0 or self.group is None:
             return await await_callback(partial(self.plane.submit, command))
@@ -38,7 +38,6 @@ class Ranks:
         return codec.decode(RankResult, (await await_callback(call.add_done_callback)).result())
 
     def check(self) -> None:
-        """Raise RankLost when a follower is gone."""
         if self.group is not None:
             self.group.check()
 
@@ -51,7 +50,7 @@ class Ranks:
 
 
 def load_ranks(engine: EngineConfig, transfer: TransferConfig, group: RankGroup | None) -> Executor:
-    """Load rank 0, wait for the followers, run one real step. Blocking: seconds to minutes."""
+    """Load rank 0, wait for the followers, run real steps. Blocks for seconds to minutes."""
     spare = engine.spare_bytes + transfer.device_memory_bytes
     executor = build_executor(replace(engine, spare_bytes=spare), group)
     executor.warmup()
@@ -59,7 +58,7 @@ def load_ranks(engine: EngineConfig, transfer: TransferConfig, group: RankGroup 
 
 
 def join_ranks(executor: Executor, transfer: TransferConfig, group: RankGroup | None) -> Ranks:
-    """Give loaded ranks their data plane, whose threads get the priority of this one."""
+    """Start the data plane of loaded ranks; its threads inherit the priority of this one."""
     enter_thread(executor.pool.device)
     return Ranks(executor=executor, plane=DataPlane(executor.pool, transfer), group=group)
 
@@ -72,8 +71,8 @@ def follow_rank(
     *,
     loaded: Callable[[], None] = lambda: None,
 ) -> None:
-    """The whole life of a follower process: load its share, call `loaded`, obey rank 0, end with
-    it. Blocking."""
+    """Main function of a follower process: load its share, call `loaded`, run the commands of rank
+    0 until it ends. Blocking."""
     executor = build_follower(invite, rank, engine)
     plane = DataPlane(executor.pool, transfer)
     loaded()

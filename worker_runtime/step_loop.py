@@ -1,12 +1,13 @@
 """The step loop: take commands, plan, launch, wait, apply, publish. One thread, one executor.
 
 An engine that runs steps on a device of its own gets the next step before the loop waits for the
-one that runs, so the device never waits for this thread. The plan of that step takes the tokens in
-flight into account (worker_runtime.scheduling.inflight_steps).
+running one, so the device never waits for this thread. The plan of that step takes steps in flight
+into account (worker_runtime.scheduling.inflight_steps).
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -22,30 +23,31 @@ from worker_runtime.cores import SharedCores
 from worker_runtime.scheduling.messages import RouterCommand, Snapshot, StepOutput, Submitted
 from worker_runtime.scheduling.scheduler import Scheduler
 
-#: How long before the end of the step on its way the next one is planned: what planning and
-#: launching have taken lately, but for the slowest few, half of that again for the other ranks of
-#: an engine, which begin later, and what waking up may take.
+#: How long before the running step ends the next one is planned: what planning and launching took
+#: lately without the slowest few, half of that again for the other ranks of an engine, which begin
+#: later, and time to wake up.
 _LEAD_SHARE = 1.5
 _LEAD_S = 0.0005
-_REMEMBERED = 32
+_HISTORY = 32
 _OUTLIERS = 2
 
 C = TypeVar("C")
 Out = TypeVar("Out", bound=StepOutput)
-#: Takes one turn's output, what the scheduler is like after it, and how many requests it took in.
+#: Takes the output of an iteration, the scheduler's state after it, and the number of requests that
+#: entered the scheduler.
 Deliver = Callable[[Out, Snapshot, int], object]
 log = get_logger(__name__)
 
 
 class Inbox(Generic[C]):
-    """Many producers, one consumer. Waiting costs nothing and ends at once when a command
-    arrives."""
+    """The only way into the step thread: many producers, one consumer, which waits without
+    polling."""
 
     def __init__(self) -> None:
         self._items: deque[C] = deque()
         self._num_put = 0
         self._ready = threading.Condition()
-        self._closed = False
+        self.closed = False
 
     def put(self, command: C) -> int:
         """Add a command; callable from any thread. Returns how many were added so far."""
@@ -56,35 +58,26 @@ class Inbox(Generic[C]):
             return self._num_put
 
     def close(self) -> None:
-        """Wake the consumer for good."""
         with self._ready:
-            self._closed = True
+            self.closed = True
             self._ready.notify()
 
-    @property
-    def closed(self) -> bool:
-        """Whether the consumer should end."""
-        return self._closed
-
     def drain(self) -> list[C]:
-        """Everything that has arrived, without waiting."""
         with self._ready:
             items = list(self._items)
             self._items.clear()
             return items
 
-    def wait(self, timeout_s: float | None) -> None:
-        """Return when a command is there, the inbox is closed, or the time is over."""
+    def wait(self, timeout_s: float) -> None:
+        """Return when there is a command, the inbox is closed, or time is over."""
         with self._ready:
-            if not self._items and not self._closed:
-                self._ready.wait(
-                    None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)
-                )
+            if not self._items and not self.closed:
+                self._ready.wait(min(timeout_s, threading.TIMEOUT_MAX))
 
 
 class StepLoop(Generic[C, Out]):
-    """Runs a scheduler on a thread of its own until `stop`, or until the engine breaks. What it
-    decides in a turn is handed to `deliver` in one call, on that thread."""
+    """Runs a scheduler on a thread of its own until `stop`, or until the engine breaks. `deliver`
+    takes the output of every iteration, on that thread."""
 
     def __init__(
         self,
@@ -97,7 +90,7 @@ class StepLoop(Generic[C, Out]):
         clock: Callable[[], float],
         cores: SharedCores | None = None,
     ) -> None:
-        """With `cores`, steps share the machine's cores with those of its other workers."""
+        """With `cores`, steps share the machine's cores with other workers."""
         self._scheduler = scheduler
         self._deliver = deliver
         self._out = scheduler.new_output()
@@ -112,36 +105,35 @@ class StepLoop(Generic[C, Out]):
         self._launched: deque[PendingStep] = deque()
         self._step_started: float | None = None
         # Seconds that planning and launching each of the last steps took.
-        self._launches: deque[float] = deque(maxlen=_REMEMBERED)
+        self._launches: deque[float] = deque(maxlen=_HISTORY)
         self._lead = _LEAD_S
-        self._lost_blocks = 0
+        self._num_leaked_blocks = 0
         self.steps = 0
         self.last_step_end = clock()
         self.broken: Exception | None = None
 
     def start(self) -> None:
-        """Start the thread; returns once the engine is ready for its steps, and raises what the
-        engine raises."""
+        """Start the thread; returns once it can launch steps, raises what the engine raises."""
         self._thread.start()
         self._entered.result()
 
     def stop(self, timeout_s: float = 10.0) -> bool:
-        """End after the steps on their way; False when they did not end in time."""
+        """End after the launched steps; False when they did not end in time."""
         self._inbox.close()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def stalled_for(self) -> float:
-        """Seconds that the step now running has taken; 0 when idle (idle is healthy)."""
+        """Seconds that the running step has taken; 0 when idle."""
         started = self._step_started
         return 0.0 if started is None else time.monotonic() - started
 
     def _run(self) -> None:
         try:
-            self._enter()
+            self._enter_thread()
             while not self._inbox.closed:
-                self._turn()
+                self._iterate()
             while self._launched:
                 self._land()
         except Exception as error:
@@ -152,7 +144,7 @@ class StepLoop(Generic[C, Out]):
             if self._cores is not None:
                 self._cores.close()
 
-    def _enter(self) -> None:
+    def _enter_thread(self) -> None:
         try:
             self._executor.enter_thread()
         except BaseException as error:
@@ -161,7 +153,7 @@ class StepLoop(Generic[C, Out]):
         self._entered.set_result(None)
 
     def _fail_all(self, error: Exception) -> None:
-        """Until this worker is replaced, end at once whatever still comes in."""
+        """Fail every request, also those that still arrive, until this worker is replaced."""
         if self._cores is not None:
             self._cores.release()
         info = Internal(f"the engine broke: {type(error).__name__}: {error}").info()
@@ -171,7 +163,7 @@ class StepLoop(Generic[C, Out]):
             self._publish()
             if self._inbox.closed:
                 return
-            self._inbox.wait(None)
+            self._inbox.wait(math.inf)
 
     def _take_commands(self, now: float) -> None:
         for command in self._inbox.drain():
@@ -179,23 +171,22 @@ class StepLoop(Generic[C, Out]):
             self._scheduler.handle(command, now, self._out)
 
     def _publish(self) -> None:
-        """Hand the turn over, unless nothing has happened."""
         snapshot = self._scheduler.snapshot()
         if self._out or self._accepted or snapshot != self._last:
             out, accepted = self._out, self._accepted
             self._out, self._accepted, self._last = self._scheduler.new_output(), 0, snapshot
             self._deliver(out, snapshot, accepted)
 
-    def _turn(self) -> None:
-        """Take what has come, launch a step when it is time, and wait for one once `depth` are on
-        their way or no more can be launched.
+    def _iterate(self) -> None:
+        """Take commands, launch a step when it is time, and wait for one once `depth` are in flight
+        or no other can be launched.
 
-        It is time shortly before the step on its way can end: what arrives until then is in the
-        next step instead of the one after it.
+        It is time shortly before the step in flight can end: requests that arrive until then join
+        the next step instead of the one after it.
         """
         now = self._clock()
         self._take_commands(now)
-        if self._launched and (left := self._scheduler.lasts(now) - self._lead) > 0.0:
+        if self._launched and (left := self._scheduler.remaining_s(now) - self._lead) > 0.0:
             self._scheduler.admit(now, self._out)
             self._publish()
             self._inbox.wait(left)
@@ -209,18 +200,17 @@ class StepLoop(Generic[C, Out]):
         elif self._launched:
             self._land()
         else:
-            self._check_blocks()
+            self._check_leaks()
             if self._cores is not None:
                 self._cores.release()
-            deadline = self._scheduler.next_deadline()
-            self._inbox.wait(None if deadline is None else max(0.0, deadline - self._clock()))
+            self._inbox.wait(max(0.0, self._scheduler.next_deadline() - self._clock()))
 
-    def _check_blocks(self) -> None:
-        """Say when blocks are lost: the worker goes on with less room, nobody else would notice."""
-        lost, before = self._scheduler.num_lost_blocks(), self._lost_blocks
-        self._lost_blocks = lost
-        if lost > before:
-            log.error("KV blocks are held though no request is here", extra={"blocks": lost})
+    def _check_leaks(self) -> None:
+        """Log leaked blocks: the worker goes on with less room."""
+        leaked, before = self._scheduler.num_leaked_blocks(), self._num_leaked_blocks
+        self._num_leaked_blocks = leaked
+        if leaked > before:
+            log.error("KV blocks are held without a request", extra={"blocks": leaked})
 
     def _launch(self, batch: StepBatch, now: float) -> None:
         if self._step_started is None:
@@ -233,7 +223,7 @@ class StepLoop(Generic[C, Out]):
         self._lead = _LEAD_SHARE * usual[-1] + _LEAD_S
         self._launched.append(pending)
         self._scheduler.launched(pending.number, self._out)
-        if self._out:  # can go on beside the step
+        if self._out:  # hand-offs can proceed beside the step
             self._publish()
 
     def _land(self) -> None:

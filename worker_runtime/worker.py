@@ -1,5 +1,8 @@
-"""What a worker of either kind is: engine ranks, step thread, control server. The two kinds add a
-scheduler and one side of the hand-off; cluster.serve.worker_replica runs one in each replica."""
+"""A worker of either kind: engine ranks, step thread, control server.
+
+The two kinds add a scheduler and their end of the hand-off; cluster.serve.worker_replica runs one
+in each replica.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,6 @@ from concurrency.threads import in_own_thread
 from engine.config import EngineConfig
 from engine.kv.allocator import BlockAllocator
 from engine.ranks.group import RankGroup
-from grammar.matcher import Matcher
 from kv_transfer.backends.host import process_id
 from kv_transfer.config import TransferConfig
 from kv_transfer.control.context import Clock, EndpointContext
@@ -45,15 +47,14 @@ from worker_runtime.step_loop import Inbox, StepLoop
 
 C = TypeVar("C")
 Out = TypeVar("Out", bound=StepOutput)
-Side = TypeVar("Side", Sender, Receiver)
-#: Threads that wait for a GPU must not wait the usual 5 ms for the interpreter's lock after it.
-_SWITCH_S = 50e-6
+Endpoint = TypeVar("Endpoint", Sender, Receiver)
+#: A thread that waited for a GPU must not wait the usual 5 ms for the interpreter lock.
+_SWITCH_INTERVAL_S = 50e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """Everything a worker is built from. `secret` is the cluster's, for control calls and
-    tickets."""
+    """Everything a worker is built from. `secret` signs the cluster's control calls and tickets."""
 
     worker_id: str
     engine: EngineConfig
@@ -62,25 +63,19 @@ class WorkerSettings:
     secret: bytes
 
 
-class Worker(ABC, Generic[C, Out, Side]):
-    """One replica of a pool: an engine (one or more ranks), a scheduler, one side of the hand-off.
+class Worker(ABC, Generic[C, Out, Endpoint]):
+    """One replica of a pool: an engine (one or more ranks), a scheduler, an end of the hand-off.
 
-    All methods belong to the event loop that `start` runs on. `group` holds the follower ranks when
-    the engine is tensor parallel; the worker closes it. A kind of worker says what its `role` is,
-    whether requests have their `whole_output` there, and what its `scheduler` and side of the
-    hand-off are.
+    All methods belong to the event loop that `start` runs on. `group` holds the follower ranks of a
+    tensor-parallel engine; the worker closes it. A subclass names its `role`, its `scheduler`,
+    whether requests generate their `whole_output` there, and its end of the hand-off.
     """
 
     role: ClassVar[Role]
     whole_output: ClassVar[bool]
     scheduler: ClassVar[type[Scheduler[Any, Any, Any]]]
 
-    def __init__(
-        self,
-        settings: WorkerSettings,
-        *,
-        group: RankGroup | None = None,
-    ) -> None:
+    def __init__(self, settings: WorkerSettings, *, group: RankGroup | None = None) -> None:
         self.settings = settings
         self.clock = steady_clock()
         self.inbox: Inbox[C | RouterCommand] = Inbox()
@@ -91,32 +86,32 @@ class Worker(ABC, Generic[C, Out, Side]):
         self._server = ControlServer(secret=settings.secret)
         self.ref: WorkerRef
         self.ranks: Ranks
-        self.shell: ControlService
-        self._handoff: Side
+        self.control: ControlService
+        self._handoff: Endpoint
         self._grammars: Grammars
         self._loop: StepLoop[C, Out]
 
-    # --- what kinds of workers differ in ---------------------------------------------------------
+    # --- what the two kinds differ in -----------------------------------------------------------
 
     @abstractmethod
-    async def _open_handoff(self, party: EndpointContext) -> Side:
-        """Its side of the hand-off, ready for requests."""
+    async def _open_handoff(self, context: EndpointContext) -> Endpoint:
+        """Start its end of the hand-off."""
 
     @abstractmethod
     def _accept(self, submit: Submit) -> None:
-        """Tell the hand-off of a request, or refuse it with a typed error."""
+        """Announce a request to the hand-off, or refuse it with a typed error."""
 
     @abstractmethod
     def _carry_out(self, out: Out) -> None:
-        """Do what the step thread has decided about hand-offs."""
+        """Carry out the scheduler's decisions about hand-offs."""
 
     def peers_joined(self, workers: tuple[WorkerRef, ...]) -> None:
-        """These workers take requests. Nothing to be done by one that they call themselves."""
+        """These workers take requests now; the end that connects to them prepares links."""
 
     # --- life -----------------------------------------------------------------------------------
 
     async def start(self) -> WorkerRef:
-        """Load the model, run a real step, serve. Returns once the worker is ready for requests."""
+        """Load the model, run a real step, serve. Returns once the worker takes requests."""
         await self._load()
         executor = self.ranks.executor
         layout = executor.layout
@@ -145,28 +140,27 @@ class Worker(ABC, Generic[C, Out, Side]):
             fingerprint=executor.fingerprint,
             place=self.settings.worker_id,
         )
-        self._loop = self._make_loop(scheduler)
-        self.shell = self._make_shell()
-        self._server.add(self.shell.handlers())
+        self._loop = self._new_step_loop(scheduler)
+        self.control = self._new_control()
+        self._server.add(self.control.handlers())
         self._server.add(self._handoff.handlers())
         await self._server.start()
         await asyncio.to_thread(self._loop.start)
-        self.shell.become(WorkerState.READY)
+        self.control.become(WorkerState.READY)
         return self.ref
 
     def peers_left(self, epochs: frozenset[int]) -> None:
-        """These workers have left the cluster, or are silent: end the hand-offs with them now."""
+        """These workers left the cluster or expired: end the hand-offs with them now."""
         for epoch in epochs:
             self.tasks.start(self._handoff.peer_lost(epoch))
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new work, finish the old; False when `timeout_s` passed first."""
-        return await self.shell.drained(timeout_s)
+        return await self.control.drained(timeout_s)
 
     async def stop(self) -> None:
-        """End at once: running requests fail for their routers, which resume them elsewhere."""
-        self.shell.become(WorkerState.STOPPED)
-        self.shell.outlet.close()
+        """End at once: running requests fail, and their routers resume them elsewhere."""
+        self.control.become(WorkerState.STOPPED)
+        self.control.close()
         await asyncio.to_thread(self._loop.stop)
         await self.tasks.wind_up()
         await self._handoff.close()
@@ -177,24 +171,23 @@ class Worker(ABC, Generic[C, Out, Side]):
 
     def check_health(self) -> None:
         """Raise Internal when the engine is broken or hangs, RankLost when a rank is gone."""
-        self.shell.check_health()
+        self.control.check_health()
         self.ranks.check()
 
     def status(self) -> WorkerStatus:
-        """This worker as it is now."""
-        return self.shell.status()
+        return self.control.status()
 
     # --- parts ----------------------------------------------------------------------------------
 
     async def _load(self) -> None:
-        """The model on every rank, after a real step, and what its grammars need."""
+        """Load the model on every rank, run real steps, load the vocabulary of grammars."""
         settings = self.settings
         if _shares_cores(settings.engine):
             self._cores = SharedCores()
             self._cores.claim()
         executor = await in_own_thread(
             lambda: load_ranks(settings.engine, settings.transfer, self._group),
-            steps_back=self._group is None,  # or what ranks meet through would, too
+            steps_back=self._group is None,  # threads that ranks meet through would inherit it
         )
         self.ranks = await in_own_thread(
             lambda: join_ranks(executor, settings.transfer, self._group), steps_back=False
@@ -204,10 +197,10 @@ class Worker(ABC, Generic[C, Out, Side]):
             executor.vocab_size,
             threads=settings.worker.grammar_threads,
         )
-        if self.ranks.executor.pool.marks is not None:
-            sys.setswitchinterval(_SWITCH_S)
+        if executor.pool.step_events is not None:
+            sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
-    def _make_loop(self, scheduler: Scheduler[Any, C, Out]) -> StepLoop[C, Out]:
+    def _new_step_loop(self, scheduler: Scheduler[Any, C, Out]) -> StepLoop[C, Out]:
         loop = asyncio.get_running_loop()
 
         def deliver(out: Out, snapshot: Snapshot, accepted: int) -> None:
@@ -225,17 +218,12 @@ class Worker(ABC, Generic[C, Out, Side]):
         )
 
     def _deliver(self, out: Out, snapshot: Snapshot, accepted: int) -> None:
-        """A turn of the step thread, on the event loop. Tokens go out first."""
-        self.shell.deliver(out.events, snapshot, accepted)
+        """Take an iteration of the step loop, on the event loop. Tokens go out first."""
+        self.control.deliver(out.events, snapshot, accepted)
         self._carry_out(out)
 
-    def _make_shell(self) -> ControlService:
+    def _new_control(self) -> ControlService:
         executor = self.ranks.executor
-
-        def accept_and_queue(submit: Submit, matcher: Matcher | None) -> int:
-            self._accept(submit)
-            return self.inbox.put(Submitted(submit=submit, matcher=matcher))
-
         limits = SubmitLimits(
             vocab_size=executor.vocab_size,
             max_model_len=executor.max_model_len,
@@ -253,12 +241,16 @@ class Worker(ABC, Generic[C, Out, Side]):
             config=self.settings.worker,
             progress=self._loop,
             clock=self.clock,
-            accept=accept_and_queue,
+            accept=self._queue,
             grammars=self._grammars,
             cancel=lambda message: self.inbox.put(RequestCancelled(keys=message.keys)),
             router_gone=self._router_gone,
             handoff_counters=self._handoff.stats.counters,
         )
+
+    def _queue(self, command: Submitted) -> int:
+        self._accept(command.submit)
+        return self.inbox.put(command)
 
     def _router_gone(self, router_id: str) -> None:
         self.inbox.put(RouterGone(router_id=router_id))

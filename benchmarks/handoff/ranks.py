@@ -48,7 +48,7 @@ class Rank:
         ids = torch.tensor(blocks, device=self._device)
         layers = random_layers(self._layout, len(blocks), seed, self._device)
         self._kept = [ids, *layers]  # the step has yet to read them
-        events = self.pool.marks
+        events = self.pool.step_events
         assert events is not None
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()

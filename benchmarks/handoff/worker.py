@@ -221,7 +221,7 @@ class BenchWorker:
         if self._prompting is None:
             assert self._ranks is not None
             pools = (rank.pool for rank in self._ranks.near())
-            events = [pool.marks for pool in pools if pool.marks is not None]
+            events = [pool.step_events for pool in pools if pool.step_events is not None]
             self._prompting = Prompting(self._layout.num_layers, events)
         results = []
         for handoff in handoffs:

@@ -1,4 +1,4 @@
-"""Lays the sequences of a step out in rows."""
+"""Lays the sequences of a step out in rows, and checks them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from protocol.errors import Internal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedStep:
-    """A batch in rows. `sampled[i]` is the batch index of the i-th sampled row.
+    """A batch in rows. `order[i]` is the batch index of the i-th sequence in rows, `sampled[i]`
+    that of the i-th sampled row.
 
     logprobs, scored: sampled tokens and targets whose log-probabilities are wanted, if any.
     """
 
     inputs: StepInputs
     sampling: SamplingInputs
+    order: tuple[int, ...]
     sampled: tuple[int, ...]
     logprobs: LogprobRows | None
     scored: LogprobRows | None
@@ -32,7 +34,7 @@ class PreparedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:
-    """What a step may refer to; schedulers plan within it."""
+    """Bounds of what a step may refer to; schedulers plan within them."""
 
     block_size: int
     num_blocks: int
@@ -41,7 +43,7 @@ class StepLimits:
 
 
 def prepare_step(batch: StepBatch, limits: StepLimits) -> PreparedStep:
-    """Decodes first, longest context first, then longer chunks; results map back by `sampled`.
+    """Decodes first, longest context first, then longer chunks.
 
     Raises Internal when an id, a block or a position is out of range: schedulers never plan that,
     and nothing may be read or written outside the pool.
@@ -51,16 +53,13 @@ def prepare_step(batch: StepBatch, limits: StepLimits) -> PreparedStep:
     if any(step.previous is not None for step in steps):
         raise Internal("this executor runs steps one by one: tokens must be known")
     num_blocks = [check_step(step, limits) for step in steps]
-    token_ids = torch.tensor([token for step in steps for token in step.tokens])
-    positions = torch.tensor(
-        [position for step in steps for position in range(step.start, _end(step))]
-    )
-    slots = torch.tensor([slot for step in steps for slot in _slots(step, limits.block_size)])
     rows, sampled = _sample_rows(order, steps)
     inputs = StepInputs(
-        token_ids=token_ids,
-        positions=positions,
-        slots=slots,
+        token_ids=torch.tensor([token for step in steps for token in step.tokens]),
+        positions=torch.tensor(
+            [position for step in steps for position in range(step.start, _end(step))]
+        ),
+        slots=torch.tensor([slot for step in steps for slot in _slots(step, limits.block_size)]),
         queries=tuple(len(step.tokens) for step in steps),
         contexts=tuple(_end(step) for step in steps),
         block_ids=tuple(s.block_ids[:n] for s, n in zip(steps, num_blocks, strict=True)),
@@ -71,7 +70,14 @@ def prepare_step(batch: StepBatch, limits: StepLimits) -> PreparedStep:
     chosen = [batch.sequences[i] for i in sampled]
     return PreparedStep(
         inputs=inputs,
-        sampling=_sampling(chosen),
+        sampling=SamplingInputs.build(
+            [step.sampling for step in chosen if step.sampling is not None],
+            [_end(step) for step in chosen],
+            [step.banned for step in chosen],
+            Penalties.build(chosen),
+            [step.allowed for step in chosen],
+        ),
+        order=tuple(order),
         sampled=tuple(sampled),
         logprobs=LogprobRows.of_sampled(list(zip(sampled, chosen, strict=True))),
         scored=LogprobRows.of_targets(list(zip(order, steps, strict=True))),
@@ -113,19 +119,8 @@ def _score_rows(steps: list[SequenceStep]) -> list[int]:
     ]
 
 
-def _sampling(steps: list[SequenceStep]) -> SamplingInputs:
-    params = [step.sampling for step in steps if step.sampling is not None]
-    return SamplingInputs.build(
-        params,
-        [_end(step) for step in steps],
-        [step.banned for step in steps],
-        Penalties.build(steps),
-        [step.allowed for step in steps],
-    )
-
-
 def check_step(step: SequenceStep, limits: StepLimits) -> int:
-    """How many blocks the step needs; raises Internal when something is out of range."""
+    """The number of blocks that the step needs; raises Internal when something is out of range."""
     end = _end(step)
     if not step.tokens or step.start < 0:
         raise Internal("a step without tokens or at a negative position")

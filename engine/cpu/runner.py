@@ -1,4 +1,4 @@
-"""One rank of an engine: its model, its KV pool, and how a step runs on them."""
+"""One rank of an engine on a CPU: its model, its KV pool, and steps on them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from engine.kv.pool import KVPool
 from engine.kv.sizing import kv_fingerprint, kv_layout, num_kv_blocks
 from engine.model.checkpoint import Checkpoint
 from engine.model.config import ModelConfig
-from engine.model.llama import LlamaModel
-from engine.model.sharding import RankShare, share_of
+from engine.model.llama import ForwardOutput, LlamaModel
+from engine.model.sharding import share_of
 from engine.model.weights import WeightLoader
 from engine.ranks.tensor_parallel import TensorParallel
 from protocol.errors import Unsupported
@@ -29,7 +29,7 @@ from protocol.sampling import SamplingParams
 
 
 class FinishedStep:
-    """A step that ran while it was launched."""
+    """A step that ended before `submit` returned."""
 
     number = 0
 
@@ -37,15 +37,12 @@ class FinishedStep:
         self._result = result
 
     def wait(self) -> StepResult:
-        """The tokens."""
         return self._result
 
 
 class RankRunner:
-    """Loads one rank's share, then runs steps on it. All ranks get the same batches in order.
-
-    `open` must come between: the size of the KV pool is rank 0's decision.
-    """
+    """Loads one rank's share of the model, then runs steps on it. All ranks get the same batches in
+    the same order. `open` comes between: rank 0 decides the size of the KV pool."""
 
     depth = 1
     layout: KVLayout
@@ -64,24 +61,31 @@ class RankRunner:
         )
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._device = torch.device(config.device)
-        geometry = _geometry(config, model, share, self._dtype)
-        self.kernels = _kernels(geometry)
+        geometry = Geometry(
+            num_q_heads=share.num_q_heads,
+            num_kv_heads=share.num_kv_heads,
+            head_dim=model.head_dim,
+            block_size=config.block_size,
+            scale=model.head_dim**-0.5,
+            dtype=self._dtype,
+        )
+        self.kernels = (
+            native.NativeKernels(geometry) if native.serves(geometry) else CpuKernels(geometry)
+        )
         if config.num_threads is not None:
             self.kernels.use_threads(config.num_threads)
         with torch.inference_mode():
             source = Checkpoint(config.model_path, self._dtype, self._device)
-            source.check()
+            source.check(tied=model.tie_word_embeddings)
             self.fingerprint = kv_fingerprint(config, model, source.digest())
             loader = WeightLoader(model, share, source, self._device)
             self.model = LlamaModel(loader, self.kernels, tp, self.max_model_len)
         self._tp = tp
 
     def choose_num_blocks(self) -> int:
-        """Rank 0's choice of the pool's size."""
         return num_kv_blocks(self.config, self.model_config)
 
     def open(self, num_blocks: int) -> None:
-        """Make the KV pool."""
         self.layout = kv_layout(self.config, self.model_config, num_blocks)
         self._limits = StepLimits(
             block_size=self.config.block_size,
@@ -92,7 +96,7 @@ class RankRunner:
         self.pool = KVPool(self.layout, self._tp.rank, self._dtype, self._device)
 
     def prepare(self, batch: StepBatch) -> PreparedStep:
-        """Lay the batch out in rows; raises Internal when it is not sound."""
+        """Lay the batch out in rows; raises Internal when it is out of bounds."""
         return prepare_step(batch, self._limits)
 
     def submit(self, step: PreparedStep) -> FinishedStep:
@@ -102,22 +106,18 @@ class RankRunner:
         return FinishedStep(result)
 
     def follow_step(self, batch: StepBatch) -> None:
-        """Run this rank's part of a step that rank 0 has prepared already."""
         self.submit(self.prepare(batch))
 
     def use_threads(self, count: int) -> None:
-        """Threads of the kernels from now on."""
         self.kernels.use_threads(count)
 
     def enter_thread(self) -> None:
-        """Nothing: no thread keeps anything."""
+        """Nothing to prepare: no library keeps state per thread."""
 
     def warmup_batches(self) -> list[StepBatch]:
-        """A prompt chunk, then a decode."""
         return warmup_batches(self.config.block_size, self.max_model_len)
 
     def close(self) -> None:
-        """Leave the tensor-parallel group."""
         self._tp.close()
 
 
@@ -135,20 +135,49 @@ def warmup_batches(block_size: int, max_model_len: int) -> list[StepBatch]:
 
 
 def run_prepared(model: LlamaModel, kv: Sequence[Tensor], step: PreparedStep) -> StepResult:
-    """Run a step on a model and sample; on ranks other than 0 there is nothing in the result."""
+    """Run a step on a model and sample; ranks other than 0 return an empty result."""
     tokens: list[int | None] = [None] * len(step.inputs.queries)
     logprobs: dict[int, TokenLogprobs] = {}
     scores: dict[int, tuple[TokenLogprobs, ...]] = {}
-    logits, hidden = model.forward(step.inputs, kv)
-    if logits is not None:
-        sampled, logprobs = _sample(logits, step)
+    output = model.forward(step.inputs, kv)
+    non_finite = _non_finite(output, step)
+    if output.logits is not None:
+        sampled, logprobs = _sample(output.logits, step)
         for index, token in zip(step.sampled, sampled, strict=True):
             tokens[index] = token
-    if hidden is not None and step.scored is not None:
-        states = hidden
+    if output.hidden is not None and step.scored is not None:
+        states = output.hidden
         table = step.scored.table(lambda part: model.logits(states[part]), step.scored.targets)
         scores = {} if table is None else step.scored.read(table)
-    return StepResult(tokens=tuple(tokens), logprobs=logprobs, target_logprobs=scores)
+    return StepResult(
+        tokens=tuple(tokens), logprobs=logprobs, target_logprobs=scores, non_finite=non_finite
+    )
+
+
+def _non_finite(output: ForwardOutput, step: PreparedStep) -> frozenset[int]:
+    """Batch indices of sequences with infinities or NaN: in their logits, in hidden states that are
+    scored, or, for chunks that sample nothing, in the input of the last layer."""
+    found: list[int] = []
+    if output.logits is not None and not _is_finite(output.logits):
+        rows = output.logits.isfinite().all(-1).tolist()
+        found += [index for index, finite in zip(step.sampled, rows, strict=True) if not finite]
+    if not step.inputs.samples_all and not _is_finite(output.residual):
+        parts = output.residual.split(step.inputs.queries)
+        found += [i for i, part in zip(step.order, parts, strict=True) if not _is_finite(part)]
+    if output.hidden is not None and step.scored is not None and not _is_finite(output.hidden):
+        parts = output.hidden.split([size for _, size, _ in step.scored.parts])
+        found += [
+            index
+            for (index, _, _), part in zip(step.scored.parts, parts, strict=True)
+            if not _is_finite(part)
+        ]
+    return frozenset(found)
+
+
+def _is_finite(x: Tensor) -> bool:
+    """Whether all values are finite. Their sum in float32 is not if any is not; large finite values
+    that only overflow the sum are looked at one by one."""
+    return bool(x.sum(dtype=torch.float32).isfinite()) or bool(x.isfinite().all())
 
 
 def _sample(logits: Tensor, step: PreparedStep) -> tuple[list[int], dict[int, TokenLogprobs]]:
@@ -160,22 +189,3 @@ def _sample(logits: Tensor, step: PreparedStep) -> tuple[list[int], dict[int, To
     table = wanted.table(lambda part: raw[part], tokens[wanted.rows])
     assert table is not None
     return tokens.tolist(), {index: entry for index, (entry,) in wanted.read(table).items()}
-
-
-def _kernels(geometry: Geometry) -> CpuKernels | native.NativeKernels:
-    if native.serves(geometry):
-        return native.NativeKernels(geometry)
-    return CpuKernels(geometry)
-
-
-def _geometry(
-    config: EngineConfig, model: ModelConfig, share: RankShare, dtype: torch.dtype
-) -> Geometry:
-    return Geometry(
-        num_q_heads=share.num_q_heads,
-        num_kv_heads=share.num_kv_heads,
-        head_dim=model.head_dim,
-        block_size=config.block_size,
-        scale=model.head_dim**-0.5,
-        dtype=dtype,
-    )

@@ -51,7 +51,7 @@ def load_rank(config: EngineConfig, rank: int) -> tuple[CudaRunner, KVFingerprin
     torch.cuda.set_device(device)
     model = ModelConfig.load(config.model_path)
     source = Checkpoint(config.model_path, getattr(torch, config.dtype), device)
-    source.check()
+    source.check(tied=model.tie_word_embeddings)
     check_fits(config, model, device)
     runner = CudaRunner(config, model, source, options_for(config), rank=rank, device=device)
     return runner, kv_fingerprint(config, model, source.digest())

@@ -256,7 +256,7 @@ class CudaRunner:
         """Put a step on the stream. Its sampled tokens stay on the device for the next step."""
         rows = len(plan.sampled)
         logprobs = None
-        marks = self.pool.marks
+        marks = self.pool.step_events
         with torch.inference_mode(), self._lane.active():
             if marks is not None:
                 marks.begin()
@@ -372,7 +372,7 @@ class CudaRunner:
             self.pool.layers,
             self._scratch,
             cut,
-            (lambda layer: None) if self.pool.marks is None else self.pool.marks.mark,
+            (lambda layer: None) if self.pool.step_events is None else self.pool.step_events.mark,
             pieces,
         )
         self.model.comm.end_step()

@@ -1,4 +1,4 @@
-"""What the model asks of a device: the operations of one rank, behind one small Protocol.
+"""The operations of one rank on a device, behind one Protocol.
 
 Shapes: T tokens of the step, S sequences, H hidden, Q and K query and KV heads of this rank, D head
 dim, B tokens per block, I MLP columns of this rank. A KV layer is `[block, 2, K, B, D]`.
@@ -55,7 +55,6 @@ class StepInputs:
 
     @property
     def num_tokens(self) -> int:
-        """Rows of the step."""
         return self.token_ids.shape[0]
 
     @property
@@ -65,7 +64,7 @@ class StepInputs:
 
 
 class Product(Protocol):
-    """Rows times weights that this rank holds, in whatever form the device likes."""
+    """Rows times weights of this rank, stored in a form of the device's choice."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[T, in] -> [T, out]`."""
@@ -81,14 +80,11 @@ class Linear(Product, Protocol):
 
 
 class Kernels(Protocol):
-    """The operations of one rank on one device. Nothing here knows which model it serves.
-
-    `prepare` turns a step into whatever the device wants to compute once per step instead of once
-    per layer; the result goes back into the calls as `plan`.
-    """
+    """The operations of one rank on one device, for any model. `prepare` computes what the layers
+    of a step share; the calls of each layer take it as `plan`."""
 
     def loaded(self) -> None:
-        """Called once, when all weights of the model have been given to `linear`."""
+        """Called once, after all weights were passed to `linear` and `gated_linear`."""
         ...
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens and of the likeliest ones beside them."""
+"""Log-probabilities of chosen tokens and of the likeliest alternatives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.batch import SequenceStep
 from protocol.logprobs import LOWEST_LOGPROB, TokenLogprobs
 
-#: Rows of logits that exist at once, however many tokens of prompts are scored.
+#: Rows of logits in memory at once, however many prompt tokens are scored.
 ROWS_AT_ONCE = 64
 
 
@@ -20,9 +20,9 @@ ROWS_AT_ONCE = 64
 class LogprobRows:
     """Rows of a step whose log-probabilities are wanted.
 
-    parts: (sequence of the batch, its number of rows, how many of the likeliest), in row order.
-    rows: rows among the sampled ones, or among the scored ones; targets: the token of each row,
-    where it is known before the step runs. Host tensors, int64.
+    parts: (batch index, number of rows, number of likeliest tokens) of each sequence, in row order.
+    rows: indices among the sampled or the scored rows. targets: token of each row, where it is
+    known before the step. Host tensors, int64.
     """
 
     parts: tuple[tuple[int, int, int], ...]
@@ -31,7 +31,7 @@ class LogprobRows:
 
     @staticmethod
     def of_sampled(sampled: Sequence[tuple[int, SequenceStep]]) -> LogprobRows | None:
-        """Of the sampled sequences, given with their numbers in row order; None if none asks."""
+        """Of sampled sequences, given with their batch indices in row order; None if none asks."""
         wanted = [
             (row, (index, 1, step.sampling.logprobs))
             for row, (index, step) in enumerate(sampled)
@@ -47,8 +47,7 @@ class LogprobRows:
 
     @staticmethod
     def of_targets(steps: Sequence[tuple[int, SequenceStep]]) -> LogprobRows | None:
-        """Of the targets of prompts, given with their numbers in row order; None if there are
-        none."""
+        """Of prompt targets, given with batch indices in row order; None without targets."""
         parts = [(i, len(step.targets), step.num_top) for i, step in steps if step.targets]
         if not parts:
             return None
@@ -57,20 +56,15 @@ class LogprobRows:
 
     @property
     def num_top(self) -> int:
-        """The most that any row wants."""
         return max(count for _, _, count in self.parts)
 
     def slices(self) -> Iterator[slice]:
-        """A few rows after the other."""
         for first in range(0, self.rows.shape[0], ROWS_AT_ONCE):
             yield slice(first, first + ROWS_AT_ONCE)
 
     def table(self, logits: Callable[[slice], Tensor | None], tokens: Tensor) -> Tensor | None:
-        """Their `logprob_table`, on the device of `tokens` `[rows]`.
-
-        `logits(part)` gives the logits of some of the rows; it is asked for all of them in order.
-        None when it gives None (on a rank that has no whole logits).
-        """
+        """Their `logprob_table`, on the device of `tokens` `[rows]`. `logits(part)` returns the
+        logits of a slice of the rows, or None on a rank without whole logits; then None."""
         tables = []
         for part in self.slices():
             values = logits(part)
@@ -79,7 +73,7 @@ class LogprobRows:
         return torch.cat(tables) if tables else None
 
     def read(self, table: Tensor) -> dict[int, tuple[TokenLogprobs, ...]]:
-        """Each sequence's part of a table on the host, with as many likeliest as it wants."""
+        """Each sequence's part of a table on the host, cut to the alternatives it wants."""
         counts = [count for _, size, want in self.parts for count in repeat(want, size)]
         width = (table.shape[1] - 2) // 2
         entries = map(_entry, table.tolist(), counts, repeat(width))
@@ -87,10 +81,10 @@ class LogprobRows:
 
 
 def logprob_table(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
-    """float32 `[rows, 2 + 2 * num_top]`: each token's log-probability and rank, then the highest
+    """float32 `[rows, 2 + 2 * num_top]`: log-probability and rank of each token, then the highest
     log-probabilities in order, then their ids. Ids and ranks are exact in float32.
 
-    logits: `[rows, vocabulary]`, not written to; tokens: int64 `[rows]`. Does not wait for the
+    logits: `[rows, vocabulary]`, not modified; tokens: int64 `[rows]`. Does not wait for the
     device.
     """
     values = logits.float()

@@ -1,4 +1,4 @@
-"""Which tokens a row may have at all, as bits over the vocabulary (structured output)."""
+"""Allowed tokens of a row, as bits over the vocabulary (structured output)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CHUNK = 4096
 
 
 def mask_bytes(vocab_size: int) -> int:
-    """Length of one mask: a bit for each id, in whole 32-bit words."""
+    """Length of a mask: one bit per id, in whole 32-bit words."""
     return -(-vocab_size // 32) * 4
 
 
@@ -30,7 +30,7 @@ class TokenMasks:
 
     @staticmethod
     def build(allowed: Sequence[bytes | None], *, pinned: bool = False) -> TokenMasks | None:
-        """From one mask (or None: every id) a row; None when no row has one."""
+        """From one mask per row, None for all ids; None when no row has a mask."""
         rows = [row for row, mask in enumerate(allowed) if mask is not None]
         if not rows:
             return None
@@ -42,8 +42,7 @@ class TokenMasks:
         )
 
     def apply(self, logits: Tensor, *, first_id: int = 0) -> None:
-        """Set what is not allowed to -inf, in place. `logits` `[rows, n]` are those of ids first_id
-        onwards."""
+        """Set logits of other ids to -inf, in place. `logits` `[rows, n]` begin at id first_id."""
         if logits.is_cuda:
             device = logits.device
             rows = self.rows.to(device, non_blocking=True)
@@ -57,7 +56,7 @@ class TokenMasks:
 
 def mask_on_device(logits: Tensor, rows: Tensor, words: Tensor, first_id: int) -> None:
     """`TokenMasks.apply` as one kernel; every tensor is on the device of `logits`."""
-    # Only here, so that an engine on a CPU needs no triton.
+    # Only here: an engine on a CPU needs no triton.
     import triton
 
     from engine.kernels.jit.masks import mask_rows

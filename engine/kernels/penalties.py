@@ -1,9 +1,9 @@
-"""Changes of logits before anything is chosen from them: biases, then penalties.
+"""Changes of logits before sampling: biases, then penalties.
 
 The order is vLLM's: tokens that are banned, logit_bias, repetition penalty (as transformers'
 RepetitionPenaltyLogitsProcessor), frequency and presence penalty (as OpenAI defines them); then
-come temperature, top-k, top-p and min-p. Everything is in float32 and touches each (row, token)
-once, so the result is the same on every device and in every batch.
+come temperature, top-k, top-p and min-p. All of it is in float32 and changes each (row, token)
+once, so results are equal on every device and in every batch.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Penalties:
     """Biases and penalties of a step's rows, as flat lists of (row, token) entries on the host.
 
     bias_at: int64 `[2, b]`, rows and tokens; bias: float32 `[b]`. seen_at: int64 `[2, s]`, the
-    tokens that the penalties of a row look at; seen: float32 `[4, s]`: how often the token is in
-    the output, and the row's repetition, frequency and presence penalty.
+    tokens that penalties apply to; seen: float32 `[4, s]`: count of the token in the output, and
+    repetition, frequency and presence penalty of the row.
     """
 
     bias_at: Tensor
@@ -35,7 +35,7 @@ class Penalties:
 
     @staticmethod
     def build(steps: Sequence[SequenceStep], *, pinned: bool = False) -> Penalties | None:
-        """Of one sampled sequence a row; None without any. `pinned`: for a copy to a GPU."""
+        """From one sampled sequence per row; None without any. `pinned`: for copies to a GPU."""
         rows = [
             (row, step, params)
             for row, step in enumerate(steps)
@@ -43,8 +43,8 @@ class Penalties:
         ]
         if not rows:
             return None
-        # In place and by numpy: thousands a row are too many for lists, and too few to be shared
-        # among torch's threads, which may have to wait for a core.
+        # By numpy: thousands per row are too many for lists, and too few for torch's threads, which
+        # may have to wait for a core.
         numbers = chain.from_iterable(chain.from_iterable(p.logit_bias for _, _, p in rows))
         pairs = np.fromiter(numbers, np.float64).reshape(-1, 2)
         tokens = np.frombuffer(b"".join(step.seen for _, step, _ in rows), np.int32)
@@ -52,10 +52,10 @@ class Penalties:
         bias_at[1], seen_at[1] = pairs[:, 0], tokens
         seen = np.empty((4, len(tokens)), np.float32)
         seen[0] = np.frombuffer(b"".join(step.counts for _, step, _ in rows), np.int32)
-        biased = looked_at = 0
+        biased = penalised = 0
         for row, step, p in rows:
             bias_at[0, slice(biased, biased := biased + len(p.logit_bias))] = row
-            part = slice(looked_at, looked_at := looked_at + len(step.seen) // 4)
+            part = slice(penalised, penalised := penalised + len(step.seen) // 4)
             seen_at[0, part] = row
             seen[1:, part] = [[p.repetition_penalty], [p.frequency_penalty], [p.presence_penalty]]
         parts = map(torch.from_numpy, (bias_at, pairs[:, 1].astype(np.float32), seen_at, seen))

@@ -1,4 +1,4 @@
-"""Plain-torch operations, written to be read: the oracle of every faster implementation.
+"""Readable operations in plain torch: the oracle of every faster implementation.
 
 Shapes as in engine.kernels.base. Arithmetic is in float32; results have the dtype of the inputs.
 """

@@ -1,8 +1,8 @@
 """Sampling with counter-based noise: the same ids in any batch, on any worker, after preemption.
 
-The noise of (seed, position, token) is a hash, so nothing is carried from token to token. A sampled
-row takes argmax(logits / temperature + Gumbel noise) over the tokens its filters leave, which draws
-from the softmax (Gumbel, 1954). Hashing is 32-bit integer arithmetic, which wraps alike everywhere.
+The noise of (seed, position, token) is a hash: no state is kept from token to token. A sampled row
+takes argmax(logits / temperature + Gumbel noise) over the tokens that its filters leave, which
+draws from the softmax (Gumbel, 1954). Hashes use 32-bit integers, which wrap alike everywhere.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from protocol.sampling import SamplingParams
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN64 = 0x9E3779B97F4A7C15
-#: Highest logits looked at before the whole row is.
+#: Highest logits that are tried before the whole row.
 _SHORT_SORT = 256
-#: Bins of a nucleus that is longer, and how fine they are: 32 nats deep.
+#: Bins of a longer nucleus and their width: 32 nats in all.
 _BINS = 4096
 _BINS_PER_NAT = 128
 #: Values that one step of `argmax` covers.
@@ -30,11 +30,10 @@ _RUN = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingInputs:
-    """How each row is sampled. Greedy rows are in no other list; host tensors, `[sampled rows]`.
+    """How each row is sampled. Host tensors, `[sampled rows]`; greedy rows are in none of them.
 
-    banned: (row, token) pairs that must not be chosen. masks: the rows with few allowed tokens, if
-    any. penalties: other changes of logits, if any.
-    rows: the rows that are sampled; keys: `[rows, 2]` int32 from (seed, position).
+    banned: (row, token) pairs that must not be chosen. masks: rows with a grammar. penalties: other
+    changes of logits. rows: the sampled rows. keys: `[rows, 2]` int32 from (seed, position).
     filtered: whether any row has top_k, top_p or min_p set.
     """
 
@@ -58,7 +57,7 @@ class SamplingInputs:
         penalties: Penalties | None = None,
         allowed: Sequence[bytes | None] = (),
     ) -> SamplingInputs:
-        """One entry a row: how to sample, the position its token will have, what it may not be."""
+        """One entry per row: parameters, position of the sampled token, banned ids, mask."""
         rows = [row for row, p in enumerate(params) if not p.greedy]
         chosen = [params[row] for row in rows]
         keys = [noise_key(params[row].seed, positions[row]) for row in rows]
@@ -108,9 +107,7 @@ def _mix32(x: Tensor, key: Tensor | None = None) -> Tensor:
 
 def gumbel_noise(keys: Tensor, tokens: Tensor) -> Tensor:
     """Standard Gumbel noise, float32 `[rows, tokens]`, of keys `[rows, 2]` and token ids, int32.
-
-    23 bits become u in (0, 1), never 0 or 1, exact in float32: the noise is at most 16.7.
-    """
+    23 bits give u in (0, 1), exact in float32: the noise is at most 16.7."""
     spread = _mix32(tokens * _signed32(0x9E3779B1))
     bits = _mix32(spread ^ keys[:, :1], keys[:, 1:])
     bits = (bits >> 9).bitwise_and_(0x7FFFFF)
@@ -119,10 +116,10 @@ def gumbel_noise(keys: Tensor, tokens: Tensor) -> Tensor:
 
 
 def argmax(x: Tensor) -> Tensor:
-    """The index of each row's highest value, the first of equals: `[rows, n] -> [rows]`.
+    """Index of each row's highest value, the first of equals: `[rows, n] -> [rows]`.
 
-    In two levels, because torch's CPU maximum is vectorised but its arg-maximum is not: twice as
-    fast or more on rows as long as a vocabulary.
+    In two levels: torch's CPU maximum is vectorised, its arg-maximum is not, which makes this at
+    least twice as fast on rows of a vocabulary.
     """
     whole = x.shape[1] // _RUN * _RUN
     if x.is_cuda or whole == 0:
@@ -172,7 +169,7 @@ def _sample_rows(logits: Tensor, inputs: SamplingInputs) -> Tensor:
     kept = head + gumbel_noise(keys, ids.int())
     kept.masked_fill_(head < floor[:, None], -torch.inf)
     tokens = ids.gather(1, argmax(kept)[:, None])[:, 0]
-    # Where the head may not hold all that is kept, look at the whole row.
+    # Rows whose kept tokens may go beyond the head.
     long = (floor <= head[:, -1]).nonzero()[:, 0]
     if long.shape[0]:
         part = scaled[long]
@@ -189,8 +186,8 @@ def _best_of_all(scaled: Tensor, keys: Tensor) -> Tensor:
 def _lowest_kept(head: Tensor, scaled: Tensor, inputs: SamplingInputs) -> Tensor:
     """The lowest scaled logit that top-k, then top-p, then min-p leave in each row, `[rows]`.
 
-    `head` holds the highest logits in order. Equal logits are kept or dropped together, so the
-    order of a sort never matters.
+    `head`: the highest logits in order. Equal logits are kept or dropped together, so the order of
+    a sort never matters.
     """
     device, vocabulary = scaled.device, scaled.shape[1]
     top_k, top_p = inputs.top_k.to(device), inputs.top_p.to(device)
@@ -213,7 +210,7 @@ def _nucleus_floor(scaled: Tensor, top_p: Tensor) -> Tensor:
     """The lowest logit of each row's nucleus, `[rows]`, without sorting rows.
 
     A token is in the nucleus when those above it weigh less than top_p of all. Weights are summed
-    in bins of the distance from the top; only the bin where top_p is reached is sorted.
+    in bins by distance from the top; only the bin that reaches top_p is sorted.
     """
     num_rows = scaled.shape[0]
     depth = scaled.amax(dim=-1, keepdim=True) - scaled
@@ -238,7 +235,7 @@ def _nucleus_floor(scaled: Tensor, top_p: Tensor) -> Tensor:
 def _floor_from_head(
     head: Tensor, scaled: Tensor, top_k: Tensor, top_p: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(floor, whether `head` was long enough to know it), from the highest logits in order."""
+    """(floor, whether `head` was long enough for it), from the highest logits in order."""
     width, vocabulary = head.shape[1], scaled.shape[1]
     whole = top_k >= vocabulary
     within = top_k <= width

@@ -1,4 +1,4 @@
-"""Who owns which KV block, and what full blocks hold. Pure Python; each block has one state."""
+"""States, references and content of KV blocks. Pure Python; each block has one state."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from protocol.errors import Internal
 
 
 class BlockState(Enum):
-    """The states of a block."""
+    """State of a block."""
 
     FREE = "free"
     HELD = "held"  # at least one sequence refers to it
-    CACHED = "cached"  # nobody refers to it, its content is kept until room is needed
+    CACHED = "cached"  # without references; its content is kept until room is needed
     QUARANTINED = "quarantined"  # a write to it may still be in flight
 
 
 class BlockAllocator:
-    """Hands out blocks, counts references and finds content again. Not thread-safe: one owner.
+    """Allocates blocks, counts references and finds blocks by content. Not thread-safe.
 
-    Content has a name once its owner says so (`name`): a digest of all tokens up to the end of the
-    block. Named blocks may be shared (`find`, `retain`), must never be written again, and stay
-    cached when nobody refers to them, until room is needed: the least recently freed go first.
+    `name` gives the content of a block a name: a digest of all tokens up to the end of the block.
+    Named blocks may be shared (`find`, `retain`) and are never written again. Without references
+    they stay cached until room is needed: the least recently freed goes first.
 
-    A call that would break the accounts (freeing a free block, quarantining a shared one, an id
-    out of range or repeated) raises Internal and changes nothing.
+    A call that contradicts the states (freeing a free block, quarantining a shared one, an id out
+    of range or repeated) raises Internal and changes nothing.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -43,7 +43,7 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can give without dropping anything cached."""
+        """Blocks that `allocate` can give without evicting cached ones."""
         return len(self._free)
 
     @property
@@ -53,35 +53,29 @@ class BlockAllocator:
 
     @property
     def num_cached(self) -> int:
-        """Blocks kept for their content only; `allocate` takes them when free ones run out."""
         return len(self._cached)
 
     @property
     def num_quarantined(self) -> int:
-        """Blocks that a write may still be in flight to."""
         return self._num_quarantined
 
     @property
     def num_held(self) -> int:
-        """Blocks that at least one sequence refers to."""
         return self.num_blocks - len(self._free) - len(self._cached) - self._num_quarantined
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def allocate(self, n: int) -> list[int] | None:
-        """`n` held blocks with one reference each, or None when there are not that many.
-
-        Takes free blocks first, then cached ones, oldest first.
-        """
+        """`n` held blocks with one reference each, or None. Takes free blocks first, then cached
+        ones, oldest first."""
         if n < 0:
             raise Internal(f"cannot allocate {n} blocks")
         if n > self.num_available:
             return None
         while len(self._free) < n:
             evicted, _ = self._cached.popitem(last=False)
-            self._forget(evicted)
+            self._drop_name(evicted)
             self._release(evicted)
         taken = [self._free.pop() for _ in range(n)]
         for block in taken:
@@ -99,10 +93,10 @@ class BlockAllocator:
             self._references[block] += 1
 
     def free(self, ids: Sequence[int]) -> None:
-        """Drop a reference to held blocks; the last frees the block, or caches it if it is named.
+        """Drop a reference to held blocks; the last one frees the block, or caches a named one.
 
-        Give a sequence's blocks in its order: of those, the last ones are dropped from the cache
-        first, because no later sequence can use a block without those before it.
+        `ids` are in the order of their sequence: the last are evicted first, because no sequence
+        can use a block without those before it.
         """
         self._expect(ids, (BlockState.HELD,), "free")
         for block in reversed(ids):
@@ -116,10 +110,8 @@ class BlockAllocator:
                 self._release(block)
 
     def name(self, block: int, digest: bytes) -> None:
-        """A held block is full and its content will not change: others may share it from now on.
-
-        Of several blocks with the same content only the first is found.
-        """
+        """A held block is full and final: it can be shared from now on. Of several blocks with the
+        same content only the first is found."""
         self._expect((block,), (BlockState.HELD,), "name")
         if self._names.get(block, digest) != digest:
             raise Internal(f"cannot name block {block} twice")
@@ -129,8 +121,8 @@ class BlockAllocator:
             self._changes[digest] = True
 
     def find(self, digests: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest run of `digests`, from the first one, that is here. They may be
-        evicted by the next `allocate` unless they are retained."""
+        """The blocks of the first `digests`, up to one that is missing. The next `allocate` may
+        evict them unless they are retained."""
         found: list[int] = []
         for digest in digests:
             block = self._named.get(digest)
@@ -139,34 +131,41 @@ class BlockAllocator:
             found.append(block)
         return found
 
+    def forget(self, ids: Iterable[int]) -> None:
+        """Remove the names of held blocks whose content must not be reused."""
+        for block in ids:
+            self._drop_name(block)
+
     def take_changes(self) -> dict[bytes, bool]:
-        """Digests that have come (True) or gone (False) since the last call."""
+        """Digests that were added (True) or removed (False) since the last call."""
         changes, self._changes = self._changes, {}
         return changes
 
     def quarantine(self, ids: Sequence[int]) -> None:
-        """Take held blocks with a single reference out of use until `unquarantine`. What they hold
-        is not to be trusted any more."""
+        """Take held blocks with a single reference out of use until `unquarantine`."""
         self._expect(ids, (BlockState.HELD,), "quarantine")
         shared = [block for block in ids if self._references[block] != 1]
         if shared:
             raise Internal(f"cannot quarantine shared blocks {shared}")
         for block in ids:
-            self._forget(block)
+            self._drop_name(block)
             self._references[block] = 0
             self._states[block] = BlockState.QUARANTINED
         self._num_quarantined += len(ids)
 
     def unquarantine(self, ids: Sequence[int]) -> None:
-        """Free quarantined blocks: no write to them can be in flight any more."""
+        """Free quarantined blocks: no write to them is in flight any more."""
         self._expect(ids, (BlockState.QUARANTINED,), "unquarantine")
         for block in ids:
             self._release(block)
         self._num_quarantined -= len(ids)
 
     def is_held(self, block: int) -> bool:
-        """Whether some sequence refers to a block."""
         return self._states[block] is BlockState.HELD
+
+    def references(self) -> dict[int, int]:
+        """Held blocks, with the number of references to each."""
+        return {block: count for block, count in enumerate(self._references) if count}
 
     def check(self) -> None:
         """Raise Internal unless states, references, lists and names agree."""
@@ -195,7 +194,7 @@ class BlockAllocator:
                 f"{self.num_cached} cached, {self.num_quarantined} quarantined of {self.num_blocks}"
             )
 
-    def _forget(self, block: int) -> None:
+    def _drop_name(self, block: int) -> None:
         digest = self._names.pop(block, None)
         if digest is not None:
             del self._named[digest]

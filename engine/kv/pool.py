@@ -15,9 +15,8 @@ from protocol.kv_layout import Cells, KVLayout
 class KVPool:
     """`data[layer][block, k/v, kv_head, token, head_dim]` of one rank, in one allocation.
 
-    Heads are counted within the rank. Calls are safe from any thread as long as the caller owns
-    the blocks; on a GPU they are ordered on the current stream. Memory starts as zeros, never as
-    garbage that could hold NaN.
+    Heads are counted within the rank. Safe from any thread whose caller owns the blocks; on a GPU,
+    calls are ordered on the current stream. Memory starts as zeros: garbage could hold NaN.
     """
 
     def __init__(
@@ -31,29 +30,22 @@ class KVPool:
         self.num_blocks = layout.num_blocks
         self.dtype = dtype
         self.device = device
-        shape = (
-            self.num_layers,
-            self.num_blocks,
-            2,
-            self.num_heads,
-            self.block_size,
-            self.head_dim,
-        )
+        block = (2, self.num_heads, self.block_size, self.head_dim)
+        shape = (self.num_layers, self.num_blocks, *block)
         if device.type == "cpu":
             self.data = empty_on_huge_pages(shape, dtype).zero_()
         else:
             self.data = torch.zeros(shape, dtype=dtype, device=device)
         self.layers: tuple[Tensor, ...] = self.data.unbind()
-        #: Where steps on a GPU are; None when a step is over once it was launched.
-        self.marks = StepEvents(layout.num_layers) if device.type == "cuda" else None
+        #: Progress of steps on a GPU; None when a step is over once it was launched.
+        self.step_events = StepEvents(layout.num_layers) if device.type == "cuda" else None
 
     def gather(
         self, cells: Cells, layers: range, heads: range, out: Tensor | None = None
     ) -> Tensor:
         """A contiguous copy `[layer, cell, k/v, head, token, head_dim]` of the named slice.
 
-        Whole blocks of all heads are copied page by page; `out`, when given, must be contiguous and
-        of that shape.
+        `out`, when given, must be contiguous and of that shape.
         """
         if cells.size == self.block_size:
             source = self.data[layers.start : layers.stop]

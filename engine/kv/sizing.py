@@ -1,4 +1,4 @@
-"""How many KV blocks fit, and how they are laid out."""
+"""Number of KV blocks, their layout, and the fingerprint of their content."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from engine.model.config import ModelConfig
 from engine.model.sharding import rank_heads
 from protocol.kv_layout import DTYPE_BYTES, KVFingerprint, KVLayout
 
-#: Without any setting a CPU engine takes this share of the free memory, up to a cap.
+#: Without a setting a CPU engine takes 1 / this of the free memory, up to a cap.
 _FREE_SHARE = 8
 _FREE_CAP = 1 << 30
 
 
 def num_kv_blocks(config: EngineConfig, model: ModelConfig) -> int:
-    """Blocks per rank: as configured, or as many as the memory for them holds."""
+    """Blocks per rank: as configured, or as many as fit the memory budget."""
     if config.num_blocks is not None:
         return config.num_blocks
     budget = config.kv_memory_bytes
@@ -32,7 +32,6 @@ def num_kv_blocks(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def kv_layout(config: EngineConfig, model: ModelConfig, num_blocks: int) -> KVLayout:
-    """Of a pool of so many blocks."""
     return KVLayout(
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
@@ -45,7 +44,7 @@ def kv_layout(config: EngineConfig, model: ModelConfig, num_blocks: int) -> KVLa
 
 
 def kv_fingerprint(config: EngineConfig, model: ModelConfig, digest: str) -> KVFingerprint:
-    """What must be equal for two workers to share KV. `digest`: of the weights."""
+    """What must be equal for workers to exchange KV. `digest`: of the weights."""
     return KVFingerprint(
         model=model.describe(),
         weights=digest,
@@ -65,7 +64,7 @@ def block_bytes(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def available_memory() -> int:
-    """Bytes of memory that this machine can still give, as Linux estimates it."""
+    """Bytes of free memory, as Linux estimates it."""
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

@@ -1,5 +1,4 @@
-"""How far the engine's stream is with a layer's KV: lets others queue work behind a step that still
-runs."""
+"""CUDA events that tell how far a running step has written KV, to queue transfers behind it."""
 
 from __future__ import annotations
 
@@ -7,15 +6,15 @@ import torch
 
 from protocol.errors import Internal
 
-_DEPTH = 8  # steps remembered, more than are ever on their way
+_DEPTH = 8  # steps remembered, more than are ever in flight
 
 
 class StepEvents:
-    """Events behind the KV of the last steps: of each layer where a step tells, else of all.
+    """Events behind the KV of the last steps: per layer where a step records them, else per step.
 
-    `begin`, `mark` and `end` belong to the thread that launches steps, the others are safe from
-    any, for steps whose launch is over. Steps are numbered from 1 in the order of launch, alike on
-    all ranks.
+    `begin`, `mark` and `end` belong to the thread that launches steps; the others are safe from any
+    thread, for steps whose launch is over. Steps are numbered from 1 in launch order, alike on all
+    ranks.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -27,29 +26,29 @@ class StepEvents:
         self._last = 0
 
     def begin(self) -> None:
-        """A step is about to be put on the current stream."""
+        """A step is about to be queued on the current stream."""
         self._last += 1
         self._marked[self._last % _DEPTH] = 0
 
     def mark(self, layer: int) -> None:
-        """The step's KV of this layer, and of those before, was put on the current stream."""
+        """The kernels that write KV up to this layer were queued on the current stream."""
         row = self._last % _DEPTH
         self._layers[row][layer].record()
         self._marked[row] = layer + 1
 
     def end(self) -> int:
-        """All of the step was put on the current stream; its number."""
+        """The whole step was queued on the current stream; returns its number."""
         self._ends[self._last % _DEPTH].record()
         return self._last
 
     def follow(self, stream: torch.cuda.Stream, step: int, layer: int) -> None:
-        """Have a stream wait for the KV that `step` writes, up to and with `layer`."""
+        """Make a stream wait until `step` has written the KV of layers 0 .. layer."""
         event = self._event(step, layer)
         if event is not None:
             stream.wait_event(event)
 
     def wait(self, step: int, layer: int) -> None:
-        """Block until the KV that `step` writes is there, up to and with `layer`."""
+        """Block until `step` has written the KV of layers 0 .. layer."""
         event = self._event(step, layer)
         if event is not None:
             event.synchronize()
@@ -60,7 +59,7 @@ class StepEvents:
         return event is None or event.query()
 
     def _event(self, step: int, layer: int) -> torch.cuda.Event | None:
-        """None for a step that was over long ago. Raises Internal when it was not launched."""
+        """None for a step long over. Raises Internal when it was not launched."""
         if step > self._last:
             raise Internal(f"step {step} was not launched, the newest is {self._last}")
         if step <= self._last - _DEPTH:

@@ -1,4 +1,4 @@
-"""Reads a checkpoint: safetensors, each rank only its slices; the index says who owns a tensor."""
+"""Reads safetensors checkpoints; each rank reads its slices only."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import ModelRefused
+from observability.logging import get_logger
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+_COMPARED_ROWS = 4096
 _SAMPLE_BYTES = 2048
 _SAMPLES = 4
-#: Types of numbers that are weights as they are. Others are quantised, and mean nothing alone.
+#: Served number types; others are quantised.
 _WEIGHT_TYPES = ("F64", "F32", "F16", "BF16")
 
 Span = tuple[int, int]
+log = get_logger(__name__)
 
 
 class Checkpoint:
     """The tensors of a model folder. Every failure is a ModelRefused naming the file or tensor.
-
-    With an index only the files it names are opened, and a tensor is read only from the file that
-    the index says; stray files and copies elsewhere are ignored.
-    """
+    With an index, a tensor is read from the file that the index names; other files are ignored."""
 
     def __init__(
         self,
@@ -74,16 +76,37 @@ class Checkpoint:
             raise ModelRefused(f"{path}: tensor {name}: {error}", param=name) from error
         return data.to(device=self._device, dtype=self._dtype).contiguous()
 
-    def check(self) -> None:
-        """Open every file that owns a tensor: truncated and missing shards show before loading."""
+    def check(self, *, tied: bool = False) -> None:
+        """Open every file that owns a tensor, so that truncated and missing shards show before
+        loading. With `tied` embeddings, warn when the file has another output head: it is not used.
+        """
         for path in sorted(set(self._owners.values())):
             self._open(path)
+        if tied and HEAD in self._owners and not self._same(HEAD, EMBEDDING):
+            log.warning(
+                "config.json ties the word embeddings, but the checkpoint has an output head of "
+                "its own: the embedding is used",
+                extra={"used": EMBEDDING, "ignored": HEAD, "folder": str(self._folder)},
+            )
+
+    def _same(self, first: str, second: str) -> bool:
+        """Whether two tensors are equal; compared a few rows at a time."""
+        if second not in self._owners:
+            return False
+        parts = [self._open(self._owners[name]).get_slice(name) for name in (first, second)]
+        shapes = [tuple(part.get_shape()) for part in parts]
+        if shapes[0] != shapes[1]:
+            return False
+        return all(
+            torch.equal(*(part[row : row + _COMPARED_ROWS] for part in parts))
+            for row in range(0, shapes[0][0], _COMPARED_ROWS)
+        )
 
     def digest(self) -> str:
-        """A name for the content: equal for the same weights however they are sharded into files.
+        """A name of the content, equal for the same weights however they are sharded into files.
 
-        Hashes every tensor's name, dtype, shape and a few samples of its bytes, so that it takes
-        milliseconds and still tells fine-tunes of one model apart.
+        Hashes every tensor's name, dtype, shape and a few samples of its bytes: it takes
+        milliseconds and distinguishes fine-tunes of one model.
         """
         digest = hashlib.sha256()
         headers = {path: _read_header(path) for path in set(self._owners.values())}
@@ -118,7 +141,6 @@ def _slice(part: Any, rows: Span | None, columns: Span | None) -> Tensor:
 
 
 def _owners(folder: Path) -> dict[str, Path]:
-    """Which file owns each tensor."""
     index = folder / INDEX_FILE
     if index.exists():
         return _owners_by_index(folder, index)

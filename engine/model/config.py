@@ -1,4 +1,4 @@
-"""A model's config.json: what this engine can compute is parsed, the rest refused by name."""
+"""Parses a model's config.json; refuses by name what the engine does not compute."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DEFAULT_THETA = 10000.0
 
 
 class RopeKind(StrEnum):
-    """How rotary frequencies are derived from theta."""
+    """Derivation of the rotary frequencies."""
 
     DEFAULT = "default"
     LLAMA3 = "llama3"
@@ -24,7 +24,7 @@ class RopeKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding. The last four fields count only for LLAMA3."""
+    """Rotary position embedding. The last four fields apply to LLAMA3 only."""
 
     theta: float
     kind: RopeKind = RopeKind.DEFAULT
@@ -34,7 +34,7 @@ class RopeConfig:
     original_max_position: int = 0
 
     def describe(self) -> str:
-        """A text that is equal for two configs exactly when positions mean the same."""
+        """Equal texts for equal embeddings, for fingerprints."""
         if self.kind is RopeKind.DEFAULT:
             return f"default theta={self.theta!r}"
         return (
@@ -45,7 +45,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A Llama-family decoder. Head counts are those of the whole model."""
+    """A Llama-family decoder. Head counts are those of the whole model, not of a rank."""
 
     architecture: str
     hidden_size: int
@@ -64,11 +64,10 @@ class ModelConfig:
 
     @property
     def group_size(self) -> int:
-        """Query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
 
     def describe(self) -> str:
-        """A text that names what computes the KV besides the weights."""
+        """What determines KV besides the weights, for fingerprints."""
         return (
             f"{self.architecture} hidden={self.hidden_size} heads={self.num_heads} "
             f"eps={self.rms_norm_eps!r}"
@@ -154,7 +153,7 @@ def _positive(raw: dict[str, Any], field: str, default: int | None = None) -> in
 
 
 def _parse_rope(raw: dict[str, Any], max_positions: int) -> RopeConfig:
-    """Both spellings in use: rope_theta + rope_scaling {type | rope_type}, and rope_parameters."""
+    """Both formats: rope_theta with rope_scaling {type | rope_type}, and rope_parameters."""
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     where = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     if not isinstance(scaling, dict):

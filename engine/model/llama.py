@@ -6,7 +6,7 @@ Shapes as in engine.kernels.base; h is the residual stream.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,15 @@ from engine.kernels.base import Kernels, StepInputs
 from engine.model.parallel import RowParallelLinear, VocabularyEmbedding, VocabularyHead
 from engine.model.weights import LayerWeights, WeightLoader
 from engine.ranks.tensor_parallel import TensorParallel
+
+
+class ForwardOutput(NamedTuple):
+    """logits: of `StepInputs.sample_rows`, on rank 0 only. hidden: states of `score_rows`, for
+    `LlamaModel.logits`. residual: `[T, H]`, input of the last layer. None without such rows."""
+
+    logits: Tensor | None
+    hidden: Tensor | None
+    residual: Tensor
 
 
 class LlamaLayer:
@@ -34,12 +43,12 @@ class LlamaLayer:
         self._down = RowParallelLinear(kernels, weights.down, weights.down_bias, tp)
 
     def query(self, h: Tensor, kv: Tensor, plan: Any) -> Tensor:
-        """What attends, rotated; this layer's k and v are written into `kv`."""
+        """Rotated queries; this layer's k and v are written into `kv`."""
         x = self._kernels.rms_norm(h, self._attention_norm, self._eps)
         return self._kernels.rope_and_write_kv(self._qkv(x), kv, plan)
 
     def finish(self, attended: Tensor, h: Tensor) -> Tensor:
-        """Everything after attention: output projection, then the MLP."""
+        """Output projection and MLP."""
         h = self._out(attended, h)
         x = self._kernels.rms_norm(h, self._mlp_norm, self._eps)
         return self._down(self._gate_up(x), h)
@@ -69,15 +78,8 @@ class LlamaModel:
         self._head = VocabularyHead(kernels, loader.head(table), config.vocab_size, tp)
         kernels.loaded()
 
-    def forward(
-        self, inputs: StepInputs, kv: Sequence[Tensor]
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Run the step: (logits, hidden states).
-
-        Logits are those of `inputs.sample_rows` on rank 0, None on others or without rows; hidden
-        states are those of `inputs.score_rows`, for `logits`, or None without rows. All KV of the
-        step is in `kv` afterwards.
-        """
+    def forward(self, inputs: StepInputs, kv: Sequence[Tensor]) -> ForwardOutput:
+        """Run a step. All its KV is in `kv` afterwards."""
         plan = self._kernels.prepare(inputs, self._cos, self._sin)
         h = self._embedding(inputs.token_ids)
         for layer, layer_kv in zip(self._layers[:-1], kv[:-1], strict=True):
@@ -89,19 +91,17 @@ class LlamaModel:
         """Logits of hidden states `[n, H]`, on rank 0; all ranks must ask for the same rows."""
         return self._head(x)
 
-    def _last(
-        self, h: Tensor, inputs: StepInputs, kv: Tensor, plan: Any
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The last layer, beyond its KV only for the rows that are looked at."""
-        layer = self._layers[-1]
+    def _last(self, h: Tensor, inputs: StepInputs, kv: Tensor, plan: Any) -> ForwardOutput:
+        """The last layer: KV of all rows, the rest only of rows that are sampled or scored."""
+        layer, residual = self._layers[-1], h
         q = layer.query(h, kv, plan)
         num_sampled, num_scored = inputs.sample_rows.shape[0], inputs.score_rows.shape[0]
         if num_sampled + num_scored == 0:
-            return None, None
+            return ForwardOutput(None, None, residual)
         attended = self._kernels.paged_attention(q, kv, plan)
         if not inputs.samples_all:
             rows = torch.cat((inputs.sample_rows, inputs.score_rows))
             attended, h = attended[rows], h[rows]
         x = self._kernels.rms_norm(layer.finish(attended, h), self._norm, self._eps)
         logits = self._head(x[:num_sampled]) if num_sampled else None
-        return logits, x[num_sampled:] if num_scored else None
+        return ForwardOutput(logits, x[num_sampled:] if num_scored else None, residual)

@@ -11,11 +11,8 @@ from engine.model.config import RopeConfig, RopeKind
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Radians per position of each plane, float32 `[D / 2]`.
-
-    In float32 throughout, as the reference implementations compute it: the last bit counts when it
-    is multiplied by a position in the thousands.
-    """
+    """Radians per position of each plane, float32 `[D / 2]`. Computed in float32 like the reference
+    implementations: the last bit matters once multiplied by a large position."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     plain = 1.0 / (rope.theta**exponents)
     return plain if rope.kind is RopeKind.DEFAULT else _llama3(plain, rope)

@@ -1,4 +1,4 @@
-"""Which part of a model each tensor-parallel rank holds. Arithmetic done before weights load."""
+"""The part of a model that each tensor-parallel rank holds; computed before weights load."""
 
 from __future__ import annotations
 
@@ -26,20 +26,18 @@ class RankShare:
 
     @property
     def num_kv_heads(self) -> int:
-        """KV heads on this rank."""
         return self.kv_heads[1] - self.kv_heads[0]
 
     @property
     def num_q_heads(self) -> int:
-        """Query heads on this rank."""
         return self.q_heads[1] - self.q_heads[0]
 
 
 def allowed_degrees(model: ModelConfig) -> tuple[int, ...]:
-    """The tensor-parallel degrees that this model can run at, ascending.
+    """The tensor-parallel degrees of a model, ascending.
 
-    Up to the number of KV heads any degree works: ranks get groups of whole KV heads, as equal as
-    they can be. Beyond it KV heads are replicated, which needs equal slices of each head's queries.
+    Up to the number of KV heads every degree works: ranks get whole KV heads, as evenly as
+    possible. Beyond it KV heads are replicated, which needs equal slices of each head's queries.
     """
     grouped = range(1, model.num_kv_heads + 1)
     split = range(2, model.group_size + 1)
@@ -69,7 +67,6 @@ def share_of(model: ModelConfig, rank: int, size: int) -> RankShare:
 
 
 def rank_heads(model: ModelConfig, size: int) -> tuple[Span, ...]:
-    """The KV heads of every rank, as KVLayout.rank_heads wants them."""
     return tuple(share_of(model, rank, size).kv_heads for rank in range(size))
 
 

@@ -8,13 +8,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.model.checkpoint import EMBEDDING, HEAD
 from engine.model.config import ModelConfig
 from engine.model.rotary import rotary_tables
 from engine.model.sharding import RankShare, Span
 
 
 class WeightSource(Protocol):
-    """Where weights come from: slices of named tensors, in the dtype and on the device wanted."""
+    """Slices of named tensors, in the dtype and on the device of the engine."""
 
     def read(
         self,
@@ -71,7 +72,6 @@ class WeightLoader:
         self._device = device
 
     def load(self, max_positions: int) -> ModelWeights:
-        """Everything, layer by layer."""
         cos, sin = self.rotations(max_positions)
         embedding = self.embedding()
         return ModelWeights(
@@ -84,21 +84,19 @@ class WeightLoader:
         )
 
     def rotations(self, max_positions: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of so many positions."""
         cos, sin = rotary_tables(self.config.rope, self.config.head_dim, max_positions)
         return cos.to(self._device), sin.to(self._device)
 
     def embedding(self) -> Tensor:
         """This rank's rows of the vocabulary, zeros behind them up to `vocab_rows`."""
-        return self._vocabulary("model.embed_tokens.weight")
+        return self._vocabulary(EMBEDDING)
 
     def head(self, embedding: Tensor) -> Tensor:
-        """The same of the head, which may be the embedding."""
+        """Rows of the output head, which is the embedding in a tied model."""
         tied = self.config.tie_word_embeddings
-        return embedding if tied else self._vocabulary("lm_head.weight")
+        return embedding if tied else self._vocabulary(HEAD)
 
     def norm(self) -> Tensor:
-        """That of the whole model."""
         return self._norm("model.norm")
 
     def _vocabulary(self, name: str) -> Tensor:
@@ -110,7 +108,6 @@ class WeightLoader:
         return torch.cat((table, table.new_zeros(missing, table.shape[1])))
 
     def layer(self, index: int) -> LayerWeights:
-        """One decoder layer."""
         config, share = self.config, self.share
         prefix, dim = f"model.layers.{index}.", config.head_dim
         q = (config.num_heads * dim, _times(share.q_heads, dim))

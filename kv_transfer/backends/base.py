@@ -39,8 +39,8 @@ class BlockStore(Protocol):
     satisfies it structurally.
 
     Heads are counted within the rank. Both calls are safe from any thread as long as the caller
-    owns the blocks; on a GPU they are ordered on the current stream. `marks` is None where a step
-    is over as soon as it was launched.
+    owns the blocks; on a GPU they are ordered on the current stream. `step_events` is None where a
+    step is over as soon as it was launched.
     """
 
     num_layers: int
@@ -51,7 +51,7 @@ class BlockStore(Protocol):
     device: torch.device
 
     @property
-    def marks(self) -> LayerEvents | None:
+    def step_events(self) -> LayerEvents | None:
         """How far steps in flight are."""
 
     def gather(

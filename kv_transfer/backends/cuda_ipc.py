@@ -254,7 +254,7 @@ class CudaIpcBackend:
             self._shape.pages(move.cells, size),
             target.shape.pages(move.peer_cells, size),
         )
-        marks = self._store.marks if move.after else None
+        marks = self._store.step_events if move.after else None
         write.gated = marks is not None and not marks.is_over(move.after)
         layer_bytes = move.cells.count * 2 * move.num_heads * size
         groups = layer_groups(move.num_layers, layer_bytes) if write.gated else [move.num_layers]

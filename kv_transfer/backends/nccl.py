@@ -228,9 +228,9 @@ class NcclLink:
         gather: bool,
     ) -> None:
         """One kernel between pool and buffer."""
-        if gather and move.after and self._store.marks is not None:
+        if gather and move.after and self._store.step_events is not None:
             last = chunk.first_layer + chunk.num_layers - 1
-            self._store.marks.follow(self._stream, move.after, last)
+            self._store.step_events.follow(self._stream, move.after, last)
         size = self._cell_bytes(move)
         pool = pool_rows(
             self._store.data.data_ptr(),

@@ -152,7 +152,7 @@ class DataPlane:
         return RankResult(listening=tuple(found))
 
     def _await_step(self, command: ReadyCommand, finish: Finish) -> None:
-        marks = self._store.marks
+        marks = self._store.step_events
         if marks is None:
             finish(RankResult())
             return

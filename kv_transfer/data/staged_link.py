@@ -25,7 +25,7 @@ class StagedLink:
         """A revoked or discarded message is sent all the same, with whatever the staging buffer
         holds: the receiver has posted for it, and skipping it would set the two out of step."""
         layers, heads, staging, rows = self._slice(move)
-        marks = self._store.marks
+        marks = self._store.step_events
         if move.after and marks is not None:  # rank 0 has waited for its own step; wait for ours
             marks.wait(move.after, layers[-1])
         with torch.inference_mode(), move.access.entered() as allowed:

@@ -152,7 +152,7 @@ def test_messages_of_any_size_carry_the_same_bits(ends, chunk_bytes):
 def test_layers_leave_behind_the_step_that_writes_them(ends, device):
     ends = ends(3 * BLOCK)
     (_, source, _), (_, target, _) = ends
-    marks, stream = source.marks, torch.cuda.Stream(device)
+    marks, stream = source.step_events, torch.cuda.Stream(device)
     written = torch.full_like(source.data, 7.0)
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):

@@ -10,7 +10,6 @@ from decode_worker.lifecycle import (
     Committed,
     DecodeEntry,
     DecodeOutput,
-    DecodeState,
     Reserve,
 )
 from decode_worker.scheduler import DecodeScheduler
@@ -19,6 +18,7 @@ from protocol.messages import Submit, TokenEvent
 from protocol.sampling import SamplingParams
 from tests.support.paged import next_token
 from tests.support.scheduler_bench import BLOCK, SchedulerBench
+from worker_runtime.scheduling.entry import RequestState
 from worker_runtime.scheduling.messages import EndHandoff, Submitted
 
 PEER = WorkerRef(worker_id="p0", epoch=7, role=Role.PREFILL, address="127.0.0.1:1")
@@ -68,7 +68,7 @@ class Bench(SchedulerBench):
         super().collect()
 
     def owners(self) -> Iterable[DecodeEntry]:
-        return [e for e in super().owners() if e.state is not DecodeState.ENDING]
+        return [e for e in super().owners() if e.state is not RequestState.ENDING]
 
     def finish(self, limit: int = 2000) -> None:
         for _ in range(limit):

@@ -74,7 +74,7 @@ class OneSidedLink:
             if not allowed or move.discard:
                 return 0
             if move.after:
-                self._pool.marks.wait(move.after, layers[-1])
+                self._pool.step_events.wait(move.after, layers[-1])
             data = self._pool.gather(move.cells, layers, heads)
             self._target.scatter(move.peer_cells, layers, there, data)
             return _sum(data, move)

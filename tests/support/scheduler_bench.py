@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.batch import StepBatch
+from engine.batch import StepBatch, StepResult
 from protocol.ids import RequestKey
 from protocol.messages import FailEvent, ScoreEvent
 from tests.support.blocks import FINGERPRINT, WatchedBlocks
@@ -14,6 +14,27 @@ from tests.support.paged import LateSteps, PagedTokens
 from worker_runtime.config import WorkerConfig
 
 BLOCK = 4
+
+
+def not_finite_at(bench: SchedulerBench, key: RequestKey, position: int) -> None:
+    """Have the engine report steps of a request as not finite from `position` on: NaN spreads to
+    all later positions."""
+    run = bench.engine.run
+
+    def checked(batch: StepBatch) -> StepResult:
+        result = run(batch)
+        entry = bench.scheduler._entries.get(key)
+        blocks = entry.sequence.block_ids[:1] if entry else [None]
+        return replace(
+            result,
+            non_finite=frozenset(
+                index
+                for index, step in enumerate(batch.sequences)
+                if step.block_ids[0] in blocks and step.start + len(step.tokens) > position
+            ),
+        )
+
+    bench.executor._run = checked
 
 
 @dataclass
@@ -81,6 +102,6 @@ class SchedulerBench:
 
     def check(self) -> None:
         """The held blocks are exactly those of sequences and of steps in flight."""
-        self.blocks.check()
+        self.scheduler.check()
         owned = {block for entry in self.owners() for block in entry.sequence.block_ids}
         assert self.blocks.held == owned | self.executor.blocks()

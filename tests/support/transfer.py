@@ -97,7 +97,7 @@ class ToyPool:
         self.head_dim = layout.head_dim
         self.dtype = DTYPES[layout.dtype]
         self.device = torch.device("cpu")
-        self.marks: LayerEvents | None = None
+        self.step_events: LayerEvents | None = None
         shape = (layout.num_blocks, 2, self.num_heads, self.block_size, self.head_dim)
         self.layers = [torch.zeros(shape, dtype=self.dtype) for _ in range(layout.num_layers)]
         self.before_scatter: Callable[[], None] = lambda: None

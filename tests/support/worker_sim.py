@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from decode_worker.lifecycle import BlocksSafe, Committed, DecodeState
+from decode_worker.lifecycle import BlocksSafe, Committed
 from decode_worker.lifecycle import DecodeOutput as DecodeOutput
 from decode_worker.scheduler import DecodeScheduler
 from kv_transfer.config import TransferConfig
@@ -42,6 +42,7 @@ from tests.support.transfer import SECRET
 from tests.support.transfer_net import Fabric, Network, Op, SimLoop, SimRanks
 from tests.support.transfer_sim import CONFIG, Faults
 from worker_runtime.config import WorkerConfig
+from worker_runtime.scheduling.entry import RequestState
 from worker_runtime.scheduling.messages import (
     HandoffEnded,
     RequestCancelled,
@@ -188,7 +189,7 @@ class DecodeSide(Side):
 
     def _put(self, op: Op, cells: Cells, data: Data) -> None:
         entry = self.entry(op)
-        assert entry.state in (DecodeState.ARRIVING, DecodeState.ENDING)
+        assert entry.state in (RequestState.RECEIVING, RequestState.ENDING)
         assert set(cells.blocks) <= set(entry.sequence.block_ids), "blocks of another request"
         for block in cells.blocks:
             assert block not in self.blocks._names
@@ -471,8 +472,8 @@ class WorkerWorld:
     def _check(self) -> None:
         for record in self.faults.records:
             raise AssertionError(record.getMessage()) from (record.exc_info or (0, None))[1]
-        self.prefill.blocks.check()
-        self.decode.blocks.check()
+        self.prefill.scheduler.check()
+        self.decode.scheduler.check()
 
     def _wind_up(self) -> None:
         """Lose all messages, then refuse them; afterwards no request or block may be left."""

@@ -1,14 +1,16 @@
-"""The control face of a worker: submit, cancel, events, status, drain. Lives on the event loop."""
+"""Control methods of a worker: submit, cancel, events, status, drain. Lives on the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from grammar.matcher import Matcher
 from observability.logging import get_logger
 from protocol.errors import (
     Cancelled,
@@ -28,7 +30,8 @@ from rpc.methods import Handler, Method
 from worker_runtime.config import WorkerConfig
 from worker_runtime.control.event_publisher import EventPublisher
 from worker_runtime.control.grammars import Grammars
-from worker_runtime.scheduling.messages import RouterEvents, Snapshot
+from worker_runtime.scheduling.messages import RouterEvents, Snapshot, Submitted
+from worker_runtime.scheduling.prefix_cache import HASH_SLICE, hash_blocks
 from worker_runtime.step_loop import StepLoop
 
 log = get_logger(__name__)
@@ -36,7 +39,8 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitLimits:
-    """What one worker can hold: context of the model, its vocabulary, its pool."""
+    """What one worker can hold: context of the model, its vocabulary, its pool. Routers check
+    requests before; a worker still lets no bad id and no impossible length reach the engine."""
 
     vocab_size: int
     max_model_len: int
@@ -63,11 +67,11 @@ class SubmitLimits:
                     f"{name} has a token id outside the vocabulary of {self.vocab_size}", param=name
                 )
         if not math.isfinite(submit.time_left_s):
-            raise InvalidRequest("a deadline must be a time", param="time_left_s")
+            raise InvalidRequest("time_left_s must be finite", param="time_left_s")
         submit.sampling.validate(self.vocab_size)
         max_tokens = submit.sampling.max_tokens
         if len(submit.output_ids) >= max_tokens > 0:
-            raise InvalidRequest("all max_tokens were made already", param="max_tokens")
+            raise InvalidRequest("all max_tokens were generated already", param="max_tokens")
         total = len(ids) + max_tokens
         if total > self.max_model_len:
             raise ContextTooLong(
@@ -85,7 +89,8 @@ class SubmitLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What a worker is: fixed once its engine is built."""
+    """Properties of a worker that are fixed once its engine is built. `whole_output`: requests
+    generate all of their output here."""
 
     limits: SubmitLimits
     layout: KVLayout
@@ -94,10 +99,10 @@ class Identity:
 
 
 class ControlService:
-    """Serves the worker methods and keeps the worker's state. Subscribed routers alone may submit.
+    """Serves the worker methods and keeps the worker's state. Only subscribed routers may submit.
 
-    `accept` takes a checked request with the matcher of its grammar, `cancel` keys, `router_gone` a
-    router id; all run on the event loop. The first two return the command's number in the inbox.
+    `accept` takes a checked request, `cancel` keys, `router_gone` a router id; all run on the event
+    loop. The first two return the command's number in the inbox.
     """
 
     def __init__(  # noqa: PLR0913 - one caller, every argument named
@@ -108,7 +113,7 @@ class ControlService:
         config: WorkerConfig,
         progress: StepLoop[Any, Any],
         clock: Callable[[], float],
-        accept: Callable[[Submit, Matcher | None], int],
+        accept: Callable[[Submitted], int],
         grammars: Grammars,
         cancel: Callable[[Cancel], int],
         router_gone: Callable[[str], None],
@@ -117,19 +122,21 @@ class ControlService:
         self.ref = ref
         self.state = WorkerState.STARTING
         self._identity = identity
+        self._block_size = identity.limits.block_size
         self._config = config
         self._progress = progress
         self._clock = clock
         self._accept = accept
         self._grammars = grammars
-        self._compiling: set[RequestKey] = set()
+        self._hasher = ThreadPoolExecutor(1, thread_name_prefix="block-names")
+        self._preparing: Counter[RequestKey] = Counter()  # submits that await `_prepare`
         self._cancel = cancel
         self._handoff_counters = handoff_counters
         self._snapshot = Snapshot()
         self._idle = asyncio.Event()
         self._idle.set()
         self._submitted_since_snapshot = 0
-        self.outlet = EventPublisher(
+        self.publisher = EventPublisher(
             epoch=ref.epoch,
             heartbeat_s=config.heartbeat_s,
             patience_s=config.patience_s,
@@ -138,11 +145,10 @@ class ControlService:
         )
 
     def handlers(self) -> dict[Method[Any, Any], Handler]:
-        """The worker methods, for a ControlServer."""
         return {
             methods.SUBMIT: self._on_submit,
             methods.CANCEL: self._on_cancel,
-            methods.EVENTS: lambda subscribe: self.outlet.stream(subscribe.router_id),
+            methods.EVENTS: lambda subscribe: self.publisher.stream(subscribe.router_id),
             methods.STATUS: lambda _query: self.status(),
             methods.DRAIN: self._on_drain,
         }
@@ -150,25 +156,24 @@ class ControlService:
     # --- called by the worker -------------------------------------------------------------------
 
     def become(self, state: WorkerState) -> None:
-        """Take the next state; repeating the present one is harmless."""
+        """Enter the next state; repeating the present one has no effect."""
         if state is not self.state:
             check_worker(self.state, state)
             self.state = state
 
     def deliver(self, events: dict[str, RouterEvents], snapshot: Snapshot, accepted: int) -> None:
-        """Publish a turn's events and take its snapshot; `accepted` requests entered the
+        """Publish the events of a step loop's iteration; `accepted` requests entered the
         scheduler."""
         self._snapshot = snapshot
-        self.outlet.cache.change(snapshot.cache)
+        self.publisher.cache.change(snapshot.cache)
         self._submitted_since_snapshot -= accepted
         if snapshot.num_unfinished == 0 and self._submitted_since_snapshot == 0:
             self._idle.set()
-        self.outlet.publish(events)
+        self.publisher.publish(events)
 
     async def drained(self, timeout_s: float) -> bool:
-        """Refuse new work and wait until the old has ended; False when time ran out first."""
-        if self.state is WorkerState.READY:
-            self.become(WorkerState.DRAINING)
+        """Refuse new requests and wait until the accepted ones have ended; False on timeout."""
+        await self._on_drain(DrainCommand())
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -177,7 +182,7 @@ class ControlService:
         return True
 
     def check_health(self) -> None:
-        """Raise Internal when the engine is broken or a step has hung. Idle is healthy."""
+        """Raise Internal when the engine is broken or a step hangs. An idle worker is healthy."""
         if self._progress.broken is not None:
             raise Internal(f"the engine broke: {self._progress.broken}")
         stalled = self._progress.stalled_for()
@@ -185,7 +190,6 @@ class ControlService:
             raise Internal(f"a step has been running for {stalled:.1f} s")
 
     def status(self) -> WorkerStatus:
-        """This worker as it is now."""
         now = self._clock()
         identity = self._identity
         return WorkerStatus(
@@ -201,13 +205,16 @@ class ControlService:
             counters={**self._snapshot.counters, **self._handoff_counters()},
         )
 
+    def close(self) -> None:
+        self.publisher.close()
+        self._hasher.shutdown(wait=False, cancel_futures=True)
+
     # --- methods --------------------------------------------------------------------------------
 
     async def _on_submit(self, submit: Submit) -> Ack:
         self._check_open(submit)
         self._identity.limits.check(submit, whole_output=self._identity.whole_output)
-        matcher = None if submit.grammar is None else await self._compile(submit)
-        num_commands = self._accept(submit, matcher)
+        num_commands = self._accept(await self._prepare(submit))
         if submit.trace is not None:
             trace = {"request": submit.key.request_id, "traceparent": submit.trace.parent}
             log.debug("request accepted", extra=trace)
@@ -215,24 +222,35 @@ class ControlService:
         self._idle.clear()
         return Ack(num_commands=num_commands)
 
-    async def _compile(self, submit: Submit) -> Matcher:
-        """The matcher of a request's grammar; what was true before may have changed meanwhile."""
-        self._compiling.add(submit.key)
+    async def _prepare(self, submit: Submit) -> Submitted:
+        """Compile the grammar and hash the blocks of a request, off the step thread. Checks again
+        what may have changed meanwhile."""
+        matcher = None
+        self._preparing[submit.key] += 1
         try:
-            matcher = await self._grammars.matcher(submit)
-            if submit.key not in self._compiling:
-                raise Cancelled("cancelled while its grammar was compiled")
+            digests = await self._hash(submit) if self._config.enable_prefix_caching else ()
+            if submit.grammar is not None:
+                matcher = await self._grammars.matcher(submit)
+            if not self._preparing[submit.key]:
+                raise Cancelled("cancelled before it was queued")
         finally:
-            self._compiling.discard(submit.key)
+            self._preparing -= Counter((submit.key,))  # never below 0
         self._check_open(submit)
-        return matcher
+        return Submitted(submit=submit, matcher=matcher, digests=digests)
+
+    async def _hash(self, submit: Submit) -> tuple[bytes, ...]:
+        hashed = partial(hash_blocks, submit, self._identity.fingerprint, self._block_size)
+        num_tokens = len(submit.prompt_ids) + len(submit.output_ids)
+        if num_tokens <= HASH_SLICE * self._block_size:
+            return hashed()
+        return await asyncio.get_running_loop().run_in_executor(self._hasher, hashed)
 
     def _check_open(self, submit: Submit) -> None:
         if self._progress.broken is not None:
             raise Unavailable(f"the engine of worker {self.ref.worker_id} broke")
         if self.state is not WorkerState.READY:
             raise Unavailable(f"worker {self.ref.worker_id} is {self.state}", retry_after_s=1.0)
-        if not self.outlet.knows(submit.router_id):
+        if not self.publisher.knows(submit.router_id):
             raise StaleMessage(
                 f"router {submit.router_id} has no event stream here", param="router_id"
             )
@@ -241,7 +259,8 @@ class ControlService:
             raise Overloaded(f"{waiting} requests are waiting already", retry_after_s=1.0)
 
     async def _on_cancel(self, cancel: Cancel) -> Ack:
-        self._compiling.difference_update(cancel.keys)
+        for key in cancel.keys:
+            del self._preparing[key]
         return Ack(num_commands=self._cancel(cancel))
 
     async def _on_drain(self, _command: DrainCommand) -> Ack:

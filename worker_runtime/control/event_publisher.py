@@ -15,21 +15,24 @@ from worker_runtime.scheduling.messages import RouterEvents
 log = get_logger(__name__)
 
 #: Hints in one message: half a MiB, of the four that a message may have.
-_MOST_HINTS = 1 << 16
+_MAX_HINTS = 1 << 16
 
 
 class CacheFeed:
-    """Net changes by router: what came and went between two messages is not told at all, so a
-    router that does not listen costs no more than the blocks that it and this worker know. Lives on
-    the event loop; knows hints only, so two digests with the same hint count as one."""
+    """Net changes of the prefix cache that each router has not received yet.
+
+    A block that came and went between two messages is not reported, so a router that does not read
+    costs no more than the blocks of both sides. Knows hints only: two digests with the same hint
+    count as one.
+    """
 
     def __init__(self) -> None:
-        self._held: dict[bytes, None] = {}  # in the order they came
-        self._untold: dict[str, dict[bytes, bool]] = {}
+        self._held: dict[bytes, None] = {}  # in order of arrival
+        self._unsent: dict[str, dict[bytes, bool]] = {}
         self._new: set[str] = set()
 
     def change(self, changes: Mapping[bytes, bool]) -> None:
-        """Digests have come (True) or gone (False)."""
+        """Digests were added (True) or removed (False)."""
         for digest, here in changes.items():
             hint = digest[:HINT_BYTES]
             if (hint in self._held) is here:
@@ -38,34 +41,33 @@ class CacheFeed:
                 self._held[hint] = None
             else:
                 del self._held[hint]
-            for untold in self._untold.values():
-                if untold.pop(hint, None) is None:  # else the router knows it as it is now
-                    untold[hint] = here
+            for unsent in self._unsent.values():
+                if unsent.pop(hint, None) is None:  # else the router's state is right again
+                    unsent[hint] = here
 
     def open(self, router_id: str) -> None:
-        """A router listens from now on and knows nothing."""
-        self._untold[router_id] = dict.fromkeys(self._held, True)
+        """A router subscribed; it knows nothing yet."""
+        self._unsent[router_id] = dict.fromkeys(self._held, True)
         self._new.add(router_id)
 
     def close(self, router_id: str) -> None:
-        """A router has left."""
-        self._untold.pop(router_id, None)
+        self._unsent.pop(router_id, None)
         self._new.discard(router_id)
 
     def take(self, router_id: str) -> CacheChange | None:
-        """The next part of what a router has to be told; None when that is nothing."""
-        untold = self._untold.get(router_id)
-        if not untold and router_id not in self._new:
+        """The next part of a router's changes; None when there are none."""
+        unsent = self._unsent.get(router_id)
+        if not unsent and router_id not in self._new:
             return None
-        told = dict(islice((untold or {}).items(), _MOST_HINTS))
-        for hint in told:
-            del self._untold[router_id][hint]
+        sent = dict(islice((unsent or {}).items(), _MAX_HINTS))
+        for hint in sent:
+            del self._unsent[router_id][hint]
         reset = router_id in self._new
         self._new.discard(router_id)
         return CacheChange(
             reset=reset,
-            added=b"".join(hint for hint, here in told.items() if here),
-            removed=b"".join(hint for hint, here in told.items() if not here),
+            added=b"".join(hint for hint, here in sent.items() if here),
+            removed=b"".join(hint for hint, here in sent.items() if not here),
         )
 
 
@@ -74,27 +76,25 @@ class _Queue:
 
     def __init__(self) -> None:
         self._steps: asyncio.Queue[RouterEvents | None] = asyncio.Queue()
-        self._since = 0.0  # the router has taken one, or the first began to wait
+        self._since = 0.0  # when the router took one, or the first was queued
 
     @property
     def waited_s(self) -> float:
-        """For how long steps have waited and none was taken."""
+        """Seconds for which steps have been queued and none was taken."""
         return 0.0 if self._steps.empty() else time.monotonic() - self._since
 
     def put(self, step: RouterEvents) -> None:
-        """One more step."""
         if self._steps.empty():
             self._since = time.monotonic()
         self._steps.put_nowait(step)
 
     def end(self, *, drop: bool = False) -> None:
-        """There will be no more; `drop` those that wait."""
+        """Close the queue behind what is in it, or instead of it with `drop`."""
         while drop and not self._steps.empty():
             self._steps.get_nowait()
         self._steps.put_nowait(None)
 
     async def get(self) -> RouterEvents | None:
-        """The next step; None at the end."""
         step = await self._steps.get()
         self._since = time.monotonic()
         return step
@@ -103,13 +103,12 @@ class _Queue:
 class EventPublisher:
     """Fans step events out to subscribed routers. Lives on the event loop; not thread-safe.
 
-    A stream that ends means that its router is gone: `on_gone(router_id)` lets the worker cancel
-    the router's requests. A second stream with the same id replaces the first, whose end, noticed
-    by the router alone, has cost it those requests too. Changes of `cache` travel with whatever is
-    sent next.
+    When a stream ends, its router is gone: `on_gone(router_id)` lets the worker cancel its
+    requests. A second stream with the same id replaces the first and cancels those requests too.
+    Changes of `cache` travel with the next batch.
 
-    A router that has taken nothing off its stream for `patience_s` while events wait is frozen: it
-    counts as gone, and what waits is dropped.
+    A router that takes no event for `patience_s` while events are queued counts as gone; its queue
+    is dropped.
     """
 
     def __init__(
@@ -130,7 +129,6 @@ class EventPublisher:
         self.cache = CacheFeed()
 
     def knows(self, router_id: str) -> bool:
-        """Whether events for this router can be delivered."""
         return router_id in self._queues
 
     def publish(self, events: dict[str, RouterEvents]) -> None:
@@ -171,17 +169,17 @@ class EventPublisher:
             if self._queues.get(router_id) is queue:
                 self._gone(router_id)
 
+    def close(self) -> None:
+        """End every stream behind its queued events. Requests are not cancelled: they have to fail,
+        so that routers resume them elsewhere."""
+        queues, self._queues = self._queues, {}
+        for queue in queues.values():
+            queue.end()
+
     def _gone(self, router_id: str) -> None:
         del self._queues[router_id]
         self.cache.close(router_id)
         self._on_gone(router_id)
-
-    def close(self) -> None:
-        """End every stream after what is queued. Its router is not gone for that: what it asked for
-        has to fail, not to be let go of as if nobody wanted it."""
-        queues, self._queues = self._queues, {}
-        for queue in queues.values():
-            queue.end()
 
     def _batch(self, step: RouterEvents, cache: CacheChange | None) -> EventBatch:
         return EventBatch(

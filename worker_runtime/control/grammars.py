@@ -1,4 +1,4 @@
-"""The grammars of a worker's requests, compiled off its event loop."""
+"""Compiles the grammars of requests off the event loop."""
 
 from __future__ import annotations
 
@@ -14,19 +14,12 @@ from protocol.errors import InvalidRequest, Unsupported
 from protocol.messages import Submit
 
 if TYPE_CHECKING:
-    from llguidance import LLTokenizer
-
     from grammar.compiler import Compiler
 
 
-def _load_vocabulary(folder: Path, vocab_size: int) -> LLTokenizer | None:
-    from grammar.vocabulary import load_vocabulary
-
-    return load_vocabulary(folder, vocab_size)
-
-
 class Grammars:
-    """One thread compiles, so that a costly grammar holds up only other new ones."""
+    """Compiles on one thread, so that a costly grammar delays only other new ones. Without a
+    compiler every grammar is refused."""
 
     def __init__(self, compiler: Compiler | None) -> None:
         self._compiler = compiler
@@ -34,21 +27,21 @@ class Grammars:
 
     @staticmethod
     async def load(folder: Path, vocab_size: int, *, threads: int) -> Grammars:
-        """For the model in `folder`. Without its tokenizer (or without llguidance, on a bench)
-        every grammar is refused. `threads` compute the masks of a step, with the priority of this
-        one."""
+        """For the model in `folder`, which may lack a tokenizer; llguidance may be missing, too.
+        `threads` compute the masks of a step, with the priority of the calling thread."""
         if find_spec("llguidance") is None:
             return Grammars(None)
-        vocabulary = await in_own_thread(lambda: _load_vocabulary(folder, vocab_size))
-        if vocabulary is None:
-            return Grammars(None)
+        # Only here: both need llguidance.
         from grammar.compiler import Compiler
+        from grammar.vocabulary import load_vocabulary
 
-        return Grammars(Compiler(vocabulary, threads=threads))
+        vocabulary = await in_own_thread(lambda: load_vocabulary(folder, vocab_size))
+        compiler = None if vocabulary is None else Compiler(vocabulary, threads=threads)
+        return Grammars(compiler)
 
     async def matcher(self, submit: Submit) -> Matcher:
-        """The matcher of a request with a grammar, at the output it has so far. Raises
-        InvalidRequest when there is none."""
+        """The matcher of a request with a grammar, advanced over its output so far. Raises
+        InvalidRequest when the grammar cannot be served."""
         grammar, sampling = submit.grammar, submit.sampling
         assert grammar is not None
         ends = () if sampling.ignore_eos else sampling.eos_token_ids
@@ -65,5 +58,4 @@ class Grammars:
             raise InvalidRequest(f"grammar: {error.message}", param="grammar") from None
 
     def close(self) -> None:
-        """End the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)

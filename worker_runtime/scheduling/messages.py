@@ -26,6 +26,7 @@ FAILED = counter_key(metrics.WORKER_REQUESTS, outcome="failed")
 #: Ended by the other worker: at token 1 on prefill, or because the client left.
 RELEASED = counter_key(metrics.WORKER_REQUESTS, outcome="released")
 CANCELLED = counter_key(metrics.WORKER_REQUESTS, outcome="cancelled")
+NON_FINITE = counter_key(metrics.NON_FINITE_ROWS)
 PREEMPTIONS = counter_key(metrics.PREEMPTIONS)
 PREFIX_CACHE_QUERIES = counter_key(metrics.PREFIX_CACHE_QUERIES)
 PREFIX_CACHE_HITS = counter_key(metrics.PREFIX_CACHE_HITS)
@@ -33,22 +34,24 @@ PREFIX_CACHE_HITS = counter_key(metrics.PREFIX_CACHE_HITS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted:
-    """A request was accepted. `matcher` is its grammar's, at the output it has so far."""
+    """An accepted request. `matcher` holds its grammar, advanced over the output so far; `digests`
+    names its first full blocks (worker_runtime.scheduling.prefix_cache)."""
 
     submit: Submit
     matcher: Matcher | None = None
+    digests: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCancelled:
-    """These attempts are not wanted any more."""
+    """The router cancelled these attempts."""
 
     keys: tuple[RequestKey, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterGone:
-    """The router's stream ended: nobody listens to its requests."""
+    """A router's event stream ended: its requests are cancelled."""
 
     router_id: str
 
@@ -58,8 +61,8 @@ RouterCommand = Submitted | RequestCancelled | RouterGone
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffEnded:
-    """The hand-off is over without a commit; without an error it was simply not needed. On prefill
-    no read of the source blocks is in flight any more."""
+    """The hand-off ended without a commit; without an error it was not needed. On prefill, no read
+    of the source blocks is in flight any more."""
 
     key: RequestKey
     error: ErrorInfo | None
@@ -67,7 +70,7 @@ class HandoffEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndHandoff:
-    """Asked for: tell the other worker that the hand-off is over."""
+    """Request to the event loop: end the hand-off on the other worker too."""
 
     key: RequestKey
     released: bool
@@ -87,12 +90,11 @@ class RouterEvents:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What one turn of the step thread wants done on the event loop."""
+    """What one iteration of the step loop hands to the event loop."""
 
     events: dict[str, RouterEvents] = field(default_factory=dict)
 
-    def of(self, router_id: str) -> RouterEvents:
-        """The events for one router."""
+    def events_for(self, router_id: str) -> RouterEvents:
         return self.events.setdefault(router_id, RouterEvents())
 
     def __bool__(self) -> bool:
@@ -101,8 +103,8 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What a scheduler is like after a turn. `cache`: digests that have come to (True) or gone from
-    (False) its prefix cache since the turn before."""
+    """State of a scheduler after an iteration. `cache`: digests added to (True) or removed from
+    (False) its prefix cache since the snapshot before."""
 
     load: WorkerLoad = field(default_factory=WorkerLoad)
     num_unfinished: int = 0

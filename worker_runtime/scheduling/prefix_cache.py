@@ -1,33 +1,32 @@
-"""Blocks for sequences, with whatever of their KV is in the cache already.
+"""Allocates blocks to sequences, reusing cached KV of the same prefix.
 
-Only full blocks are shared, and a full block is never written again: where sequences part inside a
-block, each fills a block of its own. That is copy-on-write without the copy: the tokens before the
-parting, less than a block of them, are computed or sent once more.
+Only full blocks are shared, and a full block is never written again: where two sequences diverge
+inside a block, each fills a block of its own. That is copy-on-write without the copy; less than a
+block of tokens is computed or sent again.
 """
 
 from __future__ import annotations
 
+import time
+
 from engine.kv.allocator import BlockAllocator
 from protocol.kv_layout import KVFingerprint
+from protocol.messages import Submit
 from protocol.prefix import chain_seed, extend_chain
 from worker_runtime.scheduling.messages import PREFIX_CACHE_HITS, PREFIX_CACHE_QUERIES
 from worker_runtime.scheduling.sequence import Sequence
 
+#: Blocks hashed between two releases of the interpreter lock, about 0.1 ms.
+HASH_SLICE = 64
+
 
 class PrefixCache:
-    """What a scheduler knows of content: it names blocks once their KV is computed, finds them for
-    later sequences, and lets sequences that run at the same time follow one another. Changes
-    `block_ids`, `num_computed` and the cache fields of a sequence, nothing else.
-
-    Not `enabled`, it gives blocks as the allocator does.
-    """
+    """Names blocks once their KV is computed, finds them for later sequences, and lets sequences
+    that run at the same time reuse each other's. Changes `block_ids`, `num_computed`, `digests` and
+    the cache statistics of a sequence. When not `enabled`, it only allocates."""
 
     def __init__(
-        self,
-        blocks: BlockAllocator,
-        *,
-        fingerprint: KVFingerprint,
-        enabled: bool,
+        self, blocks: BlockAllocator, *, fingerprint: KVFingerprint, enabled: bool
     ) -> None:
         self._blocks = blocks
         self._block_size = blocks.block_size
@@ -36,17 +35,15 @@ class PrefixCache:
         self._num_queried = 0
         self._num_hit = 0
 
-    def take(
+    def allocate(
         self, sequence: Sequence, num_blocks: int, *, computes: bool = True, spare: int = 0
     ) -> bool:
-        """Give a sequence `num_blocks` blocks, of which the first may hold the KV of its tokens.
+        """Give a sequence `num_blocks` blocks, cached ones first; sets `num_computed`.
 
-        `num_computed` says of how many: never of all when it `computes` here, because the last
-        token has to run. False, and nothing is changed, when there are not that many blocks or less
-        than `spare` would be left.
+        A sequence that `computes` here always runs its last token, so not all of its tokens count
+        as computed. False, with nothing changed, when fewer than `spare` blocks would stay free.
         """
-        reusable = self._reusable(sequence, computes=computes)
-        shared = self._blocks.find(sequence.digests[:reusable])
+        shared = self._blocks.find(self._reusable(sequence, computes=computes))
         num_held = sum(map(self._blocks.is_held, shared))
         if num_blocks - num_held + spare > self._blocks.num_available:
             return False
@@ -54,24 +51,21 @@ class PrefixCache:
         fresh = self._blocks.allocate(num_blocks - len(shared))
         assert fresh is not None
         sequence.block_ids = [*shared, *fresh]
-        sequence.num_named = len(shared)
-        sequence.num_reusable = reusable
-        sequence.num_computed = len(shared) * self._block_size
+        sequence.resume_at(len(shared) * self._block_size)
         self._count(sequence)
         return True
 
-    def found(self, sequence: Sequence) -> int:
-        """Tokens whose KV would be there if the sequence came now."""
-        reusable = self._reusable(sequence, computes=True)
-        return self._block_size * len(self._blocks.find(sequence.digests[:reusable]))
+    def num_cached(self, sequence: Sequence) -> int:
+        """Tokens that `allocate` would find cached now."""
+        return self._block_size * len(self._blocks.find(self._reusable(sequence)))
 
     def catch_up(self, sequence: Sequence) -> bool:
-        """Take over blocks that others have computed since `take`; whether there were any. Not
-        while a step of the sequence is in flight."""
+        """Reuse blocks that other sequences have computed since `allocate`; whether there were any.
+        Not while a step of the sequence is in flight."""
         first = sequence.num_computed // self._block_size
-        if sequence.num_in_flight or first >= sequence.num_reusable:
+        if sequence.in_flight:
             return False
-        found = self._blocks.find(sequence.digests[first : sequence.num_reusable])
+        found = self._blocks.find(self._reusable(sequence)[first:])
         if not found:
             return False
         end = first + len(found)
@@ -80,59 +74,79 @@ class PrefixCache:
         sequence.block_ids[first:end] = found
         known = max(sequence.num_computed, sequence.num_once_computed)
         num_spared = max(0, end * self._block_size - known)
-        sequence.num_cached_tokens += num_spared
+        sequence.stats.num_cached_tokens += num_spared
         self._num_hit += num_spared
-        sequence.num_computed = end * self._block_size
-        sequence.num_named = end
+        sequence.resume_at(end * self._block_size)
         return True
 
-    def keep(self, sequence: Sequence) -> None:
-        """The KV of `num_computed` tokens is there for good: its full blocks may be shared."""
+    def publish(self, sequence: Sequence, num_tokens: int) -> None:
+        """KV of the last `num_tokens` computed tokens was written: full blocks can be shared."""
+        first = (sequence.num_computed - num_tokens) // self._block_size
         full = sequence.num_computed // self._block_size
-        if not self._enabled or full <= sequence.num_named:
+        if not self._enabled or full <= first:
             return
-        self._extend(sequence)
-        for i in range(sequence.num_named, full):
-            self._blocks.name(sequence.block_ids[i], sequence.digests[i])
-        sequence.num_named = full
+        digests = self._digests(sequence)
+        for i in range(first, full):
+            self._blocks.name(sequence.block_ids[i], digests[i])
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """KV of a sequence is unusable: no later sequence finds its blocks."""
+        self._blocks.forget(sequence.block_ids)
 
     def names_ahead(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
-        """Names of the shareable blocks that the next `num_tokens` tokens to be launched are in."""
-        start = sequence.num_computed + sequence.num_in_flight
+        """Names of the shareable blocks that the next `num_tokens` tokens to launch are in."""
+        start = sequence.num_launched
         end = -(-(start + num_tokens) // self._block_size)
-        return sequence.digests[start // self._block_size : min(end, sequence.num_reusable)]
+        return self._reusable(sequence)[start // self._block_size : end]
 
     def last_name(self, sequence: Sequence) -> bytes | None:
-        """The name of a waiting sequence's last full block, which stands for all before it."""
-        self._extend(sequence)
-        return sequence.digests[-1] if sequence.digests else None
+        """Name of a waiting sequence's last full block, which covers all before it."""
+        digests = self._digests(sequence)
+        return digests[-1] if digests else None
 
     def counters(self) -> dict[str, int]:
-        """Tokens looked up and found, since the start."""
-        return {
-            PREFIX_CACHE_QUERIES: self._num_queried,
-            PREFIX_CACHE_HITS: self._num_hit,
-        }
+        """Tokens looked up and found since the start."""
+        return {PREFIX_CACHE_QUERIES: self._num_queried, PREFIX_CACHE_HITS: self._num_hit}
 
-    def _reusable(self, sequence: Sequence, *, computes: bool) -> int:
-        """Blocks that may come from the cache."""
+    def _reusable(self, sequence: Sequence, *, computes: bool = True) -> list[bytes]:
+        """Names of the blocks that may come from the cache."""
         if not self._enabled or (computes and not sequence.reuses_prefix):
-            return 0
-        self._extend(sequence)
-        return (len(sequence.tokens) - computes) // self._block_size
+            return []
+        return self._digests(sequence)[: (len(sequence.tokens) - computes) // self._block_size]
 
-    def _extend(self, sequence: Sequence) -> None:
+    def _digests(self, sequence: Sequence) -> list[bytes]:
+        """Names of all full blocks. Only blocks filled by output tokens are hashed here; those of
+        the prompt come with the request."""
         digests, size = sequence.digests, self._block_size
         if self._enabled and len(digests) < len(sequence.tokens) // size:
             seed = b"" if digests else chain_seed(self._fingerprint, sequence.submit.cache_salt)
             extend_chain(digests, sequence.tokens, block_size=size, seed=seed)
+        return digests
 
     def _count(self, sequence: Sequence) -> None:
-        """What a sequence that was preempted finds again, it has computed itself."""
-        if sequence.num_preemptions:
-            sequence.num_cached_tokens = min(sequence.num_cached_tokens, sequence.num_computed)
+        """A preempted sequence that finds its own KV again counts no hit."""
+        stats = sequence.stats
+        if stats.num_preemptions:
+            stats.num_cached_tokens = min(stats.num_cached_tokens, sequence.num_computed)
             return
-        sequence.num_cached_tokens = sequence.num_computed
+        stats.num_cached_tokens = sequence.num_computed
         if self._enabled:
             self._num_queried += len(sequence.tokens)
             self._num_hit += sequence.num_computed
+
+
+def hash_blocks(submit: Submit, fingerprint: KVFingerprint, block_size: int) -> tuple[bytes, ...]:
+    """Names of the full blocks of a request's tokens, for `Submitted.digests`.
+
+    Runs beside the step thread. A thread that only hashes would keep the interpreter lock from it
+    for 5 ms at every operator of a step, so the lock is released every HASH_SLICE blocks.
+    """
+    digests: list[bytes] = []
+    tokens = (*submit.prompt_ids, *submit.output_ids)
+    seed = chain_seed(fingerprint, submit.cache_salt)
+    num_full = len(tokens) // block_size
+    while len(digests) < num_full:
+        if digests:
+            time.sleep(0)
+        extend_chain(digests, tokens, block_size=block_size, seed=seed, max_blocks=HASH_SLICE)
+    return tuple(digests)

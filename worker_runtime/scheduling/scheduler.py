@@ -1,22 +1,22 @@
-"""What the two schedulers share: the requests of a worker, how they end, what routers are told.
+"""The base of both schedulers: requests of a worker, how they end, what routers are told.
 
-Pure: commands and a clock in, a batch and an output out. `worker_runtime.step_loop` drives it on a
-thread of its own, and hands each turn's `Output` and `Snapshot` to the event loop.
+Pure: commands and a clock in, a batch and an output out. `worker_runtime.step_loop` drives it on
+the step thread and hands every `StepOutput` and `Snapshot` to the event loop.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from msgspec.structs import replace
 
 from engine.batch import StepBatch, StepResult
 from engine.kv.allocator import BlockAllocator
-from protocol.errors import DeadlineExceeded, ErrorInfo
+from protocol.errors import DeadlineExceeded, ErrorInfo, Internal
 from protocol.ids import RequestKey
 from protocol.kv_layout import KVFingerprint
 from protocol.logprobs import TokenLogprobs
@@ -24,11 +24,13 @@ from protocol.messages import FailEvent, TokenEvent, WorkerLoad
 from protocol.states import FinishReason
 from protocol.timeline import Phase, Span
 from worker_runtime.config import WorkerConfig
+from worker_runtime.scheduling.entry import RequestState, SchedulerEntry
 from worker_runtime.scheduling.inflight_steps import InflightSteps, Row
 from worker_runtime.scheduling.messages import (
     CANCELLED,
     FAILED,
     FINISHED,
+    NON_FINITE,
     RELEASED,
     RequestCancelled,
     RouterCommand,
@@ -40,25 +42,6 @@ from worker_runtime.scheduling.messages import (
 from worker_runtime.scheduling.prefix_cache import PrefixCache
 from worker_runtime.scheduling.sequence import Sequence
 
-
-@dataclass(slots=True)
-class SchedulerEntry(ABC):
-    """A request on a worker; `order` is its seniority (first arrived is served first)."""
-
-    sequence: Sequence
-    order: int
-
-    @property
-    def router_id(self) -> str:
-        """Who is told about it."""
-        return self.sequence.submit.router_id
-
-    @property
-    @abstractmethod
-    def ending(self) -> bool:
-        """Whether its outcome was told, and it only waits for its hand-off to let go of blocks."""
-
-
 E = TypeVar("E", bound=SchedulerEntry)
 C = TypeVar("C")
 Out = TypeVar("Out", bound=StepOutput)
@@ -66,7 +49,7 @@ Out = TypeVar("Out", bound=StepOutput)
 
 class Scheduler(ABC, Generic[E, C, Out]):
     """Decides what a worker does next. Not thread-safe: the step thread owns it. E: its entries,
-    C: what its side of the hand-off tells it."""
+    C: commands of its end of the hand-off."""
 
     def __init__(
         self,
@@ -82,59 +65,69 @@ class Scheduler(ABC, Generic[E, C, Out]):
         self._cache = PrefixCache(
             blocks, fingerprint=fingerprint, enabled=config.enable_prefix_caching
         )
+        self._dtype = fingerprint.dtype
         self._place = place
         self._entries: dict[RequestKey, E] = {}
         self._next_order = 0
         self._num_commands = 0
-        self._due = math.inf  # no deadline comes before this
-        self._flight: InflightSteps[E] = InflightSteps()
-        self.num_finished = 0
-        self.num_failed = 0
-        self.num_cancelled = 0
-        self.num_released = 0
+        self._next_expiry = math.inf  # no deadline is earlier
+        self._inflight: InflightSteps[E] = InflightSteps()
+        self._counters = dict.fromkeys((FINISHED, FAILED, CANCELLED, RELEASED, NON_FINITE), 0)
 
-    # --- what the workers differ in --------------------------------------------------------------
+    # --- what the two kinds differ in -----------------------------------------------------------
 
     @abstractmethod
     def new_output(self) -> Out:
-        """An empty output for the next turn."""
+        """An empty output for the next iteration."""
 
-    @abstractmethod
     def admit(self, now: float, out: Out) -> None:
-        """Give what has come in what it can have before the next plan."""
+        """Give arrived requests what they can have before the next plan."""
 
     @abstractmethod
     def plan(self, now: float, out: Out) -> StepBatch | None:
         """Expire, admit, and choose the tokens of the next step; None when nothing can run. The
-        step counts as launched; its result, or that of the one before, goes to `apply` next."""
+        step counts as launched; `apply` takes its result, or first that of the one before."""
 
-    @abstractmethod
     def launched(self, step: int, out: Out) -> None:
         """The planned step runs under this number (engine.executor.PendingStep)."""
 
     @abstractmethod
-    def apply(self, result: StepResult, now: float, out: Out) -> None:
-        """Take the oldest step in flight in."""
-
-    @abstractmethod
     def load(self) -> WorkerLoad:
-        """Figures for the routers."""
+        """Load figures for the routers."""
 
     @abstractmethod
-    def _enter(self, sequence: Sequence, order: int) -> E:
+    def _new_entry(self, sequence: Sequence, order: int) -> E:
         """The entry of a request that has just arrived."""
 
     @abstractmethod
-    def _handoff(self, command: C, now: float, out: Out) -> None:
-        """Take in what happened to a hand-off."""
+    def _handle_handoff(self, command: C, now: float, out: Out) -> None:
+        """Take one command of the hand-off."""
 
     @abstractmethod
-    def _leave(self, entry: E, out: Out, *, released: bool, error: ErrorInfo | None) -> None:
-        """Let go of a request that did not finish, and of its hand-off."""
+    def _count(self, row: Row[E], now: float) -> None:
+        """Add a landed row to the statistics of its sequence."""
 
     @abstractmethod
-    def _finished(self, entry: E, out: Out) -> None:
-        """Let go of a request whose last token was sampled, or whose prompt was all it wanted."""
+    def _sampled(
+        self, entry: E, token: int, logprobs: TokenLogprobs | None, now: float, out: Out
+    ) -> None:
+        """Take a token that a step sampled."""
+
+    @abstractmethod
+    def _abort(self, entry: E, out: Out, *, released: bool, error: ErrorInfo | None) -> None:
+        """Drop a request that did not finish, and end its hand-off."""
+
+    @abstractmethod
+    def _complete(self, entry: E, out: Out) -> None:
+        """Drop a request that finished here."""
+
+    @abstractmethod
+    def _wants_tokens(self, entry: E) -> bool:
+        """Whether results of its steps are still used."""
+
+    @abstractmethod
+    def _stopped(self, entry: E) -> None:
+        """A row of an entry landed that does not run any more."""
 
     @abstractmethod
     def _spans(self, entry: E) -> tuple[Span, ...]:
@@ -143,42 +136,81 @@ class Scheduler(ABC, Generic[E, C, Out]):
     # --- commands -------------------------------------------------------------------------------
 
     def handle(self, command: C | RouterCommand, now: float, out: Out) -> None:
-        """Take one command in."""
         self._num_commands += 1
         match command:
-            case Submitted(submit=submit, matcher=matcher):
-                if submit.key not in self._entries:
-                    sequence = Sequence.of(submit, now, matcher)
-                    sequence.mark_start(Phase.CREDIT_WAIT, now)
-                    self._entries[submit.key] = self._enter(sequence, self._next_order)
-                    self._next_order += 1
-                    self._due = min(self._due, sequence.deadline)
+            case Submitted():
+                self._submitted(command, now)
             case RequestCancelled(keys=keys):
                 self._cancel(keys, out)
             case RouterGone(router_id=router_id):
                 self._cancel([k for k, e in self._entries.items() if e.router_id == router_id], out)
             case _:
-                self._handoff(command, now, out)
+                self._handle_handoff(command, now, out)
+
+    def _submitted(self, command: Submitted, now: float) -> None:
+        submit = command.submit
+        if submit.key in self._entries:
+            return
+        sequence = Sequence.from_submit(submit, now, command.matcher, command.digests)
+        sequence.stats.begin(Phase.CREDIT_WAIT, now)
+        self._entries[submit.key] = self._new_entry(sequence, self._next_order)
+        self._next_order += 1
+        self._next_expiry = min(self._next_expiry, sequence.deadline)
 
     def _cancel(self, keys: Iterable[RequestKey], out: Out) -> None:
         for key in keys:
             entry = self._entries.get(key)
             if entry is not None and not entry.ending:
-                self.num_cancelled += 1
-                self._leave(entry, out, released=True, error=None)
+                self._counters[CANCELLED] += 1
+                self._abort(entry, out, released=True, error=None)
 
-    # --- events ---------------------------------------------------------------------------------
+    # --- results --------------------------------------------------------------------------------
 
-    def _scored(self, row: Row[E], logprobs: tuple[TokenLogprobs, ...], out: Out) -> None:
-        """Tell of prompt tokens that a step has scored."""
+    def apply(self, result: StepResult, now: float, out: Out) -> None:
+        """Take the result of the oldest step in flight."""
+        rows = self._inflight.land(now)
+        for index, (row, token) in enumerate(zip(rows, result.tokens, strict=True)):
+            entry, sequence = row.entry, row.entry.sequence
+            self._count(row, now)
+            if index in result.non_finite:
+                self._reject(entry, out)
+            elif entry.state is not RequestState.GONE:
+                self._cache.publish(sequence, row.num_tokens)
+                if sequence.scoring and self._wants_tokens(entry):
+                    self._emit_scores(row, result.target_logprobs.get(index, ()), out)
+                if token is not None and self._wants_tokens(entry):
+                    self._sampled(entry, token, result.logprobs.get(index), now, out)
+            if entry.state is not RequestState.RUNNING:
+                self._stopped(entry)
+
+    def _release(self, entry: E) -> None:
+        """Free the blocks of an entry that does not run any more, unless a step in flight writes to
+        them."""
+        if not entry.sequence.in_flight:
+            self._blocks.free(entry.sequence.drop_kv())
+
+    def _reject(self, entry: E, out: Out) -> None:
+        """Fail a request whose logits or hidden states are not finite; its KV is never reused."""
+        self._cache.withdraw(entry.sequence)
+        if not self._wants_tokens(entry):
+            return
+        self._counters[NON_FINITE] += 1
+        error = Internal(
+            f"the model's output is not finite in {self._dtype}: an activation or a weight "
+            "overflows",
+            param="dtype",
+        ).info()
+        self._fail_and_abort(entry, error, out, retriable=False)
+
+    def _emit_scores(self, row: Row[E], logprobs: tuple[TokenLogprobs, ...], out: Out) -> None:
         event = row.entry.sequence.score(logprobs, row.num_tokens)
         if event.finish is not None:
             event = replace(event, spans=self._spans(row.entry))
-            self.num_finished += 1
-            self._finished(row.entry, out)
-        out.of(row.entry.router_id).scores.append(event)
+            self._counters[FINISHED] += 1
+            self._complete(row.entry, out)
+        out.events_for(row.entry.router_id).scores.append(event)
 
-    def _tell(
+    def _emit_token(
         self,
         entry: E,
         token: int,
@@ -186,7 +218,7 @@ class Scheduler(ABC, Generic[E, C, Out]):
         finish: FinishReason | None,
         out: Out,
     ) -> None:
-        """Tell of the token that the sequence has just got; with `finish` it is the last."""
+        """Report the token just appended; with `finish` it is the last."""
         sequence = entry.sequence
         event = TokenEvent(
             key=sequence.key,
@@ -196,42 +228,43 @@ class Scheduler(ABC, Generic[E, C, Out]):
             spans=() if finish is None else self._spans(entry),
             logprobs=logprobs,
         )
-        out.of(entry.router_id).tokens.append(event)
+        out.events_for(entry.router_id).tokens.append(event)
         if finish is not None:
-            self.num_finished += 1
-            self._finished(entry, out)
+            self._counters[FINISHED] += 1
+            self._complete(entry, out)
+
+    # --- failures -------------------------------------------------------------------------------
 
     def _fail(self, entry: E, error: ErrorInfo, *, retriable: bool, out: Out) -> None:
-        """Tell that a request failed here."""
-        self.num_failed += 1
+        self._counters[FAILED] += 1
         event = FailEvent(
             key=entry.sequence.key, error=error, retriable=retriable, spans=self._spans(entry)
         )
-        out.of(entry.router_id).failures.append(event)
+        out.events_for(entry.router_id).failures.append(event)
+
+    def _fail_and_abort(self, entry: E, error: ErrorInfo, out: Out, *, retriable: bool) -> None:
+        self._fail(entry, error, retriable=retriable, out=out)
+        self._abort(entry, out, released=False, error=error)
 
     def _expire(self, now: float, out: Out) -> None:
-        """End the requests whose deadline has come."""
-        if now < self._due:
+        if now < self._next_expiry:
             return
         for entry in list(self._entries.values()):
             if now >= entry.sequence.deadline and not entry.ending:
                 error = DeadlineExceeded("the request's deadline passed", param="deadline").info()
-                self._fail(entry, error, retriable=False, out=out)
-                self._leave(entry, out, released=False, error=error)
-        earliest = self._earliest()
-        self._due = math.inf if earliest is None else earliest
+                self._fail_and_abort(entry, error, out, retriable=False)
+        self._next_expiry = self._earliest_deadline()
 
     def fail_all(self, error: ErrorInfo, out: Out) -> None:
-        """End every request: the engine is broken, another worker may serve them."""
+        """Fail every request: the engine is broken, and another worker may serve them."""
         for entry in list(self._entries.values()):
             if not entry.ending:
-                self._fail(entry, error, retriable=True, out=out)
-                self._leave(entry, out, released=False, error=error)
+                self._fail_and_abort(entry, error, out, retriable=True)
 
     # --- views ----------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """What it is like now; takes the changes of its prefix cache."""
+        """The present state; takes the changes of the prefix cache."""
         return Snapshot(
             load=self.load(),
             num_unfinished=self.num_unfinished,
@@ -239,34 +272,47 @@ class Scheduler(ABC, Generic[E, C, Out]):
             cache=self._blocks.take_changes(),
         )
 
-    def lasts(self, now: float) -> float:
-        """Seconds for which the step on its way is sure to run on; not positive when unknown."""
-        return self._flight.lasts(now)
+    def remaining_s(self, now: float) -> float:
+        """Seconds for which the step in flight surely runs on; not positive when unknown."""
+        return self._inflight.remaining_s(now)
 
-    def next_deadline(self) -> float | None:
-        """When something must be looked at even if no command arrives."""
-        return self._earliest()
+    def next_deadline(self) -> float:
+        """When the scheduler must run again even if no command arrives; infinity for never."""
+        return self._earliest_deadline()
 
-    def _earliest(self) -> float | None:
-        """The earliest deadline of all requests."""
+    def _earliest_deadline(self) -> float:
         alive = (e for e in self._entries.values() if not e.ending)
-        return min((e.sequence.deadline for e in alive), default=None)
+        return min((e.sequence.deadline for e in alive), default=math.inf)
 
     def counters(self) -> dict[str, int]:
-        """How requests ended here, since the start."""
-        return {
-            FINISHED: self.num_finished,
-            FAILED: self.num_failed,
-            CANCELLED: self.num_cancelled,
-            RELEASED: self.num_released,
-            **self._cache.counters(),
-        }
-
-    def num_lost_blocks(self) -> int:
-        """Blocks in use though no request is here and no step in flight: 0, or they are lost."""
-        return 0 if self._entries else self._blocks.num_held + self._blocks.num_quarantined
+        """How requests ended here, and use of the prefix cache, since the start."""
+        return {**self._counters, **self._cache.counters()}
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that are still here, those that only let go of blocks included."""
+        """Requests here, including those that only have to release blocks."""
         return len(self._entries)
+
+    def num_leaked_blocks(self) -> int:
+        """Blocks in use without a request; more than 0 is a defect. Call with no step in flight."""
+        return 0 if self._entries else self._blocks.num_held + self._blocks.num_quarantined
+
+    def check(self) -> None:
+        """Assert the invariants of entries, blocks and steps in flight. For tests, after every
+        command and step."""
+        self._blocks.check()
+        gone = {id(row.entry): row.entry for row in self._inflight.rows()}
+        for entry in self._entries.values():
+            assert entry.state is not RequestState.GONE
+            gone.pop(id(entry), None)
+        assert all(entry.state is RequestState.GONE for entry in gone.values())
+        references: Counter[int] = Counter()
+        for entry in (*self._entries.values(), *gone.values()):
+            sequence = entry.sequence
+            sequence.check(self._block_size)
+            in_flight = sum(r.num_tokens for r in self._inflight.rows() if r.entry is entry)
+            assert in_flight == sequence.num_launched - sequence.num_computed, sequence.key
+            held = [block for block in sequence.block_ids if self._blocks.is_held(block)]
+            assert not held or in_flight or entry.state not in entry.without_blocks, entry
+            references.update(held)
+        assert references == self._blocks.references()

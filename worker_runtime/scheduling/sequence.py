@@ -13,23 +13,53 @@ from protocol.sampling import SamplingParams
 from protocol.states import FinishReason
 from protocol.timeline import Phase, Span
 
-#: Prompt tokens of one sequence that one step scores: bounds the message that tells of them.
-MOST_SCORED = 512
+#: Prompt tokens of one sequence scored in one step: bounds the size of the event.
+MAX_SCORED = 512
+
+
+@dataclass(slots=True, kw_only=True)
+class SequenceStats:
+    """What is reported of a sequence; no decision depends on it. `phases`: start and end times."""
+
+    num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+    num_preemptions: int = 0
+    num_chunks: int = 0  # steps that ran prompt tokens
+    num_steps: int = 0  # steps that sampled a token
+    phases: dict[Phase, list[float]] = field(default_factory=dict)
+
+    def begin(self, phase: Phase, now: float) -> None:
+        """Start a phase; later calls for the same phase change nothing."""
+        self.phases.setdefault(phase, [now, now])
+
+    def end(self, phase: Phase, now: float) -> None:
+        """Extend a phase that has begun until now."""
+        if phase in self.phases:
+            self.phases[phase][1] = now
+
+    def spans(self, place: str, counts: dict[Phase, dict[str, int]]) -> tuple[Span, ...]:
+        return tuple(
+            Span(phase=phase, start=start, end=end, place=place, counts=counts.get(phase, {}))
+            for phase, (start, end) in self.phases.items()
+        )
 
 
 @dataclass(slots=True, kw_only=True)
 class Sequence:
-    """Tokens, blocks and marks of one request. Owned and changed by exactly one scheduler.
+    """Tokens and KV blocks of one request. Owned and changed by exactly one scheduler.
 
-    `tokens` are prompt + output so far; positions 0 .. num_computed - 1 have their KV in
-    `block_ids`. Steps that were launched and are not over run `num_in_flight` tokens after those
-    and will sample `num_pending` tokens; the newest of these as number `index` of its batch.
-    `history` is there when the sampling has penalties, `matcher` when there is a grammar.
-    `scoring` lasts until the log-probabilities of the prompt are out, where they are wanted.
+    Positions of `tokens` (prompt + output so far), in the blocks `block_ids`:
 
-    `digests` name its full blocks as far as anybody has asked; the first `num_named` of its blocks
-    can be shared, the first `num_reusable` could come from others; `num_cached_tokens` were not
-    computed for it. The first `num_once_computed` had their KV here before it was preempted.
+        0 ............ num_computed ......... num_launched ......... len(tokens)
+        KV is written  steps in flight write  not yet in a step
+
+    While a sampling step is in flight, the position after the last known token counts as a token:
+    `num_pending` is 1 for it, 2 once the next step that runs it samples as well. `row` is the
+    sequence's row in the newest step launched. `check` holds these as assertions.
+
+    history: counts of the output's tokens, for penalties. matcher: of its grammar.
+    scoring: log-probabilities of prompt tokens are wanted and not complete.
+    digests: names of its first full blocks (prefix_cache). num_once_computed: tokens whose KV was
+    here before a preemption.
     """
 
     submit: Submit
@@ -41,22 +71,20 @@ class Sequence:
     scoring: bool = False
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
-    num_in_flight: int = 0
-    num_pending: int = 0
-    index: int | None = None
+    num_launched: int = 0
+    row: int = 0
     digests: list[bytes] = field(default_factory=list)
-    num_named: int = 0
-    num_reusable: int = 0
-    num_cached_tokens: int = 0
     num_once_computed: int = 0
-    num_preemptions: int = 0
-    num_steps: int = 0
-    num_chunks: int = 0
-    marks: dict[Phase, list[float]] = field(default_factory=dict)
+    stats: SequenceStats = field(default_factory=SequenceStats)
 
     @classmethod
-    def of(cls, submit: Submit, now: float, matcher: Matcher | None = None) -> Sequence:
-        """The sequence of a request that has just arrived."""
+    def from_submit(
+        cls,
+        submit: Submit,
+        now: float,
+        matcher: Matcher | None = None,
+        digests: tuple[bytes, ...] = (),
+    ) -> Sequence:
         prompt, output, sampling = submit.prompt_ids, submit.output_ids, submit.sampling
         return cls(
             submit=submit,
@@ -66,16 +94,17 @@ class Sequence:
             history=TokenHistory(prompt, output, sampling) if sampling.penalised else None,
             matcher=matcher,
             scoring=sampling.prompt_logprobs is not None,
+            digests=list(digests),
         )
+
+    # --- what follows from the state ------------------------------------------------------------
 
     @property
     def key(self) -> RequestKey:
-        """Request and attempt."""
         return self.submit.key
 
     @property
     def sampling(self) -> SamplingParams:
-        """How its tokens are chosen."""
         return self.submit.sampling
 
     @property
@@ -85,51 +114,75 @@ class Sequence:
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens whose KV is missing; 1 for a sequence that is decoding."""
+        """Tokens without KV; 1 for a decoding sequence."""
         return len(self.tokens) - self.num_computed
 
     @property
+    def in_flight(self) -> bool:
+        return self.num_launched > self.num_computed
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that steps in flight sample: the last of them ran up to the last known token, or
+        to one that is pending itself."""
+        pending = self.num_launched + 1 - len(self.tokens)
+        if pending <= 0 or not self.in_flight or self.sampling.max_tokens == 0:
+            return 0
+        return pending
+
+    @property
     def ends_next(self) -> bool:
-        """Whether its next token is the last whichever it is, or none is wanted."""
+        """Whether its next token is the last one in any case, or no output is wanted."""
         return self.num_output + 1 >= self.sampling.max_tokens
 
     @property
-    def reuses_prefix(self) -> bool:
-        """Whether prompt tokens whose KV is there need not run: not if their logits are wanted."""
-        return not self.submit.bypass_prefix_cache and self.sampling.prompt_logprobs is None
-
-    @property
-    def prompt_event(self) -> PromptEvent:
-        """What routers are told of its prompt."""
-        cached = min(self.num_cached_tokens, len(self.submit.prompt_ids))
-        return PromptEvent(key=self.key, num_cached_tokens=cached)
-
-    @property
     def plans_ahead(self) -> bool:
-        """Whether its next token can be chosen before the host knows the one in flight."""
+        """Whether a step can be planned before the host knows the token in flight: penalties and
+        grammars need it."""
         return self.history is None and self.matcher is None
 
     @property
-    def num_runnable(self) -> int:
-        """Tokens that a step launched now could run: 1 for a sequence that is decoding, also while
-        that token is being sampled; 0 when what is in flight must be seen first or is the end."""
-        ended = self.num_output + self.num_pending >= self.sampling.max_tokens
-        if self.num_pending and (ended or not self.plans_ahead):
-            return 0
-        return len(self.tokens) + self.num_pending - self.num_computed - self.num_in_flight
+    def reuses_prefix(self) -> bool:
+        """Whether cached prompt tokens need not run: they must if their logits are wanted."""
+        return not self.submit.bypass_prefix_cache and self.sampling.prompt_logprobs is None
 
-    def part(self, num_runnable: int, budget: int) -> tuple[int, bool]:
-        """How many of its runnable tokens a step with room for `budget` runs, and whether it
-        samples the one after them."""
-        num_tokens = (
-            min(num_runnable, budget, MOST_SCORED) if self.scoring else min(num_runnable, budget)
-        )
+    @property
+    def num_runnable(self) -> int:
+        """Tokens that a step launched now could run: 1 for a decoding sequence, also while that
+        token is pending; 0 when a step in flight has to land first or samples the last token."""
+        pending = self.num_pending
+        ended = self.num_output + pending >= self.sampling.max_tokens
+        if pending and (ended or not self.plans_ahead):
+            return 0
+        return len(self.tokens) + pending - self.num_launched
+
+    @property
+    def prompt_event(self) -> PromptEvent:
+        """Reports to the router how much of the prompt was cached."""
+        cached = min(self.stats.num_cached_tokens, len(self.submit.prompt_ids))
+        return PromptEvent(key=self.key, num_cached_tokens=cached)
+
+    def check(self, block_size: int) -> None:
+        """Assert the relations between the fields, which hold before and after every step."""
+        assert 0 <= self.num_computed <= self.num_launched <= len(self.tokens) + self.num_pending
+        assert self.num_pending <= 2, self.num_pending
+        assert not self.in_flight or self.num_launched <= len(self.block_ids) * block_size
+        assert self.block_ids or not self.num_computed
+        assert len(set(self.block_ids)) == len(self.block_ids), self.block_ids
+        assert len(self.digests) <= len(self.tokens) // block_size
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    def chunk(self, num_runnable: int, budget: int) -> tuple[int, bool]:
+        """(tokens that a step with room for `budget` runs, whether it samples the next one)."""
+        num_tokens = min(num_runnable, budget)
+        if self.scoring:
+            num_tokens = min(num_tokens, MAX_SCORED)
         return num_tokens, num_tokens == num_runnable and self.sampling.max_tokens > 0
 
-    def launch(self, num_tokens: int, *, samples: bool, index: int) -> SequenceStep:
-        """What the engine is asked to do next: the first `num_tokens` runnable tokens, as number
-        `index` of a batch. Until `land` they are in flight."""
-        start = self.num_computed + self.num_in_flight
+    def launch(self, num_tokens: int, *, samples: bool, row: int) -> SequenceStep:
+        """Put the first `num_tokens` runnable tokens in flight, as row `row` of a step."""
+        start = self.num_launched
         known = start < len(self.tokens)
         history = self.history if samples else None
         step = SequenceStep(
@@ -141,65 +194,40 @@ class Sequence:
             allowed=self._allowed() if samples else None,
             seen=history.seen() if history else b"",
             counts=history.counts() if history else b"",
-            targets=self._targets(start, num_tokens) if self.scoring else (),
+            targets=self.submit.prompt_ids[start + 1 : start + num_tokens + 1]
+            if self.scoring
+            else (),
             num_top=self.sampling.prompt_logprobs or 0,
-            previous=None if known else self.index,
+            previous=None if known else self.row,
         )
-        self.num_in_flight += num_tokens
-        self.num_pending += samples
-        self.index = index
+        self.num_launched += num_tokens
+        self.row = row
         return step
 
-    def land(self, num_tokens: int, *, samples: bool) -> None:
-        """The oldest step in flight is over; the token it sampled, if any, is appended by
-        `append`."""
-        self.num_in_flight -= num_tokens
+    def land(self, num_tokens: int) -> None:
+        """The oldest step in flight is over; `append` takes the token that it sampled, if any."""
         self.num_computed += num_tokens
-        self.num_pending -= samples
+
+    def resume_at(self, num_computed: int) -> None:
+        """KV of the first `num_computed` tokens is in the blocks, and no step is in flight."""
+        assert not self.in_flight
+        self.num_computed = self.num_launched = num_computed
 
     def drop_kv(self) -> list[int]:
-        """Let go of all KV; the blocks that held it."""
+        """Give up all KV, with no step in flight; returns the blocks that held it."""
         blocks, self.block_ids = self.block_ids, []
         self.num_once_computed = max(self.num_once_computed, self.num_computed)
-        self.num_computed = 0
+        self.resume_at(0)
         return blocks
 
-    def _allowed(self) -> bytes | None:
-        """The ids that the grammar leaves; `constrain` has come before."""
-        if self.matcher is None:
-            return None
-        assert self.matcher.mask is not None
-        return self.matcher.mask
-
-    def _banned(self) -> tuple[int, ...]:
-        """Ends before min_tokens, unless the grammar leaves nothing else."""
-        banned = self.sampling.banned(self.num_output + self.num_pending)
-        if banned and self.matcher is not None and not self.matcher.leaves_any(banned):
-            return ()
-        return banned
-
-    def _grammar_ends(self, token: int) -> bool:
-        """An end is only allowed before min_tokens where the grammar leaves nothing else."""
-        return self.matcher is not None and token in self.sampling.eos_token_ids
-
-    def _targets(self, start: int, num_tokens: int) -> tuple[int, ...]:
-        return self.submit.prompt_ids[start + 1 : start + num_tokens + 1]
-
-    def score(self, logprobs: tuple[TokenLogprobs, ...], num_tokens: int) -> ScoreEvent:
-        """What to tell of a step that has landed, while `scoring`: it ran `num_tokens`. The request
-        ends with its prompt when no output is wanted."""
-        start = self.num_computed - num_tokens + 1
-        self.scoring = start + len(logprobs) < len(self.submit.prompt_ids)
-        ended = self.sampling.max_tokens == 0 and not self.scoring
-        finish = FinishReason.LENGTH if ended else None
-        return ScoreEvent(key=self.key, start=start, logprobs=logprobs, finish=finish)
-
     def append(self, token: int) -> FinishReason | None:
-        """Add a sampled token; say whether, and why, it is the last."""
+        """Add a sampled token; the reason when it is the last."""
         self.tokens.append(token)
         if self.history is not None:
             self.history.add(token)
-        if self.sampling.ends_with(token, self.num_output) or self._grammar_ends(token):
+        # A grammar allows an end before min_tokens only where it leaves nothing else.
+        grammar_ends = self.matcher is not None and token in self.sampling.eos_token_ids
+        if self.sampling.ends_with(token, self.num_output) or grammar_ends:
             return FinishReason.STOP
         if self.num_output >= self.sampling.max_tokens:
             return FinishReason.LENGTH
@@ -207,18 +235,25 @@ class Sequence:
             self.matcher.take([token])
         return None
 
-    def mark_start(self, phase: Phase, now: float) -> None:
-        """The phase begins (the first call counts)."""
-        self.marks.setdefault(phase, [now, now])
+    def score(self, logprobs: tuple[TokenLogprobs, ...], num_tokens: int) -> ScoreEvent:
+        """The event of a landed step that ran `num_tokens`, while `scoring`. The request finishes
+        with its prompt when no output is wanted."""
+        start = self.num_computed - num_tokens + 1
+        self.scoring = start + len(logprobs) < len(self.submit.prompt_ids)
+        finished = self.sampling.max_tokens == 0 and not self.scoring
+        finish = FinishReason.LENGTH if finished else None
+        return ScoreEvent(key=self.key, start=start, logprobs=logprobs, finish=finish)
 
-    def mark_end(self, phase: Phase, now: float) -> None:
-        """The phase has lasted until now."""
-        if phase in self.marks:
-            self.marks[phase][1] = now
+    def _allowed(self) -> bytes | None:
+        """The mask of its grammar, computed before the step was planned."""
+        if self.matcher is None:
+            return None
+        assert self.matcher.mask is not None
+        return self.matcher.mask
 
-    def spans(self, place: str, counts: dict[Phase, dict[str, int]]) -> tuple[Span, ...]:
-        """The phases of this sequence as timeline spans."""
-        return tuple(
-            Span(phase=phase, start=start, end=end, place=place, counts=counts.get(phase, {}))
-            for phase, (start, end) in self.marks.items()
-        )
+    def _banned(self) -> tuple[int, ...]:
+        """End tokens before min_tokens, unless the grammar leaves nothing else."""
+        banned = self.sampling.banned(self.num_output + self.num_pending)
+        if banned and self.matcher is not None and not self.matcher.leaves_any(banned):
+            return ()
+        return banned

@@ -1,8 +1,7 @@
 """Asks Linux to back large tensors with 2 MiB pages.
 
-Weights and KV are read end to end, or page by page in no order, every step: with 4 KiB pages the
-processor spends as long on address translation as on reading (measured: 19 against 34 GB/s on one
-core). This is advice: where it is not taken, nothing but speed changes.
+Every step reads weights and KV; with 4 KiB pages the processor spends as long on address
+translation as on reading (measured: 19 against 34 GB/s on one core). Only speed depends on it.
 """
 
 from __future__ import annotations
@@ -21,10 +20,8 @@ _PACKED_BYTES = "_nbytes"  # a packed tensor has no public size
 
 
 def advise_huge_pages(tensors: Iterable[Tensor]) -> None:
-    """Move CPU memory that is already filled to huge pages (a copy: once, after loading).
-
-    Neighbouring tensors are taken together, because each alone may be smaller than a huge page.
-    """
+    """Move filled CPU memory to huge pages (a copy, once after loading). Neighbouring tensors are
+    merged, because each alone may be smaller than a huge page."""
     spans = sorted(span for tensor in tensors if (span := _span(tensor))[1] > span[0])
     merged: list[tuple[int, int]] = []
     for first, last in spans:
@@ -38,7 +35,7 @@ def advise_huge_pages(tensors: Iterable[Tensor]) -> None:
 
 
 def empty_on_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A CPU tensor of any content, advised before its memory is first touched."""
+    """An uninitialised CPU tensor, advised before its memory is first touched."""
     out = torch.empty(shape, dtype=dtype)
     first, last = _span(out)
     _advise(first, last, _MADV_HUGEPAGE)

@@ -48,12 +48,10 @@ class PackedLinear:
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[T, in] -> [T, out]`."""
         out: Tensor = _product(x, self.weight, self._bias, "none", [], "")
         return out
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """The sum residual + x W^T + b."""
         out: Tensor = _product.binary(x, residual, self.weight, self._bias, "add")
         return out
 
@@ -70,7 +68,6 @@ class PackedGated:
         self._up_bias = up_bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[T, H] -> [T, I]`."""
         gate = _product(x, self.gate, self._gate_bias, "swish", [], "")
         out: Tensor = _product.binary(x, gate, self.up, self._up_bias, "mul")
         return out
@@ -85,11 +82,9 @@ class DenseLinear:
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[T, in] -> [T, out]`."""
         return functional.linear(x, self._weight, self._bias)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """The sum residual + x W^T + b."""
         if self._bias is not None:
             residual = residual + self._bias
         return torch.addmm(residual, x, self._transposed)
@@ -103,7 +98,6 @@ class DenseGated:
         self._up = up
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[T, H] -> [T, I]`."""
         return functional.silu(self._gate(x), inplace=True).mul_(self._up(x))
 
 
@@ -128,7 +122,7 @@ class AttentionGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuPlan:
-    """What every layer of one step shares."""
+    """What the layers of one step share."""
 
     cos: Tensor
     sin: Tensor
@@ -145,17 +139,14 @@ class CpuKernels:
         self._weights: list[Tensor] = []
 
     def use_threads(self, count: int) -> None:
-        """Threads of every operator of this process from now on."""
         if torch.get_num_threads() != count:
             torch.set_num_threads(count)
 
     def loaded(self) -> None:
-        """All weights are there."""
         advise_huge_pages(self._weights)
         self._weights.clear()
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """Packed where that pays."""
         if not self._packs:
             return DenseLinear(weight, bias)
         linear = PackedLinear(weight, bias)
@@ -165,7 +156,6 @@ class CpuKernels:
     def gated_linear(
         self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
     ) -> Product:
-        """Packed where that pays."""
         if self._packs:
             packed = PackedGated(gate, up, gate_bias, up_bias)
             self._weights += (packed.gate, packed.up)
@@ -188,7 +178,6 @@ class CpuKernels:
         )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """The norm of each row."""
         return functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
     def rope_and_write_kv(self, qkv: Tensor, kv: Tensor, plan: CpuPlan) -> Tensor:
@@ -203,7 +192,6 @@ class CpuKernels:
         return heads[:, :q_heads]
 
     def paged_attention(self, q: Tensor, kv: Tensor, plan: CpuPlan) -> Tensor:
-        """Attention group by group: `[T, Q, D] -> [T, Q D]`."""
         pages = kv.view(-1, self.geometry.block_size * self.geometry.head_dim)
         parts = [_attend(q[group.rows], pages, group, self.geometry) for group in plan.groups]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -243,7 +231,7 @@ def _decode_group(inputs: StepInputs, first: int, last: int, geometry: Geometry)
 
 
 def _chunk_groups(inputs: StepInputs, geometry: Geometry) -> list[AttentionGroup]:
-    """Each longer chunk on its own; the mask covers one tile of its rows."""
+    """One group per longer chunk; the mask covers one tile of its rows."""
     groups = []
     row = inputs.num_decodes
     for s in range(inputs.num_decodes, len(inputs.queries)):
@@ -280,15 +268,14 @@ def _attend(q: Tensor, pages: Tensor, group: AttentionGroup, geometry: Geometry)
         2, group.num_sequences * geometry.num_kv_heads, -1, geometry.head_dim
     ).unbind()
     if group.queries == 1:
-        # Whoever had the block before may have left NaN there, which no mask and no weight of 0
-        # keeps out of a sum.
+        # Stale KV may be NaN, which no mask and no weight of 0 keeps out of a sum.
         gathered.view(-1, geometry.head_dim).index_fill_(0, group.unused, 0.0)
         return _attend_decodes(q, k, v, group.mask, geometry)
     return _attend_chunk(q, k, v, group, geometry)
 
 
 def _attend_decodes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, geometry: Geometry) -> Tensor:
-    """One query a sequence. The queries that share a KV head are the rows of one product."""
+    """One query per sequence. Queries that share a KV head are the rows of one product."""
     num_sequences = q.shape[0]
     q = q.reshape(k.shape[0], geometry.group_size, geometry.head_dim)
     scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=geometry.scale)

@@ -1,9 +1,8 @@
-"""Builds kernels.cpp with the machine's own C++ compiler, once, and binds its functions.
+"""Builds kernels.cpp with the C++ compiler of the machine, once, and binds its functions.
 
-The file includes no header of torch, so that this takes seconds. What is built depends on the
-source, the compiler and the processor, and lies in a cache under the name of their hash. Where
-there is no compiler, or no processor for it, there is no library, and the engine runs on torch's
-operators alone.
+The source includes no torch header, so this takes seconds. The library is cached under a hash of
+source, compiler and processor. Without a compiler or a suitable processor there is no library, and
+the engine runs on torch's operators.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ log = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 _FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-pthread", "-w")
-#: Set to 0 to run without it.
+#: Set to 0 to run without the library.
 SWITCH = "BATON_NATIVE_KERNELS"
 _AMX = "amx_bf16"
 _NEEDED = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
@@ -54,7 +53,7 @@ class AttentionShape(ctypes.Structure):
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """The library, built if need be; None where it cannot be had. Safe among processes."""
+    """The library, built on first use; None where it is not available. Safe between processes."""
     if os.environ.get(SWITCH) == "0" or not _processor_flags() >= _NEEDED:
         return None
     compiler = shutil.which(os.environ.get("CXX", "c++"))
@@ -73,7 +72,7 @@ def load_library() -> ctypes.CDLL | None:
 
 
 def has_matrix_unit() -> bool:
-    """Whether the processor multiplies matrices in a unit that only torch's oneDNN makes use of."""
+    """Whether the processor has a matrix unit, which only torch's oneDNN uses."""
     return _AMX in _processor_flags()
 
 
@@ -86,7 +85,7 @@ def _built(compiler: str) -> Path:
         made = Path(folder) / path.name
         command = [compiler, *_FLAGS, "-o", str(made), str(_SOURCE)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
-        made.replace(path)  # whole or not at all, whoever else builds it
+        made.replace(path)  # atomic: other processes may build it too
     return path
 
 

@@ -1,8 +1,8 @@
-"""engine.kernels.base.Kernels on the functions of kernels.cpp, in bfloat16.
+"""Implements engine.kernels.base.Kernels with the functions of kernels.cpp, in bfloat16.
 
-Every operation is one call that holds no lock of Python's while it runs. Where the processor has a
-matrix unit, steps of many rows run on torch's operators, which use it; weights are then kept packed
-for both.
+Every operation is one call that runs without the interpreter lock. Where the processor has a matrix
+unit, steps of many rows run on torch's operators, which use it; weights are then kept packed for
+both.
 """
 
 from __future__ import annotations
@@ -23,55 +23,49 @@ from engine.kernels.native.build import AttentionShape, has_matrix_unit, load_li
 
 _PANEL = 32  # outputs of one panel of packed weights
 _HEAD_DIMS = (64, 96, 128)
-#: Rows from which a matrix unit is used: fewer take as long as it takes to read the weights.
+#: Rows from which a matrix unit is used: fewer take as long as reading the weights.
 _WIDE_ROWS = 33
 
 
 def serves(geometry: Geometry) -> bool:
-    """Whether this machine and this shape have these kernels."""
+    """Whether these kernels run on this machine and serve this shape."""
     if geometry.dtype is not torch.bfloat16 or geometry.head_dim not in _HEAD_DIMS:
         return False
     return load_library() is not None
 
 
 class _Threads:
-    """How many threads the calls of one engine take."""
+    """Number of threads of the calls of one engine."""
 
     def __init__(self) -> None:
         self.count = torch.get_num_threads()
 
 
-class _Panels:
-    """Packed weights of `outputs` outputs, and the function that multiplies rows by them."""
+class _PackedProduct:
+    """Weights packed in panels for a function that multiplies rows by them. `outputs`, `inputs`:
+    of the product."""
 
     def __init__(
         self, function: Any, threads: _Threads, weight: Tensor, outputs: int, inputs: int
     ) -> None:
         self._function = function
         self._threads = threads
-        self._weight = weight
+        self.weight = weight
         self._outputs, self._inputs = outputs, inputs
 
-    def __call__(self, x: Tensor, first: Tensor | None, second: Tensor | None) -> Tensor:
+    def run(self, x: Tensor, first: Tensor | None, second: Tensor | None) -> Tensor:
         """Rows of x times the weights, with the two tensors that the function adds."""
         x = x.contiguous()
         out = x.new_empty(x.shape[0], self._outputs)
         self._function(
-            x.data_ptr(),
-            x.shape[0],
-            self._inputs,
-            self._weight.data_ptr(),
-            self._outputs,
-            _address(first),
-            _address(second),
-            out.data_ptr(),
-            self._threads.count,
+            *(x.data_ptr(), x.shape[0], self._inputs, self.weight.data_ptr(), self._outputs),
+            *(_address(first), _address(second), out.data_ptr(), self._threads.count),
         )
         return out
 
 
-class NativeLinear:
-    """The product x W^T + b, or the sum of it and a residual; `wide`: the same for many rows."""
+class NativeLinear(_PackedProduct):
+    """The product x W^T + b, or its sum with a residual; `wide` computes it for many rows."""
 
     def __init__(
         self,
@@ -81,25 +75,22 @@ class NativeLinear:
         bias: Tensor | None,
         wide: Linear | None,
     ) -> None:
+        super().__init__(library.baton_linear, threads, _packed(library, weight), *weight.shape)
         self._bias = bias
         self._wide = wide
-        self.weight = _packed(library, weight)
-        self._panels = _Panels(library.baton_linear, threads, self.weight, *weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[T, in] -> [T, out]`."""
         if self._wide is not None and x.shape[0] >= _WIDE_ROWS:
             return self._wide(x)
-        return self._panels(x, self._bias, None)
+        return self.run(x, self._bias, None)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """The sum residual + x W^T + b."""
         if self._wide is not None and x.shape[0] >= _WIDE_ROWS:
             return self._wide.add(x, residual)
-        return self._panels(x, self._bias, residual.contiguous())
+        return self.run(x, self._bias, residual.contiguous())
 
 
-class NativeGated:
+class NativeGated(_PackedProduct):
     """The product silu(x gate^T + b) * (x up^T + b) as one call; `wide` as in NativeLinear."""
 
     def __init__(
@@ -110,21 +101,20 @@ class NativeGated:
         biases: tuple[Tensor | None, Tensor | None],
         wide: Product | None,
     ) -> None:
+        packed = _packed(library, _interleaved(weights))
+        super().__init__(library.baton_gated, threads, packed, *weights[0].shape)
         self._biases = biases
         self._wide = wide
-        self.weight = _packed(library, _interleaved(weights))
-        self._panels = _Panels(library.baton_gated, threads, self.weight, *weights[0].shape)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[T, H] -> [T, I]`."""
         if self._wide is not None and x.shape[0] >= _WIDE_ROWS:
             return self._wide(x)
-        return self._panels(x, *self._biases)
+        return self.run(x, *self._biases)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativePlan:
-    """What every layer of one step shares. queries, contexts, starts, tables: int32, as `attend`
+    """What the layers of one step share. queries, contexts, starts, tables: int32, as `attend`
     takes them."""
 
     cos: Tensor
@@ -138,14 +128,14 @@ class NativePlan:
 
 
 class NativeKernels:
-    """engine.kernels.base.Kernels on the CPU this library was built for."""
+    """The operations of one rank on the CPU that the library was built for."""
 
     def __init__(self, geometry: Geometry, matrix_unit: bool | None = None) -> None:
         """`matrix_unit`: whether torch runs steps of many rows; None asks the processor."""
         library = load_library()
         assert library is not None, "ask `serves` first"
-        wanted = has_matrix_unit() if matrix_unit is None else matrix_unit
-        self._wide = CpuKernels(geometry) if wanted else None
+        has_unit = has_matrix_unit() if matrix_unit is None else matrix_unit
+        self._wide = CpuKernels(geometry) if has_unit else None
         self.geometry = geometry
         self._library = library
         self._threads = _Threads()
@@ -162,20 +152,17 @@ class NativeKernels:
         self._shape_address = ctypes.addressof(self._shape)
 
     def use_threads(self, count: int) -> None:
-        """Threads of every call from now on."""
         self._threads.count = count
-        _leave_torch(1)
+        _set_torch_threads(1)
 
     def loaded(self) -> None:
-        """All weights are there."""
         if self._wide is not None:
             self._wide.loaded()
         advise_huge_pages(self._weights)
         self._weights.clear()
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """Packed into panels, which hold inputs two by two."""
-        if weight.shape[1] % 2:
+        if weight.shape[1] % 2:  # panels hold inputs in pairs
             return DenseLinear(weight, bias)
         wide = None if self._wide is None else self._wide.linear(weight, bias)
         linear = NativeLinear(self._library, self._threads, weight, bias, wide)
@@ -185,7 +172,6 @@ class NativeKernels:
     def gated_linear(
         self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
     ) -> Product:
-        """Packed into panels of both."""
         if gate.shape[1] % 2:
             return DenseGated(DenseLinear(gate, gate_bias), DenseLinear(up, up_bias))
         wide = None
@@ -196,12 +182,14 @@ class NativeKernels:
         return gated
 
     def prepare(self, inputs: StepInputs, cos: Tensor, sin: Tensor) -> NativePlan | CpuPlan:
-        """Block tables end to end; for many rows and a matrix unit, what torch's operators need."""
+        """Concatenated block tables; for many rows and a matrix unit, the plan of torch's
+        operators. Torch's own threads spin for a while after each operator, so they are off while
+        these kernels run."""
         if self._wide is not None:
             if inputs.num_tokens >= _WIDE_ROWS:
-                _leave_torch(self._threads.count)
+                _set_torch_threads(self._threads.count)
                 return self._wide.prepare(inputs, cos, sin)
-            _leave_torch(1)
+            _set_torch_threads(1)
         lengths = [len(ids) for ids in inputs.block_ids]
         return NativePlan(
             cos=cos,
@@ -215,64 +203,42 @@ class NativeKernels:
         )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """The norm of each row."""
         if self._wide is not None and x.shape[0] >= _WIDE_ROWS:
             return self._wide.rms_norm(x, weight, eps)
         x = x.contiguous()
         out = torch.empty_like(x)
         self._library.baton_rms_norm(
-            x.data_ptr(),
-            x.shape[0],
-            x.shape[1],
-            weight.data_ptr(),
-            eps,
-            out.data_ptr(),
-            self._threads.count,
+            *(x.data_ptr(), *x.shape, weight.data_ptr(), eps, out.data_ptr(), self._threads.count)
         )
         return out
 
     def rope_and_write_kv(self, qkv: Tensor, kv: Tensor, plan: NativePlan | CpuPlan) -> Tensor:
-        """Rotated q, a view of `qkv`; k and v are written."""
+        """Write k and v; the rotated q is a view of `qkv`."""
         if isinstance(plan, CpuPlan):
             assert self._wide is not None
             return self._wide.rope_and_write_kv(qkv, kv, plan)
         self._library.baton_rope(
-            qkv.data_ptr(),
-            qkv.shape[0],
-            self._shape_address,
-            plan.cos.data_ptr(),
-            plan.sin.data_ptr(),
-            plan.positions.data_ptr(),
-            plan.slots.data_ptr(),
-            kv.data_ptr(),
-            self._threads.count,
+            *(qkv.data_ptr(), qkv.shape[0], self._shape_address),
+            *(plan.cos.data_ptr(), plan.sin.data_ptr(), plan.positions.data_ptr()),
+            *(plan.slots.data_ptr(), kv.data_ptr(), self._threads.count),
         )
         heads = qkv.view(qkv.shape[0], -1, self.geometry.head_dim)
         return heads[:, : self.geometry.num_q_heads]
 
     def paged_attention(self, q: Tensor, kv: Tensor, plan: NativePlan | CpuPlan) -> Tensor:
-        """`[T, Q, D] -> [T, Q D]`."""
         if isinstance(plan, CpuPlan):
             assert self._wide is not None
             return self._wide.paged_attention(q, kv, plan)
         out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
         self._library.baton_attend(
-            self._shape_address,
-            q.data_ptr(),
-            kv.data_ptr(),
-            plan.queries.shape[0],
-            plan.queries.data_ptr(),
-            plan.contexts.data_ptr(),
-            plan.starts.data_ptr(),
-            plan.tables.data_ptr(),
-            out.data_ptr(),
-            self._threads.count,
+            *(self._shape_address, q.data_ptr(), kv.data_ptr(), plan.queries.shape[0]),
+            *(plan.queries.data_ptr(), plan.contexts.data_ptr(), plan.starts.data_ptr()),
+            *(plan.tables.data_ptr(), out.data_ptr(), self._threads.count),
         )
         return out
 
 
-def _leave_torch(count: int) -> None:
-    """Torch's own threads spin for a while after each operator, where ours are to run."""
+def _set_torch_threads(count: int) -> None:
     if torch.get_num_threads() != count:
         torch.set_num_threads(count)
 
@@ -286,7 +252,7 @@ def _packed(library: ctypes.CDLL, weight: Tensor) -> Tensor:
 
 
 def _interleaved(weights: tuple[Tensor, Tensor]) -> Tensor:
-    """Sixteen outputs of the one, sixteen of the other, in turn; zeros fill the last."""
+    """Sixteen outputs of one weight, sixteen of the other, in turn; zeros fill the last."""
     missing = -weights[0].shape[0] % (_PANEL // 2)
     parts = [functional.pad(weight, (0, 0, 0, missing)) for weight in weights]
     return torch.stack([part.unflatten(0, (-1, _PANEL // 2)) for part in parts], 1).flatten(0, 2)

@@ -201,6 +201,20 @@ def test_starving_request_gets_its_turn_before_younger_ones() -> None:
     assert done_before_big < 40
 
 
+def test_a_sequence_that_fits_only_by_sharing_starts_once_there_is_something_to_share() -> None:
+    """Six blocks: each of the two needs four, of which two can hold the same tokens."""
+    bench = Bench(num_blocks=6)
+    prompt = list(range(12))
+    first = bench.submit(make_submit("first", prompt, max_tokens=4))
+    second = bench.submit(make_submit("second", prompt, max_tokens=4, seed=1))
+    for _ in range(4):  # the prompt takes two steps
+        bench.turn()
+    assert len(bench.output(first)) == 3
+    assert bench.output(second)
+    bench.finish()
+    assert bench.output(second) == expected_output(prompt, 1, 4)
+
+
 def test_long_local_prompt_never_stops_running_streams() -> None:
     bench = Bench(num_blocks=128)
     stream = bench.submit(make_submit("stream", [1, 2], max_tokens=30))
@@ -230,20 +244,20 @@ def test_cancel_frees_everything_in_every_phase(phase: str) -> None:
     assert not bench.turn()
 
 
-def test_blocks_that_nobody_holds_are_lost() -> None:
+def test_blocks_without_a_request_count_as_leaked() -> None:
     bench = Bench()
     key = bench.submit(make_submit("a", list(range(6))))
     bench.turn()
     taken = bench.blocks.allocate(3)
     assert taken is not None
-    assert bench.scheduler.num_lost_blocks() == 0  # whose they are is not known as long as one runs
+    assert bench.scheduler.num_leaked_blocks() == 0  # unknown while a request runs
     bench.tell(RequestCancelled(keys=(key,)))
-    assert bench.scheduler.num_lost_blocks() == 3
+    assert bench.scheduler.num_leaked_blocks() == 3
     bench.blocks.quarantine(taken[:1])
-    assert bench.scheduler.num_lost_blocks() == 3
+    assert bench.scheduler.num_leaked_blocks() == 3
     bench.blocks.free(taken[1:])
     bench.blocks.unquarantine(taken[:1])
-    assert bench.scheduler.num_lost_blocks() == 0
+    assert bench.scheduler.num_leaked_blocks() == 0
 
 
 def test_commit_that_crosses_a_cancel_does_not_bring_the_sequence_back() -> None:

@@ -9,7 +9,7 @@ from protocol.errors import HandoffFailed
 from protocol.ids import RequestKey
 from protocol.sampling import SamplingParams
 from tests.support.paged import next_token
-from tests.unit.prefill_worker.test_scheduler import Bench, make_submit
+from tests.support.prefill_bench import Bench, make_submit
 from worker_runtime.scheduling import messages
 from worker_runtime.scheduling.messages import HandoffEnded
 

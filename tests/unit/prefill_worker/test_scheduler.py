@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from kv_transfer.control.listeners import TransferReport
-from prefill_worker.lifecycle import CommitHandoff, Delivered, Granted, PrefillOutput, Push
-from prefill_worker.scheduler import PrefillScheduler
+from prefill_worker.lifecycle import CommitHandoff, Granted
 from protocol.errors import ErrorCode, HandoffFailed
-from protocol.ids import RequestKey, Role, WorkerRef
-from protocol.messages import SpanEvent, Submit, TokenEvent
-from protocol.sampling import SamplingParams
 from protocol.states import FinishReason
 from protocol.timeline import Phase
 from tests.support.paged import next_token, prompts
-from tests.support.scheduler_bench import BLOCK, SchedulerBench
+from tests.support.prefill_bench import Bench, make_submit
+from tests.support.scheduler_bench import BLOCK
 from worker_runtime.config import WorkerConfig
 from worker_runtime.scheduling import messages
 from worker_runtime.scheduling.messages import (
@@ -29,93 +25,6 @@ from worker_runtime.scheduling.messages import (
     RouterGone,
     Submitted,
 )
-
-PEER = WorkerRef(worker_id="d0", epoch=7, role=Role.DECODE, address="127.0.0.1:1")
-
-
-def make_submit(
-    name: str,
-    prompt: list[int],
-    *,
-    seed: int = 0,
-    max_tokens: int = 9,
-    time_left_s: float = 1e9,
-    router: str = "r",
-    output: tuple[int, ...] = (),
-    stop: tuple[int, ...] = (),
-) -> Submit:
-    return Submit(
-        key=RequestKey(name),
-        router_id=router,
-        prompt_ids=tuple(prompt),
-        output_ids=output,
-        sampling=SamplingParams(
-            seed=seed, max_tokens=max_tokens, ignore_eos=True, stop_token_ids=stop
-        ),
-        time_left_s=time_left_s,
-        peer=PEER,
-    )
-
-
-@dataclass
-class Bench(SchedulerBench):
-    """A scheduler with its engine; pushed blocks are copied out once their step is over, as a
-    sender would."""
-
-    config: WorkerConfig = field(
-        default_factory=lambda: WorkerConfig(max_num_seqs=4, max_num_batched_tokens=8)
-    )
-
-    def __post_init__(self) -> None:
-        self.build(PrefillScheduler, PrefillOutput)
-        self.tokens: list[TokenEvent] = []
-        self.spans: list[SpanEvent] = []
-        self.arrived: dict[RequestKey, dict[int, list[int]]] = {}
-        self.commits: list[CommitHandoff] = []
-        self.ends: list[EndHandoff] = []
-        self.pushes: list[Push] = []
-        self.waiting: list[Push] = []
-
-    def collect(self) -> None:
-        for step in self.out.events.values():
-            self.tokens += step.tokens
-            self.spans += step.spans
-        for handoff in self.out.handoffs:
-            match handoff:
-                case Push():
-                    self.pushes.append(handoff)
-                    self.waiting.append(handoff)
-                case CommitHandoff():
-                    self.commits.append(handoff)
-                case EndHandoff():
-                    self.ends.append(handoff)
-        super().collect()
-        while self.waiting and self.waiting[0].after <= self.executor.num_over:
-            self.copy(self.waiting.pop(0))
-
-    def copy(self, push: Push) -> None:
-        store = self.arrived.setdefault(push.key, {})
-        for index, block in enumerate(push.block_ids, push.first_block):
-            assert index not in store, "a block was pushed twice"
-            store[index] = list(self.engine.slots[block])
-
-    def submit(self, submit: Submit, *, cached: int = 0, grant: bool = True) -> RequestKey:
-        self.tell(Submitted(submit=submit))
-        if grant:
-            self.grant(submit, cached)
-        return submit.key
-
-    def grant(self, submit: Submit, cached: int = 0) -> None:
-        self.tell(Granted(key=submit.key, num_cached_tokens=BLOCK * cached))
-
-    def deliver(self, key: RequestKey) -> None:
-        report = TransferReport(num_bytes=640, num_pieces=2, start=1.0, end=2.0)
-        self.tell(Delivered(key=key, report=report))
-
-    def pushed_tokens(self, key: RequestKey, length: int) -> list[int]:
-        store = self.arrived[key]
-        flat = [token for index in sorted(store) for token in store[index]]
-        return flat[:length]
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 7, 8, 9, 16, 17, 31])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from dataclasses import dataclass
@@ -70,16 +71,16 @@ class CountingScheduler:
             self.done.set()
         return Snapshot()
 
-    def lasts(self, now: float) -> float:
+    def remaining_s(self, now: float) -> float:
         return 0.0
 
     def admit(self, now: float, out: StepOutput) -> None:
         self.events.append("admit")
 
-    def next_deadline(self) -> float | None:
-        return None
+    def next_deadline(self) -> float:
+        return math.inf
 
-    def num_lost_blocks(self) -> int:
+    def num_leaked_blocks(self) -> int:
         return 0
 
     def fail_all(self, error: ErrorInfo, out: StepOutput) -> None:
@@ -225,14 +226,14 @@ def test_blocks_that_are_lost_are_told_of_once(lost_blocks: list[int]) -> None:
     looked = threading.Event()
 
     class Leaking(CountingScheduler):
-        def num_lost_blocks(self) -> int:
+        def num_leaked_blocks(self) -> int:
             count = lost.pop(0)
             if not lost:
                 looked.set()
             return count
 
-        def next_deadline(self) -> float | None:
-            return 0.0 if lost else None
+        def next_deadline(self) -> float:
+            return 0.0 if lost else math.inf
 
     loop = step_loop(Leaking(0), EchoExecutor(), Inbox[int]())
     loop.start()
@@ -268,7 +269,7 @@ def test_what_arrives_while_a_step_lasts_is_admitted_at_once_and_in_the_next_one
     arriving = [5, 6]
 
     class Lasting(CountingScheduler):
-        def lasts(self, now: float) -> float:
+        def remaining_s(self, now: float) -> float:
             if not arriving:
                 return 0.0
             inbox.put(arriving.pop(0))
@@ -303,7 +304,7 @@ def test_steps_are_planned_earlier_the_longer_launching_has_taken() -> None:
             planned.append(at)
             return super().plan(at, out)
 
-        def lasts(self, at: float) -> float:
+        def remaining_s(self, at: float) -> float:
             return planned[-1] + 0.1 - at
 
     class Slow(LateSteps):
@@ -312,9 +313,9 @@ def test_steps_are_planned_earlier_the_longer_launching_has_taken() -> None:
             return super().launch(batch)
 
     class Passing(Inbox[int]):
-        def wait(self, timeout_s: float | None) -> None:
-            if timeout_s is None:
-                super().wait(None)
+        def wait(self, timeout_s: float) -> None:
+            if timeout_s == math.inf:
+                super().wait(timeout_s)
             else:
                 now[0] += timeout_s + 1e-9
 
@@ -346,25 +347,25 @@ def launched_rows(flight: InflightSteps[Any], counts: list[int], now: float) -> 
             sampling=GREEDY,
             time_left_s=1e12,
         )
-        rows.append(Row(Entry(Sequence.of(submit, 0.0)), count, False, []))
+        rows.append(Row(Entry(Sequence.from_submit(submit, 0.0)), count, False, []))
     assert flight.launch(rows, now) is not None
 
 
 def test_a_step_with_prompts_is_sure_to_last_three_quarters_of_what_the_fastest_rate_says() -> None:
     flight: InflightSteps[Any] = InflightSteps()
-    assert flight.lasts(0.0) == 0.0
+    assert flight.remaining_s(0.0) == 0.0
     launched_rows(flight, [1000], 10.0)
-    assert flight.lasts(10.0) == 0.0  # the speed of this device is not known yet
+    assert flight.remaining_s(10.0) == 0.0  # the speed of this device is not known yet
     flight.land(10.1)
-    assert flight.lasts(10.2) == 0.0
+    assert flight.remaining_s(10.2) == 0.0
     launched_rows(flight, [2000], 20.0)
-    assert flight.lasts(20.0) == pytest.approx(0.75 * 0.2)
+    assert flight.remaining_s(20.0) == pytest.approx(0.75 * 0.2)
     launched_rows(flight, [500], 20.15)
     flight.land(20.3)  # slower than the fastest
-    assert flight.lasts(20.3) == pytest.approx(0.75 * 0.05)
+    assert flight.remaining_s(20.3) == pytest.approx(0.75 * 0.05)
     flight.land(20.301)  # too short to say anything
     launched_rows(flight, [10], 21.0)
-    assert flight.lasts(21.0) == pytest.approx(0.75 * 10 * 0.0001)
+    assert flight.remaining_s(21.0) == pytest.approx(0.75 * 10 * 0.0001)
 
 
 def test_a_step_of_decoding_sequences_lasts_as_long_as_the_last_ones_did() -> None:
@@ -372,24 +373,26 @@ def test_a_step_of_decoding_sequences_lasts_as_long_as_the_last_ones_did() -> No
     now = 1.0
     for milliseconds in (5, 5, 9, 1, 5):  # the host looked late once: one seems long, one short
         launched_rows(flight, [1] * 8, now)
-        assert flight.lasts(now) == 0.0  # too few to tell
+        assert flight.remaining_s(now) == 0.0  # too few to tell
         now += milliseconds / 1000
         flight.land(now)
     launched_rows(flight, [1] * 8, now)
-    assert flight.lasts(now + 0.001) == pytest.approx(0.008)
+    assert flight.remaining_s(now + 0.001) == pytest.approx(0.008)
     flight.land(now + 0.005)
     for _ in range(9):
         launched_rows(flight, [1] * 8, now)
         now += 0.005
         flight.land(now)
     launched_rows(flight, [1] * 8, now)
-    assert flight.lasts(now) == pytest.approx(0.005)
+    assert flight.remaining_s(now) == pytest.approx(0.005)
     flight.land(now + 0.005)
     launched_rows(flight, [1] * 4, 9.0)
-    assert flight.lasts(9.0) == pytest.approx(0.0025)  # fewer rows: it may be that much shorter
+    assert flight.remaining_s(9.0) == pytest.approx(
+        0.0025
+    )  # fewer rows: it may be that much shorter
     flight.land(9.005)
     launched_rows(flight, [1] * 16, 9.005)
-    assert flight.lasts(9.005) == pytest.approx(0.005)
+    assert flight.remaining_s(9.005) == pytest.approx(0.005)
 
 
 def test_a_clock_that_is_set_back_holds_up_no_step() -> None:
@@ -398,8 +401,8 @@ def test_a_clock_that_is_set_back_holds_up_no_step() -> None:
         launched_rows(flight, [1000], start)
         flight.land(start + 0.1)
     launched_rows(flight, [1000], 7200.0)
-    assert flight.lasts(7200.0) == pytest.approx(0.075)
-    assert flight.lasts(3600.0) == 0.0  # two hours have not begun again
+    assert flight.remaining_s(7200.0) == pytest.approx(0.075)
+    assert flight.remaining_s(3600.0) == 0.0  # two hours have not begun again
     flight.land(3600.0)
     assert 0.0 < flight.tokens_per_second() < 1e6
 

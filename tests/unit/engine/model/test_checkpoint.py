@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from engine.cpu.runner import RankRunner
 from engine.errors import ModelRefused
@@ -168,3 +168,23 @@ def test_an_impossible_degree_is_refused_before_weights_are_read(folder):
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelRefused, match="allowed: 1, 2, 3, 6"):
         RankRunner(config(path, tp_size=4), TensorParallel(0, 4))
+
+
+@pytest.mark.parametrize("head", ["other", "same", "none"])
+def test_a_tied_model_with_another_head_in_its_file_is_served_with_a_warning(folder, caplog, head):
+    path = save_tiny_llama(folder, tie_word_embeddings=True)
+    weights = load_file(folder / "model.safetensors")
+    if head != "none":
+        table = weights["model.embed_tokens.weight"].clone()
+        table[-1, -1] += head == "other"
+        weights["lm_head.weight"] = table
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with caplog.at_level("WARNING"):
+        build_executor(config(path))
+    warned = [record for record in caplog.records if "output head" in record.getMessage()]
+    assert len(warned) == (head == "other")
+    if warned:
+        assert (warned[0].used, warned[0].ignored) == (
+            "model.embed_tokens.weight",
+            "lm_head.weight",
+        )

@@ -220,7 +220,7 @@ def links(monkeypatch):
                 block_size=TOKENS,
                 head_dim=DIM,
                 dtype=torch.bfloat16,
-                marks=None,
+                step_events=None,
             )
             staging = Staging(1 << 30, largest=chunk_bytes, count=nccl.BUFFERS)
             backend = SimpleNamespace(

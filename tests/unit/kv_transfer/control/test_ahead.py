@@ -60,7 +60,7 @@ async def running(pair, after=STEP):
     """A hand-off whose blocks are pushed, with the engine before its first layer."""
     marks = Marks(LAYOUT)
     for pool in pair.prefill.pools:
-        pool.marks = marks
+        pool.step_events = marks
     pair.submit(KEY, len(DEST))
     await pair.receiver.reserve(KEY, DEST, 0)
     pair.sender.push(KEY, SOURCE, 0, after=after)
@@ -96,7 +96,7 @@ async def test_every_rank_waits_for_its_own_step(memory):
     kv = random_kv(LAYOUT, 5, seed=1)
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
         first = await running(pair)
-        last = pair.prefill.pools[1].marks = Marks(LAYOUT)
+        last = pair.prefill.pools[1].step_events = Marks(LAYOUT)
         pair.sender.commit(KEY, 3)
         for rank, marks in enumerate((first, last)):
             await asyncio.sleep(0.05)

@@ -202,7 +202,7 @@ def test_a_closed_data_plane_has_no_thread_that_waits(monkeypatch):
 
     monkeypatch.setattr(data_plane, "_JOIN_TIMEOUT_S", 30.0)
     pools = make_pools(make_layout(1))
-    pools[0].marks = Marks()
+    pools[0].step_events = Marks()
     plane = DataPlane(pools[0], TransferConfig(), backend=MemoryBackend(MemoryHub()))
     before = set(threading.enumerate())
     ended = submitted(plane, RankCommand(ready=ReadyCommand(after=1, layer=0)))

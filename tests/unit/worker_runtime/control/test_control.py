@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -69,7 +70,7 @@ class TestInbox:
     def test_close_wakes_for_good(self) -> None:
         inbox: Inbox[int] = Inbox()
         inbox.close()
-        inbox.wait(None)
+        inbox.wait(math.inf)
         assert inbox.closed
 
 
@@ -86,43 +87,44 @@ def test_rate_is_over_busy_time_only() -> None:
 
 def test_sequence_bans_stop_tokens_before_min_tokens() -> None:
     submit = make_submit(min_tokens=2, stop_token_ids=(7,), eos_token_ids=(2,))
-    sequence = Sequence.of(submit, 0.0)
-    assert sequence.launch(2, samples=False, index=0).banned == ()
-    sequence.land(2, samples=False)
+    sequence = Sequence.from_submit(submit, 0.0)
+    assert sequence.launch(2, samples=False, row=0).banned == ()
+    sequence.land(2)
     for token in (7, 1):
-        assert sequence.launch(1, samples=True, index=0).banned == (7, 2)
-        sequence.land(1, samples=True)
+        assert sequence.launch(1, samples=True, row=0).banned == (7, 2)
+        sequence.land(1)
         assert sequence.append(token) is None
-    assert sequence.launch(1, samples=True, index=0).banned == ()
-    sequence.land(1, samples=True)
+    assert sequence.launch(1, samples=True, row=0).banned == ()
+    sequence.land(1)
     assert sequence.append(7) == "stop"
 
 
 def test_sequence_goes_on_from_the_token_in_flight() -> None:
-    sequence = Sequence.of(make_submit((1, 2, 3), min_tokens=1, max_tokens=2), 0.0)
-    assert sequence.launch(3, samples=True, index=4).previous is None
+    sequence = Sequence.from_submit(make_submit((1, 2, 3), min_tokens=1, max_tokens=2), 0.0)
+    assert sequence.launch(3, samples=True, row=4).previous is None
     assert sequence.num_runnable == 1
-    step = sequence.launch(1, samples=True, index=0)
+    step = sequence.launch(1, samples=True, row=0)
     assert (step.tokens, step.start, step.previous) == ((0,), 3, 4)
     assert sequence.num_runnable == 0
-    sequence.land(3, samples=True)
-    assert (sequence.num_computed, sequence.num_in_flight, sequence.num_pending) == (3, 1, 1)
+    sequence.land(3)
+    sequence.append(9)
+    assert (sequence.num_computed, sequence.num_launched, sequence.num_pending) == (3, 4, 1)
 
 
 def test_sequence_scores_a_bounded_part_of_its_prompt_in_one_step() -> None:
-    sequence = Sequence.of(make_submit((1,) * 700, prompt_logprobs=0), 0.0)
-    assert sequence.part(700, 4096) == (512, False)
-    sequence.launch(512, samples=False, index=0)
-    assert sequence.part(188, 4096) == (188, True)
+    sequence = Sequence.from_submit(make_submit((1,) * 700, prompt_logprobs=0), 0.0)
+    assert sequence.chunk(700, 4096) == (512, False)
+    sequence.launch(512, samples=False, row=0)
+    assert sequence.chunk(188, 4096) == (188, True)
 
 
 def test_sequence_with_penalties_waits_for_the_token_in_flight() -> None:
-    sequence = Sequence.of(make_submit((1, 2, 3), presence_penalty=1.0), 0.0)
-    sequence.launch(3, samples=True, index=0)
+    sequence = Sequence.from_submit(make_submit((1, 2, 3), presence_penalty=1.0), 0.0)
+    sequence.launch(3, samples=True, row=0)
     assert sequence.num_runnable == 0
-    sequence.land(3, samples=True)
+    sequence.land(3)
     sequence.append(9)
-    assert sequence.launch(1, samples=True, index=0).tokens == (9,)
+    assert sequence.launch(1, samples=True, row=0).tokens == (9,)
 
 
 class TestOutlet:
@@ -131,52 +133,52 @@ class TestOutlet:
         return []
 
     @pytest.fixture
-    def outlet(self, gone: list[str]) -> EventPublisher:
+    def publisher(self, gone: list[str]) -> EventPublisher:
         return EventPublisher(
             epoch=5, heartbeat_s=0.05, load=lambda: WorkerLoad(running=3), on_gone=gone.append
         )
 
     async def test_first_batch_comes_at_once_and_silence_is_broken(
-        self, outlet: EventPublisher
+        self, publisher: EventPublisher
     ) -> None:
-        stream = outlet.stream("r")
+        stream = publisher.stream("r")
         first = await anext(stream)
         second = await anext(stream)
         assert (first.epoch, first.load.running) == (5, 3)
         assert (second.epoch, second.tokens) == (5, ())
         await stream.aclose()  # type: ignore[attr-defined]
 
-    async def test_events_reach_their_router_only(self, outlet: EventPublisher) -> None:
-        mine, other = outlet.stream("mine"), outlet.stream("other")
+    async def test_events_reach_their_router_only(self, publisher: EventPublisher) -> None:
+        mine, other = publisher.stream("mine"), publisher.stream("other")
         await anext(mine)
         await anext(other)
         event = TokenEvent(key=KEY, index=0, token=4)
-        outlet.publish({"mine": RouterEvents(tokens=[event]), "unknown": RouterEvents()})
+        publisher.publish({"mine": RouterEvents(tokens=[event]), "unknown": RouterEvents()})
         assert (await anext(mine)).tokens == (event,)
         assert (await anext(other)).tokens == ()
 
     async def test_a_router_that_takes_nothing_counts_as_gone(self, gone: list[str]) -> None:
-        outlet = EventPublisher(
+        publisher = EventPublisher(
             epoch=5,
             heartbeat_s=0.05,
             patience_s=0.1,
             load=lambda: WorkerLoad(),
             on_gone=gone.append,
         )
-        frozen, quick = outlet.stream("frozen"), outlet.stream("quick")
+        frozen, quick = publisher.stream("frozen"), publisher.stream("quick")
         await anext(frozen)
         await anext(quick)
         for index in range(40):
             event = TokenEvent(key=KEY, index=index, token=4)
-            outlet.publish({name: RouterEvents(tokens=[event]) for name in ("frozen", "quick")})
+            publisher.publish({name: RouterEvents(tokens=[event]) for name in ("frozen", "quick")})
             while (await anext(quick)).tokens != (event,):
                 pass
             if gone:
                 break
             await asyncio.sleep(0.01)
         assert gone == ["frozen"]
-        assert outlet.knows("quick")
-        assert not outlet.knows("frozen")
+        assert publisher.knows("quick")
+        assert not publisher.knows("frozen")
         assert [batch.tokens async for batch in frozen] == []  # what waited was dropped
         assert gone == ["frozen"]
 
@@ -184,41 +186,41 @@ class TestOutlet:
         self, gone: list[str]
     ) -> None:
         """Though its system still takes in what is sent to it."""
-        outlet = EventPublisher(
+        publisher = EventPublisher(
             epoch=5, heartbeat_s=9.0, patience_s=0.2, load=WorkerLoad, on_gone=gone.append
         )
-        handlers = {methods.EVENTS: lambda subscribe: outlet.stream(subscribe.router_id)}
+        handlers = {methods.EVENTS: lambda subscribe: publisher.stream(subscribe.router_id)}
         server = ControlServer(handlers, secret=b"s")
         client = ControlClient(await server.start(), secret=b"s")
         stream = client.stream(methods.EVENTS, Subscribe(router_id="frozen"))
         await anext(stream)
         async with asyncio.timeout(20):
             while not gone:
-                outlet.publish({"frozen": RouterEvents()})
+                publisher.publish({"frozen": RouterEvents()})
                 await asyncio.sleep(0.001)
         assert gone == ["frozen"]
         await client.close()
         await server.stop()
 
     async def test_an_idle_router_is_not_gone(self, gone: list[str]) -> None:
-        outlet = EventPublisher(
+        publisher = EventPublisher(
             epoch=5, heartbeat_s=9.0, patience_s=0.05, load=WorkerLoad, on_gone=gone.append
         )
-        stream = outlet.stream("r")
+        stream = publisher.stream("r")
         await anext(stream)
         waiting = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0.1)
-        outlet.publish({"r": RouterEvents()})
-        outlet.publish({"r": RouterEvents()})
+        publisher.publish({"r": RouterEvents()})
+        publisher.publish({"r": RouterEvents()})
         await waiting
         assert gone == []
         await stream.aclose()  # type: ignore[attr-defined]
 
     @pytest.mark.parametrize("ticks", range(4))
     async def test_a_cancel_that_meets_an_event_ends_the_stream(
-        self, outlet: EventPublisher, gone: list[str], ticks: int
+        self, publisher: EventPublisher, gone: list[str], ticks: int
     ) -> None:
-        stream = outlet.stream("r")
+        stream = publisher.stream("r")
         await anext(stream)
 
         async def read() -> None:
@@ -227,7 +229,7 @@ class TestOutlet:
 
         reader = asyncio.create_task(read())
         await asyncio.sleep(0.01)
-        outlet.publish({"r": RouterEvents()})
+        publisher.publish({"r": RouterEvents()})
         for _ in range(ticks):
             await asyncio.sleep(0)
         reader.cancel()
@@ -236,40 +238,40 @@ class TestOutlet:
         assert gone == ["r"]
 
     async def test_end_of_a_stream_is_told_once(
-        self, outlet: EventPublisher, gone: list[str]
+        self, publisher: EventPublisher, gone: list[str]
     ) -> None:
-        stream = outlet.stream("r")
+        stream = publisher.stream("r")
         await anext(stream)
-        assert outlet.knows("r")
+        assert publisher.knows("r")
         await stream.aclose()  # type: ignore[attr-defined]
         assert gone == ["r"]
-        assert not outlet.knows("r")
+        assert not publisher.knows("r")
 
     async def test_second_stream_replaces_the_first_whose_requests_the_router_has_lost(
-        self, outlet: EventPublisher, gone: list[str]
+        self, publisher: EventPublisher, gone: list[str]
     ) -> None:
-        first = outlet.stream("r")
+        first = publisher.stream("r")
         await anext(first)
-        second = outlet.stream("r")
+        second = publisher.stream("r")
         await anext(second)
         assert gone == ["r"]  # before anything new of it can come
         assert [batch async for batch in first] == []
         assert gone == ["r"]
-        assert outlet.knows("r")
+        assert publisher.knows("r")
 
     async def test_each_router_is_told_all_of_the_cache_and_then_its_changes(
-        self, outlet: EventPublisher
+        self, publisher: EventPublisher
     ) -> None:
         a, b, c = (bytes([i]) * 32 for i in range(3))
-        outlet.cache.change({a: True, b: True})
-        early = outlet.stream("early")
+        publisher.cache.change({a: True, b: True})
+        early = publisher.stream("early")
         told = (await anext(early)).cache
         assert told is not None
         assert told.reset
         assert set(split_hints(told.added)) == {a[:8], b[:8]}
-        outlet.cache.change({b: False, c: True})
-        outlet.cache.change({c: False})
-        late = outlet.stream("late")
+        publisher.cache.change({b: False, c: True})
+        publisher.cache.change({c: False})
+        late = publisher.stream("late")
         assert (await anext(late)).cache == CacheChange(reset=True, added=hints([a]))
         change = (await anext(early)).cache
         assert change is not None
@@ -278,28 +280,28 @@ class TestOutlet:
         assert (await anext(early)).cache is None
 
     async def test_a_replaced_stream_takes_nothing_from_its_successor(
-        self, outlet: EventPublisher
+        self, publisher: EventPublisher
     ) -> None:
-        first = outlet.stream("r")
+        first = publisher.stream("r")
         await anext(first)
-        outlet.publish({"r": RouterEvents(tokens=[TokenEvent(key=KEY, index=0, token=4)])})
-        second = outlet.stream("r")
+        publisher.publish({"r": RouterEvents(tokens=[TokenEvent(key=KEY, index=0, token=4)])})
+        second = publisher.stream("r")
         opened = asyncio.create_task(anext(second))
         await asyncio.sleep(0)
-        outlet.cache.change({b"a" * 32: True})
+        publisher.cache.change({b"a" * 32: True})
         assert [batch.cache for batch in [batch async for batch in first]] == [None]
         assert (await opened).cache == CacheChange(reset=True)
         assert (await anext(second)).cache == CacheChange(added=b"a" * 8)
 
     async def test_close_ends_streams_after_what_is_queued_and_no_router_is_gone(
-        self, outlet: EventPublisher, gone: list[str]
+        self, publisher: EventPublisher, gone: list[str]
     ) -> None:
         """Else a worker that stops would release what it has, and decode drop it unsaid."""
-        stream = outlet.stream("r")
+        stream = publisher.stream("r")
         await anext(stream)
         event = TokenEvent(key=KEY, index=0, token=4)
-        outlet.publish({"r": RouterEvents(tokens=[event])})
-        outlet.close()
+        publisher.publish({"r": RouterEvents(tokens=[event])})
+        publisher.close()
         assert [batch.tokens async for batch in stream] == [(event,)]
         assert gone == []
 
@@ -328,7 +330,7 @@ class SlowGrammars(Grammars):
         return None  # type: ignore[return-value]
 
 
-class TestShell:
+class TestControlService:
     @pytest.fixture
     def progress(self) -> FakeProgress:
         return FakeProgress()
@@ -342,7 +344,7 @@ class TestShell:
         return []
 
     @pytest.fixture
-    async def shell(
+    async def control(
         self, progress: FakeProgress, accepted: list[Submit], cancelled: list[Cancel]
     ) -> ControlService:
         layout = KVLayout(
@@ -362,15 +364,15 @@ class TestShell:
             config=WorkerConfig(max_waiting=2, heartbeat_s=0.05, stall_s=1.0),
             progress=progress,
             clock=time.time,
-            accept=lambda submit, _matcher: accepted.append(submit) or len(accepted),
+            accept=lambda command: accepted.append(command.submit) or len(accepted),
             grammars=SlowGrammars(),
             cancel=lambda cancel: cancelled.append(cancel) or 1,
             router_gone=lambda _router: None,
         )
 
     @pytest.fixture
-    async def client(self, shell: ControlService) -> AsyncIterator[ControlClient]:
-        server = ControlServer(shell.handlers(), secret=b"s")
+    async def client(self, control: ControlService) -> AsyncIterator[ControlClient]:
+        server = ControlServer(control.handlers(), secret=b"s")
         client = ControlClient(await server.start(), secret=b"s")
         yield client
         await client.close()
@@ -382,11 +384,11 @@ class TestShell:
         return stream
 
     async def test_refuses_before_ready_and_while_draining(
-        self, shell: ControlService, client: ControlClient
+        self, control: ControlService, client: ControlClient
     ) -> None:
         with pytest.raises(Unavailable, match="starting"):
             await client.call(methods.SUBMIT, make_submit(), timeout_s=5)
-        shell.become(WorkerState.READY)
+        control.become(WorkerState.READY)
         stream = await self.subscribe(client)
         await client.call(methods.SUBMIT, make_submit(), timeout_s=5)
         await client.call(methods.DRAIN, DrainCommand(), timeout_s=5)
@@ -395,21 +397,21 @@ class TestShell:
         await stream.aclose()  # type: ignore[attr-defined]
 
     async def test_refuses_a_router_that_does_not_listen(
-        self, shell: ControlService, client: ControlClient
+        self, control: ControlService, client: ControlClient
     ) -> None:
-        shell.become(WorkerState.READY)
+        control.become(WorkerState.READY)
         with pytest.raises(StaleMessage) as caught:
             await client.call(methods.SUBMIT, make_submit(), timeout_s=5)
         assert caught.value.param == "router_id"
 
     async def test_refuses_once_the_engine_broke(
         self,
-        shell: ControlService,
+        control: ControlService,
         client: ControlClient,
         progress: FakeProgress,
         accepted: list[Submit],
     ) -> None:
-        shell.become(WorkerState.READY)
+        control.become(WorkerState.READY)
         stream = await self.subscribe(client)
         progress.broken = RuntimeError("boom")
         with pytest.raises(Unavailable, match="broke"):
@@ -418,24 +420,24 @@ class TestShell:
         await stream.aclose()  # type: ignore[attr-defined]
 
     async def test_bounds_waiting_requests_even_between_snapshots(
-        self, shell: ControlService, client: ControlClient, accepted: list[Submit]
+        self, control: ControlService, client: ControlClient, accepted: list[Submit]
     ) -> None:
-        shell.become(WorkerState.READY)
+        control.become(WorkerState.READY)
         stream = await self.subscribe(client)
         for _ in range(2):
             await client.call(methods.SUBMIT, make_submit(), timeout_s=5)
         with pytest.raises(Overloaded) as caught:
             await client.call(methods.SUBMIT, make_submit(), timeout_s=5)
         assert caught.value.retry_after_s == 1.0
-        shell.deliver({}, Snapshot(num_unfinished=2), 2)
+        control.deliver({}, Snapshot(num_unfinished=2), 2)
         await client.call(methods.SUBMIT, make_submit(), timeout_s=5)
         assert len(accepted) == 3
         await stream.aclose()  # type: ignore[attr-defined]
 
     async def test_bad_request_is_refused_by_name_and_not_accepted(
-        self, shell: ControlService, client: ControlClient, accepted: list[Submit]
+        self, control: ControlService, client: ControlClient, accepted: list[Submit]
     ) -> None:
-        shell.become(WorkerState.READY)
+        control.become(WorkerState.READY)
         stream = await self.subscribe(client)
         with pytest.raises(InvalidRequest) as caught:
             await client.call(methods.SUBMIT, make_submit((500,)), timeout_s=5)
@@ -444,13 +446,13 @@ class TestShell:
         await stream.aclose()  # type: ignore[attr-defined]
 
     async def test_a_request_whose_grammar_is_compiled_can_still_be_cancelled(
-        self, shell: ControlService, client: ControlClient, accepted: list[Submit]
+        self, control: ControlService, client: ControlClient, accepted: list[Submit]
     ) -> None:
-        shell.become(WorkerState.READY)
+        control.become(WorkerState.READY)
         stream = await self.subscribe(client)
         grammar = Grammar(kind=GrammarKind.REGEX, source="a")
         submit = replace(make_submit(), grammar=grammar)
-        grammars = shell._grammars
+        grammars = control._grammars
         assert isinstance(grammars, SlowGrammars)
         for cancel, drain in ((False, False), (True, False), (False, True)):
             grammars.done.clear()
@@ -477,9 +479,9 @@ class TestShell:
         assert cancelled == [Cancel(keys=(KEY,))]
 
     async def test_status_tells_state_limits_and_progress(
-        self, shell: ControlService, client: ControlClient
+        self, control: ControlService, client: ControlClient
     ) -> None:
-        shell.deliver({}, Snapshot(load=WorkerLoad(free_blocks=7), counters={"finished": 2}), 0)
+        control.deliver({}, Snapshot(load=WorkerLoad(free_blocks=7), counters={"finished": 2}), 0)
         status = await client.call(methods.STATUS, StatusQuery(), timeout_s=5)
         assert status.state is WorkerState.STARTING
         assert status.load.free_blocks == 7
@@ -487,31 +489,31 @@ class TestShell:
         assert (status.steps, status.counters) == (4, {"finished": 2})
 
     async def test_drain_waits_for_the_last_request(
-        self, shell: ControlService, client: ControlClient
+        self, control: ControlService, client: ControlClient
     ) -> None:
-        shell.become(WorkerState.READY)
+        control.become(WorkerState.READY)
         stream = await self.subscribe(client)
         await client.call(methods.SUBMIT, make_submit(), timeout_s=5)
-        assert not await shell.drained(0.05)
-        shell.deliver({}, Snapshot(num_unfinished=1), 1)
-        waiting = asyncio.create_task(shell.drained(5.0))
+        assert not await control.drained(0.05)
+        control.deliver({}, Snapshot(num_unfinished=1), 1)
+        waiting = asyncio.create_task(control.drained(5.0))
         await asyncio.sleep(0)
         assert not waiting.done()
-        shell.deliver({}, Snapshot(num_unfinished=0), 0)
+        control.deliver({}, Snapshot(num_unfinished=0), 0)
         assert await waiting
         await stream.aclose()  # type: ignore[attr-defined]
 
     async def test_health_follows_step_progress_and_idle_is_healthy(
-        self, shell: ControlService, progress: FakeProgress
+        self, control: ControlService, progress: FakeProgress
     ) -> None:
-        shell.check_health()
+        control.check_health()
         progress.stalled = 2.0
         with pytest.raises(Internal, match="running for"):
-            shell.check_health()
+            control.check_health()
         progress.stalled = 0.0
         progress.broken = RuntimeError("boom")
         with pytest.raises(Internal, match="boom"):
-            shell.check_health()
+            control.check_health()
 
 
 async def test_tasks_keep_and_cancel_what_runs() -> None:

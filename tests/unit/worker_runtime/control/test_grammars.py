@@ -45,13 +45,13 @@ def submit_of(source: str, output: Ids[int] = (), **changes: Any) -> Submit:
 def sequence_of(compiler: Compiler, submit: Submit) -> Sequence:
     assert submit.grammar is not None
     matcher = compiler.start(submit.grammar, ends=(END,), output=submit.output_ids)
-    return Sequence.of(submit, 0.0, matcher)
+    return Sequence.from_submit(submit, 0.0, matcher)
 
 
 def allowed(sequence: Sequence) -> set[int]:
     assert constrain([sequence]) == []
-    step = sequence.launch(sequence.num_runnable, samples=True, index=0)
-    sequence.land(len(step.tokens), samples=True)
+    step = sequence.launch(sequence.num_runnable, samples=True, row=0)
+    sequence.land(len(step.tokens))
     assert step.allowed is not None
     bits = int.from_bytes(step.allowed, "little")
     return {i for i in range(257) if bits >> i & 1} - set(step.banned)

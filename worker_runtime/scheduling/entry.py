@@ -1,0 +1,55 @@
+"""Life cycle of a request on a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import ClassVar
+
+from worker_runtime.scheduling.sequence import Sequence
+
+
+class RequestState(StrEnum):
+    """States of a request; each kind of worker has a table of the transitions it allows."""
+
+    AWAITING_GRANT = "awaiting_grant"  # decode has not set blocks aside yet
+    GRANTED = "granted"  # prefill: decode holds blocks, no block is held here
+    RECEIVING = "receiving"  # decode: holds blocks, the hand-off writes to them
+    WAITING = "waiting"  # decode: computes the prompt itself once there are blocks
+    RUNNING = "running"  # its tokens run in steps
+    SENDING = "sending"  # prefill: token 1 is known, decode has not confirmed the KV
+    ENDING = "ending"  # the outcome was reported, the hand-off may still access blocks
+    GONE = "gone"  # forgotten; steps in flight may still write to its blocks
+
+
+Transitions = Mapping[RequestState, frozenset[RequestState]]
+
+
+@dataclass(slots=True)
+class SchedulerEntry:
+    """A request on a worker. `order` is its seniority: the first to arrive is served first.
+
+    without_blocks: states that refer to no KV block, but for those that steps in flight write to.
+    """
+
+    transitions: ClassVar[Transitions]
+    without_blocks: ClassVar[frozenset[RequestState]]
+
+    sequence: Sequence
+    order: int
+    state: RequestState
+
+    def move(self, target: RequestState) -> None:
+        """Enter a state that the table allows next."""
+        assert target in self.transitions[self.state], f"{self.state} -> {target}"
+        self.state = target
+
+    @property
+    def router_id(self) -> str:
+        return self.sequence.submit.router_id
+
+    @property
+    def ending(self) -> bool:
+        """Whether only its hand-off still accesses blocks."""
+        return self.state is RequestState.ENDING
