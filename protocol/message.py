@@ -7,7 +7,7 @@ from typing import Any, dataclass_transform
 import msgspec
 
 
-class _KeywordOnly(msgspec.StructMeta):
+class KeywordOnly(msgspec.StructMeta):
     """Sets `kw_only`, the one option that structs do not inherit."""
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
@@ -17,7 +17,7 @@ class _KeywordOnly(msgspec.StructMeta):
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
 class Message(
     msgspec.Struct,
-    metaclass=_KeywordOnly,
+    metaclass=KeywordOnly,
     frozen=True,
     array_like=True,
     forbid_unknown_fields=True,

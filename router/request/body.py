@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, dataclass_transform
 
 import msgspec
 from msgspec import Meta
 
 from protocol.errors import InvalidRequest
+from protocol.message import KeywordOnly
 
 #: Integers beyond 64 bits have no meaning in any field and no form in protobuf.
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -16,7 +17,8 @@ Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 MAX_DEPTH = 64
 
 
-class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
+class Body(msgspec.Struct, metaclass=KeywordOnly, frozen=True, forbid_unknown_fields=True):
     """An object of a request. `neutral` are values besides null with which an unknown field asks
     for nothing and passes; with any other it is refused by name."""
 

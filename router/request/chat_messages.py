@@ -60,7 +60,7 @@ _OBJECT = msgspec.json.Decoder(dict[str, Any])
 Content = str | Annotated[Sequence[TextPart], Meta(max_length=MAX_PARTS)]
 
 
-class Message(Body, frozen=True, kw_only=True, tag_field="role"):
+class Message(Body, tag_field="role"):
     """What all messages have in common."""
 
     neutral = ([],)
@@ -77,25 +77,25 @@ class Message(Body, frozen=True, kw_only=True, tag_field="role"):
         return "\n".join(part.text for part in self.content)
 
 
-class SystemMessage(Message, frozen=True, kw_only=True, tag="system"):
+class SystemMessage(Message, tag="system"):
     """Instructions of the application."""
 
     role = ChatRole.SYSTEM
     content: Content
 
 
-class DeveloperMessage(SystemMessage, frozen=True, kw_only=True, tag="developer"):
+class DeveloperMessage(SystemMessage, tag="developer"):
     """OpenAI's newer name of a system message; templates know the older one."""
 
 
-class UserMessage(Message, frozen=True, kw_only=True, tag="user"):
+class UserMessage(Message, tag="user"):
     """What the user says."""
 
     role = ChatRole.USER
     content: Content
 
 
-class AssistantMessage(Message, frozen=True, kw_only=True, tag="assistant"):
+class AssistantMessage(Message, tag="assistant"):
     """What the model said. It has no content when it only called tools."""
 
     role = ChatRole.ASSISTANT
@@ -104,7 +104,7 @@ class AssistantMessage(Message, frozen=True, kw_only=True, tag="assistant"):
     refusal: None = None  # in every answer, so in the messages that clients send back
 
 
-class ToolMessage(Message, frozen=True, kw_only=True, tag="tool"):
+class ToolMessage(Message, tag="tool"):
     """The result of the call `tool_call_id`."""
 
     role = ChatRole.TOOL

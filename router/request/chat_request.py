@@ -11,7 +11,7 @@ from router.request.generate_request import GenerateRequest, RequestKind
 from router.request.tools import NamedTool, Tools, ToolUse, tool_use
 
 
-class ChatRequest(GenerateRequest, frozen=True, kw_only=True):
+class ChatRequest(GenerateRequest):
     """POST /v1/chat/completions.
 
     messages: roles system (or developer), user, assistant, tool; content a string or parts of type

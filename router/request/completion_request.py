@@ -13,7 +13,7 @@ from router.request.generate_request import GenerateRequest, Prompt, RequestKind
 MAX_PROMPTS = 256
 
 
-class CompletionRequest(GenerateRequest, frozen=True, kw_only=True):
+class CompletionRequest(GenerateRequest):
     """POST /v1/completions.
 
     prompt: a string, token ids, or an array of either (gRPC: `prompt`, `prompt_token_ids`,

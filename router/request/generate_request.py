@@ -66,7 +66,7 @@ class RequestKind(StrEnum):
     COMPLETION = "completion"
 
 
-class StreamOptions(Body, frozen=True, kw_only=True):
+class StreamOptions(Body):
     """What a stream tells besides the output."""
 
     include_usage: bool = False
@@ -74,7 +74,7 @@ class StreamOptions(Body, frozen=True, kw_only=True):
     include_obfuscation: bool = False  # padding against traffic analysis; false is what happens
 
 
-class GenerateRequest(Body, frozen=True, kw_only=True, dict=True):
+class GenerateRequest(Body, dict=True):
     """The fields that chat and completions share, as clients send them. What types and bounds do
     not say is checked when a request is made: InvalidRequest names the field.
 

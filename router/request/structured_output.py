@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json as json_text
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ class StructuredOutput:
     param: str
 
 
-class TextFormat(Body, frozen=True, kw_only=True, tag_field="type", tag="text"):
+class TextFormat(Body, tag_field="type", tag="text"):
     """Any text."""
 
     neutral = (False,)
@@ -41,7 +41,7 @@ class TextFormat(Body, frozen=True, kw_only=True, tag_field="type", tag="text"):
         """No grammar."""
 
 
-class JsonObjectFormat(Body, frozen=True, kw_only=True, tag_field="type", tag="json_object"):
+class JsonObjectFormat(Body, tag_field="type", tag="json_object"):
     """Any JSON object."""
 
     neutral = (False,)
@@ -51,7 +51,7 @@ class JsonObjectFormat(Body, frozen=True, kw_only=True, tag_field="type", tag="j
         return _structured("json", _ANY_OBJECT, "response_format")
 
 
-class JsonSchema(Body, frozen=True, kw_only=True):
+class JsonSchema(Body):
     """A named schema. The output follows it whether `strict` or not."""
 
     neutral = (False,)
@@ -62,7 +62,7 @@ class JsonSchema(Body, frozen=True, kw_only=True):
     strict: bool | None = None
 
 
-class JsonSchemaFormat(Body, frozen=True, kw_only=True, tag_field="type", tag="json_schema"):
+class JsonSchemaFormat(Body, tag_field="type", tag="json_schema"):
     """JSON that follows a schema."""
 
     neutral = (False,)
@@ -79,7 +79,7 @@ class JsonSchemaFormat(Body, frozen=True, kw_only=True, tag_field="type", tag="j
 ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
-class StructuredOutputs(Body, frozen=True, kw_only=True):
+class StructuredOutputs(Body):
     """vLLM's way to say it; exactly one field is needed."""
 
     neutral = (False,)
@@ -113,17 +113,11 @@ class StructuredOutputs(Body, frozen=True, kw_only=True):
 
 
 def _structured(name: str, value: Schema | Sequence[str], param: str) -> StructuredOutput:
-    if name == "json" and isinstance(value, str):
-        if value.strip()[:1] not in ("{", ""):
-            raise InvalidRequest(f"{param} must be the text of a JSON Schema object", param=param)
-    elif not isinstance(value, str):
-        value = schema_text(value, param)
+    if not isinstance(value, str):
+        try:
+            value = json_text.dumps(value, ensure_ascii=False)
+        except RecursionError:
+            raise InvalidRequest(f"{param} is nested too deeply", param=param) from None
+    elif name == "json" and value.strip()[:1] not in ("{", ""):
+        raise InvalidRequest(f"{param} must be the text of a JSON Schema object", param=param)
     return StructuredOutput(grammar=Grammar(kind=_KINDS[name], source=value), param=param)
-
-
-def schema_text(schema: Mapping[str, Any] | Sequence[str], param: str) -> str:
-    """The text of a schema. Raises InvalidRequest when it is nested too deeply for one."""
-    try:
-        return json_text.dumps(schema, ensure_ascii=False)
-    except RecursionError:
-        raise InvalidRequest(f"{param} is nested too deeply", param=param) from None

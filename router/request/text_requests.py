@@ -10,7 +10,7 @@ from router.request.chat_messages import Messages, check_messages
 from router.request.tools import NamedTool, Tools, ToolUse, tool_use
 
 
-class TokenizeRequest(Body, frozen=True, kw_only=True):
+class TokenizeRequest(Body):
     """Text, or `messages` with `tools`, to token ids."""
 
     model: str | None = None
@@ -36,7 +36,7 @@ class TokenizeRequest(Body, frozen=True, kw_only=True):
         return tool_use(self.tools, self.tool_choice)
 
 
-class DetokenizeRequest(Body, frozen=True, kw_only=True):
+class DetokenizeRequest(Body):
     """Token ids to text."""
 
     model: str | None = None

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
 from protocol.errors import InvalidRequest
 from router.request.body import Body, check_depth
-from router.request.structured_output import schema_text
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -24,28 +25,43 @@ _NO_ARGUMENTS: Mapping[str, Any] = {
 }
 
 
-class FunctionName(Body, frozen=True, kw_only=True):
+class FunctionName(Body):
     """A function by its name."""
 
     name: str
 
 
-class Function(FunctionName, frozen=True, kw_only=True):
+class Function(FunctionName, dict=True):
     """A function. Its arguments follow `parameters`, a JSON Schema, whether `strict` or not."""
 
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    @cached_property
+    def schema(self) -> str:
+        """The JSON Schema of the arguments as text: an object, whatever else `parameters` allow."""
+        parameters = _NO_ARGUMENTS if self.parameters is None else self.parameters
+        return json.dumps({**parameters, "type": "object"}, ensure_ascii=False)
 
-class FunctionTool(Body, frozen=True, kw_only=True):
+    @property
+    def definition(self) -> Mapping[str, Any]:
+        """The form that chat templates are given."""
+        described = {"name": self.name}
+        if self.description is not None:
+            described["description"] = self.description
+        parameters = _NO_ARGUMENTS if self.parameters is None else self.parameters
+        return {"type": "function", "function": {**described, "parameters": parameters}}
+
+
+class FunctionTool(Body):
     """A tool; functions are the only kind."""
 
     type: Literal["function"]
     function: Function
 
 
-class NamedTool(Body, frozen=True, kw_only=True):
+class NamedTool(Body):
     """The tool that must be called."""
 
     type: Literal["function"]
@@ -64,26 +80,16 @@ class ToolChoice(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tool:
-    """A function. `schema` is the text of the JSON Schema of its arguments, `definition` the form
-    that chat templates are given."""
-
-    name: str
-    schema: str
-    definition: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
     """The tools of a request and how they are to be used."""
 
-    tools: tuple[Tool, ...]
+    tools: tuple[Function, ...]
     choice: ToolChoice
     named: str | None
     parallel: bool
 
     @property
-    def callable_tools(self) -> tuple[Tool, ...]:
+    def callable_tools(self) -> tuple[Function, ...]:
         """The tools that a forced call may name: all of them, or the one that was named."""
         if self.named is None:
             return self.tools
@@ -106,14 +112,16 @@ def tool_use(
 
     Raises InvalidRequest naming the field.
     """
-    described = tuple(_tool(tool.function, f"tools[{i}].function") for i, tool in enumerate(tools))
-    names = [tool.name for tool in described]
-    for i, name in enumerate(names):
-        if name in names[:i]:
+    functions = tuple(tool.function for tool in tools)
+    names: list[str] = []
+    for i, function in enumerate(functions):
+        path = f"tools[{i}].function"
+        _check_function(function, path)
+        if function.name in names:
             raise InvalidRequest(
-                f"tools[{i}].function.name {name!r} is there twice",
-                param=f"tools[{i}].function.name",
+                f"{path}.name {function.name!r} is there twice", param=f"{path}.name"
             )
+        names.append(function.name)
     kind, named = _choice(choice, names)
     if kind is None or not tools:
         return None
@@ -122,26 +130,16 @@ def tool_use(
             "ignore_eos cannot be combined with tool_choice: the output ends with the calls",
             param="ignore_eos",
         )
-    return ToolUse(tools=described, choice=kind, named=named, parallel=parallel)
+    return ToolUse(tools=functions, choice=kind, named=named, parallel=parallel)
 
 
-def _tool(function: Function, path: str) -> Tool:
+def _check_function(function: Function, path: str) -> None:
     _check_name(function.name, f"{path}.name")
-    described = {"name": function.name}
-    if function.description is not None:
-        described["description"] = function.description
-    schema = _NO_ARGUMENTS if function.parameters is None else function.parameters
-    check_depth(schema, f"{path}.parameters")
-    if schema.get("type", "object") != "object":
+    check_depth(function.parameters, f"{path}.parameters")
+    if (function.parameters or {}).get("type", "object") != "object":
         raise InvalidRequest(
             f"{path}.parameters.type must be 'object'", param=f"{path}.parameters.type"
         )
-    return Tool(
-        name=function.name,
-        # The arguments of a call are an object, whatever else the schema would allow.
-        schema=schema_text({**schema, "type": "object"}, f"{path}.parameters"),
-        definition={"type": "function", "function": {**described, "parameters": schema}},
-    )
 
 
 def _check_name(name: str, path: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 
 from grammar.bounds import JSON_WHITESPACE
-from router.request.tools import Tool
+from router.request.tools import Function
 
 PYTHON_TAG = "<|python_tag|>"
 
@@ -56,7 +56,7 @@ def detect_format(template: str) -> ToolFormat | None:
 
 def call_grammar(
     tool_format: ToolFormat,
-    tools: Sequence[Tool],
+    tools: Sequence[Function],
     *,
     several: bool,
     answer: str | None = None,
