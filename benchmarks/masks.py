@@ -21,7 +21,7 @@ from benchmarks.measure import percentile
 from grammar.compiler import Compiler
 from grammar.matcher import Matcher, compute_masks
 from grammar.vocabulary import load_vocabulary
-from protocol.grammar import Grammar, GrammarKind
+from protocol.sampling import Grammar, GrammarKind
 
 STEPS = 200
 SCHEMA = {

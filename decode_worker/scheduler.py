@@ -25,8 +25,8 @@ from grammar.matcher import compute_masks
 from protocol.errors import ErrorInfo, InvalidRequest
 from protocol.ids import RequestKey
 from protocol.kv_layout import KVFingerprint
-from protocol.logprobs import TokenLogprobs
 from protocol.messages import WorkerLoad
+from protocol.sampling import TokenLogprobs
 from protocol.timeline import Phase, Span
 from worker_runtime.config import WorkerConfig
 from worker_runtime.scheduling.entry import RequestState

@@ -6,9 +6,8 @@ from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from protocol.logprobs import TokenLogprobs
 from protocol.message import Message
-from protocol.sampling import SamplingParams
+from protocol.sampling import SamplingParams, TokenLogprobs
 
 
 class SequenceStep(Message):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from protocol.errors import InvalidRequest
-from protocol.grammar import Grammar, GrammarKind
+from protocol.sampling import Grammar, GrammarKind
 
 MAX_SOURCE_CHARS = 1 << 18
 MAX_TEXT_CHARS = 1 << 12

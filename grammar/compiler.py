@@ -20,7 +20,7 @@ from llguidance import (
 from grammar.bounds import JSON_WHITESPACE, check_source
 from grammar.matcher import Matcher, compute_masks
 from protocol.errors import InvalidRequest
-from protocol.grammar import Grammar, GrammarKind
+from protocol.sampling import Grammar, GrammarKind
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

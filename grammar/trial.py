@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from grammar.bounds import check_length
 from grammar.matcher import Matcher, compute_masks
 from protocol.errors import InvalidRequest, Unavailable
-from protocol.grammar import Grammar, GrammarKind
+from protocol.sampling import Grammar, GrammarKind
 
 CPU_S = 1.0
 #: However busy the machine is.

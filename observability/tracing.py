@@ -18,8 +18,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace.propagation import set_span_in_context
 
 from protocol.errors import ErrorCode
-from protocol.timeline import Span
-from protocol.trace import TraceContext
+from protocol.timeline import Span, TraceContext
 
 _TRACES_PATH = "/v1/traces"
 

@@ -17,8 +17,8 @@ from prefill_worker.lifecycle import (
     Push,
 )
 from protocol.errors import ErrorInfo
-from protocol.logprobs import TokenLogprobs
 from protocol.messages import SpanEvent, WorkerLoad, size_class
+from protocol.sampling import TokenLogprobs
 from protocol.timeline import Phase, Span
 from worker_runtime.scheduling.entry import RequestState
 from worker_runtime.scheduling.inflight_steps import Row

@@ -55,7 +55,7 @@ def _field_path(cls: type[Message], indices: list[str]) -> str:
 
 def _item(kind: Any, index: str) -> tuple[str, Any]:
     """Name and type of one item of a value of type `kind`."""
-    if isinstance(kind, types.UnionType):
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
         (kind,) = (arg for arg in typing.get_args(kind) if arg is not types.NoneType)
     if isinstance(kind, type):
         name = (*getattr(kind, "__struct_fields__", getattr(kind, "_fields", ())),)[int(index)]

@@ -9,17 +9,14 @@ from __future__ import annotations
 from msgspec import field
 
 from protocol.errors import ErrorInfo
-from protocol.grammar import Grammar
 from protocol.ids import RequestKey, WorkerRef
 from protocol.kv_layout import KVFingerprint, KVLayout
-from protocol.logprobs import TokenLogprobs
 from protocol.message import Message
 from protocol.prefix import CacheChange
-from protocol.sampling import SamplingParams
+from protocol.sampling import Grammar, SamplingParams, TokenLogprobs
 from protocol.states import FinishReason, WorkerState
 from protocol.ticket import Ticket
-from protocol.timeline import Span
-from protocol.trace import TraceContext
+from protocol.timeline import Span, TraceContext
 
 # --- router -> worker -----------------------------------------------------------------------------
 

@@ -1,7 +1,9 @@
-"""How the next token is chosen, and when a sequence ends."""
+"""How the next token is chosen, what the output must look like, when a sequence ends, and the
+log-probabilities that are reported."""
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated, get_type_hints
 
 import msgspec
@@ -16,6 +18,8 @@ MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1024
 MAX_STOP_TOKEN_IDS = 64
+#: Reported for anything lower, minus infinity included: JSON has no infinities.
+LOWEST_LOGPROB = -9999.0
 
 # The ranges that requests, workers and the documents of the API share.
 Temperature = Annotated[float, Meta(ge=0, le=100)]
@@ -128,6 +132,35 @@ class SamplingParams(Message):
                     param,
                     f"id {token} is outside the vocabulary of {vocab_size}",
                 )
+
+
+class GrammarKind(StrEnum):
+    """The language a grammar is written in."""
+
+    JSON_SCHEMA = "json_schema"  # a JSON Schema
+    REGEX = "regex"  # a regular expression that matches the whole output
+    CHOICE = "choice"  # a JSON array of strings, of which the output is one
+    LARK = "lark"  # a context-free grammar in Lark's syntax, or GBNF
+
+
+class Grammar(Message):
+    """What an output must look like. Compiled grammars are cached by this value."""
+
+    kind: GrammarKind
+    source: str
+
+
+class TokenLogprobs(Message):
+    """Log-probability of one token, and the likeliest tokens at its position.
+
+    Computed in float32 before biases, penalties, temperature and filters; all are finite. `rank` is
+    1 for the likeliest token; `top_ids` are in order, likeliest first.
+    """
+
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+    logprob: float
+    rank: int
 
 
 _TYPES = get_type_hints(SamplingParams, include_extras=True)

@@ -1,12 +1,17 @@
-"""What happened to a request and when: spans collected along its path."""
+"""What happened to a request and when: spans of its phases, and its place in a distributed trace
+(W3C Trace Context, https://www.w3.org/TR/trace-context/)."""
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 
 from msgspec import field
 
 from protocol.message import Message
+
+_PARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_MAX_STATE = 512
 
 
 class Phase(StrEnum):
@@ -44,3 +49,38 @@ class PlacedSpan(Message):
     span: Span
     choice: int
     attempt: int
+
+
+class TraceContext(Message):
+    """One span of a trace, to be the parent of others. Ids in lower-case hexadecimal; `state` is
+    what other systems add, passed on as it came."""
+
+    trace_id: str
+    sampled: bool = False
+    state: str = ""
+    span_id: str
+
+    @property
+    def parent(self) -> str:
+        """The `traceparent` header."""
+        return f"00-{self.trace_id}-{self.span_id}-{int(self.sampled):02x}"
+
+
+def parse_trace(parent: str | None, state: str | None) -> TraceContext | None:
+    """The context in the headers `traceparent` and `tracestate`; None without a valid parent, which
+    the standard says to treat as none at all."""
+    match = _PARENT.fullmatch((parent or "").strip())
+    if match is None:
+        return None
+    version, trace_id, span_id, flags, rest = match.groups()
+    wrong = version == "ff" or (version == "00" and rest)
+    if wrong or not int(trace_id, 16) or not int(span_id, 16):
+        return None
+    state = state or ""
+    fits = len(state) <= _MAX_STATE and state.isascii() and state.isprintable()
+    return TraceContext(
+        trace_id=trace_id,
+        span_id=span_id,
+        sampled=bool(int(flags, 16) & 1),
+        state=state if fits else "",
+    )

@@ -27,8 +27,7 @@ from protocol.errors import (
 )
 from protocol.ids import Role
 from protocol.sampling import MAX_SEED
-from protocol.timeline import Phase, PlacedSpan, Span
-from protocol.trace import TraceContext
+from protocol.timeline import Phase, PlacedSpan, Span, TraceContext
 from router.admission.limits import InflightLimits
 from router.admission.queue import AdmissionQueue, AdmissionTicket, QueuedRequest
 from router.auth.keys import Caller

@@ -24,8 +24,7 @@ from engine.model.weights import WeightLoader
 from engine.ranks.tensor_parallel import TensorParallel
 from protocol.errors import Unsupported
 from protocol.kv_layout import KVLayout
-from protocol.logprobs import TokenLogprobs
-from protocol.sampling import SamplingParams
+from protocol.sampling import SamplingParams, TokenLogprobs
 
 
 class FinishedStep:

@@ -32,7 +32,7 @@ from engine.model.config import ModelConfig
 from engine.model.sharding import share_of
 from engine.model.weights import WeightLoader, WeightSource
 from protocol.kv_layout import KVLayout
-from protocol.logprobs import TokenLogprobs
+from protocol.sampling import TokenLogprobs
 
 
 @dataclass(slots=True)

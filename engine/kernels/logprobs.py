@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import SequenceStep
-from protocol.logprobs import LOWEST_LOGPROB, TokenLogprobs
+from protocol.sampling import LOWEST_LOGPROB, TokenLogprobs
 
 #: Rows of logits in memory at once, however many prompt tokens are scored.
 ROWS_AT_ONCE = 64

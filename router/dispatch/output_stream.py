@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from protocol.logprobs import TokenLogprobs
 from protocol.messages import ScoreEvent, TokenEvent
+from protocol.sampling import TokenLogprobs
 from protocol.states import FinishReason
 from router.dispatch.sequence_jobs import SequenceJob
 from router.text.detokenizer import TokenTable

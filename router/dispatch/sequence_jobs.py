@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from protocol.errors import ContextTooLong, InvalidRequest
-from protocol.grammar import Grammar
-from protocol.sampling import MAX_SEED, SamplingParams
-from protocol.trace import TraceContext
+from protocol.sampling import MAX_SEED, Grammar, SamplingParams
+from protocol.timeline import TraceContext
 from router.request.generate_request import DEFAULT_COMPLETION_TOKENS, GenerateRequest, RequestKind
 from router.request.request_id import RequestId
 from router.workers.prefix_view import PromptBlocks

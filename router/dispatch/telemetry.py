@@ -14,8 +14,7 @@ from observability.export import MetricSet
 from observability.logging import get_logger
 from protocol.errors import BatonError, ErrorCode
 from protocol.states import FinishReason
-from protocol.timeline import Phase
-from protocol.trace import TraceContext
+from protocol.timeline import Phase, TraceContext
 from router.dispatch.request_run import RequestRun
 from router.request.generate_request import GenerateRequest
 from router.request.request_id import RequestId

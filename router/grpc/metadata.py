@@ -6,7 +6,7 @@ from typing import Any
 
 from grpc import aio
 
-from protocol.trace import TraceContext, parse_trace
+from protocol.timeline import TraceContext, parse_trace
 
 
 def metadata_value(context: aio.ServicerContext[Any, Any], name: str) -> str | None:

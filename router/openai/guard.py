@@ -6,7 +6,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from protocol.errors import BatonError
-from protocol.trace import TraceContext, parse_trace
+from protocol.timeline import TraceContext, parse_trace
 from router.auth.keys import ANYONE, Caller, KeyFile
 from router.openai.answers import HttpAnswer
 

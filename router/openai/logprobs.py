@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from protocol.logprobs import TokenLogprobs
+from protocol.sampling import TokenLogprobs
 from router.dispatch.output_stream import Delta, Score
 from router.request.generate_request import GenerateRequest, RequestKind
 from router.text.detokenizer import TokenTable

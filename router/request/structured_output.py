@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from protocol.errors import InvalidRequest
-from protocol.grammar import Grammar, GrammarKind
+from protocol.sampling import Grammar, GrammarKind
 from router.request.body import Body
 
 #: A JSON Schema, as an object or as its text.

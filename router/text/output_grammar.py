@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from grammar.trial import Trial
 from protocol.errors import InvalidRequest, Unsupported
-from protocol.grammar import Grammar, GrammarKind
+from protocol.sampling import Grammar, GrammarKind
 from router.request.generate_request import GenerateRequest
 from router.request.structured_output import StructuredOutput
 from router.request.tools import ToolChoice, ToolUse

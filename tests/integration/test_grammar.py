@@ -18,8 +18,7 @@ from engine.local import LocalEngine
 from grammar.compiler import Compiler
 from grammar.vocabulary import load_vocabulary
 from protocol.errors import InvalidRequest
-from protocol.grammar import Grammar, GrammarKind
-from protocol.sampling import SamplingParams
+from protocol.sampling import Grammar, GrammarKind, SamplingParams
 from protocol.states import FinishReason
 from tests.support.pair import Pair, running_pair
 from tests.support.tiny import save_tiny_llama

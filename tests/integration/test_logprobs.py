@@ -11,8 +11,7 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
-from protocol.logprobs import TokenLogprobs
-from protocol.sampling import SamplingParams
+from protocol.sampling import SamplingParams, TokenLogprobs
 from protocol.states import FinishReason
 from tests.support.pair import SMALL_STEPS, Answer, Pair, running_pair
 from tests.support.prompts import random_ids

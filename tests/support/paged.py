@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from engine.batch import SequenceStep, StepBatch, StepResult
-from protocol.logprobs import TokenLogprobs
+from protocol.sampling import TokenLogprobs
 
 
 def next_token(context: Sequence[int], seed: int, vocab: int = 1000) -> int:

@@ -17,9 +17,7 @@ from engine.ranks.group import RankGroup
 from kv_transfer.config import TransferConfig
 from prefill_worker.worker import PrefillWorker
 from protocol.errors import BatonError
-from protocol.grammar import Grammar
 from protocol.ids import RequestKey, WorkerRef, new_request_id
-from protocol.logprobs import TokenLogprobs
 from protocol.messages import (
     Cancel,
     EventBatch,
@@ -29,7 +27,7 @@ from protocol.messages import (
     Subscribe,
     TokenEvent,
 )
-from protocol.sampling import SamplingParams
+from protocol.sampling import Grammar, SamplingParams, TokenLogprobs
 from protocol.states import FinishReason
 from protocol.ticket import Ticket
 from protocol.timeline import Span

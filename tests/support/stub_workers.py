@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from protocol.errors import BatonError, Unavailable
 from protocol.ids import RequestKey, Role, WorkerRef, new_epoch
 from protocol.kv_layout import KVLayout
-from protocol.logprobs import TokenLogprobs
 from protocol.messages import (
     Ack,
     Cancel,
@@ -26,6 +25,7 @@ from protocol.messages import (
     WorkerStatus,
 )
 from protocol.prefix import CacheChange
+from protocol.sampling import TokenLogprobs
 from protocol.states import FinishReason, WorkerState
 from protocol.timeline import Phase, Span
 from rpc.methods import CANCEL, EVENTS, STATUS, SUBMIT

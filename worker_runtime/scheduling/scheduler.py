@@ -19,8 +19,8 @@ from engine.kv.allocator import BlockAllocator
 from protocol.errors import DeadlineExceeded, ErrorInfo, Internal
 from protocol.ids import RequestKey
 from protocol.kv_layout import KVFingerprint
-from protocol.logprobs import TokenLogprobs
 from protocol.messages import FailEvent, TokenEvent, WorkerLoad
+from protocol.sampling import TokenLogprobs
 from protocol.states import FinishReason
 from protocol.timeline import Phase, Span
 from worker_runtime.config import WorkerConfig

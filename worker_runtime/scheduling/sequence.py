@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from engine.batch import SequenceStep, TokenHistory
 from grammar.matcher import Matcher
 from protocol.ids import RequestKey
-from protocol.logprobs import TokenLogprobs
 from protocol.messages import PromptEvent, ScoreEvent, Submit
-from protocol.sampling import SamplingParams
+from protocol.sampling import SamplingParams, TokenLogprobs
 from protocol.states import FinishReason
 from protocol.timeline import Phase, Span
 

@@ -10,7 +10,7 @@ import pytest
 
 from grammar.bounds import MAX_REGEX_CHARS, check_source, written_out
 from protocol.errors import InvalidRequest
-from protocol.grammar import Grammar, GrammarKind
+from protocol.sampling import Grammar, GrammarKind
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from grammar.compiler import Compiler
 from grammar.matcher import compute_masks
 from grammar.vocabulary import byte_vocabulary, load_vocabulary
 from protocol.errors import InvalidRequest
-from protocol.grammar import Grammar, GrammarKind
+from protocol.sampling import Grammar, GrammarKind
 from tests.support.tiny_text import byte_level, sentencepiece_like
 
 VOCAB = 500  # more than the tokenizer has: the rest is padding

@@ -12,7 +12,7 @@ import pytest
 
 from grammar.trial import Trial
 from protocol.errors import InvalidRequest, Unavailable
-from protocol.grammar import Grammar, GrammarKind
+from protocol.sampling import Grammar, GrammarKind
 
 SPECIAL = {0: "<|endoftext|>", 300: "[CALL]"}
 

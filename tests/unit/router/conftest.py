@@ -12,8 +12,8 @@ import pytest
 import router.served_model
 import router.text.output_grammar
 from grammar.trial import Trial
-from protocol.grammar import Grammar
 from protocol.ids import Role
+from protocol.sampling import Grammar
 from router.text.tokenizer import ModelText
 from tests.support.router_doors import Doors, MakeDoors, open_doors
 from tests.support.stub_workers import StubFleet

@@ -12,8 +12,7 @@ from engine.batch import SequenceStep, StepBatch
 from engine.kernels.logprobs import ROWS_AT_ONCE, logprob_table
 from protocol import codec
 from protocol.errors import Internal
-from protocol.logprobs import LOWEST_LOGPROB
-from protocol.sampling import SamplingParams
+from protocol.sampling import LOWEST_LOGPROB, SamplingParams
 from tests.support.engine import GREEDY, ThreadedRanks, hf_logits, int32, prompt, whole_runner
 
 #: Of a log-probability, between transformers and the engine, both in float32.

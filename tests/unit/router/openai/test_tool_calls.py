@@ -15,8 +15,8 @@ from grammar.compiler import Compiler
 from grammar.matcher import compute_masks
 from grammar.vocabulary import byte_vocabulary, load_vocabulary
 from protocol.errors import InvalidRequest
-from protocol.grammar import Grammar, GrammarKind
 from protocol.ids import Role
+from protocol.sampling import Grammar, GrammarKind
 from protocol.wire import inference_pb2 as pb
 from tests.support.router_doors import Doors, MakeDoors, letters, open_doors
 from tests.support.stub_workers import StubFleet

@@ -12,8 +12,8 @@ from openai import AsyncOpenAI, BadRequestError
 from pydantic import BaseModel
 
 from protocol.errors import InvalidRequest
-from protocol.grammar import Grammar, GrammarKind
 from protocol.ids import Role
+from protocol.sampling import Grammar, GrammarKind
 from tests.support.router_doors import Doors, MakeDoors, letters, until
 from tests.support.stub_workers import StubFleet
 from tests.support.typed_requests import completion

@@ -22,7 +22,6 @@ from protocol.errors import (
     StaleMessage,
     Unavailable,
 )
-from protocol.grammar import Grammar, GrammarKind
 from protocol.ids import Role, WorkerRef
 from protocol.kv_layout import KVLayout
 from protocol.messages import (
@@ -36,6 +35,7 @@ from protocol.messages import (
     WorkerLoad,
 )
 from protocol.prefix import CacheChange, hints, split_hints
+from protocol.sampling import Grammar, GrammarKind
 from protocol.states import WorkerState
 from rpc import methods
 from rpc.client import ControlClient

@@ -14,8 +14,8 @@ from grammar.compiler import Compiler
 from grammar.matcher import Matcher
 from grammar.vocabulary import byte_vocabulary
 from protocol.errors import ErrorCode, InvalidRequest, Unsupported
-from protocol.grammar import Grammar, GrammarKind
 from protocol.messages import Submit
+from protocol.sampling import Grammar, GrammarKind
 from protocol.states import FinishReason
 from tests.support.decode_bench import Bench, make_submit
 from worker_runtime.control.grammars import Grammars

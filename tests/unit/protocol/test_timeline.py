@@ -2,7 +2,7 @@
 
 import pytest
 
-from protocol.trace import TraceContext, parse_trace
+from protocol.timeline import TraceContext, parse_trace
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
