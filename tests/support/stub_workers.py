@@ -68,6 +68,7 @@ class StubWorker:
     fail_after: int | None = None  # fail every request before this output token
     fail_error: BatonError = field(default_factory=lambda: Unavailable("stub failed"))
     fail_retriable: bool = True
+    fail_attempts: int = 1000  # of each request
     silent: bool = False
     scores_before_death: bool = False  # once in the fleet: break with half a prompt scored
     cached_tokens: int | None = None  # said of every prompt
@@ -244,6 +245,8 @@ class StubWorker:
 
     def _fails(self, submit: Submit, index: int) -> bool:
         if self.fail_after is None or index < self.fail_after:
+            return False
+        if submit.key.attempt >= self.fail_attempts:
             return False
         failure = FailEvent(
             key=submit.key, error=self.fail_error.info(), retriable=self.fail_retriable

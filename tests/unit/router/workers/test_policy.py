@@ -21,6 +21,7 @@ from router.workers.policy import (
     choose,
     choose_decode,
     choose_prefill,
+    work_tokens,
 )
 from tests.support.blocks import FINGERPRINT
 
@@ -33,7 +34,7 @@ def view(name: str, role: Role = Role.DECODE, *, capacity: int = 8192, **load: f
         field: int(load.pop(field, 0))
         for field in (
             *("unseen_sequences", "unseen_tokens", "unseen_blocks"),
-            *("cached_tokens", "expected_tokens"),
+            *("cached_tokens", "expected_tokens", "failing"),
         )
     }
     unseen["expected_tokens"] = max(unseen["expected_tokens"], unseen["cached_tokens"])
@@ -212,6 +213,40 @@ def test_a_short_part_that_is_not_cached_is_computed_on_decode(cached: int, loca
     choice = decide([view("d", cached_tokens=cached)], [prefill("p", cached_tokens=96)])
     assert (choice.local_reason is LocalReason.PREFIX_CACHED) == local
     assert (choice.prefill is None) == local
+
+
+@pytest.mark.parametrize(
+    ("prompt", "cached", "on_prefill", "decode_backlog", "local"),
+    [
+        (10_200, 10_000, 0, 0, True),
+        (100_200, 100_000, 0, 0, True),  # whatever the total
+        (10_512, 10_000, 0, 0, True),
+        (10_513, 10_000, 0, 0, False),  # the remainder is long
+        (10_200, 10_000, 9_472, 0, False),  # prefill computes 728: no four times as many
+        (600, 100, 0, 0, False),  # most of it has to be computed anyway
+        (10_200, 10_000, 0, 313, False),  # decode has more to compute already
+    ],
+)
+def test_decode_computes_the_short_remainder_of_what_it_has_cached(
+    prompt: int, cached: int, on_prefill: int, decode_backlog: int, local: bool
+) -> None:
+    """A conversation that decode has would be computed anew on prefill."""
+    need = Need(prompt_tokens=prompt, total_tokens=prompt + 100)
+    decode = view("d", cached_tokens=cached, waiting_tokens=decode_backlog, capacity=200_000)
+    there = prefill("p", cached_tokens=on_prefill, capacity=200_000)
+    choice = choose(need, [decode], [there], config=CONFIG, rng=random.Random(0))
+    assert (choice.local_reason is LocalReason.PREFIX_CACHED) == local
+    work = work_tokens(prompt, [decode], [there], CONFIG)
+    assert work == prompt - (cached if local else on_prefill)
+
+
+def test_a_failing_worker_is_taken_only_if_there_is_no_other() -> None:
+    bad, busy = view("bad", failing=True), view("busy", running=90)
+    assert pick(bad, busy) == "busy"
+    assert pick(bad) == "bad"
+    broken, far = prefill("broken", failing=True), prefill("far", waiting_tokens=10**6)
+    assert decide([view("d")], [broken, far]).prefill.ref == far.ref
+    assert decide([view("d")], [broken]).local_reason is LocalReason.PREFILL_FAILING
 
 
 def test_prefill_where_the_prompt_is_done_first() -> None:
