@@ -26,50 +26,49 @@ class BackendName(StrEnum):
         return cls.TCP
 
 
-#: Backends whose sender writes into the receiver's pool itself; nothing is posted for it there.
+#: Backends whose sender writes into the receiver's pool; the receiver posts nothing.
 ONE_SIDED = frozenset({BackendName.CUDA_IPC.value})
-#: Backends that move slices of a GPU pool themselves, staging included.
+#: Backends that move slices of a GPU pool, staging included.
 ON_DEVICE = frozenset({BackendName.CUDA_IPC.value, BackendName.NCCL.value})
 
 
 class ChecksumKind(StrEnum):
-    """How a piece's bytes are summed for the proof at commit."""
+    """How the bytes of a piece are summed for the check at commit."""
 
     AUTO = "auto"  # crc32 through host memory; none between GPUs, whose links check themselves
-    CRC32 = "crc32"  # sensitive to order
-    SUM = "sum"  # 64-bit sum of words, several times cheaper, blind to order
+    CRC32 = "crc32"  # sees a change of order
+    SUM = "sum"  # 64-bit sum of 32-bit words, several times cheaper, does not see a change of order
     NONE = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferConfig:
-    """Settings of one worker's hand-offs. Times in seconds; both sides should agree on them.
+    """Settings of one worker's hand-offs. Times in seconds; prefill and decode should agree.
 
     backend: how KV travels. `auto`: between CPUs tcp, between GPUs cuda_ipc where one host has
     both, else nccl.
-    checksum: what a commit proves that the bytes arrived by. `auto`: crc32 through host memory,
-    none between GPUs.
+    checksum: how a commit proves that the bytes arrived. `auto`: crc32 through host memory, none
+    between GPUs.
     lease_s: from the first piece to the commit, whatever the ticket still allows. While a granted
-    prompt waits in prefill's queue, decode asks so often whether prefill still has it.
-    op_timeout_s: one message on one link, once both sides may post it.
+    prompt waits in prefill's queue, decode asks prefill at this interval whether it still has it.
+    op_timeout_s: one message on one link, once both ends may post it.
     connect_timeout_s: building one link.
-    rpc_timeout_s, rpc_attempts: one control call, and how often an unanswered one is repeated.
-    repair_s: after a receive failed, how long decode waits for the piece before it asks prefill
-    whether the hand-off is alive; and again, as long as it is.
-    piece_attempts: how often a piece is tried, each time on a fresh link, before the hand-off
-    fails.
-    pipeline_depth: announced pieces on their way to one decode worker at a time.
+    rpc_timeout_s, rpc_attempts: one control call, and the tries of one that is not answered.
+    repair_s: after a receive failed, the interval at which decode asks prefill whether it still
+    works on the hand-off.
+    piece_attempts: tries of a piece, each on a new link, before the hand-off fails.
+    pipeline_depth: announced pieces in flight to one decode worker.
     max_piece_bytes: upper size of a piece over all ranks; larger pushes are split.
-    device_piece_bytes: the same between GPUs, where one control call moves more.
+    device_piece_bytes: the same between GPUs, where a larger piece saves control calls.
     staging_bytes: one message of an nccl link, which holds two of them.
-    staging_memory_bytes: what all nccl links of a rank hold, left free when its KV pool is sized;
-    no link takes more than a quarter of what is left, so many links send smaller messages.
-    nccl_ctas: thread blocks of an nccl link, which take whole multiprocessors from decode's steps:
-    over NVLink 4 carry 125 GB/s of hand-offs, more than a network card brings, and 32 carry 285.
+    staging_memory_bytes: for all nccl links of a rank, left free when its KV pool is sized; no link
+    takes more than a quarter of the rest, so with many links messages are smaller.
+    nccl_ctas: thread blocks of an nccl link. Each takes a multiprocessor from decode's steps: over
+    NVLink 4 carry 125 GB/s of hand-offs, more than a network card, and 32 carry 285.
     staging_ctas: thread blocks of the copy of a message out of blocks or into them.
     copy_ctas: thread blocks of a cuda_ipc write.
-    max_peers: peers whose links are kept open; the least recently used idle one is closed.
-    finished_handoffs: how many ended hand-offs are kept to recognise their late messages.
+    max_peers: channels kept open; the least recently used idle one is closed.
+    finished_handoffs: records of ended hand-offs kept to recognise late messages.
     """
 
     backend: BackendName = BackendName.AUTO
@@ -105,7 +104,7 @@ class TransferConfig:
 
     @property
     def device_memory_bytes(self) -> int:
-        """Memory of a GPU that its links need."""
+        """GPU memory that the links of a rank need."""
         staged = self.backend in (BackendName.AUTO, BackendName.NCCL)
         return self.staging_memory_bytes if staged else 0
 

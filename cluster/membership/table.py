@@ -27,8 +27,8 @@ class Pool(StrEnum):
 class Replica:
     """One incarnation of one replica, as it reports itself.
 
-    node: address of its machine. address: of a worker's control service. http, grpc: a router's
-    front ends; metrics: where that router alone serves its metrics.
+    node: address of its machine. address, process: of a worker (protocol.ids.WorkerRef). http,
+    grpc: a router's front ends; metrics: where that router alone serves its metrics.
     """
 
     name: str
@@ -37,6 +37,7 @@ class Replica:
     state: WorkerState
     node: str = ""
     address: str = ""
+    process: str = ""
     http: str = ""
     grpc: str = ""
     metrics: str = ""
@@ -44,7 +45,11 @@ class Replica:
     def ref(self) -> WorkerRef:
         """The worker, as routers address it."""
         return WorkerRef(
-            worker_id=self.name, epoch=self.epoch, role=Role(self.pool), address=self.address
+            worker_id=self.name,
+            epoch=self.epoch,
+            role=Role(self.pool),
+            address=self.address,
+            process=self.process,
         )
 
 

@@ -97,6 +97,7 @@ class WorkerReplica:
             state=state,
             node=str(ray.util.get_node_ip_address()),
             address=self._ref.address,
+            process=self._ref.process,
         )
 
 

@@ -1,4 +1,4 @@
-"""Which backends a rank has, and which one of those that decode offers a sender takes."""
+"""Which backends a rank has, and which of decode's backends a sender uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KNOWN = frozenset(name.value for name in BackendName)
 
 
 def build_backends(store: BlockStore, config: TransferConfig) -> list[Backend]:
-    """The backends that `config` names, the most direct first."""
+    """The backends of `config.backend`, the most direct first."""
     wanted = config.backend
     if wanted is BackendName.AUTO:
         on_device = [BackendName.CUDA_IPC, BackendName.NCCL]
@@ -55,8 +55,8 @@ def choose_backend(
     num_ranks: int,
     refused: Container[str] = (),
 ) -> str:
-    """The first backend that every rank of decode offers and that can reach it from here; those
-    `refused` were tried and did not. Raises HandoffFailed when there is none."""
+    """The first backend that every rank of decode offers and that can reach it from here;
+    `refused` backends were tried and could not. Raises HandoffFailed when there is none."""
     offers: dict[str, list[LinkAddress]] = {}
     for address in links:
         offers.setdefault(address.backend, []).append(address)

@@ -2,9 +2,9 @@
 copies blocks over NVLink with one kernel for each piece; while the step that fills them still runs,
 with one for each group of its layers, queued behind that group.
 
-The receiver posts nothing and runs nothing. What proves completion is that the sender commits only
-after its kernels have ended; what makes an abort safe is that an ended hand-off's blocks stay
-quarantined until the writer has confirmed that it is done (control.receiver).
+The receiver posts nothing and runs nothing. The sender commits only after its kernels have ended,
+which proves completion; after an abort the blocks stay quarantined until the sender has confirmed
+that it writes no more (control.receiver).
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class CudaIpcLink:
         self._target = None if endpoint is None else backend.enter(endpoint)
 
     def send_blocks(self, move: BlockMove, timeout_s: float) -> End:
-        """Launch a write; the pool stays mapped until it is over. A kernel that runs cannot be
-        interrupted, and ends by itself: `timeout_s` is not needed."""
+        """Launch a write; the pool stays mapped until it is over. No timeout: a launched kernel
+        cannot be interrupted and always finishes."""
         with self._lock:
             if self._closed or self._target is None or self._endpoint is None:
                 raise LinkBroken(f"link {self._name} is closed, or the receiver's")
@@ -118,7 +118,7 @@ class CudaIpcLink:
         self._backend.leave(self._endpoint)
 
     def recv_blocks(self, move: BlockMove, timeout_s: float) -> End:
-        """The checksum of what the peer has written, if one is asked for."""
+        """The checksum of what the peer has written, if `move` asks for one."""
         return lambda: self._sum(move)
 
     def _sum(self, move: BlockMove) -> int:
@@ -128,7 +128,7 @@ class CudaIpcLink:
             return self._backend.sum_of(move)
 
     def close(self) -> None:
-        """Begin nothing more; unmap once what was begun is over."""
+        """Begin no more writes; unmap once those in flight are over."""
         with self._lock:
             closed, self._closed = self._closed, True
         if not closed and self._endpoint is not None:
@@ -136,7 +136,7 @@ class CudaIpcLink:
 
 
 class _WriteStream:
-    """A stream for writes, which end in the order in which they began."""
+    """A CUDA stream for writes, which end in the order in which they began."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -194,11 +194,11 @@ class CudaIpcBackend:
         return CudaIpcLink(link, self, endpoint)
 
     def accept(self, link: LinkId, timeout_s: float) -> CudaIpcLink:
-        """The receiver has nothing to wait for."""
+        """The receiver waits for nothing."""
         return CudaIpcLink(link, self, None)
 
     def close(self) -> None:
-        """Nothing listens; mappings are given up by the links that use them."""
+        """Nothing listens; links unmap the pools that they use."""
 
     # --- for links ------------------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class CudaIpcBackend:
             return mapping
 
     def leave(self, endpoint: str) -> None:
-        """Use it no more."""
+        """Stop using a pool."""
         with self._lock:
             mapping = self._mappings[endpoint]
             mapping.users -= 1
@@ -226,8 +226,8 @@ class CudaIpcBackend:
             log.warning("a peer's pool could not be unmapped", extra={"reason": str(error)})
 
     def launch(self, move: BlockMove, target: Mapping) -> _Write:
-        """Queue the copy of cells into a mapped pool, layer group by layer group behind the step
-        that fills them."""
+        """Queue the copy of cells into a mapped pool, each group of layers behind the step that
+        fills it."""
         peer = move.peer_cells
         if peer is None or peer.count != move.cells.count:
             raise LinkBroken("the peer's cells are not as many")
@@ -239,7 +239,7 @@ class CudaIpcBackend:
             try:
                 self._launch(move, target, write, queue.stream)
             except BaseException:
-                queue.stream.synchronize()  # what was queued already must not outlive the access
+                queue.stream.synchronize()  # queued copies must not outlive the access
                 raise
             write.done.record(queue.stream)
         return write
@@ -288,7 +288,7 @@ class CudaIpcBackend:
             return stream
 
     def sum_of(self, move: BlockMove) -> int:
-        """The checksum of blocks of the own pool."""
+        """The checksum of blocks of this rank's pool."""
         size = self._cell_bytes(move)
         shape = (move.num_layers, move.cells.count, 2, move.num_heads, size)
         with self._context, torch.cuda.stream(self._stream):

@@ -1,11 +1,11 @@
-"""Links between GPUs of any hosts: a two-party NCCL communicator for each pair of ranks.
+"""Links between GPUs of any hosts: an NCCL communicator for each pair of ranks.
 
-Small messages waste NVLink, so blocks are gathered into large staging buffers by one kernel, sent,
-and scattered by one kernel. Two buffers take turns, across hand-offs, and the device orders it all:
-copies on one stream, NCCL on another, events between them. The host only queues, pieces ahead of
-the wire, so the wire never waits for Python. Both ranks post only once the sender's data is ready
-(plan.channel), and every wait ends at a deadline, which aborts the communicator; work that was
-queued then runs to its end before the blocks are released.
+Small messages waste NVLink, so one kernel gathers blocks into a large staging buffer, and one
+scatters them. Two buffers alternate, across hand-offs: copies run on one stream, NCCL on another,
+events order them. The host queues pieces ahead of the wire, so the wire never waits for Python.
+Both ranks post only once the sender's data is ready (plan.channel), and every wait ends at a
+deadline, which aborts the communicator; queued work then runs to its end before the blocks are
+released.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from kv_transfer.plan.checksum import content_checksum
 
 BUFFERS = 2  # one on the wire, the other being filled or emptied
 _WARM_BYTES = 1 << 20
-_STRETCH, _STRETCHES = 16, 4  # messages; so many times as many may be queued
+_STRETCH, _STRETCHES = 16, 4  # at most 4 stretches of 16 messages are queued
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """What one staging buffer carries of a message: some layers, or cells of one."""
+    """The part of a message in one staging buffer: some layers, or cells of one layer."""
 
     first_layer: int
     num_layers: int
@@ -57,7 +57,7 @@ class _Chunk:
 
 
 class _Slot:
-    """A staging buffer: `full` once a message is in it, `free` once that has been dealt with."""
+    """A staging buffer: `full` once a message is in it, `free` once that was sent or copied."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -75,8 +75,8 @@ class _Move:
 
 
 class NcclLink:
-    """One end of a pair. Both streams run ahead of the model's kernels: a copy that waits for a
-    whole step holds up the wire."""
+    """One end of a pair. Both streams have priority over the model's kernels: a copy that waits for
+    a whole step holds up the wire."""
 
     mode = LinkMode.PIPELINED
 
@@ -133,7 +133,7 @@ class NcclLink:
 
     def _abort(self) -> None:
         with torch.cuda.device(self._device):  # NCCL goes back to the device that it was called on
-            self._group.abort()  # a method of the link: its buffers live until no kernel uses them
+            self._group.abort()  # as a method it keeps the link's buffers until no kernel uses them
         self._backend.staging.give(self._chunk_bytes)
 
     def _begin(self, move: BlockMove, timeout_s: float, *, sending: bool) -> End:
@@ -257,8 +257,8 @@ class NcclLink:
         )
 
     def _chunks(self, move: BlockMove) -> list[_Chunk]:
-        """Whole layers, as many as a buffer holds; or, where it holds none, as many cells of one:
-        the same list on both sides."""
+        """Whole layers, as many as a buffer holds, or else cells of one layer. Both ends compute
+        the same list."""
         cell = 2 * move.num_heads * self._cell_bytes(move)
         cells = move.cells.count
         layers = max(1, self._chunk_bytes // (cells * cell))
@@ -276,8 +276,8 @@ class NcclLink:
 
     @contextmanager
     def _working(self, limit: float) -> Iterator[None]:
-        """On the link's device and copy stream, and closed at `limit` or by a failure. After one
-        nothing of this link runs any more."""
+        """On the link's device and copy stream. Closes the link at `limit` or on a failure, and
+        returns only when none of its work runs any more."""
         try:
             with (
                 self._backend.watch.guard(limit, self.close),

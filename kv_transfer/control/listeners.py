@@ -1,4 +1,4 @@
-"""What a worker is told about its hand-offs."""
+"""What Sender and Receiver tell their worker."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from protocol.messages import Commit, Grant
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferReport:
-    """A committed hand-off: what moved, and when (wall-clock seconds since the Unix epoch) from the
-    first announcement to the commit's acknowledgement."""
+    """What a committed hand-off has moved, and when (seconds since the Unix epoch): from the first
+    announcement to the commit's acknowledgement."""
 
     num_bytes: int
     num_pieces: int
@@ -25,7 +25,7 @@ class SenderListener(Protocol):
     """The prefill worker. Called on the event loop; must not block.
 
     Of `committed` and `ended` exactly one is called for every hand-off that was expected, once.
-    After it no read of the source blocks is in flight: they may be freed.
+    After that call no rank reads the source blocks: they may be freed.
     """
 
     def granted(self, key: RequestKey, grant: Grant) -> None:
@@ -42,12 +42,12 @@ class ReceiverListener(Protocol):
     """The decode worker. Called on the event loop; must not block.
 
     Of `committed` and `ended` exactly one is called for every hand-off that was offered, once.
-    Block ids given to `reserve` come back exactly once: with `committed`, then the worker owns them
-    and what is in them; or through `blocks_safe`.
+    Block ids given to `reserve` come back exactly once: with `committed`, and then the worker owns
+    blocks and KV; or through `blocks_safe`.
     """
 
     def committed(self, key: RequestKey, commit: Commit) -> None:
-        """All KV arrived and was proved: the sequence is decode's."""
+        """All KV arrived and was checked: the sequence is decode's."""
 
     def ended(self, key: RequestKey, error: ErrorInfo | None) -> None:
         """Over without a commit: no more writes will be accepted, but one may be in flight until

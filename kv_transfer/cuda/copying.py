@@ -1,4 +1,4 @@
-"""Typed wrapper of the paged copy: which bytes of a pool, and where to."""
+"""The paged copy: which bytes of a pool go where."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from protocol.kv_layout import Cells
 PAGE_NUMBER_BYTES = 4  # of one page number on the device
 _ALIGN = 16
 _TILE = 16384  # bytes
-_SLOTS = 8  # tiles that a thread block has under way
+_SLOTS = 8  # tiles in flight in a thread block
 _SOURCE = Path(__file__).with_name("copy_rows.cu")
 _BULK_COPIES = (9, 0)  # the first compute capability that has them
 
@@ -33,8 +33,8 @@ class PoolShape:
     page: int
 
     def pages(self, cells: Cells, cell_bytes: int) -> Sequence[int]:
-        """Where cells begin, in multiples of what `pool_rows` steps by: a block when a cell is one,
-        else a cell."""
+        """Page numbers of cells, in the steps of `pool_rows`: blocks when a cell is a block, else
+        cells."""
         if cell_bytes == self.page:
             return cells.blocks
         blocks, numbers = cells.places(self.page // cell_bytes)
@@ -44,9 +44,9 @@ class PoolShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """One side of a copy. `address` is that of the first layer's first page's first head named;
-    strides in bytes; `pages` is where the copying device has the page numbers (int32), or None when
-    cells follow each other."""
+    """Source or target of a copy. `address` is that of the first head of the first page of the
+    first layer; strides in bytes; `pages` is the address of the page numbers (int32) on the copying
+    device, None when cells are contiguous."""
 
     address: int
     layer: int
@@ -58,8 +58,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """How much one copy moves: keys and values of so many layers, cells and heads, `cell_bytes`
-    each."""
+    """Size of one copy: keys and values of layers x cells x heads, `cell_bytes` each."""
 
     num_layers: int
     num_cells: int
@@ -76,8 +75,8 @@ def pool_rows(
     cell_bytes: int,
     pages: int,
 ) -> Rows:
-    """Cells, `cell_bytes` a head, of a pool that begins at address `base`; `pages` is where the
-    device has PoolShape.pages."""
+    """Cells, `cell_bytes` a head, of a pool at address `base`; `pages` is the device address of
+    PoolShape.pages."""
     half = shape.num_heads * shape.page
     layer = shape.num_blocks * 2 * half
     return Rows(
@@ -104,18 +103,18 @@ def dense_rows(base: int, extent: Extent) -> Rows:
 
 
 class PageTable:
-    """Page numbers on the device, through a pinned buffer that is kept. A load overwrites the one
-    before, which must not be in use any more.
+    """Page numbers on the device, copied from a pinned buffer. A load overwrites the one before,
+    which must not be in use any more.
 
-    The driver copies: torch's own would take longer than all else of a launch."""
+    The driver copies: torch's copy would take longer than the rest of a launch."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._grow(2048)
 
     def load(self, stream: int, *pages: Sequence[int]) -> list[int]:
-        """Where the numbers of each list begin, for what comes later on a raw stream of the
-        device, which must be the current one."""
+        """The device addresses of the lists, valid for work queued later on this raw stream. The
+        device must be the current one."""
         numbers = array("i")
         starts = []
         for ids in pages:
@@ -162,14 +161,12 @@ def copy_rows(
     source: Rows, target: Rows, extent: Extent, *, kernel: Kernel, stream: int, ctas: int
 ) -> None:
     """Copy on a raw stream of the kernel's device, which must be the current one, with at most
-    `ctas` thread blocks.
-
-    Both sides must be reachable from it, all addresses, strides and sizes multiples of 16 bytes.
-    """
+    `ctas` thread blocks. It must reach source and target; all addresses, strides and sizes are
+    multiples of 16 bytes."""
     halves, heads, run = 2, extent.num_heads, extent.cell_bytes
-    if source.head == target.head == run:  # heads follow each other on both sides
+    if source.head == target.head == run:  # heads are contiguous in both
         heads, run = 1, heads * run
-    if heads == 1 and source.half == target.half == run:  # and so do keys and values
+    if heads == 1 and source.half == target.half == run:  # and so are keys and values
         halves, run = 1, 2 * run
     if any(number % _ALIGN for number in (run, source.address, target.address)):
         raise ValueError(f"runs of {run} bytes at {source.address}, {target.address}: not aligned")
@@ -186,8 +183,8 @@ def copy_rows(
 
 @cache
 def load_copies(device: torch.device) -> Kernel:
-    """The kernel of a GPU. The first call compiles and loads it, which takes longer than a message
-    may."""
+    """The kernel of a GPU. The first call compiles and loads it, which takes longer than the
+    timeout of a message."""
     bulk = torch.cuda.get_device_capability(device) >= _BULK_COPIES
     return Kernel(
         _SOURCE,

@@ -29,7 +29,7 @@ _POLL_S = 20e-6  # posting takes 100; others need the interpreter's lock meanwhi
 
 
 class NcclError(RuntimeError):
-    """A call of NCCL failed, or was given up."""
+    """A call of NCCL failed, timed out or was aborted."""
 
 
 class _UniqueId(ctypes.Structure):
@@ -72,8 +72,8 @@ def _library() -> ctypes.CDLL:
 
 @cache
 def _quick() -> ctypes.PyDLL:
-    """The calls that a non-blocking communicator returns from at once. They keep the interpreter's
-    lock: to get it back from a busy event loop takes longer than they do."""
+    """Calls that return at once on a non-blocking communicator. They keep the interpreter's lock:
+    getting it back from a busy event loop takes longer than the call."""
     library = ctypes.PyDLL(_NAME)
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     for call in (library.ncclSend, library.ncclRecv):
@@ -141,7 +141,7 @@ class Communicator:
         self._settle(name, code, limit)
 
     def _settle(self, name: str, code: int, limit: float) -> None:
-        """Wait until NCCL's own thread is done with a call."""
+        """Wait until NCCL's own thread has completed a call."""
         try:
             while code == _IN_PROGRESS:
                 if time.monotonic() > limit:
@@ -224,8 +224,8 @@ class Watch:
 class Staging:
     """A budget of `total` bytes, from which each link takes `count` buffers. Safe from any thread.
 
-    No link takes more than a quarter of what is left, so the first ones get large buffers and the
-    last one still gets some.
+    No link takes more than a quarter of the rest, so the first links get large buffers and the last
+    one still gets some.
     """
 
     def __init__(self, total: int, *, largest: int, count: int) -> None:
@@ -246,7 +246,7 @@ class Staging:
             return size
 
     def give(self, size: int) -> None:
-        """A link's buffers became so many bytes smaller each."""
+        """Each buffer of a link became `size` bytes smaller."""
         with self._lock:
             self._left += self._count * size
 

@@ -1,5 +1,5 @@
-"""Compiles CUDA source for a device at run time (NVRTC) and launches it through the driver: a
-launch costs microseconds of the processor, where triton's costs tens."""
+"""Compiles CUDA source at run time (NVRTC) and launches it through the driver: a launch takes
+microseconds of CPU time, triton's tens of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 class Kernel:
-    """One kernel for one device; `defines` are numbers that its source needs."""
+    """One kernel for one device; `defines` are macros of its source."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ def _compiler() -> ctypes.CDLL:
 
 
 def _libraries() -> Iterator[str]:
-    """Where the loader would look, then where torch's wheels have it."""
+    """Names for the loader's own search, then files in torch's wheels."""
     major = (torch.version.cuda or "0").partition(".")[0]
     yield f"libnvrtc.so.{major}"
     wheels = importlib.util.find_spec("nvidia")

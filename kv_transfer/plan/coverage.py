@@ -1,4 +1,4 @@
-"""Which layers of which cells a hand-off has named so far. Pure."""
+"""Which layers of which cells a hand-off has announced so far. Pure."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Area:
 
 
 def check_sizes(num_blocks: int, num_cached: int, num_tokens: int, layout: KVLayout) -> None:
-    """Raise StaleMessage unless so many blocks are what so many tokens need, and the first
-    `num_cached` of them full."""
+    """Raise StaleMessage unless `num_tokens` need exactly `num_blocks` and fill the first
+    `num_cached` of them."""
     if layout.block_size < 1 or layout.blocks_for(num_tokens) != num_blocks:
         raise StaleMessage(
             f"{num_blocks} blocks of {layout.block_size} for {num_tokens} tokens",
@@ -34,10 +34,8 @@ def check_sizes(num_blocks: int, num_cached: int, num_tokens: int, layout: KVLay
 
 
 class Coverage:
-    """A set of (cell, layer) pairs over `num_cells` x `num_layers`, of which none is named twice.
-
-    The first `num_cached` cells are already there and must not be named at all.
-    """
+    """The set of announced (cell, layer) pairs over `num_cells` x `num_layers`. None may be
+    announced twice; of the first `num_cached` cells, which decode has already, none at all."""
 
     def __init__(self, *, num_cells: int, num_cached: int, num_layers: int) -> None:
         self._all_layers = (1 << num_layers) - 1
@@ -47,7 +45,7 @@ class Coverage:
 
     @classmethod
     def of(cls, layout: KVLayout, *, cell_size: int, num_tokens: int, num_cached: int) -> Coverage:
-        """What a grant of blocks of `layout` needs, of which `num_cached` blocks are there."""
+        """For a grant of blocks of `layout`, of which `num_cached` are cached."""
         return cls(
             num_cells=-(-num_tokens // cell_size),
             num_cached=num_cached * layout.block_size // cell_size,
@@ -60,12 +58,12 @@ class Coverage:
 
     @property
     def complete(self) -> bool:
-        """Whether every layer of every cell is there or was named."""
+        """Whether every layer of every cell is cached or announced."""
         return self._layers.count(self._all_layers) == len(self._layers)
 
     def add(self, first_cell: int, num_cells: int, first_layer: int, num_layers: int) -> None:
-        """Name a rectangle. Raises StaleMessage, changing nothing, when it is empty, out of range
-        or overlaps what is there already."""
+        """Announce a rectangle. Raises StaleMessage, changing nothing, when it is empty, out of
+        range or overlaps what was announced or cached."""
         if num_cells < 1 or first_cell < 0 or first_cell + num_cells > len(self._layers):
             raise StaleMessage(
                 f"cells [{first_cell}, {first_cell + num_cells}) are not within the "
@@ -80,11 +78,13 @@ class Coverage:
             )
         mask = ((1 << num_layers) - 1) << first_layer
         end = first_cell + num_cells
-        named = self._layers[first_cell:end]
-        if named.count(0) == num_cells:  # the common case, at C speed
+        announced = self._layers[first_cell:end]
+        if announced.count(0) == num_cells:  # the common case, at C speed
             self._layers[first_cell:end] = [mask] * num_cells
             return
-        for cell, layers in enumerate(named, first_cell):
+        for cell, layers in enumerate(announced, first_cell):
             if layers & mask:
-                raise StaleMessage(f"cell {cell} is there or named already", param="first_cell")
-        self._layers[first_cell:end] = [layers | mask for layers in named]
+                raise StaleMessage(
+                    f"cell {cell} is cached or announced already", param="first_cell"
+                )
+        self._layers[first_cell:end] = [layers | mask for layers in announced]

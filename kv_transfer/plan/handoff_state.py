@@ -1,10 +1,10 @@
-"""The life of one hand-off as either side sees it. Pure: messages and times in, verdicts out.
+"""The life of one hand-off, on decode and on prefill. Pure: messages and times in, verdicts out.
 
     OFFERED -> RESERVED -> MOVING -> COMMITTED     (protocol.states has the table)
     any of them -> RELEASED | ABORTED
 
-Everything here is idempotent: a message seen before changes nothing and says so; one that belongs
-to another attempt, epoch, ticket or generation raises StaleMessage.
+Every message is idempotent: seen again it changes nothing and the verdict is REPEAT; one of
+another attempt, epoch, ticket or generation raises StaleMessage.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class _Posted:
 
 
 class PiecesLost(HandoffFailed):
-    """Pieces that the sender believes to be out did not arrive: it may send them again. Of an error
-    only code, message and param cross the wire, so the numbers travel in `param`."""
+    """Pieces that the sender has sent did not arrive: it may send them again. Only code, message
+    and param of an error cross the wire, so their indices travel in `param`."""
 
     def __init__(self, indices: list[int]) -> None:
         numbers = ",".join(map(str, indices))
@@ -57,14 +57,14 @@ class PiecesLost(HandoffFailed):
 
 
 def lost_indices(error: BatonError | None) -> list[int]:
-    """The numbers in a PiecesLost that came over the wire; empty for any other error."""
+    """The indices in a PiecesLost that came over the wire; empty for any other error."""
     kind, _, numbers = ((error and error.param) or "").partition(":")
     return [int(number) for number in numbers.split(",")] if kind == "lost" else []
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class HandoffState:
-    """What both sides keep: identity, ticket, state, deadline (monotonic seconds)."""
+    """What both workers keep of a hand-off. `deadline` is in monotonic seconds."""
 
     key: RequestKey
     ticket: Ticket
@@ -90,7 +90,7 @@ class HandoffState:
         return Verdict.NEW
 
     def end_message(self, epoch: int) -> HandoffEnd:
-        """What the peer is told of a hand-off that this side, of this epoch, has ended."""
+        """The message that tells the peer of the end; `epoch` is this worker's."""
         return HandoffEnd(
             key=self.key,
             epoch=epoch,
@@ -106,7 +106,7 @@ class HandoffState:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class InboundHandoff(HandoffState):
-    """Decode's side: grants blocks, takes pieces, proves at commit that all of it arrived."""
+    """On decode: grants blocks, accepts pieces, checks at commit that all of them arrived."""
 
     generation: int = 0
     block_ids: tuple[int, ...] = ()
@@ -156,13 +156,13 @@ class InboundHandoff(HandoffState):
             )
 
     def knows(self, piece: Piece) -> bool:
-        """Whether it was announced before, on the same link."""
+        """Whether it was announced before, under the same incarnation."""
         known = self._pieces.get(piece.index)
         return known is not None and known.piece.incarnation == piece.incarnation
 
     def announce(self, piece: Piece) -> Verdict:
-        """A piece wants in. NEW: post receives for it. A piece known before is posted again only on
-        a newer link, or if it was written and could not be read."""
+        """A piece was announced. NEW: post receives for it. A piece announced before is posted
+        again only under a newer incarnation, or if it was written and could not be read."""
         self.check_current(piece.ticket, piece.generation)
         known = self._pieces.get(piece.index)
         if known is not None:
@@ -174,7 +174,7 @@ class InboundHandoff(HandoffState):
         return Verdict.NEW
 
     def cells(self, piece: Piece) -> Cells:
-        """Where an announced piece belongs in the blocks of this side."""
+        """The cells of an announced piece in decode's blocks."""
         return Cells.within(
             self.block_ids,
             self._layout.block_size,
@@ -184,7 +184,7 @@ class InboundHandoff(HandoffState):
         )
 
     def _cover(self, piece: Piece) -> None:
-        """Count what a new piece brings. The first one tells of how many tokens its cells are."""
+        """Count what a new piece covers. The first one decides the size of cells."""
         size = cell_size(self._layout.block_size, piece.prefill_layout.block_size)
         if self._coverage is None:
             self.cell_size = size
@@ -204,7 +204,7 @@ class InboundHandoff(HandoffState):
         if piece.incarnation < known.piece.incarnation:
             text = f"piece {piece.index} has moved to a newer incarnation"
             raise StaleMessage(text, param="incarnation")
-        written = known.state is PieceState.LOST and piece.backend in ONE_SIDED  # to be read again
+        written = known.state is PieceState.LOST and piece.backend in ONE_SIDED  # read it again
         if piece.incarnation == known.piece.incarnation and not written:
             return Verdict.REPEAT
         if self.state is not TransferState.MOVING:
@@ -213,14 +213,14 @@ class InboundHandoff(HandoffState):
         return Verdict.NEW
 
     def arrived(self, index: int, incarnation: int, *, checksum: int) -> None:
-        """All ranks have this piece, by this link."""
+        """All ranks have received this piece."""
         posted = self._pieces[index]
         if posted.piece.incarnation == incarnation:
             posted.move_to(PieceState.ARRIVED)
             posted.checksum = checksum
 
     def lost(self, index: int, incarnation: int) -> bool:
-        """The piece failed on this link; True when nothing newer replaces it yet."""
+        """The piece failed; True when no newer posting replaces it yet."""
         posted = self._pieces[index]
         if posted.piece.incarnation != incarnation or self.state is not TransferState.MOVING:
             return False
@@ -234,20 +234,20 @@ class InboundHandoff(HandoffState):
 
     @property
     def lost_pieces(self) -> list[int]:
-        """Sequences of the pieces that failed and were not announced again."""
+        """Indices of the pieces that failed and were not announced again."""
         return sorted(n for n, a in self._pieces.items() if a.state is PieceState.LOST)
 
     def check_new(self, commit: Commit) -> None:
-        """Raise when a commit was refused before. It may have been on its way for long, and of the
-        pieces that were lost then the sender may have given up to send the content again."""
+        """Raise when a commit was refused before: a late copy of it does not prove that the pieces
+        that were lost then have come again."""
         if commit.number < self.num_refused:
             if self.lost_pieces:
                 raise PiecesLost(self.lost_pieces)
             raise StaleMessage(f"commit {commit.number} of {self.key} was refused", param="commit")
 
     def commit(self, commit: Commit) -> Verdict:
-        """Own the sequence. Raises HandoffFailed naming what is missing or differs; the caller ends
-        the hand-off then."""
+        """Take the sequence over. Raises HandoffFailed naming what is missing or differs; then the
+        caller ends the hand-off."""
         self.check_current(commit.ticket, commit.generation)
         if self.state is TransferState.COMMITTED:
             if commit != self.commit_message:
@@ -288,13 +288,13 @@ def _rectangle(piece: Piece) -> tuple[int, int, int, int]:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class OutboundHandoff(HandoffState):
-    """Prefill's side: takes the grant, splits pushes into pieces, sums up for the commit."""
+    """On prefill: takes the grant, splits pushes into pieces, sums them up for the commit."""
 
     grant_message: Grant | None = None
     first_token: int | None = None
     num_pieces: int = 0
     cell_size: int = 0
-    _num_held: int = 0  # cells of the blocks that hold the tokens here
+    _num_held: int = 0  # cells of prefill's blocks that hold the prompt
     _coverage: Coverage | None = None
     _sent: dict[int, tuple[int, int]] = field(default_factory=dict)
 
@@ -304,11 +304,11 @@ class OutboundHandoff(HandoffState):
 
     @property
     def generation(self) -> int:
-        """Decode's name for this hand-off; 0 before the grant."""
+        """0 before the grant."""
         return 0 if self.grant_message is None else self.grant_message.generation
 
     def grant(self, grant: Grant, block_size: int) -> Verdict:
-        """Decode holds blocks, of its own size; `block_size` is this side's."""
+        """Decode holds blocks, of its own size; `block_size` is prefill's."""
         self.check_same(grant.ticket)
         if self.grant_message is not None:
             if grant != self.grant_message:
@@ -330,8 +330,8 @@ class OutboundHandoff(HandoffState):
         return Verdict.NEW
 
     def push(self, area: Area, *, max_cells: int) -> list[tuple[int, Area]]:
-        """Take a rectangle of finished cells; the numbered pieces to send. Skipped are cached ones
-        and those beyond the last token, in the block that it leaves half full."""
+        """Accept a rectangle of finished cells; the pieces to send, with their indices. Cells that
+        decode has cached are skipped, and those beyond the last token in a half-full block."""
         coverage = self._coverage
         if coverage is None:
             raise StaleMessage(f"{self.key} has no grant", param="key")

@@ -111,31 +111,30 @@ def _furthest(source: tuple[HeadRange, ...], head: int, limit: int, dest_rank: i
 
 
 def layer_groups(num_layers: int, layer_bytes: int) -> list[int]:
-    """How many layers move together while a step still computes later ones: each time half of what
-    is left, so that little is left to move when the last layer is done; groups of 16 MiB or more,
-    where a copy comes near the link's rate."""
-    least = max(1, -(-_GROUP_BYTES // layer_bytes))
+    """How many layers move together while a step still computes later ones: half of the rest each
+    time, so that little is left to move after the last layer; groups of 16 MiB or more, at which a
+    copy comes near the link's rate."""
+    min_layers = max(1, -(-_GROUP_BYTES // layer_bytes))
     groups = []
     left = num_layers
-    while left >= 2 * least:
+    while left >= 2 * min_layers:
         groups.append(left - left // 2)
         left //= 2
     return [*groups, left]
 
 
 def cell_size(mine: int, theirs: int) -> int:
-    """Tokens of a cell between workers of these block sizes: the most that never cross the border
-    of a block on either side."""
+    """Tokens of a cell between workers of these block sizes: the largest unit that never crosses
+    a block boundary of either."""
     return gcd(mine, theirs)
 
 
 def kv_bytes(layout: KVLayout, *, num_tokens: int, num_layers: int, num_heads: int) -> int:
-    """Bytes of so many tokens' keys and values, for so many layers and heads."""
+    """Bytes of the keys and values of `num_tokens`."""
     per_token = 2 * layout.head_dim * DTYPE_BYTES[layout.dtype]
     return num_tokens * num_layers * num_heads * per_token
 
 
 def cells_per_piece(layout: KVLayout, size: int, max_bytes: int) -> int:
-    """How many cells of `size` tokens one piece may hold so that all its layers and heads stay
-    within `max_bytes`; at least 1."""
+    """How many cells of `size` tokens, with all layers and heads, fit one piece; at least 1."""
     return max(1, max_bytes // (size * layout.token_bytes()))

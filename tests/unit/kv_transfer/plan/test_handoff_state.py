@@ -159,7 +159,7 @@ def test_pieces_out_of_their_bounds_are_refused(bad):
 def test_layer_groups_must_not_overlap():
     handoff = inbound()
     handoff.announce(piece(0, 1, 3, first_layer=0, num_layers=1))
-    with pytest.raises(StaleMessage, match="named already"):
+    with pytest.raises(StaleMessage, match="announced already"):
         handoff.announce(piece(1, 2, 1, first_layer=0, num_layers=2))
     assert handoff.announce(piece(1, 1, 3, first_layer=1, num_layers=1)) is Verdict.NEW
 
