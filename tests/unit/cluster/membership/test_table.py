@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -47,6 +48,11 @@ def test_report_adds_once() -> None:
     assert t.view().version == version
     assert t.view().replicas == (replica(),)
     assert t.view().incarnation == 7
+
+
+def test_a_worker_is_addressed_with_the_process_that_it_reports() -> None:
+    worker = replace(replica(), process="host|pid:[1]|7|100")
+    assert (worker.ref().address, worker.ref().process) == ("host:1", "host|pid:[1]|7|100")
 
 
 def test_ready_workers_leaves_out_routers_and_the_draining() -> None:
