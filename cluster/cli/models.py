@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from cluster.cli.console import Console
+from cluster.local.paths import models_dir
 from cluster.models.gguf import SOURCES
 from cluster.models.store import find_model, get_model, list_models
 
@@ -21,7 +22,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
 
 
 def _list(console: Console) -> None:
-    found = {path.name: path for path in list_models()}
+    found = {str(path.relative_to(models_dir())): path for path in list_models()}
     rows = [(name, _size(path), str(path)) for name, path in found.items()]
     rows += [(name, "-", "baton models get " + name) for name in SOURCES if name not in found]
     console.table(("NAME", "SIZE", "WHERE"), rows)

