@@ -95,9 +95,7 @@ def _add_local_commands(commands: Any) -> None:
     models = _add(commands, "models", "fetch and find models on this machine")
     actions = models.add_subparsers(dest="action", required=True, metavar="ACTION")
     get = actions.add_parser("get", help="fetch a model, once")
-    get.add_argument(
-        "name", help="a name of `baton models list`, or ORG/NAME[@REVISION] on the Hub"
-    )
+    get.add_argument("name", help="from `baton models list`, or ORG/NAME[@REVISION] on the Hub")
     path = actions.add_parser("path", help="print a model's folder")
     path.add_argument("name")
     actions.add_parser("list", help="list models on this machine, and those that can be fetched")

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from cluster.call_timeout import ANSWER_S, call_with_timeout
@@ -59,14 +60,8 @@ def connect(state: RunningCluster) -> None:
     if ray.is_initialized():
         return
 
-    def init() -> None:
-        ray.init(
-            address=state.address,
-            namespace="baton-cli",
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
-
+    options = {"log_to_driver": False, "logging_level": logging.ERROR}
+    init = partial(ray.init, state.address, namespace="baton-cli", **options)
     host, colon, port = state.address.rpartition(":")
     try:
         if colon:  # fails at once where Ray would retry for minutes

@@ -69,11 +69,11 @@ def _progress(view: View, targets: Mapping[Pool, int]) -> str:
 
 
 def _reached(view: View, targets: Mapping[Pool, int], exact: bool) -> bool:
-    for pool, count in targets.items():
-        ready = len(view.of(pool, WorkerState.READY))
-        if ready < count or (exact and len(view.of(pool)) != count):
-            return False
-    return True
+    return all(
+        len(view.of(pool, WorkerState.READY)) >= count
+        and (not exact or len(view.of(pool)) == count)
+        for pool, count in targets.items()
+    )
 
 
 def _raise_failed(statuses: Mapping[Pool, PoolStatus]) -> None:

@@ -90,10 +90,9 @@ def _check_files(config: ClusterConfig) -> None:
 
 def _check_length(config: ClusterConfig, model: ModelConfig) -> None:
     length, limit = config.model.max_model_len, model.max_position_embeddings
-    if length is not None and length < 2:
-        raise _refuse("model.max_model_len", f"must be at least 2, got {length}")
-    if length is not None and length > limit:
-        raise _refuse("model.max_model_len", f"{length} is more than the model's {limit}")
+    if length is not None and not 2 <= length <= limit:
+        message = f"must be at least 2 and at most the model's {limit}, got {length}"
+        raise _refuse("model.max_model_len", message)
 
 
 def _check_engine(config: ClusterConfig, role: Role, model: ModelConfig) -> None:

@@ -33,14 +33,11 @@ def find_model(name: str) -> Path:
     folder = Path(name).expanduser()
     if is_model_folder(folder):
         return folder.absolute()
-    if name in SOURCES:
-        raise NotFound(
-            f"model {name!r} is not on this machine: run `baton models get {name}`", param="model"
-        )
-    known = ", ".join(sorted(SOURCES))
+    known = name in SOURCES or is_hub_name(name)
+    fetchable = name if known else f"{'|'.join(SOURCES)}, or ORG/NAME from the Hugging Face Hub"
     raise NotFound(
-        f"model {name!r} is neither a fetched model nor a folder with config.json and "
-        f"*.safetensors; `baton models get` fetches {known}, or ORG/NAME from the Hugging Face Hub",
+        f"model {name!r} is neither fetched nor a folder with config.json and *.safetensors: "
+        f"`baton models get {fetchable}`",
         param="model",
     )
 
@@ -64,12 +61,15 @@ def get_model(name: str, *, convert: Convert = convert_gguf) -> Path:
         return find_model(name)
     except NotFound:
         target = models_dir() / name
-    with file_lock(models_dir() / f".{name.replace('/', '--')}.lock"):
-        if not is_model_folder(target):
-            if name in SOURCES:
-                _make_from_gguf(SOURCES[name], target, convert)
-            else:
-                _make_from_hub(name, target)
+    partial = models_dir() / f".{name.replace('/', '--')}"  # kept when a download fails
+    with file_lock(partial.with_name(f"{partial.name}.lock")):
+        if is_model_folder(target):
+            pass
+        elif name in SOURCES:
+            _make_from_gguf(SOURCES[name], target, convert)
+        else:
+            fetch_from_hub(name, partial)
+            _move_into_place(partial, target, name)
     return target
 
 
@@ -82,17 +82,9 @@ def _make_from_gguf(source: GgufSource, target: Path, convert: Convert) -> None:
         _move_into_place(converted, target, source.title)
 
 
-def _make_from_hub(name: str, target: Path) -> None:
-    partial = models_dir() / f".{name.replace('/', '--')}"  # kept after a failure, to continue
-    fetch_from_hub(name, partial)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _move_into_place(partial, target, name)
-
-
 def _move_into_place(folder: Path, target: Path, title: str) -> None:
     if not is_model_folder(folder):
-        raise Unavailable(
-            f"{title} has no usable folder: config.json and *.safetensors", param="model"
-        )
+        raise Unavailable(f"{title} has no config.json with *.safetensors", param="model")
+    target.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(target, ignore_errors=True)
     folder.rename(target)

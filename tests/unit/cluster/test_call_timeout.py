@@ -54,7 +54,7 @@ def test_connecting_to_a_ray_that_hangs(hang: Hang, monkeypatch: pytest.MonkeyPa
 def test_connecting_keeps_the_sigterm_handler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's client installs its own, which reports a crash."""
     handlers: list[tuple[int, object]] = []
-    monkeypatch.setattr("ray.init", lambda **_: None)
+    monkeypatch.setattr("ray.init", lambda *_, **__: None)
     monkeypatch.setattr(session.signal, "signal", lambda *handler: handlers.append(handler))
     session.connect(RunningCluster(address="auto", token="", config="c"))
     assert handlers == [(signal.SIGTERM, signal.getsignal(signal.SIGTERM))]
@@ -63,7 +63,7 @@ def test_connecting_keeps_the_sigterm_handler(monkeypatch: pytest.MonkeyPatch) -
 def test_a_failed_connection_keeps_the_sigterm_handler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def init(**_: object) -> None:
+    def init(*_: object, **__: object) -> None:
         raise ConnectionError("connection refused")
 
     handlers: list[tuple[int, object]] = []

@@ -140,7 +140,7 @@ def test_a_model_without_safetensors_is_refused(
 ) -> None:
     del hub.files["model.safetensors"]
     assert main(["models", "get", "org/tiny"]) == EXIT_FAILED
-    assert "org/tiny has no usable folder" in capsys.readouterr().err
+    assert "org/tiny has no config.json with *.safetensors" in capsys.readouterr().err
     assert not (home / "models" / "org").exists() or not list((home / "models" / "org").iterdir())
 
 
