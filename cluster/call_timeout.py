@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from typing import TypeVar
 
+from concurrency.threads import start_thread
 from protocol.errors import Unavailable
 
 T = TypeVar("T")
@@ -22,15 +22,7 @@ def call_with_timeout(timeout_s: float, failure: str, call: Callable[[], T]) -> 
     Ctrl-C waits up to five seconds for the call, because Ray aborts a process that exits during
     one.
     """
-    result: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="call-with-timeout", daemon=True).start()
+    result = start_thread(call, name="call-with-timeout")
     try:
         return result.result(timeout_s)
     except TimeoutError:

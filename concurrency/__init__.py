@@ -1,1 +1,8 @@
-"""Tasks, timers, bounded maps and threads that the other packages share."""
+"""Building blocks for event loops and threads that the other packages share.
+
+tasks: background tasks of an event loop
+deadlines: one timer for many deadlines
+silence: timeout for a peer that sends nothing
+threads: blocking work in a thread of its own
+bounded_map: the last records by key
+"""

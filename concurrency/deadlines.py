@@ -1,4 +1,4 @@
-"""When the next hand-off is due, and one timer for all of them."""
+"""One timer for the deadlines of many requests."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from collections.abc import Callable
 
 from protocol.ids import RequestKey
 
-#: Entries that are kept without a look at whether they are of use.
-_LEAST = 64
+#: Up to this size the heap is not searched for dead entries.
+_MIN_HEAP = 64
 
 
 class Deadlines:
-    """Calls `ring` on the event loop when the earliest deadline has passed. No polling.
+    """Calls `on_due` on the event loop when the earliest deadline has passed. No polling.
 
-    Entries are not taken back: whoever is rung looks at what is really due. Those of keys that are
-    not `alive` any more are dropped before they are most of what is kept. Deadlines are monotonic
-    seconds of `now`, which need not be the loop's clock.
+    Entries are never removed by key: `on_due` re-checks what is due. Once the heap has doubled,
+    entries of keys that are not `alive` are dropped. Deadlines are monotonic seconds of `now`,
+    which need not be the loop's clock.
     """
 
     def __init__(
         self,
         *,
         now: Callable[[], float],
-        ring: Callable[[], None],
+        on_due: Callable[[], None],
         alive: Callable[[RequestKey], bool],
     ) -> None:
         self._now = now
-        self._ring = ring
+        self._on_due = on_due
         self._alive = alive
-        self._limit = _LEAST
+        self._limit = _MIN_HEAP
         self._heap: list[tuple[float, str, int]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._armed_for = 0.0
 
     def add(self, deadline: float, key: RequestKey) -> None:
-        """Ring at `deadline` for `key`."""
+        """Call `on_due` at `deadline` for `key`."""
         heapq.heappush(self._heap, (deadline, key.request_id, key.attempt))
         if len(self._heap) > self._limit:
             self._heap = [entry for entry in self._heap if self._alive(RequestKey(*entry[1:]))]
             heapq.heapify(self._heap)
-            self._limit = max(_LEAST, 2 * len(self._heap))
+            self._limit = max(_MIN_HEAP, 2 * len(self._heap))
         self._arm()
 
     def due(self, now: float) -> list[RequestKey]:
-        """Take out every key whose deadline has come."""
+        """Remove and return every key whose deadline has come."""
         keys = []
         while self._heap and self._heap[0][0] <= now:
             _, request_id, attempt = heapq.heappop(self._heap)
@@ -53,7 +53,7 @@ class Deadlines:
         return keys
 
     def close(self) -> None:
-        """Ring no more."""
+        """Stop the timer."""
         self._heap.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -74,6 +74,6 @@ class Deadlines:
     def _fire(self) -> None:
         self._timer = None
         try:
-            self._ring()
+            self._on_due()
         finally:
             self._arm()

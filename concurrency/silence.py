@@ -1,4 +1,4 @@
-"""Noticing that a peer is silent, without mistaking our own stall for its silence."""
+"""Timeout for a peer that sends nothing, which a stall of this process does not trigger."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _TICKS = 4
 
 @asynccontextmanager
 async def silence_limit(limit_s: float) -> AsyncIterator[Callable[[], None]]:
-    """End the block with TimeoutError when the peer says nothing for about `limit_s` seconds;
-    yields what to call whenever it has said something.
+    """End the block with TimeoutError when the peer sends nothing for about `limit_s` seconds;
+    yields the function to call whenever something arrives.
 
-    The timer is set again only when its tick has run, so a stall of this event loop, however long,
-    counts as one quiet tick: what arrived meanwhile is heard before the next. One more, a short
-    one, follows those that make the limit, in case they ended in a stall.
+    The limit is counted in ticks, and the next tick is scheduled only when the last has run. A
+    stall of this event loop, however long, thus counts as one tick, and what arrived meanwhile is
+    processed before the next. A short extra tick covers a stall that ends the last one.
     """
     loop, quiet, tick_s = asyncio.get_running_loop(), 0, limit_s / _TICKS
     timer: asyncio.TimerHandle

@@ -1,4 +1,4 @@
-"""Keeps the tasks that callbacks start, so that none is lost, silent, or left behind."""
+"""Background tasks of an event loop: kept until they end, their failures logged."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Tasks:
         task.add_done_callback(self._done)
         return task
 
-    async def wind_up(self, grace_s: float = 0.0) -> None:
-        """Wait for running tasks, at most `grace_s` seconds; then cancel them and wait for their
+    async def shutdown(self, grace_s: float = 0.0) -> None:
+        """Wait at most `grace_s` seconds for running tasks, then cancel them and wait for their
         end."""
         if self._tasks and grace_s:
             await asyncio.wait(list(self._tasks), timeout=grace_s)
@@ -39,6 +39,6 @@ class Tasks:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if isinstance(error, BatonError):
-            log.warning("background work failed", extra={"error": error.message})
+            log.warning("background task failed", extra={"error": error.message})
         elif error is not None:
-            log.error("background work failed", exc_info=error)
+            log.error("background task failed", exc_info=error)

@@ -1,4 +1,4 @@
-"""Blocking work in a thread that ends with it."""
+"""Blocking work in a thread of its own."""
 
 from __future__ import annotations
 
@@ -12,36 +12,44 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-#: Priority of loading, as of nice(1), or lower: of a core that others want, it gets about a tenth.
+#: Niceness, as of nice(1), of threads that load: about a tenth of a core that others want.
 LOAD_NICENESS = 10
 
 
-async def in_own_thread(work: Callable[[], T], *, steps_back: bool = True) -> T:
-    """The result of `work`, run in a new thread.
-
-    It `steps_back` below the other threads' priority: a worker that loads beside others must not
-    hold up their streams. Every thread that it starts does so, too, and for good, so that threads
-    that serve have to be started elsewhere. Not a pool's thread: one that has run tensor operations
-    keeps its OpenMP team until it ends, and a second team in the process slows down every step (see
-    kv_transfer.data.thread_setup).
-    """
-    done: Future[T] = Future()
-    done.set_running_or_notify_cancel()  # whoever stops waiting does not stop the work
+def start_thread(work: Callable[[], T], *, name: str) -> Future[T]:
+    """Run `work` in a new daemon thread; the future of its result. It cannot be cancelled."""
+    result: Future[T] = Future()
+    result.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
-            # Elsewhere than on Linux priorities belong to whole processes.
-            if steps_back and sys.platform == "linux":
-                _step_back()
-            done.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - it is raised where the result is awaited
-            done.set_exception(error)
+            result.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
+            result.set_exception(error)
 
-    threading.Thread(target=run, name="load", daemon=True).start()
-    return await asyncio.wrap_future(done)
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return result
 
 
-def _step_back() -> None:
-    """Lower this thread's priority; one that is lower already may not be raised."""
-    me = os.PRIO_PROCESS, threading.get_native_id()
-    os.setpriority(*me, max(LOAD_NICENESS, os.getpriority(*me)))
+async def run_in_thread(work: Callable[[], T], *, low_priority: bool = True) -> T:
+    """The result of `work`, run in a new thread. Cancelling the wait does not stop the work.
+
+    With `low_priority` a worker that loads does not slow down streams of other workers on the same
+    cores. Threads that `work` starts inherit the priority for good, so start threads that serve
+    elsewhere. A pool's thread would not do: one that has run tensor operations keeps its OpenMP
+    team until it ends, and a second team slows down every step (kv_transfer.data.threads).
+    """
+
+    def run() -> T:
+        # Elsewhere than on Linux priorities belong to whole processes.
+        if low_priority and sys.platform == "linux":
+            _lower_priority()
+        return work()
+
+    return await asyncio.wrap_future(start_thread(run, name="load"))
+
+
+def _lower_priority() -> None:
+    """Raise this thread's niceness to LOAD_NICENESS; never lower it, which needs privileges."""
+    thread = os.PRIO_PROCESS, threading.get_native_id()
+    os.setpriority(*thread, max(LOAD_NICENESS, os.getpriority(*thread)))

@@ -1,4 +1,8 @@
-"""Structured output. A router tries a grammar (`trial`, in a process of its own) before it relies
-on it; workers compile it (`compiler`, within `bounds`, against their `vocabulary`) and ask the
-`matcher` of each output which tokens may follow.
+"""Structured output: tokens that a grammar does not allow are masked before sampling.
+
+bounds: limits on a grammar's source
+vocabulary: the bytes of every token, for llguidance
+matcher: one output's state in its grammar, and its mask of allowed tokens
+compiler: grammars to matchers, cached (workers)
+trial: compiles new grammars in a process of their own, which may crash (routers)
 """

@@ -1,7 +1,7 @@
-"""What a grammar may be at most, judged by its source: compiling must not cost seconds or memory.
+"""Limits on a grammar's source.
 
-The library bounds the work of one compilation and of one mask itself. What it does not bound well
-is a text that is forced to be long (`a{100}{100}{100}`): every mask costs time in proportion.
+The library bounds the work of one compilation and of one mask, but not well that of a long forced
+text (`a{100}{100}{100}`): the time of every mask grows with it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ MAX_TEXT_CHARS = 1 << 12
 #: Characters of a regular expression with its repetitions written out.
 MAX_REGEX_CHARS = 10_000
 MAX_DEPTH = 64
-#: Between two parts of JSON: nothing, a space, or a line break with an indent. Small models, left
-#: free, go on with line breaks until max_tokens.
+#: Between two parts of JSON: nothing, a space, or a line break with an indent. Without this limit
+#: small models write line breaks until max_tokens.
 JSON_WHITESPACE = r" |\n {0,16}"
 
-#: A string or a regular expression in Lark; a bare slash is one of a comment or of JSON. One that
-#: does not end is read to the end of its line, so that nothing is looked at twice.
+#: A string or a regular expression in Lark; a bare slash belongs to a comment or to JSON. An open
+#: one is read to the end of its line, so that no character is scanned twice.
 _LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|/(?:[^/\\\n]|\\.)++/?')
 _REPEAT = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 #: Lengths beyond this are all the same.
@@ -32,7 +32,7 @@ _ENDLESS = 1 << 40
 
 
 def check_source(grammar: Grammar) -> None:
-    """Raise InvalidRequest when a grammar is too large or not of its kind's form."""
+    """Raise InvalidRequest when a grammar is too large or malformed."""
     check_length(grammar)
     match grammar.kind:
         case GrammarKind.REGEX:
@@ -47,7 +47,7 @@ def check_source(grammar: Grammar) -> None:
 
 
 def check_length(grammar: Grammar) -> None:
-    """Raise InvalidRequest when a grammar is too long to be looked at."""
+    """Raise InvalidRequest when the source is too long to scan."""
     if len(grammar.source) > MAX_SOURCE_CHARS:
         raise InvalidRequest(
             f"a grammar has at most {MAX_SOURCE_CHARS} characters, got {len(grammar.source)}"
@@ -64,7 +64,7 @@ def _parsed(source: str) -> Any:
 
 
 def _check_lark(source: str) -> None:
-    """Rules may be many, but neither long literals nor repetitions that add up to much."""
+    """Limits literals and the sum of repetitions, not the number of rules."""
     for literal in _LITERAL.findall(source):
         if literal[0] == "/":
             _check_regex(literal)
@@ -130,11 +130,8 @@ def _check_added(size: int) -> None:
 
 
 def written_out(regex: str) -> int:
-    """About how long a regular expression is once `{n}` and `{n,m}` are written out.
-
-    Good enough for a bound: whatever a repetition follows (a character, a class, a group, another
-    repetition) counts as often as it may be repeated.
-    """
+    """Approximate length of a regular expression with `{n}` and `{n,m}` written out: the item
+    before a repetition (character, class, group, repetition) counts as often as it may occur."""
     groups: list[int] = []  # the length before each open group
     total = last = at = 0
     while at < len(regex):

@@ -1,9 +1,8 @@
-"""Compiles grammars against one vocabulary, each once."""
+"""Compiles grammars against one vocabulary, and caches them."""
 
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from collections.abc import Sequence
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ from llguidance import (
     regex_to_lark,
 )
 
+from concurrency.bounded_map import BoundedMap
 from grammar.bounds import JSON_WHITESPACE, check_source
 from grammar.matcher import Matcher, compute_masks
 from protocol.errors import InvalidRequest
@@ -25,30 +25,28 @@ from protocol.sampling import Grammar, GrammarKind
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-#: Compiled grammars kept; one takes up to about 2 kB for each of MAX_LEXER_STATES.
-MAX_KEPT = 64
+#: Compiled grammars in the cache; one takes up to about 2 kB for each of MAX_LEXER_STATES.
+MAX_CACHED = 64
 MAX_LEXER_STATES = 20_000
 _JSON_STYLE: JsonCompileOptions = {"whitespace_pattern": JSON_WHITESPACE}
 
 
 class Compiler:
-    """Thread-safe. What it made (or why it could not) is kept by content, so the cost of a grammar
-    is paid once; `threads` compute masks."""
+    """Safe from any thread. Caches compiled grammars, and errors; `threads` compute masks."""
 
     def __init__(self, vocabulary: LLTokenizer, *, threads: int = 1) -> None:
         self._vocabulary = vocabulary
         self._special = _special_texts(vocabulary)
         self._executor = LLExecutor(num_threads=threads)
-        self._kept: OrderedDict[Grammar, LLMatcher | str] = OrderedDict()
+        self._cache: BoundedMap[Grammar, LLMatcher | str] = BoundedMap(MAX_CACHED)
         self._lock = Lock()
 
     def start(
         self, grammar: Grammar, *, ends: Sequence[int] = (), output: Sequence[int] = ()
     ) -> Matcher:
-        """A matcher of an output that has the tokens `output` so far, with its mask.
+        """A matcher of an output that begins with the tokens `output`, with its mask.
 
-        Blocking, about a millisecond for a usual schema and without the GIL. Raises InvalidRequest
-        saying what is wrong with the grammar.
+        Blocks, about a millisecond for a usual schema, without the GIL. Raises InvalidRequest.
         """
         state = self._compiled(grammar).deep_copy()
         matcher = Matcher(state, self._executor, self._vocabulary, ends=ends)
@@ -61,21 +59,17 @@ class Compiler:
 
     def _compiled(self, grammar: Grammar) -> LLMatcher:
         with self._lock:
-            known = self._kept.get(grammar)
-            if known is not None:
-                self._kept.move_to_end(grammar)
-        if known is None:
-            known = self._compile(grammar)
-            with self._lock:
-                self._kept[grammar] = known
-                if len(self._kept) > MAX_KEPT:
-                    self._kept.popitem(last=False)
-        if isinstance(known, str):
-            raise InvalidRequest(known)
-        return known
+            compiled = self._cache.get(grammar)
+        if compiled is None:
+            compiled = self._compile(grammar)
+        with self._lock:
+            self._cache.put(grammar, compiled)  # as the most recently used
+        if isinstance(compiled, str):
+            raise InvalidRequest(compiled)
+        return compiled
 
     def _compile(self, grammar: Grammar) -> LLMatcher | str:
-        """The matcher at its start, or why there is none."""
+        """A matcher in its first state, or the error."""
         try:
             check_source(grammar)
             text = _to_llguidance(grammar)
@@ -98,8 +92,8 @@ def _special_texts(vocabulary: LLTokenizer) -> list[str]:
 
 
 def _spelled(text: str, kind: GrammarKind) -> str:
-    """A grammar in which a special token's text is text like any other. Where only one text fits,
-    the library would have what the tokenizer makes of it, the special token, which does not."""
+    """The grammar with special tokens' text as ordinary text. Where only one text fits, the library
+    would force the tokenizer's ids for it, among them the special token, which does not match."""
     if kind is GrammarKind.JSON_SCHEMA:
         text = f"start: %json {json.dumps(json.loads(text)['grammars'][0]['json_schema'])}"
     return f'%llguidance {{"no_forcing": true}}\n{text}'
@@ -110,11 +104,11 @@ def _to_llguidance(grammar: Grammar) -> str:
         case GrammarKind.JSON_SCHEMA:
             return LLMatcher.grammar_from_json_schema(grammar.source, defaults=_JSON_STYLE)
         case GrammarKind.REGEX:
-            # \d is 0-9 here, as most regular expressions mean it, and not every script's digits.
+            # \d is 0-9, as most regular expressions mean it, not the digits of every script.
             return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.source, 'd')}/")
         case GrammarKind.CHOICE:
             choices = " | ".join(json.dumps(choice) for choice in json.loads(grammar.source))
-            # A terminal: as alternatives of a rule, some thousand of them are too many.
+            # A terminal: thousands of alternatives of a rule are too many.
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
         case GrammarKind.LARK:
             return grammar_from("grammar", grammar.source)

@@ -1,4 +1,4 @@
-"""Where one output is in its grammar, and what may come next."""
+"""One output's state in its grammar, and the tokens that may follow."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy as np
 if TYPE_CHECKING:  # a worker of a model without a tokenizer runs without the library
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-#: Instead of the library's own name for it.
+#: Replaces the library's "NoExtensionBias".
 _NOTHING_FITS = "no text has this form, or goes on from here, as when a rule only refers to itself"
 
 
 class Matcher:
-    """A function of the grammar and the output tokens alone: taking the same tokens again, on any
-    worker, gives the same masks.
+    """Depends on the grammar and the output tokens alone: the same tokens give the same masks on
+    any worker.
 
-    `ends` are the tokens that end an output; they are allowed where the grammar may end, and
-    nothing else is where it must. `mask` has a bit for each id (engine.kernels.masks); None until
-    `compute_masks` has seen the last token. `error` says why there can be no mask.
+    `ends` are the tokens that end an output; they are allowed where the grammar may end. `mask` has
+    a bit for each id (engine.kernels.masks); None until `compute_masks` has run after the last
+    token. `error` is set when there can be no mask.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Matcher:
         self._ends = tuple(ends)
 
     def take(self, tokens: Sequence[int]) -> None:
-        """The output goes on with `tokens`."""
+        """Continue the output with `tokens`."""
         self.mask = None
         if not self.state.consume_tokens(list(tokens)) and not self.error:
             reason = self.state.get_error().split("\n", 1)[0]
@@ -54,7 +54,7 @@ class Matcher:
         return bits != 0
 
     def finish_mask(self, row: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
-        """Keep a freshly computed mask, with the model's ends instead of the library's own."""
+        """Store a computed mask, with the model's end tokens instead of the library's own."""
         if self.state.is_error():
             error = self.state.get_error().split("\n", 1)[0]
             self.error = _NOTHING_FITS if error == "NoExtensionBias" else error
@@ -71,14 +71,14 @@ class Matcher:
 
 
 def compute_masks(matchers: Iterable[Matcher]) -> None:
-    """Give every matcher of one compiler that has no mask its mask. Runs on the compiler's threads,
-    without the GIL; tens of microseconds each."""
+    """Compute the missing masks of matchers of one compiler: on its threads, without the GIL, tens
+    of microseconds each."""
     open_ones = [m for m in matchers if m.mask is None and not m.error]
     if not open_ones:
         return
     words = -(-open_ones[0].vocab_size // 32)
     masks = np.zeros((len(open_ones), words), dtype=np.int32)
-    if len(open_ones) == 1:  # a single one is done before another thread would have woken
+    if len(open_ones) == 1:  # done before another thread would wake
         open_ones[0].state.unsafe_compute_mask_ptr(masks.ctypes.data, 4 * words)
     else:
         rows = [(matcher.state, row) for row, matcher in enumerate(open_ones)]

@@ -1,8 +1,8 @@
-"""Grammars are compiled in a process of their own before anybody relies on them.
+"""Compiles new grammars in a process of their own, before a request with one is accepted.
 
-No bound on the source covers all that a grammar can cost: a chain of a few thousand rules overflows
-the stack of the library, `multipleOf: 999983` takes seconds and hundreds of MB. Here either ends a
-process that serves nobody, and the grammar is refused.
+No limit on the source covers every cost: a chain of some thousand rules overflows the library's
+stack, `multipleOf: 999983` takes seconds and hundreds of MB. Either ends the trial process only,
+and the grammar is refused.
 """
 
 from __future__ import annotations
@@ -17,61 +17,61 @@ import sys
 import threading
 from collections.abc import Mapping
 
+from concurrency.bounded_map import BoundedMap
 from grammar.bounds import check_length
 from grammar.matcher import Matcher, compute_masks
 from protocol.errors import InvalidRequest, Unavailable
 from protocol.sampling import Grammar, GrammarKind
 
 CPU_S = 1.0
-#: However busy the machine is.
+#: On a busy machine.
 _WALL_S = 20.0
 _MEMORY_BYTES = 2 << 30
-#: Threads of workers have at least twice as much: what passes here cannot overflow theirs.
+#: Threads of workers have at least twice as much, so a grammar that passes cannot overflow theirs.
 _STACK_BYTES = 1 << 20
 _MAX_VERDICTS = 1024
-#: Characters that are tried of an output.
+#: Tokens of an output that are tried.
 _STEPS = 32
 _SPACE = 0x20
 _MAX_MESSAGE_CHARS = 2000
 
 
 class Trial:
-    """Says whether grammars compile, for one thread. Its process starts with the first one, and
-    again after one that ended it."""
+    """Checks that grammars compile. Its process starts with the first grammar, and again after one
+    that ended it. `check` is called by one thread."""
 
     def __init__(self, special_tokens: Mapping[int, str], *, cpu_s: float = CPU_S) -> None:
-        """`special_tokens` are the model's, by id; `cpu_s` what one grammar may take."""
+        """`special_tokens` are the model's, by id; `cpu_s` limits the time of one grammar."""
         self._start = {"special": list(special_tokens.items()), "cpu_s": cpu_s}
         self._cpu_s = cpu_s
         self._process: subprocess.Popen[bytes] | None = None
-        self._verdicts: dict[int, str] = {}  # "" for a good one; the oldest go first
+        self._verdicts: BoundedMap[int, str] = BoundedMap(_MAX_VERDICTS)  # "" for a good one
 
     def check(self, grammar: Grammar) -> None:
-        """Return when the grammar compiles; blocks. Raises InvalidRequest saying why not, and
-        Unavailable when there was no time to find out."""
+        """Return when the grammar compiles; blocks. Raises InvalidRequest when it does not, and
+        Unavailable when the process does not answer in time."""
         check_length(grammar)
         if self.known(grammar):
             return
-        verdict = self._verdicts[hash(grammar)] = self._ask(grammar)
-        if len(self._verdicts) > _MAX_VERDICTS:
-            del self._verdicts[next(iter(self._verdicts))]
+        verdict = self._ask(grammar)
+        self._verdicts.put(hash(grammar), verdict)
         if verdict:
             raise InvalidRequest(verdict)
 
     def known(self, grammar: Grammar) -> bool:
-        """Whether the grammar has passed already; raises as `check` if it has failed. At once, from
-        any thread."""
+        """Whether the grammar has passed before; raises as `check` if it has failed. From any
+        thread, without blocking."""
         verdict = self._verdicts.get(hash(grammar))
         if verdict:
             raise InvalidRequest(verdict)
         return verdict is not None
 
     def begin(self) -> None:
-        """Start the process: it takes a second of computing, which nobody should wait for."""
+        """Start the process ahead of the first grammar: that takes a second of computing."""
         self._running()
 
     def close(self) -> None:
-        """End the process. From any thread, any number of times."""
+        """End the process. Idempotent; from any thread."""
         process, self._process = self._process, None
         if process is not None:
             _end(process)
@@ -112,12 +112,12 @@ def _tell(process: subprocess.Popen[bytes], value: object) -> None:
         process.stdin.write(json.dumps(value).encode() + b"\n")
         process.stdin.flush()
     except BrokenPipeError:
-        pass  # the answer will be missing
+        pass  # there will be no answer
 
 
 def _answer(process: subprocess.Popen[bytes]) -> bytes:
     """The line that the process answers; empty when it ended instead. Raises Unavailable when it
-    does not answer: that says nothing about the grammar."""
+    does not answer in time, which says nothing about the grammar."""
     assert process.stdout is not None
     waiting = select.poll()
     waiting.register(process.stdout, select.POLLIN)
@@ -128,13 +128,14 @@ def _answer(process: subprocess.Popen[bytes]) -> bytes:
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """What the process ended with; it is killed if it has not."""
+    """Kill the process; its exit status."""
     process.kill()
     return process.wait()
 
 
 def _serve() -> None:
-    """The other process: one grammar a line, one verdict a line, until its parent is gone."""
+    """Main loop of the process: a grammar per line in, a verdict per line out, until the parent is
+    gone."""
     from grammar.compiler import Compiler  # only this process needs the library
     from grammar.vocabulary import byte_vocabulary
 
@@ -142,7 +143,7 @@ def _serve() -> None:
     vocabulary = byte_vocabulary({int(token): text for token, text in start["special"]})
     for line in sys.stdin:
         kind, source = json.loads(line)
-        # A compiler of its own: nothing that one grammar leaves behind burdens the next.
+        # A new compiler, so that one grammar's memory is gone before the next.
         compiler, verdict = Compiler(vocabulary), ""
         signal.setitimer(signal.ITIMER_PROF, start["cpu_s"])  # its signal ends the process
         try:
@@ -156,13 +157,12 @@ def _serve() -> None:
 
 
 def _follow(matcher: Matcher, end: int) -> None:
-    """Go some way into the grammar: what is too wide (an object of 3,000 optional properties) only
-    shows behind its first character. Raises InvalidRequest there."""
+    """Go some tokens into the grammar: a grammar that is too wide (an object of 3,000 optional
+    properties) fails only behind its first character. Raises InvalidRequest."""
     for _ in range(_STEPS):
         allowed = int.from_bytes(matcher.mask or b"", "little") & ~(1 << end)
-        allowed = (
-            allowed >> _SPACE << _SPACE or allowed
-        )  # rather no line breaks between JSON's parts
+        # Line breaks between parts of JSON would lead nowhere.
+        allowed = allowed >> _SPACE << _SPACE or allowed
         if not allowed:
             return
         matcher.take([(allowed & -allowed).bit_length() - 1])

@@ -1,4 +1,4 @@
-"""The bytes of every token, as llguidance wants them."""
+"""The bytes of every token, for llguidance."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from llguidance import LLTokenizer
 def load_vocabulary(folder: Path, vocab_size: int) -> LLTokenizer | None:
     """The vocabulary of the model in `folder`, padded to `vocab_size`; None without tokenizer.json.
 
-    Takes about half a second for 128,000 tokens and holds the GIL: to be called before anything is
-    served. Which tokens end an output is not its business (Matcher).
+    Takes about half a second for 128,000 tokens and holds the GIL: call it before serving. The
+    tokens that end an output are given to Matcher.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
         return None
     tokenizer = json.loads(path.read_text(encoding="utf-8"))
     tokenizer["truncation"] = tokenizer["padding"] = None
-    # Who trains a model further may add tokens, for padding say, and give it no rows for them.
+    # A fine-tuned model may have added tokens, such as padding, without rows in its weights.
     added = [token for token in tokenizer["added_tokens"] if token["id"] < vocab_size]
     tokenizer["added_tokens"] = added
     first = min((token["id"] for token in added if token["special"]), default=0)
@@ -30,13 +30,13 @@ def load_vocabulary(folder: Path, vocab_size: int) -> LLTokenizer | None:
 def byte_vocabulary(special: Mapping[int, str]) -> LLTokenizer:
     """A vocabulary of the 256 bytes and a model's special tokens under their own ids.
 
-    Enough to tell whether a grammar compiles, without the memory of the real one.
+    Enough to check that a grammar compiles, without the memory of the real vocabulary.
     """
     return LLTokenizer(_Bytes(special))  # type: ignore[arg-type]
 
 
 class _Bytes:
-    """What LLTokenizer reads of a tokenizer that is not a file of Hugging Face's."""
+    """The attributes that LLTokenizer reads of a tokenizer object."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from concurrency.tasks import Tasks
-from concurrency.threads import in_own_thread
+from concurrency.threads import run_in_thread
 from engine.config import EngineConfig
 from engine.kv.allocator import BlockAllocator
 from engine.ranks.group import RankGroup
@@ -162,7 +162,7 @@ class Worker(ABC, Generic[C, Out, Endpoint]):
         self.control.become(WorkerState.STOPPED)
         self.control.close()
         await asyncio.to_thread(self._loop.stop)
-        await self.tasks.wind_up()
+        await self.tasks.shutdown()
         await self._handoff.close()
         await self._server.stop()
         await self._clients.close()
@@ -185,12 +185,12 @@ class Worker(ABC, Generic[C, Out, Endpoint]):
         if _shares_cores(settings.engine):
             self._cores = SharedCores()
             self._cores.claim()
-        executor = await in_own_thread(
+        executor = await run_in_thread(
             lambda: load_ranks(settings.engine, settings.transfer, self._group),
-            steps_back=self._group is None,  # threads that ranks meet through would inherit it
+            low_priority=self._group is None,  # threads that ranks meet through would inherit it
         )
-        self.ranks = await in_own_thread(
-            lambda: join_ranks(executor, settings.transfer, self._group), steps_back=False
+        self.ranks = await run_in_thread(
+            lambda: join_ranks(executor, settings.transfer, self._group), low_priority=False
         )
         self._grammars = await Grammars.load(
             Path(settings.engine.model_path),

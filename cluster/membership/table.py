@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from concurrency.bounded_map import BoundedMap
 from protocol.ids import Role, WorkerRef
 from protocol.states import WORKER_TRANSITIONS, WorkerState
 
@@ -97,7 +97,7 @@ class ReplicaTable:
         self._version = 0
         self._replicas: dict[str, Replica] = {}
         self._reported: dict[str, float] = {}
-        self._departed: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._departed: BoundedMap[tuple[str, int], bool] = BoundedMap(_MAX_DEPARTED)
 
     def view(self) -> View:
         """The table as it is."""
@@ -121,9 +121,7 @@ class ReplicaTable:
 
     def leave(self, name: str, epoch: int) -> bool:
         """Remove a replica that has stopped, for good; whether the view changed."""
-        self._departed[name, epoch] = None
-        while len(self._departed) > _MAX_DEPARTED:
-            self._departed.popitem(last=False)
+        self._departed.put((name, epoch), True)
         known = self._replicas.get(name)
         if known is None or known.epoch != epoch:
             return False

@@ -15,7 +15,7 @@ from cluster.membership.table import Pool, Replica, View
 from cluster.models.store import find_model
 from cluster.serve.follower_rank import on_own_gpu, start_followers
 from cluster.serve.gc_tuning import freeze_heap
-from concurrency.threads import in_own_thread
+from concurrency.threads import run_in_thread
 from observability.logging import configure_logging, get_logger
 from protocol.errors import Unavailable
 from protocol.ids import Role
@@ -108,7 +108,7 @@ async def _build(
     imports take as long as this one's."""
     pool = config.pool(role)
     followers = start_followers(pool)
-    await in_own_thread(_import_worker)
+    await run_in_thread(_import_worker)
     from decode_worker.worker import DecodeWorker
     from engine.ranks.group import RankGroup
     from prefill_worker.worker import PrefillWorker

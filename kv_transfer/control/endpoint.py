@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+from concurrency.bounded_map import BoundedMap
 from concurrency.deadlines import Deadlines
 from concurrency.tasks import Tasks
 from kv_transfer.control.context import CallResult, EndpointContext
@@ -50,29 +51,6 @@ class TransferStats:
             counter_key(metrics.HANDOFF_RELINKS): self.relinked,
             **causes,
         }
-
-
-class BoundedMap(Generic[K, T]):
-    """The last `limit` records by key; the oldest is dropped first."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._records: OrderedDict[K, T] = OrderedDict()
-
-    def put(self, key: K, record: T) -> None:
-        self._records[key] = record
-        self._records.move_to_end(key)
-        while len(self._records) > self._limit:
-            self._records.popitem(last=False)
-
-    def get(self, key: K) -> T | None:
-        return self._records.get(key)
-
-    def take(self, key: K) -> T | None:
-        return self._records.pop(key, None)
-
-    def __len__(self) -> int:
-        return len(self._records)
 
 
 class Channel(Protocol):
@@ -175,7 +153,7 @@ class Endpoint(ABC, Generic[H, F]):
         self._attempts = Attempts(self._config.finished_handoffs)
         self._deadlines = Deadlines(
             now=self._clock.monotonic,
-            ring=lambda: self.expire(self._clock.monotonic()),
+            on_due=lambda: self.expire(self._clock.monotonic()),
             alive=self._live.__contains__,
         )
 
@@ -200,7 +178,7 @@ class Endpoint(ABC, Generic[H, F]):
         for key in list(self._live):
             self._end_key(key, Unavailable(f"the {self._context.ref.role} worker stops"))
         self._deadlines.close()
-        await self._tasks.wind_up(_CLOSE_GRACE_S)
+        await self._tasks.shutdown(_CLOSE_GRACE_S)
 
     # --- what Sender and Receiver differ in -----------------------------------------------------
 

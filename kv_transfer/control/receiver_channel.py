@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from concurrency.bounded_map import BoundedMap
 from concurrency.tasks import Tasks
 from kv_transfer.config import ChecksumKind
 from kv_transfer.control.context import EndpointContext, first_error, totals
-from kv_transfer.control.endpoint import BoundedMap, ChannelMap, TransferStats
+from kv_transfer.control.endpoint import ChannelMap, TransferStats
 from kv_transfer.control.incoming import Incoming
 from kv_transfer.data.rank_commands import (
     CloseCommand,
@@ -33,7 +34,7 @@ class ReceiverChannel:
     def __init__(
         self, prefill: WorkerRef, context: EndpointContext, closed: BoundedMap[int, int]
     ) -> None:
-        self.order = ReceiveOrder(closed.take(prefill.epoch) or 0)
+        self.order = ReceiveOrder(closed.pop(prefill.epoch) or 0)
         self.num_moving = 0
         self._epoch = prefill.epoch
         self._context = context

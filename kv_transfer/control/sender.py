@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from concurrency.bounded_map import BoundedMap
 from kv_transfer.control.context import EndpointContext, as_failure, totals
-from kv_transfer.control.endpoint import BoundedMap, ChannelMap, Endpoint
+from kv_transfer.control.endpoint import ChannelMap, Endpoint
 from kv_transfer.control.listeners import SenderListener, TransferReport
 from kv_transfer.control.outgoing import FinishedOutgoing, Outgoing, OutgoingPiece
 from kv_transfer.control.sender_channel import SenderChannel
@@ -52,7 +53,7 @@ class Sender(Endpoint[Outgoing, FinishedOutgoing]):
         """A request was submitted whose KV will go to `decode`; its grant may already be here, or
         come as long as the ticket is good. Raises StaleMessage for a bad ticket or an older
         attempt, and the error of a hand-off that decode has ended before it began. Idempotent."""
-        if self._begin(key, ticket, decode) and (early := self._early.take(key)):
+        if self._begin(key, ticket, decode) and (early := self._early.pop(key)):
             self._tasks.start(self._take_early(early))  # decode was quicker than the router
 
     def push(
@@ -175,7 +176,7 @@ class Sender(Endpoint[Outgoing, FinishedOutgoing]):
             return Ack()
         finished = self._finished.get(end.key)
         if finished is None:
-            self._early.take(end.key)
+            self._early.pop(end.key)
             self._finished.put(end.key, FinishedOutgoing(end.epoch, end.error, None))
         elif finished.quiet is not None:
             await finished.quiet.wait()

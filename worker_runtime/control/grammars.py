@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from concurrency.threads import in_own_thread
+from concurrency.threads import run_in_thread
 from grammar.matcher import Matcher
 from protocol.errors import InvalidRequest, Unsupported
 from protocol.messages import Submit
@@ -35,7 +35,7 @@ class Grammars:
         from grammar.compiler import Compiler
         from grammar.vocabulary import load_vocabulary
 
-        vocabulary = await in_own_thread(lambda: load_vocabulary(folder, vocab_size))
+        vocabulary = await run_in_thread(lambda: load_vocabulary(folder, vocab_size))
         compiler = None if vocabulary is None else Compiler(vocabulary, threads=threads)
         return Grammars(compiler)
 

@@ -16,7 +16,7 @@ async def test_entries_of_what_is_over_are_dropped_and_the_others_still_ring() -
     def ring() -> None:
         rung.update(deadlines.due(loop.time()))
 
-    deadlines = Deadlines(now=loop.time, ring=ring, alive=live.__contains__)
+    deadlines = Deadlines(now=loop.time, on_due=ring, alive=live.__contains__)
     for number, key in enumerate(sorted(live, key=str)):
         deadlines.add(loop.time() + 0.05 + 0.001 * number, key)
         for other in range(1000):

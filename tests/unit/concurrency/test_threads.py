@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from concurrency.threads import in_own_thread
+from concurrency.threads import run_in_thread
 from kv_transfer.data.threads import use_one_thread
 from tests.support.tiny import save_tiny_llama
 from tests.support.tiny_text import byte_level
@@ -25,7 +25,7 @@ async def test_work_runs_in_a_thread_that_ends_with_it() -> None:
         seen.append(threading.current_thread())
         return 42
 
-    assert await in_own_thread(work) == 42
+    assert await run_in_thread(work) == 42
     seen[0].join(5)
     assert not seen[0].is_alive()
     assert seen[0] is not threading.main_thread()
@@ -36,7 +36,7 @@ async def test_its_error_is_raised_where_the_result_is_awaited() -> None:
         raise ValueError("no such model")
 
     with pytest.raises(ValueError, match="no such model"):
-        await in_own_thread(work)
+        await run_in_thread(work)
 
 
 @pytest.mark.parametrize("niceness", [0, 15])
@@ -53,7 +53,7 @@ async def test_a_process_of_low_priority_loads_too(
     monkeypatch.setattr(os, "getpriority", lambda _which, _who: niceness)
     monkeypatch.setattr(os, "setpriority", setpriority)
     async with asyncio.timeout(20):
-        assert await in_own_thread(lambda: 42) == 42
+        assert await run_in_thread(lambda: 42) == 42
     assert given == [max(10, niceness)]
 
 
@@ -129,7 +129,7 @@ async def test_a_thread_that_cannot_begin_leaves_nobody_waiting(
     monkeypatch.setattr(os, "setpriority", setpriority)
     with pytest.raises(OSError, match="Operation not permitted"):
         async with asyncio.timeout(20):
-            await in_own_thread(lambda: 42)
+            await run_in_thread(lambda: 42)
 
 
 def test_one_thread_here_changes_nothing_elsewhere() -> None:

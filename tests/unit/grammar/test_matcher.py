@@ -276,6 +276,6 @@ def test_kept_grammars_are_bounded(compiler):
     small = Compiler(byte_vocabulary({0: "<end>"}))
     for i in range(200):
         small.start(regex(f"a{i}"))
-    assert len(small._kept) == 64
-    assert regex("a199") in small._kept
-    assert regex("a0") not in small._kept
+    assert len(small._cache) == 64
+    assert regex("a199") in small._cache
+    assert regex("a0") not in small._cache

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from concurrency.bounded_map import BoundedMap
 from kv_transfer.config import TransferConfig
 from kv_transfer.control.context import EndpointContext
-from kv_transfer.control.endpoint import Attempts, BoundedMap
+from kv_transfer.control.endpoint import Attempts
 from kv_transfer.control.incoming import Incoming
 from kv_transfer.plan.block_grants import BlockGrants
 from kv_transfer.plan.coverage import Area, Coverage
@@ -395,5 +396,5 @@ def test_memory_is_bounded():
         records.put(RequestKey("a", attempt), attempt)
     assert len(records) == 2
     assert records.get(RequestKey("a", 0)) is None
-    assert records.take(RequestKey("a", 2)) == 2
-    assert records.take(RequestKey("a", 2)) is None
+    assert records.pop(RequestKey("a", 2)) == 2
+    assert records.pop(RequestKey("a", 2)) is None

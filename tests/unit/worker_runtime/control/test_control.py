@@ -533,7 +533,7 @@ async def test_tasks_keep_and_cancel_what_runs() -> None:
     tasks.start(quick())
     tasks.start(slow())
     await asyncio.sleep(0.01)
-    await tasks.wind_up()
+    await tasks.shutdown()
     assert done == ["quick", "cancelled"]
 
 
