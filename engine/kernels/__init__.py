@@ -1,7 +1,6 @@
 """Operations of a device, behind one Protocol.
 
 base: the Protocol, and a step laid out in rows.
-reference: every operation in plain torch; the oracle of the others.
 sampling, penalties, masks, logprobs: from logits to tokens.
 cpu/: torch operators and oneDNN; native/: C++ for AVX-512 bfloat16.
 triton/: launches the GPU kernels of jit/.

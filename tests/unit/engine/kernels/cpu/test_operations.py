@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from engine.batch import StepBatch
 from engine.cpu.inputs import StepLimits, prepare_step
-from engine.kernels import reference
 from engine.kernels.base import Geometry, StepInputs
 from engine.kernels.cpu import operations
+from tests.support import reference_kernels as reference
 from tests.support.engine import chunk
 
 BLOCK, DIM, NUM_BLOCKS = 4, 8, 60

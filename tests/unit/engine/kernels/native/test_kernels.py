@@ -15,10 +15,10 @@ from torch.nn import functional
 
 from engine.batch import StepBatch
 from engine.cpu.inputs import StepLimits, prepare_step
-from engine.kernels import reference
 from engine.kernels.base import Geometry, StepInputs
 from engine.kernels.cpu.operations import CpuPlan
 from engine.kernels.native import build, kernels
+from tests.support import reference_kernels as reference
 from tests.support.engine import chunk
 
 pytestmark = pytest.mark.skipif(
