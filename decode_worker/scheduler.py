@@ -64,7 +64,7 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
 
     # --- hand-off -------------------------------------------------------------------------------
 
-    def _handle_handoff(self, command: Command, now: float, out: DecodeOutput) -> None:
+    def _handle_handoff(self, command: Command, now: float) -> None:
         entry = self._entries.get(command.key)
         if entry is None:
             return
@@ -72,7 +72,7 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
             case Committed(first_token=token):
                 self._committed(entry, token, now)
             case HandoffEnded(error=error):
-                self._handoff_ended(entry, error, out)
+                self._handoff_ended(entry, error)
             case BlocksSafe():
                 self._blocks_safe(entry)
 
@@ -88,13 +88,11 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
         sequence.stats.begin(Phase.DECODE_QUEUE, now)
         entry.move(RequestState.RUNNING)
 
-    def _handoff_ended(
-        self, entry: DecodeEntry, error: ErrorInfo | None, out: DecodeOutput
-    ) -> None:
+    def _handoff_ended(self, entry: DecodeEntry, error: ErrorInfo | None) -> None:
         if entry.state not in (RequestState.AWAITING_GRANT, RequestState.RECEIVING):
             return
         if error is not None:
-            self._fail(entry, error, retriable=True, out=out)
+            self._fail(entry, error, retriable=True)
         else:
             self._counters[RELEASED] += 1
         if entry.state is RequestState.RECEIVING:
@@ -119,16 +117,16 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
 
     # --- plan -----------------------------------------------------------------------------------
 
-    def admit(self, now: float, out: DecodeOutput) -> None:
+    def admit(self, now: float) -> None:
         """Allocate blocks to queued requests, unless a running one waits for blocks."""
         if self._short is None or self._short.state is not RequestState.RUNNING:
-            out.reserves += self._admission.admit(self._entries.values(), now)
+            self.output.reserves += self._admission.admit(self._entries.values(), now)
 
-    def plan(self, now: float, out: DecodeOutput) -> StepBatch | None:
+    def plan(self, now: float) -> StepBatch | None:
         """Decoding sequences first, then prompts, within the token budget."""
-        self._expire(now, out)
-        self._constrain(out)
-        self.admit(now, out)
+        self._expire(now)
+        self._constrain()
+        self.admit(now)
         self._short = None
         self._rows = []
         budget = self._config.max_num_batched_tokens
@@ -139,10 +137,10 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
                 budget -= self._add_row(entry, num_runnable, budget, now)
         return self._inflight.launch(self._rows, now)
 
-    def _constrain(self, out: DecodeOutput) -> None:
+    def _constrain(self) -> None:
         alive = [e.sequence for e in self._entries.values() if e.sequence.matcher and not e.ending]
         for key, error in constrain(alive):
-            self._fail_and_abort(self._entries[key], error, out, retriable=False)
+            self._fail_and_abort(self._entries[key], error, retriable=False)
 
     def _runnable(self) -> list[tuple[DecodeEntry, int]]:
         """Decoding sequences first, so that prompt chunks never take their place; then by age."""
@@ -215,21 +213,16 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
         return entry.state is not RequestState.GONE
 
     def _sampled(
-        self,
-        entry: DecodeEntry,
-        token: int,
-        logprobs: TokenLogprobs | None,
-        now: float,
-        out: DecodeOutput,
+        self, entry: DecodeEntry, token: int, logprobs: TokenLogprobs | None, now: float
     ) -> None:
         sequence = entry.sequence
         sequence.stats.num_steps += 1
         if sequence.stats.num_steps == 1 and sequence.submit.peer is None:
-            out.events_for(entry.router_id).prompts.append(sequence.prompt_event)
+            self.output.events_for(entry.router_id).prompts.append(sequence.prompt_event)
         finish = sequence.append(token)
         sequence.stats.begin(Phase.DECODE, now)
         sequence.stats.end(Phase.DECODE, now)
-        self._emit_token(entry, token, logprobs, finish, out)
+        self._emit_token(entry, token, logprobs, finish)
 
     def _stopped(self, entry: DecodeEntry) -> None:
         entry.num_blocks = self._admission.num_needed(entry.sequence)
@@ -237,18 +230,18 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
 
     # --- ends -----------------------------------------------------------------------------------
 
-    def _abort(
-        self, entry: DecodeEntry, out: DecodeOutput, *, released: bool, error: ErrorInfo | None
-    ) -> None:
+    def _abort(self, entry: DecodeEntry, *, released: bool, error: ErrorInfo | None) -> None:
         if entry.state in (RequestState.AWAITING_GRANT, RequestState.RECEIVING):
-            out.ends.append(EndHandoff(key=entry.sequence.key, released=released, error=error))
+            self.output.ends.append(
+                EndHandoff(key=entry.sequence.key, released=released, error=error)
+            )
         if entry.state is RequestState.RECEIVING:
             self._quarantine(entry)
             return
         self._forget(entry)
         self._release(entry)
 
-    def _complete(self, entry: DecodeEntry, out: DecodeOutput) -> None:
+    def _complete(self, entry: DecodeEntry) -> None:
         self._forget(entry)
 
     def _forget(self, entry: DecodeEntry) -> None:

@@ -39,7 +39,7 @@ class PrefillScheduler(Scheduler[PrefillEntry, Command, PrefillOutput]):
 
     # --- hand-off -------------------------------------------------------------------------------
 
-    def _handle_handoff(self, command: Command, now: float, out: PrefillOutput) -> None:
+    def _handle_handoff(self, command: Command, now: float) -> None:
         entry = self._entries.get(command.key)
         if entry is None:
             return
@@ -47,9 +47,9 @@ class PrefillScheduler(Scheduler[PrefillEntry, Command, PrefillOutput]):
             case Granted():
                 self._granted(entry, command.num_cached_tokens, now)
             case Delivered():
-                self._delivered(entry, command, out)
+                self._delivered(entry, command)
             case HandoffEnded(error=error):
-                self._handoff_ended(entry, error, out)
+                self._handoff_ended(entry, error)
 
     def _granted(self, entry: PrefillEntry, num_cached_tokens: int, now: float) -> None:
         if entry.state is not RequestState.AWAITING_GRANT:
@@ -60,7 +60,7 @@ class PrefillScheduler(Scheduler[PrefillEntry, Command, PrefillOutput]):
         entry.sequence.stats.end(Phase.CREDIT_WAIT, now)
         entry.sequence.stats.begin(Phase.PREFILL_QUEUE, now)
 
-    def _delivered(self, entry: PrefillEntry, command: Delivered, out: PrefillOutput) -> None:
+    def _delivered(self, entry: PrefillEntry, command: Delivered) -> None:
         if entry.state not in (RequestState.SENDING, RequestState.ENDING):
             return
         if entry.state is RequestState.SENDING:
@@ -68,35 +68,33 @@ class PrefillScheduler(Scheduler[PrefillEntry, Command, PrefillOutput]):
             report = entry.report = command.report
             entry.sequence.stats.phases[Phase.TRANSFER] = [report.start, report.end]
             event = SpanEvent(key=command.key, spans=self._spans(entry))
-            out.events_for(entry.router_id).spans.append(event)
+            self.output.events_for(entry.router_id).spans.append(event)
         self._forget(entry)
 
-    def _handoff_ended(
-        self, entry: PrefillEntry, error: ErrorInfo | None, out: PrefillOutput
-    ) -> None:
+    def _handoff_ended(self, entry: PrefillEntry, error: ErrorInfo | None) -> None:
         if not entry.ending:
             if error is not None:
-                self._fail(entry, error, retriable=True, out=out)
+                self._fail(entry, error, retriable=True)
             else:
                 self._counters[RELEASED] += 1
         self._forget(entry)
 
     # --- plan -----------------------------------------------------------------------------------
 
-    def plan(self, now: float, out: PrefillOutput) -> StepBatch | None:
+    def plan(self, now: float) -> StepBatch | None:
         """Chunks of prompts within the token budget. A prompt that has waited `starvation_s` and
         finds no room keeps younger ones from starting before it."""
-        self._expire(now, out)
+        self._expire(now)
         rows: list[Row[PrefillEntry]] = []
         may_start = True
         budget = self._config.max_num_batched_tokens
         for entry in sorted(self._runnable(), key=lambda e: self._rank(e, now)):
             if budget == 0 or len(rows) == self._config.max_num_seqs:
                 break
-            if entry.state is RequestState.GRANTED and not (may_start and self._start(entry, out)):
+            if entry.state is RequestState.GRANTED and not (may_start and self._start(entry)):
                 may_start = may_start and not self._reserves_room(entry, now)
                 continue
-            row = self._plan_chunk(entry, budget, now, out)
+            row = self._plan_chunk(entry, budget, now)
             if row is not None:
                 entry.progress_at = now
                 rows.append(row)
@@ -133,23 +131,21 @@ class PrefillScheduler(Scheduler[PrefillEntry, Command, PrefillOutput]):
         fits = self._blocks.blocks_for(len(entry.sequence.tokens)) <= usable
         return fits and any(e.sequence.block_ids for e in self._entries.values())
 
-    def _start(self, entry: PrefillEntry, out: PrefillOutput) -> bool:
+    def _start(self, entry: PrefillEntry) -> bool:
         """Allocate blocks for the whole prompt and push the cached ones; False without room."""
         num_blocks = self._blocks.blocks_for(len(entry.sequence.tokens))
         if not self._cache.allocate(entry.sequence, num_blocks):
             return False
         entry.move(RequestState.RUNNING)
         entry.num_cached = 0
-        self._push(entry, entry.sequence.num_computed, out)
+        self._push(entry, entry.sequence.num_computed)
         return True
 
-    def _plan_chunk(
-        self, entry: PrefillEntry, budget: int, now: float, out: PrefillOutput
-    ) -> Row[PrefillEntry] | None:
+    def _plan_chunk(self, entry: PrefillEntry, budget: int, now: float) -> Row[PrefillEntry] | None:
         """The next chunk of a prompt; None while another sequence computes the same blocks."""
         sequence, stats = entry.sequence, entry.sequence.stats
         if self._cache.catch_up(sequence):
-            self._push(entry, sequence.num_computed, out)
+            self._push(entry, sequence.num_computed)
         num_tokens, samples = sequence.chunk(sequence.num_runnable, budget)
         names = self._cache.names_ahead(sequence, num_tokens)
         if not self._inflight.claim(sequence, names):
@@ -159,20 +155,14 @@ class PrefillScheduler(Scheduler[PrefillEntry, Command, PrefillOutput]):
             stats.begin(Phase.PREFILL, now)
         return Row(entry, num_tokens, samples, names)
 
-    def launched(self, step: int, out: PrefillOutput) -> None:
+    def launched(self, step: int) -> None:
         """Push the blocks that the launched step completes."""
         for row in self._inflight.newest:
             num_tokens = row.entry.sequence.num_launched
-            self._push(row.entry, num_tokens, out, last=row.samples, after=step)
+            self._push(row.entry, num_tokens, last=row.samples, after=step)
 
     def _push(
-        self,
-        entry: PrefillEntry,
-        num_tokens: int,
-        out: PrefillOutput,
-        *,
-        last: bool = False,
-        after: int = 0,
+        self, entry: PrefillEntry, num_tokens: int, *, last: bool = False, after: int = 0
     ) -> None:
         """Send the blocks that `num_tokens` tokens fill, and with the `last` of them the block that
         stays half full; none if the request surely ends here."""
@@ -181,7 +171,7 @@ class PrefillScheduler(Scheduler[PrefillEntry, Command, PrefillOutput]):
             return
         ready = -(-num_tokens // self._block_size) if last else num_tokens // self._block_size
         if ready > entry.num_pushed:
-            out.handoffs.append(
+            self.output.handoffs.append(
                 Push(
                     key=sequence.key,
                     block_ids=tuple(sequence.block_ids[entry.num_pushed : ready]),
@@ -200,21 +190,16 @@ class PrefillScheduler(Scheduler[PrefillEntry, Command, PrefillOutput]):
         return entry.state is RequestState.RUNNING
 
     def _sampled(
-        self,
-        entry: PrefillEntry,
-        token: int,
-        logprobs: TokenLogprobs | None,
-        now: float,
-        out: PrefillOutput,
+        self, entry: PrefillEntry, token: int, logprobs: TokenLogprobs | None, now: float
     ) -> None:
         sequence = entry.sequence
         finish = sequence.append(token)
         sequence.stats.end(Phase.PREFILL, now)
-        out.events_for(entry.router_id).prompts.append(sequence.prompt_event)
-        self._emit_token(entry, token, logprobs, finish, out)
+        self.output.events_for(entry.router_id).prompts.append(sequence.prompt_event)
+        self._emit_token(entry, token, logprobs, finish)
         if finish is None:
             entry.move(RequestState.SENDING)
-            out.handoffs.append(CommitHandoff(key=sequence.key, first_token=token))
+            self.output.handoffs.append(CommitHandoff(key=sequence.key, first_token=token))
 
     def _stopped(self, entry: PrefillEntry) -> None:
         if entry.state is RequestState.GONE:
@@ -222,15 +207,15 @@ class PrefillScheduler(Scheduler[PrefillEntry, Command, PrefillOutput]):
 
     # --- ends -----------------------------------------------------------------------------------
 
-    def _abort(
-        self, entry: PrefillEntry, out: PrefillOutput, *, released: bool, error: ErrorInfo | None
-    ) -> None:
+    def _abort(self, entry: PrefillEntry, *, released: bool, error: ErrorInfo | None) -> None:
         """Blocks stay held until the sender reports that no read is in flight."""
         entry.move(RequestState.ENDING)
-        out.handoffs.append(EndHandoff(key=entry.sequence.key, released=released, error=error))
+        self.output.handoffs.append(
+            EndHandoff(key=entry.sequence.key, released=released, error=error)
+        )
 
-    def _complete(self, entry: PrefillEntry, out: PrefillOutput) -> None:
-        self._abort(entry, out, released=True, error=None)
+    def _complete(self, entry: PrefillEntry) -> None:
+        self._abort(entry, released=True, error=None)
 
     def _forget(self, entry: PrefillEntry) -> None:
         entry.move(RequestState.GONE)

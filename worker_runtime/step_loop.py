@@ -93,7 +93,6 @@ class StepLoop(Generic[C, Out]):
         """With `cores`, steps share the machine's cores with other workers."""
         self._scheduler = scheduler
         self._deliver = deliver
-        self._out = scheduler.new_output()
         self._accepted = 0
         self._last = Snapshot()
         self._cores = cores
@@ -159,7 +158,7 @@ class StepLoop(Generic[C, Out]):
         info = Internal(f"the engine broke: {type(error).__name__}: {error}").info()
         while True:
             self._take_commands(self._clock())
-            self._scheduler.fail_all(info, self._out)
+            self._scheduler.fail_all(info)
             self._publish()
             if self._inbox.closed:
                 return
@@ -168,14 +167,13 @@ class StepLoop(Generic[C, Out]):
     def _take_commands(self, now: float) -> None:
         for command in self._inbox.drain():
             self._accepted += isinstance(command, Submitted)
-            self._scheduler.handle(command, now, self._out)
+            self._scheduler.handle(command, now)
 
     def _publish(self) -> None:
         snapshot = self._scheduler.snapshot()
-        if self._out or self._accepted or snapshot != self._last:
-            out, accepted = self._out, self._accepted
-            self._out, self._accepted, self._last = self._scheduler.new_output(), 0, snapshot
-            self._deliver(out, snapshot, accepted)
+        if self._scheduler.output or self._accepted or snapshot != self._last:
+            accepted, self._accepted, self._last = self._accepted, 0, snapshot
+            self._deliver(self._scheduler.take_output(), snapshot, accepted)
 
     def _iterate(self) -> None:
         """Take commands, launch a step when it is time, and wait for one once `depth` are in flight
@@ -187,11 +185,11 @@ class StepLoop(Generic[C, Out]):
         now = self._clock()
         self._take_commands(now)
         if self._launched and (left := self._scheduler.remaining_s(now) - self._lead) > 0.0:
-            self._scheduler.admit(now, self._out)
+            self._scheduler.admit(now)
             self._publish()
             self._inbox.wait(left)
             return
-        batch = self._scheduler.plan(now, self._out)
+        batch = self._scheduler.plan(now)
         self._publish()
         if batch is not None:
             self._launch(batch, now)
@@ -222,8 +220,8 @@ class StepLoop(Generic[C, Out]):
         usual = sorted(self._launches)[: max(1, len(self._launches) - _OUTLIERS)]
         self._lead = _LEAD_SHARE * usual[-1] + _LEAD_S
         self._launched.append(pending)
-        self._scheduler.launched(pending.number, self._out)
-        if self._out:  # hand-offs can proceed beside the step
+        self._scheduler.launched(pending.number)
+        if self._scheduler.output:  # hand-offs can proceed beside the step
             self._publish()
 
     def _land(self) -> None:
@@ -233,5 +231,5 @@ class StepLoop(Generic[C, Out]):
         self._step_started = time.monotonic() if self._launched else None
         self.steps += 1
         self.last_step_end = now
-        self._scheduler.apply(result, now, self._out)
+        self._scheduler.apply(result, now)
         self._publish()

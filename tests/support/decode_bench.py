@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from decode_worker.lifecycle import (
     BlocksSafe,
     Committed,
     DecodeEntry,
-    DecodeOutput,
     Reserve,
 )
 from decode_worker.scheduler import DecodeScheduler
@@ -53,19 +53,18 @@ class Bench(SchedulerBench):
     """A scheduler with its engine; `prefill` plays the other side of every hand-off."""
 
     def __post_init__(self) -> None:
-        self.build(DecodeScheduler, DecodeOutput)
+        self.build(DecodeScheduler)
         self.num_sent = 0
         self.tokens: dict[RequestKey, list[TokenEvent]] = {}
         self.reserves: list[Reserve] = []
         self.ends: list[EndHandoff] = []
 
-    def collect(self) -> None:
-        for step in self.out.events.values():
+    def take(self, out: Any) -> None:
+        for step in out.events.values():
             for event in step.tokens:
                 self.tokens.setdefault(event.key, []).append(event)
-        self.reserves += self.out.reserves
-        self.ends += self.out.ends
-        super().collect()
+        self.reserves += out.reserves
+        self.ends += out.ends
 
     def owners(self) -> Iterable[DecodeEntry]:
         return [e for e in super().owners() if e.state is not RequestState.ENDING]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from kv_transfer.control.listeners import TransferReport
-from prefill_worker.lifecycle import CommitHandoff, Delivered, Granted, PrefillOutput, Push
+from prefill_worker.lifecycle import CommitHandoff, Delivered, Granted, Push
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.messages import SpanEvent, Submit, TokenEvent
@@ -51,7 +52,7 @@ class Bench(SchedulerBench):
     )
 
     def __post_init__(self) -> None:
-        self.build(PrefillScheduler, PrefillOutput)
+        self.build(PrefillScheduler)
         self.tokens: list[TokenEvent] = []
         self.spans: list[SpanEvent] = []
         self.arrived: dict[RequestKey, dict[int, list[int]]] = {}
@@ -60,11 +61,11 @@ class Bench(SchedulerBench):
         self.pushes: list[Push] = []
         self.waiting: list[Push] = []
 
-    def collect(self) -> None:
-        for step in self.out.events.values():
+    def take(self, out: Any) -> None:
+        for step in out.events.values():
             self.tokens += step.tokens
             self.spans += step.spans
-        for handoff in self.out.handoffs:
+        for handoff in out.handoffs:
             match handoff:
                 case Push():
                     self.pushes.append(handoff)
@@ -73,7 +74,6 @@ class Bench(SchedulerBench):
                     self.commits.append(handoff)
                 case EndHandoff():
                     self.ends.append(handoff)
-        super().collect()
         while self.waiting and self.waiting[0].after <= self.executor.num_over:
             self.copy(self.waiting.pop(0))
 

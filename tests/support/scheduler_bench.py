@@ -50,7 +50,7 @@ class SchedulerBench:
     now: float = 100.0
     depth: int = 1
 
-    def build(self, scheduler: Any, output: Any) -> None:
+    def build(self, scheduler: Any) -> None:
         self.blocks = WatchedBlocks(self.num_blocks, BLOCK)
         self.engine = PagedTokens(self.num_blocks, BLOCK)
         self.executor = LateSteps(self.engine.run, self.depth)
@@ -61,21 +61,20 @@ class SchedulerBench:
         self.prompts: dict[RequestKey, int] = {}
         self.failures: list[FailEvent] = []
         self.scores: list[ScoreEvent] = []
-        self.out = output()
 
     def tell(self, command: object) -> None:
-        self.scheduler.handle(command, self.now, self.out)
+        self.scheduler.handle(command, self.now)
         self.collect()
 
     def turn(self) -> bool:
         """Whether anything ran."""
         self.now += 1.0
-        batch = self.scheduler.plan(self.now, self.out)
+        batch = self.scheduler.plan(self.now)
         if batch is not None:
             self.blocks.check_writes(batch)
             assert batch.num_tokens <= self.config.max_num_batched_tokens
             assert len(batch.sequences) <= self.config.max_num_seqs
-            self.scheduler.launched(self.executor.launch(batch).number, self.out)
+            self.scheduler.launched(self.executor.launch(batch).number)
             self.planned.append(batch)
         self.collect()
         self.check()
@@ -83,18 +82,22 @@ class SchedulerBench:
         if busy and (batch is None or len(self.executor.launched) == self.depth):
             result = self.executor.wait()
             self.collect()
-            self.scheduler.apply(result, self.now, self.out)
+            self.scheduler.apply(result, self.now)
         self.collect()
         self.check()
         return busy
 
     def collect(self) -> None:
         """Take the output in."""
-        for step in self.out.events.values():
+        out = self.scheduler.take_output()
+        for step in out.events.values():
             self.failures += step.failures
             self.scores += step.scores
             self.prompts |= {event.key: event.num_cached_tokens for event in step.prompts}
-        self.out = type(self.out)()
+        self.take(out)
+
+    def take(self, out: Any) -> None:
+        """Take what only one kind of scheduler puts out."""
 
     def owners(self) -> Iterable[Any]:
         """Entries that hold blocks."""

@@ -80,7 +80,6 @@ class Side(ABC):
         )
         self.inbox: deque[object] = deque()
         self.outbox: deque[Any] = deque()
-        self.out = self.scheduler.new_output()
         self.stepped = asyncio.Event()
 
     @property
@@ -99,25 +98,24 @@ class Side(ABC):
         """Whether anything ran."""
         now = self.world.loop.now
         while self.inbox:
-            self.scheduler.handle(self.inbox.popleft(), now, self.out)
-        batch = self.scheduler.plan(now, self.out)
+            self.scheduler.handle(self.inbox.popleft(), now)
+        batch = self.scheduler.plan(now)
         self._publish()
         if batch is not None:
             self.blocks.check_writes(batch)
-            self.scheduler.launched(self.executor.launch(batch).number, self.out)
+            self.scheduler.launched(self.executor.launch(batch).number)
             self._publish()
         busy = bool(self.executor.launched)
         if busy and (batch is None or len(self.executor.launched) == self.executor.depth):
-            self.scheduler.apply(self.executor.wait(), now, self.out)
+            self.scheduler.apply(self.executor.wait(), now)
             self._publish()
             self.stepped.set()
             self.world.loop.settle()
         return busy
 
     def _publish(self) -> None:
-        if self.out:
-            self.outbox.append(self.out)
-            self.out = self.scheduler.new_output()
+        if self.scheduler.output:
+            self.outbox.append(self.scheduler.take_output())
 
     def deliver(self) -> None:
         out = self.outbox.popleft()

@@ -1,7 +1,7 @@
 """The base of both schedulers: requests of a worker, how they end, what routers are told.
 
 Pure: commands and a clock in, a batch and an output out. `worker_runtime.step_loop` drives it on
-the step thread and hands every `StepOutput` and `Snapshot` to the event loop.
+the step thread and hands `output` and `snapshot` to the event loop.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class Scheduler(ABC, Generic[E, C, Out]):
         self._dtype = fingerprint.dtype
         self._place = place
         self._entries: dict[RequestKey, E] = {}
+        self.output = self.new_output()
         self._next_order = 0
         self._num_commands = 0
         self._next_expiry = math.inf  # no deadline is earlier
@@ -80,15 +81,15 @@ class Scheduler(ABC, Generic[E, C, Out]):
     def new_output(self) -> Out:
         """An empty output for the next iteration."""
 
-    def admit(self, now: float, out: Out) -> None:
+    def admit(self, now: float) -> None:
         """Give arrived requests what they can have before the next plan."""
 
     @abstractmethod
-    def plan(self, now: float, out: Out) -> StepBatch | None:
+    def plan(self, now: float) -> StepBatch | None:
         """Expire, admit, and choose the tokens of the next step; None when nothing can run. The
         step counts as launched; `apply` takes its result, or first that of the one before."""
 
-    def launched(self, step: int, out: Out) -> None:
+    def launched(self, step: int) -> None:
         """The planned step runs under this number (engine.executor.PendingStep)."""
 
     @abstractmethod
@@ -100,7 +101,7 @@ class Scheduler(ABC, Generic[E, C, Out]):
         """The entry of a request that has just arrived."""
 
     @abstractmethod
-    def _handle_handoff(self, command: C, now: float, out: Out) -> None:
+    def _handle_handoff(self, command: C, now: float) -> None:
         """Take one command of the hand-off."""
 
     @abstractmethod
@@ -108,17 +109,15 @@ class Scheduler(ABC, Generic[E, C, Out]):
         """Add a landed row to the statistics of its sequence."""
 
     @abstractmethod
-    def _sampled(
-        self, entry: E, token: int, logprobs: TokenLogprobs | None, now: float, out: Out
-    ) -> None:
+    def _sampled(self, entry: E, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
         """Take a token that a step sampled."""
 
     @abstractmethod
-    def _abort(self, entry: E, out: Out, *, released: bool, error: ErrorInfo | None) -> None:
+    def _abort(self, entry: E, *, released: bool, error: ErrorInfo | None) -> None:
         """Drop a request that did not finish, and end its hand-off."""
 
     @abstractmethod
-    def _complete(self, entry: E, out: Out) -> None:
+    def _complete(self, entry: E) -> None:
         """Drop a request that finished here."""
 
     @abstractmethod
@@ -135,17 +134,17 @@ class Scheduler(ABC, Generic[E, C, Out]):
 
     # --- commands -------------------------------------------------------------------------------
 
-    def handle(self, command: C | RouterCommand, now: float, out: Out) -> None:
+    def handle(self, command: C | RouterCommand, now: float) -> None:
         self._num_commands += 1
         match command:
             case Submitted():
                 self._submitted(command, now)
             case RequestCancelled(keys=keys):
-                self._cancel(keys, out)
+                self._cancel(keys)
             case RouterGone(router_id=router_id):
-                self._cancel([k for k, e in self._entries.items() if e.router_id == router_id], out)
+                self._cancel([k for k, e in self._entries.items() if e.router_id == router_id])
             case _:
-                self._handle_handoff(command, now, out)
+                self._handle_handoff(command, now)
 
     def _submitted(self, command: Submitted, now: float) -> None:
         submit = command.submit
@@ -157,29 +156,34 @@ class Scheduler(ABC, Generic[E, C, Out]):
         self._next_order += 1
         self._next_expiry = min(self._next_expiry, sequence.deadline)
 
-    def _cancel(self, keys: Iterable[RequestKey], out: Out) -> None:
+    def _cancel(self, keys: Iterable[RequestKey]) -> None:
         for key in keys:
             entry = self._entries.get(key)
             if entry is not None and not entry.ending:
                 self._counters[CANCELLED] += 1
-                self._abort(entry, out, released=True, error=None)
+                self._abort(entry, released=True, error=None)
+
+    def take_output(self) -> Out:
+        """What was decided since the last call."""
+        output, self.output = self.output, self.new_output()
+        return output
 
     # --- results --------------------------------------------------------------------------------
 
-    def apply(self, result: StepResult, now: float, out: Out) -> None:
+    def apply(self, result: StepResult, now: float) -> None:
         """Take the result of the oldest step in flight."""
         rows = self._inflight.land(now)
         for index, (row, token) in enumerate(zip(rows, result.tokens, strict=True)):
             entry, sequence = row.entry, row.entry.sequence
             self._count(row, now)
             if index in result.non_finite:
-                self._reject(entry, out)
+                self._reject(entry)
             elif entry.state is not RequestState.GONE:
                 self._cache.publish(sequence, row.num_tokens)
                 if sequence.scoring and self._wants_tokens(entry):
-                    self._emit_scores(row, result.target_logprobs.get(index, ()), out)
+                    self._emit_scores(row, result.target_logprobs.get(index, ()))
                 if token is not None and self._wants_tokens(entry):
-                    self._sampled(entry, token, result.logprobs.get(index), now, out)
+                    self._sampled(entry, token, result.logprobs.get(index), now)
             if entry.state is not RequestState.RUNNING:
                 self._stopped(entry)
 
@@ -189,7 +193,7 @@ class Scheduler(ABC, Generic[E, C, Out]):
         if not entry.sequence.in_flight:
             self._blocks.free(entry.sequence.drop_kv())
 
-    def _reject(self, entry: E, out: Out) -> None:
+    def _reject(self, entry: E) -> None:
         """Fail a request whose logits or hidden states are not finite; its KV is never reused."""
         self._cache.withdraw(entry.sequence)
         if not self._wants_tokens(entry):
@@ -200,23 +204,18 @@ class Scheduler(ABC, Generic[E, C, Out]):
             "overflows",
             param="dtype",
         ).info()
-        self._fail_and_abort(entry, error, out, retriable=False)
+        self._fail_and_abort(entry, error, retriable=False)
 
-    def _emit_scores(self, row: Row[E], logprobs: tuple[TokenLogprobs, ...], out: Out) -> None:
+    def _emit_scores(self, row: Row[E], logprobs: tuple[TokenLogprobs, ...]) -> None:
         event = row.entry.sequence.score(logprobs, row.num_tokens)
         if event.finish is not None:
             event = replace(event, spans=self._spans(row.entry))
             self._counters[FINISHED] += 1
-            self._complete(row.entry, out)
-        out.events_for(row.entry.router_id).scores.append(event)
+            self._complete(row.entry)
+        self.output.events_for(row.entry.router_id).scores.append(event)
 
     def _emit_token(
-        self,
-        entry: E,
-        token: int,
-        logprobs: TokenLogprobs | None,
-        finish: FinishReason | None,
-        out: Out,
+        self, entry: E, token: int, logprobs: TokenLogprobs | None, finish: FinishReason | None
     ) -> None:
         """Report the token just appended; with `finish` it is the last."""
         sequence = entry.sequence
@@ -228,38 +227,38 @@ class Scheduler(ABC, Generic[E, C, Out]):
             spans=() if finish is None else self._spans(entry),
             logprobs=logprobs,
         )
-        out.events_for(entry.router_id).tokens.append(event)
+        self.output.events_for(entry.router_id).tokens.append(event)
         if finish is not None:
             self._counters[FINISHED] += 1
-            self._complete(entry, out)
+            self._complete(entry)
 
     # --- failures -------------------------------------------------------------------------------
 
-    def _fail(self, entry: E, error: ErrorInfo, *, retriable: bool, out: Out) -> None:
+    def _fail(self, entry: E, error: ErrorInfo, *, retriable: bool) -> None:
         self._counters[FAILED] += 1
         event = FailEvent(
             key=entry.sequence.key, error=error, retriable=retriable, spans=self._spans(entry)
         )
-        out.events_for(entry.router_id).failures.append(event)
+        self.output.events_for(entry.router_id).failures.append(event)
 
-    def _fail_and_abort(self, entry: E, error: ErrorInfo, out: Out, *, retriable: bool) -> None:
-        self._fail(entry, error, retriable=retriable, out=out)
-        self._abort(entry, out, released=False, error=error)
+    def _fail_and_abort(self, entry: E, error: ErrorInfo, *, retriable: bool) -> None:
+        self._fail(entry, error, retriable=retriable)
+        self._abort(entry, released=False, error=error)
 
-    def _expire(self, now: float, out: Out) -> None:
+    def _expire(self, now: float) -> None:
         if now < self._next_expiry:
             return
         for entry in list(self._entries.values()):
             if now >= entry.sequence.deadline and not entry.ending:
                 error = DeadlineExceeded("the request's deadline passed", param="deadline").info()
-                self._fail_and_abort(entry, error, out, retriable=False)
+                self._fail_and_abort(entry, error, retriable=False)
         self._next_expiry = self._earliest_deadline()
 
-    def fail_all(self, error: ErrorInfo, out: Out) -> None:
+    def fail_all(self, error: ErrorInfo) -> None:
         """Fail every request: the engine is broken, and another worker may serve them."""
         for entry in list(self._entries.values()):
             if not entry.ending:
-                self._fail_and_abort(entry, error, out, retriable=True)
+                self._fail_and_abort(entry, error, retriable=True)
 
     # --- views ----------------------------------------------------------------------------------
 

@@ -200,7 +200,7 @@ def test_fail_all_with_steps_in_flight_ends_every_request_once() -> None:
     bench = Bench(depth=2)
     bench.submit(make_submit("a", [1, 2]))
     bench.turn()
-    bench.scheduler.fail_all(HandoffFailed("broken").info(), bench.out)
+    bench.scheduler.fail_all(HandoffFailed("broken").info())
     bench.collect()
     assert [f.key.request_id for f in bench.failures] == ["a"]
     assert bench.scheduler.num_unfinished == 0

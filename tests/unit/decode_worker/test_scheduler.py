@@ -154,7 +154,7 @@ def test_request_that_waits_for_its_blocks_only_is_ended_once(how: str) -> None:
             for _ in range(6):
                 bench.turn()
         case "broken":
-            bench.scheduler.fail_all(HandoffFailed("broken").info(), bench.out)
+            bench.scheduler.fail_all(HandoffFailed("broken").info())
             bench.collect()
     assert (len(bench.ends), bench.failures) == (1, [])
     assert bench.blocks.num_quarantined == 3
@@ -357,7 +357,7 @@ def test_fail_all_ends_every_request_as_retriable() -> None:
     bench.submit(make_submit("a", [1, 2]))
     bench.turn()
     bench.submit(make_submit("b", [1, 2], remote=True))
-    bench.scheduler.fail_all(HandoffFailed("broken").info(), bench.out)
+    bench.scheduler.fail_all(HandoffFailed("broken").info())
     bench.collect()
     assert {f.key.request_id for f in bench.failures} == {"a", "b"}
     assert all(f.retriable for f in bench.failures)

@@ -48,7 +48,7 @@ def test_what_is_there_is_pushed_before_the_rest_is_computed() -> None:
     run(bench, bench.submit(make_submit("a", PROMPT)))
     bench.pushes.clear()
     bench.submit(make_submit("b", PROMPT), cached=1)
-    bench.scheduler.plan(bench.now, bench.out)
+    bench.scheduler.plan(bench.now)
     bench.collect()
     (push,) = bench.pushes
     assert (push.first_block, len(push.block_ids)) == (1, 2)

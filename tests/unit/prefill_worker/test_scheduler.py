@@ -244,7 +244,7 @@ def test_request_that_waits_for_its_blocks_only_is_ended_once(how: str) -> None:
             for _ in range(6):
                 bench.turn()
         case "broken":
-            bench.scheduler.fail_all(HandoffFailed("broken").info(), bench.out)
+            bench.scheduler.fail_all(HandoffFailed("broken").info())
             bench.collect()
     assert (len(bench.ends), bench.failures) == (1, [])
     assert bench.blocks.num_held == 1
@@ -270,11 +270,11 @@ def test_delivery_that_crosses_a_cancel_frees_the_blocks_once() -> None:
 def test_token_one_of_a_prompt_cancelled_in_flight_is_dropped(depth: int) -> None:
     bench = Bench(depth=depth)
     key = bench.submit(make_submit("a", [1, 2, 3]))
-    batch = bench.scheduler.plan(bench.now, bench.out)
+    batch = bench.scheduler.plan(bench.now)
     assert batch is not None
-    bench.scheduler.launched(bench.executor.launch(batch).number, bench.out)
+    bench.scheduler.launched(bench.executor.launch(batch).number)
     bench.tell(RequestCancelled(keys=(key,)))
-    bench.scheduler.apply(bench.executor.wait(), bench.now, bench.out)
+    bench.scheduler.apply(bench.executor.wait(), bench.now)
     bench.collect()
     assert bench.tokens == bench.commits == []
     assert [(end.key, end.released) for end in bench.ends] == [(key, True)]

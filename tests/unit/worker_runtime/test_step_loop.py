@@ -41,18 +41,19 @@ class CountingScheduler:
         self.numbers: list[int] = []
         self.done = threading.Event()
         self._num_steps = num_steps
+        self.output = StepOutput()
 
     @property
     def applied(self) -> list[str]:
         return [event for event in self.events if event.startswith("apply")]
 
-    def new_output(self) -> StepOutput:
+    def take_output(self) -> StepOutput:
         return StepOutput()
 
-    def handle(self, command: int, now: float, out: StepOutput) -> None:
+    def handle(self, command: int, now: float) -> None:
         self.todo.append(command)
 
-    def plan(self, now: float, out: StepOutput) -> StepBatch | None:
+    def plan(self, now: float) -> StepBatch | None:
         if not self.todo:
             return None
         token = self.todo.pop(0)
@@ -60,10 +61,10 @@ class CountingScheduler:
         step = SequenceStep(tokens=(token,), start=0, block_ids=(0,), sampling=SamplingParams())
         return StepBatch(sequences=(step,))
 
-    def launched(self, step: int, out: StepOutput) -> None:
+    def launched(self, step: int) -> None:
         self.numbers.append(step)
 
-    def apply(self, result: StepResult, now: float, out: StepOutput) -> None:
+    def apply(self, result: StepResult, now: float) -> None:
         self.events.append(f"apply {result.tokens[0]}")
 
     def snapshot(self) -> Snapshot:
@@ -74,7 +75,7 @@ class CountingScheduler:
     def remaining_s(self, now: float) -> float:
         return 0.0
 
-    def admit(self, now: float, out: StepOutput) -> None:
+    def admit(self, now: float) -> None:
         self.events.append("admit")
 
     def next_deadline(self) -> float:
@@ -83,7 +84,7 @@ class CountingScheduler:
     def num_leaked_blocks(self) -> int:
         return 0
 
-    def fail_all(self, error: ErrorInfo, out: StepOutput) -> None:
+    def fail_all(self, error: ErrorInfo) -> None:
         self.failed = error.message
 
 
@@ -300,9 +301,9 @@ def test_steps_are_planned_earlier_the_longer_launching_has_taken() -> None:
     planned: list[float] = []
 
     class Clocked(CountingScheduler):
-        def plan(self, at: float, out: StepOutput) -> StepBatch | None:
+        def plan(self, at: float) -> StepBatch | None:
             planned.append(at)
-            return super().plan(at, out)
+            return super().plan(at)
 
         def remaining_s(self, at: float) -> float:
             return planned[-1] + 0.1 - at
