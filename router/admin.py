@@ -1,4 +1,4 @@
-"""What the admin service needs from whoever runs the cluster, and how a cluster looks."""
+"""Views of the cluster, and the operations that the admin service needs of it."""
 
 from __future__ import annotations
 

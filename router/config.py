@@ -13,23 +13,23 @@ from router.text.tool_formats import ToolFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """One router process: the model it speaks for, its bounds, its deadlines.
+    """One router process: its model, limits and deadlines.
 
     model_path: folder with config.json, tokenizer.json and, for chat, a template.
     served_model_name: the name clients use; the folder's name when empty. `model_aliases` work too.
     max_model_len: context in tokens; the model's own when None. Workers may lower it further.
     max_requests: sequences in flight (n and batches count each); beyond it 429 /
         RESOURCE_EXHAUSTED.
-    max_queued_requests, max_queued_tokens: requests, and their prompt tokens that no prefix cache
-        has, that wait in the router for a turn; beyond it 429 / RESOURCE_EXHAUSTED. These and
-        max_requests protect one router process and hold for each.
-    dispatch_window_s: seconds of prefill work that workers are given ahead; what is beyond waits in
-        the router, where callers get their fair shares.
-    service_tiers: classes of requests by name: what each is promised and its weight.
+    max_queued_requests, max_queued_tokens: requests that wait in the router, and their uncached
+        prompt tokens; beyond it 429 / RESOURCE_EXHAUSTED. These and max_requests hold for each
+        router process.
+    dispatch_window_s: seconds of prefill work that workers are given ahead; the rest waits in the
+        router, in fair order.
+    service_tiers: classes of requests by name: latency targets and weight.
     max_body_bytes, max_message_bytes: largest HTTP body and gRPC message read. Parsing one holds up
-        every stream for about 10 ms a MiB, so not much more than prompts can use.
-    max_connections: open connections of each door, the idle ones included; beyond it HTTP answers
-        503 and gRPC hangs up. To be below half of the files that the process may open.
+        every stream for about 10 ms per MiB.
+    max_connections: open connections of each front end, idle ones included; beyond it HTTP answers
+        503 and gRPC closes. Keep it below half of the process's limit of open files.
     cors_origins: origins whose pages may call from a browser, "*" for all; none by default.
     default_timeout_s, max_timeout_s: deadline of a request that names none, and the longest
         allowed.
@@ -39,32 +39,29 @@ class RouterConfig:
         many tokens, if prefill would have to compute four times as many; 0: none are.
     local_backlog_s: so is a prompt that prefill would not reach within so many seconds, one at a
         time on each decode worker; 0: none is. Decode's max_num_batched_tokens bounds the step that
-        a chunk of it takes part in, and with it how long other streams pause.
-    prefix_tokens_per_sequence: so many prompt tokens in a decode worker's prefix cache make up for
-        one sequence more on it.
-    prefix_cache_per_key: whether only requests of the same API key share cached KV. Otherwise how
-        fast a first token comes tells any caller whether somebody has sent the same prefix lately.
-    max_attempts: times a request may be submitted after a worker accepted it and was lost or
-        failed.
-    resume_wait_s: how long an accepted request waits for a worker when its own was lost, or when
-        there is none as its turn comes: enough for the only one of a pool to be missed (three
-        health checks) and replaced.
-    silence_s: an event stream silent for longer is broken (workers speak at least every second).
+        the chunk is part of, and so the pause of other streams.
+    prefix_tokens_per_sequence: so many cached prompt tokens on a decode worker make up for one more
+        sequence there.
+    prefix_cache_per_key: whether only requests of the same API key share cached KV. Otherwise the
+        time to the first token reveals whether another key has sent the same prefix lately.
+    max_attempts: attempts at an output whose worker was lost or failed.
+    resume_wait_s: how long an accepted request waits for a worker when there is none: long enough
+        to detect the loss of the only one (three health checks) and replace it.
+    silence_s: an event stream silent for longer is broken (workers send at least every second).
     submit_timeout_s, connect_timeout_s: deadlines of calls to workers.
-    timeline_wait_s: how long the last message waits for prefill's spans when a timeline was asked
-        for.
-    retry_after_s: what refused clients are told.
+    timeline_wait_s: how long the last message waits for prefill's spans of a requested timeline.
+    retry_after_s: the least `Retry-After` of a refusal.
     keep_alive_s: idle HTTP connections live this long; above what load balancers use (60 to 75 s).
     text_threads: threads that template, tokenise and parse, off the event loop.
     neutralise_control_tokens: whether a role marker inside chat content is read as plain text.
     chat_template: a file to use instead of the model's own chat template.
-    tool_format: how the model writes tool calls (hermes, llama or mistral); told from the template
-        when empty.
+    tool_format: how the model writes tool calls (hermes, llama or mistral); detected from the chat
+        template when empty.
     reuse_port: whether several routers of one host may share a port (SO_REUSEPORT).
-    admin_enabled: whether the gRPC door serves baton.v1.Admin, which scales and drains.
-    drain_s: how long requests in flight have to end when the router does.
-    api_keys_file: YAML file of the keys that may call (docs/security.md), read again when it
-        changes; empty: no key is needed.
+    admin_enabled: whether gRPC serves baton.v1.Admin, which scales and drains.
+    drain_s: time for requests in flight to end when the router stops.
+    api_keys_file: YAML file of the keys that may call (docs/security.md), reloaded when
+        it changes; empty: no key is needed.
     otlp_endpoint: where OpenTelemetry spans of requests are sent, over OTLP/HTTP; empty: where the
         OTEL_* variables say, or nowhere.
     vllm_metric_names: export the shared metrics as `vllm:*` too.
@@ -137,7 +134,6 @@ class RouterConfig:
 
     @property
     def model_name(self) -> str:
-        """The name clients use for the model."""
         return self.served_model_name or Path(self.model_path).name
 
 

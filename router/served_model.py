@@ -1,4 +1,4 @@
-"""The model this router speaks for: its names, its context, its text work off the event loop."""
+"""The served model: its names, its context, its text work off the event loop."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from router.text.tokenizer import ModelText, PromptText
 
 R = TypeVar("R")
 
-#: Texts longer than this (characters) go through a lane of their own, one at a time, so that they
-#: never make short ones wait.
+#: Texts longer than this (characters) have a thread of their own, so that short ones never wait.
 _LONG_TEXT = 1 << 16
 
 
@@ -68,7 +67,6 @@ class ServedModel:
             )
 
     def info(self) -> ModelInfo:
-        """What clients are told."""
         return ModelInfo(id=self.name, created=self._created, max_model_len=self.context)
 
     async def show_prompts(
@@ -148,7 +146,6 @@ class ServedModel:
         )
 
     def close(self) -> None:
-        """End the threads."""
         self.grammars.close()
         self._short.shutdown(wait=False, cancel_futures=True)
         self._long.shutdown(wait=False, cancel_futures=True)
@@ -162,5 +159,5 @@ class ServedModel:
                 )
 
     async def _in_thread(self, work: Callable[[], R], size: int) -> R:
-        lane = self._long if size > _LONG_TEXT else self._short
-        return await asyncio.get_running_loop().run_in_executor(lane, work)
+        pool = self._long if size > _LONG_TEXT else self._short
+        return await asyncio.get_running_loop().run_in_executor(pool, work)

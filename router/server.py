@@ -203,11 +203,9 @@ class Router:
 
     @property
     def num_requests(self) -> int:
-        """Sequences in flight."""
         return self._service.limits.in_flight
 
     def view(self) -> ClusterInfo:
-        """The cluster as this router sees it."""
         workers = self._workers.all()
         pools = tuple(
             PoolInfo(
@@ -235,7 +233,6 @@ class Router:
     # --- parts ------------------------------------------------------------------------------------
 
     async def _keep_health(self) -> None:
-        """Keep grpc.health.v1 in step with readiness."""
         serving: bool | None = None
         while True:
             if self.ready is not serving:

@@ -29,7 +29,8 @@ from protocol.ids import Role
 from protocol.sampling import MAX_SEED
 from protocol.timeline import Phase, PlacedSpan, Span, TraceContext
 from router.admission.limits import InflightLimits
-from router.admission.queue import AdmissionQueue, AdmissionTicket, QueuedRequest
+from router.admission.load_estimate import QueuedRequest
+from router.admission.queue import AdmissionQueue, AdmissionTicket
 from router.auth.keys import Caller
 from router.auth.tiers import ServiceTier, tier_name
 from router.dispatch.dispatcher import Dispatcher
@@ -244,11 +245,9 @@ class InferenceService:
 
     @property
     def model_name(self) -> str:
-        """The name that answers carry."""
         return self._model.name
 
     def models(self, caller: Caller) -> list[ModelInfo]:
-        """The models served to this caller."""
         return [self._model.info()] if caller.may_use(self._model.names) else []
 
     def find_model(self, name: str, caller: Caller) -> ModelInfo:

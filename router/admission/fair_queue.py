@@ -66,7 +66,6 @@ class FairQueue(Generic[T]):
 
     @property
     def tokens(self) -> int:
-        """Tokens of everything that waits."""
         return sum(sum(flow.tokens.values()) for flow in self._flows.values())
 
     def push(

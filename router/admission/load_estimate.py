@@ -3,70 +3,73 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from observability.rate import Rate
 from protocol.messages import size_class
+from router.auth.keys import Caller
+from router.auth.tiers import ServiceTier
 
 
-class PrefillBacklog(Protocol):
-    """A prefill worker, as far as a waiting prompt cares."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueuedRequest:
+    """What a request asks of the workers, by when, for whom.
 
-    def backlog_tokens(self, size: int) -> int:
-        """Prompt tokens that it computes before a prompt of a size class."""
-        ...
+    tokens: of all prompts; largest: of the longest one; work: those to compute, at least 1.
+    arrival and deadline are seconds since the Unix epoch.
+    """
 
-
-class Demand(Protocol):
-    """What a request needs of the workers."""
+    caller: Caller
+    tier_name: str
+    tier: ServiceTier
+    priority: int
+    arrival: float
+    deadline: float
+    tokens: int = 0
+    largest: int = 0
+    work: int = 1
+    num_sequences: int = 1
 
     @property
-    def work(self) -> int:
-        """Prompt tokens to compute."""
-        ...
+    def flow(self) -> str:
+        """Whose share it takes."""
+        return f"{self.caller.name}/{self.tier_name}"
 
     @property
-    def tokens(self) -> int:
-        """Prompt tokens to store, of all its sequences."""
-        ...
-
-    @property
-    def largest(self) -> int:
-        """Prompt tokens of its largest sequence, which one worker has to store."""
-        ...
+    def weight(self) -> float:
+        return self.caller.weight * self.tier.weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadEstimate:
     """Both pools at one moment.
 
+    backlogs: for each prefill worker, the tokens that it computes before a prompt of a size class.
     rate: prompt tokens per second of one prefill worker, 0 before it is measured. free_tokens: what
     the KV pool of each decode worker has blocks for. `unplaced` in the methods are the requests
     that were let go and have no workers yet, so that no worker's figures include them.
     """
 
-    prefills: Sequence[PrefillBacklog]
+    backlogs: Sequence[Callable[[int], int]]
     rate: float
     free_tokens: Sequence[int]
 
     @property
     def pool_rate(self) -> float:
-        """Prompt tokens per second of the prefill pool."""
-        return self.rate * len(self.prefills)
+        return self.rate * len(self.backlogs)
 
-    def wait_s(self, work: int, unplaced: Iterable[Demand]) -> float:
+    def wait_s(self, work: int, unplaced: Iterable[QueuedRequest]) -> float:
         """Seconds until some prefill worker would begin with a prompt. Workers run small prompts
         first, so larger ones do not count."""
         if not self.rate:
             return 0.0
         size = size_class(work)
-        backlog = min(worker.backlog_tokens(size) for worker in self.prefills)
-        tokens = sum(other.work for other in unplaced if size_class(other.work) <= size)
-        return backlog / self.rate + tokens / self.pool_rate
+        backlog = min(tokens(size) for tokens in self.backlogs)
+        unplaced_tokens = sum(other.work for other in unplaced if size_class(other.work) <= size)
+        return backlog / self.rate + unplaced_tokens / self.pool_rate
 
-    def has_room(self, request: Demand, unplaced: Iterable[Demand]) -> bool:
+    def has_room(self, request: QueuedRequest, unplaced: Iterable[QueuedRequest]) -> bool:
         """Whether decode workers have blocks for all of a request's prompts now."""
         tokens = request.tokens + sum(other.tokens for other in unplaced)
         return request.largest <= max(self.free_tokens) and tokens <= sum(self.free_tokens)

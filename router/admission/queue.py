@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 
@@ -22,9 +21,8 @@ from protocol.errors import DeadlineExceeded, Overloaded, Unavailable
 from protocol.ids import Role
 from protocol.timeline import Phase, PlacedSpan, Span
 from router.admission.fair_queue import FairQueue, QueueEntry
-from router.admission.load_estimate import DrainRate, LoadEstimate, Pace, Peak
+from router.admission.load_estimate import DrainRate, LoadEstimate, Pace, Peak, QueuedRequest
 from router.auth.keys import Caller, share
-from router.auth.tiers import ServiceTier
 from router.config import RouterConfig
 from router.workers.worker_set import WorkerSet
 
@@ -35,36 +33,6 @@ _PACE_AGE_S = 10.0
 #: A request that has waited so long for blocks goes to a decode worker without, one at a time:
 #: decode reserves what becomes free for the oldest that waits there.
 _BLOCK_WAIT_S = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueuedRequest:
-    """What a request asks of the workers, by when, for whom.
-
-    tokens: of all prompts; largest: of the longest one; work: those to compute, at least 1.
-    arrival and deadline are seconds since the Unix epoch.
-    """
-
-    caller: Caller
-    tier_name: str
-    tier: ServiceTier
-    priority: int
-    arrival: float
-    deadline: float
-    tokens: int = 0
-    largest: int = 0
-    work: int = 1
-    num_sequences: int = 1
-
-    @property
-    def flow(self) -> str:
-        """Whose share it takes."""
-        return f"{self.caller.name}/{self.tier_name}"
-
-    @property
-    def weight(self) -> float:
-        """Its share against others."""
-        return self.caller.weight * self.tier.weight
 
 
 class TicketState(StrEnum):
@@ -171,7 +139,6 @@ class AdmissionQueue:
             self._queue.charge(request.flow, tokens, weight=request.weight)
 
     def pump(self) -> None:
-        """Release the requests that may go now."""
         while len(self._queue):
             entry = self._queue.next(partial(self._may_go, self._load()))
             if entry is None:
@@ -198,7 +165,6 @@ class AdmissionQueue:
     # --- deciding ---------------------------------------------------------------------------------
 
     def _load(self) -> LoadEstimate | None:
-        """Both pools now; None without a decode worker."""
         decodes = self._workers.ready(Role.DECODE)
         if not decodes:
             return None
@@ -209,13 +175,12 @@ class AdmissionQueue:
         rates = [rate for w in prefills if (rate := w.load.tokens_per_second) > 0]
         rate = sum(rates) / len(rates) if rates else 0.0
         return LoadEstimate(
-            prefills=prefills,
+            backlogs=[worker.backlog_tokens for worker in prefills],
             rate=self._peak.take(rate, self.clock()) if prefills else 0.0,
             free_tokens=[worker.free_tokens for worker in decodes],
         )
 
     def _may_go(self, load: LoadEstimate | None, ticket: AdmissionTicket) -> bool:
-        """Whether a request may go to the workers."""
         if load is None:
             return self._decode_is_missing()
         unplaced = [other.request for other in self._tickets[TicketState.RELEASED]]

@@ -56,7 +56,6 @@ class Caller:
     models: frozenset[str] = frozenset()
 
     def check_admin(self) -> None:
-        """Raise PermissionDenied unless it may change the cluster."""
         if not self.admin:
             raise PermissionDenied(f"the API key {self.name!r} has no admin right")
 
@@ -139,7 +138,6 @@ class KeyFile:
 
 
 def new_key() -> str:
-    """A fresh key."""
     return _PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
 
 

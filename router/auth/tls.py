@@ -38,7 +38,6 @@ class TlsConfig:
 
     @property
     def enabled(self) -> bool:
-        """Whether the front ends use TLS."""
         return bool(self.cert_file)
 
 

@@ -1,1 +1,10 @@
-"""One request in flight: workers chosen, tokens relayed, attempts repeated after a lost worker."""
+"""A request in flight: sequences on workers, repeated after a failure; deltas back.
+
+sequence_jobs: the sequences of a request (pure)
+request_run: all outputs of one request
+sequence_run: one output over its attempts
+dispatcher: the pair of workers for an attempt
+attempt: one attempt: events of both workers in, its end out
+output_stream: one output's tokens in, deltas out
+telemetry: metrics and trace spans at the end
+"""

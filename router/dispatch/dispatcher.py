@@ -41,7 +41,6 @@ class WorkerPair:
 
     @property
     def workers(self) -> list[WorkerClient]:
-        """Decode, and prefill if there is one."""
         return [worker for worker, _ in self.sides]
 
 

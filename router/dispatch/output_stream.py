@@ -46,7 +46,6 @@ class Delta:
 
     @property
     def num_scores(self) -> int:
-        """Tokens with log-probabilities."""
         return len(self.scores or ()) + len(self.prompt_scores or ())
 
 

@@ -129,7 +129,6 @@ class RequestRun:
 
     @property
     def usage(self) -> Usage:
-        """Tokens so far."""
         made = sum(choice.stream.tokens for choice in self._choices)
         return Usage(
             prompt_tokens=self._prompt_tokens,
@@ -146,12 +145,10 @@ class RequestRun:
 
     @property
     def finishes(self) -> list[FinishReason | None]:
-        """How each choice ended."""
         return [choice.stream.finish for choice in self._choices]
 
     @property
     def spans(self) -> list[PlacedSpan]:
-        """The spans so far, unordered."""
         return [*self._spans, *(span for run in self._runs for span in run.spans)]
 
     def timeline(self) -> dict[str, Any]:

@@ -49,7 +49,6 @@ class TokenLimits:
 
     @property
     def total(self) -> int:
-        """Tokens of a sequence, prompt and output together."""
         return min(self.context, self.capacity)
 
 

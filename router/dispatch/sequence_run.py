@@ -74,7 +74,6 @@ class SequenceRun:
         self._last_refusal: BatonError | None = None
 
     async def run(self) -> None:
-        """Run until the end, or until the deadline."""
         loop = asyncio.get_running_loop()
         left_s = self._job.deadline - self._dispatcher.clock()
         try:

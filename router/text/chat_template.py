@@ -79,7 +79,6 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012 - jinja declares it so
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        """The body of the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -173,7 +172,6 @@ def load_templates(
 
 
 def special_texts(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens that templates use by name."""
     names = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
     texts = {name: token_text(settings.get(name)) for name in names}
     return {name: text for name, text in texts.items() if text is not None}

@@ -39,7 +39,6 @@ class HiddenControlTokens:
 
     @property
     def used(self) -> bool:
-        """Whether any spelling was found."""
         return bool(self._found)
 
     def hide(self, content: str, role: ChatRole) -> str:
@@ -52,7 +51,6 @@ class HiddenControlTokens:
         return pattern.sub(self._placeholder, content)
 
     def encode(self, prompt: str) -> tuple[int, ...]:
-        """The ids of a prompt with placeholders."""
         ids: list[int] = []
         parts = re.split(f"\ue000{self._nonce}:([0-9]+)\ue001", prompt)
         for i, part in enumerate(parts):

@@ -96,7 +96,6 @@ class TokenText:
 
     @staticmethod
     def of(data: bytes) -> TokenText:
-        """The token of some bytes."""
         try:
             return TokenText(text=data.decode(), data=data)
         except UnicodeDecodeError:

@@ -125,7 +125,6 @@ class ModelText:
         return text
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A fresh incremental decoder for one output."""
         table = self._byte_table if skip_special_tokens else self._whole_table
         if table is not None:
             return ByteDetokenizer(table)

@@ -32,7 +32,6 @@ class ToolFormat(StrEnum):
 
     @property
     def arguments(self) -> str:
-        """The key of the arguments in a call."""
         return "parameters" if self is ToolFormat.LLAMA else "arguments"
 
 

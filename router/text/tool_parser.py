@@ -90,7 +90,6 @@ class CallParser:
 
     @property
     def in_arguments(self) -> bool:
-        """Whether the arguments of the last call are incomplete."""
         return self._state is _State.ARGUMENTS
 
     def push(self, text: str, *, last: bool) -> tuple[str, list[CallDelta]]:

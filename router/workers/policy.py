@@ -84,7 +84,6 @@ class WorkerView:
 
     @property
     def backlog(self) -> int:
-        """Prompt tokens that it has to compute."""
         return max(0, self.load.waiting_tokens + self.unseen_tokens)
 
 
@@ -109,7 +108,6 @@ class WorkerChoice:
 
     @property
     def local_reason(self) -> LocalReason | None:
-        """Why there is no prefill worker."""
         reason = self.prefill_reason
         return reason if isinstance(reason, LocalReason) else None
 

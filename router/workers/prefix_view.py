@@ -1,7 +1,7 @@
 """What a router knows of the prefix caches of its workers, and of the blocks of a prompt.
 
-All of it is advice: a view that is behind, or two blocks with the same hint, make a request go to a
-worker that computes more than another would have, and nothing else.
+All of it is advice: after a stale view or a hash collision a worker computes more than another
+would have.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from protocol.prefix import CacheChange, chain_seed, extend_chain, hints, split_
 
 
 class PromptBlocks:
-    """The hints of a prompt's full blocks, hashed once for each kind of worker (half a microsecond
-    a block). The outputs of one prompt share it."""
+    """The hints (short hashes) of a prompt's full blocks, made once per kind of worker in half a
+    microsecond a block. The outputs of one prompt share them."""
 
     def __init__(self, prompt_ids: Sequence[int], salt: str = "") -> None:
         self.num_tokens = len(prompt_ids)
@@ -26,7 +26,7 @@ class PromptBlocks:
         self._hints: dict[tuple[KVFingerprint, int], list[bytes]] = {}
 
     def hints(self, fingerprint: KVFingerprint, block_size: int) -> list[bytes]:
-        """As workers of this fingerprint and block size name them."""
+        """The hints for workers of this fingerprint and block size."""
         kind = fingerprint, block_size
         known = self._hints.get(kind)
         if known is None:
@@ -38,17 +38,16 @@ class PromptBlocks:
 
 
 class PrefixView:
-    """The prefix cache of one incarnation of a worker, as far as it has told, and what requests
-    under way will add to it."""
+    """The prefix cache of one incarnation of a worker by its reports, and the blocks that requests
+    in flight will add."""
 
     def __init__(self) -> None:
-        self.speaks = False  # a worker without a prefix cache never says a word about it
+        self.speaks = False  # a worker without a prefix cache never reports
         self._held: set[bytes] = set()
         self._expected: Counter[bytes] = Counter()
         self._by_request: dict[RequestKey, Sequence[bytes]] = {}
 
     def take(self, change: CacheChange) -> None:
-        """The worker has told something."""
         self.speaks = True
         if change.reset:
             self._held.clear()
@@ -56,12 +55,12 @@ class PrefixView:
         self._held.update(split_hints(change.added))
 
     def forget(self) -> None:
-        """The worker is out of reach: it will tell everything anew."""
+        """The worker is disconnected; it reports everything anew."""
         self.speaks = False
         self._held.clear()
 
     def expect(self, key: RequestKey, blocks: Sequence[bytes]) -> None:
-        """A request that has these blocks is about to go there. Undone by `release`."""
+        """A request with these blocks is submitted there. Undone by `release`."""
         if self.speaks and key not in self._by_request:
             new = blocks[self.num_held(blocks) :]
             self._by_request[key] = new
@@ -75,15 +74,15 @@ class PrefixView:
                 del self._expected[block]
 
     def num_held(self, blocks: Sequence[bytes]) -> int:
-        """How many of `blocks`, from the first, are there."""
+        """How many leading `blocks` are cached."""
         return _leading(blocks, self._held.__contains__)
 
     def num_expected(self, blocks: Sequence[bytes]) -> int:
-        """How many of `blocks`, from the first, are there or on their way."""
+        """How many leading `blocks` are cached or expected."""
         return _leading(blocks, lambda block: block in self._held or block in self._expected)
 
 
 def _leading(blocks: Sequence[bytes], known: Callable[[bytes], bool]) -> int:
     """Length of the leading run of known blocks, by bisection: a worker that has a block has those
-    before it, but for rare exceptions that do no harm."""
+    before it, with rare and harmless exceptions."""
     return bisect_left(blocks, True, key=lambda block: not known(block))

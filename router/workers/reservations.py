@@ -76,7 +76,6 @@ class Reservations:
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens to compute."""
         return sum(self._tokens.values())
 
     def tokens_up_to(self, size: int) -> int:

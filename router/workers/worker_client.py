@@ -112,7 +112,6 @@ class WorkerClient:
 
     @property
     def ready(self) -> bool:
-        """Whether the worker takes new requests."""
         draining = self.status is not None and self.status.state is not WorkerState.READY
         return self.connected and not self.leaving and not draining
 
@@ -156,7 +155,6 @@ class WorkerClient:
 
     @property
     def max_model_len(self) -> int:
-        """The context in tokens."""
         return 0 if self.status is None else self.status.max_model_len
 
     @property

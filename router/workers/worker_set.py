@@ -48,7 +48,6 @@ class WorkerSet:
         return [w for w in self._clients.values() if w.ref.role is role and w.ready]
 
     def all(self) -> list[WorkerClient]:
-        """Every followed worker, leaving ones included."""
         return list(self._clients.values())
 
     def longest(self) -> tuple[int, int] | None:
@@ -73,7 +72,6 @@ class WorkerSet:
         await asyncio.shield(self._refreshing)
 
     async def close(self) -> None:
-        """Stop following all workers."""
         await asyncio.gather(*(client.close() for client in self.all()))
         self._clients.clear()
 

@@ -11,7 +11,8 @@ from observability import metrics
 from observability.export import MetricSet
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.messages import WorkerLoad
-from router.admission.queue import AdmissionQueue, AdmissionTicket, QueuedRequest
+from router.admission.load_estimate import QueuedRequest
+from router.admission.queue import AdmissionQueue, AdmissionTicket
 from router.auth.keys import ANYONE, Caller
 from router.auth.tiers import ServiceTier
 from router.config import RouterConfig

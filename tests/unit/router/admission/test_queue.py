@@ -322,7 +322,7 @@ def test_a_low_rate_under_little_load_is_not_taken_for_the_limit() -> None:
     assert peak.take(1000.0, 0.0) == 1000.0
     assert peak.take(10.0, 60.0) == pytest.approx(500.0)
     assert peak.take(2000.0, 61.0) == 2000.0
-    unknown = LoadEstimate(prefills=[], rate=0.0, free_tokens=[0])
+    unknown = LoadEstimate(backlogs=[], rate=0.0, free_tokens=[0])
     assert unknown.wait_s(1000, []) == 0.0
 
 
