@@ -50,12 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         command = importlib.import_module(f"cluster.cli.{options.module}")
         return int(command.run(options, console) or 0)
-    except (InvalidRequest, NotFound) as error:
-        console.error(error.message)
-        return EXIT_USAGE
     except BatonError as error:
         console.error(error.message)
-        return EXIT_FAILED
+        return EXIT_USAGE if isinstance(error, (InvalidRequest, NotFound)) else EXIT_FAILED
     except KeyboardInterrupt:
         console.error("interrupted")
         return EXIT_INTERRUPTED

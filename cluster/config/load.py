@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from cluster.config.schema import DERIVED, ClusterConfig
+from cluster.config.schema import ClusterConfig
 from cluster.config.tree import build, leaf_paths
 from protocol.errors import InvalidRequest
 
@@ -42,7 +42,7 @@ def load_config(
 ) -> Loaded:
     """The configuration in `path` with its overrides. Raises InvalidRequest naming the field."""
     tree, environ = _read(Path(path)), environ or {}
-    fields = {env_name(field): field for field in leaf_paths(ClusterConfig, DERIVED)}
+    fields = {env_name(field): field for field in leaf_paths()}
     for name in environ.keys() & fields.keys():
         _assign(tree, fields[name], environ[name])
     for override in overrides:
@@ -52,7 +52,7 @@ def load_config(
         _assign(tree, field.strip(), text.strip())
     unknown = {name for name in environ if name.startswith("BATON_")} - fields.keys() - RESERVED
     return Loaded(
-        config=build(ClusterConfig, tree, derived=DERIVED),
+        config=build(tree),
         warnings=tuple(_unknown_variable(name, fields) for name in sorted(unknown)),
     )
 

@@ -13,7 +13,6 @@ from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta
 
-from cluster.config.tree import UNRESOLVED, Derived
 from engine.config import EngineConfig
 from kv_transfer.config import TransferConfig
 from protocol.ids import Role
@@ -22,6 +21,8 @@ from worker_runtime.config import WorkerConfig
 
 S = TypeVar("S", EngineConfig, RouterConfig)
 AUTO = "auto"
+#: Placeholder of a required field that is derived from another section.
+UNRESOLVED = "unresolved"
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Count = Annotated[int, Meta(ge=0)]
 PositiveCount = Annotated[int, Meta(ge=1)]
@@ -233,8 +234,9 @@ class ClusterConfig:
         return replace(settings, **derived | known)
 
 
-#: The fields that another section sets.
-DERIVED: Derived = {
+#: Fields set by another section: (class, field) -> path of the field that sets it; a path that
+#: begins with a dot is in the same pool.
+DERIVED: dict[tuple[type, str], str] = {
     (EngineConfig, "model_path"): "model.name",
     (EngineConfig, "dtype"): "model.dtype",
     (EngineConfig, "max_model_len"): "model.max_model_len",

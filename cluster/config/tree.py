@@ -14,21 +14,16 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, Union
+from typing import Annotated, Any, Union
 
 import msgspec
 
+from cluster.config.schema import DERIVED, UNRESOLVED, ClusterConfig
 from protocol.errors import BatonError, InvalidRequest
 
-T = TypeVar("T")
-#: (class, field) -> path of the field that sets it; one that begins with a dot is in the same pool.
-Derived = Mapping[tuple[type, str], str]
-#: Placeholder of a required field that is derived from another section.
-UNRESOLVED = "unresolved"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)", re.IGNORECASE)
 _POWER = {"b": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _WORDS = {int: "a whole number", float: "a finite number", bool: "true or false"}
@@ -37,23 +32,20 @@ _MIN_LIKENESS = 0.65
 _FILE_NAMES = ("_file", ".chat_template")
 
 
-def build(cls: type[T], tree: object, *, derived: Derived) -> T:
-    """The dataclass `cls` from a tree of dicts, lists and scalars. Raises InvalidRequest with the
+def build(tree: object) -> ClusterConfig:
+    """The configuration from a tree of dicts, lists and scalars. Raises InvalidRequest with the
     field's dotted path as `param`."""
-    return typing.cast(T, _Builder(root=cls, derived=derived).section(cls, tree, ""))
+    config: ClusterConfig = _section(ClusterConfig, tree, "")
+    return config
 
 
-def leaf_paths(cls: type, derived: Derived) -> list[str]:
-    """Every settable dotted path below `cls`."""
-    return list(_leaves(cls, "", derived))
-
-
-def _leaves(cls: type, prefix: str, derived: Derived) -> Iterator[str]:
+def leaf_paths(cls: Any = ClusterConfig, prefix: str = "") -> Iterator[str]:
+    """Every settable dotted path."""
     for name, kind in _fields(cls).items():
-        if (cls, name) in derived:
+        if (cls, name) in DERIVED:
             continue
-        if _is_section(kind):
-            yield from _leaves(kind, f"{prefix}{name}.", derived)
+        if dataclasses.is_dataclass(kind):
+            yield from leaf_paths(kind, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
 
@@ -64,85 +56,79 @@ def _fields(cls: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
-def _is_section(kind: Any) -> bool:
-    return dataclasses.is_dataclass(kind)
+def _section(cls: Any, tree: object, path: str) -> Any:
+    """A dataclass from a map of its fields; None stands for an empty map."""
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, dict):
+        raise _refuse(path, f"expected a section of fields, got {_shown(tree)}")
+    fields = _fields(cls)
+    for name in tree:
+        _check_name(cls, str(name), path)
+    given = {n: _value(fields[n], v, _join(path, n)) for n, v in tree.items()}
+    for field in dataclasses.fields(cls):
+        required = field.default is field.default_factory is dataclasses.MISSING
+        if required and field.name not in given:
+            given[field.name] = _missing(cls, field.name, path)
+    try:
+        return cls(**given)
+    except (BatonError, ValueError) as error:  # its message may begin with a field's name
+        name, _, rest = str(error).partition(" ")
+        where, message = (_join(path, name), rest) if name in fields else (path, str(error))
+        raise _refuse(where, message) from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Builder:
-    root: type
-    derived: Derived
+def _value(kind: Any, value: object, path: str) -> Any:
+    """`value` as the type `kind`."""
+    if dataclasses.is_dataclass(kind):
+        return _section(kind, value, path)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (Union, types.UnionType):
+        if value is None or (isinstance(value, str) and value.lower() in ("none", "null", "")):
+            return None
+        (inner,) = (argument for argument in arguments if argument is not types.NoneType)
+        return _value(inner, value, path)
+    if origin is tuple:
+        if isinstance(value, str):
+            value = [part.strip() for part in value.split(",") if part.strip()]
+        if not isinstance(value, (list, tuple)):
+            raise _refuse(path, f"expected a list, got {_shown(value)}")
+        return tuple(_value(arguments[0], item, f"{path}[{i}]") for i, item in enumerate(value))
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise _refuse(path, f"expected a map, got {_shown(value)}")
+        return {
+            str(key): _value(arguments[1], item, _join(path, str(key)))
+            for key, item in value.items()
+        }
+    return _scalar(kind, value, path)
 
-    def section(self, cls: type, tree: object, path: str) -> Any:
-        """A dataclass from a map of its fields; None stands for an empty map."""
-        if tree is None:
-            tree = {}
-        if not isinstance(tree, dict):
-            raise _refuse(path, f"expected a section of fields, got {_shown(tree)}")
-        fields = _fields(cls)
-        for name in tree:
-            self._check_name(cls, str(name), path)
-        given = {n: self.value(fields[n], v, _join(path, n)) for n, v in tree.items()}
-        for name in _required(cls):
-            if name not in given:
-                given[name] = self._missing(cls, name, path)
-        try:
-            return cls(**given)
-        except (BatonError, ValueError) as error:  # its message may begin with a field's name
-            name, _, rest = str(error).partition(" ")
-            field, message = (_join(path, name), rest) if name in fields else (path, str(error))
-            raise _refuse(field, message) from error
 
-    def value(self, kind: Any, value: object, path: str) -> Any:
-        """`value` as the type `kind`."""
-        if _is_section(kind):
-            return self.section(kind, value, path)
-        origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-        if origin in (Union, types.UnionType):
-            if value is None or (isinstance(value, str) and value.lower() in ("none", "null", "")):
-                return None
-            (inner,) = (argument for argument in arguments if argument is not types.NoneType)
-            return self.value(inner, value, path)
-        if origin is tuple:
-            if isinstance(value, str):
-                value = [part.strip() for part in value.split(",") if part.strip()]
-            if not isinstance(value, (list, tuple)):
-                raise _refuse(path, f"expected a list, got {_shown(value)}")
-            return tuple(
-                self.value(arguments[0], item, f"{path}[{i}]") for i, item in enumerate(value)
-            )
-        if origin is dict:
-            if not isinstance(value, dict):
-                raise _refuse(path, f"expected a map, got {_shown(value)}")
-            return {
-                str(key): self.value(arguments[1], item, _join(path, str(key)))
-                for key, item in value.items()
-            }
-        return _scalar(kind, value, path)
+def _missing(cls: type, name: str, path: str) -> Any:
+    if (cls, name) in DERIVED:
+        return UNRESOLVED
+    kind, field = _fields(cls)[name], _join(path, name)
+    if dataclasses.is_dataclass(kind):
+        return _section(kind, {}, field)  # names the first required field in it
+    raise _refuse(field, "is required")
 
-    def _missing(self, cls: type, name: str, path: str) -> Any:
-        if (cls, name) in self.derived:
-            return UNRESOLVED
-        kind, field = _fields(cls)[name], _join(path, name)
-        if _is_section(kind):
-            return self.section(kind, {}, field)  # names the first required field in it
-        raise _refuse(field, "is required")
 
-    def _check_name(self, cls: type, name: str, path: str) -> None:
-        field = _join(path, name)
-        if (cls, name) in self.derived:
-            source = self.derived[cls, name]
-            if source.startswith("."):
-                source = path.rpartition(".")[0] + source
-            raise _refuse(field, f"is set by {source}: set that instead")
-        if name not in _fields(cls):
-            raise _refuse(field, f"no such field{self._suggest(field)}")
+def _check_name(cls: type, name: str, path: str) -> None:
+    field = _join(path, name)
+    if (cls, name) in DERIVED:
+        source = DERIVED[cls, name]
+        if source.startswith("."):
+            source = path.rpartition(".")[0] + source
+        raise _refuse(field, f"is set by {source}: set that instead")
+    if name not in _fields(cls):
+        raise _refuse(field, f"no such field{_suggest(field)}")
 
-    def _suggest(self, path: str) -> str:
-        leaves = leaf_paths(self.root, self.derived)
-        sections = {leaf.rpartition(".")[0] for leaf in leaves} - {""}
-        best = max(sorted({*leaves, *sections}), key=lambda known: _likeness(path, known))
-        return f"; did you mean {best}?" if _likeness(path, best) >= _MIN_LIKENESS else ""
+
+def _suggest(path: str) -> str:
+    leaves = list(leaf_paths())
+    sections = {leaf.rpartition(".")[0] for leaf in leaves} - {""}
+    best = max(sorted({*leaves, *sections}), key=lambda known: _likeness(path, known))
+    return f"; did you mean {best}?" if _likeness(path, best) >= _MIN_LIKENESS else ""
 
 
 def _likeness(path: str, known: str) -> float:
@@ -154,15 +140,6 @@ def _likeness(path: str, known: str) -> float:
         likeness = max(likeness, 0.9)
     above = difflib.SequenceMatcher(None, ".".join(sections), ".".join(known_sections)).ratio()
     return likeness + 0.3 * above
-
-
-def _required(cls: type) -> list[str]:
-    """The fields without a default."""
-    return [
-        field.name
-        for field in dataclasses.fields(cls)
-        if field.default is field.default_factory is dataclasses.MISSING
-    ]
 
 
 def _scalar(kind: Any, value: object, path: str) -> Any:

@@ -99,7 +99,7 @@ def test_order_of_precedence(tmp_path: Path) -> None:
 
 
 def test_every_field_has_one_environment_variable() -> None:
-    names = [env_name(path) for path in leaf_paths(ClusterConfig, DERIVED)]
+    names = [env_name(path) for path in leaf_paths()]
     assert len(names) == len(set(names))
     assert not RESERVED & set(names)
     assert env_name("decode.worker.max_num_seqs") == "BATON_DECODE_WORKER_MAX_NUM_SEQS"
@@ -361,7 +361,7 @@ def test_engines_have_room_for_the_largest_step_of_their_workers(base: Path) -> 
 
 
 def test_every_derived_field_exists() -> None:
-    paths = leaf_paths(ClusterConfig, DERIVED)
+    paths = set(leaf_paths())
     for (cls, name), source in DERIVED.items():
         assert name in {f.name for f in dataclasses.fields(cls)}
         assert source in paths or f"prefill{source}" in paths
