@@ -1,4 +1,4 @@
-"""Errors as they may be shown: what a client sent is echoed only in part."""
+"""Errors as clients see them. Of what a client sent, only a part is echoed."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from protocol.errors import BatonError, ErrorCode, ErrorInfo
 #: Trailers of a gRPC call hold 8 KiB, and a character can take 12 bytes there.
 MAX_MESSAGE = 300
 MAX_PARAM = 100
-#: When to come back after a failure that passes, if whoever raised it did not say.
+#: When to retry after a temporary failure that says no time.
 DEFAULT_RETRY_S = 1.0
-_PASSING = (ErrorCode.OVERLOADED, ErrorCode.UNAVAILABLE, ErrorCode.HANDOFF_FAILED)
+_TEMPORARY = (ErrorCode.OVERLOADED, ErrorCode.UNAVAILABLE, ErrorCode.HANDOFF_FAILED)
 
 
 def presentable(error: BatonError) -> ErrorInfo:
-    """The error as a value with its texts cut to a length that every transport carries."""
+    """The error as a value, its texts cut to a length that HTTP and gRPC carry."""
     return ErrorInfo(
         code=error.code,
         message=_cut(error.message, MAX_MESSAGE),
@@ -23,7 +23,7 @@ def presentable(error: BatonError) -> ErrorInfo:
 
 
 def _retry_after_s(error: BatonError) -> float | None:
-    if error.retry_after_s is None and error.code in _PASSING:
+    if error.retry_after_s is None and error.code in _TEMPORARY:
         return DEFAULT_RETRY_S
     return error.retry_after_s
 

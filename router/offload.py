@@ -1,5 +1,5 @@
-"""Answers with thousands of log-probabilities or tokens: written in a thread, piece by piece, so
-that other streams go on meanwhile."""
+"""Writing answers with thousands of tokens in a thread and in slices, so that other streams go on
+meanwhile."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any, TypeVar
 
 R = TypeVar("R")
 
-#: Tokens with log-probabilities that are written at once: a few milliseconds' work.
-_FEW = 256
-#: Items of a long array that are encoded by one call, which keeps every other thread waiting.
-_PIECE = 64
+#: Tokens with log-probabilities that the event loop writes itself: a few milliseconds.
+_MAX_ON_LOOP = 256
+#: Items of a long array encoded by one call, which holds the interpreter's lock.
+_SLICE = 64
 
 encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 async def off_loop(work: Callable[[], R], *, size: int) -> R:
-    """`work()`, in a thread when it is about more than a few tokens."""
-    return work() if size <= _FEW else await asyncio.to_thread(work)
+    """`work()`, in a thread when it handles more than a few tokens."""
+    return work() if size <= _MAX_ON_LOOP else await asyncio.to_thread(work)
 
 
 def encode_in_pieces(value: Any) -> str:
-    """What `encode` gives, but a long array is encoded piece by piece."""
+    """As `encode`, with long arrays encoded slice by slice."""
     if isinstance(value, dict):
         fields = (f"{encode(name)}:{encode_in_pieces(item)}" for name, item in value.items())
         return "{" + ",".join(fields) + "}"
     if not isinstance(value, list | tuple):
         return encode(value)
-    if len(value) <= _FEW:
+    if len(value) <= _MAX_ON_LOOP:
         return "[" + ",".join(map(encode_in_pieces, value)) + "]"
-    starts = range(0, len(value), _PIECE)
-    return "[" + ",".join(encode(value[at : at + _PIECE])[1:-1] for at in starts) + "]"
+    starts = range(0, len(value), _SLICE)
+    return "[" + ",".join(encode(value[at : at + _SLICE])[1:-1] for at in starts) + "]"

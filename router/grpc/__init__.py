@@ -1,1 +1,5 @@
-"""The gRPC door: baton.v1, health and reflection."""
+"""The gRPC front end: baton.v1, health and reflection.
+
+server: the listener, keys, deserialising. inference, admin: the two services. requests: messages
+to typed requests. answers: output to messages. errors: statuses. metadata: what calls carry.
+"""

@@ -20,7 +20,7 @@ _MAX_REPLICAS = 100_000
 
 
 class AdminServicer:
-    """The methods, as gRPC calls them. Without a backend the cluster can be seen, not steered."""
+    """The methods, as gRPC calls them. Without a backend they only show the cluster."""
 
     def __init__(self, own_view: Callable[[], ClusterInfo], backend: AdminBackend | None) -> None:
         self._own_view = own_view
@@ -29,17 +29,17 @@ class AdminServicer:
     async def get_cluster(
         self, request: pb.GetClusterRequest, _: _Context, __: Caller
     ) -> pb.Cluster:
-        """The cluster as it is."""
+        """The cluster now."""
         return cluster_message(await self._view())
 
     async def scale(self, request: pb.ScaleRequest, _: _Context, __: Caller) -> pb.Cluster:
-        """Change the pools that are named; the cluster after the change was accepted."""
+        """Resize the named pools; returns the cluster after the change was accepted."""
         check_known(request)
-        prefill = _replicas(request, "prefill", least=0)
-        decode = _replicas(request, "decode", least=1)
+        prefill = _replicas(request, "prefill", minimum=0)
+        decode = _replicas(request, "decode", minimum=1)
         if prefill is None and decode is None:
             raise InvalidRequest("prefill or decode is required", param="prefill")
-        await self._steering().scale(prefill=prefill, decode=decode)
+        await self._required_backend().scale(prefill=prefill, decode=decode)
         return cluster_message(await self._view())
 
     async def drain(self, request: pb.DrainRequest, _: _Context, __: Caller) -> pb.DrainResponse:
@@ -47,25 +47,25 @@ class AdminServicer:
         check_known(request)
         if not request.worker_id:
             raise InvalidRequest("worker_id is required", param="worker_id")
-        await self._steering().drain(request.worker_id)
+        await self._required_backend().drain(request.worker_id)
         return pb.DrainResponse()
 
     async def _view(self) -> ClusterInfo:
         own = self._own_view()
         return own if self._backend is None else await self._backend.view(own)
 
-    def _steering(self) -> AdminBackend:
+    def _required_backend(self) -> AdminBackend:
         if self._backend is None:
-            raise Unsupported("this router was started without a cluster to steer")
+            raise Unsupported("this router was started without a cluster to change")
         return self._backend
 
 
-def _replicas(request: pb.ScaleRequest, name: str, *, least: int) -> int | None:
+def _replicas(request: pb.ScaleRequest, name: str, *, minimum: int) -> int | None:
     if not request.HasField(name):
         return None
     value = int(getattr(request, name))
-    if not least <= value <= _MAX_REPLICAS:
+    if not minimum <= value <= _MAX_REPLICAS:
         raise InvalidRequest(
-            f"{name} must be between {least} and {_MAX_REPLICAS}, got {value}", param=name
+            f"{name} must be between {minimum} and {_MAX_REPLICAS}, got {value}", param=name
         )
     return value

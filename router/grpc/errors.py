@@ -1,7 +1,7 @@
 """Typed errors as gRPC statuses, with the field at fault in machine-readable form.
 
 Details follow google.rpc (https://cloud.google.com/apis/design/errors): BadRequest names the field,
-RetryInfo says when to come back. The same is in plain trailers for clients without those types.
+RetryInfo says when to retry. Plain trailers say the same to clients without those types.
 """
 
 from __future__ import annotations

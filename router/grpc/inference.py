@@ -16,14 +16,14 @@ from router.grpc import answers, requests
 from router.grpc.metadata import metadata_value, trace_of
 from router.offload import off_loop
 from router.request.generate_request import GenerateRequest
-from router.request.request_id import REQUEST_ID, request_id
+from router.request.request_id import REQUEST_ID, make_request_id
 from router.service import FrontEnd, InferenceService
 
 _Context = aio.ServicerContext[Any, Any]
 
-#: Metadata has small limits in most stacks; a longer timeline is in the last message only.
-_MAX_TRAILER = 4096
-#: What gRPC reports as remaining time when there is no deadline.
+#: Most stacks limit metadata; a longer timeline is in the last message only.
+_MAX_TRAILER_CHARS = 4096
+#: The remaining time that gRPC reports without a deadline.
 _NO_DEADLINE_S = 1e8
 #: gRPC's timers may end a call this long before its deadline.
 _CLOCK_SLACK_S = 0.005
@@ -40,26 +40,26 @@ class InferenceServicer:
     ) -> None:
         """Stream one request's output.
 
-        Writes to the context rather than yielding: so a cancelled call unwinds here and at once.
+        Writes to the context instead of yielding, so that a cancelled call unwinds here at once.
         """
         arrival = self._service.clock()
-        called = request_id(metadata_value(context, REQUEST_ID))
-        context.set_trailing_metadata(((REQUEST_ID, called.name),))
+        request_id = make_request_id(metadata_value(context, REQUEST_ID))
+        context.set_trailing_metadata(((REQUEST_ID, request_id.name),))
         with self._service.track(
-            FrontEnd.GRPC, "generate", called, overdue=partial(_overdue, context)
+            FrontEnd.GRPC, "generate", request_id, overdue=partial(_overdue, context)
         ):
             parsed = requests.generate_request(request)
             token_ids = not request.HasField("return_token_ids") or request.return_token_ids
             async with self._service.generate(
                 parsed,
-                request_id=called,
+                request_id=request_id,
                 caller=caller,
                 arrival=arrival,
                 trace=trace_of(context),
                 time_left_s=_time_left_s(context),
-            ) as generation:
-                last = await self._relay(parsed, generation, context, token_ids=token_ids)
-        # Off the books first: whoever has its answer can ask again at once.
+            ) as run:
+                last = await self._relay(parsed, run, context, token_ids=token_ids)
+        # The request no longer counts: a client with its answer can send the next at once.
         await context.write(last)
 
     async def list_models(
@@ -96,48 +96,46 @@ class InferenceServicer:
     async def _relay(
         self,
         request: GenerateRequest,
-        generation: RequestRun,
+        run: RequestRun,
         context: _Context,
         *,
         token_ids: bool,
     ) -> pb.GenerateResponse:
-        """Pass the output on; the last message, not sent yet."""
+        """Send the output and return the last message, unsent."""
         message = pb.GenerateResponse(
-            id=generation.request_id,
+            id=run.request_id,
             model=self._service.model_name,
-            created=int(generation.arrival),
+            created=int(run.arrival),
         )
         if request.service_tier is not None:
-            message.service_tier = generation.tier_name
+            message.service_tier = run.tier_name
         opened: set[int] = set()
         num_tokens = 0
-        async for deltas in generation:
+        async for deltas in run:
             for delta in deltas:
                 choice = answers.choice_message(delta, token_ids=token_ids)
                 if delta.scores is not None or delta.prompt_scores is not None:
-                    add = partial(
-                        answers.add_logprobs, choice, delta, request, generation.token_table
-                    )
+                    add = partial(answers.add_logprobs, choice, delta, request, run.token_table)
                     await off_loop(add, size=delta.num_scores)
                 if request.return_token_ids and delta.index not in opened:
                     opened.add(delta.index)
-                    choice.prompt_token_ids.extend(generation.prompts[delta.index])
+                    choice.prompt_token_ids.extend(run.prompts[delta.index])
                 message.choices.append(choice)
                 if not request.stream:
                     continue
                 num_tokens += len(delta.token_ids)
                 if request.continuous_usage:
-                    so_far = replace(generation.usage, completion_tokens=num_tokens)
+                    so_far = replace(run.usage, completion_tokens=num_tokens)
                     message.usage.CopyFrom(pb.Usage(**so_far.to_json()))
                 await context.write(message)
                 message = pb.GenerateResponse()
         message.choices.sort(key=lambda choice: choice.index)
-        message.usage.CopyFrom(pb.Usage(**generation.usage.to_json()))
+        message.usage.CopyFrom(pb.Usage(**run.usage.to_json()))
         if request.timeline:
-            timeline = generation.timeline()
+            timeline = run.timeline()
             message.timeline.CopyFrom(pb.Timeline(**timeline))
             trailer = json.dumps(timeline)
-            if len(trailer) <= _MAX_TRAILER:
+            if len(trailer) <= _MAX_TRAILER_CHARS:
                 named = context.trailing_metadata()
                 context.set_trailing_metadata((*named, ("baton-timeline", trailer)))
         return message

@@ -29,13 +29,13 @@ _Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 _Method = Callable[..., Awaitable[Any]]
 log = get_logger(__name__)
 
-#: Calls that have arrived and whose handler has not begun.
+#: Received calls whose handler has not begun.
 _MAX_PENDING = 1 << 20
-#: Open calls of one connection: each costs 20 kB before its message has come and its key is looked
-#: at. Far above what clients have, as those beyond it in one burst fail.
+#: Open calls of one connection: each costs 20 kB before its message and key arrive. Far above what
+#: clients use, as calls beyond it in one burst fail.
 _MAX_STREAMS = 1 << 14
-#: Before a connection is to be made anew; no shorter than the longest request.
-_LEAST_AGE_S = 3600.0
+#: Age at which clients are asked to reconnect; no shorter than the longest request.
+_MIN_AGE_S = 3600.0
 _MAX_MS = (1 << 31) - 1
 
 INFERENCE = "baton.v1.Inference"
@@ -43,7 +43,7 @@ ADMIN = "baton.v1.Admin"
 
 
 class GrpcServer:
-    """Serves from `start` until `stop`; health says NOT_SERVING until told otherwise."""
+    """Serves from `start` until `stop`; health is NOT_SERVING until `set_serving`."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class GrpcServer:
         credentials: grpc.ServerCredentials | None,
         config: RouterConfig,
     ) -> None:
-        age_ms = min(int(max(_LEAST_AGE_S, config.max_timeout_s) * 1000), _MAX_MS)
+        age_ms = min(int(max(_MIN_AGE_S, config.max_timeout_s) * 1000), _MAX_MS)
         self._access = access
         self._credentials = credentials
         self._inference = inference
@@ -64,13 +64,13 @@ class GrpcServer:
             ("grpc.so_reuseport", int(config.reuse_port)),
             ("grpc.max_allowed_incoming_connections", config.max_connections),
             ("grpc.max_concurrent_streams", _MAX_STREAMS),
-            # After this and as much again a call ends that is never sent, or never read.
+            # Ends calls that are never sent or never read, after twice this age.
             ("grpc.max_connection_age_ms", age_ms),
             ("grpc.max_connection_age_grace_ms", age_ms),
-            # Clients that keep connections alive with pings are welcome.
+            # Clients may keep connections alive with pings.
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-            # Beyond these, gRPC itself cancels calls at random; refusing is for our own bounds.
+            # Beyond these gRPC cancels calls at random; router.admission refuses them earlier.
             ("grpc.server.max_pending_requests", _MAX_PENDING),
             ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
         ]
@@ -79,7 +79,7 @@ class GrpcServer:
         self._server: aio.Server | None = None
 
     async def start(self, host: str, port: int) -> str:
-        """Bind (port 0: any free one) and serve; the `host:port` that was bound."""
+        """Bind (port 0: any free one) and serve; returns the bound `host:port`."""
         server = aio.server(options=self._options)
         handlers = {INFERENCE: _inference_handlers(self._inference, _Guard(self._access))}
         if self._admin is not None:
@@ -108,7 +108,7 @@ class GrpcServer:
         return f"{where}:{bound}"
 
     async def set_serving(self, serving: bool) -> None:
-        """What grpc.health.v1 answers for the server and its services."""
+        """Set the answer of grpc.health.v1 for the server and its services."""
         states = health_pb2.HealthCheckResponse.ServingStatus
         state = states.Value("SERVING" if serving else "NOT_SERVING")
         for service in ("", *self._services):
@@ -123,7 +123,7 @@ class GrpcServer:
 
 
 class _Health(health.aio.HealthServicer):  # type: ignore[misc]
-    """Those who watch are let go: they would keep a leaving router as long as a request may."""
+    """Health that ends its watches: they would hold up a router that stops."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class _Health(health.aio.HealthServicer):  # type: ignore[misc]
                     self._ends.discard(end)
 
     def end_watches(self) -> None:
-        """End what is watched."""
+        """End all watches."""
         for end in self._ends:
             end.reschedule(0.0)
 
@@ -157,12 +157,12 @@ class _Guard:
         """A method with one answer."""
         return grpc.unary_unary_rpc_method_handler(
             self.checked(method),
-            request_deserializer=_tolerant(kind),
+            request_deserializer=_parser(kind),
             response_serializer=lambda reply: reply.SerializeToString(),
         )
 
     def checked(self, method: _Method) -> _Method:
-        """`method(request, context, caller)`, called by those who may."""
+        """`method(request, context, caller)`, called when the key allows it."""
 
         async def call(request: Any, context: _Context) -> Any:
             try:
@@ -183,7 +183,7 @@ class _Guard:
 
 
 class _GuardedReflection(reflection.aio.ReflectionServicer):  # type: ignore[misc]
-    """What methods there are, told to those with a key."""
+    """Reflection for callers with a key."""
 
     def __init__(self, names: Sequence[str], access: KeyFile) -> None:
         super().__init__(names)
@@ -192,7 +192,7 @@ class _GuardedReflection(reflection.aio.ReflectionServicer):  # type: ignore[mis
     async def ServerReflectionInfo(  # noqa: N802 - the name of the method on the wire
         self, request_iterator: AsyncIterator[Any], context: _Context
     ) -> AsyncIterator[Any]:
-        """Answer as the base does."""
+        """Answer as the base class does."""
         try:
             self._access.caller(metadata_value(context, "authorization"))
         except BatonError as error:
@@ -204,7 +204,7 @@ class _GuardedReflection(reflection.aio.ReflectionServicer):  # type: ignore[mis
 def _inference_handlers(servicer: InferenceServicer, guard: _Guard) -> dict[str, _Handler]:
     generate = grpc.unary_stream_rpc_method_handler(
         guard.checked(servicer.generate),
-        request_deserializer=_tolerant(pb.GenerateRequest),
+        request_deserializer=_parser(pb.GenerateRequest),
         response_serializer=pb.GenerateResponse.SerializeToString,
     )
     return {
@@ -223,8 +223,8 @@ def _admin_handlers(servicer: AdminServicer, guard: _Guard) -> dict[str, _Handle
     }
 
 
-def _tolerant(kind: type[M]) -> Callable[[bytes], M | InvalidRequest]:
-    """A parser that returns its failure: gRPC would answer an exception here with INTERNAL."""
+def _parser(kind: type[M]) -> Callable[[bytes], M | InvalidRequest]:
+    """A parser that returns its error: gRPC answers an exception here with INTERNAL."""
 
     def parse(data: bytes) -> M | InvalidRequest:
         message = kind()

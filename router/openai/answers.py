@@ -1,4 +1,4 @@
-"""Sending answers over ASGI: whole bodies, event streams, errors, and noticing who has left."""
+"""Sending answers over ASGI: whole bodies, event streams, errors; and watching for disconnects."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ STREAM_HEADERS: Headers = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-
-
-#: For a client to make room for the end of its stream.
-_LAST_WORDS_S = 30.0
+#: Time for a client to read enough that the end of its stream fits the buffers.
+_END_TIMEOUT_S = 30.0
 
 
 class HttpAnswer:
-    """One HTTP answer on its way out. Knows whether its status line has gone."""
+    """One HTTP answer. `started` says whether its status line was sent."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.started = False
@@ -58,8 +56,8 @@ class HttpAnswer:
         await self._send(message)
 
     async def error(self, error: BatonError) -> None:
-        """Send an error: as the answer, or, inside a stream, as its last event without an end mark,
-        so that it cannot be taken for success. A client that has left is sent nothing."""
+        """Send an error: as the answer or, inside a stream, as its last event without [DONE], so
+        that it cannot be taken for success. After a disconnect nothing is sent."""
         if isinstance(error, Cancelled):
             return
         if not self.started:
@@ -70,9 +68,9 @@ class HttpAnswer:
         await self.ended(partial(self.part, last, last=True))
 
     async def ended(self, send: Callable[[], Awaitable[None]]) -> None:
-        """Send what comes last; hang up on a client that makes no room for it."""
+        """Send the end of an answer; close the connection of a client that does not read it."""
         try:
-            async with asyncio.timeout(_LAST_WORDS_S):
+            async with asyncio.timeout(_END_TIMEOUT_S):
                 await send()
         except TimeoutError:
             hang_up(self._scope)
@@ -84,27 +82,25 @@ class HttpAnswer:
 
 @asynccontextmanager
 async def cancelled_when_gone(receive: Receive) -> AsyncIterator[None]:
-    """End the block with the typed error Cancelled when the client goes away.
-
-    The request's body must have been read before.
-    """
+    """End the block with Cancelled when the client disconnects. The request's body must have been
+    read before."""
     task = asyncio.current_task()
     assert task is not None
-    gone = False
+    disconnected = False
 
     async def watch() -> None:
-        nonlocal gone
+        nonlocal disconnected
         while (await receive())["type"] != "http.disconnect":
             pass
-        gone = True
+        disconnected = True
         task.cancel()
 
     watcher = asyncio.create_task(watch())
     try:
         yield
     except asyncio.CancelledError:
-        if gone and task.uncancel() == 0:
-            raise Cancelled("the client went away") from None
+        if disconnected and task.uncancel() == 0:
+            raise Cancelled("the client disconnected") from None
         raise
     finally:
         watcher.cancel()

@@ -1,4 +1,4 @@
-"""The paths of the HTTP door, each in a few lines over router.service (made by router.server)."""
+"""The paths of the HTTP API, each in a few lines over router.service (made by router.server)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -19,17 +20,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from observability.export import CONTENT_TYPE
 from protocol.errors import BatonError, InvalidRequest, NotFound, Unavailable, typed
-from router.auth.keys import KeyFile
+from protocol.timeline import parse_trace
+from router.auth.keys import ANYONE, Caller, KeyFile
 from router.dispatch.request_run import RequestRun
 from router.offload import off_loop
 from router.openai.answers import HttpAnswer, cancelled_when_gone
 from router.openai.body import BodyReader
 from router.openai.chunks import ChunkWriter
 from router.openai.chunks import answer as answer_bytes
-from router.openai.connection import id_of
+from router.openai.connection import request_id_of
 from router.openai.document import openapi_document
 from router.openai.errors import JSON_TYPE, error_body, error_headers, error_status
-from router.openai.guard import caller_of, guarded, trace_of
 from router.request.generate_request import GenerateRequest, RequestKind
 from router.request.parse import REQUESTS
 from router.request.request_id import REQUEST_ID
@@ -37,14 +38,16 @@ from router.request.text_requests import DetokenizeRequest, TokenizeRequest
 from router.served_model import ModelInfo, ServedModel
 from router.service import FrontEnd, InferenceService
 
-_Ending = Callable[[], Awaitable[None]]
 MetricsText = Callable[[], Awaitable[bytes]]
-_POST = ("POST",)
+_Ending = Callable[[], Awaitable[None]]
 _ENDPOINTS = {
     RequestKind.CHAT: "chat_completions",
     RequestKind.COMPLETION: "completions",
 }
-#: How long browsers remember what they may.
+#: Paths that need no key: probes and scrapers have none.
+PUBLIC_PATHS = frozenset({"/health", "/ready", "/metrics", "/metrics/targets"})
+_CALLER = "baton.caller"
+#: How long browsers cache what a page may send.
 _CORS_AGE_S = 3600
 #: Paths of OpenAI's API that clients know and that are not served.
 _NOT_SERVED = {
@@ -71,9 +74,10 @@ def make_app(
     metrics_targets: Callable[[], Sequence[str]],
     cors_origins: Sequence[str] = (),
 ) -> ASGIApp:
-    """The ASGI application. `metrics_text` renders /metrics, `metrics_targets` names where each
-    router has its own; `model` is what /openapi.json is about; pages of `cors_origins` may call."""
-    door = _FrontEnd(service, max_body_bytes)
+    """The ASGI application. `metrics_text` renders /metrics, `metrics_targets` lists the addresses
+    where each router serves its own; /openapi.json describes `model`; browsers may call from
+    `cors_origins`."""
+    front_end = _FrontEnd(service, max_body_bytes)
     document = openapi_document(
         version=_version(),
         names=sorted(model.names),
@@ -85,19 +89,18 @@ def make_app(
         # https://prometheus.io/docs/prometheus/latest/http_sd/
         return _json([{"targets": list(metrics_targets()), "labels": {}}])
 
+    posts: dict[str, ASGIApp] = {
+        "/v1/chat/completions": partial(front_end.generate, RequestKind.CHAT),
+        "/v1/completions": partial(front_end.generate, RequestKind.COMPLETION),
+        "/tokenize": front_end.tokenize,
+        "/detokenize": front_end.detokenize,
+    }
     routes = [
-        Route(
-            "/v1/chat/completions", _App(partial(door.generate, RequestKind.CHAT)), methods=_POST
-        ),
-        Route(
-            "/v1/completions", _App(partial(door.generate, RequestKind.COMPLETION)), methods=_POST
-        ),
-        Route("/tokenize", _App(door.tokenize), methods=_POST),
-        Route("/detokenize", _App(door.detokenize), methods=_POST),
-        Route("/v1/models", door.models),
-        Route("/v1/models/{model:path}", door.model),
+        *(Route(path, _App(serve), methods=("POST",)) for path, serve in posts.items()),
+        Route("/v1/models", front_end.models),
+        Route("/v1/models/{model:path}", front_end.model),
         Route("/health", _constant({"status": "ok"})),  # the event loop turns
-        Route("/ready", door.ready),
+        Route("/ready", front_end.ready),
         Route("/metrics", _metrics(metrics_text)),
         Route("/metrics/targets", serve_targets),
         Route("/version", _constant({"version": _version()})),
@@ -105,7 +108,7 @@ def make_app(
     ]
     paths = Starlette(routes=routes, exception_handlers=_HANDLERS)
     paths.router.redirect_slashes = False  # behind a proxy they would lead past it
-    app: ASGIApp = guarded(paths, access)
+    app: ASGIApp = _guarded(paths, access)
     if not cors_origins:
         return app
     return CORSMiddleware(
@@ -118,15 +121,36 @@ def make_app(
     )
 
 
+def _guarded(app: ASGIApp, keys: KeyFile) -> ASGIApp:
+    """`app` for callers with a key; others get 401, except on the paths that probes and scrapers
+    need."""
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] not in PUBLIC_PATHS:
+            try:
+                scope[_CALLER] = keys.caller(Headers(scope=scope).get("authorization"))
+            except BatonError as error:
+                await HttpAnswer(scope, send).error(error)
+                return
+        await app(scope, receive, send)
+
+    return serve
+
+
+def _caller(scope: Scope) -> Caller:
+    caller: Caller = scope.get(_CALLER, ANYONE)
+    return caller
+
+
 def make_metrics_app(metrics_text: MetricsText) -> ASGIApp:
-    """/metrics and nothing else: of one router, where several share the port of the doors."""
+    """/metrics and nothing else: of one router, where several share the API's port."""
     return Starlette(
         routes=[Route("/metrics", _metrics(metrics_text))], exception_handlers=_HANDLERS
     )
 
 
 class _App:
-    """Tells Starlette that this is an application, not a function of a request."""
+    """An ASGI application as Starlette recognises one: not a function or method."""
 
     def __init__(self, run: ASGIApp) -> None:
         self._run = run
@@ -142,44 +166,44 @@ class _FrontEnd:
 
     async def generate(self, kind: RequestKind, scope: Scope, receive: Receive, send: Send) -> None:
         """POST /v1/chat/completions and /v1/completions."""
-        arrival, called = self._service.clock(), id_of(scope)
-        answer = HttpAnswer(scope, send)
+        arrival, request_id = self._service.clock(), request_id_of(scope)
+        answer, headers = HttpAnswer(scope, send), Headers(scope=scope)
         try:
-            with self._service.track(FrontEnd.HTTP, _ENDPOINTS[kind], called):
+            with self._service.track(FrontEnd.HTTP, _ENDPOINTS[kind], request_id):
                 request = await self._bodies.read(scope, receive, REQUESTS[kind])
                 async with (
                     cancelled_when_gone(receive),
                     self._service.generate(
                         request,
-                        request_id=called,
-                        caller=caller_of(scope),
+                        request_id=request_id,
+                        caller=_caller(scope),
                         arrival=arrival,
-                        trace=trace_of(scope),
-                    ) as generation,
+                        trace=parse_trace(headers.get("traceparent"), headers.get("tracestate")),
+                    ) as run,
                 ):
-                    ending = await self._relay(request, generation, answer)
+                    ending = await self._relay(request, run, answer)
             await answer.ended(ending)
         except BatonError as error:
             await answer.error(error)
 
     async def _relay(
-        self, request: GenerateRequest, generation: RequestRun, answer: HttpAnswer
+        self, request: GenerateRequest, run: RequestRun, answer: HttpAnswer
     ) -> _Ending:
-        """Pass the output on; what is left to send once the request is off the books. Until then a
-        client that got its answer could still be refused for what it had in flight."""
-        headers = [(b"baton-request-id", generation.request_id.encode())]
+        """Send the output, and return what sends its end. That is called after the request stopped
+        counting: a client with a complete answer can send its next request at once."""
+        headers = [(b"baton-request-id", run.request_id.encode())]
         model = self._service.model_name
         if request.stream:
-            writer = ChunkWriter(request, generation, model=model)
-            async for deltas in generation:
+            writer = ChunkWriter(request, run, model=model)
+            async for deltas in run:
                 # The status line waits for the first token: earlier failures keep their own.
                 if not answer.started:
                     await answer.begin_stream(headers)
                 size = sum(delta.num_scores for delta in deltas) if request.scored else 0
                 await answer.part(await off_loop(partial(writer.events, deltas), size=size))
             return partial(answer.part, writer.last(), last=True)
-        whole = [delta async for deltas in generation for delta in deltas]
-        write = partial(answer_bytes, request, generation, whole, model=model)
+        whole = [delta async for deltas in run for delta in deltas]
+        write = partial(answer_bytes, request, run, whole, model=model)
         body = await off_loop(write, size=sum(delta.num_scores for delta in whole))
         return partial(answer.whole, 200, body, [JSON_TYPE, *headers])
 
@@ -188,9 +212,9 @@ class _FrontEnd:
         answer = HttpAnswer(scope, send)
         try:
             request = await self._bodies.read(scope, receive, TokenizeRequest)
-            tokens = await self._service.tokenize(request, caller_of(scope))
-            size = {"count": len(tokens.ids), "max_model_len": tokens.max_model_len}
-            await answer.object(size | {"tokens": tokens.ids}, size=len(tokens.ids))
+            tokens = await self._service.tokenize(request, _caller(scope))
+            counts = {"count": len(tokens.ids), "max_model_len": tokens.max_model_len}
+            await answer.object(counts | {"tokens": tokens.ids}, size=len(tokens.ids))
         except BatonError as error:
             await answer.error(error)
 
@@ -199,19 +223,19 @@ class _FrontEnd:
         answer = HttpAnswer(scope, send)
         try:
             request = await self._bodies.read(scope, receive, DetokenizeRequest)
-            text = await self._service.detokenize(request, caller_of(scope))
+            text = await self._service.detokenize(request, _caller(scope))
             await answer.object({"prompt": text}, size=len(text))
         except BatonError as error:
             await answer.error(error)
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
-        served = self._service.models(caller_of(request.scope))
+        served = self._service.models(_caller(request.scope))
         return _json({"object": "list", "data": list(map(_model_json, served))})
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{id}."""
-        name, caller = request.path_params["model"], caller_of(request.scope)
+        name, caller = request.path_params["model"], _caller(request.scope)
         return _json(_model_json(self._service.find_model(name, caller)))
 
     async def ready(self, _: Request) -> Response:

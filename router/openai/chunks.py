@@ -1,5 +1,5 @@
-"""OpenAI's response objects, whole or in chunks (written by router.openai.app). What is the same in
-every chunk of a stream is serialised once."""
+"""OpenAI's response objects, whole or in chunks. What all chunks of a stream share is serialised
+once."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from router.request.generate_request import GenerateRequest, RequestKind
 from router.text.tool_parser import CallDelta
 
 DONE = b"data: [DONE]\n\n"
-#: In an event stream they end no line, but some clients split it with their language's own means
-#: (httpx's iter_lines), so they are escaped.
+#: They end no line of an event stream, but clients that split lines by their language's rules
+#: (httpx's iter_lines) take them for line ends, so they are escaped.
 _LINE_ENDS = "\x85\u2028\u2029"
 
 
 class ChunkWriter:
     """Writes the server-sent events of one stream."""
 
-    def __init__(self, request: GenerateRequest, generation: RequestRun, *, model: str) -> None:
+    def __init__(self, request: GenerateRequest, run: RequestRun, *, model: str) -> None:
         chat = request.kind is RequestKind.CHAT
         self._request = request
-        self._generation = generation
-        self._head = _head(request, generation, model=model, stream=True)
+        self._run = run
+        self._head = _head(request, run, model=model, stream=True)
         self._usage_null = ',"usage":null' if request.include_usage else ""
         self._started: set[int] = set()
         self._before_text = ',"delta":{"content":' if chat else ',"text":'
         self._after_text = "}" if chat else ""
         self._tools = request.tool_use is not None
-        content = "null" if self._tools else '""'  # a text may never come
+        content = "null" if self._tools else '""'  # there may be no text
         self._first = f',"delta":{{"role":"assistant","content":{content}}}' if chat else None
         self._num_tokens = 0
 
@@ -62,12 +62,12 @@ class ChunkWriter:
         return events.encode()
 
     def last(self) -> bytes:
-        """What comes after the last token: usage and timeline, if asked for, and the end mark."""
+        """The end of the stream: usage and timeline, if requested, and [DONE]."""
         fields: list[str] = []
         if self._request.include_usage:
-            fields.append(f'"usage":{_encode(self._generation.usage.to_json())}')
+            fields.append(f'"usage":{_encode(self._run.usage.to_json())}')
         if self._request.timeline:
-            fields.append(f'"timeline":{_encode(self._generation.timeline())}')
+            fields.append(f'"timeline":{_encode(self._run.timeline())}')
         if not fields:
             return DONE
         return f'data: {self._head}"choices":[],{",".join(fields)}}}\n\n'.encode() + DONE
@@ -83,7 +83,7 @@ class ChunkWriter:
     ) -> str:
         usage = self._usage_null
         if self._request.continuous_usage:
-            so_far = replace(self._generation.usage, completion_tokens=self._num_tokens)
+            so_far = replace(self._run.usage, completion_tokens=self._num_tokens)
             usage = f',"usage":{_encode(so_far.to_json())}'
         return (
             f'data: {self._head}"choices":[{{"index":{index}{content},"logprobs":{logprobs},'
@@ -91,12 +91,10 @@ class ChunkWriter:
         )
 
     def _scored_event(self, delta: Delta, text: str, extra: str) -> str:
-        logprobs = encode_in_pieces(
-            logprobs_json(self._request, self._generation.token_table, delta)
-        )
-        prompt, end = prompt_logprobs_json(self._request, self._generation.token_table, delta), ""
-        told = self._first is not None and len(self._started) > 1  # a chat has one prompt
-        if prompt is not None and not told:
+        logprobs = encode_in_pieces(logprobs_json(self._request, self._run.token_table, delta))
+        prompt, end = prompt_logprobs_json(self._request, self._run.token_table, delta), ""
+        sent = self._first is not None and len(self._started) > 1  # a chat has one prompt
+        if prompt is not None and not sent:
             field = f',"prompt_logprobs":{encode_in_pieces(prompt)}'
             extra, end = (extra, field) if self._first is not None else (extra + field, "")
         return self._event(delta.index, text, _finish(delta.finish), extra, logprobs, end)
@@ -104,18 +102,18 @@ class ChunkWriter:
     def _extra(self, delta: Delta) -> str:
         extra = f',"token_ids":{_encode(delta.token_ids)}'
         if delta.index not in self._started:
-            prompt = _encode(self._generation.prompts[delta.index])
+            prompt = _encode(self._run.prompts[delta.index])
             extra += f',"prompt_token_ids":{prompt}'
         return extra
 
 
 def answer(
-    request: GenerateRequest, generation: RequestRun, deltas: Sequence[Delta], *, model: str
+    request: GenerateRequest, run: RequestRun, deltas: Sequence[Delta], *, model: str
 ) -> bytes:
     """The response of a request that is not streamed, from the one delta of each choice."""
     chat = request.kind is RequestKind.CHAT
-    pieces, choices = generation.token_table, list[dict[str, Any]]()
-    rest: dict[str, Any] = {"choices": choices, "usage": generation.usage.to_json()}
+    pieces, choices = run.token_table, list[dict[str, Any]]()
+    rest: dict[str, Any] = {"choices": choices, "usage": run.usage.to_json()}
     for delta in sorted(deltas, key=lambda delta: delta.index):
         choice: dict[str, Any] = {"index": delta.index}
         choice |= {"message": _message(delta)} if chat else {"text": delta.text}
@@ -123,14 +121,14 @@ def answer(
         choice["finish_reason"] = delta.finish
         if request.return_token_ids:
             choice["token_ids"] = delta.token_ids
-            choice["prompt_token_ids"] = generation.prompts[delta.index]
+            choice["prompt_token_ids"] = run.prompts[delta.index]
         prompt = prompt_logprobs_json(request, pieces, delta)
         if prompt is not None:
             (rest if chat else choice).setdefault("prompt_logprobs", prompt)
         choices.append(choice)
     if request.timeline:
-        rest["timeline"] = generation.timeline()
-    head = _head(request, generation, model=model, stream=False)
+        rest["timeline"] = run.timeline()
+    head = _head(request, run, model=model, stream=False)
     return (head + encode_in_pieces(rest)[1:]).encode()
 
 
@@ -157,19 +155,19 @@ def _call(call: CallDelta) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _head(request: GenerateRequest, generation: RequestRun, *, model: str, stream: bool) -> str:
+def _head(request: GenerateRequest, run: RequestRun, *, model: str, stream: bool) -> str:
     if request.kind is RequestKind.CHAT:
         prefix, kind = "chatcmpl", "chat.completion.chunk" if stream else "chat.completion"
     else:
         prefix, kind = "cmpl", "text_completion"
     head = {
-        "id": f"{prefix}-{generation.request_id}",
+        "id": f"{prefix}-{run.request_id}",
         "object": kind,
-        "created": int(generation.arrival),
+        "created": int(run.arrival),
         "model": model,
     }
     if request.service_tier is not None:
-        head["service_tier"] = generation.tier_name
+        head["service_tier"] = run.tier_name
     return _encode(head)[:-1] + ","
 
 

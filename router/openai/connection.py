@@ -1,4 +1,4 @@
-"""One HTTP connection: uvicorn's, with bounds on clients that send or read nothing."""
+"""One HTTP connection: uvicorn's, with limits for clients that neither send nor read."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from protocol.errors import BatonError, InvalidRequest, Unavailable
 from router.openai.errors import JSON_TYPE, error_body, error_headers, error_status
-from router.request.request_id import REQUEST_ID, RequestId, request_id
+from router.request.request_id import REQUEST_ID, RequestId, make_request_id
 
-#: Bytes of a request's head that are read before it counts as endless.
+#: Bytes of a request's head.
 MAX_HEAD_BYTES = 1 << 16
-#: For a client to send the head of a request, from when it connects or begins one, and what is left
-#: of a body that has been answered.
+#: Time for the head of a request, from connecting or from its first byte, and for the rest of a
+#: body that has been answered.
 HEAD_S = 60.0
-#: Requests sent ahead of the one that is answered. Each read of a connection may bring thousands.
-MAX_AHEAD = 64
-#: For a client to send the request that it is refused: sent to a closed connection it would be
-#: answered with a reset, and some clients then do not read what came before.
-_REFUSED_S = 1.0
+#: Pipelined requests behind the one that is answered. One read of a connection may bring thousands.
+MAX_PIPELINED = 64
+#: Time for a client over the connection limit to send its request. A request to a closed connection
+#: is answered with a reset, after which some clients do not read the refusal.
+_REFUSAL_S = 1.0
 _HANG_UP = "baton.hang_up"
 _ID = "baton.request_id"
 _HEAD_END = b"\r\n\r\n"
@@ -31,28 +31,28 @@ _OFFER = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 
 class HttpConnection(HttpToolsProtocol):
-    """Heads are bounded in size and time, and what nobody reads is dropped in the end. Every answer
-    says what its request is called, whoever makes it."""
+    """Bounds heads in size and time, and drops answers that are not read. Every answer carries the
+    name of its request, errors included."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._head_bytes: int | None = 0  # of the head that is being read; None in a body
         self._num_heads = 0
-        self._patience: asyncio.TimerHandle | None = None
-        self._answering: Any = None  # the request whose answer is being made
+        self._timer: asyncio.TimerHandle | None = None
+        self._answering: Any = None  # the request that is being answered
         self._admitted = True
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Expect a request, if there is room for one more."""
+        """Wait for a request, or refuse it over the limit of connections."""
         super().connection_made(transport)
         self._admitted = self.connections.admit()  # type: ignore[attr-defined]
         if self._admitted:
             self._expect_head()
         else:
-            self._patience = self.loop.call_later(_REFUSED_S, self._turn_away)
+            self._timer = self.loop.call_later(_REFUSAL_S, self._refuse_connection)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Expect nothing. uvicorn tells the request that came last, which may not have begun."""
+        """Tell the request that is being answered; uvicorn tells the last one in the pipeline."""
         if self._answering is not None and not self._answering.response_complete:
             self._answering.disconnected = True
             self._answering.message_event.set()
@@ -60,9 +60,9 @@ class HttpConnection(HttpToolsProtocol):
         self._head_came()
 
     def data_received(self, data: bytes) -> None:
-        """Count what comes before the end of a head."""
+        """Count the bytes of a head."""
         if not self._admitted:
-            self._turn_away()
+            self._refuse_connection()
             return
         in_head, heads = self._head_bytes, self._num_heads
         super().data_received(data if in_head is None else _declined(data))
@@ -78,48 +78,48 @@ class HttpConnection(HttpToolsProtocol):
         self._expect_head()
 
     def on_headers_complete(self) -> None:
-        """It is there."""
-        if self.parser.should_upgrade():  # an offer cut in two: the body would be another request
-            raise ValueError("another protocol is offered")
+        """The head is complete."""
+        if self.parser.should_upgrade():  # split over two reads; the body would count as a request
+            raise ValueError("the client offers another protocol")
         self._head_came()
         self._head_bytes = None
         self._num_heads += 1
         self.scope[_HANG_UP] = self.transport.abort  # type: ignore[literal-required]
-        called = request_id(Headers(raw=self.headers).get(REQUEST_ID))
-        self.scope[_ID] = called  # type: ignore[literal-required]
+        request_id = make_request_id(Headers(raw=self.headers).get(REQUEST_ID))
+        self.scope[_ID] = request_id  # type: ignore[literal-required]
         super().on_headers_complete()
-        self.cycle.default_headers = [*self.cycle.default_headers, _header(called)]
-        if self.expect_100_continue:  # whoever gets an answer instead may not send the body at all
+        self.cycle.default_headers = [*self.cycle.default_headers, _header(request_id)]
+        if self.expect_100_continue:  # a client that gets an answer instead may leave the body out
             self.cycle.keep_alive = False
-        if len(self.pipeline) > MAX_AHEAD:
+        if len(self.pipeline) > MAX_PIPELINED:
             self.transport.abort()
-            raise ValueError("too many requests sent ahead")  # so that the parser stops here
+            raise ValueError("too many pipelined requests")  # stops the parser
 
     def on_message_complete(self) -> None:
-        """What comes now is another head."""
+        """The next bytes are another head."""
         super().on_message_complete()
         if self.expect_100_continue:
             self.cycle.keep_alive = self.parser.should_keep_alive()
         self._head_bytes = 0
 
     def on_response_complete(self) -> None:
-        """The next request may come; what is still sent of an answered one keeps nobody here."""
+        """Wait for the next request, or for the rest of an answered body."""
         super().on_response_complete()
         if self._head_bytes is None and self.cycle.response_complete:
             self._expect_head()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Idle for too long; an answer that is still there will not be read either."""
+        """Close an idle connection; abort one whose last answer is still unread."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:
             super().timeout_keep_alive_handler()
 
-    def _turn_away(self) -> None:
+    def _refuse_connection(self) -> None:
         self._refuse(Unavailable("too many connections are open"))
 
     def send_400_response(self, msg: str) -> None:
-        """What came is not HTTP. No answer is put into the middle of another."""
+        """Refuse what is not HTTP, unless another answer is half sent."""
         answer = self._answering
         if answer is not None and answer.response_started and not answer.response_complete:
             self.transport.close()
@@ -129,7 +129,7 @@ class HttpConnection(HttpToolsProtocol):
     def _refuse(self, error: BatonError) -> None:
         body = error_body(error)
         headers = [
-            *(*self.server_state.default_headers, _header(request_id(None))),
+            *(*self.server_state.default_headers, _header(make_request_id(None))),
             *(JSON_TYPE, *error_headers(error), (b"connection", b"close")),
             (b"content-length", b"%d" % len(body)),
         ]
@@ -144,33 +144,33 @@ class HttpConnection(HttpToolsProtocol):
 
     def _expect_head(self) -> None:
         self._head_came()
-        self._patience = self.loop.call_later(HEAD_S, self.transport.abort)
+        self._timer = self.loop.call_later(HEAD_S, self.transport.abort)
 
     def _head_came(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 def _declined(data: bytes) -> bytes:
-    """A head without the offer to speak another protocol (`Upgrade: h2c`, as Java's clients send it
-    by default): the parser would take a body for that protocol. Whoever offers goes on without."""
+    """A head without its offer of another protocol (`Upgrade: h2c`, the default of Java's clients):
+    the parser would take the body for that protocol. Clients go on without it."""
     head, end, rest = data.partition(_HEAD_END)
     return _OFFER.sub(b"\r\nnot-taken:", head) + end + rest if _OFFER.search(head) else data
 
 
-def _header(called: RequestId) -> tuple[bytes, bytes]:
-    return REQUEST_ID.encode(), called.name.encode()
+def _header(request_id: RequestId) -> tuple[bytes, bytes]:
+    return REQUEST_ID.encode(), request_id.name.encode()
 
 
-def id_of(scope: Scope) -> RequestId:
-    """What a request is called."""
-    called: RequestId = scope[_ID]
-    return called
+def request_id_of(scope: Scope) -> RequestId:
+    """The id of a request."""
+    request_id: RequestId = scope[_ID]
+    return request_id
 
 
 def hang_up(scope: Scope) -> None:
-    """Close the connection of a request at once, whatever is still to be sent."""
+    """Close the connection of a request at once and drop what is unsent."""
     abort = scope.get(_HANG_UP)
     if abort is not None:
         abort()

@@ -45,7 +45,7 @@ def error_status(error: BatonError) -> int:
 
 
 def error_headers(error: BatonError) -> list[tuple[bytes, bytes]]:
-    """Headers that an error adds: how to authenticate, or when to come back, in whole seconds."""
+    """Headers of an error: how to authenticate, or when to retry, in whole seconds."""
     if error.code is ErrorCode.UNAUTHENTICATED:
         return [(b"www-authenticate", b"Bearer")]
     if error.code is ErrorCode.UNSUPPORTED_ENCODING:

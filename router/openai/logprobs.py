@@ -14,7 +14,7 @@ from router.text.detokenizer import TokenTable
 def logprobs_json(
     request: GenerateRequest, pieces: TokenTable, delta: Delta
 ) -> dict[str, Any] | None:
-    """`logprobs` of a choice, or of the part of it that a delta is; None if not asked for."""
+    """`logprobs` of a choice or of one delta of it; None if not requested."""
     if request.num_logprobs is None:
         return None
     scores = list(_shown(request, delta))
@@ -74,7 +74,7 @@ def _chat_token(token: int, logprob: float, pieces: TokenTable) -> dict[str, Any
 def _top_texts(
     token: int, logprobs: TokenLogprobs, count: int, pieces: TokenTable
 ) -> dict[str, float]:
-    """Texts are the keys; of several tokens with one text, the likeliest counts."""
+    """Log-probabilities by text; of tokens with the same text, the likeliest."""
     top: dict[str, float] = {}
     for other, logprob, _ in _ranked(token, logprobs, count):
         top.setdefault(pieces[other].text, logprob)

@@ -1,4 +1,4 @@
-"""The HTTP listener: uvicorn with httptools on the running event loop, on a socket of our own."""
+"""The HTTP listener: uvicorn with httptools, on the running event loop and a socket bound here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BACKLOG = 2048
 
 
 class HttpServer:
-    """Serves an application from `start` until `stop`. Listens directly: tokens pass no proxy."""
+    """Serves an application from `start` until `stop`."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class HttpServer:
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="error",  # or whoever sends what is not HTTP writes a line in our logs
+            log_level="error",  # warnings let clients that send no HTTP fill the log
             access_log=False,
             server_header=False,
             timeout_keep_alive=keep_alive_s,
@@ -54,8 +54,8 @@ class HttpServer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int, param: str) -> str:
-        """Bind (port 0: any free one) and serve; the `host:port` that was bound. Raises Unavailable
-        naming `param` when it cannot be had."""
+        """Bind (port 0: any free one) and serve; returns the bound `host:port`. Raises Unavailable
+        naming `param` when binding fails."""
         listener = _bind(host, port, param, reuse_port=self._reuse_port)
         connections = _Connections(self._max_connections, self._on_refusal)
         self._server = _Server(self._config, connections)
@@ -70,8 +70,8 @@ class HttpServer:
         return f"{where}:{listener.getsockname()[1]}"
 
     async def stop(self, grace_s: float = 1.0) -> None:
-        """Stop listening, give running answers `grace_s` seconds, close every connection: idle ones
-        at once, the others after their answer."""
+        """Stop listening and close every connection: idle ones at once, the others after their
+        answer or `grace_s` seconds."""
         if self._server is not None and self._task is not None:
             self._config.timeout_graceful_shutdown = math.ceil(grace_s)
             self._server.leave()
@@ -80,7 +80,7 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: the process belongs to somebody else."""
+    """uvicorn without its signal handlers: the process has its own."""
 
     def __init__(self, config: uvicorn.Config, connections: _Connections) -> None:
         super().__init__(config)
@@ -89,12 +89,12 @@ class _Server(uvicorn.Server):
         self._connections = self.server_state.connections = connections
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, and say so."""
+        """Start, then set `up`."""
         await super().startup(sockets)
         self.up.set()
 
     async def main_loop(self) -> None:
-        """Keep the date of answers, once a second, until told to leave: no tenths are polled."""
+        """Refresh the date header once a second until `leave`; uvicorn polls every tenth."""
         tenths = 0
         while not await self.on_tick(tenths):
             tenths += 10
@@ -103,7 +103,7 @@ class _Server(uvicorn.Server):
                     await self._leaving.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """As the base does, but over with the last connection: no tenths are waited for."""
+        """As uvicorn's, but returns with the last connection; uvicorn polls every tenth."""
         for server in self.servers:
             server.close()
         for listener in sockets or ():
@@ -119,7 +119,7 @@ class _Server(uvicorn.Server):
                 task.cancel()
 
     def leave(self) -> None:
-        """Shut down, now."""
+        """Shut down."""
         self.should_exit = True
         self._leaving.set()
 
@@ -132,27 +132,27 @@ class _Server(uvicorn.Server):
 class _Connections(set[Any]):
     """The open connections; `none` is set while there are none."""
 
-    def __init__(self, most: int, on_refusal: Callable[[], None]) -> None:
+    def __init__(self, max_connections: int, on_refusal: Callable[[], None]) -> None:
         super().__init__()
         self.none = asyncio.Event()
         self.none.set()
-        self._most = most
+        self._max_connections = max_connections
         self._on_refusal = on_refusal
 
     def add(self, connection: Any) -> None:
-        """One is open."""
+        """Add an open connection."""
         super().add(connection)
         self.none.clear()
 
     def admit(self) -> bool:
-        """Whether the one that was added last may stay."""
-        if len(self) <= self._most:
+        """Whether the connection added last is within the limit."""
+        if len(self) <= self._max_connections:
             return True
         self._on_refusal()
         return False
 
     def discard(self, connection: Any) -> None:
-        """One is closed."""
+        """Remove a closed connection."""
         super().discard(connection)
         if not self:
             self.none.set()
@@ -160,7 +160,7 @@ class _Connections(set[Any]):
 
 def _bind(host: str, port: int, param: str, *, reuse_port: bool) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Named as TCP, or asyncio leaves Nagle's delay (40 ms an answer) on what it accepts.
+    # asyncio turns Nagle's delay (40 ms an answer) off only for sockets declared as TCP.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -85,7 +85,7 @@ def _load_object(body: bytes) -> dict[str, Any]:
             value = loads_in_pieces(text)
         else:
             value = json.loads(text, parse_constant=refuse_constant)
-        if "\\ud" in text or "\\uD" in text:
+        if "\\" in text and ("\\ud" in text or "\\uD" in text):
             _check_unicode(value, "")
     except UnicodeDecodeError as error:
         raise InvalidRequest(

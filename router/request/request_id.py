@@ -1,4 +1,4 @@
-"""What a request is called."""
+"""The id of a request, and the name that its client gives it."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from dataclasses import dataclass
 
 from protocol.ids import new_request_id
 
-#: The header, and over gRPC the key of metadata, in which clients and we give it.
+#: The HTTP header, or key of gRPC metadata, with the name of a request.
 REQUEST_ID = "x-request-id"
 _MAX_CHARS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestId:
-    """`key` is ours alone and never repeated. `name` is what answers, logs and traces say: what the
-    client calls it, or the key."""
+    """`key` is unique in the cluster. `name` is what answers, logs and traces show: the client's
+    name for the request, or the key."""
 
     key: str
     name: str
 
 
-def request_id(given: str | None) -> RequestId:
-    """The id of a request for which the client gave this one, taken over if it is sane."""
-    key, given = new_request_id(), (given or "").strip()
-    sane = 0 < len(given) <= _MAX_CHARS and given.isascii() and given.isprintable()
-    return RequestId(key=key, name=given if sane else key)
+def make_request_id(client_name: str | None) -> RequestId:
+    """A new id. The client's name is kept when it is 1 to 128 printable ASCII characters."""
+    key, name = new_request_id(), (client_name or "").strip()
+    valid = 0 < len(name) <= _MAX_CHARS and name.isascii() and name.isprintable()
+    return RequestId(key=key, name=name if valid else key)

@@ -12,7 +12,7 @@ from protocol.errors import ErrorCode
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
 from router.auth.keys import ANYONE
-from router.request.request_id import request_id
+from router.request.request_id import make_request_id
 from tests.support.router_doors import Doors, MakeDoors, until
 from tests.support.stub_workers import StubFleet
 from tests.support.typed_requests import completion
@@ -54,7 +54,7 @@ async def test_a_client_that_leaves_while_its_request_ends_is_not_counted_for_ev
 
     async def ask() -> None:
         async with service.generate(
-            request, request_id=request_id(None), arrival=service.clock(), caller=ANYONE
+            request, request_id=make_request_id(None), arrival=service.clock(), caller=ANYONE
         ) as generation:
             async for _ in generation:
                 pass

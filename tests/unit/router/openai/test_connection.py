@@ -241,7 +241,7 @@ async def deaf(doors: Doors) -> AsyncIterator[Raw]:
 async def test_a_call_that_is_never_sent_or_never_read_ends_with_its_connection(
     fleet: StubFleet, make_doors: MakeDoors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.grpc.server._LEAST_AGE_S", 1.0)
+    monkeypatch.setattr("router.grpc.server._MIN_AGE_S", 1.0)
     worker = await fleet.add(Role.DECODE)
     message = pb.GenerateRequest(prompt="hello there you", max_tokens=3).SerializeToString()
     async with make_doors(fleet, max_timeout_s=1.0, default_timeout_s=1.0) as doors:

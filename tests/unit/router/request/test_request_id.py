@@ -14,7 +14,7 @@ from grpc import aio
 from protocol.errors import Internal
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
-from router.request.request_id import request_id
+from router.request.request_id import make_request_id
 from tests.support.router_doors import Doors, MakeDoors, status_of
 from tests.support.stub_workers import StubFleet
 from tests.unit.router.openai.test_connection import connected
@@ -33,14 +33,14 @@ async def ask(doors: Doors, path: str, method: str = "POST", given: str | None =
 
 @pytest.mark.parametrize("given", ["a", "trace 7/b", "~" * 128])
 def test_a_sane_name_is_taken_over_and_never_as_the_key(given: str) -> None:
-    first, second = request_id(given), request_id(f"{given} \t")
+    first, second = make_request_id(given), make_request_id(f"{given} \t")
     assert first.name == second.name == given
     assert len({first.key, second.key, given}) == 3
 
 
 @pytest.mark.parametrize("given", [None, "", "~" * 129, "é", "a\tb", "a\x7fb"])
 def test_any_other_is_ignored(given: str | None) -> None:
-    called = request_id(given)
+    called = make_request_id(given)
     assert called.name == called.key
     assert OWN.fullmatch(called.key)
 
