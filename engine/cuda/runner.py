@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -55,9 +56,8 @@ class PendingTokens:
         Raises RankLost when another rank is gone or its GPU stayed silent.
         """
         self.ring.wait(self.index, self.watch)
-        *sampled, failed = self.buffer.tolist()
-        if failed:
-            raise RankLost("a rank's GPU stayed silent in an all-reduce", param="tp")
+        self.check_peers()
+        *sampled, _ = self.buffer.tolist()
         plan = self.plan
         tokens = tuple(None if row is None else sampled[row] for row in plan.results)
         logprobs = _read(plan.logprobs, self.logprobs)
@@ -66,6 +66,16 @@ class PendingTokens:
             logprobs={index: entry for index, (entry,) in logprobs.items()},
             target_logprobs=_read(plan.scored, self.scores),
         )
+
+    @property
+    def is_over(self) -> bool:
+        """Whether `wait` would not block."""
+        return self.ring.is_over(self.index)
+
+    def check_peers(self) -> None:
+        """Raise RankLost when a step, this or an earlier one, gave up waiting for a peer's sums."""
+        if self.buffer[-1]:
+            raise RankLost("a rank's GPU stayed silent in an all-reduce", param="tp")
 
 
 def _read(rows: LogprobRows | None, table: Tensor | None) -> dict[int, tuple[TokenLogprobs, ...]]:
@@ -102,6 +112,7 @@ class CudaRunner:
         limit = model_config.max_position_embeddings
         self.max_model_len = min(config.max_model_len or limit, limit)
         self._rank = rank
+        self._followed: deque[PendingTokens] = deque()  # a follower's steps not known to be over
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self.device = device or torch.device(config.device)
         self._lane = StagingLane(self.device)
@@ -303,8 +314,11 @@ class CudaRunner:
         return self.launch(batch).wait()
 
     def follow_step(self, batch: StepBatch) -> None:
-        """Run this rank's part of a step that rank 0 has launched."""
-        self.launch(batch)
+        """Run this rank's part of a step that rank 0 has launched. Raises RankLost when an earlier
+        step on this rank gave up waiting for a peer, as `wait` does on rank 0."""
+        while self._followed and self._followed[0].is_over:
+            self._followed.popleft().check_peers()
+        self._followed.append(self.launch(batch))
 
     def use_threads(self, count: int) -> None:
         """Nothing: a step takes one thread, which launches."""

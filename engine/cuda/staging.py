@@ -86,6 +86,11 @@ class StagingRing:
             event.record()
             self._events[index] = event
 
+    def is_over(self, index: int) -> bool:
+        """Whether the copy of `sent` is over."""
+        event = self._events[index]
+        return event is None or event.query()
+
     def wait(self, index: int, watch: Callable[[], None] | None = None) -> None:
         """Block until the copy of `sent` is over.
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from engine.batch import StepBatch, StepResult
+from engine.cuda.comm import RankCollectives
 from engine.cuda.graphs import GraphSet
 from engine.cuda.options import graph_batches
+from engine.errors import RankLost
 from engine.executor import Executor
 from protocol.errors import Internal
 from tests.support.cuda import (
@@ -75,6 +77,34 @@ def test_pieces_of_prompt_steps_give_the_reference_tokens(device, monkeypatch):
     for batch in prompts:
         assert_same(runner.run(batch), reference.run(batch))
     torch.testing.assert_close(runner.pool.data.cpu(), reference.pool.data, rtol=1e-4, atol=1e-4)
+
+
+class SilentPeer(RankCollectives):
+    """A group of one whose kernels can give up waiting."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.flag = torch.zeros(1, dtype=torch.int32, device=device)
+
+    @property
+    def failed(self):
+        return self.flag
+
+
+def test_a_follower_stops_after_a_step_that_gave_up_waiting_for_a_peer(pair, device):
+    """Its sums are wrong from there on, and rank 0's own flag may not be set."""
+    runner, _ = pair
+    runner.model.comm = SilentPeer(device)
+    batches = [StepBatch(sequences=(seq([7], at, (3,)),)) for at in range(5)]
+    for batch in batches[:2]:
+        runner.follow_step(batch)
+    runner.model.comm.flag.fill_(1)
+    runner.follow_step(batches[2])
+    runner._lane.synchronize()
+    with pytest.raises(RankLost, match="stayed silent"):
+        runner.follow_step(batches[3])
+    with pytest.raises(RankLost, match="stayed silent"):
+        runner.launch(batches[4]).wait()
 
 
 def test_a_step_can_be_launched_before_the_tokens_of_the_last_are_known(pair):
