@@ -32,7 +32,7 @@ from engine.cuda.comm import RankCollectives
 from engine.cuda.group import DeviceGroup
 from engine.cuda.options import CudaOptions
 from engine.cuda.runner import CudaRunner, PendingTokens
-from engine.model.config import ModelConfig
+from engine.model.registry import parse_model_config
 from protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -237,7 +237,7 @@ def build(
     )
     runner = CudaRunner(
         config,
-        ModelConfig.from_dict(MODELS[args.model]),
+        parse_model_config(MODELS[args.model]),
         RandomSource(getattr(torch, args.dtype), device),
         options_of(args),
         rank=ranks.rank,

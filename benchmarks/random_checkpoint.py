@@ -26,6 +26,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from benchmarks.random_weights import RandomSource
 from benchmarks.shapes import MODELS
 from engine.model.config import ModelConfig
+from engine.model.registry import parse_model_config
 
 _WRITERS = 8
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -42,7 +43,7 @@ Shape = tuple[int, ...]
 
 def write_checkpoint(shape: dict[str, Any], folder: Path, *, seed: int = 0) -> int:
     """Write the whole folder; bytes of its weights, which are bfloat16."""
-    config = ModelConfig.from_dict(shape)
+    config = parse_model_config(shape)
     folder.mkdir(parents=True, exist_ok=True)
     write_text(config.vocab_size, folder)
     end = config.vocab_size - 3

@@ -11,6 +11,7 @@ from pathlib import Path
 from cluster.config.schema import AUTO, ClusterConfig, NetworkSection, PoolSection
 from engine.kv.sizing import available_memory, block_bytes, num_kv_blocks
 from engine.model.config import ModelConfig
+from engine.model.registry import load_model_config
 from engine.model.sharding import allowed_degrees
 from kv_transfer.config import BackendName
 from protocol.errors import BatonError, InvalidRequest
@@ -26,7 +27,7 @@ GIB = 1 << 30
 def check_config(config: ClusterConfig, model_path: Path) -> None:
     """Raise InvalidRequest naming the first field that contradicts another or the model."""
     try:
-        model = ModelConfig.load(model_path)
+        model = load_model_config(model_path)
     except BatonError as error:
         raise _refuse("model.name", f"{model_path}: {error.message}") from error
     if config.decode.replicas < 1:

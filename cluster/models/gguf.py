@@ -118,6 +118,8 @@ def convert_gguf(gguf: Path, target: Path) -> None:
         (model.generation_config, "generation_config.json"),
     ):
         plain = _without_gguf(config.to_diff_dict())
+        if config is model.config:
+            plain["architectures"] = [type(model).__name__]
         (target / name).write_text(json.dumps(plain, indent=2, sort_keys=True, default=str) + "\n")
     _save_weights(model, target / "model.safetensors")
 
@@ -126,8 +128,6 @@ def _without_gguf(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration without the fields that describe the GGUF file."""
     dropped = {"quantization_config", "_name_or_path", "_model_name_or_path"}
     kept = {key: value for key, value in config.items() if key not in dropped}
-    if kept.get("model_type") == "llama":
-        kept["architectures"] = ["LlamaForCausalLM"]
     return kept
 
 

@@ -17,8 +17,8 @@ from engine.kernels.sampling import sample
 from engine.kv.pool import KVPool
 from engine.kv.sizing import kv_fingerprint, kv_layout, num_kv_blocks
 from engine.model.checkpoint import Checkpoint
-from engine.model.config import ModelConfig
-from engine.model.llama import ForwardOutput, LlamaModel
+from engine.model.decoder import Decoder, ForwardOutput
+from engine.model.registry import load_model_config
 from engine.model.sharding import share_of
 from engine.model.weights import WeightLoader
 from engine.ranks.tensor_parallel import TensorParallel
@@ -50,7 +50,7 @@ class RankRunner:
     def __init__(self, config: EngineConfig, tp: TensorParallel) -> None:
         if config.device != "cpu":
             raise Unsupported(f"device {config.device!r} is not served here", param="device")
-        model = ModelConfig.load(config.model_path)
+        model = load_model_config(config.model_path)
         share = share_of(model, tp.rank, tp.size)
         self.config = config
         self.model_config = model
@@ -65,20 +65,20 @@ class RankRunner:
             num_kv_heads=share.num_kv_heads,
             head_dim=model.head_dim,
             block_size=config.block_size,
-            scale=model.head_dim**-0.5,
+            scale=model.attention_scale,
+            softcap=model.attention_softcap,
             dtype=self._dtype,
         )
-        self.kernels = (
-            native.NativeKernels(geometry) if native.serves(geometry) else CpuKernels(geometry)
-        )
+        runs_native = native.serves(geometry) and not model.windowed(self.max_model_len)
+        self.kernels = native.NativeKernels(geometry) if runs_native else CpuKernels(geometry)
         if config.num_threads is not None:
             self.kernels.use_threads(config.num_threads)
         with torch.inference_mode():
             source = Checkpoint(config.model_path, self._dtype, self._device)
             source.check(tied=model.tie_word_embeddings)
-            self.fingerprint = kv_fingerprint(config, model, source.digest())
+            self.fingerprint = kv_fingerprint(config, model, source.digest(), self.max_model_len)
             loader = WeightLoader(model, share, source, self._device)
-            self.model = LlamaModel(loader, self.kernels, tp, self.max_model_len)
+            self.model = Decoder(loader, self.kernels, tp, self.max_model_len)
         self._tp = tp
 
     def choose_num_blocks(self) -> int:
@@ -133,7 +133,7 @@ def warmup_batches(block_size: int, max_model_len: int) -> list[StepBatch]:
     ]
 
 
-def run_prepared(model: LlamaModel, kv: Sequence[Tensor], step: PreparedStep) -> StepResult:
+def run_prepared(model: Decoder, kv: Sequence[Tensor], step: PreparedStep) -> StepResult:
     """Run a step on a model and sample; ranks other than 0 return an empty result."""
     tokens: list[int | None] = [None] * len(step.inputs.queries)
     logprobs: dict[int, TokenLogprobs] = {}

@@ -10,11 +10,13 @@ from engine.config import EngineConfig
 from engine.cuda.group import DeviceGroup
 from engine.cuda.options import CudaOptions
 from engine.cuda.runner import CudaRunner
+from engine.cuda.served import check_served
 from engine.errors import ModelRefused
 from engine.executor import Executor
 from engine.kv.sizing import kv_fingerprint
 from engine.model.checkpoint import Checkpoint
 from engine.model.config import ModelConfig
+from engine.model.registry import load_model_config
 from engine.ranks.follower import Follower
 from engine.ranks.group import RankGroup, RankInvite
 from engine.ranks.messages import open_store
@@ -49,12 +51,14 @@ def load_rank(config: EngineConfig, rank: int) -> tuple[CudaRunner, KVFingerprin
     """A rank with its weights on its device, not yet opened."""
     device = rank_device(config, rank)
     torch.cuda.set_device(device)
-    model = ModelConfig.load(config.model_path)
+    model = load_model_config(config.model_path)
     source = Checkpoint(config.model_path, getattr(torch, config.dtype), device)
     source.check(tied=model.tie_word_embeddings)
+    limit = model.max_position_embeddings
+    check_served(model, min(config.max_model_len or limit, limit))
     check_fits(config, model, device)
     runner = CudaRunner(config, model, source, options_for(config), rank=rank, device=device)
-    return runner, kv_fingerprint(config, model, source.digest())
+    return runner, kv_fingerprint(config, model, source.digest(), runner.max_model_len)
 
 
 def check_fits(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:

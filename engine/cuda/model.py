@@ -39,6 +39,7 @@ class RankShape:
     first_id: int
     num_ids: int
     eps: float
+    attention_scale: float
 
     @staticmethod
     def of(config: ModelConfig, share: RankShare) -> RankShape:
@@ -52,6 +53,7 @@ class RankShape:
             first_id=share.vocab[0],
             num_ids=share.vocab[1] - share.vocab[0],
             eps=config.rms_norm_eps,
+            attention_scale=config.attention_scale,
         )
 
     @property
@@ -80,7 +82,7 @@ class CudaModel:
         self.comm = comm
         self._attention = attention
         self._pdl = pdl
-        self._scale = shape.head_dim**-0.5
+        self._scale = shape.attention_scale
 
     def decode(
         self,

@@ -30,11 +30,11 @@ def cudnn_serves(dtype: torch.dtype, head_dim: int, device: torch.device) -> boo
 class ChunkAttention:
     """Causal attention of packed chunks, one layer at a time."""
 
-    def __init__(self, num_heads: int, kv_heads: int, head_dim: int) -> None:
+    def __init__(self, num_heads: int, kv_heads: int, head_dim: int, scale: float) -> None:
         self._num_heads = num_heads
         self._kv_heads = kv_heads
         self._head_dim = head_dim
-        self._scale = head_dim**-0.5
+        self._scale = scale
 
     def __call__(
         self, qkv: Tensor, pool: Tensor, chunks: ChunkRows, out: Tensor | None = None

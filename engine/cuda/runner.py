@@ -125,7 +125,9 @@ class CudaRunner:
         split = None
         if config.tp_size == 1 and self._dtype is torch.bfloat16:
             split = SplitDecode(self.weights, shape.eps, options.split_rows, pdl=pdl)
-        self._attention = ChunkAttention(shape.num_heads, shape.kv_heads, shape.head_dim)
+        self._attention = ChunkAttention(
+            shape.num_heads, shape.kv_heads, shape.head_dim, shape.attention_scale
+        )
         self._dense = cudnn_serves(self._dtype, shape.head_dim, self.device)
         self.model = CudaModel(
             self.weights,

@@ -12,10 +12,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from engine.kernels.activation import Activation
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """Sizes of one rank's attention. `scale` multiplies q . k before the softmax."""
+    """Sizes of one rank's attention. `scale` multiplies q . k before the softmax;
+    `softcap` c replaces a score x by c tanh(x / c) then."""
 
     num_q_heads: int
     num_kv_heads: int
@@ -23,6 +26,7 @@ class Geometry:
     block_size: int
     scale: float
     dtype: torch.dtype
+    softcap: float | None = None
 
     @property
     def group_size(self) -> int:
@@ -92,13 +96,21 @@ class Kernels(Protocol):
         ...
 
     def gated_linear(
-        self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
+        self,
+        gate: Tensor,
+        up: Tensor,
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
+        activation: Activation = Activation.SILU,
     ) -> Product:
-        """The product silu(x gate^T + b) * (x up^T + b): `[T, H] -> [T, I]`."""
+        """The product act(x gate^T + b) * (x up^T + b): `[T, H] -> [T, I]`."""
         ...
 
-    def prepare(self, inputs: StepInputs, cos: Tensor, sin: Tensor) -> Any:
-        """Work done once per step. cos, sin: float32 tables `[positions, D / 2]`."""
+    def prepare(
+        self, inputs: StepInputs, cos: Tensor, sin: Tensor, window: int | None = None
+    ) -> Any:
+        """Work done once per step and kind of layer. cos, sin: float32 tables `[positions, D / 2]`.
+        window: tokens that a row sees, itself included; None: all."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -43,8 +43,11 @@ def kv_layout(config: EngineConfig, model: ModelConfig, num_blocks: int) -> KVLa
     )
 
 
-def kv_fingerprint(config: EngineConfig, model: ModelConfig, digest: str) -> KVFingerprint:
-    """What must be equal for workers to exchange KV. `digest`: of the weights."""
+def kv_fingerprint(
+    config: EngineConfig, model: ModelConfig, digest: str, max_model_len: int
+) -> KVFingerprint:
+    """What must be equal for two workers to share KV. `digest`: of the weights. `max_model_len`:
+    the context for which rotary embeddings are fixed."""
     return KVFingerprint(
         model=model.describe(),
         weights=digest,
@@ -52,7 +55,7 @@ def kv_fingerprint(config: EngineConfig, model: ModelConfig, digest: str) -> KVF
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         dtype=config.dtype,
-        rope=model.rope.describe(),
+        rope=model.describe_positions(max_model_len),
     )
 
 

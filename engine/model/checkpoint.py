@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import struct
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import ModelRefused
+from engine.model.digest import TensorBytes, checkpoint_digest
 from observability.logging import get_logger
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -20,8 +20,6 @@ SINGLE_FILE = "model.safetensors"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 _COMPARED_ROWS = 4096
-_SAMPLE_BYTES = 2048
-_SAMPLES = 4
 #: Served number types; others are quantised.
 _WEIGHT_TYPES = ("F64", "F32", "F16", "BF16")
 
@@ -103,26 +101,18 @@ class Checkpoint:
         )
 
     def digest(self) -> str:
-        """A name of the content, equal for the same weights however they are sharded into files.
-
-        Hashes every tensor's name, dtype, shape and a few samples of its bytes: it takes
-        milliseconds and distinguishes fine-tunes of one model.
-        """
-        digest = hashlib.sha256()
+        """A name of the content, equal for the same weights however they are sharded."""
         headers = {path: _read_header(path) for path in set(self._owners.values())}
-        for name, path in sorted(self._owners.items()):
-            tensors, start = headers[path]
-            if name not in tensors:
+        tensors = {}
+        for name, path in self._owners.items():
+            entries, start = headers[path]
+            if name not in entries:
                 raise ModelRefused(f"{path}: tensor {name} is missing", param=name)
-            entry = tensors[name]
-            digest.update(f"{name} {entry['dtype']} {entry['shape']}\n".encode())
+            entry = entries[name]
             first, last = entry["data_offsets"]
-            with path.open("rb") as file:
-                for sample in range(_SAMPLES):
-                    offset = first + (last - first) * sample // _SAMPLES
-                    file.seek(start + offset)
-                    digest.update(file.read(min(_SAMPLE_BYTES, last - offset)))
-        return digest.hexdigest()[:32]
+            kind = f"{entry['dtype']} {entry['shape']}"
+            tensors[name] = TensorBytes(path, start + first, last - first, kind)
+        return checkpoint_digest(tensors)
 
     def _open(self, path: Path) -> Any:
         file = self._files.get(path)
@@ -173,6 +163,8 @@ def _read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
+            if length > path.stat().st_size:
+                raise ValueError("it is no safetensors file (a pointer of git-lfs?)")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)

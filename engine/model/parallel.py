@@ -27,8 +27,10 @@ class RowParallelLinear:
         self._linear = kernels.linear(weight, bias)
         self._tp = tp
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The sum residual + x W^T + b; rank 0 brings the residual into the all-reduce."""
+        if residual is None:
+            return self._tp.all_reduce(self._linear(x))
         first = self._tp.rank == 0
         return self._tp.all_reduce(self._linear.add(x, residual) if first else self._linear(x))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,9 +10,22 @@ import torch
 from torch import Tensor
 
 from engine.model.checkpoint import EMBEDDING, HEAD
-from engine.model.config import ModelConfig
-from engine.model.rotary import rotary_tables
+from engine.model.config import ModelConfig, NormPlacement, QkNorm
+from engine.model.rope import RopeConfig
+from engine.model.rotary import rotary_order, rotary_tables
 from engine.model.sharding import RankShare, Span
+
+#: Names of a layer's norms: before and after attention, before and after the MLP.
+_NORM_NAMES = {
+    NormPlacement.BEFORE: ("input_layernorm", "", "post_attention_layernorm", ""),
+    NormPlacement.AFTER: ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    NormPlacement.AROUND: (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+}
 
 
 class WeightSource(Protocol):
@@ -33,19 +47,32 @@ class WeightSource(Protocol):
 class LayerWeights:
     """One decoder layer. Matrices are `[out, in]`; gate rows precede up rows.
 
-    Biases of the row-parallel products (out, down) are on rank 0 only, so that they count once.
+    Norms that the family leaves out are empty. `q_norm` and `k_norm` are those of one head, or of
+    all heads of this rank. Biases of the row-parallel products (out, down) are on rank 0 only, so
+    that they count once.
     """
 
     attention_norm: Tensor
+    attention_post_norm: Tensor
     qkv: Tensor
     qkv_bias: Tensor | None
+    q_norm: Tensor
+    k_norm: Tensor
+    num_q_heads: int
+    num_kv_heads: int
     out: Tensor
     out_bias: Tensor | None
     mlp_norm: Tensor
+    mlp_post_norm: Tensor
     gate_up: Tensor
     gate_up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
+
+    def head_norms(self) -> Iterator[tuple[Tensor, int, int]]:
+        """The norm of q and the norm of k, each with its range of heads in the product `qkv`."""
+        yield self.q_norm, 0, self.num_q_heads
+        yield self.k_norm, self.num_q_heads, self.num_q_heads + self.num_kv_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +88,7 @@ class ModelWeights:
 
 
 class WeightLoader:
-    """Reads one rank's share of a Llama-family checkpoint."""
+    """Reads one rank's share of a checkpoint."""
 
     def __init__(
         self, config: ModelConfig, share: RankShare, source: WeightSource, device: torch.device
@@ -72,7 +99,8 @@ class WeightLoader:
         self._device = device
 
     def load(self, max_positions: int) -> ModelWeights:
-        cos, sin = self.rotations(max_positions)
+        """Everything, layer by layer, of a model whose layers all have one rotation."""
+        ((cos, sin),) = self.rotations(max_positions)
         embedding = self.embedding()
         return ModelWeights(
             embedding=embedding,
@@ -83,9 +111,26 @@ class WeightLoader:
             sin=sin,
         )
 
-    def rotations(self, max_positions: int) -> tuple[Tensor, Tensor]:
-        cos, sin = rotary_tables(self.config.rope, self.config.head_dim, max_positions)
-        return cos.to(self._device), sin.to(self._device)
+    def rotations(self, max_positions: int) -> list[tuple[Tensor, Tensor]]:
+        """cos and sin of so many positions, for each different rotation of the layers."""
+        dim = self.config.head_dim
+        tables = []
+        for rope in self._ropes():
+            fixed = None if rope is None else rope.fixed(max_positions, dim)
+            cos, sin = rotary_tables(fixed, dim, max_positions)
+            tables.append((cos.to(self._device), sin.to(self._device)))
+        return tables
+
+    def layer_kinds(self, max_positions: int) -> list[tuple[int, int | None]]:
+        """Of each layer: which of `rotations` it has, and its window if any context exceeds it."""
+        ropes = self._ropes()
+        return [
+            (
+                ropes.index(layer.rope),
+                layer.window if layer.window is not None and layer.window < max_positions else None,
+            )
+            for layer in self.config.layers
+        ]
 
     def embedding(self) -> Tensor:
         """This rank's rows of the vocabulary, zeros behind them up to `vocab_rows`."""
@@ -97,7 +142,91 @@ class WeightLoader:
         return embedding if tied else self._vocabulary(HEAD)
 
     def norm(self) -> Tensor:
-        return self._norm("model.norm")
+        """That of the whole model; it scales the logits, too."""
+        return _scaled(self._norm("model.norm"), self.config.logit_scale)
+
+    def layer(self, index: int) -> LayerWeights:
+        """One decoder layer."""
+        config, share = self.config, self.share
+        prefix = f"model.layers.{index}."
+        before, after, before_mlp, after_mlp = (
+            self._norm(prefix + name) if name else torch.empty(0)
+            for name in _NORM_NAMES[config.norms]
+        )
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        heads = (config.num_heads * config.head_dim, _times(share.q_heads, config.head_dim))
+        qkv = self._attention_parts(attention)
+        gate_up = self._mlp_parts(mlp)
+        scale = config.residual_scale
+        out_bias = self._row_bias(f"{attention}o_proj", config.out_bias)
+        down_bias = self._row_bias(f"{mlp}down_proj", config.mlp_bias)
+        return LayerWeights(
+            attention_norm=before,
+            attention_post_norm=after,
+            qkv=torch.cat([self._ordered(part, self._matrix(part)) for part in qkv]),
+            qkv_bias=self._biases(qkv, config.qkv_bias),
+            q_norm=self._head_norm(f"{attention}q_norm", config.num_heads, share.q_heads),
+            k_norm=self._head_norm(f"{attention}k_norm", config.num_kv_heads, share.kv_heads),
+            num_q_heads=share.num_q_heads,
+            num_kv_heads=share.num_kv_heads,
+            out=_scaled(self._columns(f"{attention}o_proj", *heads), scale),
+            out_bias=None if out_bias is None else _scaled(out_bias, scale),
+            mlp_norm=before_mlp,
+            mlp_post_norm=after_mlp,
+            gate_up=torch.cat([self._matrix(part) for part in gate_up]),
+            gate_up_bias=self._biases(gate_up, config.mlp_bias),
+            down=_scaled(
+                self._columns(f"{mlp}down_proj", config.intermediate_size, share.intermediate),
+                scale,
+            ),
+            down_bias=None if down_bias is None else _scaled(down_bias, scale),
+        )
+
+    def _ropes(self) -> list[RopeConfig | None]:
+        return list(dict.fromkeys(layer.rope for layer in self.config.layers))
+
+    def _attention_parts(self, prefix: str) -> list[_Rows]:
+        """Where the rows of q, k and v lie in the checkpoint."""
+        config, share, dim = self.config, self.share, self.config.head_dim
+        spans = [_times(share.q_heads, dim), *[_times(share.kv_heads, dim)] * 2]
+        sizes = [config.num_heads * dim, *[config.num_kv_heads * dim] * 2]
+        turned = [config.rotary_dim != dim] * 2 + [False]
+        if config.fused_weights:
+            return _stacked(f"{prefix}qkv_proj", sizes, spans, turned)
+        names = (f"{prefix}{name}_proj" for name in "qkv")
+        return [_Rows(*part) for part in zip(names, sizes, spans, turned, strict=True)]
+
+    def _mlp_parts(self, prefix: str) -> list[_Rows]:
+        """Where the rows of gate and up lie in the checkpoint."""
+        sizes, spans = [self.config.intermediate_size] * 2, [self.share.intermediate] * 2
+        if self.config.fused_weights:
+            return _stacked(f"{prefix}gate_up_proj", sizes, spans, [False] * 2)
+        names = (f"{prefix}{name}_proj" for name in ("gate", "up"))
+        return [_Rows(*part) for part in zip(names, sizes, spans, strict=True)]
+
+    def _matrix(self, part: _Rows) -> Tensor:
+        shape = (part.total, self.config.hidden_size)
+        return self._source.read(f"{part.name}.weight", shape, rows=part.rows)
+
+    def _biases(self, parts: list[_Rows], wanted: bool) -> Tensor | None:
+        if not wanted:
+            return None
+        read = self._source.read
+        return torch.cat(
+            [
+                self._ordered(part, read(f"{part.name}.bias", (part.total,), rows=part.rows))
+                for part in parts
+            ]
+        )
+
+    def _ordered(self, part: _Rows, rows: Tensor) -> Tensor:
+        """Rows of q or k with each head's dimensions in the order that kernels turn."""
+        dim = self.config.head_dim
+        order = rotary_order(self.config.rotary_dim, dim) if part.turned else None
+        if order is None:
+            return rows
+        heads: Tensor = rows.unflatten(0, (-1, dim))
+        return heads[:, order.to(rows.device)].flatten(0, 1)
 
     def _vocabulary(self, name: str) -> Tensor:
         shape = (self.config.vocab_size, self.config.hidden_size)
@@ -107,51 +236,56 @@ class WeightLoader:
             return table
         return torch.cat((table, table.new_zeros(missing, table.shape[1])))
 
-    def layer(self, index: int) -> LayerWeights:
-        config, share = self.config, self.share
-        prefix, dim = f"model.layers.{index}.", config.head_dim
-        q = (config.num_heads * dim, _times(share.q_heads, dim))
-        kv = (config.num_kv_heads * dim, _times(share.kv_heads, dim))
-        mlp = (config.intermediate_size, share.intermediate)
-        attention = [
-            (f"{prefix}self_attn.{name}_proj", *rows)
-            for name, rows in (("q", q), ("k", kv), ("v", kv))
-        ]
-        gated = [(f"{prefix}mlp.{name}_proj", *mlp) for name in ("gate", "up")]
-        return LayerWeights(
-            attention_norm=self._norm(f"{prefix}input_layernorm"),
-            qkv=torch.cat([self._rows(*part) for part in attention]),
-            qkv_bias=self._biases(attention, config.attention_bias),
-            out=self._columns(f"{prefix}self_attn.o_proj", *q),
-            out_bias=self._row_bias(f"{prefix}self_attn.o_proj", config.attention_bias),
-            mlp_norm=self._norm(f"{prefix}post_attention_layernorm"),
-            gate_up=torch.cat([self._rows(*part) for part in gated]),
-            gate_up_bias=self._biases(gated, config.mlp_bias),
-            down=self._columns(f"{prefix}mlp.down_proj", *mlp),
-            down_bias=self._row_bias(f"{prefix}mlp.down_proj", config.mlp_bias),
-        )
-
     def _norm(self, name: str) -> Tensor:
-        return self._source.read(f"{name}.weight", (self.config.hidden_size,))
+        return self._offset(self._source.read(f"{name}.weight", (self.config.hidden_size,)))
 
-    def _rows(self, name: str, total: int, rows: Span) -> Tensor:
-        return self._source.read(f"{name}.weight", (total, self.config.hidden_size), rows=rows)
+    def _head_norm(self, name: str, num_heads: int, heads: Span) -> Tensor:
+        kind, dim = self.config.qk_norm, self.config.head_dim
+        if kind is QkNorm.NONE:
+            return torch.empty(0)
+        if kind is QkNorm.HEAD:
+            return self._offset(self._source.read(f"{name}.weight", (dim,)))
+        return self._source.read(f"{name}.weight", (num_heads * dim,), rows=_times(heads, dim))
+
+    def _offset(self, weight: Tensor) -> Tensor:
+        """A norm's weight plus the offset, in float32 where there is one: 1 + w has more digits
+        than w."""
+        offset = self.config.norm_offset
+        return weight.float() + offset if offset else weight
 
     def _columns(self, name: str, total: int, columns: Span) -> Tensor:
         shape = (self.config.hidden_size, total)
         return self._source.read(f"{name}.weight", shape, columns=columns)
 
-    def _biases(self, parts: list[tuple[str, int, Span]], wanted: bool) -> Tensor | None:
-        if not wanted:
-            return None
-        return torch.cat(
-            [self._source.read(f"{name}.bias", (total,), rows=rows) for name, total, rows in parts]
-        )
-
     def _row_bias(self, name: str, wanted: bool) -> Tensor | None:
         if not wanted or self.share.rank:
             return None
         return self._source.read(f"{name}.bias", (self.config.hidden_size,))
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows `rows` of the tensor `name`, which has `total`; `turned`: of heads that rotate in
+    part."""
+
+    name: str
+    total: int
+    rows: Span
+    turned: bool = False
+
+
+def _stacked(name: str, sizes: list[int], spans: list[Span], turned: list[bool]) -> list[_Rows]:
+    """Parts of `sizes` rows, one after the other in one tensor."""
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return [
+        _Rows(name, sum(sizes), (start + first, start + last), turns)
+        for start, (first, last), turns in zip(starts, spans, turned, strict=True)
+    ]
+
+
+def _scaled(weight: Tensor, scale: float) -> Tensor:
+    """The weight times `scale`, rounded once."""
+    return weight if scale == 1.0 else (weight.float() * scale).to(weight.dtype)
 
 
 def _times(span: Span, factor: int) -> Span:

@@ -45,7 +45,7 @@ def test_dense_chunks_equal_paged_ones(device, chunks):
         wide = torch.cat((qkv, qkv.new_zeros(rows.padding, qkv.shape[1])))
         copy = pool.clone()
         rope_write(wide, angle.cos(), angle.sin(), rows.positions, rows.slots, copy, HEADS)
-        results.append(ChunkAttention(HEADS, KV_HEADS, DIM)(wide, copy, rows).float())
+        results.append(ChunkAttention(HEADS, KV_HEADS, DIM, DIM**-0.5)(wide, copy, rows).float())
     assert not results[0].isnan().any()
     error = (results[0] - results[1]).norm() / results[1].norm()
     assert error < 5e-3

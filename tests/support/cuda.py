@@ -12,8 +12,8 @@ from engine.kernels.base import Geometry
 from engine.kernels.cpu.operations import CpuKernels
 from engine.kernels.masks import mask_bytes
 from engine.kv.pool import KVPool
-from engine.model.config import ModelConfig
-from engine.model.llama import LlamaModel
+from engine.model.decoder import Decoder
+from engine.model.registry import parse_model_config
 from engine.model.sharding import share_of
 from engine.model.weights import WeightLoader
 from engine.ranks.tensor_parallel import TensorParallel
@@ -51,7 +51,7 @@ def tiny_config(**changes):
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
     }
-    return ModelConfig.from_dict(raw | changes)
+    return parse_model_config(raw | changes)
 
 
 class HostSource:
@@ -90,7 +90,7 @@ class Reference:
         )
         self.config = config
         loader = WeightLoader(config, share, HostSource(), torch.device("cpu"))
-        self.model = LlamaModel(loader, self.kernels, tp, 160)
+        self.model = Decoder(loader, self.kernels, tp, 160)
 
     def open(self, layout):
         self.pool = KVPool(layout, 0, torch.float32, torch.device("cpu"))

@@ -42,11 +42,11 @@ def prompt(length: int, vocab: int = 100, seed: int = 0) -> list[int]:
     return torch.randint(0, vocab, (length,), generator=generator).tolist()
 
 
-def hf_logits(path: str, ids: Sequence[int]) -> torch.Tensor:
-    """Logits of every position, float32, by transformers."""
+def hf_logits(path: str, ids: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Logits of every position by transformers."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
     with torch.inference_mode():
         return model(torch.tensor([list(ids)])).logits[0]
 

@@ -37,7 +37,9 @@ class Oracle:
     def __init__(self, path: str) -> None:
         from transformers import AutoModelForCausalLM
 
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self._model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager"
+        )
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
         """Exactly `num_tokens` greedy tokens, ends of sequence ignored."""

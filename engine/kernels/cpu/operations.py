@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.kernels.activation import Activation
 from engine.kernels.base import Geometry, Linear, Product, StepInputs
 from engine.kernels.cpu.huge_pages import advise_huge_pages
 
@@ -91,14 +92,21 @@ class DenseLinear:
 
 
 class DenseGated:
-    """silu(x gate^T + b) * (x up^T + b) as one product of both weights."""
+    """act(x gate^T + b) * (x up^T + b) as two products."""
 
-    def __init__(self, gate: Product, up: Product) -> None:
+    def __init__(
+        self, gate: Product, up: Product, activation: Activation = Activation.SILU
+    ) -> None:
         self._gate = gate
         self._up = up
+        self._activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:
-        return functional.silu(self._gate(x), inplace=True).mul_(self._up(x))
+        """`[T, H] -> [T, I]`."""
+        gate = self._gate(x)
+        if self._activation is Activation.GELU_TANH:
+            return functional.gelu(gate, approximate="tanh").mul_(self._up(x))
+        return functional.silu(gate, inplace=True).mul_(self._up(x))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +117,7 @@ class AttentionGroup:
     block), so that gathering them gives dense k and v. mask: added to the scores,
     `[sequences K, 1, length]`; of a chunk to one tile of them, `[tile, 1, tile]`. unused: rows of
     what is gathered, seen as `[(k/v, sequence, head, token), D]`, past the contexts of decodes.
+    window: tokens that a row of a chunk sees, itself included; None: all.
     """
 
     rows: slice
@@ -118,6 +127,7 @@ class AttentionGroup:
     pages: Tensor
     mask: Tensor
     unused: Tensor
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,15 +164,25 @@ class CpuKernels:
         return linear
 
     def gated_linear(
-        self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
+        self,
+        gate: Tensor,
+        up: Tensor,
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
+        activation: Activation = Activation.SILU,
     ) -> Product:
+        """Packed where that pays."""
+        if activation is not Activation.SILU:
+            return DenseGated(self.linear(gate, gate_bias), self.linear(up, up_bias), activation)
         if self._packs:
             packed = PackedGated(gate, up, gate_bias, up_bias)
             self._weights += (packed.gate, packed.up)
             return packed
         return DenseGated(DenseLinear(gate, gate_bias), DenseLinear(up, up_bias))
 
-    def prepare(self, inputs: StepInputs, cos: Tensor, sin: Tensor) -> CpuPlan:
+    def prepare(
+        self, inputs: StepInputs, cos: Tensor, sin: Tensor, window: int | None = None
+    ) -> CpuPlan:
         """Row indexes, masks and rotations of the step: once what every layer needs."""
         geometry = self.geometry
         row_cos, row_sin = cos[inputs.positions], sin[inputs.positions]
@@ -174,11 +194,15 @@ class CpuKernels:
             cos=torch.cat((row_cos, row_cos), -1)[:, None].to(geometry.dtype),
             sin=torch.cat((-row_sin, row_sin), -1)[:, None].to(geometry.dtype),
             kv_rows=kv_rows + offsets[:, None],
-            groups=(*_decode_groups(inputs, geometry), *_chunk_groups(inputs, geometry)),
+            groups=(
+                *_decode_groups(inputs, geometry, window),
+                *_chunk_groups(inputs, geometry, window),
+            ),
         )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return functional.rms_norm(x, (x.shape[-1],), weight, eps)
+        """The norm of each row."""
+        return rms_norm(x, weight, eps)
 
     def rope_and_write_kv(self, qkv: Tensor, kv: Tensor, plan: CpuPlan) -> Tensor:
         """Rotate q and k in place, write k and v, return q `[T, Q, D]`, a view of `qkv`."""
@@ -197,7 +221,16 @@ class CpuKernels:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _decode_groups(inputs: StepInputs, geometry: Geometry) -> list[AttentionGroup]:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The norm of each row; in float32 where the weight is."""
+    if weight.dtype is not x.dtype:
+        return functional.rms_norm(x.float(), (x.shape[-1],), weight, eps).to(x.dtype)
+    return functional.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def _decode_groups(
+    inputs: StepInputs, geometry: Geometry, window: int | None
+) -> list[AttentionGroup]:
     """Decodes, longest context first, cut into groups that can be padded to one length."""
     groups = []
     first = 0
@@ -206,18 +239,22 @@ def _decode_groups(inputs: StepInputs, geometry: Geometry) -> list[AttentionGrou
         last = first + 1
         while last < inputs.num_decodes and len(inputs.block_ids[last]) >= shortest:
             last += 1
-        groups.append(_decode_group(inputs, first, last, geometry))
+        groups.append(_decode_group(inputs, first, last, geometry, window))
         first = last
     return groups
 
 
-def _decode_group(inputs: StepInputs, first: int, last: int, geometry: Geometry) -> AttentionGroup:
+def _decode_group(
+    inputs: StepInputs, first: int, last: int, geometry: Geometry, window: int | None
+) -> AttentionGroup:
     longest = len(inputs.block_ids[first])
     # A shorter sequence is padded with its own last block: masked, and never another's KV.
     tables = [ids + ids[-1:] * (longest - len(ids)) for ids in inputs.block_ids[first:last]]
     contexts = torch.tensor(inputs.contexts[first:last])
     length = longest * geometry.block_size
-    hidden = torch.arange(length)[None, :] >= contexts[:, None]
+    positions = torch.arange(length)[None, :]
+    unused = positions >= contexts[:, None]
+    hidden = unused if window is None else unused | (positions < contexts[:, None] - window)
     mask = torch.zeros(hidden.shape, dtype=geometry.dtype).masked_fill_(hidden, -torch.inf)
     return AttentionGroup(
         rows=slice(first, last),
@@ -226,12 +263,14 @@ def _decode_group(inputs: StepInputs, first: int, last: int, geometry: Geometry)
         length=length,
         pages=_pages(torch.tensor(tables), geometry),
         mask=mask.repeat_interleave(geometry.num_kv_heads, 0)[:, None],
-        unused=hidden[:, None].expand(2, -1, geometry.num_kv_heads, -1).flatten().nonzero()[:, 0],
+        unused=unused[:, None].expand(2, -1, geometry.num_kv_heads, -1).flatten().nonzero()[:, 0],
     )
 
 
-def _chunk_groups(inputs: StepInputs, geometry: Geometry) -> list[AttentionGroup]:
-    """One group per longer chunk; the mask covers one tile of its rows."""
+def _chunk_groups(
+    inputs: StepInputs, geometry: Geometry, window: int | None
+) -> list[AttentionGroup]:
+    """Each longer chunk on its own; the mask covers one tile of its rows."""
     groups = []
     row = inputs.num_decodes
     for s in range(inputs.num_decodes, len(inputs.queries)):
@@ -248,6 +287,7 @@ def _chunk_groups(inputs: StepInputs, geometry: Geometry) -> list[AttentionGroup
                 pages=_pages(torch.tensor([inputs.block_ids[s]]), geometry),
                 mask=mask[:, None],
                 unused=torch.empty(0, dtype=torch.int64),
+                window=window,
             )
         )
         row += queries
@@ -278,7 +318,10 @@ def _attend_decodes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, geometry: Geo
     """One query per sequence. Queries that share a KV head are the rows of one product."""
     num_sequences = q.shape[0]
     q = q.reshape(k.shape[0], geometry.group_size, geometry.head_dim)
-    scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=geometry.scale)
+    if geometry.softcap is None:
+        scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=geometry.scale)
+    else:
+        scores = _capped(torch.bmm(q, k.transpose(1, 2)) * geometry.scale, geometry) + mask
     out = torch.bmm(scores.softmax(-1), v)
     return out.reshape(num_sequences, -1)
 
@@ -295,11 +338,35 @@ def _attend_chunk(
     for first in range(0, group.queries, _QUERY_TILE):
         last = min(first + _QUERY_TILE, group.queries)
         rows, seen = last - first, history + last
+        start = 0 if group.window is None else max(0, history + first + 1 - group.window)
         tile = q[first:last].transpose(0, 1).reshape(kv_heads, rows * size, dim)
         scores = torch.baddbmm(
-            nothing, tile, k[:, :seen].transpose(1, 2), beta=0, alpha=geometry.scale
+            nothing, tile, k[:, start:seen].transpose(1, 2), beta=0, alpha=geometry.scale
         )
-        scores.view(kv_heads, rows, size, seen)[..., seen - rows :] += group.mask[:rows, :, :rows]
-        result = torch.bmm(scores.softmax(-1), v[:, :seen])
+        if geometry.softcap is not None:
+            scores = _capped(scores, geometry)
+        by_row = scores.view(kv_heads, rows, size, seen - start)
+        by_row[..., seen - start - rows :] += group.mask[:rows, :, :rows]
+        if group.window is not None:
+            by_row.masked_fill_(
+                _before_window(history + first, rows, start, seen, group), -torch.inf
+            )
+        result = torch.bmm(scores.softmax(-1), v[:, start:seen])
         out[first:last] = result.view(kv_heads, rows, size, dim).transpose(0, 1)
     return out.view(group.queries, -1)
+
+
+def _before_window(
+    position: int, rows: int, start: int, seen: int, group: AttentionGroup
+) -> Tensor:
+    """Which of the tokens start .. seen each row, from `position` on, is too far from:
+    `[rows, 1, seen - start]`."""
+    assert group.window is not None
+    last_hidden = torch.arange(position, position + rows) - group.window
+    return (torch.arange(start, seen)[None, :] <= last_hidden[:, None])[:, None]
+
+
+def _capped(scores: Tensor, geometry: Geometry) -> Tensor:
+    """c tanh(x / c) of each score (Gemma 2)."""
+    assert geometry.softcap is not None
+    return scores.div_(geometry.softcap).tanh_().mul_(geometry.softcap)

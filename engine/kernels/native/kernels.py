@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.kernels.activation import Activation
 from engine.kernels.base import Geometry, Linear, Product, StepInputs
 from engine.kernels.cpu.huge_pages import advise_huge_pages
-from engine.kernels.cpu.operations import CpuKernels, CpuPlan, DenseGated, DenseLinear
+from engine.kernels.cpu.operations import CpuKernels, CpuPlan, DenseGated, DenseLinear, rms_norm
 from engine.kernels.native.build import AttentionShape, has_matrix_unit, load_library
 
 _PANEL = 32  # outputs of one panel of packed weights
@@ -28,8 +29,10 @@ _WIDE_ROWS = 33
 
 
 def serves(geometry: Geometry) -> bool:
-    """Whether these kernels run on this machine and serve this shape."""
-    if geometry.dtype is not torch.bfloat16 or geometry.head_dim not in _HEAD_DIMS:
+    """Whether this machine and this shape have these kernels."""
+    if geometry.softcap is not None or geometry.dtype is not torch.bfloat16:
+        return False
+    if geometry.head_dim not in _HEAD_DIMS:
         return False
     return load_library() is not None
 
@@ -170,10 +173,16 @@ class NativeKernels:
         return linear
 
     def gated_linear(
-        self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
+        self,
+        gate: Tensor,
+        up: Tensor,
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
+        activation: Activation = Activation.SILU,
     ) -> Product:
-        if gate.shape[1] % 2:
-            return DenseGated(DenseLinear(gate, gate_bias), DenseLinear(up, up_bias))
+        """Packed into panels of both."""
+        if gate.shape[1] % 2 or activation is not Activation.SILU:
+            return DenseGated(self.linear(gate, gate_bias), self.linear(up, up_bias), activation)
         wide = None
         if self._wide is not None:
             wide = self._wide.gated_linear(gate, up, gate_bias, up_bias)
@@ -181,14 +190,16 @@ class NativeKernels:
         self._weights.append(gated.weight)
         return gated
 
-    def prepare(self, inputs: StepInputs, cos: Tensor, sin: Tensor) -> NativePlan | CpuPlan:
+    def prepare(
+        self, inputs: StepInputs, cos: Tensor, sin: Tensor, window: int | None = None
+    ) -> NativePlan | CpuPlan:
         """Concatenated block tables; for many rows and a matrix unit, the plan of torch's
         operators. Torch's own threads spin for a while after each operator, so they are off while
         these kernels run."""
         if self._wide is not None:
             if inputs.num_tokens >= _WIDE_ROWS:
                 _set_torch_threads(self._threads.count)
-                return self._wide.prepare(inputs, cos, sin)
+                return self._wide.prepare(inputs, cos, sin, window)
             _set_torch_threads(1)
         lengths = [len(ids) for ids in inputs.block_ids]
         return NativePlan(
@@ -205,10 +216,18 @@ class NativeKernels:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if self._wide is not None and x.shape[0] >= _WIDE_ROWS:
             return self._wide.rms_norm(x, weight, eps)
+        if weight.dtype is not x.dtype:
+            return rms_norm(x, weight, eps)
         x = x.contiguous()
         out = torch.empty_like(x)
         self._library.baton_rms_norm(
-            *(x.data_ptr(), *x.shape, weight.data_ptr(), eps, out.data_ptr(), self._threads.count)
+            x.data_ptr(),
+            x.numel() // x.shape[-1],
+            x.shape[-1],
+            weight.data_ptr(),
+            eps,
+            out.data_ptr(),
+            self._threads.count,
         )
         return out
 

@@ -6,7 +6,7 @@ from benchmarks.random_checkpoint import shards_of, write_checkpoint
 from benchmarks.shapes import MODELS
 from engine.config import EngineConfig
 from engine.local import LocalEngine
-from engine.model.config import ModelConfig
+from engine.model.registry import parse_model_config
 from protocol.sampling import SamplingParams
 from router.text.tokenizer import ModelText
 
@@ -18,7 +18,7 @@ def test_the_folder_is_a_model_that_others_can_read(tmp_path):
     from transformers import AutoModelForCausalLM
 
     size = write_checkpoint(SHAPE, tmp_path, seed=3)
-    shards = shards_of(ModelConfig.from_dict(SHAPE))
+    shards = shards_of(parse_model_config(SHAPE))
     assert size == 2 * sum(torch.Size(s).numel() for shard in shards for s in shard.values())
 
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)

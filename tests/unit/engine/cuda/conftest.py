@@ -5,8 +5,8 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 
-@pytest.fixture(autouse=True)
-def _few_programs(device, monkeypatch):
+@pytest.fixture
+def few_programs(device, monkeypatch):
     """The interpreter runs programs one after another: a context is cut for a small card."""
     if device.type == "cpu":
         monkeypatch.setattr("engine.kernels.triton.attention._WAVE", 40)

@@ -22,7 +22,7 @@ from engine.executor import build_executor
 from engine.kernels.sampling import noise_key
 from engine.kernels.triton.attention import decode_shape
 from engine.kernels.triton.linear import default_shape
-from engine.model.config import ModelConfig
+from engine.model.registry import parse_model_config
 from protocol.errors import Internal, InvalidRequest
 from protocol.sampling import SamplingParams
 
@@ -273,7 +273,7 @@ LLAMA_8B = {
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(monkeypatch):
-    model = ModelConfig.from_dict(LLAMA_8B)
+    model = parse_model_config(LLAMA_8B)
     assert build.num_parameters(model) == pytest.approx(8.03e9, rel=1e-3)
     config = EngineConfig(model_path="m", device="cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (14 << 30, 16 << 30))

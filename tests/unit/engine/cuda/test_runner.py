@@ -25,6 +25,8 @@ from tests.support.cuda import (
     tiny_config,
 )
 
+pytestmark = pytest.mark.usefixtures("few_programs")
+
 
 @pytest.fixture
 def pair(device):

@@ -12,6 +12,8 @@ from engine.cuda.split_decode import SplitDecode
 from engine.kernels.triton import split_linear
 from tests.support.cuda import HostSource, tiny_config
 
+pytestmark = pytest.mark.usefixtures("few_programs")
+
 #: The interpreter has no bfloat16 products.
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from engine.cpu.runner import RankRunner
 from engine.errors import ModelRefused
 from engine.executor import build_executor
+from engine.model import digest
 from engine.model.checkpoint import Checkpoint
 from engine.ranks.tensor_parallel import TensorParallel
 from tests.support.engine import config
@@ -145,6 +146,51 @@ def test_the_digest_names_content_not_files(tmp_path):
     digests = [checkpoint(tmp_path / name).digest() for name in names]
     assert digests[0] == digests[1]
     assert len(set(digests)) == 3
+
+
+def test_the_digest_covers_every_byte(tmp_path):
+    table = torch.zeros(4000, 8)
+    changed = table.clone()
+    changed[1500:2500] = 1.0
+    for name, tensor in (("first", table), ("second", changed)):
+        single(tmp_path / name, a=tensor, b=B)
+    assert checkpoint(tmp_path / "first").digest() != checkpoint(tmp_path / "second").digest()
+
+
+def test_the_digest_of_a_large_checkpoint_is_kept_until_it_changes(tmp_path, monkeypatch):
+    monkeypatch.setenv("BATON_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(digest, "_KEPT_BYTES", 0)
+    computed = []
+
+    def compute(tensors, original=digest._compute):
+        computed.append(len(tensors))
+        return original(tensors)
+
+    monkeypatch.setattr(digest, "_compute", compute)
+    single(tmp_path / "m", a=A, b=B)
+    first = checkpoint(tmp_path / "m").digest()
+    assert checkpoint(tmp_path / "m").digest() == first
+    assert computed == [2]
+    single(tmp_path / "m", a=A + 1, b=B)
+    assert checkpoint(tmp_path / "m").digest() != first
+    assert computed == [2, 2]
+
+
+def test_a_digest_that_cannot_be_kept_is_computed(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("BATON_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(digest, "_KEPT_BYTES", 0)
+    single(tmp_path / "m", a=A, b=B)
+    assert len(checkpoint(tmp_path / "m").digest()) == 32
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path):
+    (tmp_path / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 269060552\n"
+    )
+    with pytest.raises(ModelRefused, match="git-lfs") as caught:
+        checkpoint(tmp_path)
+    assert caught.value.param == str(tmp_path / "model.safetensors")
 
 
 def test_an_engine_does_not_start_on_a_broken_checkpoint(folder):

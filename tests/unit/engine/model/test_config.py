@@ -7,8 +7,11 @@ import json
 import pytest
 
 from engine.config import EngineConfig
+from engine.cuda.served import check_served
 from engine.errors import ModelRefused
-from engine.model.config import ModelConfig, RopeKind
+from engine.model.config import QkNorm
+from engine.model.registry import load_model_config, parse_model_config
+from engine.model.rope import RopeKind
 from protocol.errors import InvalidRequest
 
 BASE = {
@@ -51,13 +54,19 @@ def test_a_setting_out_of_range_is_refused_by_name(field, value):
     assert caught.value.param == field
 
 
+def rope_of(config):
+    """The rotation that all layers have."""
+    (rope,) = {layer.rope for layer in config.layers}
+    return rope
+
+
 def test_defaults_follow_the_llama_family():
-    config = ModelConfig.from_dict(BASE)
+    config = parse_model_config(BASE)
     assert config.head_dim == 16
     assert config.group_size == 2
-    assert config.rope.kind is RopeKind.DEFAULT
-    assert config.rope.theta == 10000.0
-    assert not any((config.tie_word_embeddings, config.attention_bias, config.mlp_bias))
+    assert rope_of(config).kind is RopeKind.DEFAULT
+    assert rope_of(config).theta == 10000.0
+    assert not any((config.tie_word_embeddings, config.qkv_bias, config.out_bias, config.mlp_bias))
 
 
 def test_explicit_fields_win():
@@ -69,22 +78,23 @@ def test_explicit_fields_win():
         "rms_norm_eps": 1e-5,
         "rope_theta": 5e5,
     }
-    config = ModelConfig.from_dict(raw)
-    assert (config.head_dim, config.rms_norm_eps, config.rope.theta) == (32, 1e-5, 5e5)
+    config = parse_model_config(raw)
+    assert (config.head_dim, config.rms_norm_eps, rope_of(config).theta) == (32, 1e-5, 5e5)
     assert config.tie_word_embeddings
-    assert config.attention_bias
+    assert config.qkv_bias
+    assert config.out_bias
     assert config.mlp_bias
 
 
 def test_kv_heads_default_to_query_heads():
     raw = {key: value for key, value in BASE.items() if key != "num_key_value_heads"}
-    assert ModelConfig.from_dict(raw).num_kv_heads == 4
+    assert parse_model_config(raw).num_kv_heads == 4
 
 
 @pytest.mark.parametrize("spelling", ["type", "rope_type"])
 def test_both_spellings_of_the_rope_type_mean_the_same(spelling):
     raw = BASE | {"rope_theta": 5e5, "rope_scaling": LLAMA3 | {spelling: "llama3"}}
-    rope = ModelConfig.from_dict(raw).rope
+    rope = rope_of(parse_model_config(raw))
     assert rope.kind is RopeKind.LLAMA3
     assert (rope.theta, rope.factor, rope.original_max_position) == (5e5, 8.0, 1024)
 
@@ -92,14 +102,16 @@ def test_both_spellings_of_the_rope_type_mean_the_same(spelling):
 def test_new_and_old_layout_of_rope_mean_the_same():
     old = BASE | {"rope_theta": 5e5, "rope_scaling": LLAMA3 | {"rope_type": "llama3"}}
     new = BASE | {"rope_parameters": LLAMA3 | {"rope_type": "llama3", "rope_theta": 5e5}}
-    assert ModelConfig.from_dict(old).rope == ModelConfig.from_dict(new).rope
-    assert ModelConfig.from_dict(old).rope.describe() == ModelConfig.from_dict(new).rope.describe()
+    assert rope_of(parse_model_config(old)) == rope_of(parse_model_config(new))
+    assert (
+        rope_of(parse_model_config(old)).describe() == rope_of(parse_model_config(new)).describe()
+    )
 
 
 def test_different_rope_reads_differently():
-    plain = ModelConfig.from_dict(BASE).rope.describe()
-    scaled = ModelConfig.from_dict(BASE | {"rope_scaling": LLAMA3 | {"type": "llama3"}}).rope
-    assert plain != scaled.describe()
+    plain = rope_of(parse_model_config(BASE)).describe()
+    scaled = parse_model_config(BASE | {"rope_scaling": LLAMA3 | {"type": "llama3"}})
+    assert plain != rope_of(scaled).describe()
 
 
 @pytest.mark.parametrize(
@@ -110,12 +122,15 @@ def test_different_rope_reads_differently():
         ({"architectures": None}, "architectures"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling"),
+        ({"rope_scaling": {"type": "ntk", "factor": 4.0}}, "rope_scaling"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling"),
+        ({"rope_scaling": {"type": "dynamic"}}, "factor"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters"),
         ({"rope_scaling": [1]}, "rope_scaling"),
         ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"rope_scaling": LLAMA3 | {"type": "llama3", "high_freq_factor": 1.0}}, "rope_scaling"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.2}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"head_dim": 15}, "head_dim"),
         ({"hidden_size": 0}, "hidden_size"),
@@ -127,7 +142,7 @@ def test_different_rope_reads_differently():
 )
 def test_what_cannot_be_served_is_refused_by_field(changes, field):
     with pytest.raises(ModelRefused) as caught:
-        ModelConfig.from_dict(BASE | changes)
+        parse_model_config(BASE | changes)
     assert caught.value.param == field
     assert field in caught.value.message
 
@@ -142,9 +157,9 @@ def test_what_transformers_writes_is_read(tmp_path):
         architectures=["LlamaForCausalLM"],
         rope_parameters={"rope_type": "llama3", "rope_theta": 7e4} | LLAMA3,
     ).save_pretrained(tmp_path)
-    config = ModelConfig.load(tmp_path)
+    config = load_model_config(tmp_path)
     assert (config.vocab_size, config.hidden_size) == (99, 32)
-    assert (config.rope.kind, config.rope.theta) == (RopeKind.LLAMA3, 7e4)
+    assert (rope_of(config).kind, rope_of(config).theta) == (RopeKind.LLAMA3, 7e4)
 
 
 @pytest.mark.parametrize("text", [None, "{", "[1]", "\xff"])
@@ -153,10 +168,120 @@ def test_an_unreadable_config_names_the_file(tmp_path, text):
     if text is not None:
         path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ModelRefused) as caught:
-        ModelConfig.load(tmp_path)
+        load_model_config(tmp_path)
     assert caught.value.param == str(path)
 
 
 def test_a_readable_config_loads(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(BASE))
-    assert ModelConfig.load(tmp_path).num_layers == 2
+    assert load_model_config(tmp_path).num_layers == 2
+
+
+def test_an_unknown_architecture_names_the_nearest_that_is_served():
+    with pytest.raises(ModelRefused, match="nearest is Qwen3ForCausalLM"):
+        parse_model_config(BASE | {"architectures": ["Qwen3MoeForCausalLM"]})
+
+
+def parsed(architecture, **changes):
+    return parse_model_config(BASE | {"architectures": [architecture]} | changes)
+
+
+def test_biases_that_no_field_names():
+    qwen2, qwen3 = parsed("Qwen2ForCausalLM"), parsed("Qwen3ForCausalLM")
+    assert (qwen2.qkv_bias, qwen2.out_bias, qwen2.mlp_bias) == (True, False, False)
+    assert not qwen3.qkv_bias
+    assert (qwen3.head_dim, qwen3.qk_norm) == (128, QkNorm.HEAD)
+
+
+def windows(config):
+    return [layer.window for layer in config.layers]
+
+
+def test_windows_by_family():
+    many = {"num_hidden_layers": 7}
+    assert windows(parsed("MistralForCausalLM", sliding_window=None)) == [None, None]
+    assert windows(parsed("MistralForCausalLM", sliding_window=64)) == [64, 64]
+    unused = parsed("Qwen2ForCausalLM", sliding_window=64, use_sliding_window=False)
+    assert windows(unused) == [None, None]
+    tail = {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 5}
+    assert windows(parsed("Qwen2ForCausalLM", **many, **tail)) == [None] * 5 + [64] * 2
+    assert windows(parsed("Gemma2ForCausalLM", **many)) == [4096, None] * 3 + [4096]
+    gemma3 = parsed("Gemma3ForCausalLM", **many, sliding_window=512)
+    assert windows(gemma3) == [512] * 5 + [None, 512]
+
+
+def test_gemma_3_has_two_rotations_in_both_spellings():
+    old = parsed("Gemma3ForCausalLM", rope_local_base_freq=1e4, rope_theta=1e6)
+    new = parsed(
+        "Gemma3ForCausalLM",
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    )
+    assert old.layers == new.layers
+    six = parsed("Gemma3ForCausalLM", num_hidden_layers=6)
+    assert [layer.rope.theta for layer in six.layers] == [1e4] * 5 + [1e6]
+
+
+def test_smollm3_leaves_positions_out_of_every_fourth_layer():
+    layers = parsed("SmolLM3ForCausalLM", num_hidden_layers=8).layers
+    assert [layer.rope is None for layer in layers] == ([False] * 3 + [True]) * 2
+
+
+def test_longrope_is_fixed_by_the_context_of_the_deployment():
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    scaling = {"type": "longrope", "original_max_position_embeddings": 1024} | factors
+    config = parsed("Phi3ForCausalLM", rope_scaling=scaling)
+    short, long = (config.describe_positions(length) for length in (1024, 1025))
+    assert short != long
+    assert long == config.describe_positions(4096)
+
+
+def test_contexts_that_scaling_extends():
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    assert parsed("Qwen2ForCausalLM", rope_scaling=yarn).max_position_embeddings == 16384
+    dynamic = {"type": "dynamic", "factor": 2.0}
+    assert parsed("LlamaForCausalLM", rope_scaling=dynamic).max_position_embeddings == 8192
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "field"),
+    [
+        ("Phi3ForCausalLM", {"rope_scaling": {"type": "longrope"}}, "rope_scaling"),
+        (
+            "Phi3ForCausalLM",
+            {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}},
+            "rope_scaling",
+        ),
+        ("Gemma2ForCausalLM", {"layer_types": ["full_attention"]}, "layer_types"),
+        ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("Gemma2ForCausalLM", {"hidden_activation": "relu"}, "hidden_activation"),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, "no_rope_layers"),
+        ("MistralForCausalLM", {"sliding_window": -1}, "sliding_window"),
+    ],
+)
+def test_what_a_family_cannot_have_is_refused_by_field(architecture, changes, field):
+    with pytest.raises(ModelRefused) as caught:
+        parsed(architecture, **changes)
+    assert caught.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("architecture", "missing"),
+    [
+        ("Qwen3ForCausalLM", "norms of queries and keys"),
+        ("Olmo2ForCausalLM", "norms after attention and MLP"),
+        ("Gemma2ForCausalLM", "attention softcaps"),
+        ("SmolLM3ForCausalLM", "several kinds of rotation"),
+    ],
+)
+def test_gpus_refuse_by_name_what_they_do_not_compute(architecture, missing):
+    config = parsed(architecture, num_hidden_layers=4, attn_logit_softcapping=50.0)
+    with pytest.raises(ModelRefused, match=missing):
+        check_served(config, 4096)
+
+
+@pytest.mark.parametrize("architecture", ["MistralForCausalLM", "Qwen2ForCausalLM"])
+def test_gpus_compute_what_differs_in_weights_alone(architecture):
+    check_served(parsed(architecture, sliding_window=4096), 4096)

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from engine.errors import ModelRefused
 from engine.model.config import ModelConfig
+from engine.model.registry import parse_model_config
 from engine.model.sharding import allowed_degrees, rank_heads, share_of
 
 
 def model(heads: int, kv_heads: int, vocab: int = 128, intermediate: int = 96) -> ModelConfig:
-    return ModelConfig.from_dict(
+    return parse_model_config(
         {
             "architectures": ["LlamaForCausalLM"],
             "hidden_size": heads * 4,

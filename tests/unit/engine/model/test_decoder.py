@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.batch import StepBatch
-from engine.model.config import ModelConfig
+from engine.model.registry import load_model_config
 from engine.model.sharding import allowed_degrees
 from tests.support.engine import ThreadedRanks, chunk, hf_logits, logits_of, prompt, whole_runner
 from tests.support.tiny import save_tiny_llama
@@ -91,7 +91,7 @@ def test_every_degree_gives_the_same_logits_and_its_share_of_the_kv(shape):
     whole = whole_runner(path)
     blocks, sizes = list(range(12)), [40, 1, 49]
     in_chunks(lambda batch: logits_of(whole, batch), ids, sizes, blocks)
-    degrees = [size for size in allowed_degrees(ModelConfig.load(path)) if 1 < size <= 4]
+    degrees = [size for size in allowed_degrees(load_model_config(path)) if 1 < size <= 4]
     assert degrees
     for size in degrees:
         with ThreadedRanks(path, size) as ranks:

@@ -1,0 +1,152 @@
+"""Decoder of every family over paged KV, one rank's share of it.
+
+Shapes as in engine.kernels.base; h is the residual stream. Where a family leaves out a norm, its
+weight is empty (engine.model.weights).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.kernels.base import Kernels, StepInputs
+from engine.model.config import ModelConfig, QkNorm
+from engine.model.parallel import RowParallelLinear, VocabularyEmbedding, VocabularyHead
+from engine.model.weights import LayerWeights, WeightLoader
+from engine.ranks.tensor_parallel import TensorParallel
+
+
+class ForwardOutput(NamedTuple):
+    """logits: of `StepInputs.sample_rows`, on rank 0 only. hidden: states of `score_rows`, for
+    `Decoder.logits`. residual: `[T, H]`, input of the last layer. None without such rows."""
+
+    logits: Tensor | None
+    hidden: Tensor | None
+    residual: Tensor
+
+
+class DecoderLayer:
+    """Attention and MLP of one decoder layer."""
+
+    def __init__(
+        self, weights: LayerWeights, config: ModelConfig, kernels: Kernels, tp: TensorParallel
+    ) -> None:
+        self._weights = weights
+        self._config = config
+        self._kernels = kernels
+        self._tp = tp
+        self._qkv = kernels.linear(weights.qkv, weights.qkv_bias)
+        self._out = RowParallelLinear(kernels, weights.out, weights.out_bias, tp)
+        gate, up = weights.gate_up.chunk(2)
+        bias = weights.gate_up_bias
+        gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
+        self._gate_up = kernels.gated_linear(gate, up, gate_bias, up_bias, config.activation)
+        self._down = RowParallelLinear(kernels, weights.down, weights.down_bias, tp)
+
+    def query(self, h: Tensor, kv: Tensor, plan: Any) -> Tensor:
+        """Rotated queries; this layer's k and v are written into `kv`."""
+        qkv = self._qkv(self._normed(h, self._weights.attention_norm))
+        if self._config.qk_norm is not QkNorm.NONE:
+            self._norm_heads(qkv)
+        return self._kernels.rope_and_write_kv(qkv, kv, plan)
+
+    def finish(self, attended: Tensor, h: Tensor) -> Tensor:
+        """Output projection and MLP."""
+        h = self._add(self._out, attended, h, self._weights.attention_post_norm)
+        x = self._gate_up(self._normed(h, self._weights.mlp_norm))
+        return self._add(self._down, x, h, self._weights.mlp_post_norm)
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        if not weight.numel():
+            return x
+        return self._kernels.rms_norm(x, weight, self._config.rms_norm_eps)
+
+    def _add(self, product: RowParallelLinear, x: Tensor, h: Tensor, norm: Tensor) -> Tensor:
+        return h + self._normed(product(x), norm) if norm.numel() else product(x, h)
+
+    def _norm_heads(self, qkv: Tensor) -> None:
+        """Norm q and k of `[T, (Q + 2 K) D]` in place."""
+        dim = self._config.head_dim
+        for weight, first, last in self._weights.head_norms():
+            part = qkv[:, first * dim : last * dim]
+            if self._config.qk_norm is QkNorm.HEAD:
+                heads = part.unflatten(1, (-1, dim))
+                part.copy_(self._normed(heads, weight).flatten(1))
+            else:
+                part.copy_(self._normed_over_ranks(part, weight, last - first))
+
+    def _normed_over_ranks(self, x: Tensor, weight: Tensor, heads: int) -> Tensor:
+        """RMS norm over the heads of all ranks, which hold `heads` each of so many in all."""
+        squares = self._tp.all_reduce(x.float().pow(2).sum(-1, keepdim=True))
+        width = self._tp.all_reduce(torch.full_like(squares[:1], float(heads))) * (
+            self._config.head_dim
+        )
+        inverse = torch.rsqrt(squares / width + self._config.rms_norm_eps)
+        return (x.float() * inverse * weight.float()).to(x.dtype)
+
+
+class Decoder:
+    """The whole decoder of one rank."""
+
+    def __init__(
+        self,
+        loader: WeightLoader,
+        kernels: Kernels,
+        tp: TensorParallel,
+        max_positions: int,
+    ) -> None:
+        config = loader.config
+        self._config = config
+        self._kernels = kernels
+        self._tables = loader.rotations(max_positions)
+        self._kinds = loader.layer_kinds(max_positions)
+        table = loader.embedding()
+        self._embedding = VocabularyEmbedding(table, loader.share, tp)
+        self._layers = [
+            DecoderLayer(loader.layer(index), config, kernels, tp)
+            for index in range(config.num_layers)
+        ]
+        self._norm = loader.norm()
+        self._head = VocabularyHead(kernels, loader.head(table), config.vocab_size, tp)
+        kernels.loaded()
+
+    def forward(self, inputs: StepInputs, kv: Sequence[Tensor]) -> ForwardOutput:
+        """Run a step. All its KV is in `kv` afterwards."""
+        prepared = {
+            kind: self._kernels.prepare(inputs, *self._tables[kind[0]], kind[1])
+            for kind in dict.fromkeys(self._kinds)
+        }
+        plans = [prepared[kind] for kind in self._kinds]
+        h = self._embedding(inputs.token_ids)
+        if self._config.embedding_scale != 1.0:
+            # The scale has the precision of the model, as transformers rounds it.
+            h = h * torch.tensor(self._config.embedding_scale, dtype=h.dtype)
+        for layer, layer_kv, plan in zip(self._layers[:-1], kv[:-1], plans[:-1], strict=True):
+            q = layer.query(h, layer_kv, plan)
+            h = layer.finish(self._kernels.paged_attention(q, layer_kv, plan), h)
+        return self._last(h, inputs, kv[-1], plans[-1])
+
+    def logits(self, x: Tensor) -> Tensor | None:
+        """Logits of hidden states `[n, H]`, on rank 0; all ranks must ask for the same rows."""
+        logits = self._head(x)
+        cap = self._config.final_softcap
+        return logits if logits is None or cap is None else torch.tanh(logits / cap) * cap
+
+    def _last(self, h: Tensor, inputs: StepInputs, kv: Tensor, plan: Any) -> ForwardOutput:
+        """The last layer: KV of all rows, the rest only of rows that are sampled or scored."""
+        layer, residual = self._layers[-1], h
+        q = layer.query(h, kv, plan)
+        num_sampled, num_scored = inputs.sample_rows.shape[0], inputs.score_rows.shape[0]
+        if num_sampled + num_scored == 0:
+            return ForwardOutput(None, None, residual)
+        attended = self._kernels.paged_attention(q, kv, plan)
+        if not inputs.samples_all:
+            rows = torch.cat((inputs.sample_rows, inputs.score_rows))
+            attended, h = attended[rows], h[rows]
+        h = layer.finish(attended, h)
+        x = self._kernels.rms_norm(h, self._norm, self._config.rms_norm_eps)
+        logits = self.logits(x[:num_sampled]) if num_sampled else None
+        return ForwardOutput(logits, x[num_sampled:] if num_scored else None, residual)

@@ -1,0 +1,72 @@
+"""Real text of several families: SmolLM2's weights as other families' checkpoints, and Gemma 3."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from engine.config import EngineConfig
+from engine.local import LocalEngine
+from protocol.sampling import SamplingParams
+from tests.support.families import redress_smollm2
+from tests.support.gemma3 import gemma3_folder
+from tests.support.smollm2 import TeacherForced
+
+pytestmark = pytest.mark.slow
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+TEXTS = ["The capital of France is", "def fibonacci(n):\n    "]
+
+
+def answers(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+    engine = LocalEngine(
+        EngineConfig(
+            model_path=str(folder),
+            dtype="float32",
+            num_threads=1,
+            num_blocks=120,
+            block_size=16,
+            max_model_len=1024,
+            max_step_tokens=256,
+        )
+    )
+    try:
+        return engine.generate([(ids, GREEDY) for ids in prompts])
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def smollm2_answers(smollm2: Path) -> tuple[list[list[int]], list[list[int]]]:
+    tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
+    prompts = [tokenizer.encode(text).ids for text in TEXTS]
+    return prompts, answers(smollm2, prompts)
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Qwen2", "Phi3", "Granite"])
+def test_smollm2_in_the_dress_of_another_family_says_the_same(
+    family: str,
+    smollm2: Path,
+    smollm2_answers: tuple[list[list[int]], list[list[int]]],
+    tmp_path: Path,
+) -> None:
+    prompts, expected = smollm2_answers
+    folder = redress_smollm2(smollm2, tmp_path / family, family)
+    assert answers(folder, prompts) == expected
+
+
+def test_gemma_3_says_what_it_says_in_transformers() -> None:
+    """One prompt is longer than its window of 512 tokens."""
+    try:
+        folder = gemma3_folder()
+    except (OSError, subprocess.SubprocessError) as error:
+        pytest.skip(f"Gemma 3 270M cannot be fetched: {error}")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    long = "The quick brown fox jumps over the lazy dog and runs away from the hunters. " * 40
+    prompts = [tokenizer.encode(text).ids for text in [*TEXTS, long]]
+    assert len(prompts[2]) > 600
+    outputs = answers(folder, prompts)
+    assert tokenizer.decode(outputs[0]).startswith(" the capital of the country of France")
+    assert TeacherForced(folder).differences(prompts, outputs) == {}

@@ -1,0 +1,83 @@
+"""Every family against transformers (eager, float32), on random weights of odd sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.batch import StepBatch
+from engine.local import LocalEngine
+from protocol.sampling import SamplingParams
+from tests.support.engine import (
+    ThreadedRanks,
+    chunk,
+    config,
+    hf_logits,
+    logits_of,
+    prompt,
+    whole_runner,
+)
+from tests.support.families import CASES, save_family
+from tests.support.tiny import Oracle
+
+LENGTH = 90
+CHUNKS = [[90], [1] * 30, [10, 1, 2, 11, 12, 13, 1, 40], [17, 16, 57]]
+
+
+@pytest.fixture(params=list(CASES), scope="module")
+def family(request, tmp_path_factory):
+    """(path, ids, transformers' logits of every position) of one case."""
+    path = save_family(request.param, tmp_path_factory.mktemp("family"))
+    ids = prompt(LENGTH)
+    return path, ids, hf_logits(path, ids)
+
+
+def in_chunks(run, ids, sizes):
+    """Logits of the last position of every chunk."""
+    found, start = [], 0
+    for size in sizes:
+        step = chunk(ids[start : start + size], start, [5, 3, 60, 7, 8, 9, 10, 11, 0, 1, 2, 40])
+        found.append(run(StepBatch(sequences=(step,)))[0])
+        start += size
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("sizes", CHUNKS, ids=["whole", "tokens", "around windows", "blocks"])
+def test_logits_equal_transformers_however_the_prompt_is_cut(family, sizes):
+    path, ids, expected = family
+    runner = whole_runner(path)
+    found = in_chunks(lambda batch: logits_of(runner, batch), ids, sizes)
+    ends = torch.tensor(sizes).cumsum(0) - 1
+    torch.testing.assert_close(found, expected[ends], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_give_the_same_logits(family, size):
+    """Four ranks replicate the two KV heads."""
+    path, ids, expected = family
+    with ThreadedRanks(path, size) as ranks:
+        found = in_chunks(ranks.logits, ids, [40, 1, 49])
+    torch.testing.assert_close(found, expected[[39, 40, 89]], rtol=1e-3, atol=1e-3)
+
+
+def test_greedy_ids_equal_transformers(family):
+    """All prompts are longer than what longrope was trained at: transformers takes the long factors
+    from there on, a deployment of long contexts always."""
+    path, _, _ = family
+    prompts = [prompt(length, seed=3) for length in (66, 80, 101)]
+    engine, oracle = LocalEngine(config(path, num_blocks=128)), Oracle(path)
+    sampling = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    found = engine.generate([(ids, sampling) for ids in prompts])
+    assert found == [oracle.greedy(ids, 20) for ids in prompts]
+
+
+def test_bfloat16_errs_no_more_than_transformers_does(family):
+    path, ids, expected = family
+    step = StepBatch(sequences=(chunk(ids, 0, range(12)),))
+    found = logits_of(whole_runner(path, dtype="bfloat16"), step)[0].float()
+    theirs = hf_logits(path, ids, torch.bfloat16)[-1].float()
+
+    def error(logits):
+        return (logits - expected[-1]).pow(2).mean().sqrt()
+
+    assert error(found) < 1.5 * error(theirs)
