@@ -17,7 +17,7 @@ class Console:
         """Print a line of the result."""
         print(text, flush=True)
 
-    def piece(self, text: str) -> None:
+    def write(self, text: str) -> None:
         """Print part of the result without a line end."""
         print(text, end="", flush=True)
 

@@ -40,7 +40,7 @@ def _config(options: argparse.Namespace, console: Console) -> ClusterConfig:
 def _ask(state: RunningCluster, options: argparse.Namespace, console: Console) -> None:
     outcome = GenerateOutcome()
     console.say(f"\nquestion (over gRPC): {options.question}")
-    console.piece("answer: ")
+    console.write("answer: ")
     message = Message(role="user", content=options.question)
     fields = {"max_tokens": options.max_tokens, "temperature": 0, "timeline": True, "timeout": 120}
     with closing(open_client(state.grpc, options)) as client:

@@ -67,20 +67,20 @@ def show(
     stream: Iterator[str], outcome: GenerateOutcome, console: Console, *, timeline: bool | None
 ) -> str:
     """Print a stream as it arrives, then its timeline if asked for; return its text."""
-    pieces = []
+    text = ""
     try:
-        for piece in stream:
-            pieces.append(piece)
-            console.piece(piece)
+        for part in stream:
+            text += part
+            console.write(part)
     except BaseException:
-        if pieces:
+        if text:
             console.say()  # the error goes on its own line
         raise
     console.say()
     if timeline and outcome.timeline is not None:
         console.say()
         show_timeline(outcome.timeline, outcome, console)
-    return "".join(pieces)
+    return text
 
 
 def _chat(client: InferenceClient, options: argparse.Namespace, console: Console) -> None:

@@ -203,6 +203,16 @@ def test_rayservice_comes_up(ray_service: dict[str, Any]) -> None:
     }
 
 
+def test_rayservice_pods_may_finish_their_requests(
+    ray_service: dict[str, Any], gpu_cluster: ClusterConfig
+) -> None:
+    for group in groups(ray_service).values():
+        env = {variable["name"]: variable["value"] for variable in ray_container(group)["env"]}
+        drain_s = float(env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
+        grace_s = group["template"]["spec"]["terminationGracePeriodSeconds"]
+        assert gpu_cluster.lifecycle.drain_s < drain_s < grace_s
+
+
 def test_rayservice_grows_when_replicas_ask(
     ray_service: dict[str, Any], gpu_cluster: ClusterConfig
 ) -> None:
