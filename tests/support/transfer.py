@@ -1,4 +1,4 @@
-"""Two workers' transfer sides in one process, with pools that can be compared bit for bit."""
+"""Two toy workers in one process, with pools that can be compared bit for bit."""
 
 from __future__ import annotations
 
@@ -280,8 +280,8 @@ class _Direct:
 
 
 @dataclass
-class Side:
-    """One worker's half."""
+class ToyWorker:
+    """A worker without an engine."""
 
     ref: WorkerRef
     layout: KVLayout
@@ -296,15 +296,15 @@ PATIENT = TransferConfig(
 )
 
 
-def make_side(
+def make_toy_worker(
     role: Role,
     layout: KVLayout,
     config: TransferConfig,
     backends: Callable[[], Backend],
     epoch: int,
-) -> Side:
+) -> ToyWorker:
     pools = make_pools(layout)
-    return Side(
+    return ToyWorker(
         ref=WorkerRef(
             worker_id=f"{role}-{epoch}", epoch=epoch, role=role, address=f"{role}-{epoch}:1"
         ),
@@ -338,8 +338,8 @@ class Pair:
     ) -> None:
         self.clients = clients or DirectClients()
         self.config = config
-        self.prefill = make_side(Role.PREFILL, source, config, backends, epochs[0])
-        self.decode = make_side(Role.DECODE, dest, config, backends, epochs[1])
+        self.prefill = make_toy_worker(Role.PREFILL, source, config, backends, epochs[0])
+        self.decode = make_toy_worker(Role.DECODE, dest, config, backends, epochs[1])
         self.sender = Sender(
             EndpointContext(
                 ref=self.prefill.ref,

@@ -70,7 +70,7 @@ class Chaos:
         both = [lambda: self.world.offer(key, ticket), lambda: self.world.expect(key, ticket)]
         self.random.shuffle(both)
         both[0]()
-        self.coming.append(both[1])  # the other side learns of it later
+        self.coming.append(both[1])  # the other worker learns of it later
 
     def _progress(self) -> None:
         world, choose = self.world, self.random.choice

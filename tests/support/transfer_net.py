@@ -31,7 +31,7 @@ from rpc import methods
 from tests.support.transfer import reply_of
 
 
-class SimSide(Protocol):
+class SimWorker(Protocol):
     """A worker's pool: a dictionary, so that every read and write can be checked."""
 
     def gather(self, op: Op) -> list[Cell]: ...
@@ -174,9 +174,9 @@ class Op:
 
     command: MoveCommand
     part: Part
-    side: SimSide
+    worker: SimWorker
     done: asyncio.Future[PartResult]
-    target: SimSide | None = None  # whose blocks a one-sided message writes
+    target: SimWorker | None = None  # whose blocks a one-sided message writes
     revoked: bool = False
 
 
@@ -223,7 +223,7 @@ class Fabric:
         op = wire.sends.popleft()
         cells: list[Cell] = []
         if not op.revoked and not op.command.discard:
-            cells = op.side.gather(op)
+            cells = op.worker.gather(op)
         checksum = _checksum(cells, op, wire)
         size = _size(op)
         if op.target is None:
@@ -239,7 +239,7 @@ class Fabric:
         cells, size = wire.flying.popleft()
         assert size == _size(op), "the two ends are out of step"
         if not op.revoked:
-            op.side.scatter(op, cells)
+            op.worker.scatter(op, cells)
         checksum = _checksum(cells, op, wire)
         op.done.set_result(PartResult(num_bytes=size, checksum=checksum))
         self._loop.settle()
@@ -253,11 +253,11 @@ class Fabric:
         wire.receives.clear()
         wire.flying.clear()
 
-    def revoke(self, side: SimSide, command: RevokeCommand) -> None:
+    def revoke(self, worker: SimWorker, command: RevokeCommand) -> None:
         for wire in self.wires.values():
             for op in (*wire.sends, *wire.receives):
                 named = (op.command.receiver_epoch, op.command.generation)
-                if op.side is side and named == (command.receiver_epoch, command.generation):
+                if op.worker is worker and named == (command.receiver_epoch, command.generation):
                     op.revoked = True
 
     def close(self, command: CloseCommand) -> None:
@@ -282,9 +282,9 @@ def _checksum(cells: list[Cell], op: Op, wire: Wire) -> int:
 class SimRanks:
     """A RankChannel into the fabric. With a target, what it sends is written there directly."""
 
-    def __init__(self, fabric: Fabric, side: SimSide, target: SimSide | None = None) -> None:
+    def __init__(self, fabric: Fabric, worker: SimWorker, target: SimWorker | None = None) -> None:
         self._fabric = fabric
-        self._side = side
+        self._worker = worker
         self._target = target
 
     async def run(self, rank: int, command: RankCommand) -> RankResult:
@@ -298,7 +298,7 @@ class SimRanks:
                 way = Listening(backend="cuda_ipc", endpoint=f"{host_id()}|{rank}")
             return RankResult(listening=(way,))
         if command.revoke is not None:
-            self._fabric.revoke(self._side, command.revoke)
+            self._fabric.revoke(self._worker, command.revoke)
             return RankResult()
         if command.close is not None:
             self._fabric.close(command.close)
@@ -315,7 +315,7 @@ class SimRanks:
 
     def _queue(self, command: MoveCommand, part: Part, *, sending: bool) -> Op:
         done: asyncio.Future[PartResult] = asyncio.get_running_loop().create_future()
-        op = Op(command=command, part=part, side=self._side, done=done, target=self._target)
+        op = Op(command=command, part=part, worker=self._worker, done=done, target=self._target)
         source, dest = command.rank, part.peer_rank
         if not sending:
             source, dest = dest, source

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -27,12 +28,12 @@ from tests.support.processes import forks, obey
 from tests.support.transfer import (
     SECRET,
     LocalRanks,
-    Side,
+    ToyWorker,
     differing,
     fill,
     make_fingerprint,
     make_layout,
-    make_side,
+    make_toy_worker,
     random_kv,
 )
 
@@ -53,7 +54,7 @@ class _Host:
 
     def __init__(self, role: Role) -> None:
         self._role = role
-        self._sides: list[Side] = []
+        self._workers: list[ToyWorker] = []
         self._ends: list[Any] = []
         self._held: dict[int, Held] = {}
         self._clients = ClientPool(secret=SECRET)
@@ -62,29 +63,30 @@ class _Host:
         layout = make_layout(tp_size, **shape)
         server = ControlServer(secret=SECRET)
         address = server.bind()
-        side = make_side(self._role, layout, CONFIG, lambda: TcpBackend("127.0.0.1"), new_epoch())
-        side.ref = WorkerRef(
-            worker_id=side.ref.worker_id, epoch=side.ref.epoch, role=self._role, address=address
+        backends = partial(TcpBackend, "127.0.0.1")
+        worker = make_toy_worker(self._role, layout, CONFIG, backends, new_epoch())
+        worker.ref = WorkerRef(
+            worker_id=worker.ref.worker_id, epoch=worker.ref.epoch, role=self._role, address=address
         )
         context = EndpointContext(
-            ref=side.ref,
+            ref=worker.ref,
             layout=layout,
             fingerprint=make_fingerprint(layout),
             secret=SECRET,
-            ranks=LocalRanks(side.planes),
+            ranks=LocalRanks(worker.planes),
             clients=self._clients,
             config=CONFIG,
         )
         if self._role is Role.PREFILL:
-            end: Any = Sender(context, side.events)
+            end: Any = Sender(context, worker.events)
         else:
-            end = Receiver(context, side.events)
+            end = Receiver(context, worker.events)
             await end.start()
         server.add(end.handlers())
         self._ends.append(end)
         await server.start()
-        self._sides.append(side)
-        return len(self._sides) - 1, side.ref
+        self._workers.append(worker)
+        return len(self._workers) - 1, worker.ref
 
     async def submit(self, which: int, key: RequestKey, ticket: Ticket, peer: WorkerRef) -> None:
         end = self._ends[which]
@@ -96,9 +98,9 @@ class _Host:
     async def send(
         self, which: int, key: RequestKey, blocks: tuple[int, ...], seed: int, chunk: int
     ) -> None:
-        side = self._sides[which]
-        await side.events.wait(lambda e: key in e.grants)
-        fill(side.pools, side.layout, blocks, random_kv(side.layout, len(blocks), seed))
+        worker = self._workers[which]
+        await worker.events.wait(lambda e: key in e.grants)
+        fill(worker.pools, worker.layout, blocks, random_kv(worker.layout, len(blocks), seed))
         for first in range(0, len(blocks), chunk):
             part = blocks[first : first + chunk]
             self._ends[which].push(key, part, first)
@@ -107,7 +109,7 @@ class _Host:
     async def hold(self, which: int) -> None:
         """Gathers wait: a transfer can be caught in the middle."""
         held = self._held[which] = Held()
-        for pool in self._sides[which].pools:
+        for pool in self._workers[which].pools:
             pool.before_gather = held
 
     async def caught(self, which: int) -> bool:
@@ -116,27 +118,27 @@ class _Host:
 
     async def release(self, which: int) -> None:
         """Gathers go on, and wait no more."""
-        for pool in self._sides[which].pools:
+        for pool in self._workers[which].pools:
             pool.before_gather = lambda: None
         self._held[which].release()
 
     async def over(self, which: int, key: RequestKey) -> tuple[str, Any]:
         """How a hand-off ended; waits for it."""
-        events = self._sides[which].events
+        events = self._workers[which].events
         await events.wait(lambda e: e.is_over(key), ANSWER_S)
         if key in dict(events.commits):
             return "committed", None
         return "ended", dict(events.ends)[key]
 
     async def safe(self, which: int, key: RequestKey) -> tuple[int, ...]:
-        events = self._sides[which].events
+        events = self._workers[which].events
         await events.wait(lambda e: key in dict(e.safe), ANSWER_S)
         return dict(events.safe)[key]
 
     async def wrong(self, which: int, blocks: tuple[int, ...], seed: int) -> list[Any]:
-        side = self._sides[which]
-        kv = random_kv(side.layout, len(blocks), seed)
-        return differing(side.pools, side.layout, blocks, kv)
+        worker = self._workers[which]
+        kv = random_kv(worker.layout, len(blocks), seed)
+        return differing(worker.pools, worker.layout, blocks, kv)
 
     async def left(self, which: int) -> tuple[int, int]:
         """Live hand-offs and blocks in the account."""

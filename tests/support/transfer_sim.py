@@ -106,7 +106,7 @@ class Worker:
         assert len(seen) == 1, f"{key} ended more than once: {seen}"
 
 
-class PrefillSide(Worker):
+class SimPrefill(Worker):
     """A toy prefill worker: computes prompts instantly, in steps that the test takes."""
 
     def __init__(self, layout: KVLayout, cell: int) -> None:
@@ -147,7 +147,7 @@ class PrefillSide(Worker):
             self.give_back(key)
 
 
-class DecodeSide(Worker):
+class SimDecode(Worker):
     """A toy decode worker: knows at every moment who may write which block."""
 
     def __init__(self, layout: KVLayout, cell: int) -> None:
@@ -264,8 +264,8 @@ class World:
         self.network = Network(self.loop)
         self.fabric = Fabric(self.loop)
         cell = gcd(source.block_size, dest.block_size)
-        self.prefill = PrefillSide(source, cell)
-        self.decode = DecodeSide(dest, cell)
+        self.prefill = SimPrefill(source, cell)
+        self.decode = SimDecode(dest, cell)
         clock = Clock(monotonic=self.loop.time, wall=self.loop.time)
         self.prefill_ref = _ref(Role.PREFILL, 11)
         self.decode_ref = _ref(Role.DECODE, 22)
@@ -377,17 +377,17 @@ class World:
 
     def step(self, key: RequestKey, count: int) -> None:
         """Run a chunk of the prompt: push its blocks, commit after the last."""
-        side = self.prefill
-        if key not in side.held and not side.start(key):
+        worker = self.prefill
+        if key not in worker.held and not worker.start(key):
             return
-        ids = side.held[key]
-        first = side.pushed[key]
+        ids = worker.held[key]
+        first = worker.pushed[key]
         part = ids[first : first + count]
         if part:
             self.on_loop(lambda: self.sender.push(key, part, first))
-            side.pushed[key] += len(part)
-        if side.pushed.get(key) == len(ids) and key not in side.committing:
-            side.committing.add(key)
+            worker.pushed[key] += len(part)
+        if worker.pushed.get(key) == len(ids) and key not in worker.committing:
+            worker.committing.add(key)
             self.on_loop(lambda: self.sender.commit(key, 7))
 
     def events(self) -> list[Callable[[], None]]:
@@ -411,8 +411,8 @@ class World:
         """The invariants of every moment."""
         for record in self.faults.records:
             raise AssertionError(record.getMessage()) from (record.exc_info or (0, None))[1]
-        for side in (self.prefill, self.decode):
-            blocks = side.blocks
+        for worker in (self.prefill, self.decode):
+            blocks = worker.blocks
             total = blocks.num_free + blocks.num_held + blocks.num_quarantined
             assert total == blocks.num_blocks
         quarantined = self.receiver.num_blocks(GrantState.QUARANTINED)

@@ -57,7 +57,7 @@ LONGEST = 60  # tokens of a request: each pool has room for one
 Data = list[tuple[int, ...]]  # the tokens of each cell
 
 
-class Side(ABC):
+class SimWorker(ABC):
     """A worker but for its sockets and threads: `turn` is one of its step thread, `deliver` hands
     the oldest output over to its event loop. Also what the fabric takes for its pool."""
 
@@ -143,7 +143,7 @@ class Side(ABC):
         return [(self.engine.slots[b], slice(n * size, (n + 1) * size)) for b, n in places]
 
 
-class PrefillSide(Side):
+class SimPrefill(SimWorker):
     """With a sender, of which it is the listener."""
 
     def gather(self, op: Op) -> Data:
@@ -174,7 +174,7 @@ class PrefillSide(Side):
         self.inbox.append(HandoffEnded(key=key, error=error))
 
 
-class DecodeSide(Side):
+class SimDecode(SimWorker):
     """With a receiver, of which it is the listener."""
 
     def scatter(self, op: Op, data: Data) -> None:
@@ -219,10 +219,10 @@ class SteppingRanks(SimRanks):
     async def _run(self, rank: int, command: RankCommand) -> RankResult:
         if command.ready is None:
             return await super()._run(rank, command)
-        side: Any = self._side
-        while side.executor.num_over < command.ready.after:
-            side.stepped.clear()
-            await side.stepped.wait()
+        worker: Any = self._worker
+        while worker.executor.num_over < command.ready.after:
+            worker.stepped.clear()
+            await worker.stepped.wait()
         return RankResult()
 
 
@@ -258,18 +258,18 @@ class WorkerWorld:
         self.fabric = Fabric(self.loop)
         choose = self.random.choice
         sizes = choose([(4, 4), (4, 4), (4, 4), (2, 4), (8, 4), (6, 4)])
-        self.prefill = PrefillSide(self, PrefillScheduler, choose([12, 24, 60]), sizes[0])
-        self.decode = DecodeSide(self, DecodeScheduler, choose([14, 24, 60]), sizes[1])
+        self.prefill = SimPrefill(self, PrefillScheduler, choose([12, 24, 60]), sizes[0])
+        self.decode = SimDecode(self, DecodeScheduler, choose([14, 24, 60]), sizes[1])
         config = choose([CONFIG, TransferConfig(**SMALL_PIECES)])
         target = self.decode if one_sided else None
 
-        def context(ref: WorkerRef, side: Any) -> EndpointContext:
+        def context(ref: WorkerRef, worker: Any) -> EndpointContext:
             return EndpointContext(
                 ref=ref,
-                layout=side.layout,
+                layout=worker.layout,
                 fingerprint=FINGERPRINT,
                 secret=SECRET,
-                ranks=SteppingRanks(self.fabric, side, target),
+                ranks=SteppingRanks(self.fabric, worker, target),
                 clients=self.network,  # type: ignore[arg-type]
                 config=config,
                 clock=Clock(monotonic=self.loop.time, wall=self.loop.time),
@@ -338,7 +338,7 @@ class WorkerWorld:
         self.coming.append(partial(self._submit, self.decode, submit(PREFILL), self.receiver.offer))
         self.coming.append(partial(self._submit, self.prefill, submit(DECODE), self.sender.expect))
 
-    def _submit(self, side: Side, submit: Submit, accept: Any = None) -> None:
+    def _submit(self, worker: SimWorker, submit: Submit, accept: Any = None) -> None:
         if not self._is_current(submit.key):
             return
 
@@ -347,7 +347,7 @@ class WorkerWorld:
                 raise Internal("lost")
             if accept is not None:
                 accept(submit.key, submit.ticket, submit.peer)
-            side.inbox.append(Submitted(submit=submit))
+            worker.inbox.append(Submitted(submit=submit))
 
         error = self.loop.run(call()).exception()
         if isinstance(error, BatonError):
@@ -365,9 +365,9 @@ class WorkerWorld:
             self._try(key.request_id)
 
     def _cancel(self, key: RequestKey) -> None:
-        for side in (self.prefill, self.decode):
+        for worker in (self.prefill, self.decode):
             if self.random.random() > self.fault_rate / 4:  # else it gets lost
-                self.coming.append(partial(side.inbox.append, RequestCancelled(keys=(key,))))
+                self.coming.append(partial(worker.inbox.append, RequestCancelled(keys=(key,))))
 
     def _end(self, job: Job, how: str) -> None:
         job.done = True
@@ -416,9 +416,9 @@ class WorkerWorld:
         ways: list[Callable[[], object]] = [self.prefill.turn, self.decode.turn]
         if self.coming:
             ways.append(self._hear)
-        for side in (self.prefill, self.decode):
-            ways += [side.turn] * bool(side.inbox or side.executor.launched)
-            ways += [side.deliver] * (2 * bool(side.outbox))
+        for worker in (self.prefill, self.decode):
+            ways += [worker.turn] * bool(worker.inbox or worker.executor.launched)
+            ways += [worker.deliver] * (2 * bool(worker.outbox))
         if self.network.letters:
             ways += [partial(self.network.deliver, choose(self.network.next()))] * 2
         if sendable := self._sendable():
@@ -487,9 +487,9 @@ class WorkerWorld:
                 self._turn_clock(10.0)
                 self._check()
         assert self.sender.num_live == self.receiver.num_live == 0
-        for side in (self.prefill, self.decode):
-            assert side.scheduler.num_unfinished == 0
-            assert side.blocks.num_available == side.blocks.num_blocks
+        for worker in (self.prefill, self.decode):
+            assert worker.scheduler.num_unfinished == 0
+            assert worker.blocks.num_available == worker.blocks.num_blocks
         self._close()
 
     def _run_dry(self) -> None:
@@ -499,10 +499,10 @@ class WorkerWorld:
             while self.coming:
                 self.coming.pop()()
             busy = self.prefill.turn() | self.decode.turn()
-            for side in (self.prefill, self.decode):
-                while side.outbox:
+            for worker in (self.prefill, self.decode):
+                while worker.outbox:
                     busy = True
-                    side.deliver()
+                    worker.deliver()
             for wire in self._sendable():
                 busy = True
                 self.fabric.send(wire)

@@ -12,7 +12,7 @@ from tests.support.transfer_steps import DEST, KEY, LAYOUT, SOURCE, finish, move
 
 
 async def test_leases_end_by_themselves(memory):
-    """Neither side ever hears of the other again: timers end both and give the blocks back."""
+    """No message arrives any more: timers end the hand-off on both workers and free the blocks."""
     config = replace(PATIENT, lease_s=0.2, rpc_timeout_s=0.1, rpc_attempts=1)
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory, config=config) as pair:
         await ready(pair)
@@ -20,9 +20,9 @@ async def test_leases_end_by_themselves(memory):
         while not pair.receiver.stats.num_pieces:
             await asyncio.sleep(0.01)
         pair.clients.handlers.clear()
-        for side in (pair.prefill, pair.decode):
-            await side.events.wait(lambda e: e.is_over(KEY))
-            assert "deadline" in side.events.ended_with(KEY).message
+        for worker in (pair.prefill, pair.decode):
+            await worker.events.wait(lambda e: e.is_over(KEY))
+            assert "deadline" in worker.events.ended_with(KEY).message
         assert pair.decode.events.safe == [(KEY, DEST)]
 
 
@@ -67,7 +67,7 @@ async def test_a_grant_ends_when_prefill_has_left_the_handoff(memory):
 async def test_an_offer_that_is_never_granted_ends_with_its_ticket(memory):
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
         pair.submit(KEY, 5, ttl_s=0.2)
-        for side in (pair.prefill, pair.decode):
-            await side.events.wait(lambda e: e.is_over(KEY))
-            assert side.events.ended_with(KEY).code is ErrorCode.HANDOFF_FAILED
+        for worker in (pair.prefill, pair.decode):
+            await worker.events.wait(lambda e: e.is_over(KEY))
+            assert worker.events.ended_with(KEY).code is ErrorCode.HANDOFF_FAILED
         assert pair.decode.events.safe == []

@@ -39,7 +39,7 @@ from tests.support.transfer_steps import (
     ready,
 )
 
-#: What the other side has posted is soon given up.
+#: Receives that get no data end soon.
 BRISK = replace(PATIENT, op_timeout_s=2, connect_timeout_s=2)
 
 
@@ -211,8 +211,8 @@ async def test_a_cancelled_handoff_leaves_its_links_in_step(backends):
                 pair.sender.push(key, SOURCE[first : first + 1], first)
             for _ in range(turn * 3):
                 await asyncio.sleep(0)
-            side = (pair.sender, pair.receiver)[turn % 2]
-            await side.end(key, turn % 3 == 0)
+            worker = (pair.sender, pair.receiver)[turn % 2]
+            await worker.end(key, turn % 3 == 0)
             await pair.decode.events.wait(lambda e, key=key: key in dict(e.safe))
         kv = await ready(pair)
         await finish(pair)
@@ -222,16 +222,16 @@ async def test_a_cancelled_handoff_leaves_its_links_in_step(backends):
 
 @pytest.mark.parametrize("released", [True, False])
 async def test_an_end_of_either_side_reaches_the_other(memory, released):
-    """Token 1 ended the request; or the client left; or one side failed."""
+    """Token 1 ended the request; or the client left; or one worker failed."""
     error = None if released else ErrorInfo(code=ErrorCode.INTERNAL, message="broken")
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
         await ready(pair)
         await ready(pair, OTHER, MORE, LAND)
         await pair.sender.end(KEY, released, error)
         await pair.receiver.end(OTHER, released, error)
-        for side in (pair.prefill, pair.decode):
-            await side.events.wait(lambda e: len(e.ends) == 2)
-            assert dict(side.events.ends) == {KEY: error, OTHER: error}
+        for worker in (pair.prefill, pair.decode):
+            await worker.events.wait(lambda e: len(e.ends) == 2)
+            assert dict(worker.events.ends) == {KEY: error, OTHER: error}
         assert sorted(pair.decode.events.safe, key=str) == [(KEY, DEST), (OTHER, LAND)]
         pair.sender.push(KEY, SOURCE, 0)  # the step thread did not know yet: ignored
         pair.sender.commit(KEY, 1)
@@ -380,8 +380,8 @@ async def test_a_sender_that_gives_up_lost_pieces_tells_decode(memory):
         await ready(pair)
         pair.clients.intercept = lose
         await finish(pair)
-        for side in (pair.prefill, pair.decode):
-            assert side.events.ended_with(KEY).param == "lost:0"
+        for worker in (pair.prefill, pair.decode):
+            assert worker.events.ended_with(KEY).param == "lost:0"
         assert len(moves(pair.clients, "Commit")) == BRISK.piece_attempts
 
 
@@ -519,8 +519,8 @@ async def test_corrupted_bytes_are_found_at_commit(memory):
 
         backend.accept = accept_corrupting
         await finish(pair)
-        for side in (pair.prefill, pair.decode):
-            assert side.events.ended_with(KEY).param == "checksum"
+        for worker in (pair.prefill, pair.decode):
+            assert worker.events.ended_with(KEY).param == "checksum"
         assert pair.decode.events.safe == [(KEY, DEST)]
 
 

@@ -201,9 +201,9 @@ async def test_a_pair_that_does_not_fit_is_refused_by_the_field(memory, field):
     ) as pair:
         pair.submit(KEY, 5)
         await pair.receiver.reserve(KEY, DEST, 0)
-        for side in (pair.prefill, pair.decode):
-            await side.events.wait(lambda e: e.is_over(KEY))
-            error = side.events.ended_with(KEY)
+        for worker in (pair.prefill, pair.decode):
+            await worker.events.wait(lambda e: e.is_over(KEY))
+            error = worker.events.ended_with(KEY)
             assert error.code is ErrorCode.HANDOFF_FAILED
             assert error.param == field
         assert pair.decode.events.safe == [(KEY, DEST)]

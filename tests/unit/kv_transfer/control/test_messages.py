@@ -240,8 +240,8 @@ def test_an_order_names_exactly_one_thing(memory):
         parts=(),
     )
     assert b"invalid" not in plane.execute(RankCommand(send=command).encode()).result(10)
-    for side in (pair.prefill, pair.decode):
-        for plane in side.planes:
+    for worker in (pair.prefill, pair.decode):
+        for plane in worker.planes:
             plane.close()
 
 
