@@ -98,7 +98,7 @@ REQUESTS_WAITING = _gauge(
 )
 REQUESTS = _counter("requests_total", "Requests that arrived.", "door", "endpoint")
 REQUEST_SUCCESS = _counter(
-    "request_success_total", "Requests that ended well.", "finished_reason", vllm=True
+    "request_success_total", "Requests that finished.", "finished_reason", vllm=True
 )
 REQUEST_FAILURES = _counter(
     "request_failures_total", "Requests that ended in a typed error.", "door", "code"
@@ -108,12 +108,12 @@ RESUMES = _counter(
 )
 REFUSALS = _counter(
     "request_refusals_total",
-    "Requests refused instead of waiting: a queue is full, or what was promised cannot be had. "
-    "Connections refused: too many are open.",
+    "Requests refused: a queue is full, or a deadline or target cannot be met. Connections "
+    "refused: too many are open.",
     "reason",
 )
-QUEUED_REQUESTS = _gauge("router_queue_requests", "Accepted requests waiting for their turn.")
-QUEUED_TOKENS = _gauge("router_queue_tokens", "Prompt tokens of the requests waiting for a turn.")
+QUEUED_REQUESTS = _gauge("router_queue_requests", "Accepted requests that wait in the router.")
+QUEUED_TOKENS = _gauge("router_queue_tokens", "Uncached prompt tokens of these requests.")
 PROMPT_TOKENS = _counter("prompt_tokens_total", "Prompt tokens of accepted requests.", vllm=True)
 GENERATION_TOKENS = _counter("generation_tokens_total", "Output tokens sent.", vllm=True)
 TIME_TO_FIRST_TOKEN = _histogram(
@@ -133,7 +133,7 @@ E2E_LATENCY = _histogram(
 )
 QUEUE_TIME = _histogram(
     "request_queue_time_seconds",
-    "Waiting of a request before its prefill: its turn, credits and prefill queue.",
+    "Time of a request in queues before its prefill: router, decode blocks, prefill.",
     _REQUEST_TIME,
     vllm=True,
 )
