@@ -29,7 +29,6 @@ class AdminServicer:
     async def get_cluster(
         self, request: pb.GetClusterRequest, _: _Context, __: Caller
     ) -> pb.Cluster:
-        """The cluster now."""
         return cluster_message(await self._view())
 
     async def scale(self, request: pb.ScaleRequest, _: _Context, __: Caller) -> pb.Cluster:
@@ -43,7 +42,6 @@ class AdminServicer:
         return cluster_message(await self._view())
 
     async def drain(self, request: pb.DrainRequest, _: _Context, __: Caller) -> pb.DrainResponse:
-        """Drain one worker."""
         check_known(request)
         if not request.worker_id:
             raise InvalidRequest("worker_id is required", param="worker_id")

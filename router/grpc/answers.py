@@ -14,7 +14,6 @@ from router.text.detokenizer import TokenTable
 
 
 def choice_message(delta: Delta, *, token_ids: bool) -> pb.Choice:
-    """One delta, without its log-probabilities."""
     return pb.Choice(
         index=delta.index,
         text=delta.text,
@@ -58,7 +57,6 @@ def _logprob(score: Score, count: int, pieces: TokenTable) -> pb.TokenLogprob:
 
 
 def cluster_message(view: ClusterInfo) -> pb.Cluster:
-    """A view of the cluster."""
     return pb.Cluster(
         model=view.model,
         pools=[

@@ -28,7 +28,6 @@ async def abort(context: aio.ServicerContext[Any, Any], error: BatonError) -> No
 
 
 def trailers(info: ErrorInfo) -> tuple[tuple[str, str | bytes], ...]:
-    """The trailing metadata of an error."""
     pairs: list[tuple[str, str | bytes]] = [("baton-error-code", info.code.value)]
     status = status_pb2.Status(
         code=grpc.StatusCode[STATUSES[info.code].grpc].value[0], message=info.message

@@ -65,7 +65,6 @@ class InferenceServicer:
     async def list_models(
         self, request: pb.ListModelsRequest, context: _Context, caller: Caller
     ) -> pb.ListModelsResponse:
-        """The models served."""
         models = [
             pb.Model(
                 id=model.id,
@@ -80,7 +79,6 @@ class InferenceServicer:
     async def tokenize(
         self, request: pb.TokenizeRequest, context: _Context, caller: Caller
     ) -> pb.TokenizeResponse:
-        """Text or chat to ids."""
         tokens = await self._service.tokenize(requests.tokenize_request(request), caller)
         return pb.TokenizeResponse(
             tokens=tokens.ids, count=len(tokens.ids), max_model_len=tokens.max_model_len
@@ -89,7 +87,6 @@ class InferenceServicer:
     async def detokenize(
         self, request: pb.DetokenizeRequest, context: _Context, caller: Caller
     ) -> pb.DetokenizeResponse:
-        """Ids to text."""
         text = await self._service.detokenize(requests.detokenize_request(request), caller)
         return pb.DetokenizeResponse(prompt=text)
 

@@ -35,7 +35,6 @@ def generate_request(message: pb.GenerateRequest) -> GenerateRequest:
 
 
 def tokenize_request(message: pb.TokenizeRequest) -> TokenizeRequest:
-    """The same for Tokenize."""
     return parse_fields(_Converter().value(message, ""), TokenizeRequest)
 
 

@@ -140,7 +140,6 @@ class _Health(health.aio.HealthServicer):  # type: ignore[misc]
                     self._ends.discard(end)
 
     def end_watches(self) -> None:
-        """End all watches."""
         for end in self._ends:
             end.reschedule(0.0)
 
@@ -154,7 +153,6 @@ class _Guard:
         self._admin = admin
 
     def unary(self, method: _Method, kind: type[M]) -> _Handler:
-        """A method with one answer."""
         return grpc.unary_unary_rpc_method_handler(
             self.checked(method),
             request_deserializer=_parser(kind),
@@ -192,7 +190,6 @@ class _GuardedReflection(reflection.aio.ReflectionServicer):  # type: ignore[mis
     async def ServerReflectionInfo(  # noqa: N802 - the name of the method on the wire
         self, request_iterator: AsyncIterator[Any], context: _Context
     ) -> AsyncIterator[Any]:
-        """Answer as the base class does."""
         try:
             self._access.caller(metadata_value(context, "authorization"))
         except BatonError as error:

@@ -36,7 +36,6 @@ class HttpAnswer:
         self._send = send
 
     async def whole(self, status: int, body: bytes, headers: Headers) -> None:
-        """Send a complete answer."""
         length = (b"content-length", b"%d" % len(body))
         await self._start(status, [*headers, length])
         await self._send({"type": "http.response.body", "body": body})
@@ -51,7 +50,6 @@ class HttpAnswer:
         await self._start(200, [*STREAM_HEADERS, *headers])
 
     async def part(self, events: bytes, *, last: bool = False) -> None:
-        """Send events."""
         message = {"type": "http.response.body", "body": events, "more_body": not last}
         await self._send(message)
 

@@ -165,7 +165,6 @@ class _FrontEnd:
         self._bodies = BodyReader(max_body_bytes)
 
     async def generate(self, kind: RequestKind, scope: Scope, receive: Receive, send: Send) -> None:
-        """POST /v1/chat/completions and /v1/completions."""
         arrival, request_id = self._service.clock(), request_id_of(scope)
         answer, headers = HttpAnswer(scope, send), Headers(scope=scope)
         try:
@@ -219,7 +218,6 @@ class _FrontEnd:
             await answer.error(error)
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """POST /detokenize: `tokens` to text."""
         answer = HttpAnswer(scope, send)
         try:
             request = await self._bodies.read(scope, receive, DetokenizeRequest)
@@ -229,12 +227,10 @@ class _FrontEnd:
             await answer.error(error)
 
     async def models(self, request: Request) -> Response:
-        """GET /v1/models."""
         served = self._service.models(_caller(request.scope))
         return _json({"object": "list", "data": list(map(_model_json, served))})
 
     async def model(self, request: Request) -> Response:
-        """GET /v1/models/{id}."""
         name, caller = request.path_params["model"], _caller(request.scope)
         return _json(_model_json(self._service.find_model(name, caller)))
 

@@ -60,7 +60,6 @@ class HttpConnection(HttpToolsProtocol):
         self._head_came()
 
     def data_received(self, data: bytes) -> None:
-        """Count the bytes of a head."""
         if not self._admitted:
             self._refuse_connection()
             return
@@ -73,12 +72,10 @@ class HttpConnection(HttpToolsProtocol):
             self.send_400_response(f"The head is larger than {MAX_HEAD_BYTES} bytes.")
 
     def on_message_begin(self) -> None:
-        """A head begins."""
         super().on_message_begin()
         self._expect_head()
 
     def on_headers_complete(self) -> None:
-        """The head is complete."""
         if self.parser.should_upgrade():  # split over two reads; the body would count as a request
             raise ValueError("the client offers another protocol")
         self._head_came()
@@ -96,7 +93,6 @@ class HttpConnection(HttpToolsProtocol):
             raise ValueError("too many pipelined requests")  # stops the parser
 
     def on_message_complete(self) -> None:
-        """The next bytes are another head."""
         super().on_message_complete()
         if self.expect_100_continue:
             self.cycle.keep_alive = self.parser.should_keep_alive()
@@ -164,7 +160,6 @@ def _header(request_id: RequestId) -> tuple[bytes, bytes]:
 
 
 def request_id_of(scope: Scope) -> RequestId:
-    """The id of a request."""
     request_id: RequestId = scope[_ID]
     return request_id
 

@@ -22,7 +22,6 @@ _TYPES = {
 
 
 def error_body(error: BatonError) -> bytes:
-    """The JSON object of an error."""
     info = presentable(error)
     code = info.code.value
     # The names that OpenAI's clients know.
@@ -40,7 +39,6 @@ def error_body(error: BatonError) -> bytes:
 
 
 def error_status(error: BatonError) -> int:
-    """The HTTP status of an error."""
     return STATUSES[error.code].http
 
 

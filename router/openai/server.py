@@ -89,7 +89,6 @@ class _Server(uvicorn.Server):
         self._connections = self.server_state.connections = connections
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, then set `up`."""
         await super().startup(sockets)
         self.up.set()
 
@@ -119,13 +118,11 @@ class _Server(uvicorn.Server):
                 task.cancel()
 
     def leave(self) -> None:
-        """Shut down."""
         self.should_exit = True
         self._leaving.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Leave signals alone."""
         yield
 
 
@@ -140,7 +137,6 @@ class _Connections(set[Any]):
         self._on_refusal = on_refusal
 
     def add(self, connection: Any) -> None:
-        """Add an open connection."""
         super().add(connection)
         self.none.clear()
 
@@ -152,7 +148,6 @@ class _Connections(set[Any]):
         return False
 
     def discard(self, connection: Any) -> None:
-        """Remove a closed connection."""
         super().discard(connection)
         if not self:
             self.none.set()

@@ -50,7 +50,6 @@ class ChatRequest(GenerateRequest):
 
     @property
     def output_limit_param(self) -> str:
-        """The field that sets `output_limit`."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @cached_property

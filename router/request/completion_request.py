@@ -37,7 +37,6 @@ class CompletionRequest(GenerateRequest):
 
     @property
     def prompts(self) -> Sequence[Prompt]:
-        """One prompt, or a batch."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return (cast(Prompt, self.prompt),)
         return cast(Sequence[Prompt], self.prompt)

@@ -180,17 +180,14 @@ class GenerateRequest(Body, dict=True):
 
     @property
     def prompts(self) -> Sequence[Prompt]:
-        """The prompts of a completion."""
         return ()
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that workers run for it."""
         return self.n * max(1, len(self.prompts))
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
         if self.stop is None or isinstance(self.stop, str):
             return () if self.stop is None else (self.stop,)
         return tuple(self.stop)
@@ -207,7 +204,6 @@ class GenerateRequest(Body, dict=True):
 
     @property
     def output_limit_param(self) -> str:
-        """The field that sets `output_limit`."""
         return "max_tokens"
 
     @property

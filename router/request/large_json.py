@@ -63,7 +63,6 @@ def refuse_constant(name: str) -> NoReturn:
 
 
 def _with_lists(value: Any) -> Any:
-    """A value with lists for arrays."""
     if isinstance(value, array):
         return value.tolist()
     if isinstance(value, list):

@@ -185,7 +185,6 @@ class _Shape:
 
 
 def _options(kind: inspect.Type) -> Iterator[inspect.Type]:
-    """The types of a union."""
     if isinstance(kind, inspect.Metadata):
         yield from _options(kind.type)
     elif isinstance(kind, inspect.UnionType):

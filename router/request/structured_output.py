@@ -47,7 +47,6 @@ class JsonObjectFormat(Body, tag_field="type", tag="json_object"):
     neutral = (False,)
 
     def structured(self) -> StructuredOutput:
-        """The grammar of all objects."""
         return _structured("json", _ANY_OBJECT, "response_format")
 
 
@@ -70,7 +69,6 @@ class JsonSchemaFormat(Body, tag_field="type", tag="json_schema"):
     json_schema: JsonSchema
 
     def structured(self) -> StructuredOutput:
-        """The schema's grammar."""
         schema = self.json_schema.schema
         param = "response_format.json_schema.schema"
         return _structured("json", _ANY_OBJECT if schema is None else schema, param)

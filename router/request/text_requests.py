@@ -32,7 +32,6 @@ class TokenizeRequest(Body):
             raise InvalidRequest("prompt or messages is required", param="prompt")
 
     def tool_use(self) -> ToolUse | None:
-        """The tools in the prompt."""
         return tool_use(self.tools, self.tool_choice)
 
 

@@ -43,7 +43,6 @@ HARMLESS = frozenset(
 
 
 def is_neutral(value: object, neutral: tuple[Any, ...]) -> bool:
-    """Whether a value asks for nothing."""
     # `logprobs: 0` asks for something, `logprobs: false` does not; in Python they are equal.
     return value is None or any(
         value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral
