@@ -1,4 +1,4 @@
-"""Every failure a caller can see is one of these, on every door."""
+"""Every failure a caller can see is one of these, on every front end."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ _CLASSES: dict[ErrorCode, type[BatonError]] = {
 
 
 class Status(NamedTuple):
-    """What a code is on the doors; `grpc` names one of grpc.StatusCode."""
+    """What a code is on the front_ends; `grpc` names one of grpc.StatusCode."""
 
     http: int
     grpc: str

@@ -1,4 +1,4 @@
-"""A client of Baton's gRPC door that notes when each message of a stream arrives.
+"""A client of Baton's gRPC front end that notes when each message of a stream arrives.
 
 As in http_stream, messages stay bytes while tokens arrive and are read when the stream has ended.
 """

@@ -53,7 +53,7 @@ def test_ray_is_imported_by_cluster_alone(package):
         assert "ray" not in roots, path
 
 
-def test_generated_code_is_used_by_the_grpc_door_only():
+def test_generated_code_is_used_by_the_grpc_front_end_only():
     users = {
         path.relative_to(ROOT).with_suffix("").parts[:2]
         for package in PACKAGES

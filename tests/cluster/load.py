@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from cluster.client import GenerateOutcome, InferenceClient
 from protocol.errors import BatonError
 from tests.cluster.conftest import MODEL, Baton
-from tests.support.doors import Doors
+from tests.support.front_ends import FrontEnds
 
 LONG = "The history of the city begins with its rivers, and " * 12
 TOKENS = 24
@@ -43,18 +43,18 @@ def ask(baton: Baton, prompt: str, *, tokens: int = 8) -> GenerateOutcome:
 async def ask_all(baton: Baton, asked: list[list[int]], tokens: int) -> list[list[int]]:
     """The greedy ids after every prompt, alternating between the front ends, sixteen at a time."""
     state = baton.state()
-    doors = Doors(str(state["http"]), str(state["grpc"]), MODEL)
+    front_ends = FrontEnds(str(state["http"]), str(state["grpc"]), MODEL)
     limit = asyncio.Semaphore(16)
 
     async def ask(number: int) -> list[int]:
         async with limit:
-            door = doors.over_grpc if number % 2 else doors.over_http
-            return await door(asked[number], tokens, temperature=0.0)
+            front_end = front_ends.over_grpc if number % 2 else front_ends.over_http
+            return await front_end(asked[number], tokens, temperature=0.0)
 
     try:
         return await asyncio.gather(*(ask(i) for i in range(len(asked))))
     finally:
-        await doors.close()
+        await front_ends.close()
 
 
 def wait_until(condition: Callable[[], bool], *, seconds: float) -> None:

@@ -121,8 +121,8 @@ def test_both_front_ends_serve_clients_with_certificate_and_key(secured: Secured
     done = secured.baton.run("generate", LONG, "--target", target, *arguments, *asked)
     assert text.strip() in done.stdout
     load = ["--concurrency", "1", "--requests", "2", "--repeats", "1", "--output-tokens", "8"]
-    for door in ([], [f"grpc://{target}"]):
-        assert "1 client" in secured.baton.run("bench", *door, *arguments, *load).stdout
+    for front_end in ([], [f"grpc://{target}"]):
+        assert "1 client" in secured.baton.run("bench", *front_end, *arguments, *load).stdout
 
 
 def test_other_clients_are_refused(secured: Secured) -> None:

@@ -1,5 +1,5 @@
-"""A client that leaves, at any moment and by either door: its work ends within a step, its blocks
-come back, and other workers do not notice.
+"""A client that disconnects at any moment, over HTTP or gRPC: its work ends within a step, its
+blocks come back, and other workers do not notice.
 
 Each phase is held still while the client leaves: a step thread or the wire waits for a gate.
 """
@@ -23,8 +23,8 @@ import pytest_asyncio
 from kv_transfer.backends.tcp import TcpLink
 from observability import metrics
 from protocol.errors import ErrorCode
-from tests.support.both_doors import BothDoors, Said
-from tests.support.router_doors import until
+from tests.support.both_front_ends import BothFrontEnds, Said
+from tests.support.router_front_ends import until
 from tests.support.stack import Stack, running_stack
 from tests.support.tiny import save_tiny_llama
 from tests.support.tiny_text import write_model_text
@@ -103,7 +103,7 @@ class World:
     """One prefill and one decode worker behind a router, and their gates."""
 
     stack: Stack
-    doors: BothDoors
+    front_ends: BothFrontEnds
     gates: Gates
     other: asyncio.Task[Said] | None = None  # what the departing client waits behind
 
@@ -118,9 +118,9 @@ class World:
     def gauge(self, metric: Any) -> float:
         return self.stack.router.metrics.value(metric)
 
-    def cancelled(self, door: str) -> float:
+    def cancelled(self, front_end: str) -> float:
         return self.stack.router.metrics.value(
-            metrics.REQUEST_FAILURES, door=door, code=ErrorCode.CANCELLED.value
+            metrics.REQUEST_FAILURES, door=front_end, code=ErrorCode.CANCELLED.value
         )
 
 
@@ -132,10 +132,10 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
     options: dict[str, Any] = {"prefill_config": CONFIG, "decode_config": CONFIG}
     with gated() as gates:
         async with running_stack(str(folder), decode_blocks=32, **options) as stack:
-            doors = BothDoors(stack.http, stack.grpc)
-            await doors.ask(**ask(SHORT, max_tokens=2))
-            yield World(stack, doors, gates)
-            await doors.close()
+            front_ends = BothFrontEnds(stack.http, stack.grpc)
+            await front_ends.ask(**ask(SHORT, max_tokens=2))
+            yield World(stack, front_ends, gates)
+            await front_ends.close()
 
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="module")
@@ -157,7 +157,7 @@ Begin = Callable[[], Awaitable[None]]
 async def queued(world: World, begin: Begin) -> None:
     """In the router: what went before leaves no room at decode."""
     world.gates.close(PREFILL, after=1)
-    world.other = asyncio.create_task(world.doors.over_http(ask(LONG)))
+    world.other = asyncio.create_task(world.front_ends.over_http(ask(LONG)))
     await until(lambda: world.prefill.load.running == 1)
     await begin()
     await until(lambda: world.gauge(metrics.QUEUED_REQUESTS) == 1)
@@ -166,7 +166,7 @@ async def queued(world: World, begin: Begin) -> None:
 async def waiting_for_room(world: World, begin: Begin) -> None:
     """At both workers: decode has no blocks for it."""
     world.gates.slow(DECODE)
-    world.other = asyncio.create_task(world.doors.over_http(ask(LONG)))
+    world.other = asyncio.create_task(world.front_ends.over_http(ask(LONG)))
     await until(lambda: world.decode.load.running == 1 and world.gauge(metrics.REQUESTS_RUNNING))
     await begin()
     await until(lambda: world.decode.load.waiting == 1 and world.prefill.load.waiting == 1)
@@ -238,7 +238,7 @@ class GrpcClient:
 
     def __init__(self, world: World, body: dict[str, Any], *, abort: bool) -> None:
         self._address = world.stack.grpc
-        self._inference = world.doors.inference
+        self._inference = world.front_ends.inference
         self._request = to_message(body)
         self._abort = abort
         self._channel: grpc.aio.Channel | None = None
@@ -270,17 +270,17 @@ class GrpcClient:
     [(True, False), (False, False), (True, True)],
     ids=["streamed", "whole", "vanishes"],
 )
-@pytest.mark.parametrize("door", ["http", "grpc"])
+@pytest.mark.parametrize("front_end", ["http", "grpc"])
 async def test_work_for_a_client_that_left_ends_within_a_step(
     world: World,
-    door: str,
+    front_end: str,
     abort: bool,
     stream: bool,
     phase: Callable[[World, Begin], Awaitable[None]],
 ) -> None:
-    kind = HttpClient if door == "http" else GrpcClient
+    kind = HttpClient if front_end == "http" else GrpcClient
     client = kind(world, ask(LONG, stream=stream), abort=abort)
-    before = world.cancelled(door), ended(world)
+    before = world.cancelled(front_end), ended(world)
     await phase(world, client.begin)
     others = 0 if world.other is None else 1
     decode_steps = world.decode.steps
@@ -288,7 +288,7 @@ async def test_work_for_a_client_that_left_ends_within_a_step(
     await client.leave()
     # Told at once, though every step of the phase still stands.
     await until(lambda: world.stack.router.num_requests == others)
-    assert world.cancelled(door) == before[0] + 1
+    assert world.cancelled(front_end) == before[0] + 1
     assert world.gauge(metrics.QUEUED_REQUESTS) == 0
 
     world.gates.open_all()
@@ -303,7 +303,7 @@ async def test_work_for_a_client_that_left_ends_within_a_step(
     assert outcomes == [others + handed_over, others, 0, 0]
     for gauge in (metrics.REQUESTS_RUNNING, metrics.REQUESTS_WAITING):
         assert world.gauge(gauge) == 0
-    said = await world.doors.over_http(ask(SHORT, max_tokens=3))
+    said = await world.front_ends.over_http(ask(SHORT, max_tokens=3))
     assert len(said.only.ids) == 3
 
 

@@ -25,7 +25,7 @@ CONFIG = WorkerConfig(max_num_seqs=16, max_num_batched_tokens=32, watermark=0.0)
 
 
 @dataclass
-class Doors:
+class FrontEnds:
     """HTTP of a router over both pools, and of one that knows the decode worker only."""
 
     split: httpx.AsyncClient
@@ -64,7 +64,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @asynccontextmanager
-async def running_doors(model: str, decode_config: WorkerConfig = CONFIG) -> AsyncIterator[Doors]:
+async def running_front_ends(
+    model: str, decode_config: WorkerConfig = CONFIG
+) -> AsyncIterator[FrontEnds]:
     """Pools for one prompt and a half of full length."""
     async with running_stack(
         model,
@@ -86,23 +88,23 @@ async def running_doors(model: str, decode_config: WorkerConfig = CONFIG) -> Asy
             httpx.AsyncClient(base_url=f"http://{address}", timeout=60)
             for address in (stack.http, addresses.http)
         ]
-        yield Doors(*clients, pair=stack.pair, router=stack.router)
+        yield FrontEnds(*clients, pair=stack.pair, router=stack.router)
         for client in clients:
             await client.aclose()
         await alone.stop()
 
 
 @pytest.fixture
-async def doors(model: str) -> AsyncIterator[Doors]:
-    async with running_doors(model) as doors:
-        yield doors
+async def front_ends(model: str) -> AsyncIterator[FrontEnds]:
+    async with running_front_ends(model) as front_ends:
+        yield front_ends
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     return [3 + (7 * i + 13 * seed) % 500 for i in range(length)]
 
 
-async def test_around_the_context_both_say_the_same(doors: Doors) -> None:
+async def test_around_the_context_both_say_the_same(front_ends: FrontEnds) -> None:
     """Prompts and sums of prompt and output around the longest, between requests that fit."""
     bodies: list[dict[str, Any]] = []
     for length in (1, 31, 32, 33, CONTEXT - 2, CONTEXT - 1, CONTEXT, CONTEXT + 1, 4 * CONTEXT):
@@ -112,8 +114,8 @@ async def test_around_the_context_both_say_the_same(doors: Doors) -> None:
                 bodies.append({"prompt": prompt_of(length), "max_tokens": max_tokens})
     for body in bodies:
         body["temperature"] = 0.0
-    split = await asyncio.gather(*map(doors.ask, bodies))
-    alone = [await doors.ask(body, alone=True) for body in bodies]
+    split = await asyncio.gather(*map(front_ends.ask, bodies))
+    alone = [await front_ends.ask(body, alone=True) for body in bodies]
     assert split == alone
     statuses = {status for status, _ in split}
     assert statuses == {200, 400}
@@ -125,16 +127,16 @@ async def test_around_the_context_both_say_the_same(doors: Doors) -> None:
                 ("context_length_exceeded", "prompt"),
                 ("context_length_exceeded", "max_tokens"),
             }
-    await doors.idle()
+    await front_ends.idle()
 
 
-async def test_several_outputs_of_many_prompts_at_once(doors: Doors) -> None:
+async def test_several_outputs_of_many_prompts_at_once(front_ends: FrontEnds) -> None:
     """Every choice comes, with its index; some clients leave on the way."""
     bodies = [
         {"prompt": prompt_of(20 + i, i), "max_tokens": 6, "n": 3, "temperature": 0.9, "seed": i}
         for i in range(24)
     ]
-    tasks = [asyncio.create_task(doors.ask(body)) for body in bodies]
+    tasks = [asyncio.create_task(front_ends.ask(body)) for body in bodies]
     await asyncio.sleep(0.3)
     for task in tasks[::4]:
         task.cancel()
@@ -147,11 +149,11 @@ async def test_several_outputs_of_many_prompts_at_once(doors: Doors) -> None:
         assert (status, [index for index, _, _ in choices]) == (200, [0, 1, 2])
         assert (prompt_tokens, output_tokens) == (20 + number, 18)
         if number < 3:
-            assert (await doors.ask(body, alone=True))[1][0] == choices
-    await doors.idle()
+            assert (await front_ends.ask(body, alone=True))[1][0] == choices
+    await front_ends.idle()
 
 
-async def test_fields_that_bound_the_output_hold_on_both_sides(doors: Doors) -> None:
+async def test_fields_that_bound_the_output_hold_on_both_sides(front_ends: FrontEnds) -> None:
     plain = {"prompt": prompt_of(40), "temperature": 0.0}
     eos = plain | {"ignore_eos": False, "logit_bias": {"2": 100}}
     cases = [
@@ -163,37 +165,37 @@ async def test_fields_that_bound_the_output_hold_on_both_sides(doors: Doors) -> 
         plain | {"max_tokens": 1},
         plain | {"max_tokens": 1, "n": 3},
     ]
-    split = [await doors.ask(body) for body in cases]
-    assert split == [await doors.ask(body, alone=True) for body in cases]
+    split = [await front_ends.ask(body) for body in cases]
+    assert split == [await front_ends.ask(body, alone=True) for body in cases]
     counts = [said[2] for _, said in split]
     assert counts[0] == 50
     assert counts[4] == 50
     assert counts[5:] == [1, 3]
     assert [said[0][0][2] for _, said in split[1:3]] == ["stop", "stop"]
-    await doors.idle()
+    await front_ends.idle()
 
 
 @pytest.mark.parametrize("cached_on", ["prefill", "both"])
 async def test_the_same_prompt_over_and_over_fills_no_pool(model: str, cached_on: str) -> None:
     """Nothing to compute, and with both caches nothing to send."""
     decode = replace(CONFIG, enable_prefix_caching=cached_on == "both")
-    async with running_doors(model, decode_config=decode) as doors:
+    async with running_front_ends(model, decode_config=decode) as front_ends:
         body = {"prompt": prompt_of(96), "max_tokens": 4, "temperature": 0.0}
-        first = await doors.ask(body)
+        first = await front_ends.ask(body)
         for _ in range(3):
-            assert await asyncio.gather(*(doors.ask(body) for _ in range(8))) == [first] * 8
-        await doors.idle()
-        handed_over = doors.pair.prefills[0].status().counters[FINISHED]
+            assert await asyncio.gather(*(front_ends.ask(body) for _ in range(8))) == [first] * 8
+        await front_ends.idle()
+        handed_over = front_ends.pair.prefills[0].status().counters[FINISHED]
         assert handed_over == (25 if cached_on == "prefill" else 1)
 
 
-async def test_prompts_that_do_not_fit_at_once_follow_one_another(doors: Doors) -> None:
+async def test_prompts_that_do_not_fit_at_once_follow_one_another(front_ends: FrontEnds) -> None:
     """Each worker has blocks for one and a half requests: none waits forever."""
     bodies = [
         {"prompt": prompt_of(100, seed), "max_tokens": 20, "temperature": 0.0} for seed in range(7)
     ]
     bodies += [{"prompt": prompt_of(10, 9), "max_tokens": 8, "temperature": 0.0}]
-    split = await asyncio.gather(*map(doors.ask, bodies))
-    assert split == [await doors.ask(body, alone=True) for body in bodies]
+    split = await asyncio.gather(*map(front_ends.ask, bodies))
+    assert split == [await front_ends.ask(body, alone=True) for body in bodies]
     assert {status for status, _ in split} == {200}
-    await doors.idle()
+    await front_ends.idle()

@@ -46,7 +46,7 @@ async def serve(stack: Stack, chance: random.Random) -> None:
 
 
 def connections(stack: Stack) -> int:
-    """How many clients the HTTP door still talks to."""
+    """How many clients the HTTP front end still talks to."""
     server = stack.router._http._server
     assert server is not None
     return len(server.server_state.connections)

@@ -15,7 +15,7 @@ import pytest_asyncio
 from openai import AsyncOpenAI, pydantic_function_tool
 from pydantic import BaseModel, Field
 
-from tests.support.router_doors import until
+from tests.support.router_front_ends import until
 from tests.support.stack import Stack, running_stack
 from tests.support.tiny import save_tiny_llama
 from tests.support.tiny_text import write_model_text

@@ -28,7 +28,7 @@ CONFIG = WorkerConfig(max_num_seqs=32, max_num_batched_tokens=256)
 
 
 class Load:
-    """Sends the requests, half over each door."""
+    """Sends the requests, half over each front end."""
 
     def __init__(self, stack: Stack, http: httpx.AsyncClient, stub: services.InferenceStub) -> None:
         self._http = http
@@ -90,10 +90,10 @@ def router_counts(stack: Stack) -> Counter[str]:
     """Requests of the router: all, those that ended well, and failures by code."""
     value = stack.router.metrics.value
     counts: Counter[str] = Counter()
-    for door, endpoint in (("http", "completions"), ("grpc", "generate")):
-        counts["all"] += int(value(metrics.REQUESTS, door=door, endpoint=endpoint))
+    for front_end, endpoint in (("http", "completions"), ("grpc", "generate")):
+        counts["all"] += int(value(metrics.REQUESTS, door=front_end, endpoint=endpoint))
         for code in ErrorCode:
-            counts[code] += int(value(metrics.REQUEST_FAILURES, door=door, code=code.value))
+            counts[code] += int(value(metrics.REQUEST_FAILURES, door=front_end, code=code.value))
     counts["success"] = int(value(metrics.REQUEST_SUCCESS, finished_reason="length"))
     return counts
 

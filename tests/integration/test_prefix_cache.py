@@ -16,7 +16,7 @@ from engine.config import EngineConfig
 from engine.local import LocalEngine
 from protocol.sampling import SamplingParams
 from protocol.timeline import Phase
-from tests.support.doors import Doors
+from tests.support.front_ends import FrontEnds
 from tests.support.pair import SMALL_STEPS, Answer, Pair, running_pair
 from tests.support.prompts import random_ids
 from tests.support.smollm2 import TeacherForced
@@ -169,24 +169,24 @@ async def test_pools_without_a_cache(model: str, oracle: Oracle) -> None:
 
 @pytest.mark.slow
 async def test_second_turn_of_a_chat_with_the_real_model(smollm2: Path) -> None:
-    """Over both doors, with n = 2: ids of transformers, usage to the token, one transfer."""
+    """Over both front ends, with n = 2: ids of transformers, usage to the token, one transfer."""
     config = WorkerConfig(max_num_seqs=8, max_num_batched_tokens=64)
     rng = random.Random(1)
     prompt = [rng.randrange(1000, 20_000) for _ in range(150)]
     async with running_stack(str(smollm2), prefill_config=config, decode_config=config) as stack:
-        doors = Doors(stack.http, stack.grpc, "tiny")
-        first = await doors.over_http(prompt, 20, temperature=0.0)
+        front_ends = FrontEnds(stack.http, stack.grpc, "tiny")
+        first = await front_ends.over_http(prompt, 20, temperature=0.0)
         turn = [*prompt, *first, *prompt[:30]]
         usages: list[int] = []
         outputs: list[Sequence[int]] = []
         for salt in ("", "cold"):
             salted = {"cache_salt": salt} if salt else {}
-            answer = await doors.completion(turn, 20, temperature=0.0, n=2, **salted)
+            answer = await front_ends.completion(turn, 20, temperature=0.0, n=2, **salted)
             outputs += [choice["token_ids"] for choice in answer["choices"]]
             usages.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
             await stack.pair.idle()
-        outputs.append(await doors.over_grpc(turn, 20, temperature=0.0))
-        await doors.close()
+        outputs.append(await front_ends.over_grpc(turn, 20, temperature=0.0))
+        await front_ends.close()
         moved = stack.pair.decodes[0].status().counters
     assert usages == [144, 0]
     assert all(output == outputs[0] for output in outputs)

@@ -1,4 +1,4 @@
-"""Router and workers together, no Ray: both doors, real hand-offs, loss of workers."""
+"""Router and workers together, no Ray: both front ends, real hand-offs, loss of workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.doors import Doors
+from tests.support.front_ends import FrontEnds
 from tests.support.prompts import prompts
 from tests.support.smollm2 import TeacherForced
 from tests.support.stack import Stack, running_stack
@@ -22,20 +22,20 @@ CONFIG = WorkerConfig(max_num_seqs=16, max_num_batched_tokens=CHUNK)
 
 
 @pytest.mark.slow
-async def test_real_model_over_both_doors_equals_transformers(smollm2: Path) -> None:
+async def test_real_model_over_both_front_ends_equals_transformers(smollm2: Path) -> None:
     """With blocks of another size on either side of the hand-off."""
     asked = prompts(8, chunk=CHUNK, longest=3 * CHUNK + 7)
     async with running_stack(
         str(smollm2), prefill_config=CONFIG, decode_config=CONFIG, block_sizes=(32, 16)
     ) as stack:
-        doors = Doors(stack.http, stack.grpc, "tiny")
+        front_ends = FrontEnds(stack.http, stack.grpc, "tiny")
         outputs = await asyncio.gather(
             *(
-                (doors.over_grpc if i % 2 else doors.over_http)(p, 16, temperature=0.0)
+                (front_ends.over_grpc if i % 2 else front_ends.over_http)(p, 16, temperature=0.0)
                 for i, p in enumerate(asked)
             )
         )
-        await doors.close()
+        await front_ends.close()
         await stack.pair.idle()
         assert stack.pair.prefills[0].status().counters[FINISHED] == len(asked)
     assert [len(output) for output in outputs] == [16] * len(asked)
@@ -61,18 +61,18 @@ async def stack(tiny: str) -> AsyncIterator[Stack]:
 
 
 @pytest.fixture
-async def doors(stack: Stack) -> AsyncIterator[Doors]:
-    doors = Doors(stack.http, stack.grpc, "tiny")
-    yield doors
-    await doors.close()
+async def front_ends(stack: Stack) -> AsyncIterator[FrontEnds]:
+    front_ends = FrontEnds(stack.http, stack.grpc, "tiny")
+    yield front_ends
+    await front_ends.close()
 
 
-async def test_doors_agree_on_sampled_tokens_through_any_pair(doors: Doors) -> None:
+async def test_front_ends_agree_on_sampled_tokens_through_any_pair(front_ends: FrontEnds) -> None:
     prompt = list(range(100, 160))
     fields = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": 1234}
-    runs = [doors.over_grpc(prompt, 20, **fields) for _ in range(4)]
-    runs += [doors.over_http(prompt, 20, **fields) for _ in range(4)]
-    runs += [doors.over_http(prompt[: 20 + i], 20, **fields) for i in range(8)]
+    runs = [front_ends.over_grpc(prompt, 20, **fields) for _ in range(4)]
+    runs += [front_ends.over_http(prompt, 20, **fields) for _ in range(4)]
+    runs += [front_ends.over_http(prompt[: 20 + i], 20, **fields) for i in range(8)]
     outputs = await asyncio.gather(*runs)
     assert all(output == outputs[0] for output in outputs[:8])
     assert len({tuple(output) for output in outputs[8:]}) > 1
@@ -80,13 +80,13 @@ async def test_doors_agree_on_sampled_tokens_through_any_pair(doors: Doors) -> N
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_losing_a_worker_loses_no_request_and_repeats_no_token(
-    stack: Stack, doors: Doors, tiny: str, role: str
+    stack: Stack, front_ends: FrontEnds, tiny: str, role: str
 ) -> None:
     oracle = Oracle(tiny)
     asked = [[100 + i] * (40 + i) for i in range(8)]
     running = [
         asyncio.create_task(
-            (doors.over_grpc if i % 2 else doors.over_http)(p, 120, temperature=0.0)
+            (front_ends.over_grpc if i % 2 else front_ends.over_http)(p, 120, temperature=0.0)
         )
         for i, p in enumerate(asked)
     ]
@@ -104,15 +104,15 @@ async def test_losing_a_worker_loses_no_request_and_repeats_no_token(
 
 @pytest.mark.slow
 async def test_two_hundred_requests_with_random_cancels_leave_nothing_behind(
-    stack: Stack, doors: Doors
+    stack: Stack, front_ends: FrontEnds
 ) -> None:
     rng = random.Random(3)
 
     async def one(number: int) -> None:
         await asyncio.sleep(rng.random() * 2.0)
         prompt = [rng.randrange(3, 49_000) for _ in range(rng.choice([1, 10, 60, 200]))]
-        door = doors.over_grpc if number % 2 else doors.over_http
-        run = asyncio.create_task(door(prompt, rng.choice([1, 8, 60]), temperature=1.0))
+        front_end = front_ends.over_grpc if number % 2 else front_ends.over_http
+        run = asyncio.create_task(front_end(prompt, rng.choice([1, 8, 60]), temperature=1.0))
         if number % 3 == 0:
             await asyncio.sleep(rng.random() * 0.3)
             run.cancel()

@@ -1,4 +1,4 @@
-"""Forced tool calls of the real model, from both doors through both workers."""
+"""Forced tool calls of the real model, from both front ends through both workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A router in front of workers in this process: both doors, real hand-offs, no Ray."""
+"""A router in front of workers in this process: both front ends, real hand-offs, no Ray."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.pair import SECRET, Pair, running_pair
 
 @dataclass
 class Stack:
-    """The doors' addresses, and everything behind them."""
+    """The front_ends' addresses, and everything behind them."""
 
     http: str
     grpc: str
@@ -34,15 +34,15 @@ async def running_stack(
             "served_model_name": "tiny",
             "local_prefill_tokens": 0,
         }
-        door = Router(RouterConfig(**{**settings, **(router or {})}), secret=SECRET)
-        addresses = await door.start(
+        front_end = Router(RouterConfig(**{**settings, **(router or {})}), secret=SECRET)
+        addresses = await front_end.start(
             http_host="127.0.0.1", http_port=0, grpc_host="127.0.0.1", grpc_port=0
         )
         try:
-            door.set_workers([*pair.prefill_refs, *pair.decode_refs])
+            front_end.set_workers([*pair.prefill_refs, *pair.decode_refs])
             async with asyncio.timeout(20):
-                while not door.ready:
+                while not front_end.ready:
                     await asyncio.sleep(0.01)
-            yield Stack(http=addresses.http, grpc=addresses.grpc, router=door, pair=pair)
+            yield Stack(http=addresses.http, grpc=addresses.grpc, router=front_end, pair=pair)
         finally:
-            await door.stop()
+            await front_end.stop()

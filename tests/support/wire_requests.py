@@ -1,4 +1,4 @@
-"""The same request for both doors: from the fields of a JSON body to a message of baton.v1."""
+"""The same request for both front ends: from the fields of a JSON body to a message of baton.v1."""
 
 from __future__ import annotations
 

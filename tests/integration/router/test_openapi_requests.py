@@ -25,7 +25,7 @@ from router.openai.document import openapi_document
 from router.request.chat_request import ChatRequest
 from router.request.completion_request import CompletionRequest
 from router.request.generate_request import GenerateRequest
-from tests.support.router_doors import open_doors
+from tests.support.router_front_ends import open_front_ends
 from tests.support.stub_workers import StubFleet
 from tests.support.tiny_text import write_model_text
 
@@ -57,8 +57,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         fleet = StubFleet()
         for role in Role:
             await fleet.add(role)
-        async with open_doors(fleet, model_folder, default_timeout_s=5.0) as doors:
-            found.append(doors.url)
+        async with open_front_ends(fleet, model_folder, default_timeout_s=5.0) as front_ends:
+            found.append(front_ends.url)
             ready.set()
             await stop.wait()
         await fleet.stop()

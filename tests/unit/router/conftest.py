@@ -1,4 +1,4 @@
-"""A router over stub workers, and clients for both doors."""
+"""A router over stub workers, and clients for both front ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grammar.trial import Trial
 from protocol.ids import Role
 from protocol.sampling import Grammar
 from router.text.tokenizer import ModelText
-from tests.support.router_doors import Doors, MakeDoors, open_doors
+from tests.support.router_front_ends import FrontEnds, MakeFrontEnds, open_front_ends
 from tests.support.stub_workers import StubFleet
 from tests.support.tiny_text import smollm2_folder, write_model_text
 
@@ -75,15 +75,15 @@ async def fleet() -> AsyncIterator[StubFleet]:
 
 
 @pytest.fixture
-def make_doors(model_folder: Path) -> MakeDoors:
-    """Start a router over a fleet's workers: `async with make_doors(fleet, **config) as doors`."""
-    return lambda fleet, **settings: open_doors(fleet, model_folder, **settings)
+def make_front_ends(model_folder: Path) -> MakeFrontEnds:
+    """Start a router over a fleet's workers: `async with make_front_ends(fleet) as front_ends`."""
+    return lambda fleet, **settings: open_front_ends(fleet, model_folder, **settings)
 
 
 @pytest.fixture
-async def doors(fleet: StubFleet, make_doors: MakeDoors) -> AsyncIterator[Doors]:
+async def front_ends(fleet: StubFleet, make_front_ends: MakeFrontEnds) -> AsyncIterator[FrontEnds]:
     """A router over one prefill and one decode worker."""
     await fleet.add(Role.PREFILL)
     await fleet.add(Role.DECODE)
-    async with make_doors(fleet) as doors:
-        yield doors
+    async with make_front_ends(fleet) as front_ends:
+        yield front_ends

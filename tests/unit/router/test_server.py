@@ -21,20 +21,22 @@ from router.config import RouterConfig
 from router.server import Router
 from tests.support import services
 from tests.support.ports import free_port
-from tests.support.router_doors import Doors, MakeDoors, status_of, until
+from tests.support.router_front_ends import FrontEnds, MakeFrontEnds, status_of, until
 from tests.support.stub_workers import StubFleet
 
 
-async def test_a_router_that_ends_refuses_the_new(fleet: StubFleet, make_doors: MakeDoors) -> None:
+async def test_a_router_that_ends_refuses_the_new(
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
+) -> None:
     await fleet.add(Role.DECODE)
-    async with make_doors(fleet) as doors:
-        doors.router._service.limits.close()
-        assert not doors.router.ready
-        assert doors.router.view().routers[0].state == "draining"
-        status, answer = await doors.post("/v1/completions", {"prompt": "hello"})
+    async with make_front_ends(fleet) as front_ends:
+        front_ends.router._service.limits.close()
+        assert not front_ends.router.ready
+        assert front_ends.router.view().routers[0].state == "draining"
+        status, answer = await front_ends.post("/v1/completions", {"prompt": "hello"})
         assert (status, answer["error"]["code"]) == (503, "unavailable")
         with pytest.raises(aio.AioRpcError) as caught:
-            async for _ in doors.inference.Generate(pb.GenerateRequest(prompt="hello")):
+            async for _ in front_ends.inference.Generate(pb.GenerateRequest(prompt="hello")):
                 pass
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
@@ -214,12 +216,12 @@ async def test_a_port_that_is_taken_is_named(model_folder: Path) -> None:
     where = {"http_host": "127.0.0.1", "grpc_host": "127.0.0.1"}
     taken = await first.start(**where, http_port=0, grpc_port=0)
     try:
-        for door, index in (("http", 0), ("grpc", 1)):
+        for front_end, index in (("http", 0), ("grpc", 1)):
             port = int(dataclasses.astuple(taken)[index].split(":")[1])
-            ports = {"http_port": 0, "grpc_port": 0} | {f"{door}_port": port}
+            ports = {"http_port": 0, "grpc_port": 0} | {f"{front_end}_port": port}
             with pytest.raises(Unavailable) as caught:
                 await second.start(**where, **ports)
-            assert caught.value.param == f"{door}_port"
+            assert caught.value.param == f"{front_end}_port"
     finally:
         await first.stop()
 
@@ -262,8 +264,8 @@ class Backend:
             raise NotFound(f"no worker {worker_id}", param="worker_id")
 
 
-async def test_the_cluster_can_be_seen(doors: Doors) -> None:
-    cluster = await doors.admin.GetCluster(pb.GetClusterRequest())
+async def test_the_cluster_can_be_seen(front_ends: FrontEnds) -> None:
+    cluster = await front_ends.admin.GetCluster(pb.GetClusterRequest())
     assert cluster.model == "tiny"
     assert [pool.role for pool in cluster.pools] == ["prefill", "decode"]
     (worker,) = cluster.pools[1].workers
@@ -271,41 +273,41 @@ async def test_the_cluster_can_be_seen(doors: Doors) -> None:
     assert not cluster.pools[0].HasField("target")
     (router,) = cluster.routers
     assert router.state == "ready"
-    assert router.http_address == doors.router.addresses.http
+    assert router.http_address == front_ends.router.addresses.http
     with pytest.raises(aio.AioRpcError) as caught:
-        await doors.admin.Scale(pb.ScaleRequest(decode=2))
+        await front_ends.admin.Scale(pb.ScaleRequest(decode=2))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_lost_worker_is_not_exported_as_ready(doors: Doors) -> None:
+async def test_a_lost_worker_is_not_exported_as_ready(front_ends: FrontEnds) -> None:
     ready = 'baton_workers{model_name="tiny",role="decode",state="ready"} 1.0'
-    assert ready in (await doors.router.metrics_text()).decode()
-    (decode,) = (worker for worker in doors.fleet.workers if worker.role is Role.DECODE)
+    assert ready in (await front_ends.router.metrics_text()).decode()
+    (decode,) = (worker for worker in front_ends.fleet.workers if worker.role is Role.DECODE)
     await decode.stop()
-    while doors.router.ready:
-        await doors.router._workers.changed(5)
-    text = (await doors.router.metrics_text()).decode()
+    while front_ends.router.ready:
+        await front_ends.router._workers.changed(5)
+    text = (await front_ends.router.metrics_text()).decode()
     assert 'role="decode",state=' not in text
     assert 'baton_workers{model_name="tiny",role="prefill",state="ready"} 1.0' in text
 
 
-async def test_the_cluster_can_be_steered(fleet: StubFleet, make_doors: MakeDoors) -> None:
+async def test_the_cluster_can_be_steered(fleet: StubFleet, make_front_ends: MakeFrontEnds) -> None:
     await fleet.add(Role.PREFILL)
     await fleet.add(Role.DECODE)
     backend = Backend()
-    async with make_doors(fleet, admin=backend) as doors:
-        cluster = await doors.admin.Scale(pb.ScaleRequest(decode=2))
+    async with make_front_ends(fleet, admin=backend) as front_ends:
+        cluster = await front_ends.admin.Scale(pb.ScaleRequest(decode=2))
         assert [pool.target for pool in cluster.pools] == [1, 1]
-        await doors.admin.Scale(pb.ScaleRequest(prefill=0, decode=3))
+        await front_ends.admin.Scale(pb.ScaleRequest(prefill=0, decode=3))
         assert backend.scaled == [(None, 2), (0, 3)]
-        await doors.admin.Drain(pb.DrainRequest(worker_id="decode-1"))
+        await front_ends.admin.Drain(pb.DrainRequest(worker_id="decode-1"))
         bad = [
-            (doors.admin.Scale, pb.ScaleRequest(), "prefill"),
-            (doors.admin.Scale, pb.ScaleRequest(prefill=-1), "prefill"),
-            (doors.admin.Scale, pb.ScaleRequest(decode=0), "decode"),
-            (doors.admin.Scale, pb.ScaleRequest(decode=10**9), "decode"),
-            (doors.admin.Drain, pb.DrainRequest(), "worker_id"),
-            (doors.admin.Drain, pb.DrainRequest(worker_id="x"), "worker_id"),
+            (front_ends.admin.Scale, pb.ScaleRequest(), "prefill"),
+            (front_ends.admin.Scale, pb.ScaleRequest(prefill=-1), "prefill"),
+            (front_ends.admin.Scale, pb.ScaleRequest(decode=0), "decode"),
+            (front_ends.admin.Scale, pb.ScaleRequest(decode=10**9), "decode"),
+            (front_ends.admin.Drain, pb.DrainRequest(), "worker_id"),
+            (front_ends.admin.Drain, pb.DrainRequest(worker_id="x"), "worker_id"),
         ]
         for method, request, param in bad:
             with pytest.raises(aio.AioRpcError) as caught:
@@ -313,8 +315,8 @@ async def test_the_cluster_can_be_steered(fleet: StubFleet, make_doors: MakeDoor
             assert status_of(caught.value)[1]["baton-error-param"] == param
 
 
-async def test_admin_can_be_left_out(fleet: StubFleet, make_doors: MakeDoors) -> None:
-    async with make_doors(fleet, admin_enabled=False) as doors:
+async def test_admin_can_be_left_out(fleet: StubFleet, make_front_ends: MakeFrontEnds) -> None:
+    async with make_front_ends(fleet, admin_enabled=False) as front_ends:
         with pytest.raises(aio.AioRpcError) as caught:
-            await doors.admin.GetCluster(pb.GetClusterRequest())
+            await front_ends.admin.GetCluster(pb.GetClusterRequest())
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

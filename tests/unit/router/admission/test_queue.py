@@ -20,7 +20,7 @@ from router.admission.load_estimate import LoadEstimate, Peak
 from router.auth.keys import ANYONE, Caller, hashed, new_key
 from router.auth.tiers import ServiceTier, tier_name
 from tests.support.admission import Bench, soon
-from tests.support.router_doors import Doors, MakeDoors, status_of, until
+from tests.support.router_front_ends import FrontEnds, MakeFrontEnds, status_of, until
 from tests.support.stub_workers import StubFleet
 
 
@@ -415,33 +415,33 @@ def test_which_tier_a_request_is_in() -> None:
         tier_name("flex", ANYONE, tiers)
 
 
-# --- through the doors ----------------------------------------------------------------------------
+# --- through the front ends -----------------------------------------------------------------------
 
 
-async def test_both_doors_refuse_early_and_say_when_to_come_back(
-    fleet: StubFleet, make_doors: MakeDoors
+async def test_both_front_ends_refuse_early_and_say_when_to_come_back(
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
 ) -> None:
     prefill = await fleet.add(Role.PREFILL, accepting=asyncio.Event())
     await fleet.add(Role.DECODE)
     tiers = {"interactive": ServiceTier(ttft_s=0.01)}
     settings = {"dispatch_window_s": 0.001, "max_queued_requests": 1, "service_tiers": tiers}
-    async with make_doors(fleet, **settings) as doors:
+    async with make_front_ends(fleet, **settings) as front_ends:
         body = {"prompt": [5] * 100, "max_tokens": 3}
-        running = [asyncio.create_task(doors.post("/v1/completions", body)) for _ in range(2)]
-        await until(lambda: doors.router.metrics.value(metrics.QUEUED_REQUESTS) == 1)
-        url = doors.url + "/v1/completions"
+        running = [asyncio.create_task(front_ends.post("/v1/completions", body)) for _ in range(2)]
+        await until(lambda: front_ends.router.metrics.value(metrics.QUEUED_REQUESTS) == 1)
+        url = front_ends.url + "/v1/completions"
         for extra, status, code in (
             ({}, 429, "overloaded"),
             ({"service_tier": "interactive"}, 503, "unavailable"),
         ):
-            async with doors.http.post(url, json=body | extra) as response:
+            async with front_ends.http.post(url, json=body | extra) as response:
                 assert response.status == status
                 assert int(response.headers["retry-after"]) >= 1
                 assert (await response.json())["error"]["code"] == code
             request = pb.GenerateRequest(max_tokens=3, **extra)
             request.prompt_token_ids.ids.extend(body["prompt"])
             with pytest.raises(aio.AioRpcError) as caught:
-                await doors.inference.Generate(request).read()
+                await front_ends.inference.Generate(request).read()
             grpc_code, trailers = status_of(caught.value)
             assert grpc_code is (
                 grpc.StatusCode.RESOURCE_EXHAUSTED if status == 429 else grpc.StatusCode.UNAVAILABLE
@@ -449,41 +449,45 @@ async def test_both_doors_refuse_early_and_say_when_to_come_back(
             assert float(trailers["retry-after"]) >= 1
         prefill.accepting.set()
         assert [status for status, _ in await asyncio.gather(*running)] == [200, 200]
-        assert doors.router.metrics.value(metrics.QUEUED_REQUESTS) == 0
+        assert front_ends.router.metrics.value(metrics.QUEUED_REQUESTS) == 0
 
 
-async def test_a_named_tier_is_answered(fleet: StubFleet, make_doors: MakeDoors) -> None:
+async def test_a_named_tier_is_answered(fleet: StubFleet, make_front_ends: MakeFrontEnds) -> None:
     await fleet.add(Role.DECODE)
-    async with make_doors(fleet, service_tiers={"batch": ServiceTier(weight=0.5)}) as doors:
+    async with make_front_ends(
+        fleet, service_tiers={"batch": ServiceTier(weight=0.5)}
+    ) as front_ends:
         body = {"prompt": "hello", "max_tokens": 2}
         for asked, given in ((None, None), ("auto", "default"), ("batch", "batch")):
             fields = body if asked is None else body | {"service_tier": asked}
-            _, answer = await doors.post("/v1/completions", fields)
+            _, answer = await front_ends.post("/v1/completions", fields)
             assert answer.get("service_tier") == given
-            async with doors.http.post(
-                doors.url + "/v1/completions", json=fields | {"stream": True}
+            async with front_ends.http.post(
+                front_ends.url + "/v1/completions", json=fields | {"stream": True}
             ) as response:
                 events = [line async for line in response.content if line.startswith(b"data: {")]
             assert {json.loads(event[6:]).get("service_tier") for event in events} == {given}
-            first = await doors.inference.Generate(pb.GenerateRequest(**fields)).read()
+            first = await front_ends.inference.Generate(pb.GenerateRequest(**fields)).read()
             assert (first.service_tier if first.HasField("service_tier") else None) == given
 
 
 async def test_how_slowly_a_client_reads_is_not_the_pace_of_the_workers(
-    fleet: StubFleet, make_doors: MakeDoors
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
 ) -> None:
     await fleet.add(Role.DECODE)
-    async with make_doors(fleet, service_tiers={"steady": ServiceTier(tpot_s=20.0)}) as doors:
-        service = doors.router._service
+    async with make_front_ends(
+        fleet, service_tiers={"steady": ServiceTier(tpot_s=20.0)}
+    ) as front_ends:
+        service = front_ends.router._service
         clock = service.clock
         service.clock = lambda: clock() + 100.0  # as late is the end of each request seen
         body = {"prompt": "hello", "max_tokens": 3, "service_tier": "steady"}
         for _ in range(2):
-            assert (await doors.post("/v1/completions", body))[0] == 200
+            assert (await front_ends.post("/v1/completions", body))[0] == 200
 
 
 async def test_a_light_key_passes_a_heavy_one(
-    fleet: StubFleet, make_doors: MakeDoors, tmp_path: Path
+    fleet: StubFleet, make_front_ends: MakeFrontEnds, tmp_path: Path
 ) -> None:
     prefill = await fleet.add(Role.PREFILL, accepting=asyncio.Event())
     await fleet.add(Role.DECODE)
@@ -492,24 +496,24 @@ async def test_a_light_key_passes_a_heavy_one(
     path = tmp_path / "keys.yaml"
     path.write_text(yaml.safe_dump({"keys": entries}))
     settings = {"dispatch_window_s": 0.001, "api_keys_file": str(path)}
-    async with make_doors(fleet, **settings) as doors:
+    async with make_front_ends(fleet, **settings) as front_ends:
         done: list[str] = []
 
-        async def ask(doors: Doors, name: str, key: str) -> None:
+        async def ask(front_ends: FrontEnds, name: str, key: str) -> None:
             body = {"prompt": [5] * 50, "max_tokens": 2}
             headers = {"Authorization": f"Bearer {key}"}
-            async with doors.http.post(
-                doors.url + "/v1/completions", json=body, headers=headers
+            async with front_ends.http.post(
+                front_ends.url + "/v1/completions", json=body, headers=headers
             ) as response:
                 assert response.status == 200
             done.append(name)
 
         def queued() -> float:
-            return doors.router.metrics.value(metrics.QUEUED_REQUESTS)
+            return front_ends.router.metrics.value(metrics.QUEUED_REQUESTS)
 
-        tasks = [asyncio.create_task(ask(doors, "heavy", heavy)) for _ in range(20)]
+        tasks = [asyncio.create_task(ask(front_ends, "heavy", heavy)) for _ in range(20)]
         await until(lambda: queued() == 19)  # one is on its way to prefill
-        tasks.append(asyncio.create_task(ask(doors, "light", light)))
+        tasks.append(asyncio.create_task(ask(front_ends, "light", light)))
         await until(lambda: queued() == 20)
         prefill.accepting.set()
         await asyncio.gather(*tasks)

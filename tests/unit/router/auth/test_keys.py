@@ -1,4 +1,4 @@
-"""API keys: their file, their limits, and both doors behind them."""
+"""API keys: their file, their limits, and both front ends behind them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
 from router.admission.limits import InflightLimits
 from router.auth.keys import Caller, KeyFile, hashed, load_keys, new_key
-from tests.support.router_doors import Doors, MakeDoors, status_of, until
+from tests.support.router_front_ends import FrontEnds, MakeFrontEnds, status_of, until
 from tests.support.stub_workers import StubFleet
 
 USER, ADMIN, BOUNDED, FOREIGN = (new_key() for _ in range(4))
@@ -45,10 +45,12 @@ def key_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def guarded(fleet: StubFleet, make_doors: MakeDoors, key_file: Path) -> AsyncIterator[Doors]:
+async def guarded(
+    fleet: StubFleet, make_front_ends: MakeFrontEnds, key_file: Path
+) -> AsyncIterator[FrontEnds]:
     await fleet.add(Role.DECODE)
-    async with make_doors(fleet, api_keys_file=str(key_file)) as doors:
-        yield doors
+    async with make_front_ends(fleet, api_keys_file=str(key_file)) as front_ends:
+        yield front_ends
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -155,7 +157,7 @@ def test_requests_a_minute_are_counted_over_any_minute() -> None:
         pass
 
 
-# --- the doors ------------------------------------------------------------------------------------
+# --- the front ends ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,7 @@ def test_requests_a_minute_are_counted_over_any_minute() -> None:
         ("GET", "/no/such/path"),
     ],
 )
-async def test_http_needs_a_key(guarded: Doors, method: str, path: str) -> None:
+async def test_http_needs_a_key(guarded: FrontEnds, method: str, path: str) -> None:
     for headers in ({}, bearer("baton-wrong"), {"Authorization": USER}):
         async with guarded.http.request(
             method, guarded.url + path, json=BODY, headers=headers
@@ -183,12 +185,12 @@ async def test_http_needs_a_key(guarded: Doors, method: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/metrics"])
-async def test_probes_need_none(guarded: Doors, path: str) -> None:
+async def test_probes_need_none(guarded: FrontEnds, path: str) -> None:
     async with guarded.http.get(guarded.url + path) as response:
         assert response.status == 200
 
 
-async def test_openai_client_with_a_key(guarded: Doors) -> None:
+async def test_openai_client_with_a_key(guarded: FrontEnds) -> None:
     async with openai.AsyncOpenAI(api_key=USER, base_url=guarded.url + "/v1") as client:
         answer = await client.completions.create(model="tiny", **BODY)
         assert answer.usage is not None
@@ -204,7 +206,7 @@ async def test_openai_client_with_a_key(guarded: Doors) -> None:
         assert caught.value.param == "model"
 
 
-async def test_grpc_needs_a_key(guarded: Doors) -> None:
+async def test_grpc_needs_a_key(guarded: FrontEnds) -> None:
     calls = [
         lambda **kw: guarded.inference.Generate(pb.GenerateRequest(**BODY), **kw).read(),
         lambda **kw: guarded.inference.ListModels(pb.ListModelsRequest(), **kw),
@@ -219,7 +221,7 @@ async def test_grpc_needs_a_key(guarded: Doors) -> None:
         assert await call(metadata=metadata(USER))
 
 
-async def test_admin_needs_an_admin_key(guarded: Doors) -> None:
+async def test_admin_needs_an_admin_key(guarded: FrontEnds) -> None:
     request = pb.GetClusterRequest()
     with pytest.raises(aio.AioRpcError) as caught:
         await guarded.admin.GetCluster(request)
@@ -231,7 +233,7 @@ async def test_admin_needs_an_admin_key(guarded: Doors) -> None:
     assert cluster.model == "tiny"
 
 
-async def test_health_is_open_and_reflection_is_not(guarded: Doors) -> None:
+async def test_health_is_open_and_reflection_is_not(guarded: FrontEnds) -> None:
     health = health_pb2_grpc.HealthStub(guarded.channel)
     assert (await health.Check(health_pb2.HealthCheckRequest())).status == 1
     reflection = reflection_pb2_grpc.ServerReflectionStub(guarded.channel)
@@ -243,7 +245,7 @@ async def test_health_is_open_and_reflection_is_not(guarded: Doors) -> None:
     assert "baton.v1.Inference" in {s.name for s in answer.list_services_response.service}
 
 
-async def test_limits_of_a_key_on_both_doors(guarded: Doors) -> None:
+async def test_limits_of_a_key_on_both_front_ends(guarded: FrontEnds) -> None:
     for worker in guarded.fleet.workers:
         worker.gate = asyncio.Event()
     headers = bearer(BOUNDED)
@@ -274,7 +276,7 @@ async def test_limits_of_a_key_on_both_doors(guarded: Doors) -> None:
 
 
 async def test_neither_keys_nor_prompts_reach_a_log(
-    guarded: Doors, caplog: pytest.LogCaptureFixture
+    guarded: FrontEnds, caplog: pytest.LogCaptureFixture
 ) -> None:
     for logger in (None, "baton"):
         caplog.set_level(logging.DEBUG, logger)

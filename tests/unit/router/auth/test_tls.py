@@ -1,4 +1,4 @@
-"""Both doors over TLS, with and without certificates of the clients."""
+"""Both front ends over TLS, with and without certificates of the clients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from router.config import RouterConfig
 from router.server import Router
 from tests.support import services
 from tests.support.certificates import Authority, Pair
-from tests.support.router_doors import until
+from tests.support.router_front_ends import until
 from tests.support.stub_workers import StubFleet
 
 BODY = {"prompt": "hello", "max_tokens": 4}
@@ -77,7 +77,7 @@ async def ask_grpc(router: Router, authority: Authority, client: Pair | None = N
         return messages[-1].usage.completion_tokens
 
 
-async def test_tls_on_both_doors(
+async def test_tls_on_both_front_ends(
     fleet: StubFleet, model_folder: Path, authority: Authority
 ) -> None:
     own = authority.issue("server")
@@ -93,7 +93,7 @@ async def test_tls_on_both_doors(
                 await client.get(f"https://{router.addresses.http}/health")
 
 
-async def test_mutual_tls_on_both_doors(
+async def test_mutual_tls_on_both_front_ends(
     fleet: StubFleet, model_folder: Path, authority: Authority, tmp_path: Path
 ) -> None:
     own, known = authority.issue("server"), authority.issue("client")
@@ -122,9 +122,9 @@ async def test_mutual_tls_on_both_doors(
         assert outcome.completion_tokens == 4
 
 
-@pytest.mark.parametrize("door", ["https", "grpc"])
+@pytest.mark.parametrize("front_end", ["https", "grpc"])
 async def test_the_load_generator_is_let_in(
-    door: str, fleet: StubFleet, model_folder: Path, authority: Authority
+    front_end: str, fleet: StubFleet, model_folder: Path, authority: Authority
 ) -> None:
     own, known = authority.issue("server"), authority.issue("client")
     tls = TlsConfig(cert_file=own.cert, key_file=own.key, client_ca_file=authority.ca_file)
@@ -132,8 +132,8 @@ async def test_the_load_generator_is_let_in(
     load += ["--prompt-tokens", "5", "--output-tokens", "4", "--vocab-size", "400"]
     certificates = ["--tls-cert", known.cert, "--tls-key", known.key]
     async with serving(fleet, model_folder, tls) as router:
-        address = {"https": router.addresses.http, "grpc": router.addresses.grpc}[door]
-        arguments = ["--url", f"{door}://{address}", "--tls-ca", authority.ca_file, *load]
+        address = {"https": router.addresses.http, "grpc": router.addresses.grpc}[front_end]
+        arguments = ["--url", f"{front_end}://{address}", "--tls-ca", authority.ca_file, *load]
         (run,) = await serve.run(serve.parser().parse_args([*arguments, *certificates]))
         assert [(repeat.failures, repeat.output_tokens) for repeat in run.repeats] == [(0, 8)]
         stranger = serve.parser().parse_args([*arguments, "--model", "m"])

@@ -8,7 +8,7 @@ from observability import metrics
 from protocol.errors import HandoffFailed
 from protocol.ids import Role
 from router.workers.policy import LocalReason
-from tests.support.router_doors import Doors, MakeDoors
+from tests.support.router_front_ends import FrontEnds, MakeFrontEnds
 from tests.support.stub_workers import StubFleet
 
 PROMPT = [30, 31, 32, 33, 34, 35]  # longer than the threshold for local prefill
@@ -18,67 +18,71 @@ def expected(count: int) -> list[int]:
     return [20 + i for i in range(count)]
 
 
-async def ids_of(doors: Doors) -> list[int]:
+async def ids_of(front_ends: FrontEnds) -> list[int]:
     body = {"prompt": PROMPT, "max_tokens": 8, "return_token_ids": True}
-    status, answer = await doors.post("/v1/completions", body)
+    status, answer = await front_ends.post("/v1/completions", body)
     assert status == 200, answer
     return answer["choices"][0]["token_ids"]
 
 
-def metric(doors: Doors, which: metrics.Metric, **labels: str) -> float:
-    return doors.router.metrics.value(which, **labels)
+def metric(front_ends: FrontEnds, which: metrics.Metric, **labels: str) -> float:
+    return front_ends.router.metrics.value(which, **labels)
 
 
 async def test_one_failed_handoff_is_tried_again_on_the_only_prefill_worker(
-    fleet: StubFleet, make_doors: MakeDoors
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
 ) -> None:
     failed = HandoffFailed("the link broke")
     prefill = await fleet.add(Role.PREFILL, fail_after=0, fail_error=failed, fail_attempts=1)
     await fleet.add(Role.DECODE)
-    async with make_doors(fleet) as doors:
-        assert await ids_of(doors) == expected(8)
+    async with make_front_ends(fleet) as front_ends:
+        assert await ids_of(front_ends) == expected(8)
         assert [s.key.attempt for s in prefill.submitted] == [0, 1]
-        local = (metric(doors, metrics.LOCAL_PREFILLS, reason=reason) for reason in LocalReason)
+        local = (
+            metric(front_ends, metrics.LOCAL_PREFILLS, reason=reason) for reason in LocalReason
+        )
         assert sum(local) == 0
 
 
 async def test_a_failed_handoff_is_tried_again_with_another_prefill_worker(
-    fleet: StubFleet, make_doors: MakeDoors
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
 ) -> None:
     failed = HandoffFailed("the link broke")
     bad = await fleet.add(Role.PREFILL, fail_after=0, fail_error=failed)
     good = await fleet.add(Role.PREFILL)
     await fleet.add(Role.DECODE)
-    async with make_doors(fleet) as doors:
+    async with make_front_ends(fleet) as front_ends:
         for _ in range(30):
-            assert await ids_of(doors) == expected(8)
+            assert await ids_of(front_ends) == expected(8)
         assert len(good.submitted) == 30
         assert len(bad.submitted) <= 3
-        assert metric(doors, metrics.LOCAL_PREFILLS, reason="no_prefill_ready") == 0
+        assert metric(front_ends, metrics.LOCAL_PREFILLS, reason="no_prefill_ready") == 0
 
 
 async def test_prefill_that_keeps_failing_is_left_out(
-    fleet: StubFleet, make_doors: MakeDoors
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
 ) -> None:
     failed = HandoffFailed("the link broke")
     bad = await fleet.add(Role.PREFILL, fail_after=0, fail_error=failed)
     await fleet.add(Role.DECODE)
-    async with make_doors(fleet) as doors:
+    async with make_front_ends(fleet) as front_ends:
         for _ in range(20):
-            assert await ids_of(doors) == expected(8)
+            assert await ids_of(front_ends) == expected(8)
         assert 2 <= len(bad.submitted) <= 5
-        assert metric(doors, metrics.LOCAL_PREFILLS, reason="prefill_failing") == 20
+        assert metric(front_ends, metrics.LOCAL_PREFILLS, reason="prefill_failing") == 20
 
 
 async def test_a_worker_that_fails_at_once_does_not_draw_the_traffic(
-    fleet: StubFleet, make_doors: MakeDoors
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
 ) -> None:
     prefill = await fleet.add(Role.PREFILL)
     bad = await fleet.add(Role.DECODE, fail_after=0)
     good = await fleet.add(Role.DECODE, delay_s=0.005)
-    async with make_doors(fleet) as doors:
+    async with make_front_ends(fleet) as front_ends:
         for _ in range(20):
-            assert await asyncio.gather(*(ids_of(doors) for _ in range(6))) == [expected(8)] * 6
+            assert (
+                await asyncio.gather(*(ids_of(front_ends) for _ in range(6))) == [expected(8)] * 6
+            )
         assert len(good.submitted) == 120
         assert len(bad.submitted) <= 12
         assert len(prefill.submitted) <= 132

@@ -22,7 +22,7 @@ from observability.tracing import Tracing
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
 from router.dispatch.telemetry import _covered
-from tests.support.router_doors import Doors, open_doors
+from tests.support.router_front_ends import FrontEnds, open_front_ends
 from tests.support.stub_workers import StubFleet
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -42,13 +42,13 @@ def spans() -> InMemorySpanExporter:
 @pytest.fixture
 async def traced(
     fleet: StubFleet, model_folder: Path, spans: InMemorySpanExporter
-) -> AsyncIterator[Doors]:
+) -> AsyncIterator[FrontEnds]:
     await fleet.add(Role.PREFILL)
     await fleet.add(Role.DECODE)
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(spans))
-    async with open_doors(fleet, model_folder, tracing=Tracing(provider)) as doors:
-        yield doors
+    async with open_front_ends(fleet, model_folder, tracing=Tracing(provider)) as front_ends:
+        yield front_ends
 
 
 async def finished(spans: InMemorySpanExporter) -> tuple[ReadableSpan, list[ReadableSpan]]:
@@ -60,20 +60,20 @@ async def finished(spans: InMemorySpanExporter) -> tuple[ReadableSpan, list[Read
     return root, phases
 
 
-async def post(doors: Doors, body: dict, sampled: bool = True) -> None:
-    url = doors.url + "/v1/completions"
-    async with doors.http.post(url, json=body, headers=headers(sampled)) as response:
+async def post(front_ends: FrontEnds, body: dict, sampled: bool = True) -> None:
+    url = front_ends.url + "/v1/completions"
+    async with front_ends.http.post(url, json=body, headers=headers(sampled)) as response:
         await response.read()
 
 
-async def call(doors: Doors, body: dict, sampled: bool = True) -> None:
+async def call(front_ends: FrontEnds, body: dict, sampled: bool = True) -> None:
     metadata = tuple(headers(sampled).items())
-    async for _ in doors.inference.Generate(pb.GenerateRequest(**body), metadata=metadata):
+    async for _ in front_ends.inference.Generate(pb.GenerateRequest(**body), metadata=metadata):
         pass
 
 
 @pytest.mark.parametrize("ask", [post, call])
-async def test_spans_of_a_request(traced: Doors, spans: InMemorySpanExporter, ask) -> None:
+async def test_spans_of_a_request(traced: FrontEnds, spans: InMemorySpanExporter, ask) -> None:
     began = time.monotonic()
     await ask(traced, BODY | {"timeline": True})
     took = time.monotonic() - began
@@ -100,7 +100,7 @@ async def test_spans_of_a_request(traced: Doors, spans: InMemorySpanExporter, as
 
 
 async def test_a_failed_request_says_how_and_quotes_nothing(
-    traced: Doors, spans: InMemorySpanExporter
+    traced: FrontEnds, spans: InMemorySpanExporter
 ) -> None:
     await post(traced, {"prompt": "the secret", "max_tokens": 10**6})
     root, phases = await finished(spans)
@@ -111,7 +111,7 @@ async def test_a_failed_request_says_how_and_quotes_nothing(
 
 
 async def test_a_client_that_does_not_sample_is_heeded(
-    traced: Doors, spans: InMemorySpanExporter
+    traced: FrontEnds, spans: InMemorySpanExporter
 ) -> None:
     await post(traced, BODY, sampled=False)
     assert spans.get_finished_spans() == ()
@@ -119,14 +119,14 @@ async def test_a_client_that_does_not_sample_is_heeded(
     assert (trace.trace_id, trace.sampled) == (TRACE, False)
 
 
-async def test_without_tracing_the_context_is_passed_on_as_it_came(doors: Doors) -> None:
-    await post(doors, BODY)
-    await call(doors, BODY)
-    for worker in doors.fleet.workers:
+async def test_without_tracing_the_context_is_passed_on_as_it_came(front_ends: FrontEnds) -> None:
+    await post(front_ends, BODY)
+    await call(front_ends, BODY)
+    for worker in front_ends.fleet.workers:
         for submit in worker.submitted:
             assert submit.trace.parent == headers()["traceparent"]
-    await doors.post("/v1/completions", BODY)
-    assert doors.fleet.workers[0].submitted[-1].trace is None
+    await front_ends.post("/v1/completions", BODY)
+    assert front_ends.fleet.workers[0].submitted[-1].trace is None
 
 
 async def test_spans_reach_a_collector(fleet: StubFleet, model_folder: Path) -> None:
@@ -141,8 +141,8 @@ async def test_spans_reach_a_collector(fleet: StubFleet, model_folder: Path) -> 
     application.router.add_post("/v1/traces", take)
     async with TestServer(application) as collector:
         endpoint = f"http://127.0.0.1:{collector.port}"
-        async with open_doors(fleet, model_folder, otlp_endpoint=endpoint) as doors:
-            await post(doors, BODY)
+        async with open_front_ends(fleet, model_folder, otlp_endpoint=endpoint) as front_ends:
+            await post(front_ends, BODY)
     sent = ExportTraceServiceRequest.FromString(bodies[0]).resource_spans[0]
     attributes = {a.key: a.value.string_value for a in sent.resource.attributes}
     assert attributes["service.name"] == "baton-router"

@@ -1,4 +1,4 @@
-"""The gRPC door: streams, presence, health, reflection, deadlines; the same tokens as HTTP."""
+"""The gRPC front end: streams, presence, health, reflection, deadlines; the same tokens as HTTP."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from observability import metrics
 from protocol.errors import Internal
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
-from tests.support.router_doors import Doors, MakeDoors, letters, status_of, until
+from tests.support.router_front_ends import FrontEnds, MakeFrontEnds, letters, status_of, until
 from tests.support.stub_workers import StubFleet
 from tests.support.wire_requests import to_message
 
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-async def run(doors: Doors, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
-    return [message async for message in doors.inference.Generate(request, timeout=20)]
+async def run(front_ends: FrontEnds, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+    return [message async for message in front_ends.inference.Generate(request, timeout=20)]
 
 
 def text_of(messages: list[pb.GenerateResponse], index: int = 0) -> str:
     return "".join(c.text for m in messages for c in m.choices if c.index == index)
 
 
-async def test_a_stream(doors: Doors) -> None:
-    messages = await run(doors, pb.GenerateRequest(prompt="hello", max_tokens=4))
+async def test_a_stream(front_ends: FrontEnds) -> None:
+    messages = await run(front_ends, pb.GenerateRequest(prompt="hello", max_tokens=4))
     assert messages[0].id
     assert messages[0].model == "tiny"
     assert [m.choices[0].text for m in messages[:-1]] == list("2345")
@@ -45,18 +45,18 @@ async def test_a_stream(doors: Doors) -> None:
     assert all(not m.HasField("usage") for m in messages[:-1])
 
 
-async def test_chat_with_parts(doors: Doors) -> None:
+async def test_chat_with_parts(front_ends: FrontEnds) -> None:
     parts = [pb.ContentPart(type="text", text="hello")]
     message = pb.Message(role="user", parts=parts)
     in_parts = pb.GenerateRequest(chat=pb.Chat(messages=[message]), max_tokens=2)
     plain = to_message({"messages": HELLO, "max_tokens": 2})
-    (a, b) = [(await run(doors, r))[-1].usage.prompt_tokens for r in (in_parts, plain)]
+    (a, b) = [(await run(front_ends, r))[-1].usage.prompt_tokens for r in (in_parts, plain)]
     assert a == b
 
 
-async def test_not_streamed(doors: Doors) -> None:
+async def test_not_streamed(front_ends: FrontEnds) -> None:
     request = pb.GenerateRequest(prompt="hello", max_tokens=4, n=3, stream=False)
-    (message,) = await run(doors, request)
+    (message,) = await run(front_ends, request)
     assert [choice.index for choice in message.choices] == [0, 1, 2]
     assert {choice.text for choice in message.choices} == {"2345"}
     assert {choice.finish_reason for choice in message.choices} == {"length"}
@@ -64,17 +64,17 @@ async def test_not_streamed(doors: Doors) -> None:
     assert message.usage.completion_tokens == 12
 
 
-async def test_prompt_ids_on_request(doors: Doors) -> None:
+async def test_prompt_ids_on_request(front_ends: FrontEnds) -> None:
     request = pb.GenerateRequest(max_tokens=2, return_token_ids=True)
     request.prompt_token_ids.ids.extend([30, 31])
-    messages = await run(doors, request)
+    messages = await run(front_ends, request)
     assert list(messages[0].choices[0].prompt_token_ids) == [30, 31]
     request.return_token_ids = False
-    messages = await run(doors, request)
+    messages = await run(front_ends, request)
     assert not any(c.token_ids or c.prompt_token_ids for m in messages for c in m.choices)
 
 
-#: Requests whose tokens, text, finish and sampling must be the same through both doors.
+#: Requests whose tokens, text, finish and sampling must be the same through both front ends.
 SAME: list[dict[str, Any]] = [
     {"prompt": "hello"},
     {"prompt": "hello", "temperature": 0.0, "seed": 0, "top_k": 0},
@@ -94,12 +94,12 @@ SAME: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", SAME, ids=lambda fields: repr(fields)[:60])
-async def test_both_doors_give_the_same(doors: Doors, fields: dict[str, Any]) -> None:
-    decode = doors.fleet.workers[1]
+async def test_both_front_ends_give_the_same(front_ends: FrontEnds, fields: dict[str, Any]) -> None:
+    decode = front_ends.fleet.workers[1]
     path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
-    status, body = await doors.post(path, fields | {"return_token_ids": True})
+    status, body = await front_ends.post(path, fields | {"return_token_ids": True})
     assert status == 200, body
-    (message,) = await run(doors, to_message(fields))
+    (message,) = await run(front_ends, to_message(fields))
     found = [(c.index, c.finish_reason, list(c.token_ids)) for c in message.choices]
     assert found == [(c["index"], c["finish_reason"], c["token_ids"]) for c in body["choices"]]
     texts = [c.get("text", c.get("message", {}).get("content")) for c in body["choices"]]
@@ -116,20 +116,20 @@ async def test_both_doors_give_the_same(doors: Doors, fields: dict[str, Any]) ->
             assert a.sampling.max_tokens == b.sampling.max_tokens
 
 
-async def test_zero_is_not_unset(doors: Doors) -> None:
-    decode = doors.fleet.workers[1]
-    await run(doors, pb.GenerateRequest(prompt="a b c d e f"))
-    await run(doors, pb.GenerateRequest(prompt="a b c d e f", temperature=0.0))
-    await run(doors, pb.GenerateRequest(prompt="a b c d e f", seed=0))
+async def test_zero_is_not_unset(front_ends: FrontEnds) -> None:
+    decode = front_ends.fleet.workers[1]
+    await run(front_ends, pb.GenerateRequest(prompt="a b c d e f"))
+    await run(front_ends, pb.GenerateRequest(prompt="a b c d e f", temperature=0.0))
+    await run(front_ends, pb.GenerateRequest(prompt="a b c d e f", seed=0))
     unset, zero, seeded = (submit.sampling for submit in decode.submitted)
     assert (unset.temperature, zero.temperature) == (1.0, 0.0)
     assert seeded.seed == 0
     assert unset.max_tokens == 16
 
 
-async def test_the_timeline_as_field_and_trailer(doors: Doors) -> None:
+async def test_the_timeline_as_field_and_trailer(front_ends: FrontEnds) -> None:
     request = to_message({"prompt": [30] * 20, "max_tokens": 3, "timeline": True})
-    call = doors.inference.Generate(request, timeout=20)
+    call = front_ends.inference.Generate(request, timeout=20)
     messages = [message async for message in call]
     phases = {span.phase for span in messages[-1].timeline.spans}
     assert phases == {"tokenize", "route", "prefill", "transfer", "decode"}
@@ -137,44 +137,46 @@ async def test_the_timeline_as_field_and_trailer(doors: Doors) -> None:
     assert trailer["request_id"] == messages[0].id == messages[-1].timeline.request_id
 
 
-async def test_a_failure_in_mid_stream_is_a_status(doors: Doors) -> None:
-    decode = doors.fleet.workers[1]
+async def test_a_failure_in_mid_stream_is_a_status(front_ends: FrontEnds) -> None:
+    decode = front_ends.fleet.workers[1]
     decode.fail_after, decode.fail_retriable = 4, False
     decode.fail_error = Internal("the engine broke")
     got = []
     with pytest.raises(aio.AioRpcError) as caught:
-        async for message in doors.inference.Generate(to_message({"prompt": [30] * 6})):
+        async for message in front_ends.inference.Generate(to_message({"prompt": [30] * 6})):
             got.append(message)
     assert got == []  # not streamed: nothing, rather than half
     assert caught.value.code() is grpc.StatusCode.INTERNAL
     request = to_message({"prompt": [30] * 6, "stream": True})
     with pytest.raises(aio.AioRpcError) as caught:
-        async for message in doors.inference.Generate(request):
+        async for message in front_ends.inference.Generate(request):
             got.append(message)
     assert text_of(got) == "2345"
     assert caught.value.details() == "the engine broke"
 
 
-async def test_a_cancelled_call_ends_the_work(fleet: StubFleet, make_doors: MakeDoors) -> None:
+async def test_a_cancelled_call_ends_the_work(
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
+) -> None:
     worker = await fleet.add(Role.DECODE, delay_s=0.02)
-    async with make_doors(fleet) as doors:
-        call = doors.inference.Generate(pb.GenerateRequest(prompt="hello", max_tokens=400))
+    async with make_front_ends(fleet) as front_ends:
+        call = front_ends.inference.Generate(pb.GenerateRequest(prompt="hello", max_tokens=400))
         await call.read()
         call.cancel()
         await until(lambda: not worker.running)
-        await until(lambda: doors.router.num_requests == 0)
-        value = doors.router.metrics.value
+        await until(lambda: front_ends.router.num_requests == 0)
+        value = front_ends.router.metrics.value
         assert value(metrics.REQUEST_FAILURES, door="grpc", code="cancelled") == 1
 
 
 async def test_the_calls_deadline_reaches_the_workers(
-    fleet: StubFleet, make_doors: MakeDoors
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
 ) -> None:
     worker = await fleet.add(Role.DECODE, delay_s=0.02)
-    async with make_doors(fleet) as doors:
+    async with make_front_ends(fleet) as front_ends:
         request = pb.GenerateRequest(prompt="hello", max_tokens=400)
         with pytest.raises(aio.AioRpcError) as caught:
-            async for _ in doors.inference.Generate(request, timeout=1.0):
+            async for _ in front_ends.inference.Generate(request, timeout=1.0):
                 pass
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await until(lambda: not worker.running)
@@ -182,18 +184,20 @@ async def test_the_calls_deadline_reaches_the_workers(
         assert submit.time_left_s < 1.02  # gRPC sends hundredths, rounded up
         request.timeout = 0.2
         with pytest.raises(aio.AioRpcError) as caught:
-            async for _ in doors.inference.Generate(request):
+            async for _ in front_ends.inference.Generate(request):
                 pass
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-async def test_overload_says_when_to_come_back(fleet: StubFleet, make_doors: MakeDoors) -> None:
+async def test_overload_says_when_to_come_back(
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
+) -> None:
     await fleet.add(Role.DECODE, delay_s=0.05)
-    async with make_doors(fleet, max_requests=1, retry_after_s=2.5) as doors:
-        running = asyncio.create_task(run(doors, pb.GenerateRequest(prompt="hello")))
-        await until(lambda: doors.router.num_requests == 1)
+    async with make_front_ends(fleet, max_requests=1, retry_after_s=2.5) as front_ends:
+        running = asyncio.create_task(run(front_ends, pb.GenerateRequest(prompt="hello")))
+        await until(lambda: front_ends.router.num_requests == 1)
         with pytest.raises(aio.AioRpcError) as caught:
-            await run(doors, pb.GenerateRequest(prompt="hello"))
+            await run(front_ends, pb.GenerateRequest(prompt="hello"))
         code, trailers = status_of(caught.value)
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert trailers["retry-after"] == "2.5"
@@ -204,28 +208,28 @@ async def test_overload_says_when_to_come_back(fleet: StubFleet, make_doors: Mak
         await running
 
 
-async def test_models_and_tokens(doors: Doors) -> None:
-    models = (await doors.inference.ListModels(pb.ListModelsRequest())).models
+async def test_models_and_tokens(front_ends: FrontEnds) -> None:
+    models = (await front_ends.inference.ListModels(pb.ListModelsRequest())).models
     assert [(m.id, m.owned_by, m.max_model_len) for m in models] == [("tiny", "baton", 512)]
-    tokens = await doors.inference.Tokenize(pb.TokenizeRequest(prompt="hello 🙂"))
+    tokens = await front_ends.inference.Tokenize(pb.TokenizeRequest(prompt="hello 🙂"))
     assert tokens.count == len(tokens.tokens)
-    back = await doors.inference.Detokenize(pb.DetokenizeRequest(tokens=tokens.tokens))
+    back = await front_ends.inference.Detokenize(pb.DetokenizeRequest(tokens=tokens.tokens))
     assert back.prompt == "hello 🙂"
-    _, over_http = await doors.post("/tokenize", {"messages": HELLO})
+    _, over_http = await front_ends.post("/tokenize", {"messages": HELLO})
     chat = pb.Chat(messages=[pb.Message(role="user", content="hello")])
-    over_grpc = await doors.inference.Tokenize(pb.TokenizeRequest(chat=chat))
+    over_grpc = await front_ends.inference.Tokenize(pb.TokenizeRequest(chat=chat))
     assert list(over_grpc.tokens) == over_http["tokens"]
     with pytest.raises(aio.AioRpcError) as caught:
-        await doors.inference.Tokenize(pb.TokenizeRequest(prompt="x", model="other"))
+        await front_ends.inference.Tokenize(pb.TokenizeRequest(prompt="x", model="other"))
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
     with pytest.raises(aio.AioRpcError) as caught:
-        await doors.inference.Detokenize(pb.DetokenizeRequest(tokens=[-1]))
+        await front_ends.inference.Detokenize(pb.DetokenizeRequest(tokens=[-1]))
     assert status_of(caught.value)[1]["baton-error-param"] == "tokens"
 
 
-async def test_health_follows_readiness(fleet: StubFleet, make_doors: MakeDoors) -> None:
-    async with make_doors(fleet) as doors:
-        stub = health_pb2_grpc.HealthStub(doors.channel)
+async def test_health_follows_readiness(fleet: StubFleet, make_front_ends: MakeFrontEnds) -> None:
+    async with make_front_ends(fleet) as front_ends:
+        stub = health_pb2_grpc.HealthStub(front_ends.channel)
 
         async def check(service: str = "") -> str:
             reply = await stub.Check(health_pb2.HealthCheckRequest(service=service))
@@ -233,8 +237,8 @@ async def test_health_follows_readiness(fleet: StubFleet, make_doors: MakeDoors)
 
         assert await check() == "NOT_SERVING"
         await fleet.add(Role.DECODE)
-        doors.router.set_workers(fleet.refs)
-        await doors.wait_ready()
+        front_ends.router.set_workers(fleet.refs)
+        await front_ends.wait_ready()
         while await check() != "SERVING":
             await asyncio.sleep(0.01)
         for service in ("", "baton.v1.Inference", "baton.v1.Admin"):
@@ -242,23 +246,23 @@ async def test_health_follows_readiness(fleet: StubFleet, make_doors: MakeDoors)
         with pytest.raises(aio.AioRpcError) as caught:
             await check("no.such.Service")
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-        doors.router.set_workers([])
+        front_ends.router.set_workers([])
         while await check() != "NOT_SERVING":
             await asyncio.sleep(0.01)
         assert await check("baton.v1.Inference") == "NOT_SERVING"
 
 
-async def test_who_watches_health_does_not_keep_a_leaving_router(doors: Doors) -> None:
-    watch = health_pb2_grpc.HealthStub(doors.channel).Watch(health_pb2.HealthCheckRequest())
+async def test_who_watches_health_does_not_keep_a_leaving_router(front_ends: FrontEnds) -> None:
+    watch = health_pb2_grpc.HealthStub(front_ends.channel).Watch(health_pb2.HealthCheckRequest())
     assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
     async with asyncio.timeout(20):
-        assert await doors.router.retire(600.0)
+        assert await front_ends.router.retire(600.0)
         assert await watch.read() is aio.EOF
     assert await watch.code() is grpc.StatusCode.OK
 
 
-async def test_reflection_lists_everything(doors: Doors) -> None:
-    stub = reflection_pb2_grpc.ServerReflectionStub(doors.channel)
+async def test_reflection_lists_everything(front_ends: FrontEnds) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(front_ends.channel)
 
     async def ask(**request: str) -> Any:
         messages = iter([reflection_pb2.ServerReflectionRequest(**request)])
@@ -279,10 +283,10 @@ async def test_reflection_lists_everything(doors: Doors) -> None:
     assert {"Generate", "ListModels", "Tokenize", "Detokenize", "Scale"} <= methods
 
 
-async def test_text_with_hard_characters(doors: Doors) -> None:
-    for worker in doors.fleet.workers:
+async def test_text_with_hard_characters(front_ends: FrontEnds) -> None:
+    for worker in front_ends.fleet.workers:
         worker.script = lambda s: letters("a👩‍👩‍👧 b")
     count = len(letters("a👩‍👩‍👧 b"))
-    messages = await run(doors, pb.GenerateRequest(prompt="hello", max_tokens=count))
+    messages = await run(front_ends, pb.GenerateRequest(prompt="hello", max_tokens=count))
     assert text_of(messages) == "a👩‍👩‍👧 b"
     assert all("\ufffd" not in c.text for m in messages for c in m.choices)

@@ -10,7 +10,7 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 from grpc import aio
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from tests.support.router_doors import Doors
+from tests.support.router_front_ends import FrontEnds
 
 
 class Reflected:
@@ -62,8 +62,8 @@ class Reflected:
         return [MessageToDict(message) async for message in call]
 
 
-async def test_every_service_can_be_called_by_what_it_says_of_itself(doors: Doors) -> None:
-    client = Reflected(doors.channel)
+async def test_every_service_can_be_called_by_what_it_says_of_itself(front_ends: FrontEnds) -> None:
+    client = Reflected(front_ends.channel)
     assert await client.services() >= {
         "baton.v1.Inference",
         "baton.v1.Admin",

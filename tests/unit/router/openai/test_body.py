@@ -20,7 +20,7 @@ from router.openai.body import BodyReader
 from router.request.completion_request import CompletionRequest
 from router.request.large_json import MAX_STRUCTURE, loads_in_pieces
 from router.request.parse import parse_json
-from tests.support.router_doors import Doors, MakeDoors, until
+from tests.support.router_front_ends import FrontEnds, MakeFrontEnds, until
 from tests.support.stub_workers import StubFleet
 
 MANY = [(7 * i) % 50_000 for i in range(10_000)]
@@ -71,53 +71,55 @@ def test_structure_has_a_bound() -> None:
         loads_in_pieces("[" + "{}," * MAX_STRUCTURE + "{}]")
 
 
-async def test_long_prompts_of_ids_generate(fleet: StubFleet, make_doors: MakeDoors) -> None:
+async def test_long_prompts_of_ids_generate(
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
+) -> None:
     await fleet.add(Role.DECODE, num_blocks=4096)
-    async with make_doors(fleet) as doors:
+    async with make_front_ends(fleet) as front_ends:
         ids = [i % 500 for i in range(60_000)]
-        status, answer = await doors.post("/v1/completions", {"prompt": ids})
+        status, answer = await front_ends.post("/v1/completions", {"prompt": ids})
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
         assert "60000 tokens" in answer["error"]["message"]
         padded = json.dumps({"prompt": ids[:200], "user": "x" * 200_000}).encode()
-        status, answer = await doors.post("/v1/completions", padded)
+        status, answer = await front_ends.post("/v1/completions", padded)
         assert (status, answer["usage"]["prompt_tokens"]) == (200, 200)
 
 
-async def post(doors: Doors, body: bytes, encoding: str) -> tuple[int, dict, str | None]:
+async def post(front_ends: FrontEnds, body: bytes, encoding: str) -> tuple[int, dict, str | None]:
     headers = {"content-encoding": encoding, "content-type": "application/json"}
-    url = doors.url + "/v1/completions"
-    async with doors.http.post(url, data=body, headers=headers) as response:
+    url = front_ends.url + "/v1/completions"
+    async with front_ends.http.post(url, data=body, headers=headers) as response:
         return response.status, await response.json(), response.headers.get("accept-encoding")
 
 
-async def test_compressed_bodies(doors: Doors) -> None:
+async def test_compressed_bodies(front_ends: FrontEnds) -> None:
     body = json.dumps(HELLO).encode()
     whole = gzip.compress(body)
-    status, answer, _ = await post(doors, whole, "gzip")
+    status, answer, _ = await post(front_ends, whole, "gzip")
     assert (status, answer["usage"]["completion_tokens"]) == (200, 3)
-    assert (await post(doors, body, "identity"))[0] == 200
+    assert (await post(front_ends, body, "identity"))[0] == 200
     for wrong in (body, whole[:-5], whole + whole, b""):
-        status, answer, _ = await post(doors, wrong, "gzip")
+        status, answer, _ = await post(front_ends, wrong, "gzip")
         assert (status, answer["error"]["code"]) == (400, "invalid_request")
     for encoding in ("br", "deflate", "gzip, gzip"):
-        status, answer, accepted = await post(doors, whole, encoding)
+        status, answer, accepted = await post(front_ends, whole, encoding)
         assert (status, answer["error"]["code"]) == (415, "unsupported_encoding")
         assert accepted == "gzip"
 
 
 async def test_a_small_body_cannot_become_a_huge_one(
-    fleet: StubFleet, make_doors: MakeDoors
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
 ) -> None:
     await fleet.add(Role.DECODE)
-    async with make_doors(fleet, max_body_bytes=100_000) as doors:
+    async with make_front_ends(fleet, max_body_bytes=100_000) as front_ends:
         bomb = gzip.compress(b" " * 50_000_000)
         assert len(bomb) < 100_000
-        status, answer, _ = await post(doors, bomb, "gzip")
+        status, answer, _ = await post(front_ends, bomb, "gzip")
         assert (status, answer["error"]["code"]) == (413, "payload_too_large")
 
 
 async def test_no_more_is_unzipped_at_once_than_is_parsed_at_once(
-    doors: Doors, monkeypatch: pytest.MonkeyPatch
+    front_ends: FrontEnds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or some megabytes of requests become gigabytes that wait for a thread."""
     done: list[str] = []
@@ -131,42 +133,42 @@ async def test_no_more_is_unzipped_at_once_than_is_parsed_at_once(
         monkeypatch.setattr(body_module, name, noted)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     large = gzip.compress(json.dumps(HELLO | {"user": "x" * 1_000_000}).encode())
-    answers = await asyncio.gather(*(post(doors, large, "gzip") for _ in range(8)))
+    answers = await asyncio.gather(*(post(front_ends, large, "gzip") for _ in range(8)))
     assert {status for status, _, _ in answers} == {200}
     assert done == ["_unzipped", "parse_json"] * 8
 
 
 async def test_what_has_come_of_all_bodies_is_bounded(
-    fleet: StubFleet, make_doors: MakeDoors, monkeypatch: pytest.MonkeyPatch
+    fleet: StubFleet, make_front_ends: MakeFrontEnds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await fleet.add(Role.DECODE)
     bodies = BodyReader(1000)
     monkeypatch.setattr("router.openai.app.BodyReader", lambda _: bodies)
     async with (
-        make_doors(fleet, max_body_bytes=1000) as doors,
+        make_front_ends(fleet, max_body_bytes=1000) as front_ends,
         contextlib.AsyncExitStack() as open_,
     ):
         for _ in range(64):
-            _, writer = await asyncio.open_connection(*doors.router.addresses.http.split(":"))
+            _, writer = await asyncio.open_connection(*front_ends.router.addresses.http.split(":"))
             open_.callback(writer.close)
             head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n"
             writer.write(head + b" " * 999)
         await until(lambda: bodies._unparsed_bytes == 64 * 999)
-        status, answer = await doors.post("/v1/completions", HELLO | {"user": "x" * 100})
+        status, answer = await front_ends.post("/v1/completions", HELLO | {"user": "x" * 100})
         assert (status, answer["error"]["code"]) == (429, "overloaded")
-        assert (await doors.post("/v1/completions", {"prompt": "hi"}))[0] == 200
+        assert (await front_ends.post("/v1/completions", {"prompt": "hi"}))[0] == 200
         await open_.aclose()
         await until(lambda: bodies._unparsed_bytes == 0)
-        assert (await doors.post("/v1/completions", HELLO | {"user": "x" * 100}))[0] == 200
+        assert (await front_ends.post("/v1/completions", HELLO | {"user": "x" * 100}))[0] == 200
 
 
-async def test_what_has_no_effect_is_not_kept(doors: Doors) -> None:
+async def test_what_has_no_effect_is_not_kept(front_ends: FrontEnds) -> None:
     """While the request runs, which may be an hour."""
-    gate = doors.fleet.workers[1].gate = asyncio.Event()
+    gate = front_ends.fleet.workers[1].gate = asyncio.Event()
     notes = {"user": "u" * 100_001, "metadata": {"note": "m" * 100_002}}
     body = HELLO | notes | {"prompt": "hello there you", "max_tokens": 5}
-    running = asyncio.create_task(doors.post("/v1/completions", json.dumps(body).encode()))
-    await until(lambda: doors.fleet.workers[1].running)
+    running = asyncio.create_task(front_ends.post("/v1/completions", json.dumps(body).encode()))
+    await until(lambda: front_ends.fleet.workers[1].running)
     del body, notes
     mark = "m" * 100_002
     assert not [v for v in gc.get_objects() if type(v) is dict and v.get("note") == mark]
@@ -182,31 +184,33 @@ PREFLIGHT = {
 }
 
 
-async def test_pages_of_other_origins_may_not_call_by_default(doors: Doors) -> None:
-    async with doors.http.options(doors.url + "/v1/completions", headers=PREFLIGHT) as response:
+async def test_pages_of_other_origins_may_not_call_by_default(front_ends: FrontEnds) -> None:
+    async with front_ends.http.options(
+        front_ends.url + "/v1/completions", headers=PREFLIGHT
+    ) as response:
         assert response.status == 405
         assert "access-control-allow-origin" not in response.headers
 
 
 async def test_pages_of_configured_origins_may_call(
-    fleet: StubFleet, make_doors: MakeDoors
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
 ) -> None:
     await fleet.add(Role.DECODE)
-    async with make_doors(fleet, cors_origins=(APP,)) as doors:
-        url = doors.url + "/v1/completions"
-        async with doors.http.options(url, headers=PREFLIGHT) as response:
+    async with make_front_ends(fleet, cors_origins=(APP,)) as front_ends:
+        url = front_ends.url + "/v1/completions"
+        async with front_ends.http.options(url, headers=PREFLIGHT) as response:
             assert response.status == 200
             assert response.headers["access-control-allow-origin"] == APP
             assert "authorization" in response.headers["access-control-allow-headers"]
-        async with doors.http.post(url, json=HELLO, headers={"origin": APP}) as response:
+        async with front_ends.http.post(url, json=HELLO, headers={"origin": APP}) as response:
             assert response.status == 200
             assert response.headers["access-control-allow-origin"] == APP
         other = {"origin": "https://evil.example.com"}
-        async with doors.http.post(url, json=HELLO, headers=other) as response:
+        async with front_ends.http.post(url, json=HELLO, headers=other) as response:
             assert "access-control-allow-origin" not in response.headers
 
 
-def test_an_origin_is_no_url(make_doors: MakeDoors, fleet: StubFleet) -> None:
+def test_an_origin_is_no_url(make_front_ends: MakeFrontEnds, fleet: StubFleet) -> None:
     from router.config import RouterConfig
 
     with pytest.raises(ValueError, match="cors_origins"):

@@ -14,7 +14,7 @@ import pytest
 from observability import metrics
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
-from tests.support.router_doors import Doors, MakeDoors, until
+from tests.support.router_front_ends import FrontEnds, MakeFrontEnds, until
 from tests.support.stub_workers import StubFleet
 
 JAVA = "connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
@@ -36,8 +36,8 @@ class Raw:
 
 
 @contextlib.asynccontextmanager
-async def connected(doors: Doors) -> AsyncIterator[Raw]:
-    reader, writer = await asyncio.open_connection(*doors.router.addresses.http.split(":"))
+async def connected(front_ends: FrontEnds) -> AsyncIterator[Raw]:
+    reader, writer = await asyncio.open_connection(*front_ends.router.addresses.http.split(":"))
     async with asyncio.timeout(20):
         try:
             yield Raw(reader, writer)
@@ -51,9 +51,9 @@ def post(headers: str = "", **fields: object) -> bytes:
     return f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{headers}{length}\r\n{body}".encode()
 
 
-async def test_an_offer_of_http2_is_declined_and_the_body_read(doors: Doors) -> None:
+async def test_an_offer_of_http2_is_declined_and_the_body_read(front_ends: FrontEnds) -> None:
     """Java's HttpClient offers h2c with every first request to a plain http:// address."""
-    async with connected(doors) as raw:
+    async with connected(front_ends) as raw:
         for _ in range(2):
             raw.writer.write(post(JAVA))
             status, answer = await raw.answer()
@@ -67,11 +67,11 @@ async def test_an_offer_of_http2_is_declined_and_the_body_read(doors: Doors) -> 
         assert await raw.answer() == (200, {"status": "ok"})
 
 
-async def test_a_body_behind_an_offer_is_never_another_request(doors: Doors) -> None:
+async def test_a_body_behind_an_offer_is_never_another_request(front_ends: FrontEnds) -> None:
     inner = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n"
     length = b"content-length: %d\r\n\r\n" % len(inner)
-    async with connected(doors) as raw:
+    async with connected(front_ends) as raw:
         raw.writer.write(head[:-9])  # in the middle of the name
         await asyncio.sleep(0.05)
         raw.writer.write(head[-9:] + length + inner)
@@ -81,9 +81,9 @@ async def test_a_body_behind_an_offer_is_never_another_request(doors: Doors) -> 
 
 
 async def test_what_is_not_http_is_refused_and_not_logged(
-    doors: Doors, caplog: pytest.LogCaptureFixture
+    front_ends: FrontEnds, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with connected(doors) as raw:
+    async with connected(front_ends) as raw:
         raw.writer.write(b"nonsense\r\n\r\n")
         status, answer = await raw.answer()
     assert (status, answer["error"]["code"]) == (400, "invalid_request")
@@ -91,10 +91,10 @@ async def test_what_is_not_http_is_refused_and_not_logged(
 
 
 async def test_what_is_not_http_gets_no_answer_inside_another(
-    fleet: StubFleet, make_doors: MakeDoors
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
 ) -> None:
     worker = await fleet.add(Role.DECODE, delay_s=0.02)
-    async with make_doors(fleet) as doors, connected(doors) as raw:
+    async with make_front_ends(fleet) as front_ends, connected(front_ends) as raw:
         raw.writer.write(post(stream=True, max_tokens=400))
         begun = await raw.reader.readuntil(b"data: ")
         raw.writer.write(b"nonsense\r\n\r\n")
@@ -103,9 +103,9 @@ async def test_what_is_not_http_gets_no_answer_inside_another(
         await until(lambda: worker.cancelled)
 
 
-async def test_requests_sent_ahead_are_answered_in_order(doors: Doors) -> None:
+async def test_requests_sent_ahead_are_answered_in_order(front_ends: FrontEnds) -> None:
     """The beginning of a head that comes with the end of a large body is not as large as both."""
-    async with connected(doors) as raw:
+    async with connected(front_ends) as raw:
         raw.writer.write(post(user="x" * 200_000) + post(max_tokens=2) + post(user="x" * 100_000))
         raw.writer.write(b"GET /health HTTP/1.1\r\nhost")
         answers = [await raw.answer() for _ in range(3)]
@@ -116,10 +116,10 @@ async def test_requests_sent_ahead_are_answered_in_order(doors: Doors) -> None:
 
 
 async def test_who_waits_for_leave_to_send_a_body_and_gets_an_answer_sends_neither(
-    doors: Doors,
+    front_ends: FrontEnds,
 ) -> None:
     """A client may go on with its next request then, which must not be taken for the body."""
-    async with connected(doors) as raw:
+    async with connected(front_ends) as raw:
         for path in ("/v1/completions", "/nowhere"):
             head, body = post("expect: 100-continue\r\n").split(b"\r\n\r\n")
             raw.writer.write(head.replace(b"/v1/completions", path.encode()) + b"\r\n\r\n")
@@ -134,41 +134,41 @@ async def test_who_waits_for_leave_to_send_a_body_and_gets_an_answer_sends_neith
 
 
 async def test_who_sends_thousands_of_requests_ahead_is_hung_up_on(
-    fleet: StubFleet, make_doors: MakeDoors
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
 ) -> None:
     worker = await fleet.add(Role.DECODE, gate=asyncio.Event())
-    async with make_doors(fleet) as doors:
-        async with connected(doors) as raw:
+    async with make_front_ends(fleet) as front_ends:
+        async with connected(front_ends) as raw:
             raw.writer.write(post(stream=True) + 64 * b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
             await until(lambda: worker.running)
-            (connection,) = doors.router._http._server._connections
+            (connection,) = front_ends.router._http._server._connections
             await until(lambda: len(connection.pipeline) == 64)
             raw.writer.write(5000 * b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
             with contextlib.suppress(ConnectionError):
                 await raw.reader.read()  # to the end
         assert len(connection.pipeline) == 65
         await until(lambda: worker.cancelled)
-        await until(lambda: doors.router.num_requests == 0)
+        await until(lambda: front_ends.router.num_requests == 0)
 
 
 async def test_a_client_that_sent_two_requests_and_left_has_neither_run(
-    fleet: StubFleet, make_doors: MakeDoors
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
 ) -> None:
     worker = await fleet.add(Role.DECODE, gate=asyncio.Event())
-    async with make_doors(fleet) as doors:
-        async with connected(doors) as raw:
+    async with make_front_ends(fleet) as front_ends:
+        async with connected(front_ends) as raw:
             raw.writer.write(post(stream=True) + post())
             await until(lambda: worker.running)
         await until(lambda: worker.cancelled)
-        await until(lambda: doors.router.num_requests == 0)
+        await until(lambda: front_ends.router.num_requests == 0)
         assert len(worker.submitted) == 1
 
 
 async def test_who_never_ends_a_body_that_was_answered_is_hung_up_on(
-    doors: Doors, monkeypatch: pytest.MonkeyPatch
+    front_ends: FrontEnds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.openai.connection.HEAD_S", 0.3)
-    async with connected(doors) as raw:
+    async with connected(front_ends) as raw:
         raw.writer.write(b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n")
         assert (await raw.answer())[0] == 404
         with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
@@ -180,28 +180,31 @@ async def test_who_never_ends_a_body_that_was_answered_is_hung_up_on(
                         await raw.reader.readexactly(1)
 
 
-async def test_connections_have_a_bound(fleet: StubFleet, make_doors: MakeDoors) -> None:
+async def test_connections_have_a_bound(fleet: StubFleet, make_front_ends: MakeFrontEnds) -> None:
     await fleet.add(Role.DECODE)
-    async with make_doors(fleet, max_connections=2) as doors, contextlib.AsyncExitStack() as open_:
+    async with (
+        make_front_ends(fleet, max_connections=2) as front_ends,
+        contextlib.AsyncExitStack() as open_,
+    ):
         for _ in range(2):
-            raw = await open_.enter_async_context(connected(doors))
+            raw = await open_.enter_async_context(connected(front_ends))
             raw.writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
             assert (await raw.answer())[0] == 200
-        async with connected(doors) as third:
+        async with connected(front_ends) as third:
             head = (await third.reader.readuntil(b"\r\n\r\n")).decode()
             assert head.startswith("HTTP/1.1 503 ")
             assert {"retry-after: 1", "connection: close"} <= set(head.split("\r\n"))
             assert json.loads(await third.reader.read())["error"]["code"] == "unavailable"
-        async with httpx.AsyncClient(base_url=doors.url) as client:
+        async with httpx.AsyncClient(base_url=front_ends.url) as client:
             refused = await client.post("/v1/completions", json={"prompt": "hello"})
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-        refusals = doors.router.metrics.value(metrics.REFUSALS, reason="connections")
+        refusals = front_ends.router.metrics.value(metrics.REFUSALS, reason="connections")
         assert refusals == 2
         raw.writer.write(post())
         assert (await raw.answer())[0] == 200
         raw.writer.close()
-        await until(lambda: len(doors.router._http._server._connections) == 1)
-        async with connected(doors) as fourth:
+        await until(lambda: len(front_ends.router._http._server._connections) == 1)
+        async with connected(front_ends) as fourth:
             fourth.writer.write(post())
             assert (await fourth.answer())[0] == 200
 
@@ -227,9 +230,9 @@ _SETTINGS, _HEADERS, _DATA = 4, 1, 0
 
 
 @contextlib.asynccontextmanager
-async def deaf(doors: Doors) -> AsyncIterator[Raw]:
+async def deaf(front_ends: FrontEnds) -> AsyncIterator[Raw]:
     """A gRPC connection whose client has room for nothing."""
-    reader, writer = await asyncio.open_connection(*doors.router.addresses.grpc.split(":"))
+    reader, writer = await asyncio.open_connection(*front_ends.router.addresses.grpc.split(":"))
     no_window = (4).to_bytes(2, "big") + bytes(4)
     writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(_SETTINGS, 0, 0, no_window))
     try:
@@ -239,14 +242,14 @@ async def deaf(doors: Doors) -> AsyncIterator[Raw]:
 
 
 async def test_a_call_that_is_never_sent_or_never_read_ends_with_its_connection(
-    fleet: StubFleet, make_doors: MakeDoors, monkeypatch: pytest.MonkeyPatch
+    fleet: StubFleet, make_front_ends: MakeFrontEnds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.grpc.server._MIN_AGE_S", 1.0)
     worker = await fleet.add(Role.DECODE)
     message = pb.GenerateRequest(prompt="hello there you", max_tokens=3).SerializeToString()
-    async with make_doors(fleet, max_timeout_s=1.0, default_timeout_s=1.0) as doors:
+    async with make_front_ends(fleet, max_timeout_s=1.0, default_timeout_s=1.0) as front_ends:
         before = len(asyncio.all_tasks())
-        async with deaf(doors) as raw:
+        async with deaf(front_ends) as raw:
             raw.writer.write(frame(_HEADERS, 4, 1, _GENERATE) + frame(_HEADERS, 4, 3, _GENERATE))
             raw.writer.write(frame(_DATA, 1, 1, b"\0" + len(message).to_bytes(4, "big") + message))
             await until(lambda: worker.submitted)
@@ -256,11 +259,13 @@ async def test_a_call_that_is_never_sent_or_never_read_ends_with_its_connection(
         await until(lambda: len(asyncio.all_tasks()) <= before)
 
 
-async def test_grpc_connections_have_a_bound(fleet: StubFleet, make_doors: MakeDoors) -> None:
+async def test_grpc_connections_have_a_bound(
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
+) -> None:
     await fleet.add(Role.DECODE)
-    async with make_doors(fleet, max_connections=1) as doors:
-        assert await doors.inference.ListModels(pb.ListModelsRequest())
-        async with deaf(doors) as raw, asyncio.timeout(20):
+    async with make_front_ends(fleet, max_connections=1) as front_ends:
+        assert await front_ends.inference.ListModels(pb.ListModelsRequest())
+        async with deaf(front_ends) as raw, asyncio.timeout(20):
             with contextlib.suppress(ConnectionResetError):
                 assert await raw.reader.read() == b""
-        assert await doors.inference.ListModels(pb.ListModelsRequest())
+        assert await front_ends.inference.ListModels(pb.ListModelsRequest())

@@ -17,7 +17,7 @@ from protocol.wire import inference_pb2 as pb
 from router.offload import encode, encode_in_pieces
 from router.text.tokenizer import ModelText
 from tests.support import services
-from tests.support.router_doors import Doors, MakeDoors, status_of
+from tests.support.router_front_ends import FrontEnds, MakeFrontEnds, status_of
 from tests.support.stub_workers import StubFleet
 
 MB = 1_000_000
@@ -31,16 +31,16 @@ def text_of(size: int) -> str:
 class Streams:
     """Requests that stream while something large is going on."""
 
-    def __init__(self, doors: Doors, count: int, max_tokens: int) -> None:
+    def __init__(self, front_ends: FrontEnds, count: int, max_tokens: int) -> None:
         body = {"prompt": "hello", "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
         body["return_token_ids"] = True
         self.tokens = [0] * count
-        self._doors = doors
+        self._front_ends = front_ends
         self._tasks = [asyncio.create_task(self._run(i, body)) for i in range(count)]
 
     async def _run(self, number: int, body: dict) -> None:
-        url = self._doors.url + "/v1/completions"
-        async with self._doors.http.post(url, json=body) as response:
+        url = self._front_ends.url + "/v1/completions"
+        async with self._front_ends.http.post(url, json=body) as response:
             async for line in response.content:
                 if line.startswith(b"data: {"):
                     choices = json.loads(line[6:])["choices"]
@@ -60,50 +60,50 @@ class Streams:
 
 
 @pytest.fixture
-async def doors(fleet: StubFleet, make_doors: MakeDoors) -> AsyncIterator[Doors]:
+async def front_ends(fleet: StubFleet, make_front_ends: MakeFrontEnds) -> AsyncIterator[FrontEnds]:
     await fleet.add(Role.DECODE, delay_s=0.05, num_blocks=4096)
-    async with make_doors(fleet) as doors:
-        yield doors
+    async with make_front_ends(fleet) as front_ends:
+        yield front_ends
 
 
-async def send(doors: Doors, size: int) -> tuple[int, dict]:
-    return await doors.post("/v1/completions", json.dumps({"prompt": text_of(size)}).encode())
+async def send(front_ends: FrontEnds, size: int) -> tuple[int, dict]:
+    return await front_ends.post("/v1/completions", json.dumps({"prompt": text_of(size)}).encode())
 
 
-async def call(doors: Doors, size: int) -> tuple[grpc.StatusCode, dict]:
+async def call(front_ends: FrontEnds, size: int) -> tuple[grpc.StatusCode, dict]:
     options = [("grpc.max_send_message_length", -1)]
-    async with aio.insecure_channel(doors.router.addresses.grpc, options=options) as channel:
+    async with aio.insecure_channel(front_ends.router.addresses.grpc, options=options) as channel:
         with pytest.raises(aio.AioRpcError) as caught:
             request = pb.GenerateRequest(prompt=text_of(size))
             await services.InferenceStub(channel).Generate(request).read()
         return status_of(caught.value)[0], {"message": caught.value.details()}
 
 
-async def test_large_requests_beside_running_streams(doors: Doors) -> None:
-    streams = Streams(doors, 8, max_tokens=150)
+async def test_large_requests_beside_running_streams(front_ends: FrontEnds) -> None:
+    streams = Streams(front_ends, 8, max_tokens=150)
     await streams.more()
-    status, answer = await send(doors, 5 * MB)
+    status, answer = await send(front_ends, 5 * MB)
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
     assert answer["error"]["param"] == "prompt"
-    assert (await call(doors, 5 * MB))[0] is grpc.StatusCode.INVALID_ARGUMENT
+    assert (await call(front_ends, 5 * MB))[0] is grpc.StatusCode.INVALID_ARGUMENT
     for size in (9 * MB, 30 * MB):
-        status, answer = await send(doors, size)
+        status, answer = await send(front_ends, size)
         assert (status, answer["error"]["code"]) == (413, "payload_too_large")
         assert "8388608 bytes" in answer["error"]["message"]
-        code, answer = await call(doors, size)
+        code, answer = await call(front_ends, size)
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "8388608" in answer["message"]
-    doors.fleet.workers[0].delay_s = 0
+    front_ends.fleet.workers[0].delay_s = 0
     assert await streams.whole() == [150] * 8
 
 
-async def test_the_limits_can_be_raised(fleet: StubFleet, make_doors: MakeDoors) -> None:
+async def test_the_limits_can_be_raised(fleet: StubFleet, make_front_ends: MakeFrontEnds) -> None:
     await fleet.add(Role.DECODE)
     limits = {"max_body_bytes": 16 << 20, "max_message_bytes": 16 << 20}
-    async with make_doors(fleet, **limits) as doors:
-        status, answer = await send(doors, 12 * MB)
+    async with make_front_ends(fleet, **limits) as front_ends:
+        status, answer = await send(front_ends, 12 * MB)
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
-        assert (await call(doors, 12 * MB))[0] is grpc.StatusCode.INVALID_ARGUMENT
+        assert (await call(front_ends, 12 * MB))[0] is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_tokenising_lets_other_threads_run(text: ModelText) -> None:
@@ -117,7 +117,7 @@ def test_tokenising_lets_other_threads_run(text: ModelText) -> None:
 
 
 async def test_many_tokens_are_written_beside_the_event_loop(
-    doors: Doors, text: ModelText, monkeypatch: pytest.MonkeyPatch
+    front_ends: FrontEnds, text: ModelText, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[threading.Thread] = []
 
@@ -128,7 +128,7 @@ async def test_many_tokens_are_written_beside_the_event_loop(
     monkeypatch.setattr("router.openai.answers.encode_in_pieces", noted)
     for size in (40, 9000):
         prompt = text_of(size)
-        status, answer = await doors.post("/tokenize", {"prompt": prompt})
+        status, answer = await front_ends.post("/tokenize", {"prompt": prompt})
         assert (status, answer["tokens"]) == (200, list(text.encode(prompt)))
     assert [thread is threading.main_thread() for thread in threads] == [True, False]
     ids = tuple(range(1000))
@@ -138,10 +138,10 @@ async def test_many_tokens_are_written_beside_the_event_loop(
 
 
 async def test_health_and_streams_go_on_while_a_prompt_is_tokenised(
-    doors: Doors, monkeypatch: pytest.MonkeyPatch
+    front_ends: FrontEnds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokenising is held still until health has answered and every stream has gone on."""
-    streams = Streams(doors, 5, max_tokens=400)  # for 20 s, if need be
+    streams = Streams(front_ends, 5, max_tokens=400)  # for 20 s, if need be
     await streams.more()
     busy, go_on = threading.Event(), threading.Event()
     encode = ModelText.encode
@@ -153,15 +153,15 @@ async def test_health_and_streams_go_on_while_a_prompt_is_tokenised(
         return encode(self, text, **options)
 
     monkeypatch.setattr(ModelText, "encode", slow)
-    sending = asyncio.create_task(send(doors, 5 * MB))
+    sending = asyncio.create_task(send(front_ends, 5 * MB))
     assert await asyncio.to_thread(busy.wait, 5)
-    async with doors.http.get(doors.url + "/health") as response:
+    async with front_ends.http.get(front_ends.url + "/health") as response:
         assert response.status == 200
     await streams.more()
-    status, _ = await doors.post("/v1/completions", {"prompt": "short", "max_tokens": 2})
+    status, _ = await front_ends.post("/v1/completions", {"prompt": "short", "max_tokens": 2})
     assert status == 200
     assert not sending.done()
     go_on.set()
-    doors.fleet.workers[0].delay_s = 0
+    front_ends.fleet.workers[0].delay_s = 0
     assert (await sending)[0] == 400
     assert await streams.whole() == [400] * 5

@@ -8,16 +8,18 @@ import pytest
 from openai import APIError, AsyncOpenAI, BadRequestError, NotFoundError, RateLimitError
 
 from protocol.errors import Internal, Overloaded
-from tests.support.router_doors import Doors, letters
+from tests.support.router_front_ends import FrontEnds, letters
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture
-async def client(doors: Doors) -> AsyncIterator[AsyncOpenAI]:
-    for worker in doors.fleet.workers:
+async def client(front_ends: FrontEnds) -> AsyncIterator[AsyncOpenAI]:
+    for worker in front_ends.fleet.workers:
         worker.script = lambda s: letters("Hi 🙂 there, friend")
-    async with AsyncOpenAI(base_url=doors.url + "/v1", api_key="none", max_retries=0) as client:
+    async with AsyncOpenAI(
+        base_url=front_ends.url + "/v1", api_key="none", max_retries=0
+    ) as client:
         yield client
 
 
@@ -66,22 +68,24 @@ async def test_models(client: AsyncOpenAI) -> None:
     assert (await client.models.retrieve("tiny")).owned_by == "baton"
 
 
-async def test_errors_are_the_clients_own_classes(client: AsyncOpenAI, doors: Doors) -> None:
+async def test_errors_are_the_clients_own_classes(
+    client: AsyncOpenAI, front_ends: FrontEnds
+) -> None:
     with pytest.raises(NotFoundError) as caught:
         await client.chat.completions.create(model="other", messages=MESSAGES)
     assert caught.value.code == "model_not_found"
     with pytest.raises(BadRequestError) as bad:
         await client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=-1)
     assert bad.value.param == "temperature"
-    for worker in doors.fleet.workers:
+    for worker in front_ends.fleet.workers:
         worker.refuse = Overloaded("full", retry_after_s=2)
     with pytest.raises(RateLimitError) as full:
         await client.chat.completions.create(model="tiny", messages=MESSAGES)
     assert full.value.response.headers["retry-after"] == "2"
 
 
-async def test_a_failure_in_mid_stream_raises(client: AsyncOpenAI, doors: Doors) -> None:
-    decode = doors.fleet.workers[1]
+async def test_a_failure_in_mid_stream_raises(client: AsyncOpenAI, front_ends: FrontEnds) -> None:
+    decode = front_ends.fleet.workers[1]
     decode.fail_after, decode.fail_retriable = 2, False
     decode.fail_error = Internal("the engine broke")
     stream = await client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)

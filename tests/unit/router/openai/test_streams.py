@@ -1,4 +1,4 @@
-"""Streams on both doors: their text, piece by piece, is the text of the same request not streamed;
+"""Streams on both front ends: their text is that of the same request not streamed;
 many at once lose nothing, and the one beyond the bound is told so."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from observability import metrics
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
 from router.text.tokenizer import ModelText
-from tests.support.router_doors import Doors, MakeDoors, letters, status_of, until
+from tests.support.router_front_ends import FrontEnds, MakeFrontEnds, letters, status_of, until
 from tests.support.stub_workers import StubFleet
 
 HARD_TEXTS = {
@@ -48,23 +48,27 @@ def split(text: ModelText, sample: str, how: str) -> list[int]:
     return ids if how == "bytes" else [i for each in ids for i in (each, 0)]
 
 
-def say(doors: Doors, ids: list[int]) -> None:
-    for worker in doors.fleet.workers:
+def say(front_ends: FrontEnds, ids: list[int]) -> None:
+    for worker in front_ends.fleet.workers:
         worker.script = lambda _: ids
 
 
-async def over_http(doors: Doors, kind: str, *, stream: bool, **fields: object) -> tuple[str, str]:
+async def over_http(
+    front_ends: FrontEnds, kind: str, *, stream: bool, **fields: object
+) -> tuple[str, str]:
     """Text and finish reason."""
     path = "/v1/chat/completions" if kind == "chat" else "/v1/completions"
     asked = {"messages": [{"role": "user", "content": "hello you"}]}
     body = (asked if kind == "chat" else {"prompt": "hello you"}) | fields
     if not stream:
-        status, answer = await doors.post(path, body)
+        status, answer = await front_ends.post(path, body)
         assert status == 200, answer
         choice = answer["choices"][0]
         text = choice["message"]["content"] if kind == "chat" else choice["text"]
         return text, choice["finish_reason"]
-    async with doors.http.post(doors.url + path, json=body | {"stream": True}) as response:
+    async with front_ends.http.post(
+        front_ends.url + path, json=body | {"stream": True}
+    ) as response:
         assert response.headers["cache-control"] == "no-cache"
         assert response.headers["x-accel-buffering"] == "no"
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -76,162 +80,170 @@ async def over_http(doors: Doors, kind: str, *, stream: bool, **fields: object) 
     return "".join(texts), choices[-1]["finish_reason"]
 
 
-async def over_grpc(doors: Doors, *, stream: bool, **fields: object) -> tuple[str, str]:
+async def over_grpc(front_ends: FrontEnds, *, stream: bool, **fields: object) -> tuple[str, str]:
     """Text and finish reason."""
     request = pb.GenerateRequest(prompt="hello you", stream=stream, **fields)
-    choices = [c async for m in doors.inference.Generate(request, timeout=20) for c in m.choices]
+    choices = [
+        c async for m in front_ends.inference.Generate(request, timeout=20) for c in m.choices
+    ]
     reasons = [c.finish_reason for c in choices if c.HasField("finish_reason")]
     assert len(reasons) == 1
     return "".join(choice.text for choice in choices), reasons[0]
 
 
-async def every_way(doors: Doors, **fields: object) -> list[tuple[str, str]]:
-    """The same request over both doors, chat and completion, streamed and whole."""
+async def every_way(front_ends: FrontEnds, **fields: object) -> list[tuple[str, str]]:
+    """The same request over both front ends, chat and completion, streamed and whole."""
     return await asyncio.gather(
         *(
-            over_http(doors, kind, stream=stream, **fields)
+            over_http(front_ends, kind, stream=stream, **fields)
             for kind in ("chat", "completion")
             for stream in (True, False)
         ),
-        *(over_grpc(doors, stream=stream, **fields) for stream in (True, False)),
+        *(over_grpc(front_ends, stream=stream, **fields) for stream in (True, False)),
     )
 
 
 @pytest.mark.parametrize("how", ["tokens", "bytes", "special between"])
 @pytest.mark.parametrize("sample", HARD_TEXTS.values(), ids=HARD_TEXTS)
 async def test_hard_texts_are_the_same_every_way(
-    doors: Doors, text: ModelText, sample: str, how: str
+    front_ends: FrontEnds, text: ModelText, sample: str, how: str
 ) -> None:
     ids = split(text, sample, how)
-    say(doors, ids)
-    assert await every_way(doors, max_tokens=len(ids)) == [(sample, "length")] * 6
+    say(front_ends, ids)
+    assert await every_way(front_ends, max_tokens=len(ids)) == [(sample, "length")] * 6
 
 
 @pytest.mark.parametrize("how", ["tokens", "bytes"])
 @pytest.mark.parametrize(("sample", "stop", "shown"), STOPS.values(), ids=STOPS)
 async def test_stop_strings_cut_the_same_every_way(
-    doors: Doors, text: ModelText, sample: str, stop: list[str], shown: str, how: str
+    front_ends: FrontEnds, text: ModelText, sample: str, stop: list[str], shown: str, how: str
 ) -> None:
     ids = split(text, sample, how)
-    say(doors, ids)
+    say(front_ends, ids)
     reason = "length" if shown == sample else "stop"
-    assert await every_way(doors, max_tokens=len(ids), stop=stop) == [(shown, reason)] * 6
+    assert await every_way(front_ends, max_tokens=len(ids), stop=stop) == [(shown, reason)] * 6
 
 
-async def test_a_character_cut_by_max_tokens_ends_in_a_replacement_every_way(doors: Doors) -> None:
+async def test_a_character_cut_by_max_tokens_ends_in_a_replacement_every_way(
+    front_ends: FrontEnds,
+) -> None:
     ids = letters("ok 🙂")
-    say(doors, ids)
-    assert await every_way(doors, max_tokens=len(ids) - 1) == [("ok \ufffd", "length")] * 6
+    say(front_ends, ids)
+    assert await every_way(front_ends, max_tokens=len(ids) - 1) == [("ok \ufffd", "length")] * 6
 
 
-async def test_a_large_answer_arrives_whole(fleet: StubFleet, make_doors: MakeDoors) -> None:
+async def test_a_large_answer_arrives_whole(
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
+) -> None:
     word = letters("0123456789abcdef")
     await fleet.add(Role.DECODE, script=lambda s: word * 80, num_blocks=256)
-    async with make_doors(fleet, max_model_len=4096) as doors:
-        doors.router._model.context = 4096
-        whole = await over_http(doors, "completion", stream=False, max_tokens=1280)
-        streamed = await over_grpc(doors, stream=True, max_tokens=1280)
+    async with make_front_ends(fleet, max_model_len=4096) as front_ends:
+        front_ends.router._model.context = 4096
+        whole = await over_http(front_ends, "completion", stream=False, max_tokens=1280)
+        streamed = await over_grpc(front_ends, stream=True, max_tokens=1280)
     assert whole == streamed == ("0123456789abcdef" * 80, "length")
 
 
 async def test_the_first_token_is_sent_before_the_second_is_made(
-    fleet: StubFleet, make_doors: MakeDoors
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
 ) -> None:
     worker = await fleet.add(Role.DECODE, gate=asyncio.Event(), script=lambda s: letters("ab"))
-    async with make_doors(fleet) as doors:
+    async with make_front_ends(fleet) as front_ends:
         body = {"prompt": "hi", "max_tokens": 2, "stream": True}
-        async with doors.http.post(doors.url + "/v1/completions", json=body) as response:
+        async with front_ends.http.post(front_ends.url + "/v1/completions", json=body) as response:
             first = await asyncio.wait_for(response.content.readuntil(b"\n\n"), 5)
             assert json.loads(first[6:])["choices"][0]["text"] == "a"
             worker.gate.set()
             assert (await response.read()).endswith(b"data: [DONE]\n\n")
         worker.gate.clear()
-        call = doors.inference.Generate(pb.GenerateRequest(prompt="hi", max_tokens=2), timeout=20)
+        call = front_ends.inference.Generate(
+            pb.GenerateRequest(prompt="hi", max_tokens=2), timeout=20
+        )
         assert (await asyncio.wait_for(call.read(), 5)).choices[0].text == "a"
         worker.gate.set()
         assert (await call.read()).choices[0].text == "b"
 
 
-async def test_usage_in_every_chunk(doors: Doors) -> None:
-    say(doors, letters("abc"))
+async def test_usage_in_every_chunk(front_ends: FrontEnds) -> None:
+    say(front_ends, letters("abc"))
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"prompt": "hi", "max_tokens": 3, "stream": True, "stream_options": options}
-    async with doors.http.post(doors.url + "/v1/completions", json=body) as response:
+    async with front_ends.http.post(front_ends.url + "/v1/completions", json=body) as response:
         *events, _, _ = (await response.text()).split("\n\n")
     usages = [json.loads(event[6:])["usage"]["completion_tokens"] for event in events]
     assert usages == [1, 2, 3, 3]
     request = pb.GenerateRequest(
         prompt="hi", max_tokens=3, stream_options=pb.StreamOptions(**options)
     )
-    messages = [m async for m in doors.inference.Generate(request, timeout=20)]
+    messages = [m async for m in front_ends.inference.Generate(request, timeout=20)]
     assert [m.usage.completion_tokens for m in messages] == [1, 2, 3, 3]
     alone = body | {"stream_options": {"continuous_usage_stats": True}}
-    status, answer = await doors.post("/v1/completions", alone)
+    status, answer = await front_ends.post("/v1/completions", alone)
     assert (status, answer["error"]["param"]) == (400, "stream_options.continuous_usage_stats")
 
 
 STREAMS = 100
 
 
-@pytest.mark.parametrize("door", ["http", "grpc"])
+@pytest.mark.parametrize("front_end", ["http", "grpc"])
 async def test_as_many_streams_as_allowed_and_one_more(
-    fleet: StubFleet, make_doors: MakeDoors, door: str
+    fleet: StubFleet, make_front_ends: MakeFrontEnds, front_end: str
 ) -> None:
     worker = await fleet.add(Role.DECODE, gate=asyncio.Event(), script=lambda s: letters("hello"))
 
-    async def one(doors: Doors) -> tuple[str, str]:
-        if door == "http":
-            return await over_http(doors, "completion", stream=True, max_tokens=5)
-        return await over_grpc(doors, stream=True, max_tokens=5)
+    async def one(front_ends: FrontEnds) -> tuple[str, str]:
+        if front_end == "http":
+            return await over_http(front_ends, "completion", stream=True, max_tokens=5)
+        return await over_grpc(front_ends, stream=True, max_tokens=5)
 
-    async with make_doors(fleet, max_requests=STREAMS) as doors:
-        doors.http.connector._limit = 0
-        streams = [asyncio.create_task(one(doors)) for _ in range(STREAMS)]
+    async with make_front_ends(fleet, max_requests=STREAMS) as front_ends:
+        front_ends.http.connector._limit = 0
+        streams = [asyncio.create_task(one(front_ends)) for _ in range(STREAMS)]
         await until(lambda: len(worker.submitted) == STREAMS)
-        assert doors.router.num_requests == STREAMS
-        await refused(doors)
+        assert front_ends.router.num_requests == STREAMS
+        await refused(front_ends)
         worker.gate.set()
         assert await asyncio.gather(*streams) == [("hello", "length")] * STREAMS
-        await until(lambda: doors.router.num_requests == 0)
-        assert await one(doors) == ("hello", "length")
+        await until(lambda: front_ends.router.num_requests == 0)
+        assert await one(front_ends) == ("hello", "length")
 
 
-async def refused(doors: Doors) -> None:
-    """One more request, on both doors."""
+async def refused(front_ends: FrontEnds) -> None:
+    """One more request, on both front ends."""
     body = {"prompt": "one more", "max_tokens": 5, "stream": True}
-    async with doors.http.post(doors.url + "/v1/completions", json=body) as response:
+    async with front_ends.http.post(front_ends.url + "/v1/completions", json=body) as response:
         assert response.status == 429
         assert int(response.headers["retry-after"]) >= 1
         assert (await response.json())["error"]["code"] == "overloaded"
     with pytest.raises(aio.AioRpcError) as caught:
-        await over_grpc(doors, stream=True, max_tokens=5)
+        await over_grpc(front_ends, stream=True, max_tokens=5)
     code, trailers = status_of(caught.value)
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert float(trailers["retry-after"]) > 0
 
 
 async def test_a_burst_of_calls_is_bounded_by_us_alone(
-    fleet: StubFleet, make_doors: MakeDoors
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
 ) -> None:
     """gRPC's own bound on calls that wait for a handler would cancel some at random."""
     await fleet.add(Role.DECODE)
-    async with make_doors(fleet) as doors:
-        calls = [doors.inference.ListModels(pb.ListModelsRequest()) for _ in range(2500)]
+    async with make_front_ends(fleet) as front_ends:
+        calls = [front_ends.inference.ListModels(pb.ListModelsRequest()) for _ in range(2500)]
         codes = {await call.code() for call in calls}
     assert codes == {grpc.StatusCode.OK}
 
 
 async def test_a_client_that_does_not_read_is_left_at_its_deadline(
-    fleet: StubFleet, make_doors: MakeDoors
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
 ) -> None:
     worker = await fleet.add(Role.DECODE, script=lambda s: letters("x" * 480))
-    async with make_doors(fleet) as doors:
-        for server in doors.router._http._server.servers:
+    async with make_front_ends(fleet) as front_ends:
+        for server in front_ends.router._http._server.servers:
             for listener in server.sockets:  # what it accepts has the same small buffer
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         body = {"prompt": "hello", "n": 4, "max_tokens": 480, "timeout": 3.0}
         data = json.dumps(body | {"stream": True}).encode()
-        host, port = doors.router.addresses.http.split(":")
+        host, port = front_ends.router.addresses.http.split(":")
         with socket.socket() as deaf:
             deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             deaf.connect((host, int(port)))
@@ -242,18 +254,18 @@ async def test_a_client_that_does_not_read_is_left_at_its_deadline(
             deaf.sendall(head.encode() + data)
             await until(lambda: len(worker.submitted) == 4)
             await until(lambda: not worker.running)
-            await until(lambda: doors.router.num_requests == 0)
+            await until(lambda: front_ends.router.num_requests == 0)
             assert time.monotonic() - began >= 3.0  # held till then, made and not read
-            failures = doors.router.metrics.value(
+            failures = front_ends.router.metrics.value(
                 metrics.REQUEST_FAILURES, door="http", code="deadline_exceeded"
             )
             assert failures == 1
-            assert await over_grpc(doors, stream=True, max_tokens=3) == ("xxx", "length")
+            assert await over_grpc(front_ends, stream=True, max_tokens=3) == ("xxx", "length")
 
 
-async def test_heads_have_bounds(doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_heads_have_bounds(front_ends: FrontEnds, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.openai.connection.HEAD_S", 0.3)
-    where = doors.router.addresses.http.split(":")
+    where = front_ends.router.addresses.http.split(":")
     reader, writer = await asyncio.open_connection(*where)
     writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n")
     for _ in range(20):

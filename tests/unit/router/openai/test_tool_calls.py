@@ -1,4 +1,4 @@
-"""Tool calls on both doors, with the official client, over workers that say what they are told."""
+"""Tool calls on both front ends, with the official client, over scripted workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from protocol.errors import InvalidRequest
 from protocol.ids import Role
 from protocol.sampling import Grammar, GrammarKind
 from protocol.wire import inference_pb2 as pb
-from tests.support.router_doors import Doors, MakeDoors, letters, open_doors
+from tests.support.router_front_ends import FrontEnds, MakeFrontEnds, letters, open_front_ends
 from tests.support.stub_workers import StubFleet
 from tests.support.tiny_text import CHATML, byte_level, write_model_text
 
@@ -34,29 +34,29 @@ TWO_CALLS = (
 )
 
 
-def say(doors: Doors, text: str, end: int = 2) -> None:
-    for worker in doors.fleet.workers:
+def say(front_ends: FrontEnds, text: str, end: int = 2) -> None:
+    for worker in front_ends.fleet.workers:
         worker.script = lambda _submit: [*letters(text), end]
 
 
 @pytest.fixture
-async def tooled(fleet: StubFleet, tmp_path: Path) -> AsyncIterator[Doors]:
-    """Doors of a model with a template for tools."""
+async def tooled(fleet: StubFleet, tmp_path: Path) -> AsyncIterator[FrontEnds]:
+    """FrontEnds of a model with a template for tools."""
 
     await fleet.add(Role.PREFILL)
     await fleet.add(Role.DECODE)
     folder = write_model_text(tmp_path / "tiny", context=4000)
-    async with open_doors(fleet, folder, chat_template=str(HERMES)) as doors:
-        yield doors
+    async with open_front_ends(fleet, folder, chat_template=str(HERMES)) as front_ends:
+        yield front_ends
 
 
 @pytest.fixture
-async def client(tooled: Doors) -> AsyncIterator[AsyncOpenAI]:
+async def client(tooled: FrontEnds) -> AsyncIterator[AsyncOpenAI]:
     async with AsyncOpenAI(base_url=tooled.url + "/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
-async def test_calls_of_a_whole_answer(tooled: Doors, client: AsyncOpenAI) -> None:
+async def test_calls_of_a_whole_answer(tooled: FrontEnds, client: AsyncOpenAI) -> None:
     say(tooled, TWO_CALLS)
     answer = await client.chat.completions.create(
         model="tiny", messages=HI, tools=[WEATHER, CLOCK], n=2
@@ -73,7 +73,7 @@ async def test_calls_of_a_whole_answer(tooled: Doors, client: AsyncOpenAI) -> No
     assert prompt.grammar is None  # the model may do as it likes
 
 
-async def test_calls_of_a_stream(tooled: Doors, client: AsyncOpenAI) -> None:
+async def test_calls_of_a_stream(tooled: FrontEnds, client: AsyncOpenAI) -> None:
     say(tooled, TWO_CALLS)
     stream = await client.chat.completions.create(
         model="tiny", messages=HI, tools=[WEATHER, CLOCK], stream=True
@@ -104,7 +104,7 @@ class Weather(BaseModel):
     city: str
 
 
-async def test_the_official_clients_helpers(tooled: Doors, client: AsyncOpenAI) -> None:
+async def test_the_official_clients_helpers(tooled: FrontEnds, client: AsyncOpenAI) -> None:
     say(tooled, '<tool_call>\n{"name": "Weather", "arguments": {"city": "Oslo"}}\n</tool_call>')
     fields: dict[str, Any] = {
         "model": "tiny",
@@ -124,7 +124,7 @@ async def test_the_official_clients_helpers(tooled: Doors, client: AsyncOpenAI) 
     assert choice.message.tool_calls[0].function.parsed_arguments == Weather(city="Oslo")
 
 
-async def test_a_conversation_goes_on_with_results(tooled: Doors, client: AsyncOpenAI) -> None:
+async def test_a_conversation_goes_on_with_results(tooled: FrontEnds, client: AsyncOpenAI) -> None:
     say(tooled, TWO_CALLS)
     first = await client.chat.completions.create(model="tiny", messages=HI, tools=[WEATHER, CLOCK])
     message = first.choices[0].message
@@ -141,7 +141,7 @@ async def test_a_conversation_goes_on_with_results(tooled: Doors, client: AsyncO
     assert second.choices[0].finish_reason == "stop"
 
 
-async def test_a_forced_call_comes_with_a_grammar(tooled: Doors) -> None:
+async def test_a_forced_call_comes_with_a_grammar(tooled: FrontEnds) -> None:
     say(tooled, '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>')
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
     for fields, names, several, answer in [
@@ -164,7 +164,7 @@ async def test_a_forced_call_comes_with_a_grammar(tooled: Doors) -> None:
         assert ("answer:" in grammar.source) == bool(answer)
 
 
-async def test_without_tools_or_with_none_of_them_text_is_text(tooled: Doors) -> None:
+async def test_without_tools_or_with_none_of_them_text_is_text(tooled: FrontEnds) -> None:
     say(tooled, TWO_CALLS)
     for fields in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
         body = {"messages": HI, **fields}
@@ -176,7 +176,7 @@ async def test_without_tools_or_with_none_of_them_text_is_text(tooled: Doors) ->
     assert len(prompts) == 1  # the model is not told of tools that it must not use
 
 
-async def test_a_call_that_is_cut_short_says_so(tooled: Doors) -> None:
+async def test_a_call_that_is_cut_short_says_so(tooled: FrontEnds) -> None:
     say(tooled, TWO_CALLS)
     body = {"messages": HI, "tools": [WEATHER], "max_tokens": 70}
     _, answer = await tooled.post("/v1/chat/completions", body)
@@ -185,7 +185,7 @@ async def test_a_call_that_is_cut_short_says_so(tooled: Doors) -> None:
     assert choice["message"]["tool_calls"][0]["function"]["arguments"].startswith('{"city"')
 
 
-async def test_a_stop_string_inside_a_call_leaves_no_call_to_run(tooled: Doors) -> None:
+async def test_a_stop_string_inside_a_call_leaves_no_call_to_run(tooled: FrontEnds) -> None:
     say(tooled, TWO_CALLS)
     for stop, finish, arguments in (
         ("Bod", "stop", ['{"city": "']),
@@ -210,7 +210,7 @@ def grpc_request(**fields: Any) -> pb.GenerateRequest:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_the_grpc_door_says_the_same(tooled: Doors, stream: bool) -> None:
+async def test_the_grpc_front_end_says_the_same(tooled: FrontEnds, stream: bool) -> None:
     say(tooled, TWO_CALLS)
     calls: dict[int, list[str]] = {}
     text, finish = "", ""
@@ -242,12 +242,12 @@ async def test_special_tokens_mark_the_calls_of_some_models(
     mark = tokenizer.token_to_id("[TOOL_CALLS]")
     template = CHATML + "{% if tools %}{{ tools | tojson }}[TOOL_CALLS]{% endif %}"
     folder = write_model_text(tmp_path / "tiny", tokenizer=tokenizer, template=template)
-    async with open_doors(fleet, folder) as doors:
+    async with open_front_ends(fleet, folder) as front_ends:
         written = '[{"name": "clock", "arguments": {}}]'
         for worker in fleet.workers:
             worker.script = lambda _submit: [mark, *letters(written), 2]
         body = {"messages": HI, "tools": [CLOCK], "tool_choice": "required"}
-        status, answer = await doors.post("/v1/chat/completions", body)
+        status, answer = await front_ends.post("/v1/chat/completions", body)
         assert status == 200, answer
         (call,) = answer["choices"][0]["message"]["tool_calls"]
         assert (call["function"], len(call["id"])) == ({"name": "clock", "arguments": "{}"}, 9)
@@ -264,12 +264,12 @@ async def test_tokens_that_are_text_mark_the_calls_of_others(
     tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
     begin, end = map(tokenizer.token_to_id, ("<tool_call>", "</tool_call>"))
     folder = write_model_text(tmp_path / "tiny", tokenizer=tokenizer, context=4000)
-    async with open_doors(fleet, folder, chat_template=str(HERMES)) as doors:
+    async with open_front_ends(fleet, folder, chat_template=str(HERMES)) as front_ends:
         written = letters('\n{"name": "clock", "arguments": {}}\n')
         for worker in fleet.workers:
             worker.script = lambda _submit: [begin, *written, end, 2]
         body = {"messages": HI, "tools": [CLOCK], "tool_choice": "required"}
-        status, answer = await doors.post("/v1/chat/completions", body)
+        status, answer = await front_ends.post("/v1/chat/completions", body)
     assert status == 200, answer
     (call,) = answer["choices"][0]["message"]["tool_calls"]
     assert call["function"] == {"name": "clock", "arguments": "{}"}
@@ -286,7 +286,7 @@ async def test_tokens_that_are_text_mark_the_calls_of_others(
 
 
 async def test_what_cannot_be_served_is_refused_by_name(
-    tooled: Doors, client: AsyncOpenAI, make_doors: MakeDoors
+    tooled: FrontEnds, client: AsyncOpenAI, make_front_ends: MakeFrontEnds
 ) -> None:
     unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     picky = {"type": "function", "function": {"name": "picky", "parameters": unique}}
@@ -304,7 +304,7 @@ async def test_what_cannot_be_served_is_refused_by_name(
     say(tooled, "fine")
     await client.chat.completions.create(model="tiny", messages=HI, tools=[CLOCK, picky])
     assert len(tooled.fleet.workers[1].submitted) == 1
-    async with make_doors(tooled.fleet) as toolless:
+    async with make_front_ends(tooled.fleet) as toolless:
         status, answer = await toolless.post(
             "/v1/chat/completions", {"messages": HI, "tools": [CLOCK]}
         )
@@ -312,7 +312,7 @@ async def test_what_cannot_be_served_is_refused_by_name(
         assert "template" in answer["error"]["message"]
 
 
-async def test_tokenize_knows_tools(tooled: Doors) -> None:
+async def test_tokenize_knows_tools(tooled: FrontEnds) -> None:
     say(tooled, "hi")
     fields = {"messages": HI, "tools": [WEATHER, CLOCK]}
     _, answer = await tooled.post("/v1/chat/completions", fields)
@@ -338,7 +338,7 @@ def accepts(grammar: Grammar, text: str) -> bool:
     return True
 
 
-async def test_forced_arguments_are_an_object_whatever_the_schema_says(tooled: Doors) -> None:
+async def test_forced_arguments_are_an_object_whatever_the_schema_says(tooled: FrontEnds) -> None:
     either = {"anyOf": [{"type": "string"}, {"properties": {"a": {"type": "integer"}}}]}
     tool = {"type": "function", "function": {"name": "f", "parameters": either}}
     say(tooled, '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>')

@@ -1,4 +1,4 @@
-"""Bad input, the same on both doors: a typed error naming the field, and the server unharmed."""
+"""Bad input on both front ends: a typed error naming the field, and the server unharmed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ from protocol.errors import STATUSES, ErrorCode
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
 from router.text.tokenizer import ModelText
-from tests.support.router_doors import Doors, MakeDoors, open_doors, status_of, until
+from tests.support.router_front_ends import (
+    FrontEnds,
+    MakeFrontEnds,
+    open_front_ends,
+    status_of,
+    until,
+)
 from tests.support.stub_workers import StubFleet
 from tests.support.wire_requests import to_message
 
@@ -215,39 +221,39 @@ def case_id(value: object) -> str | None:
     return repr(value)[:50] if isinstance(value, (dict, bytes)) else None
 
 
-async def assert_serving(doors: Doors) -> None:
+async def assert_serving(front_ends: FrontEnds) -> None:
     """A request still works, nothing is in flight, no work reached a worker in between."""
-    assert doors.router.num_requests == 0
-    status, body = await doors.post("/v1/completions", {"prompt": "hello", "max_tokens": 2})
+    assert front_ends.router.num_requests == 0
+    status, body = await front_ends.post("/v1/completions", {"prompt": "hello", "max_tokens": 2})
     assert status == 200
     assert body["usage"]["completion_tokens"] == 2
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(model_folder: Path) -> AsyncIterator[Doors]:
+async def shared(model_folder: Path) -> AsyncIterator[FrontEnds]:
     """One router for the whole table: each case must leave it as it was."""
     fleet = StubFleet()
     await fleet.add(Role.PREFILL)
     await fleet.add(Role.DECODE)
-    async with open_doors(fleet, model_folder) as doors:
-        yield doors
+    async with open_front_ends(fleet, model_folder) as front_ends:
+        yield front_ends
     await fleet.stop()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def tooled(model_folder: Path) -> AsyncIterator[Doors]:
+async def tooled(model_folder: Path) -> AsyncIterator[FrontEnds]:
     """The same for a model that can be given tools."""
     fleet = StubFleet()
     await fleet.add(Role.DECODE)
-    async with open_doors(fleet, model_folder, chat_template=str(HERMES)) as doors:
-        yield doors
+    async with open_front_ends(fleet, model_folder, chat_template=str(HERMES)) as front_ends:
+        yield front_ends
     await fleet.stop()
 
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("fields", "code", "param"), CASES, ids=case_id)
 async def test_http_names_the_field(
-    shared: Doors, fields: dict[str, Any], code: ErrorCode, param: str
+    shared: FrontEnds, fields: dict[str, Any], code: ErrorCode, param: str
 ) -> None:
     path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
     await expect_http_error(shared, path, fields, code, param)
@@ -256,15 +262,15 @@ async def test_http_names_the_field(
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("path", "body", "code", "param"), HTTP_ONLY, ids=case_id)
 async def test_what_only_json_can_express(
-    shared: Doors, path: str, body: object, code: ErrorCode, param: str | None
+    shared: FrontEnds, path: str, body: object, code: ErrorCode, param: str | None
 ) -> None:
     await expect_http_error(shared, path, body, code, param)
 
 
 async def expect_http_error(
-    doors: Doors, path: str, body: object, code: ErrorCode, param: str | None
+    front_ends: FrontEnds, path: str, body: object, code: ErrorCode, param: str | None
 ) -> None:
-    status, answer = await doors.post(path, body)
+    status, answer = await front_ends.post(path, body)
     error = answer["error"]
     expected = "model_not_found" if code is GONE else code.value
     assert (status, error["code"], error["param"]) == (STATUSES[code].http, expected, param), error
@@ -275,7 +281,7 @@ async def expect_http_error(
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("fields", "code", "param"), CASES, ids=case_id)
 async def test_grpc_names_the_field(
-    shared: Doors, fields: dict[str, Any], code: ErrorCode, param: str
+    shared: FrontEnds, fields: dict[str, Any], code: ErrorCode, param: str
 ) -> None:
     with pytest.raises(aio.AioRpcError) as caught:
         async for _ in shared.inference.Generate(to_message(fields), timeout=10):
@@ -290,52 +296,52 @@ async def test_grpc_names_the_field(
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_after_the_whole_table_nothing_has_reached_a_worker(shared: Doors) -> None:
+async def test_after_the_whole_table_nothing_has_reached_a_worker(shared: FrontEnds) -> None:
     assert [worker.submitted for worker in shared.fleet.workers] == [[], []]
     await assert_serving(shared)
 
 
-async def test_paths_and_methods(doors: Doors) -> None:
-    async with doors.http.get(doors.url + "/no/such/path") as response:
+async def test_paths_and_methods(front_ends: FrontEnds) -> None:
+    async with front_ends.http.get(front_ends.url + "/no/such/path") as response:
         assert response.status == 404
         assert (await response.json())["error"]["code"] == "not_found"
-    async with doors.http.get(doors.url + "/v1/completions") as response:
+    async with front_ends.http.get(front_ends.url + "/v1/completions") as response:
         assert response.status == 405
         assert response.headers["allow"] == "POST"
         assert "error" in await response.json()
-    async with doors.http.get(doors.url + "/v1/models/no/such") as response:
+    async with front_ends.http.get(front_ends.url + "/v1/models/no/such") as response:
         assert response.status == 404
         assert (await response.json())["error"]["code"] == "model_not_found"
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/embeddings", "/v1/audio/speech"])
-async def test_paths_of_the_api_that_are_not_served(doors: Doors, path: str) -> None:
-    status, answer = await doors.post(path, {"model": "tiny", "input": "hi"})
+async def test_paths_of_the_api_that_are_not_served(front_ends: FrontEnds, path: str) -> None:
+    status, answer = await front_ends.post(path, {"model": "tiny", "input": "hi"})
     assert (status, answer["error"]["code"]) == (404, "not_found")
     assert "is not served here" in answer["error"]["message"]
 
 
-async def test_a_field_of_the_other_kind_says_so(doors: Doors) -> None:
-    _, chat = await doors.post("/v1/chat/completions", {"messages": HI, "echo": True})
+async def test_a_field_of_the_other_kind_says_so(front_ends: FrontEnds) -> None:
+    _, chat = await front_ends.post("/v1/chat/completions", {"messages": HI, "echo": True})
     assert chat["error"]["message"] == "echo is a field of completions, not of chat"
-    _, completion = await doors.post("/v1/completions", {"prompt": "a", "tools": [TOOL]})
+    _, completion = await front_ends.post("/v1/completions", {"prompt": "a", "tools": [TOOL]})
     assert completion["error"]["message"] == "tools is a field of chat, not of completions"
 
 
-async def test_bytes_that_are_no_message(doors: Doors) -> None:
+async def test_bytes_that_are_no_message(front_ends: FrontEnds) -> None:
     """Invalid UTF-8 in a string field, and a damaged message, are the client's fault."""
-    call = doors.channel.unary_stream("/baton.v1.Inference/Generate")
+    call = front_ends.channel.unary_stream("/baton.v1.Inference/Generate")
     for data in (b"\x12\x02\xff\xfe", b"\x12\x7fshort", b"\xff\xff\xff"):
         with pytest.raises(aio.AioRpcError) as caught:
             async for _ in call(data, timeout=10):
                 pass
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert dict(caught.value.trailing_metadata())["baton-error-param"] == "GenerateRequest"
-    await assert_serving(doors)
+    await assert_serving(front_ends)
 
 
-async def test_a_field_of_a_newer_client_is_refused_not_dropped(doors: Doors) -> None:
-    call = doors.channel.unary_stream("/baton.v1.Inference/Generate")
+async def test_a_field_of_a_newer_client_is_refused_not_dropped(front_ends: FrontEnds) -> None:
+    call = front_ends.channel.unary_stream("/baton.v1.Inference/Generate")
     data = pb.GenerateRequest(prompt="hello").SerializeToString() + b"\xc0\x3e\x01"  # field 1000
     with pytest.raises(aio.AioRpcError) as caught:
         async for _ in call(data, timeout=10):
@@ -344,55 +350,59 @@ async def test_a_field_of_a_newer_client_is_refused_not_dropped(doors: Doors) ->
     assert "1000" in caught.value.details()
 
 
-async def test_sizes(fleet: StubFleet, make_doors: MakeDoors) -> None:
+async def test_sizes(fleet: StubFleet, make_front_ends: MakeFrontEnds) -> None:
     await fleet.add(Role.DECODE)
-    async with make_doors(fleet, max_body_bytes=10_000, max_message_bytes=10_000) as doors:
+    async with make_front_ends(
+        fleet, max_body_bytes=10_000, max_message_bytes=10_000
+    ) as front_ends:
         for size in (10_500, 100_000, 1_000_000):
             body = json.dumps({"prompt": "a" * size}).encode()
-            status, answer = await doors.post("/v1/completions", body)
+            status, answer = await front_ends.post("/v1/completions", body)
             assert status == 413
             assert answer["error"]["code"] == "payload_too_large"
             with pytest.raises(aio.AioRpcError) as caught:
-                async for _ in doors.inference.Generate(
+                async for _ in front_ends.inference.Generate(
                     pb.GenerateRequest(prompt="a" * size), timeout=10
                 ):
                     pass
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        await assert_serving(doors)
+        await assert_serving(front_ends)
 
 
-async def test_a_client_that_leaves_while_sending(doors: Doors) -> None:
-    host, port = doors.router.addresses.http.split(":")
+async def test_a_client_that_leaves_while_sending(front_ends: FrontEnds) -> None:
+    host, port = front_ends.router.addresses.http.split(":")
     sock = socket.create_connection((host, int(port)))
     sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
     sock.close()
-    await assert_serving(doors)
+    await assert_serving(front_ends)
 
 
 @pytest.mark.parametrize("field", ["model", "role", "unknown"])
-async def test_what_a_client_sent_is_echoed_only_in_part(doors: Doors, field: str) -> None:
+async def test_what_a_client_sent_is_echoed_only_in_part(front_ends: FrontEnds, field: str) -> None:
     huge = "é\n" * 20_000
     bodies = {
         "model": {"messages": HI, "model": huge},
         "role": {"messages": [{"role": huge, "content": "x"}]},
         "unknown": {"messages": HI, huge: 1},
     }
-    status, answer = await doors.post("/v1/chat/completions", bodies[field])
+    status, answer = await front_ends.post("/v1/chat/completions", bodies[field])
     assert status in (400, 404)
     assert len(answer["error"]["message"]) <= 300
     if field == "unknown":
         return
     with pytest.raises(aio.AioRpcError) as caught:
-        async for _ in doors.inference.Generate(to_message(bodies[field]), timeout=10):
+        async for _ in front_ends.inference.Generate(to_message(bodies[field]), timeout=10):
             pass
     assert caught.value.code().name in ("INVALID_ARGUMENT", "NOT_FOUND")
     assert len(caught.value.details()) <= 300
 
 
-async def test_the_workers_context_counts_too(fleet: StubFleet, make_doors: MakeDoors) -> None:
+async def test_the_workers_context_counts_too(
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
+) -> None:
     await fleet.add(Role.DECODE, max_model_len=100)
-    async with make_doors(fleet) as doors:
-        status, answer = await doors.post("/v1/completions", {"prompt": [30] * 100})
+    async with make_front_ends(fleet) as front_ends:
+        status, answer = await front_ends.post("/v1/completions", {"prompt": [30] * 100})
         assert status == 400
         assert "context is 100" in answer["error"]["message"]
 
@@ -404,7 +414,7 @@ def nested(levels: int) -> str:
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("levels", [65, 500, 900])
 async def test_json_inside_a_request_is_as_deep_as_templates_can_follow(
-    shared: Doors, levels: int
+    shared: FrontEnds, levels: int
 ) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": nested(levels)}}
     parameters = {"type": "object", "properties": json.loads(nested(levels))}
@@ -451,7 +461,7 @@ HUGE: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("fields", "param"), HUGE.values(), ids=HUGE)
 async def test_how_many_there_are_is_looked_at_first(
-    shared: Doors, fields: dict[str, Any], param: str
+    shared: FrontEnds, fields: dict[str, Any], param: str
 ) -> None:
     path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
     await expect_http_error(shared, path, fields, BAD, param)
@@ -459,7 +469,7 @@ async def test_how_many_there_are_is_looked_at_first(
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_millions_of_fields_that_nobody_knows(shared: Doors) -> None:
+async def test_millions_of_fields_that_nobody_knows(shared: FrontEnds) -> None:
     call = shared.channel.unary_stream("/baton.v1.Inference/Generate")
     start = time.process_time()
     with pytest.raises(aio.AioRpcError) as caught:
@@ -473,7 +483,7 @@ async def test_millions_of_fields_that_nobody_knows(shared: Doors) -> None:
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("where", ["name", "description", "parameters", "arguments"])
 async def test_text_beside_the_messages_counts_too(
-    tooled: Doors, monkeypatch: pytest.MonkeyPatch, where: str
+    tooled: FrontEnds, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """Far too much of it is refused without tokenising all of it."""
     text, longest, encode = "lazy dog " * 200_000, 0, ModelText.encode
@@ -501,51 +511,53 @@ async def test_text_beside_the_messages_counts_too(
     assert longest < 10_000
 
 
-async def expect_grpc_error(doors: Doors, request: pb.GenerateRequest, code: str) -> None:
+async def expect_grpc_error(front_ends: FrontEnds, request: pb.GenerateRequest, code: str) -> None:
     with pytest.raises(aio.AioRpcError) as caught:
-        async for _ in doors.inference.Generate(request, timeout=20):
+        async for _ in front_ends.inference.Generate(request, timeout=20):
             pass
     assert caught.value.code().name == code
 
 
 async def test_more_sequences_than_can_ever_run_name_the_field_that_asks_for_them(
-    fleet: StubFleet, make_doors: MakeDoors
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
 ) -> None:
     await fleet.add(Role.DECODE)
-    async with make_doors(fleet, max_requests=2) as doors:
+    async with make_front_ends(fleet, max_requests=2) as front_ends:
         for fields, param in (({"prompt": ["a", "b", "c"]}, "prompt"), ({"n": 3}, "n")):
-            status, answer = await doors.post("/v1/completions", {"prompt": "a", **fields})
+            status, answer = await front_ends.post("/v1/completions", {"prompt": "a", **fields})
             assert (status, answer["error"]["param"]) == (400, param)
             assert answer["error"]["message"].startswith(f"{param} asks for 3 sequences")
 
 
 async def test_texts_that_wait_to_be_tokenised_are_bounded(
-    fleet: StubFleet, make_doors: MakeDoors
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
 ) -> None:
-    async with make_doors(fleet, max_requests=2) as doors:
+    async with make_front_ends(fleet, max_requests=2) as front_ends:
         blocked = threading.Event()
-        for _ in range(doors.router.config.text_threads):
-            doors.router._model._short.submit(blocked.wait)
+        for _ in range(front_ends.router.config.text_threads):
+            front_ends.router._model._short.submit(blocked.wait)
         waiting = [
-            asyncio.create_task(doors.post("/tokenize", {"prompt": "hello"})),
-            asyncio.create_task(doors.post("/detokenize", {"tokens": [1, 2]})),
+            asyncio.create_task(front_ends.post("/tokenize", {"prompt": "hello"})),
+            asyncio.create_task(front_ends.post("/detokenize", {"tokens": [1, 2]})),
         ]
-        await until(lambda: doors.router._service._num_texts == 2)
-        status, answer = await doors.post("/tokenize", {"prompt": "hello"})
+        await until(lambda: front_ends.router._service._num_texts == 2)
+        status, answer = await front_ends.post("/tokenize", {"prompt": "hello"})
         assert (status, answer["error"]["code"]) == (429, "overloaded")
         with pytest.raises(aio.AioRpcError) as caught:
-            await doors.inference.Detokenize(pb.DetokenizeRequest(tokens=[1]), timeout=10)
+            await front_ends.inference.Detokenize(pb.DetokenizeRequest(tokens=[1]), timeout=10)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         blocked.set()
         assert [status for status, _ in await asyncio.gather(*waiting)] == [200, 200]
 
 
 async def test_an_answer_may_be_larger_than_a_request(
-    fleet: StubFleet, make_doors: MakeDoors
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
 ) -> None:
     await fleet.add(Role.DECODE)
-    async with make_doors(fleet, max_message_bytes=1000) as doors:
+    async with make_front_ends(fleet, max_message_bytes=1000) as front_ends:
         request = pb.GenerateRequest(prompt="hello", max_tokens=100, stream=False, logprobs=True)
-        (answer,) = [message async for message in doors.inference.Generate(request, timeout=10)]
+        (answer,) = [
+            message async for message in front_ends.inference.Generate(request, timeout=10)
+        ]
         assert answer.ByteSize() > 1000
         assert len(answer.choices[0].logprobs) == 100

@@ -17,7 +17,7 @@ from router.request.chat_request import ChatRequest
 from router.request.completion_request import CompletionRequest
 from router.request.generate_request import RequestKind
 from router.request.unserved import HARMLESS, UNSERVED
-from tests.support.router_doors import Doors, until
+from tests.support.router_front_ends import FrontEnds, until
 
 ODD: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 7, 16, 17, 511, 512, 2**31, 2**63, -(2**63), 10**30),
@@ -65,14 +65,14 @@ def random_body(rng: random.Random, kind: RequestKind) -> dict[str, Any]:
     return good | odd
 
 
-async def test_random_json(doors: Doors) -> None:
+async def test_random_json(front_ends: FrontEnds) -> None:
     rng = random.Random(11)
     statuses: Counter[int] = Counter()
     for _ in range(400):
         kind = rng.choice(list(RequestKind))
         path = "/v1/chat/completions" if kind is RequestKind.CHAT else "/v1/completions"
         body = random_body(rng, kind)
-        async with doors.http.post(doors.url + path, json=body) as response:
+        async with front_ends.http.post(front_ends.url + path, json=body) as response:
             text = await response.text()
             in_time = body.get("timeout") != 1e-7
             assert response.status in ((200, 400, 404) if in_time else (400, 404, 504)), (
@@ -84,7 +84,7 @@ async def test_random_json(doors: Doors) -> None:
                 assert error["message"]
             statuses[response.status] += 1
     assert min(statuses[200], statuses[400]) > 30
-    await until(lambda: doors.router.num_requests == 0)
+    await until(lambda: front_ends.router.num_requests == 0)
 
 
 def make_odd(message: Message, field: FieldDescriptor, rng: random.Random, value: Any) -> None:
@@ -123,27 +123,27 @@ def random_message(rng: random.Random) -> pb.GenerateRequest:
     return request
 
 
-async def outcome(doors: Doors, request: pb.GenerateRequest) -> str:
+async def outcome(front_ends: FrontEnds, request: pb.GenerateRequest) -> str:
     """The name of the status that a call ends in."""
     try:
-        async for _ in doors.inference.Generate(request, timeout=20):
+        async for _ in front_ends.inference.Generate(request, timeout=20):
             pass
     except aio.AioRpcError as error:
         return error.code().name
     return "OK"
 
 
-async def test_random_messages(doors: Doors) -> None:
+async def test_random_messages(front_ends: FrontEnds) -> None:
     rng = random.Random(12)
     codes: Counter[str] = Counter()
     for _ in range(400):
         request = random_message(rng)
-        code = await outcome(doors, request)
+        code = await outcome(front_ends, request)
         allowed = code in ("OK", "INVALID_ARGUMENT", "NOT_FOUND")
         assert allowed or request.HasField("timeout"), f"{code}: {request}"
         codes[code] += 1
     assert min(codes["OK"], codes["INVALID_ARGUMENT"]) > 30
-    await until(lambda: doors.router.num_requests == 0)
+    await until(lambda: front_ends.router.num_requests == 0)
 
 
 GOOD: list[Message] = [
@@ -155,7 +155,7 @@ GOOD: list[Message] = [
 
 
 @pytest.mark.parametrize("good", GOOD, ids=lambda good: good.DESCRIPTOR.name)
-async def test_every_field_of_every_request_made_odd(doors: Doors, good: Message) -> None:
+async def test_every_field_of_every_request_made_odd(front_ends: FrontEnds, good: Message) -> None:
     rng = random.Random(13)
     name = good.DESCRIPTOR.name.removesuffix("Request")
     for field in good.DESCRIPTOR.fields:
@@ -163,17 +163,17 @@ async def test_every_field_of_every_request_made_odd(doors: Doors, good: Message
             request = type(good)()
             request.CopyFrom(good)
             make_odd(request, field, rng, value)
-            code = await (outcome if name == "Generate" else unary_outcome)(doors, request)
+            code = await (outcome if name == "Generate" else unary_outcome)(front_ends, request)
             expected = {"OK", "INVALID_ARGUMENT", "NOT_FOUND"}
             if field.name == "timeout":
                 expected.add("DEADLINE_EXCEEDED")
             assert code in expected, f"{code}: {request}"
-    await until(lambda: doors.router.num_requests == 0)
+    await until(lambda: front_ends.router.num_requests == 0)
 
 
-async def unary_outcome(doors: Doors, request: Message) -> str:
+async def unary_outcome(front_ends: FrontEnds, request: Message) -> str:
     """The name of the status that a call of the method of this request ends in."""
-    method = getattr(doors.inference, request.DESCRIPTOR.name.removesuffix("Request"))
+    method = getattr(front_ends.inference, request.DESCRIPTOR.name.removesuffix("Request"))
     try:
         await method(request, timeout=20)
     except aio.AioRpcError as error:

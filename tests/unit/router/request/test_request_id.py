@@ -15,7 +15,7 @@ from protocol.errors import Internal
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
 from router.request.request_id import make_request_id
-from tests.support.router_doors import Doors, MakeDoors, status_of
+from tests.support.router_front_ends import FrontEnds, MakeFrontEnds, status_of
 from tests.support.stub_workers import StubFleet
 from tests.unit.router.openai.test_connection import connected
 
@@ -23,10 +23,14 @@ OWN = re.compile("[0-9a-f]{32}")
 BODY = {"prompt": "hello", "max_tokens": 3}
 
 
-async def ask(doors: Doors, path: str, method: str = "POST", given: str | None = None) -> Any:
+async def ask(
+    front_ends: FrontEnds, path: str, method: str = "POST", given: str | None = None
+) -> Any:
     headers = {} if given is None else {"X-Request-ID": given}
     body = BODY if method == "POST" else None
-    async with doors.http.request(method, doors.url + path, json=body, headers=headers) as response:
+    async with front_ends.http.request(
+        method, front_ends.url + path, json=body, headers=headers
+    ) as response:
         await response.read()
         return response
 
@@ -58,38 +62,43 @@ def test_any_other_is_ignored(given: str | None) -> None:
         ("/metrics", "GET", 200),
     ],
 )
-async def test_every_answer_has_one(doors: Doors, path: str, method: str, status: int) -> None:
-    made = await ask(doors, path, method)
+async def test_every_answer_has_one(
+    front_ends: FrontEnds, path: str, method: str, status: int
+) -> None:
+    made = await ask(front_ends, path, method)
     assert made.status == status
     assert OWN.fullmatch(made.headers["x-request-id"])
     assert (
         made.headers.get("baton-request-id", made.headers["x-request-id"])
         == (made.headers["x-request-id"])
     )
-    given = await ask(doors, path, method, given="mine")
+    given = await ask(front_ends, path, method, given="mine")
     assert given.headers.getall("x-request-id") == ["mine"]
     assert given.headers.get("baton-request-id") != "mine"
-    ignored = await ask(doors, path, method, given="x" * 200)
+    ignored = await ask(front_ends, path, method, given="x" * 200)
     assert OWN.fullmatch(ignored.headers["x-request-id"])
 
 
-async def test_two_clients_may_use_the_same(doors: Doors) -> None:
-    answers = [await ask(doors, "/v1/completions", given="same") for _ in range(2)]
+async def test_two_clients_may_use_the_same(front_ends: FrontEnds) -> None:
+    answers = [await ask(front_ends, "/v1/completions", given="same") for _ in range(2)]
     assert [answer.headers["x-request-id"] for answer in answers] == ["same"] * 2
     keys = [answer.headers["baton-request-id"] for answer in answers]
-    submitted = [submit.key.request_id for submit in doors.fleet.workers[1].submitted]
+    submitted = [submit.key.request_id for submit in front_ends.fleet.workers[1].submitted]
     assert submitted == [f"{key}-0" for key in keys]
     assert len(set(keys)) == 2
 
 
 async def test_answers_made_before_there_is_a_request_have_one(
-    fleet: StubFleet, make_doors: MakeDoors
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
 ) -> None:
     await fleet.add(Role.DECODE)
-    async with make_doors(fleet, max_connections=1) as doors, connected(doors) as first:
+    async with (
+        make_front_ends(fleet, max_connections=1) as front_ends,
+        connected(front_ends) as first,
+    ):
         first.writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         assert await first.answer() == (200, {"status": "ok"})
-        async with connected(doors) as refused:
+        async with connected(front_ends) as refused:
             answers = [await refused.reader.read()]
         first.writer.write(b"nonsense\r\n\r\n")
         answers.append(await first.reader.read())
@@ -100,8 +109,8 @@ async def test_answers_made_before_there_is_a_request_have_one(
         assert json.loads(body)["error"]["message"]
 
 
-async def test_openais_client_knows_it(doors: Doors) -> None:
-    client = openai.AsyncOpenAI(base_url=doors.url + "/v1", api_key="none", max_retries=0)
+async def test_openais_client_knows_it(front_ends: FrontEnds) -> None:
+    client = openai.AsyncOpenAI(base_url=front_ends.url + "/v1", api_key="none", max_retries=0)
     made = await client.completions.create(model="tiny", **BODY)
     assert made.id == f"cmpl-{made._request_id}"
     with pytest.raises(openai.NotFoundError) as caught:
@@ -112,31 +121,31 @@ async def test_openais_client_knows_it(doors: Doors) -> None:
     await client.close()
 
 
-async def test_logs_say_it(doors: Doors, caplog: pytest.LogCaptureFixture) -> None:
-    decode = doors.fleet.workers[1]
+async def test_logs_say_it(front_ends: FrontEnds, caplog: pytest.LogCaptureFixture) -> None:
+    decode = front_ends.fleet.workers[1]
     decode.fail_after, decode.fail_retriable = 1, False
     decode.fail_error = Internal("the engine broke")
     caplog.set_level(logging.ERROR, logger="baton")
-    answer = await ask(doors, "/v1/completions", given="mine")
+    answer = await ask(front_ends, "/v1/completions", given="mine")
     assert answer.status == 500
     (record,) = (r for r in caplog.records if r.message == "request failed")
     assert record.request_name == "mine"
     assert record.request == decode.submitted[0].key.request_id.removesuffix("-0")
 
 
-async def test_over_grpc_it_is_a_trailer(doors: Doors) -> None:
+async def test_over_grpc_it_is_a_trailer(front_ends: FrontEnds) -> None:
     metadata = (("x-request-id", "mine"),)
     request = pb.GenerateRequest(**BODY, stream=False, timeline=True)
-    call = doors.inference.Generate(request, metadata=metadata)
+    call = front_ends.inference.Generate(request, metadata=metadata)
     (message,) = [message async for message in call]
     trailers = dict(await call.trailing_metadata())
     assert trailers["x-request-id"] == "mine" != message.id
     assert "baton-timeline" in trailers
-    call = doors.inference.Generate(pb.GenerateRequest(**BODY, stream=False))
+    call = front_ends.inference.Generate(pb.GenerateRequest(**BODY, stream=False))
     (message,) = [message async for message in call]
     assert dict(await call.trailing_metadata())["x-request-id"] == message.id
     with pytest.raises(aio.AioRpcError) as caught:
-        async for _ in doors.inference.Generate(pb.GenerateRequest(), metadata=metadata):
+        async for _ in front_ends.inference.Generate(pb.GenerateRequest(), metadata=metadata):
             pass
     _, failed = status_of(caught.value)
     assert (failed["x-request-id"], failed["baton-error-code"]) == ("mine", "invalid_request")

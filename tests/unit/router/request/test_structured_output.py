@@ -1,4 +1,4 @@
-"""What the output must look like, as both doors let clients say it, and what workers are told."""
+"""Structured output as clients ask for it on both front ends, and as workers get it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from protocol.errors import InvalidRequest
 from protocol.ids import Role
 from protocol.sampling import Grammar, GrammarKind
-from tests.support.router_doors import Doors, MakeDoors, letters, until
+from tests.support.router_front_ends import FrontEnds, MakeFrontEnds, letters, until
 from tests.support.stub_workers import StubFleet
 from tests.support.typed_requests import completion
 from tests.support.wire_requests import to_message
@@ -52,14 +52,14 @@ SAME: list[tuple[dict[str, Any], Grammar | None]] = [
 
 
 @pytest.mark.parametrize(("fields", "grammar"), SAME, ids=lambda value: str(value)[:50])
-async def test_both_doors_tell_both_workers_the_same(
-    doors: Doors, fields: dict[str, Any], grammar: Grammar | None
+async def test_both_front_ends_tell_both_workers_the_same(
+    front_ends: FrontEnds, fields: dict[str, Any], grammar: Grammar | None
 ) -> None:
     body = {"prompt": "hello there, how are you", "max_tokens": 3, **fields}
-    assert (await doors.post("/v1/completions", body))[0] == 200
-    async for _ in doors.inference.Generate(to_message(body), timeout=10):
+    assert (await front_ends.post("/v1/completions", body))[0] == 200
+    async for _ in front_ends.inference.Generate(to_message(body), timeout=10):
         pass
-    submitted = [submit for worker in doors.fleet.workers for submit in worker.submitted]
+    submitted = [submit for worker in front_ends.fleet.workers for submit in worker.submitted]
     assert len(submitted) == 4
     assert [submit.grammar for submit in submitted] == [grammar] * 4
 
@@ -84,11 +84,13 @@ class Person(BaseModel):
     homes: list[Address]
 
 
-async def test_the_official_clients_parse_helper(doors: Doors) -> None:
+async def test_the_official_clients_parse_helper(front_ends: FrontEnds) -> None:
     answer = '{"name": "Ann", "age": null, "homes": [{"street": "x", "zip": 12}]}'
-    for worker in doors.fleet.workers:
+    for worker in front_ends.fleet.workers:
         worker.script = lambda s: [*letters(answer), 2]
-    async with AsyncOpenAI(base_url=doors.url + "/v1", api_key="none", max_retries=0) as client:
+    async with AsyncOpenAI(
+        base_url=front_ends.url + "/v1", api_key="none", max_retries=0
+    ) as client:
         parsed = await client.chat.completions.parse(
             model="tiny", messages=HI, response_format=Person
         )
@@ -113,12 +115,14 @@ async def test_the_official_clients_parse_helper(doors: Doors) -> None:
             )
         assert refused.value.param == "response_format.json_schema.schema"
         assert "uniqueItems" in refused.value.message
-    grammar = doors.fleet.workers[1].submitted[0].grammar
+    grammar = front_ends.fleet.workers[1].submitted[0].grammar
     assert grammar is not None
     assert json.loads(grammar.source)["properties"].keys() == {"name", "age", "homes"}
 
 
-async def test_a_refused_grammar_reaches_no_worker_and_holds_up_nobody(doors: Doors) -> None:
+async def test_a_refused_grammar_reaches_no_worker_and_holds_up_nobody(
+    front_ends: FrontEnds,
+) -> None:
     """Costly ones are compiled in a thread: health checks between them are answered."""
     costly = [{"guided_choice": [f"{i}-{'word' * 12}-{j}" for j in range(3000)]} for i in range(6)]
     nasty = [
@@ -130,27 +134,27 @@ async def test_a_refused_grammar_reaches_no_worker_and_holds_up_nobody(doors: Do
 
     async def ask(fields: dict[str, Any]) -> int:
         body = {"prompt": "hello", "max_tokens": 2, **fields}
-        return (await doors.post("/v1/completions", body))[0]
+        return (await front_ends.post("/v1/completions", body))[0]
 
     running = [asyncio.create_task(ask(fields)) for fields in (*costly, *nasty)]
     while not all(task.done() for task in running):
-        async with doors.http.get(doors.url + "/health") as response:
+        async with front_ends.http.get(front_ends.url + "/health") as response:
             assert response.status == 200
         await asyncio.sleep(0.005)
     assert [task.result() for task in running] == [200] * 6 + [400] * 4
-    assert sum(len(worker.submitted) for worker in doors.fleet.workers) == 6
+    assert sum(len(worker.submitted) for worker in front_ends.fleet.workers) == 6
 
 
 async def test_a_lost_output_is_taken_up_under_the_same_grammar(
-    fleet: StubFleet, make_doors: MakeDoors
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
 ) -> None:
     bad = await fleet.add(Role.DECODE, fail_after=3)
-    async with make_doors(fleet) as doors:
+    async with make_front_ends(fleet) as front_ends:
         body = {"prompt": "hello", "max_tokens": 6, "guided_regex": "[a-z]+"}
-        running = asyncio.create_task(doors.post("/v1/completions", body))
+        running = asyncio.create_task(front_ends.post("/v1/completions", body))
         await until(lambda: bad.submitted)
         good = await fleet.add(Role.DECODE)
-        doors.router.set_workers(fleet.refs)
+        front_ends.router.set_workers(fleet.refs)
         assert (await running)[0] == 200
     first, second = bad.submitted[0], good.submitted[0]
     assert (len(second.output_ids), second.key.attempt) == (3, 1)
@@ -158,29 +162,29 @@ async def test_a_lost_output_is_taken_up_under_the_same_grammar(
     assert second.grammar is not None
 
 
-async def test_what_a_worker_finds_wrong_names_the_clients_field(doors: Doors) -> None:
-    for worker in doors.fleet.workers:
+async def test_what_a_worker_finds_wrong_names_the_clients_field(front_ends: FrontEnds) -> None:
+    for worker in front_ends.fleet.workers:
         worker.fail_after, worker.fail_retriable = 1, False
         worker.fail_error = InvalidRequest("grammar: no way on", param="grammar")
     for field in ("guided_regex", "guided_grammar"):
         body = {"prompt": "hello there", field: 'start: "ab"'}
-        status, answer = await doors.post("/v1/completions", body)
+        status, answer = await front_ends.post("/v1/completions", body)
         assert (status, answer["error"]["param"]) == (400, field)
         assert answer["error"]["message"] == f"{field}: no way on"
 
 
 async def test_a_known_grammar_waits_for_no_other_and_a_deadline_holds_while_it_is_tried(
-    doors: Doors,
+    front_ends: FrontEnds,
 ) -> None:
     body = {"prompt": "hello there", "max_tokens": 2, "guided_regex": "[a-z]+"}
-    assert (await doors.post("/v1/completions", body))[0] == 200
-    doors.router.warm_up()
+    assert (await front_ends.post("/v1/completions", body))[0] == 200
+    front_ends.router.warm_up()
     blocked = threading.Event()
-    doors.router._model.grammars._thread.submit(blocked.wait)
+    front_ends.router._model.grammars._thread.submit(blocked.wait)
     try:
-        assert (await doors.post("/v1/completions", body))[0] == 200
+        assert (await front_ends.post("/v1/completions", body))[0] == 200
         late = {**body, "guided_regex": "[b-z]+", "timeout": 0.2}
-        status, answer = await doors.post("/v1/completions", late)
+        status, answer = await front_ends.post("/v1/completions", late)
         assert (status, answer["error"]["param"]) == (504, "timeout")
     finally:
         blocked.set()

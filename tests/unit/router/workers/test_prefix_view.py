@@ -13,7 +13,7 @@ from protocol.prefix import HINT_BYTES, CacheChange, chain_seed, extend_chain, h
 from protocol.wire import inference_pb2 as pb
 from router.workers.prefix_view import PrefixView, PromptBlocks
 from tests.support.blocks import FINGERPRINT
-from tests.support.router_doors import MakeDoors, until
+from tests.support.router_front_ends import MakeFrontEnds, until
 from tests.support.stub_workers import StubFleet, StubWorker
 
 PROMPT = [30 + i for i in range(40)]  # two full blocks and a half
@@ -76,7 +76,7 @@ def test_what_requests_bring_is_expected_until_they_end() -> None:
     assert view.num_expected(prompt) == 1
 
 
-# --- through the doors ----------------------------------------------------------------------------
+# --- through the front ends -----------------------------------------------------------------------
 
 
 async def two_decodes(fleet: StubFleet) -> tuple[StubWorker, StubWorker, StubWorker]:
@@ -84,41 +84,43 @@ async def two_decodes(fleet: StubFleet) -> tuple[StubWorker, StubWorker, StubWor
     return prefill, await fleet.add(Role.DECODE), await fleet.add(Role.DECODE)
 
 
-async def test_requests_go_where_their_prefix_is(fleet: StubFleet, make_doors: MakeDoors) -> None:
+async def test_requests_go_where_their_prefix_is(
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
+) -> None:
     _, first, second = await two_decodes(fleet)
     settings = {"prefix_tokens_per_sequence": 8, "local_prefill_tokens": 8}
-    async with make_doors(fleet, **settings) as doors:
-        await doors.wait_ready(2, 1)
-        members = {m.ref.worker_id: m for m in doors.router._workers.all()}
+    async with make_front_ends(fleet, **settings) as front_ends:
+        await front_ends.wait_ready(2, 1)
+        members = {m.ref.worker_id: m for m in front_ends.router._workers.all()}
         second.tell_cache(holds(PROMPT[:32]))
         await until(lambda: members[second.name].prefix.speaks)
         body = {"prompt": PROMPT, "max_tokens": 4, "timeline": True}
         for _ in range(6):
-            status, answer = await doors.post("/v1/completions", body)
+            status, answer = await front_ends.post("/v1/completions", body)
             assert status == 200
         assert (len(first.submitted), len(second.submitted)) == (0, 6)
         # 8 of the 40 tokens are not cached: fewer than go through prefill
         assert {s.peer for s in second.submitted} == {None}
-        assert doors.router.metrics.value(
+        assert front_ends.router.metrics.value(
             metrics.PAIR_CHOICES, decode="prefix", prefill="prefix_cached"
         ) == len(second.submitted)
         (route,) = [s for s in answer["timeline"]["spans"] if s["phase"] == "route"]
         assert route["note"].startswith("local: prefix_cached; decode prefix: 32 tokens cached")
         # another salt shares nothing
-        await doors.post("/v1/completions", body | {"cache_salt": "mine"})
+        await front_ends.post("/v1/completions", body | {"cache_salt": "mine"})
         (salted,) = [s for w in (first, second) for s in w.submitted if s.cache_salt]
         assert salted.cache_salt == "mine"
         assert salted.peer is not None
 
 
 async def test_a_worker_that_comes_back_has_an_empty_cache(
-    fleet: StubFleet, make_doors: MakeDoors
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
 ) -> None:
     _, first, _ = await two_decodes(fleet)
-    async with make_doors(fleet) as doors:
-        await doors.wait_ready(2, 1)
+    async with make_front_ends(fleet) as front_ends:
+        await front_ends.wait_ready(2, 1)
         first.tell_cache(holds(PROMPT))
-        (member,) = [m for m in doors.router._workers.all() if m.ref == first.ref]
+        (member,) = [m for m in front_ends.router._workers.all() if m.ref == first.ref]
         await until(lambda: member.prefix.speaks)
         blocks = PromptBlocks(PROMPT).hints(FINGERPRINT, 16)
         assert member.prefix.num_held(blocks) == 2
@@ -127,53 +129,55 @@ async def test_a_worker_that_comes_back_has_an_empty_cache(
         assert member.prefix.num_held(blocks) == 0
 
 
-async def test_usage_tells_what_was_cached_on_both_doors(
-    fleet: StubFleet, make_doors: MakeDoors
+async def test_usage_tells_what_was_cached_on_both_front_ends(
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
 ) -> None:
     await fleet.add(Role.PREFILL, cached_tokens=32)
     await fleet.add(Role.DECODE)
-    async with make_doors(fleet) as doors:
+    async with make_front_ends(fleet) as front_ends:
         body = {"prompt": PROMPT, "max_tokens": 4}
-        _, answer = await doors.post("/v1/completions", body)
+        _, answer = await front_ends.post("/v1/completions", body)
         assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 32}
-        _, answer = await doors.post("/v1/completions", body | {"prompt": [PROMPT, PROMPT]})
+        _, answer = await front_ends.post("/v1/completions", body | {"prompt": [PROMPT, PROMPT]})
         assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 64}
-        _, answer = await doors.post("/v1/completions", body | {"n": 3})
+        _, answer = await front_ends.post("/v1/completions", body | {"n": 3})
         assert answer["usage"]["prompt_tokens"] == 40
         assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 32}
         request = pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=PROMPT), max_tokens=2)
         request.cache_salt = "mine"
-        messages = [message async for message in doors.inference.Generate(request)]
+        messages = [message async for message in front_ends.inference.Generate(request)]
         assert messages[-1].usage.prompt_tokens_details.cached_tokens == 32
 
 
 async def test_a_worker_that_says_nothing_counts_as_having_computed_all(
-    fleet: StubFleet, make_doors: MakeDoors
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
 ) -> None:
     await fleet.add(Role.DECODE)
-    async with make_doors(fleet) as doors:
-        _, answer = await doors.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 4})
+    async with make_front_ends(fleet) as front_ends:
+        _, answer = await front_ends.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 4})
         assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
 async def test_the_choices_of_a_request_gather_where_the_first_one_went(
-    fleet: StubFleet, make_doors: MakeDoors
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
 ) -> None:
     _, first, second = await two_decodes(fleet)
-    async with make_doors(fleet, prefix_tokens_per_sequence=8) as doors:
-        await doors.wait_ready(2, 1)
+    async with make_front_ends(fleet, prefix_tokens_per_sequence=8) as front_ends:
+        await front_ends.wait_ready(2, 1)
         for worker in (first, second):
             worker.tell_cache(CacheChange(reset=True))
-        await until(lambda: all(m.prefix.speaks for m in doors.router._workers.ready(Role.DECODE)))
-        await doors.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 4, "n": 4})
+        await until(
+            lambda: all(m.prefix.speaks for m in front_ends.router._workers.ready(Role.DECODE))
+        )
+        await front_ends.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 4, "n": 4})
         assert sorted((len(first.submitted), len(second.submitted))) == [0, 4]
         assert all(s.peer is not None for s in (*first.submitted, *second.submitted))
-        members = doors.router._workers.all()
+        members = front_ends.router._workers.all()
         await until(lambda: all(not m.prefix._expected for m in members))
 
 
 async def test_long_prompts_are_hashed_off_the_event_loop(
-    fleet: StubFleet, make_doors: MakeDoors, monkeypatch: pytest.MonkeyPatch
+    fleet: StubFleet, make_front_ends: MakeFrontEnds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await fleet.add(Role.DECODE)
     hashed_in = []
@@ -186,21 +190,21 @@ async def test_long_prompts_are_hashed_off_the_event_loop(
 
     monkeypatch.setattr(PromptBlocks, "hints", hints_noted)
     monkeypatch.setattr("router.dispatch.dispatcher._HASHED_INLINE", 100)
-    async with make_doors(fleet) as doors:
+    async with make_front_ends(fleet) as front_ends:
         worker.tell_cache(CacheChange(reset=True))
-        (member,) = doors.router._workers.all()
+        (member,) = front_ends.router._workers.all()
         await until(lambda: member.prefix.speaks)
-        await doors.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 1})
-        await doors.post("/v1/completions", {"prompt": PROMPT * 3, "max_tokens": 1})
+        await front_ends.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 1})
+        await front_ends.post("/v1/completions", {"prompt": PROMPT * 3, "max_tokens": 1})
     assert hashed_in == [True, False]
 
 
 @pytest.mark.parametrize("salt", ["", "x" * 257, 5])
 async def test_a_wrong_salt_is_refused_by_name(
-    fleet: StubFleet, make_doors: MakeDoors, salt: object
+    fleet: StubFleet, make_front_ends: MakeFrontEnds, salt: object
 ) -> None:
     await fleet.add(Role.DECODE)
-    async with make_doors(fleet) as doors:
+    async with make_front_ends(fleet) as front_ends:
         body = {"prompt": PROMPT, "max_tokens": 1, "cache_salt": salt}
-        status, answer = await doors.post("/v1/completions", body)
+        status, answer = await front_ends.post("/v1/completions", body)
         assert (status, answer["error"]["param"]) == (400, "cache_salt")

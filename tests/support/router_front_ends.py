@@ -1,4 +1,4 @@
-"""Clients for both doors of a router under test."""
+"""Clients for both front ends of a router under test."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.support import services
 from tests.support.stub_workers import StubFleet
 
 
-class Doors:
-    """A started router and a client for each of its doors."""
+class FrontEnds:
+    """A started router and a client for each of its front ends."""
 
     def __init__(self, router: Router, session: aiohttp.ClientSession, fleet: StubFleet) -> None:
         self.router = router
@@ -49,19 +49,19 @@ class Doors:
             await members.changed(5)
 
 
-MakeDoors = Callable[..., contextlib.AbstractAsyncContextManager[Doors]]
+MakeFrontEnds = Callable[..., contextlib.AbstractAsyncContextManager[FrontEnds]]
 
 
 @contextlib.asynccontextmanager
-async def open_doors(
+async def open_front_ends(
     fleet: StubFleet,
     model_folder: Path,
     *,
     admin: AdminBackend | None = None,
     tracing: Tracing | None = None,
     **settings: object,
-) -> AsyncIterator[Doors]:
-    """A router over a fleet's workers, ready, with clients for both doors."""
+) -> AsyncIterator[FrontEnds]:
+    """A router over a fleet's workers, ready, with clients for both front ends."""
     defaults = {
         "model_path": str(model_folder),
         "local_prefill_tokens": 4,
@@ -73,14 +73,14 @@ async def open_doors(
     await router.start(http_host="127.0.0.1", http_port=0, grpc_host="127.0.0.1", grpc_port=0)
     try:
         async with aiohttp.ClientSession() as session:
-            doors = Doors(router, session, fleet)
+            front_ends = FrontEnds(router, session, fleet)
             router.set_workers(fleet.refs)
             roles = [worker.role for worker in fleet.workers]
-            await doors.wait_ready(roles.count(Role.DECODE), roles.count(Role.PREFILL))
+            await front_ends.wait_ready(roles.count(Role.DECODE), roles.count(Role.PREFILL))
             try:
-                yield doors
+                yield front_ends
             finally:
-                await doors.channel.close()
+                await front_ends.channel.close()
     finally:
         await router.stop()
 

@@ -1,4 +1,4 @@
-"""Asks both front doors for the same thing: token ids in, token ids out."""
+"""Asks both front ends for the same thing: token ids in, token ids out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from protocol.wire import inference_pb2 as wire
 from tests.support import services
 
 
-class Doors:
+class FrontEnds:
     """Clients of one router, to be used on one event loop."""
 
     def __init__(self, http: str, grpc_address: str, model: str) -> None:

@@ -1,4 +1,4 @@
-"""One request asked every way (both doors, streamed and whole), and what each of them said."""
+"""One request asked every way (both front ends, streamed and whole), and what each of them said."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ChoiceSaid:
 
 @dataclass(slots=True)
 class Said:
-    """An answer of either door in the same words; `code`, `param` and `message` of a failure."""
+    """An answer of either front end in one form; `code`, `param`, `message` of a failure."""
 
     choices: dict[int, ChoiceSaid] = field(default_factory=dict)
     usage: tuple[int, int] = (0, 0)  # tokens of prompts, of outputs
@@ -66,7 +66,7 @@ class Said:
         return self.choices.setdefault(index, ChoiceSaid())
 
 
-class BothDoors:
+class BothFrontEnds:
     """Clients of one router."""
 
     def __init__(self, http: str, grpc_address: str) -> None:
@@ -80,7 +80,7 @@ class BothDoors:
         await self.channel.close()
 
     async def ask(self, **fields: Any) -> Said:
-        """The answer of both doors, streamed and whole; fails unless all four are the same."""
+        """The answer of both front ends, streamed and whole; fails unless all four are the same."""
         said = await self.every_way(**fields)
         for other in said[1:]:
             assert other.exact == said[0].exact, f"{fields}\n{other}\n{said[0]}"
@@ -90,11 +90,17 @@ class BothDoors:
 
     async def every_way(self, **fields: Any) -> list[Said]:
         """HTTP whole, HTTP streamed, gRPC whole, gRPC streamed."""
-        ways = [(door, stream) for door in (self.over_http, self.over_grpc) for stream in (0, 1)]
-        return await asyncio.gather(*(door({**fields, "stream": bool(s)}) for door, s in ways))
+        ways = [
+            (front_end, stream)
+            for front_end in (self.over_http, self.over_grpc)
+            for stream in (0, 1)
+        ]
+        return await asyncio.gather(
+            *(front_end({**fields, "stream": bool(s)}) for front_end, s in ways)
+        )
 
     async def over_http(self, fields: dict[str, Any]) -> Said:
-        """The answer of the HTTP door."""
+        """The answer of the HTTP front end."""
         chat = "messages" in fields
         path = "/v1/chat/completions" if chat else "/v1/completions"
         body = {**fields, "return_token_ids": True}
@@ -116,7 +122,7 @@ class BothDoors:
         return said
 
     async def over_grpc(self, fields: dict[str, Any]) -> Said:
-        """The answer of the gRPC door."""
+        """The answer of the gRPC front end."""
         said = Said()
         try:
             async for message in self.inference.Generate(to_message(fields), timeout=60):
