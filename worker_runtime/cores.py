@@ -34,13 +34,17 @@ class BusyWorkers:
     process. Used from one thread."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._folder = folder
-        self._path = folder / f"{os.getpid()}-{uuid.uuid4().hex}"
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._join()
         self._others: dict[str, int] = {}
         self._listed = -1
         self._busy = False
+
+    def _join(self) -> None:
+        """Add a file for this worker; always a new one, as others may have an old one open."""
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._path = self._folder / f"{os.getpid()}-{uuid.uuid4().hex}"
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def begin(self) -> None:
         """This worker has work. While another one probes the lock this has no effect until the next
@@ -68,9 +72,17 @@ class BusyWorkers:
 
     def _list(self) -> None:
         """Open the files of new workers, when the folder has changed."""
-        changed = self._folder.stat().st_mtime_ns
-        if changed == self._listed:
+        try:
+            changed = self._folder.stat().st_mtime_ns
+        except FileNotFoundError:
+            changed = -1
+        if changed == self._listed != -1:
             return
+        if not self._path.exists():  # removed by a cleaner of temporary files
+            os.close(self._file)
+            self._join()
+            self._busy = False
+            self.begin()
         # Modification times are coarse: a file added now may not change it again.
         self._listed = changed if time.time_ns() - changed > _TICK_NS else -1
         paths = {path.name: path for path in self._folder.iterdir() if path != self._path}

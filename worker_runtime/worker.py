@@ -30,7 +30,7 @@ from protocol.states import WorkerState
 from rpc.client import ClientPool
 from rpc.server import ControlServer
 from worker_runtime.config import WorkerConfig
-from worker_runtime.control.control_service import ControlService, Identity, SubmitLimits
+from worker_runtime.control.control_service import ControlService, WorkerLimits
 from worker_runtime.control.grammars import Grammars
 from worker_runtime.cores import SharedCores
 from worker_runtime.ranks import Ranks, join_ranks, load_ranks
@@ -224,20 +224,15 @@ class Worker(ABC, Generic[C, Out, Endpoint]):
 
     def _new_control(self) -> ControlService:
         executor = self.ranks.executor
-        limits = SubmitLimits(
-            vocab_size=executor.vocab_size,
-            max_model_len=executor.max_model_len,
-            block_size=executor.layout.block_size,
-            num_blocks=executor.layout.num_blocks,
-        )
         return ControlService(
             ref=self.ref,
-            identity=Identity(
-                limits=limits,
+            limits=WorkerLimits(
                 layout=executor.layout,
-                fingerprint=executor.fingerprint,
+                vocab_size=executor.vocab_size,
+                max_model_len=executor.max_model_len,
                 whole_output=self.whole_output,
             ),
+            fingerprint=executor.fingerprint,
             config=self.settings.worker,
             progress=self._loop,
             clock=self.clock,

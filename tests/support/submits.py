@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from protocol.ids import RequestKey
+from protocol.kv_layout import KVLayout
 from protocol.messages import Submit
 from protocol.sampling import SamplingParams
-from worker_runtime.control.control_service import SubmitLimits
+from worker_runtime.control.control_service import WorkerLimits
 
 KEY = RequestKey("q")
-LIMITS = SubmitLimits(vocab_size=100, max_model_len=50, block_size=4, num_blocks=10)
+LIMITS = WorkerLimits(
+    layout=KVLayout(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=8,
+        block_size=4,
+        num_blocks=10,
+        dtype="float32",
+        rank_heads=((0, 1),),
+    ),
+    vocab_size=100,
+    max_model_len=50,
+    whole_output=True,
+)
 
 
 def make_submit(

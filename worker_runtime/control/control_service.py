@@ -38,26 +38,27 @@ log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SubmitLimits:
-    """What one worker can hold: context of the model, its vocabulary, its pool. Routers check
-    requests before; a worker still lets no bad id and no impossible length reach the engine."""
+class WorkerLimits:
+    """What one worker can hold. Routers check requests first; a worker still lets no bad id and no
+    impossible length reach the engine. `whole_output`: requests generate all of their output here,
+    so the pool must hold prompt + max_tokens (decode), not just prompt + 1 (prefill)."""
 
+    layout: KVLayout
     vocab_size: int
     max_model_len: int
-    block_size: int
-    num_blocks: int
+    whole_output: bool
 
     @property
     def max_prompt_tokens(self) -> int:
         """Longest prompt that leaves room for one output token, in the context and in the pool."""
-        return min(self.max_model_len, self.num_blocks * self.block_size) - 1
+        return min(self.max_model_len, self._capacity) - 1
 
-    def check(self, submit: Submit, *, whole_output: bool) -> None:
-        """Raise InvalidRequest or ContextTooLong, naming the field.
+    @property
+    def _capacity(self) -> int:
+        return self.layout.num_blocks * self.layout.block_size
 
-        `whole_output`: the pool must hold prompt + max_tokens (decode), not just prompt + 1
-        (prefill).
-        """
+    def check(self, submit: Submit) -> None:
+        """Raise InvalidRequest or ContextTooLong, naming the field."""
         ids = submit.prompt_ids
         if not ids:
             raise InvalidRequest("prompt must have at least one token", param="prompt")
@@ -79,23 +80,12 @@ class SubmitLimits:
                 f"context of {self.max_model_len} tokens",
                 param="max_tokens",
             )
-        needed = total if whole_output else len(ids) + len(submit.output_ids) + min(1, max_tokens)
-        capacity = self.num_blocks * self.block_size
-        if needed > capacity:
+        known = len(ids) + len(submit.output_ids)
+        needed = total if self.whole_output else known + min(1, max_tokens)
+        if needed > self._capacity:
             raise ContextTooLong(
-                f"{needed} tokens do not fit the KV pool of {capacity} tokens", param="prompt"
+                f"{needed} tokens do not fit the KV pool of {self._capacity} tokens", param="prompt"
             )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
-    """Properties of a worker that are fixed once its engine is built. `whole_output`: requests
-    generate all of their output here."""
-
-    limits: SubmitLimits
-    layout: KVLayout
-    fingerprint: KVFingerprint
-    whole_output: bool
 
 
 class ControlService:
@@ -109,7 +99,8 @@ class ControlService:
         self,
         *,
         ref: WorkerRef,
-        identity: Identity,
+        limits: WorkerLimits,
+        fingerprint: KVFingerprint,
         config: WorkerConfig,
         progress: StepLoop[Any, Any],
         clock: Callable[[], float],
@@ -121,8 +112,8 @@ class ControlService:
     ) -> None:
         self.ref = ref
         self.state = WorkerState.STARTING
-        self._identity = identity
-        self._block_size = identity.limits.block_size
+        self._limits = limits
+        self._fingerprint = fingerprint
         self._config = config
         self._progress = progress
         self._clock = clock
@@ -190,18 +181,16 @@ class ControlService:
             raise Internal(f"a step has been running for {stalled:.1f} s")
 
     def status(self) -> WorkerStatus:
-        now = self._clock()
-        identity = self._identity
         return WorkerStatus(
             ref=self.ref,
             state=self.state,
             load=self._snapshot.load,
-            layout=identity.layout,
-            fingerprint=identity.fingerprint,
-            max_model_len=identity.limits.max_model_len,
-            max_prompt_tokens=identity.limits.max_prompt_tokens,
+            layout=self._limits.layout,
+            fingerprint=self._fingerprint,
+            max_model_len=self._limits.max_model_len,
+            max_prompt_tokens=self._limits.max_prompt_tokens,
             steps=self._progress.steps,
-            last_step_age_s=now - self._progress.last_step_end,
+            last_step_age_s=self._clock() - self._progress.last_step_end,
             counters={**self._snapshot.counters, **self._handoff_counters()},
         )
 
@@ -213,7 +202,7 @@ class ControlService:
 
     async def _on_submit(self, submit: Submit) -> Ack:
         self._check_open(submit)
-        self._identity.limits.check(submit, whole_output=self._identity.whole_output)
+        self._limits.check(submit)
         num_commands = self._accept(await self._prepare(submit))
         if submit.trace is not None:
             trace = {"request": submit.key.request_id, "traceparent": submit.trace.parent}
@@ -239,9 +228,10 @@ class ControlService:
         return Submitted(submit=submit, matcher=matcher, digests=digests)
 
     async def _hash(self, submit: Submit) -> tuple[bytes, ...]:
-        hashed = partial(hash_blocks, submit, self._identity.fingerprint, self._block_size)
+        block_size = self._limits.layout.block_size
+        hashed = partial(hash_blocks, submit, self._fingerprint, block_size)
         num_tokens = len(submit.prompt_ids) + len(submit.output_ids)
-        if num_tokens <= HASH_SLICE * self._block_size:
+        if num_tokens <= HASH_SLICE * block_size:
             return hashed()
         return await asyncio.get_running_loop().run_in_executor(self._hasher, hashed)
 

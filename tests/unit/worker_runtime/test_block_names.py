@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from prefill_worker.lifecycle import Granted
 from protocol.errors import Cancelled
 from protocol.ids import RequestKey, Role, WorkerRef
-from protocol.kv_layout import KVLayout
 from protocol.messages import Cancel, Submit
 from protocol.prefix import chain_seed, extend_chain
 from protocol.sampling import SamplingParams
@@ -19,8 +20,9 @@ from protocol.states import WorkerState
 from tests.support import decode_bench, prefill_bench
 from tests.support.blocks import FINGERPRINT
 from tests.support.scheduler_bench import BLOCK
+from tests.support.submits import LIMITS
 from worker_runtime.config import WorkerConfig
-from worker_runtime.control.control_service import ControlService, Identity, SubmitLimits
+from worker_runtime.control.control_service import ControlService
 from worker_runtime.control.grammars import Grammars
 from worker_runtime.scheduling import prefix_cache
 from worker_runtime.scheduling.messages import Submitted
@@ -57,19 +59,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 @pytest.fixture
 async def control() -> Any:
-    layout = KVLayout(
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=8,
-        block_size=BLOCK,
-        num_blocks=1024,
-        dtype="float32",
-        rank_heads=((0, 1),),
-    )
-    limits = SubmitLimits(vocab_size=1000, max_model_len=4096, block_size=BLOCK, num_blocks=1024)
+    layout = structs.replace(LIMITS.layout, num_blocks=1024)
+    limits = replace(LIMITS, layout=layout, vocab_size=1000, max_model_len=4096)
     service = ControlService(
         ref=WorkerRef(worker_id="d0", epoch=9, role=Role.DECODE, address="x"),
-        identity=Identity(limits=limits, layout=layout, fingerprint=FINGERPRINT, whole_output=True),
+        limits=limits,
+        fingerprint=FINGERPRINT,
         config=WorkerConfig(),
         progress=type("Progress", (), {"broken": None})(),
         clock=lambda: 0.0,

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from worker_runtime.cores import BusyWorkers, SharedCores
 
 
@@ -20,6 +22,27 @@ def test_a_worker_alone_takes_every_core_and_two_halve_them(tmp_path: Path) -> N
     assert first.take() == 8
     first.close()
     second.close()
+
+
+@pytest.mark.parametrize("removed", ["folder", "files"])
+def test_workers_find_each_other_again_after_their_files_were_removed(
+    tmp_path: Path, removed: str
+) -> None:
+    folder = tmp_path / "cores"
+    first, second = (SharedCores(folder, 8, lambda: 0) for _ in range(2))
+    assert [first.take(), second.take()] == [8, 4]
+    for path in folder.iterdir():
+        path.unlink()
+    if removed == "folder":
+        folder.rmdir()
+    first.take()
+    second.take()
+    assert [first.take(), second.take()] == [4, 4]
+    second.release()
+    assert first.take() == 8
+    for cores in (first, second):
+        cores.close()
+    assert list(folder.iterdir()) == []
 
 
 def test_every_worker_has_a_thread_however_many_there_are(tmp_path: Path) -> None:

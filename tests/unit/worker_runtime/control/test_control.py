@@ -23,7 +23,6 @@ from protocol.errors import (
     Unavailable,
 )
 from protocol.ids import Role, WorkerRef
-from protocol.kv_layout import KVLayout
 from protocol.messages import (
     Cancel,
     DrainCommand,
@@ -43,7 +42,7 @@ from rpc.server import ControlServer
 from tests.support.blocks import FINGERPRINT
 from tests.support.submits import KEY, LIMITS, make_submit
 from worker_runtime.config import WorkerConfig
-from worker_runtime.control.control_service import ControlService, Identity
+from worker_runtime.control.control_service import ControlService
 from worker_runtime.control.event_publisher import EventPublisher
 from worker_runtime.control.grammars import Grammars
 from worker_runtime.scheduling.messages import RouterEvents, Snapshot
@@ -347,20 +346,10 @@ class TestControlService:
     async def control(
         self, progress: FakeProgress, accepted: list[Submit], cancelled: list[Cancel]
     ) -> ControlService:
-        layout = KVLayout(
-            num_layers=1,
-            num_kv_heads=1,
-            head_dim=8,
-            block_size=4,
-            num_blocks=10,
-            dtype="float32",
-            rank_heads=((0, 1),),
-        )
         return ControlService(
             ref=WorkerRef(worker_id="d0", epoch=9, role=Role.DECODE, address="x"),
-            identity=Identity(
-                limits=LIMITS, layout=layout, fingerprint=FINGERPRINT, whole_output=True
-            ),
+            limits=LIMITS,
+            fingerprint=FINGERPRINT,
             config=WorkerConfig(max_waiting=2, heartbeat_s=0.05, stall_s=1.0),
             progress=progress,
             clock=time.time,

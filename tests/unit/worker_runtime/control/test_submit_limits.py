@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -10,7 +11,6 @@ from msgspec.structs import replace
 from protocol.errors import ContextTooLong, InvalidRequest
 from protocol.messages import Submit
 from tests.support.submits import LIMITS, make_submit
-from worker_runtime.control.control_service import SubmitLimits
 
 
 @pytest.mark.parametrize(
@@ -34,23 +34,24 @@ def test_a_request_that_does_not_fit_is_refused_by_the_field(
     submit: Submit, param: str, kind: type[InvalidRequest]
 ) -> None:
     with pytest.raises(kind) as caught:
-        LIMITS.check(submit, whole_output=True)
+        LIMITS.check(submit)
     assert caught.value.param == param
     assert type(caught.value) is kind
 
 
 def test_exact_fit_passes() -> None:
-    LIMITS.check(make_submit((1,) * 35), whole_output=True)
-    LIMITS.check(make_submit((99, 0)), whole_output=True)
+    LIMITS.check(make_submit((1,) * 35))
+    LIMITS.check(make_submit((99, 0)))
 
 
 def test_prefill_needs_room_for_one_token_only() -> None:
-    LIMITS.check(make_submit((1,) * 39, max_tokens=11), whole_output=False)
+    limits = dataclasses.replace(LIMITS, whole_output=False)
+    limits.check(make_submit((1,) * 39, max_tokens=11))
     with pytest.raises(ContextTooLong):
-        LIMITS.check(make_submit((1,) * 40, max_tokens=10), whole_output=False)
+        limits.check(make_submit((1,) * 40, max_tokens=10))
 
 
 @pytest.mark.parametrize(("context", "expected"), [(50, 39), (20, 19)])
 def test_longest_prompt(context: int, expected: int) -> None:
-    limits = SubmitLimits(vocab_size=9, max_model_len=context, block_size=4, num_blocks=10)
+    limits = dataclasses.replace(LIMITS, max_model_len=context)
     assert limits.max_prompt_tokens == expected
