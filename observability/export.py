@@ -30,18 +30,13 @@ _COUNTER_LABELS = {metric.name: metric.labels for metric in metrics.WORKER_COUNT
 
 
 class MetricSet:
-    """The metrics of one router: its own, and those of the workers it was told about.
+    """The metrics of one router and of its workers.
 
-    Every series carries `model_name`. With `vllm_names` the figures that vLLM publishes too are
-    exported a second time as `vllm:<name>`. Safe to use from any thread.
+    Every series has the label `model_name`. With `vllm_names` the metrics that vLLM has too are
+    exported a second time as `vllm:<name>`. Safe from any thread.
     """
 
-    def __init__(
-        self,
-        *,
-        model_name: str,
-        vllm_names: bool = False,
-    ) -> None:
+    def __init__(self, *, model_name: str, vllm_names: bool = False) -> None:
         self._model_name = model_name
         self._vllm_names = vllm_names
         self._registry = CollectorRegistry(auto_describe=False)
@@ -70,7 +65,7 @@ class MetricSet:
         self._child(metric, labels).observe(value)
 
     def value(self, metric: Metric, **labels: str) -> float:
-        """What a counter or gauge stands at; of a histogram, how many values it holds."""
+        """The value of a counter or gauge; the number of values of a histogram."""
         suffix = "_count" if metric.kind is MetricKind.HISTOGRAM else ""
         labels = {_MODEL_LABEL: self._model_name, **labels}
         return self._registry.get_sample_value(PREFIX + metric.name + suffix, labels) or 0.0
@@ -99,8 +94,8 @@ class MetricSet:
 
 
 class _Histogram(Collector):
-    """Every series of one histogram. The library's own takes a microsecond and two locks for a
-    value, and there is a value for every token."""
+    """Every series of one histogram. The library's own takes a microsecond and two locks per value,
+    and every token has a value."""
 
     def __init__(self, name: str, metric: Metric, labels: tuple[str, ...]) -> None:
         self._family = (name, metric.help, labels)
@@ -112,12 +107,12 @@ class _Histogram(Collector):
         return self._series.setdefault(values, _Series(self._bounds))
 
     def describe(self) -> Iterator[Family]:
-        """Its name, so that it is registered once."""
+        """The name, for the registry."""
         name, text, labels = self._family
         yield HistogramMetricFamily(name, text, labels=labels)
 
     def collect(self) -> Iterator[Family]:
-        """Every series (called by the registry)."""
+        """Every series, for the registry."""
         name, text, labels = self._family
         family = HistogramMetricFamily(name, text, labels=labels)
         for values, series in list(self._series.items()):
@@ -128,7 +123,7 @@ class _Histogram(Collector):
 
 
 class _Series:
-    """Values with the same labels: how many fell into each bucket, and their sum."""
+    """Values with the same labels: their number per bucket, and their sum."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
@@ -137,27 +132,27 @@ class _Series:
         self._lock = threading.Lock()
 
     def observe(self, value: float) -> None:
-        """Take one value."""
+        """Add one value."""
         place = bisect_left(self._bounds, value)
         with self._lock:
             self._counts[place] += 1
             self._total += value
 
     def read(self) -> tuple[list[int], float]:
-        """Counts by bucket, not yet cumulative, and the sum."""
+        """Counts per bucket, not cumulative, and the sum."""
         with self._lock:
             return list(self._counts), self._total
 
 
 class WorkerCollector(Collector):
-    """Exports `statuses`, the last one of each worker."""
+    """Exports `statuses`, the latest of each worker."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
         self.statuses: Sequence[WorkerStatus] = ()
 
     def collect(self) -> Iterator[Family]:
-        """The families of all known workers (called by the registry)."""
+        """The families of all workers, for the registry."""
         statuses = self.statuses
         yield from self._gauges(statuses)
         yield from self._counters(statuses)
@@ -183,7 +178,7 @@ class WorkerCollector(Collector):
             where = [self._model_name, status.ref.role.value, status.ref.worker_id]
             for key, value in {metrics.STEPS.name: status.steps, **status.counters}.items():
                 name, labels = split_counter_key(key)
-                if name in families:  # a newer worker may count what this router does not know
+                if name in families:  # a newer worker may have other counters
                     values = [labels.get(label, "") for label in _COUNTER_LABELS[name]]
                     families[name].add_metric([*where, *values], value)
         yield from families.values()
@@ -218,7 +213,7 @@ def _gauge_values(status: WorkerStatus) -> Iterator[tuple[Metric, tuple[str, ...
 
 
 class _Page(Collector):
-    """A registry as it is served: no `_created` series, and vLLM's names beside ours if wanted."""
+    """A registry without `_created` series, and with vLLM's names if enabled."""
 
     def __init__(self, registry: CollectorRegistry, *, vllm_names: bool) -> None:
         self._registry = registry

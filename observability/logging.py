@@ -1,4 +1,4 @@
-"""Structured logs: one line a record, `key=value` pairs after the message.
+"""Structured logs: one line per record, `key=value` pairs after the message.
 
 Secrets and prompt text are never passed to a logger.
 """
@@ -31,7 +31,7 @@ class KeyValueFormatter(logging.Formatter):
 
 
 def _shown(value: object) -> str:
-    """A value that cannot be taken for several, or for another line."""
+    """The value, quoted when it has spaces, quotes, `=` or line breaks."""
     text = str(value)
     plain = text.isprintable() and not set(text) & set(' "=')
     return text if plain else json.dumps(text, ensure_ascii=False)
@@ -43,7 +43,7 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def configure_logging() -> None:
-    """Send Baton's records to standard error. BATON_LOG_LEVEL says from which level on."""
+    """Send records of the level BATON_LOG_LEVEL and above to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(KeyValueFormatter())
     root = logging.getLogger("baton")

@@ -1,8 +1,8 @@
-"""Every metric of Baton, in one place, as plain values: name, kind, meaning, labels, buckets.
+"""Every metric, declared as a value: name, kind, meaning, labels, buckets.
 
-Exported names carry the prefix `baton_`. Where vLLM publishes the same figure, the name, the unit
-and the style of the buckets are vLLM's, and `vllm=True` lets it be exported as `vllm:<name>` too. A
-worker keeps only integers (`WorkerStatus.counters`, keyed by `counter_key`); a router exports them.
+Exported names have the prefix `baton_`. Metrics that vLLM has too use vLLM's name, unit and style
+of buckets; `vllm=True` allows the export as `vllm:<name>`. A worker keeps integers only
+(`WorkerStatus.counters`, keyed by `counter_key`); routers export them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import StrEnum
 
 
 class MetricKind(StrEnum):
-    """How a metric's value moves."""
+    """Prometheus' metric types."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -96,15 +96,15 @@ REQUESTS_RUNNING = _gauge(
 REQUESTS_WAITING = _gauge(
     "num_requests_waiting", "Accepted requests without a token yet.", vllm=True
 )
-REQUESTS = _counter("requests_total", "Requests that arrived.", "door", "endpoint")
+REQUESTS = _counter("requests_total", "Requests received.", "door", "endpoint")
 REQUEST_SUCCESS = _counter(
     "request_success_total", "Requests that finished.", "finished_reason", vllm=True
 )
 REQUEST_FAILURES = _counter(
-    "request_failures_total", "Requests that ended in a typed error.", "door", "code"
+    "request_failures_total", "Requests that ended in an error.", "door", "code"
 )
 RESUMES = _counter(
-    "request_resumes_total", "Attempts submitted again after a worker was lost.", "cause"
+    "request_resumes_total", "Requests resubmitted after a worker was lost.", "cause"
 )
 REFUSALS = _counter(
     "request_refusals_total",
@@ -113,18 +113,20 @@ REFUSALS = _counter(
     "reason",
 )
 QUEUED_REQUESTS = _gauge("router_queue_requests", "Accepted requests that wait in the router.")
-QUEUED_TOKENS = _gauge("router_queue_tokens", "Uncached prompt tokens of these requests.")
+QUEUED_TOKENS = _gauge(
+    "router_queue_tokens", "Uncached prompt tokens of requests that wait in the router."
+)
 PROMPT_TOKENS = _counter("prompt_tokens_total", "Prompt tokens of accepted requests.", vllm=True)
 GENERATION_TOKENS = _counter("generation_tokens_total", "Output tokens sent.", vllm=True)
 TIME_TO_FIRST_TOKEN = _histogram(
     "time_to_first_token_seconds", "Arrival to the first token sent.", _TTFT, vllm=True
 )
 INTER_TOKEN_LATENCY = _histogram(
-    "inter_token_latency_seconds", "Gap between successive tokens.", _TOKEN_TIME, vllm=True
+    "inter_token_latency_seconds", "Time between successive tokens.", _TOKEN_TIME, vllm=True
 )
 TIME_PER_OUTPUT_TOKEN = _histogram(
     "request_time_per_output_token_seconds",
-    "(end-to-end - time to first token) / (tokens - 1) of a request.",
+    "(end-to-end latency - time to first token) / (tokens - 1) of a request.",
     _TOKEN_TIME,
     vllm=True,
 )
@@ -138,10 +140,13 @@ QUEUE_TIME = _histogram(
     vllm=True,
 )
 PREFILL_TIME = _histogram(
-    "request_prefill_time_seconds", "First chunk started to token 1.", _REQUEST_TIME, vllm=True
+    "request_prefill_time_seconds", "Start of the first chunk to token 1.", _REQUEST_TIME, vllm=True
 )
 DECODE_TIME = _histogram(
-    "request_decode_time_seconds", "First decode step to the last token.", _REQUEST_TIME, vllm=True
+    "request_decode_time_seconds",
+    "Start of the first decode step to the last token.",
+    _REQUEST_TIME,
+    vllm=True,
 )
 REQUEST_PROMPT_TOKENS = _histogram(
     "request_prompt_tokens", "Prompt tokens of a request.", _TOKENS, vllm=True
@@ -150,30 +155,32 @@ REQUEST_GENERATION_TOKENS = _histogram(
     "request_generation_tokens", "Output tokens of a request.", _TOKENS, vllm=True
 )
 PHASE_TIME = _histogram(
-    "request_phase_seconds", "Time of a request in one phase of its life.", _PHASE_TIME, "phase"
+    "request_phase_seconds", "Time of a request in one phase.", _PHASE_TIME, "phase"
 )
 
 # --- the hand-off, as the router sees it (from timelines and its own choices) ---------------------
 
 LOCAL_PREFILLS = _counter(
-    "local_prefills_total", "Requests prefilled on their decode worker, by reason.", "reason"
+    "local_prefills_total", "Requests prefilled on their decode worker.", "reason"
 )
 PAIR_CHOICES = _counter(
     "pair_choices_total",
-    "Choices of workers for an attempt, by why this decode worker, and why this prefill worker or "
-    "none.",
+    "Choices of workers for an attempt, by the reason for the decode worker and the reason for the "
+    "prefill worker or for none.",
     "decode",
     "prefill",
 )
 HANDOFF_TIME = _histogram(
-    "handoff_seconds", "First piece announced to commit acknowledged.", _PHASE_TIME
+    "handoff_seconds",
+    "Announcement of the first piece to acknowledgement of the commit.",
+    _PHASE_TIME,
 )
-HANDOFF_SIZE = _histogram("handoff_bytes", "KV bytes moved by one hand-off.", _BYTES)
+HANDOFF_SIZE = _histogram("handoff_bytes", "KV bytes of one hand-off.", _BYTES)
 
 # --- workers: gauges from WorkerLoad --------------------------------------------------------------
 
 WORKER_LABELS = ("role", "worker")
-WORKERS = _gauge("workers", "Workers known, by role and state.", "role", "state")
+WORKERS = _gauge("workers", "Workers, by role and state.", "role", "state")
 WORKER_RUNNING = _gauge("worker_requests_running", "Sequences in the batch.", *WORKER_LABELS)
 WORKER_WAITING = _gauge(
     "worker_requests_waiting", "Sequences accepted, not yet in the batch.", *WORKER_LABELS
@@ -183,7 +190,7 @@ WORKER_WAITING_TOKENS = _gauge(
 )
 WORKER_TOKEN_RATE = _gauge(
     "worker_tokens_per_second",
-    "Measured rate: prompt tokens of steps with much to do, or output tokens.",
+    "Prefill: prompt tokens per second of well-filled steps. Decode: output tokens per second.",
     *WORKER_LABELS,
 )
 KV_CACHE_USAGE = _gauge(
@@ -192,7 +199,7 @@ KV_CACHE_USAGE = _gauge(
 KV_BLOCKS = _gauge(
     "kv_blocks", "KV blocks: free, held, cached or quarantined.", *WORKER_LABELS, "state"
 )
-CREDITS = _gauge("handoff_credits", "Blocks that a new hand-off could reserve.", *WORKER_LABELS)
+CREDITS = _gauge("handoff_credits", "Blocks that a new hand-off can reserve.", *WORKER_LABELS)
 WORKER_STEP_AGE = _gauge(
     "worker_last_step_age_seconds", "Time since the worker's last step.", *WORKER_LABELS
 )
@@ -202,24 +209,27 @@ WORKER_STEP_AGE = _gauge(
 STEPS = _counter("worker_steps_total", "Steps run.")
 WORKER_REQUESTS = _counter(
     "worker_requests_total",
-    "Attempts that ended here: finished, failed, cancelled, or released by the other worker.",
+    "Attempts that ended on this worker: finished, failed, cancelled, or released by the other "
+    "worker.",
     "outcome",
 )
 NON_FINITE_ROWS = _counter(
     "non_finite_rows_total", "Requests ended because the model's output was not finite."
 )
-PREEMPTIONS = _counter("num_preemptions_total", "Sequences put back to free blocks.", vllm=True)
+PREEMPTIONS = _counter(
+    "num_preemptions_total", "Sequences preempted to free their blocks.", vllm=True
+)
 PREFIX_CACHE_QUERIES = _counter(
     "prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", vllm=True
 )
 PREFIX_CACHE_HITS = _counter(
     "prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", vllm=True
 )
-HANDOFFS = _counter("handoffs_total", "Hand-offs ended: committed or released.", "outcome")
+HANDOFFS = _counter("handoffs_total", "Hand-offs that ended, committed or released.", "outcome")
 HANDOFF_FAILURES = _counter("handoff_failures_total", "Hand-offs aborted, by cause.", "cause")
 HANDOFF_BYTES = _counter("handoff_bytes_total", "KV bytes sent or received.")
 HANDOFF_PIECES = _counter("handoff_pieces_total", "Pieces sent or received.")
-HANDOFF_RELINKS = _counter("handoff_relinks_total", "Links made again after they broke.")
+HANDOFF_RELINKS = _counter("handoff_relinks_total", "Links rebuilt after they broke.")
 
 REQUEST_METRICS: tuple[Metric, ...] = (
     *(REQUESTS_RUNNING, REQUESTS_WAITING, REQUESTS, REQUEST_SUCCESS, REQUEST_FAILURES, RESUMES),

@@ -6,8 +6,8 @@ import math
 
 
 class Rate:
-    """Exponentially weighted over busy time, with a time constant of `window_s` seconds: idle time
-    neither raises nor lowers it, so it stays a measure of how fast the worker is when it works."""
+    """Exponentially weighted over busy time with the time constant `window_s`: idle time does not
+    change it, so it measures the speed of a working worker."""
 
     def __init__(self, window_s: float = 5.0) -> None:
         self._window_s = window_s
@@ -21,7 +21,7 @@ class Rate:
         self._seconds = self._seconds * keep + seconds
 
     def per_second(self, since_s: float = 0.0) -> float:
-        """Tokens per second of busy time, with `since_s` of it since the last step; 0 before the
-        first."""
+        """Tokens per second of busy time, including `since_s` after the last step; 0 before the
+        first step."""
         seconds = self._seconds + since_s
         return self._tokens / seconds if seconds > 0 else 0.0

@@ -1,8 +1,7 @@
-"""OpenTelemetry spans of requests, made from their timelines once they are over.
+"""OpenTelemetry spans of requests, made from their timelines after they end.
 
-Nothing is done while a request runs but to draw the id of its span, which workers are told. The
-packages are optional (the extra `tracing`); sampling, limits and headers are set by the
-usual OTEL_* variables.
+While a request runs only the id of its span exists, which workers receive. The packages are
+optional (the extra `tracing`); the usual OTEL_* variables set sampling, limits and headers.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ Attributes = Mapping[str, str | int | float | bool]
 
 
 class Tracing:
-    """Makes the spans of one process. `close` sends what is left; it may take seconds."""
+    """Makes the spans of one process."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
         self._tracer = provider.get_tracer("baton")
 
     def begin(self, name: str, parent: TraceContext | None, *, start: float) -> RequestSpan:
-        """The span of a request that came at `start` seconds since the Unix epoch."""
+        """The span of a request that arrived at `start`, in seconds since the Unix epoch."""
         span = self._tracer.start_span(
             name,
             context=None if parent is None else set_span_in_context(_remote(parent)),
@@ -43,12 +42,12 @@ class Tracing:
         return RequestSpan(self._tracer, span)
 
     def close(self) -> None:
-        """Send what has not been sent."""
+        """Send the remaining spans; may take seconds."""
         self._provider.shutdown()
 
 
 class RequestSpan:
-    """The span of one request; `context` is its place in the trace, for whoever works on it."""
+    """The span of one request; `context` is its place in the trace, for workers."""
 
     def __init__(self, tracer: otel.Tracer, span: otel.Span) -> None:
         self._tracer = tracer
@@ -62,7 +61,7 @@ class RequestSpan:
         )
 
     def phase(self, span: Span, attributes: Attributes) -> None:
-        """A phase of the request, as a child of its span."""
+        """Add a phase of the request as a child span."""
         child = self._tracer.start_span(
             span.phase.value,
             context=set_span_in_context(self._span),
@@ -78,11 +77,11 @@ class RequestSpan:
 
     @property
     def recording(self) -> bool:
-        """Whether it goes anywhere; if not, phases need not be given."""
+        """Whether the span is exported; otherwise phases can be left out."""
         return self._span.is_recording()
 
     def end(self, attributes: Attributes, *, error: ErrorCode | None, end: float) -> None:
-        """It is over, at `end`. Of an error only the code is told: messages may quote a prompt."""
+        """End the span. Only the code of an error is exported: messages may quote a prompt."""
         self._span.set_attributes(dict(attributes))
         if error is not None:
             self._span.set_attribute("error.type", error.value)
@@ -91,10 +90,8 @@ class RequestSpan:
 
 
 def exporting(endpoint: str, instance: str) -> Tracing:
-    """Spans sent over OTLP/HTTP to `endpoint`, or where the OTEL_* variables say when it is empty.
-
-    Raises ImportError without the exporter's package.
-    """
+    """Tracing that exports over OTLP/HTTP to `endpoint`; if empty, to that of the OTEL_* variables.
+    Raises ImportError without the exporter's package."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
     if endpoint and urlsplit(endpoint).path in ("", "/"):

@@ -1,6 +1,15 @@
-"""What every process of a Baton cluster agrees on. Pure values: no torch, no ray, no I/O.
+"""Values that all processes of a cluster share: no torch, no ray, no I/O.
 
-Reading order: ids, messages, states; then what messages carry (sampling, grammar, kv_layout,
-ticket, prefix, logprobs, timeline, trace), errors, and how all of it travels (codec). wire/ is the
-public gRPC API.
+message: base class of every value that crosses between processes
+codec: messages to bytes and back, strictly
+errors: every failure that a caller can see, and its HTTP and gRPC status
+ids: requests, attempts, workers and their epochs
+states: life cycles and their transition tables
+sampling: how tokens are chosen, grammars, log-probabilities
+timeline: spans of a request, trace context
+kv_layout: the shape of a worker's KV, and cells that two workers share
+prefix: names of KV blocks by content
+ticket: the router's signed permission for a hand-off
+messages: all messages between router and workers, and between workers
+wire/: the public gRPC API
 """

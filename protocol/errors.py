@@ -1,4 +1,4 @@
-"""Every failure a caller can see is one of these, on every front end."""
+"""Every failure that a caller can see, with its HTTP and gRPC status."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ErrorInfo(Message):
 
 
 class BatonError(Exception):
-    """Base of the tree. `param` names the field at fault, `retry_after_s` when to come back."""
+    """Base class. `param` names the field at fault; retry after `retry_after_s` seconds."""
 
     code: ErrorCode = ErrorCode.INTERNAL
 
@@ -96,7 +96,7 @@ class Unauthenticated(BatonError):
 
 
 class PermissionDenied(BatonError):
-    """The caller is known and may not do this."""
+    """The caller's key does not allow this."""
 
     code = ErrorCode.PERMISSION_DENIED
 
@@ -108,19 +108,19 @@ class PayloadTooLarge(BatonError):
 
 
 class UnsupportedEncoding(BatonError):
-    """A body is compressed in a way that is not read here."""
+    """A body has a compression that is not supported."""
 
     code = ErrorCode.UNSUPPORTED_ENCODING
 
 
 class Overloaded(BatonError):
-    """A bound of queued work is reached; come back after `retry_after_s`."""
+    """A queue is full; retry after `retry_after_s`."""
 
     code = ErrorCode.OVERLOADED
 
 
 class Unavailable(BatonError):
-    """No worker can serve this now; come back after `retry_after_s`."""
+    """No worker can serve this now; retry after `retry_after_s`."""
 
     code = ErrorCode.UNAVAILABLE
 
@@ -132,7 +132,7 @@ class DeadlineExceeded(BatonError):
 
 
 class Cancelled(BatonError):
-    """The caller went away."""
+    """The caller disconnected or cancelled."""
 
     code = ErrorCode.CANCELLED
 
@@ -150,7 +150,7 @@ class HandoffFailed(BatonError):
 
 
 class Internal(BatonError):
-    """A defect of ours."""
+    """A defect of Baton."""
 
     code = ErrorCode.INTERNAL
 
@@ -197,7 +197,7 @@ def _type_names(types: re.Match[str]) -> str:
 
 
 def typed(error: BaseException) -> BatonError:
-    """The error itself if it is of this tree, else a defect of ours that names it."""
+    """The error itself if it is a BatonError, else an Internal that names it."""
     if isinstance(error, BatonError):
         return error
     internal = Internal(f"{type(error).__name__}: {error}")
@@ -216,7 +216,7 @@ _CLASSES: dict[ErrorCode, type[BatonError]] = {
 
 
 class Status(NamedTuple):
-    """What a code is on the front_ends; `grpc` names one of grpc.StatusCode."""
+    """The status of a code; `grpc` names one of grpc.StatusCode."""
 
     http: int
     grpc: str

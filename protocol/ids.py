@@ -1,4 +1,4 @@
-"""Identities: requests, attempts, workers and their incarnations."""
+"""Identities of requests, attempts, workers and their processes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from protocol.message import Message
 
 
 class Role(StrEnum):
-    """What a worker does."""
+    """The pool that a worker belongs to."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class RequestKey(NamedTuple):
-    """One attempt at one request. Every message about a request carries it.
+    """One attempt at one request; part of every message about it.
 
-    `attempt` starts at 0 and grows by one each time the router submits the request again,
-    so that anything a lost attempt still sends is recognised as old. A tuple, because it is made,
-    hashed and compared for every token.
+    `attempt` starts at 0 and grows by one with each resubmission, so that late messages of a lost
+    attempt are recognised. A tuple, because it is created, hashed and compared for every token.
     """
 
     request_id: str
@@ -32,7 +31,7 @@ class RequestKey(NamedTuple):
 
 
 class WorkerRef(Message):
-    """Where a worker is and which incarnation of it is meant.
+    """Address and incarnation of a worker.
 
     `worker_id` is the stable name of the replica, `epoch` a random 62-bit number drawn when its
     process started, `address` the `host:port` of its control service. `process` names its process
@@ -47,10 +46,10 @@ class WorkerRef(Message):
 
 
 def new_epoch() -> int:
-    """A number that no other incarnation of any worker shares."""
+    """A random number for one incarnation of a worker."""
     return secrets.randbits(62)
 
 
 def new_request_id() -> str:
-    """A 128-bit random id, 32 hex digits: never a client's, so never guessed or repeated."""
+    """A random 128-bit id, 32 hex digits. Never a client's id, which could repeat or be guessed."""
     return secrets.token_hex(16)

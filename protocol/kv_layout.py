@@ -1,5 +1,5 @@
-"""The shape of a worker's paged KV, what two workers must share, and how KV of one is named so that
-the other can take it."""
+"""The shape of a worker's paged KV, what two workers must have in common, and the cells in which
+KV is addressed between them."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class KVLayout(Message):
 
 
 class KVFingerprint(Message):
-    """Everything that must be equal for one worker's KV to mean the same on another.
+    """Everything that must be equal for KV of one worker to be valid on another.
 
-    `weights` is a digest of the checkpoint, `rope` and `model` name what positions and values mean.
-    Tensor-parallel degrees and block sizes are free to differ.
+    `weights` is a digest of the checkpoint, `rope` and `model` name the meaning of positions and
+    values. Tensor-parallel degrees and block sizes may differ.
     """
 
     model: str
@@ -62,11 +62,11 @@ class KVFingerprint(Message):
 
 
 class Cells(Message):
-    """KV of consecutive tokens as it lies in one worker's blocks: `count` cells of `size` tokens
-    each, in order through `blocks`, the first of them number `first` of blocks[0].
+    """KV of consecutive tokens in one worker's blocks: `count` cells of `size` tokens each, in
+    order through `blocks`, beginning with cell `first` of blocks[0].
 
-    `size` divides the size of those blocks, so no cell lies in two. Between two workers it is the
-    greatest that does so on both sides; with equal block sizes a cell is a block.
+    `size` divides the block size, so no cell spans two blocks. Between two workers it is the
+    greatest common divisor of their block sizes.
     """
 
     blocks: tuple[int, ...]

@@ -1,8 +1,4 @@
-"""Messages between router and workers and between workers.
-
-All are frozen values, sent through protocol.codec. Requests travel as token ids: text ends at the
-router.
-"""
+"""Messages between router and workers, and between workers. Requests travel as token ids."""
 
 from __future__ import annotations
 
@@ -22,15 +18,14 @@ from protocol.timeline import Span, TraceContext
 
 
 class Submit(Message):
-    """Run one request. Sent to decode and, unless that is to prefill by itself, to prefill.
+    """Run one request. Sent to the decode worker and, unless that prefills by itself, to the
+    prefill worker.
 
-    `output_ids` are tokens the client already has (after a lost attempt): they count as output and
-    the first new token has index len(output_ids). `time_left_s` is until the request's deadline.
-    `peer` is the other worker of the pair, `router_id` names the event stream to answer on.
-    `cache_salt`: only requests of the same salt share cached KV. `bypass_prefix_cache`: every
-    prompt token has to run (its logits are wanted); what it computes is cached all the same.
-    `grammar` is what the output must look like.
-    `trace`: where the request stands in a distributed trace.
+    `output_ids`: tokens that the client has from earlier attempts; they count as output, and the
+    first new token has index len(output_ids). `time_left_s`: until the request's deadline.
+    `peer`: the other worker of the pair. `router_id`: the event stream for the answer.
+    `cache_salt`: only requests with equal salts share cached KV. `bypass_prefix_cache`: compute
+    every prompt token, because its logits are needed; the result is cached as usual.
     """
 
     key: RequestKey
@@ -48,13 +43,14 @@ class Submit(Message):
 
 
 class Cancel(Message):
-    """Stop working for these attempts and free what they hold. Unknown keys are ignored."""
+    """Stop these attempts and free their blocks. Unknown keys are ignored."""
 
     keys: tuple[RequestKey, ...]
 
 
 class Subscribe(Message):
-    """Open the stream of events for one router. A second of the same id replaces the first."""
+    """Open the stream of events for one router. A second stream of the same id replaces the
+    first."""
 
     router_id: str
 
@@ -67,11 +63,11 @@ class Ack(Message):
 
 
 class StatusQuery(Message):
-    """Ask a worker how it is."""
+    """Request a WorkerStatus."""
 
 
 class DrainCommand(Message):
-    """Refuse new work, finish the old."""
+    """Refuse new requests and finish the running ones."""
 
 
 # --- worker -> router -----------------------------------------------------------------------------
@@ -80,8 +76,8 @@ class DrainCommand(Message):
 class TokenEvent(Message):
     """One output token. `index` counts output tokens of the request from 0, over all attempts.
 
-    With `finish` set it is the last; `spans` then hold the worker's part of the timeline.
-    `logprobs` are there when the sampling asks for them.
+    With `finish` set it is the last token; `spans` are then the worker's part of the timeline.
+    `logprobs` are set when sampling.logprobs is.
     """
 
     key: RequestKey
@@ -93,10 +89,10 @@ class TokenEvent(Message):
 
 
 class ScoreEvent(Message):
-    """Log-probabilities of prompt tokens `start`, start + 1, ...: those of one step.
+    """Log-probabilities of prompt tokens `start`, start + 1, ... that one step computed.
 
-    The first token of a prompt has none. All of a prompt's come, in order, before its first
-    output token; a preempted prompt's may come again. With `finish` set the request ends here,
+    The first token of a prompt has none. All events of a prompt come in order before its first
+    output token; those of a preempted prompt may be repeated. With `finish` set the request ends
     without output.
     """
 
@@ -108,17 +104,15 @@ class ScoreEvent(Message):
 
 
 class PromptEvent(Message):
-    """What became of the prompt, from the worker that ran it, no later than the next token.
-
-    `num_cached_tokens` of it were not computed, because their KV was there already.
-    """
+    """Prompt tokens found in the prefix cache. Sent by the worker that runs the prompt, no later
+    than its first token."""
 
     key: RequestKey
     num_cached_tokens: int
 
 
 class FailEvent(Message):
-    """The attempt ended here without finishing. `retriable`: another worker may well succeed."""
+    """The attempt failed. `retriable`: another worker may succeed."""
 
     key: RequestKey
     error: ErrorInfo
@@ -127,44 +121,42 @@ class FailEvent(Message):
 
 
 class SpanEvent(Message):
-    """Timeline of a part that ended before the request did (prefill after its commit)."""
+    """Spans of a worker that ends before the request does: prefill after its commit."""
 
     key: RequestKey
     spans: tuple[Span, ...]
 
 
 def size_class(num_tokens: int) -> int:
-    """The class of a prompt with so many tokens to compute: those of class k have fewer than 2**k.
-    Prefill workers run small prompts before large ones."""
+    """Size class of a prompt with `num_tokens` to compute: class k has fewer than 2**k tokens.
+    Prefill workers run small prompts first."""
     return num_tokens.bit_length()
 
 
 class WorkerLoad(Message):
-    """What a router needs to choose a worker. Sent in every batch of events and on request."""
+    """Load of a worker, for the choice of a worker. Sent in every EventBatch and WorkerStatus."""
 
     running: int = 0  # sequences in the running batch
     waiting: int = 0  # sequences accepted, not yet running
-    waiting_tokens: int = 0  # prompt tokens that this worker has to compute yet
-    backlog: tuple[int, ...] = ()  # the same by size class of what is left of a prompt (prefill)
-    free_blocks: int = 0  # credits: blocks that a new sequence could get now, cached ones included
+    waiting_tokens: int = 0  # prompt tokens not yet computed
+    backlog: tuple[int, ...] = ()  # waiting_tokens by size class of a prompt's rest (prefill)
+    free_blocks: int = 0  # blocks that a new sequence could get, cached ones included
     total_blocks: int = 0
-    tokens_per_second: float = 0.0  # prefill: of steps with much to do; decode: of all sequences
+    tokens_per_second: float = 0.0  # prefill: of well-filled steps; decode: of all sequences
     held_blocks: int = 0
     cached_blocks: int = 0
     quarantined_blocks: int = 0
-    num_commands: int = 0  # commands that are taken into account, since the worker's start
+    num_commands: int = 0  # commands accounted for, since the worker's start
 
     @property
     def idle_blocks(self) -> int:
-        """Blocks with nothing in them."""
+        """Blocks that are neither held, cached nor quarantined."""
         return self.total_blocks - self.held_blocks - self.cached_blocks - self.quarantined_blocks
 
 
 class EventBatch(Message):
-    """All events of one step for one router. An empty batch is a sign of life.
-
-    `cache` is what the worker's prefix cache has gained and lost since the batch before.
-    """
+    """All events of one step for one router; an empty batch is a heartbeat. `cache`: change of the
+    worker's prefix cache since the previous batch."""
 
     epoch: int
     tokens: tuple[TokenEvent, ...] = ()
@@ -195,7 +187,7 @@ class WorkerStatus(Message):
 
 
 class LinkAddress(Message):
-    """How a sender rank reaches one receiver rank. `endpoint` is the backend's own address."""
+    """How a sender rank reaches one receiver rank. `endpoint` is an address of the backend."""
 
     rank: int
     backend: str
@@ -205,9 +197,9 @@ class LinkAddress(Message):
 class Grant(Message):
     """Decode -> prefill: blocks are reserved, start.
 
-    `generation` is a number that this decode worker never uses twice; every later message of the
-    hand-off repeats it. `block_ids` are decode's, of its size, in prompt order, for the KV of
-    `num_tokens` tokens; the first `num_cached_blocks` already hold it and must not be sent.
+    `generation`: a number that this decode worker never reuses; later messages of the hand-off
+    repeat it. `block_ids`: decode's blocks, of decode's block size, in prompt order, for the KV of
+    `num_tokens` tokens; the first `num_cached_blocks` hold their KV already and are not sent.
     """
 
     key: RequestKey
@@ -223,9 +215,9 @@ class Grant(Message):
 
 
 class OpenLinks(Message):
-    """Prefill -> decode: hand-offs may come soon, build the links. Without a `backend` it only asks
-    for the ranks' addresses; with one, decode's ranks accept links of `incarnation` (Piece) from
-    the reply on. A link that cannot be built now is built by the first piece that needs it."""
+    """Prefill -> decode: build links ahead of the first hand-off. Without a `backend` it only asks
+    for the ranks' addresses; with one, decode's ranks accept links of `incarnation` (see Piece)
+    after the reply. The first piece builds a link that is missing."""
 
     prefill: WorkerRef
     incarnation: int = 0
@@ -244,13 +236,13 @@ class Piece(Message):
     """Prefill -> decode: these cells (kv_layout.Cells, counted from the first token) and layers are
     ready to move.
 
-    The reply (Ack) means that decode has checked the ticket and posted its receives; only then does
-    the sender write. `index` counts the pieces of one hand-off from 0. `incarnation` numbers the
-    channel, all links from this prefill to this decode worker: a higher one voids everything posted
-    on a lower. `turn` grows from piece to piece of a sender: decode posts in that order, the sender
-    sends in it, and a piece that comes too late for it is refused, naming `turn`. `backend` is the
-    one of the grant's links that the data takes. With a one-sided one nothing is posted, the grant
-    alone allows the write, and the commit carries the piece.
+    The reply (Ack) means that decode has checked the ticket and posted its receives; the sender
+    writes after it. `index` counts the pieces of a hand-off from 0. `incarnation` numbers the
+    channel, that is all links from this prefill to this decode worker: a higher one voids what was
+    posted on a lower one. `turn` grows with each piece of a sender: decode posts and the sender
+    sends in that order, and decode refuses a piece that is too late, naming `turn`. `backend`
+    selects one of the grant's links. A one-sided backend needs no posted receive: the grant allows
+    the write, and the commit lists the piece.
     """
 
     key: RequestKey
@@ -269,11 +261,13 @@ class Piece(Message):
 
 
 class Commit(Message):
-    """Prefill -> decode: everything was sent. The reply (Ack) means that all of it arrived and
-    decode owns the sequence from here. `num_pieces` and `checksum` let decode prove it. `written`
-    are the pieces that prefill has written by itself, and that were not announced before. `number`
-    counts the commits of a hand-off from 0: one that was refused, for pieces that have to come
-    again, proves nothing of what comes."""
+    """Prefill -> decode: everything was sent. The reply (Ack) means that all of it arrived and that
+    decode owns the sequence.
+
+    `num_pieces` and `checksum` prove completeness. `written`: pieces that prefill wrote by itself,
+    without announcing them. `number` counts the commits of a hand-off from 0: after a refusal,
+    missing pieces are sent again and a new commit follows.
+    """
 
     key: RequestKey
     ticket: Ticket
@@ -293,10 +287,11 @@ class Commit(Message):
 
 
 class HandoffEnd(Message):
-    """Either side -> the other: this hand-off is over without a commit.
+    """Either side -> the other: the hand-off ends without a commit. Idempotent; unknown keys are
+    ignored.
 
-    `released`: it is not needed (the request ended at token 1, or the client left);
-    otherwise it failed and `error` says why. Idempotent; unknown keys are ignored.
+    `released`: not needed any more (the request ended at token 1, or the client disconnected);
+    otherwise it failed with `error`.
     """
 
     key: RequestKey

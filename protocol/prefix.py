@@ -1,9 +1,9 @@
-"""Names for what full KV blocks hold: a chain of digests, so that a name covers all before it.
+"""Content names of full KV blocks: a chain of digests, so that a name covers all tokens before.
 
-digest(block i) = SHA-256(digest(block i - 1) + the block's token ids); before block 0 stands a seed
-of everything else that KV depends on. Equal digests mean equal KV up to rounding, on every worker.
-The idea of hashing (parent, tokens) of each block is vLLM's automatic prefix caching; a
-cryptographic hash is needed because whoever finds a collision reads another's context.
+digest(block i) = SHA-256(digest(block i - 1) + token ids of block i); the seed before block 0
+covers everything else that KV depends on. Equal digests mean equal KV up to rounding, on every
+worker. Hashing (parent, tokens) of each block is the idea of vLLM's automatic prefix caching; the
+hash is cryptographic because a collision would expose another request's context.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ HINT_BYTES = 8
 
 
 class CacheChange(Message):
-    """What a worker's prefix cache has gained and lost: hints, one after another.
+    """Blocks that a worker's prefix cache has gained and lost, as concatenated hints.
 
-    `reset`: whatever was known before is void. Removals are applied first.
+    `reset`: earlier changes are void. Removals are applied first.
     """
 
     reset: bool = False
@@ -33,7 +33,7 @@ class CacheChange(Message):
 
 
 def chain_seed(fingerprint: KVFingerprint, salt: str = "") -> bytes:
-    """Where a chain begins. Requests of different salts never share a block."""
+    """The start of a chain. Requests with different salts never share a block."""
     return sha256(encode(fingerprint) + salt.encode()).digest()
 
 

@@ -8,7 +8,7 @@ from protocol.errors import StaleMessage
 
 
 class WorkerState(StrEnum):
-    """Life of a worker: it serves only after a real step has run."""
+    """Life of a worker. READY follows a warm-up step."""
 
     STARTING = "starting"
     READY = "ready"
@@ -19,16 +19,16 @@ class WorkerState(StrEnum):
 class TransferState(StrEnum):
     """Life of one hand-off, on either side."""
 
-    OFFERED = "offered"  # known, no blocks held on decode
-    RESERVED = "reserved"  # decode holds blocks, the grant is on its way or there
+    OFFERED = "offered"  # known; decode holds no blocks
+    RESERVED = "reserved"  # decode holds blocks and has sent the grant
     MOVING = "moving"  # at least one piece was announced
     COMMITTED = "committed"  # every block arrived; decode owns the sequence
-    RELEASED = "released"  # nothing is held any more, the hand-off was used or not needed
-    ABORTED = "aborted"  # nothing is held any more, the hand-off failed
+    RELEASED = "released"  # nothing is held; the hand-off was used or not needed
+    ABORTED = "aborted"  # nothing is held; the hand-off failed
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended well. Workers know nothing of TOOL_CALLS: it is a STOP after calls."""
+    """Why a sequence ended. TOOL_CALLS is the router's: a STOP after tool calls."""
 
     STOP = "stop"
     LENGTH = "length"

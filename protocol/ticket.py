@@ -1,4 +1,4 @@
-"""Tickets: the router's signed permission for one hand-off between two named incarnations."""
+"""Tickets: the router's signed permission for one hand-off between two worker epochs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from protocol.message import Message
 class Ticket(Message):
     """Permission to write `num_blocks` blocks for `key` from one epoch into another, for a while.
 
-    `lifetime_s` counts on each worker from when it takes the request. `signature` is HMAC-SHA256
+    `lifetime_s` starts on each worker when it accepts the request. `signature` is HMAC-SHA256
     (RFC 2104) over all other fields with the cluster's secret.
     """
 
@@ -44,7 +44,7 @@ class Ticket(Message):
         return replace(self, signature=digest)
 
     def verify(self, secret: bytes) -> None:
-        """Raise StaleMessage when the signature is wrong, or the lifetime is no time."""
+        """Raise StaleMessage when the signature is wrong or the lifetime is not finite."""
         expected = hmac.new(secret, self._body(), hashlib.sha256).digest()
         if not hmac.compare_digest(expected, self.signature):
             raise StaleMessage(f"ticket of {self.key} has a wrong signature", param="ticket")

@@ -15,12 +15,12 @@ _MAX_STATE = 512
 
 
 class Phase(StrEnum):
-    """The phases a request can spend time in, in the order of its life."""
+    """Phases of a request, in order."""
 
     TOKENIZE = "tokenize"
-    QUEUE = "queue"  # in the router: not its turn yet
+    QUEUE = "queue"  # in the router's admission queue
     ROUTE = "route"
-    CREDIT_WAIT = "credit_wait"  # decode had no room yet
+    CREDIT_WAIT = "credit_wait"  # decode has no free blocks yet
     PREFILL_QUEUE = "prefill_queue"  # granted, waiting for a prefill step
     PREFILL = "prefill"  # first chunk started .. token 1 sampled
     TRANSFER = "transfer"  # first piece announced .. commit acknowledged
@@ -52,8 +52,8 @@ class PlacedSpan(Message):
 
 
 class TraceContext(Message):
-    """One span of a trace, to be the parent of others. Ids in lower-case hexadecimal; `state` is
-    what other systems add, passed on as it came."""
+    """One span of a trace, the parent of others. Ids in lower-case hexadecimal; `state` belongs to
+    other systems and is passed on unchanged."""
 
     trace_id: str
     sampled: bool = False
@@ -67,8 +67,8 @@ class TraceContext(Message):
 
 
 def parse_trace(parent: str | None, state: str | None) -> TraceContext | None:
-    """The context in the headers `traceparent` and `tracestate`; None without a valid parent, which
-    the standard says to treat as none at all."""
+    """The context in the headers `traceparent` and `tracestate`; None without a valid parent, as
+    the standard demands."""
     match = _PARENT.fullmatch((parent or "").strip())
     if match is None:
         return None

@@ -1,1 +1,7 @@
-"""Tensor-parallel ranks of one engine: rank 0's group, followers, collectives."""
+"""The ranks of a tensor-parallel engine, on one host: rank 0 commands, followers obey.
+
+messages: commands, reports, and the invitation to join
+group: rank 0's end of all followers
+follower: a follower's end
+tensor_parallel: collectives between the ranks on CPUs
+"""

@@ -1,4 +1,4 @@
-"""A follower rank's end of a tensor-parallel engine: joins, gives signs of life, obeys rank 0."""
+"""A follower's end of a tensor-parallel engine: joins, sends heartbeats, obeys rank 0."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ Handler = Callable[[bytes], "bytes | Future[bytes]"]
 
 
 class StepRunner(Protocol):
-    """What a follower drives: one rank's model and KV pool."""
+    """One rank's model and KV pool, as a follower drives it."""
 
     def open(self, num_blocks: int) -> None:
-        """Make the KV pool."""
+        """Allocate the KV pool."""
         ...
 
     def follow_step(self, batch: StepBatch) -> None:
@@ -45,7 +45,7 @@ class StepRunner(Protocol):
 
 
 class Follower:
-    """A follower's end: joined, and giving signs of life from then on."""
+    """A follower that has joined; it sends heartbeats until `close`."""
 
     def __init__(self, invite: RankInvite, rank: int) -> None:
         self.rank = rank
@@ -64,53 +64,54 @@ class Follower:
         threading.Thread(target=self._beat, name="alive", daemon=True).start()
 
     def open(self, runner: StepRunner) -> None:
-        """Report that the model is loaded; make the pool and join the tensor group when told to."""
+        """Report that the model is loaded; wait for OPEN, allocate the pool, join the tensor
+        group."""
         self._report(Report(sign=Sign.LOADED))
-        order = self._next()
-        if order.command is not Command.OPEN:
-            raise RankLost(f"rank 0 sent {order.command} before the group was open", param="tp")
-        runner.open(order.number)
+        command = self._next()
+        if command.command is not Command.OPEN:
+            raise RankLost(f"rank 0 sent {command.command} before the group was open", param="tp")
+        runner.open(command.number)
         invite = self.invite
         self.tp.connect(open_store(invite), invite.host, invite.timeout_s)
 
     def follow(self, runner: StepRunner, handlers: Mapping[str, Handler]) -> None:
-        """Obey until rank 0 closes the group. Raises RankLost when rank 0 is gone.
+        """Run commands until rank 0 closes the group. Raises RankLost when rank 0 is gone.
 
-        An error in a step is reported and raised: the engine is no longer whole. An error in a
-        handler is its answer.
+        An error in a step is reported and raised, because the ranks have diverged. An error in a
+        handler becomes its answer.
         """
         try:
-            while (order := self._next()).command is not Command.CLOSE:
-                if order.command is Command.STEP:
-                    runner.follow_step(codec.decode(StepBatch, order.payload))
+            while (command := self._next()).command is not Command.CLOSE:
+                if command.command is Command.STEP:
+                    runner.follow_step(codec.decode(StepBatch, command.payload))
                 else:
-                    self._call(order, handlers)
+                    self._call(command, handlers)
         except Exception as error:
             self.broken(error)
             raise
         self.close()
 
     def broken(self, error: Exception) -> None:
-        """Tell rank 0 why this rank ends, and hang up."""
+        """Report the error to rank 0 and close."""
         self._report(Report(sign=Sign.BROKEN, error=typed(error).info()), quiet=True)
         self.close()
 
     def close(self) -> None:
-        """Stop giving signs of life and hang up. Idempotent."""
+        """Stop the heartbeats and close the connection. Idempotent."""
         self._ended.set()
         self._channel.close()
         self.tp.close()
 
-    def _call(self, order: EngineCommand, handlers: Mapping[str, Handler]) -> None:
+    def _call(self, command: EngineCommand, handlers: Mapping[str, Handler]) -> None:
         try:
-            answer = handlers[order.kind](order.payload)
+            answer = handlers[command.kind](command.payload)
         except Exception as error:  # noqa: BLE001 - the answer carries it to rank 0
-            self._answer(order.number, error)
+            self._answer(command.number, error)
             return
         if isinstance(answer, bytes):
-            self._answer(order.number, answer)
+            self._answer(command.number, answer)
         else:
-            answer.add_done_callback(partial(self._answer_later, order.number))
+            answer.add_done_callback(partial(self._answer_later, command.number))
 
     def _answer_later(self, number: int, future: Future[bytes]) -> None:
         error = future.exception()

@@ -1,8 +1,8 @@
-"""Rank 0's end of a tensor-parallel engine: sends orders, every follower obeys them in order.
+"""Rank 0's end of a tensor-parallel engine: sends commands, which every follower runs in order.
 
-Rank 0 makes a RankGroup and hands its invite to the follower processes by any means. Orders travel
-over one authenticated connection per follower, as bytes of protocol.codec. Tensors meet in a
-TensorParallel group of their own, formed once every rank has loaded.
+Rank 0 creates a RankGroup and gives its invite to the follower processes. Commands travel over one
+authenticated connection per follower; tensors through a TensorParallel group, formed once every
+rank has loaded.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ log = get_logger(__name__)
 
 
 class RankGroup:
-    """Rank 0's end of all followers. Orders go out one by one, whichever thread gives them.
+    """Rank 0's end of all followers. Commands may come from any thread.
 
-    A follower that dies, breaks or gives no sign of life for `silence_s` breaks the group: pending
-    calls fail with RankLost, and so does everything asked afterwards.
+    A follower that dies, fails or sends nothing for `silence_s` breaks the group: pending and later
+    calls fail with RankLost.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class RankGroup:
         )
         self.tp = TensorParallel(0, size)
         self._channels: dict[int, Channel] = {}
-        self._order_lock = threading.Lock()
+        self._send_lock = threading.Lock()
         self._lock = threading.Lock()
         self._calls: dict[int, Future[bytes]] = {}
         self._next_call = 0
@@ -75,9 +75,9 @@ class RankGroup:
         self._closing = False
 
     def accept(self, timeout_s: float) -> None:
-        """Wait until every follower has joined (not: has loaded). Idempotent.
+        """Wait until every follower has connected; loading may take longer. Idempotent.
 
-        Raises RankLost naming the ranks that did not come. Strangers are turned away.
+        Raises RankLost naming the missing ranks. Connections without the key are refused.
         """
         deadline = time.monotonic() + timeout_s
         while missing := set(range(1, self.size)) - set(self._channels):
@@ -92,7 +92,8 @@ class RankGroup:
             self._admit(connection, missing)
 
     def open(self, num_blocks: int, timeout_s: float) -> None:
-        """Wait until every follower has loaded, give it `num_blocks`, form the tensor group."""
+        """Wait until every follower has loaded, open its pool of `num_blocks`, form the tensor
+        group."""
         for rank, loaded in self._loaded.items():
             try:
                 loaded.result(timeout_s)
@@ -103,13 +104,13 @@ class RankGroup:
         self.tp.connect(open_store(self.invite), self.invite.host, self.invite.timeout_s)
 
     def step(self, batch: StepBatch) -> None:
-        """Have every follower run `batch`; the caller then runs it on rank 0."""
+        """Send `batch` to every follower; the caller then runs it on rank 0."""
         self._send_all(EngineCommand(command=Command.STEP, payload=codec.encode(batch)))
 
     def call(self, rank: int, kind: str, payload: bytes) -> Future[bytes]:
-        """Run the follower's handler of `kind`, in order with steps; its answer or typed error."""
+        """Run the follower's handler of `kind`, in order with steps; its answer or its error."""
         future: Future[bytes] = Future()
-        future.set_running_or_notify_cancel()  # whoever stops waiting does not stop the call
+        future.set_running_or_notify_cancel()  # it cannot be cancelled
         with self._lock:
             if self._lost is not None:
                 future.set_exception(self._lost)
@@ -117,9 +118,9 @@ class RankGroup:
             number = self._next_call
             self._next_call += 1
             self._calls[number] = future
-        order = EngineCommand(command=Command.CALL, number=number, kind=kind, payload=payload)
-        with self._order_lock:
-            self._send(rank, codec.encode(order))
+        command = EngineCommand(command=Command.CALL, number=number, kind=kind, payload=payload)
+        with self._send_lock:
+            self._send(rank, codec.encode(command))
         return future
 
     def check(self) -> None:
@@ -128,14 +129,14 @@ class RankGroup:
             raise self._lost
 
     def close(self) -> None:
-        """Tell the followers to end, and let go of them. Idempotent."""
+        """End the followers. Idempotent."""
         if self._closing:
             return
         self._closing = True
         closed = RankLost("the group is closed", param="tp")
-        with self._lock:  # whatever is asked from now on fails, too
+        with self._lock:  # later calls fail, too
             self._lost = self._lost or closed
-        with self._order_lock:
+        with self._send_lock:
             for channel in self._channels.values():
                 try:
                     channel.send(codec.encode(EngineCommand(command=Command.CLOSE)), self._limit())
@@ -153,10 +154,10 @@ class RankGroup:
             )
             rank = int.from_bytes(channel.receive(limit), "big")
         except ChannelClosed as error:
-            log.warning("turned a stranger away", extra={"reason": error})
+            log.warning("refused a connection", extra={"reason": error})
             return
         if rank not in missing:
-            log.warning("turned a rank away that is not expected", extra={"rank": rank})
+            log.warning("refused an unexpected rank", extra={"rank": rank})
             channel.close()
             return
         self._channels[rank] = channel
@@ -166,9 +167,9 @@ class RankGroup:
         )
         listen.start()
 
-    def _send_all(self, order: EngineCommand) -> None:
-        message = codec.encode(order)
-        with self._order_lock:
+    def _send_all(self, command: EngineCommand) -> None:
+        message = codec.encode(command)
+        with self._send_lock:
             for rank in self._channels:
                 self._send(rank, message)
         self.check()
@@ -199,7 +200,7 @@ class RankGroup:
         elif report.sign is Sign.ANSWER:
             with self._lock:
                 future = self._calls.pop(report.number, None)
-            if future is None:  # it failed already, with another rank
+            if future is None:  # it failed with another rank
                 return
             if report.error is None:
                 future.set_result(report.payload)

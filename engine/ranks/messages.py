@@ -1,4 +1,4 @@
-"""What rank 0 and its followers tell each other. All travel through protocol.codec."""
+"""Messages between rank 0 and its followers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ CHANNEL_PURPOSE = b"rank"
 
 
 class RankInvite(Message):
-    """What a follower needs to join, on the same host as rank 0. `store`: the path of the file in
-    which process groups meet; `authkey` is a secret."""
+    """What a follower needs to join, on the same host as rank 0. `store`: path of the file through
+    which process groups form; `authkey` is a secret."""
 
     host: str
     port: int
@@ -30,7 +30,7 @@ class RankInvite(Message):
 
 
 class Command(StrEnum):
-    """What rank 0 can ask for."""
+    """Kinds of EngineCommand."""
 
     OPEN = "open"
     STEP = "step"
@@ -48,7 +48,7 @@ class EngineCommand(Message):
 
 
 class Sign(StrEnum):
-    """What a follower tells."""
+    """Kinds of Report."""
 
     ALIVE = "alive"
     LOADED = "loaded"
@@ -57,7 +57,7 @@ class Sign(StrEnum):
 
 
 class Report(Message):
-    """Follower -> rank 0. An ANSWER repeats the call's number; BROKEN comes before the end."""
+    """Follower -> rank 0. An ANSWER repeats the call's number; a BROKEN follower ends after it."""
 
     number: int = 0
     payload: bytes = b""
@@ -66,8 +66,9 @@ class Report(Message):
 
 
 def open_store(invite: RankInvite) -> FileStore:
-    """Where the ranks meet to form process groups. A file, because torch's TCPStore looks up the
-    name of every caller, which takes seconds with a slow name server, and answers anybody."""
+    """The store through which the ranks form process groups. A file, because torch's TCPStore looks
+    up the name of every client, which takes seconds with a slow name server, and serves any
+    client."""
     store = FileStore(invite.store)
     store.set_timeout(timedelta(seconds=invite.timeout_s))
     return store

@@ -1,4 +1,4 @@
-"""The tensor-parallel group: an object of its own, not torch.distributed's global default."""
+"""Collectives between the ranks of one engine, without torch.distributed's global group."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from torch import Tensor
 
 from engine.errors import RankLost
 
-#: How often a waiting rank looks whether a peer was found to be gone.
-_LOOK = timedelta(seconds=1)
+#: How often a waiting rank checks for `abandon`.
+_CHECK_INTERVAL = timedelta(seconds=1)
 
 
 class TensorParallel:
-    """Collectives among the ranks of one engine; a no-op when there is only one.
+    """Collectives among the ranks of one engine; no-ops when there is only one.
 
-    All ranks call the same operations in the same order. A peer that dies or stays silent surfaces
-    as RankLost.
+    All ranks call the same operations in the same order. A peer that dies or hangs raises RankLost.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
@@ -31,13 +30,11 @@ class TensorParallel:
         self._abandoned: RankLost | None = None
 
     def connect(self, store: Any, host: str, timeout_s: float) -> None:
-        """Meet the other ranks at `store` (a torch Store); `host` is this rank's own address.
-
-        `timeout_s` bounds the meeting and every collective after it.
-        """
+        """Form the group through `store` (a torch Store); `host` is this rank's own address.
+        `timeout_s` limits this and every later collective."""
         if self.size == 1:
             return
-        # A device of its own, because the default one resolves this host's name.
+        # Its own device, because the default one resolves this host's name.
         gloo: Any = c10d.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=host)]
@@ -53,7 +50,7 @@ class TensorParallel:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, in place; `x` must be contiguous."""
         if self.size > 1:
-            self._wait(self._members().allreduce([x], c10d.AllreduceOptions()))
+            self._wait(self._joined_group().allreduce([x], c10d.AllreduceOptions()))
         return x
 
     def gather(self, x: Tensor) -> list[Tensor] | None:
@@ -64,18 +61,18 @@ class TensorParallel:
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
         options = c10d.GatherOptions()
         options.rootRank = 0
-        self._wait(self._members().gather([parts] if parts else [], [x], options))
+        self._wait(self._joined_group().gather([parts] if parts else [], [x], options))
         return parts or None
 
     def abandon(self, error: RankLost) -> None:
-        """A peer is known to be gone: whatever waits for it raises `error` within a second."""
+        """Make every current and later collective raise `error`, within a second."""
         self._abandoned = error
 
     def close(self) -> None:
         """Leave the group. Idempotent."""
         self._group = None
 
-    def _members(self) -> Any:
+    def _joined_group(self) -> Any:
         if self._abandoned is not None:
             raise self._abandoned
         if self._group is None:
@@ -85,9 +82,9 @@ class TensorParallel:
     def _wait(self, work: Any) -> None:
         deadline = time.monotonic() + self._timeout_s
         while True:
-            over = work.is_completed()  # asked before: it may be as soon as a look has ended
+            over = work.is_completed()  # before the wait: it may complete as that times out
             try:
-                work.wait(_LOOK)
+                work.wait(_CHECK_INTERVAL)
                 return
             except RuntimeError as error:
                 if self._abandoned is not None:

@@ -82,7 +82,7 @@ def test_work_that_ends_as_a_look_at_it_ends_has_not_failed(
 def test_a_peer_that_comes_after_several_looks_is_waited_for(
     pair: tuple[TensorParallel, TensorParallel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_parallel, "_LOOK", timedelta(milliseconds=1))
+    monkeypatch.setattr(tensor_parallel, "_CHECK_INTERVAL", timedelta(milliseconds=1))
     looks: list[None] = []
 
     class Counted(Late):
@@ -111,7 +111,7 @@ def test_work_that_failed_is_a_lost_rank(pair: tuple[TensorParallel, TensorParal
 def test_nothing_waits_for_a_peer_that_is_known_to_be_gone(
     pair: tuple[TensorParallel, TensorParallel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_parallel, "_LOOK", timedelta(milliseconds=1))
+    monkeypatch.setattr(tensor_parallel, "_CHECK_INTERVAL", timedelta(milliseconds=1))
     asked = threading.Event()
 
     def noted(work: Any) -> Any:
