@@ -251,9 +251,9 @@ def _schema_words(schema: dict[str, Any]) -> str:
 
 
 def _range(low: float | None, high: float | None) -> str:
-    powers = {2**63 - 1: "2^63 - 1", -(2**63): "-2^63", 2**31 - 1: "2^31 - 1"}
+    powers = {2**63 - 1: "2^63 - 1", 2**31 - 1: "2^31 - 1"}
     low_text, high_text = (powers.get(bound, f"{bound}") for bound in (low, high))  # type: ignore[call-overload]
-    if low == -(2**63) or (low is None and high is None):
+    if low == -(2**63) + 1 or (low is None and high is None):
         return ""
     if low is None:
         return f" up to {high_text}"

@@ -12,7 +12,7 @@ from protocol.errors import InvalidRequest
 from protocol.message import KeywordOnly
 
 #: Integers beyond 64 bits have no meaning in any field and no form in protobuf.
-Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Int64 = Annotated[int, Meta(ge=-(2**63) + 1, le=2**63 - 1)]
 #: Templates and grammars walk through JSON by recursion.
 MAX_DEPTH = 64
 

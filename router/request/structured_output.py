@@ -6,9 +6,9 @@ from __future__ import annotations
 import json as json_text
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from protocol.errors import InvalidRequest
+from protocol.errors import InvalidRequest, Unsupported
 from protocol.sampling import Grammar, GrammarKind
 from router.request.body import Body
 
@@ -32,24 +32,6 @@ class StructuredOutput:
     param: str
 
 
-class TextFormat(Body, tag_field="type", tag="text"):
-    """Any text."""
-
-    neutral = (False,)
-
-    def structured(self) -> None:
-        """No grammar."""
-
-
-class JsonObjectFormat(Body, tag_field="type", tag="json_object"):
-    """Any JSON object."""
-
-    neutral = (False,)
-
-    def structured(self) -> StructuredOutput:
-        return _structured("json", _ANY_OBJECT, "response_format")
-
-
 class JsonSchema(Body):
     """A named schema. The output follows it whether `strict` or not."""
 
@@ -61,20 +43,27 @@ class JsonSchema(Body):
     strict: bool | None = None
 
 
-class JsonSchemaFormat(Body, tag_field="type", tag="json_schema"):
-    """JSON that follows a schema."""
+class ResponseFormat(Body):
+    """OpenAI's way to say it."""
 
     neutral = (False,)
 
-    json_schema: JsonSchema
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
 
-    def structured(self) -> StructuredOutput:
+    def structured(self) -> StructuredOutput | None:
+        """The grammar; None for any text."""
+        param = "response_format.json_schema"
+        if self.type != "json_schema":
+            if self.json_schema is not None:
+                raise Unsupported(f"{param} is not supported with {self.type}", param=param)
+            if self.type == "text":
+                return None
+            return _structured("json", _ANY_OBJECT, "response_format")
+        if self.json_schema is None:
+            raise InvalidRequest(f"{param} is required", param=param)
         schema = self.json_schema.schema
-        param = "response_format.json_schema.schema"
-        return _structured("json", _ANY_OBJECT if schema is None else schema, param)
-
-
-ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
+        return _structured("json", _ANY_OBJECT if schema is None else schema, f"{param}.schema")
 
 
 class StructuredOutputs(Body):
