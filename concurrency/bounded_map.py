@@ -17,18 +17,15 @@ class BoundedMap(Generic[K, V]):
         self._records: OrderedDict[K, V] = OrderedDict()
 
     def put(self, key: K, record: V) -> None:
-        """Add or replace a record."""
         self._records[key] = record
         self._records.move_to_end(key)
         if len(self._records) > self._limit:
             self._records.popitem(last=False)
 
     def get(self, key: K) -> V | None:
-        """The record, or None."""
         return self._records.get(key)
 
     def pop(self, key: K) -> V | None:
-        """Remove and return the record, or None."""
         return self._records.pop(key, None)
 
     def __contains__(self, key: object) -> bool:

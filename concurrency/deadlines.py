@@ -53,7 +53,6 @@ class Deadlines:
         return keys
 
     def close(self) -> None:
-        """Stop the timer."""
         self._heap.clear()
         if self._timer is not None:
             self._timer.cancel()

@@ -40,7 +40,6 @@ class Connection(asyncio.Protocol, ABC):
             self._transport.close()
 
     def hang_up(self) -> None:
-        """Close the connection at once."""
         if self._transport is not None:
             self._transport.abort()
             self._transport = None
@@ -59,7 +58,6 @@ class Connection(asyncio.Protocol, ABC):
             self._transport.write(opening)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone."""
         self._transport = None
 
     def data_received(self, data: bytes) -> None:

@@ -49,19 +49,15 @@ class MetricSet:
         self._registry.register(self.workers)
 
     def count(self, metric: Metric, amount: float = 1, **labels: str) -> None:
-        """Add to a counter."""
         self._child(metric, labels).inc(amount)
 
     def set(self, metric: Metric, value: float, **labels: str) -> None:
-        """Set a gauge."""
         self._child(metric, labels).set(value)
 
     def add(self, metric: Metric, amount: float, **labels: str) -> None:
-        """Move a gauge up or down."""
         self._child(metric, labels).inc(amount)
 
     def observe(self, metric: Metric, value: float, **labels: str) -> None:
-        """Record one value of a histogram."""
         self._child(metric, labels).observe(value)
 
     def value(self, metric: Metric, **labels: str) -> float:
@@ -103,16 +99,13 @@ class _Histogram(Collector):
         self._series: dict[tuple[str, ...], _Series] = {}
 
     def labels(self, *values: str) -> _Series:
-        """The series with these labels."""
         return self._series.setdefault(values, _Series(self._bounds))
 
     def describe(self) -> Iterator[Family]:
-        """The name, for the registry."""
         name, text, labels = self._family
         yield HistogramMetricFamily(name, text, labels=labels)
 
     def collect(self) -> Iterator[Family]:
-        """Every series, for the registry."""
         name, text, labels = self._family
         family = HistogramMetricFamily(name, text, labels=labels)
         for values, series in list(self._series.items()):
@@ -132,7 +125,6 @@ class _Series:
         self._lock = threading.Lock()
 
     def observe(self, value: float) -> None:
-        """Add one value."""
         place = bisect_left(self._bounds, value)
         with self._lock:
             self._counts[place] += 1

@@ -24,7 +24,6 @@ class KeyValueFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record with its extra fields appended."""
         line = super().format(record)
         pairs = {k: v for k, v in vars(record).items() if k not in _STANDARD and k[0] != "_"}
         return line + "".join(f" {key}={_shown(value)}" for key, value in sorted(pairs.items()))

@@ -24,7 +24,6 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: Message) -> bytes:
-    """The bytes of one message."""
     return _encoder.encode(message)
 
 

@@ -29,6 +29,13 @@ class ErrorCode(StrEnum):
     INTERNAL = "internal"
 
 
+class Status(NamedTuple):
+    """HTTP status, and the name of a grpc.StatusCode."""
+
+    http: int
+    grpc: str
+
+
 class ErrorInfo(Message):
     """An error as a value, for messages and events."""
 
@@ -45,7 +52,8 @@ class ErrorInfo(Message):
 class BatonError(Exception):
     """Base class. `param` names the field at fault; retry after `retry_after_s` seconds."""
 
-    code: ErrorCode = ErrorCode.INTERNAL
+    code = ErrorCode.INTERNAL
+    status = Status(500, "INTERNAL")
 
     def __init__(
         self, message: str, *, param: str | None = None, retry_after_s: float | None = None
@@ -56,7 +64,6 @@ class BatonError(Exception):
         self.retry_after_s = retry_after_s
 
     def info(self) -> ErrorInfo:
-        """This error as a value."""
         return ErrorInfo(
             code=self.code,
             message=self.message,
@@ -69,90 +76,105 @@ class InvalidRequest(BatonError):
     """A field of the request is wrong; `param` names it."""
 
     code = ErrorCode.INVALID_REQUEST
+    status = Status(400, "INVALID_ARGUMENT")
 
 
 class ContextTooLong(InvalidRequest):
     """The prompt, or prompt plus output, cannot fit the model or the KV pool."""
 
     code = ErrorCode.CONTEXT_TOO_LONG
+    status = Status(400, "INVALID_ARGUMENT")
 
 
 class Unsupported(InvalidRequest):
     """A known field that this build does not serve; `param` names it."""
 
     code = ErrorCode.UNSUPPORTED
+    status = Status(400, "INVALID_ARGUMENT")
 
 
 class NotFound(BatonError):
     """No such model or object."""
 
     code = ErrorCode.NOT_FOUND
+    status = Status(404, "NOT_FOUND")
 
 
 class Unauthenticated(BatonError):
     """No key, or a wrong one."""
 
     code = ErrorCode.UNAUTHENTICATED
+    status = Status(401, "UNAUTHENTICATED")
 
 
 class PermissionDenied(BatonError):
     """The caller's key does not allow this."""
 
     code = ErrorCode.PERMISSION_DENIED
+    status = Status(403, "PERMISSION_DENIED")
 
 
 class PayloadTooLarge(BatonError):
     """A body or message is over its limit."""
 
     code = ErrorCode.PAYLOAD_TOO_LARGE
+    status = Status(413, "RESOURCE_EXHAUSTED")
 
 
 class UnsupportedEncoding(BatonError):
     """A body has a compression that is not supported."""
 
     code = ErrorCode.UNSUPPORTED_ENCODING
+    status = Status(415, "UNIMPLEMENTED")
 
 
 class Overloaded(BatonError):
     """A queue is full; retry after `retry_after_s`."""
 
     code = ErrorCode.OVERLOADED
+    status = Status(429, "RESOURCE_EXHAUSTED")
 
 
 class Unavailable(BatonError):
     """No worker can serve this now; retry after `retry_after_s`."""
 
     code = ErrorCode.UNAVAILABLE
+    status = Status(503, "UNAVAILABLE")
 
 
 class DeadlineExceeded(BatonError):
     """The request's deadline passed."""
 
     code = ErrorCode.DEADLINE_EXCEEDED
+    status = Status(504, "DEADLINE_EXCEEDED")
 
 
 class Cancelled(BatonError):
     """The caller disconnected or cancelled."""
 
     code = ErrorCode.CANCELLED
+    status = Status(499, "CANCELLED")  # the customary "client closed request"
 
 
 class StaleMessage(BatonError):
     """Names an attempt, epoch, ticket or block generation that is no longer current."""
 
     code = ErrorCode.STALE_MESSAGE
+    status = Status(409, "FAILED_PRECONDITION")
 
 
 class HandoffFailed(BatonError):
     """A KV transfer could not be completed."""
 
     code = ErrorCode.HANDOFF_FAILED
+    status = Status(503, "UNAVAILABLE")
 
 
 class Internal(BatonError):
     """A defect of Baton."""
 
     code = ErrorCode.INTERNAL
+    status = Status(500, "INTERNAL")
 
 
 def invalid_field(error: Exception) -> InvalidRequest:
@@ -205,7 +227,7 @@ def typed(error: BaseException) -> BatonError:
     return internal
 
 
-_CLASSES: dict[ErrorCode, type[BatonError]] = {
+_CLASSES = {
     cls.code: cls
     for cls in (
         *(InvalidRequest, ContextTooLong, Unsupported, NotFound, Unauthenticated),
@@ -214,28 +236,4 @@ _CLASSES: dict[ErrorCode, type[BatonError]] = {
     )
 }
 
-
-class Status(NamedTuple):
-    """The status of a code; `grpc` names one of grpc.StatusCode."""
-
-    http: int
-    grpc: str
-
-
-STATUSES: dict[ErrorCode, Status] = {
-    ErrorCode.INVALID_REQUEST: Status(400, "INVALID_ARGUMENT"),
-    ErrorCode.CONTEXT_TOO_LONG: Status(400, "INVALID_ARGUMENT"),
-    ErrorCode.UNSUPPORTED: Status(400, "INVALID_ARGUMENT"),
-    ErrorCode.NOT_FOUND: Status(404, "NOT_FOUND"),
-    ErrorCode.UNAUTHENTICATED: Status(401, "UNAUTHENTICATED"),
-    ErrorCode.PERMISSION_DENIED: Status(403, "PERMISSION_DENIED"),
-    ErrorCode.PAYLOAD_TOO_LARGE: Status(413, "RESOURCE_EXHAUSTED"),
-    ErrorCode.UNSUPPORTED_ENCODING: Status(415, "UNIMPLEMENTED"),
-    ErrorCode.OVERLOADED: Status(429, "RESOURCE_EXHAUSTED"),
-    ErrorCode.UNAVAILABLE: Status(503, "UNAVAILABLE"),
-    ErrorCode.DEADLINE_EXCEEDED: Status(504, "DEADLINE_EXCEEDED"),
-    ErrorCode.CANCELLED: Status(499, "CANCELLED"),  # the customary "client closed request"
-    ErrorCode.STALE_MESSAGE: Status(409, "FAILED_PRECONDITION"),
-    ErrorCode.HANDOFF_FAILED: Status(503, "UNAVAILABLE"),
-    ErrorCode.INTERNAL: Status(500, "INTERNAL"),
-}
+STATUSES = {code: cls.status for code, cls in _CLASSES.items()}

@@ -25,7 +25,6 @@ class KVLayout(Message):
 
     @property
     def tp_size(self) -> int:
-        """Ranks of the worker."""
         return len(self.rank_heads)
 
     def token_bytes(self) -> int:

@@ -66,5 +66,4 @@ def hints(digests: Iterable[bytes]) -> bytes:
 
 
 def split_hints(joined: bytes) -> list[bytes]:
-    """The short forms in `joined`, in order."""
     return [joined[i : i + HINT_BYTES] for i in range(0, len(joined), HINT_BYTES)]

@@ -42,22 +42,12 @@ WORKER_TRANSITIONS: dict[WorkerState, frozenset[WorkerState]] = {
     WorkerState.STOPPED: frozenset(),
 }
 
+_ENDED = frozenset({TransferState.RELEASED, TransferState.ABORTED})
 TRANSFER_TRANSITIONS: dict[TransferState, frozenset[TransferState]] = {
-    TransferState.OFFERED: frozenset(
-        {TransferState.RESERVED, TransferState.RELEASED, TransferState.ABORTED}
-    ),
-    TransferState.RESERVED: frozenset(
-        {
-            TransferState.MOVING,
-            TransferState.COMMITTED,
-            TransferState.RELEASED,
-            TransferState.ABORTED,
-        }
-    ),
-    TransferState.MOVING: frozenset(
-        {TransferState.COMMITTED, TransferState.RELEASED, TransferState.ABORTED}
-    ),
-    TransferState.COMMITTED: frozenset({TransferState.RELEASED, TransferState.ABORTED}),
+    TransferState.OFFERED: _ENDED | {TransferState.RESERVED},
+    TransferState.RESERVED: _ENDED | {TransferState.MOVING, TransferState.COMMITTED},
+    TransferState.MOVING: _ENDED | {TransferState.COMMITTED},
+    TransferState.COMMITTED: _ENDED,
     TransferState.RELEASED: frozenset(),
     TransferState.ABORTED: frozenset(),
 }

@@ -39,7 +39,6 @@ class Ticket(Message):
         return "\x1f".join(map(str, fields)).encode()
 
     def signed(self, secret: bytes) -> Ticket:
-        """The same ticket with its signature."""
         digest = hmac.new(secret, self._body(), hashlib.sha256).digest()
         return replace(self, signature=digest)
 

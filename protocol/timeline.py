@@ -62,7 +62,6 @@ class TraceContext(Message):
 
     @property
     def parent(self) -> str:
-        """The `traceparent` header."""
         return f"00-{self.trace_id}-{self.span_id}-{int(self.sampled):02x}"
 
 

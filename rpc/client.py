@@ -104,7 +104,6 @@ class ClientPool:
         return client
 
     async def close(self) -> None:
-        """Close every connection."""
         clients, self._clients = list(self._clients.values()), {}
         await asyncio.gather(*(client.close() for client in clients))
 

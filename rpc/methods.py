@@ -42,7 +42,6 @@ class Method(Generic[Req, Rep]):
 
     @property
     def path(self) -> str:
-        """The full path."""
         return f"/{self.service}/{self.name}"
 
 

@@ -62,7 +62,6 @@ class ControlServer:
         return self.address
 
     def add(self, handlers: Mapping[Method[Any, Any], Handler]) -> None:
-        """Serve these methods too."""
         self.handlers |= {method.path: (method, handler) for method, handler in handlers.items()}
 
     async def start(self, host: str = "127.0.0.1") -> str:
@@ -128,7 +127,6 @@ class _ClientConnection(Connection):
         self._writable.clear()
 
     def resume_writing(self) -> None:
-        """Let streams go on."""
         self._writable.set()
 
     def frame(self, kind: int, number: int, payload: bytes) -> None:

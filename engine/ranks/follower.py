@@ -39,9 +39,7 @@ class StepRunner(Protocol):
         """Allocate the KV pool."""
         ...
 
-    def follow_step(self, batch: StepBatch) -> None:
-        """Run this rank's part of a step."""
-        ...
+    def follow_step(self, batch: StepBatch) -> None: ...
 
 
 class Follower:
