@@ -2,8 +2,8 @@
 
 Every decode step reduces twice a layer, so latency counts: those sums are part of the engine's own
 kernels, which reach into the peers' memory. All others are torch's, which read the peers' buffers:
-one-shot (everybody reads everything), then two-shot (reduce-scatter, then gather). NVLink multicast
-is never used.
+one-shot (every rank reads all buffers), then two-shot (reduce-scatter, then gather). NVLink
+multicast is never used.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class DeviceGroup(RankCollectives):
             self._normed, outs = self._symmetric(self._table.two_shot, device)
             self._signals, signals = self._symmetric(4 * (size + 1), device)
             self._addresses = torch.tensor([buffers, outs, signals], device=device)
-            # Nobody may write into a mailbox before its owner has zeroed it.
+            # No rank may write into a mailbox before its owner has zeroed it.
             self._nccl.allreduce([torch.zeros(1, device=device)]).wait()
             torch.cuda.synchronize(device)
         except RuntimeError as error:

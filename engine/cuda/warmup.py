@@ -19,8 +19,8 @@ _FILTERED = SamplingParams(temperature=1.0, top_k=2)
 
 
 def warmup_steps(*, block_size: int, max_model_len: int, vocab_size: int) -> list[StepBatch]:
-    """Chunks of every kind, sampled in every way, beside a decode. All write to block 0, which is
-    nobody's yet."""
+    """Chunks of every kind, sampled in every way, beside a decode. All write to block 0, which no
+    request holds yet."""
     allowed = b"\xff" * mask_bytes(vocab_size)
     batches = warmup_batches(block_size, max_model_len)
     decode = batches[-1].sequences

@@ -53,7 +53,7 @@ def test_ci_calls_the_readme_test_command():
     assert "make test" in (ROOT / ".ci" / "run").read_text()
 
 
-def test_nobody_is_told_to_install_a_stranger():
+def test_no_page_installs_the_unrelated_package():
     """The package `baton` of the public index is another project."""
     tracked = subprocess.run(
         ["git", "grep", "-nE", r"pip install.* '?baton(\[|'| |$)", "--", ".", ":!tests"],

@@ -40,7 +40,7 @@ def ask(baton: Baton, prompt: str, *, tokens: int = 8) -> GenerateOutcome:
     return outcome
 
 
-async def ask_all(baton: Baton, asked: list[list[int]], tokens: int) -> list[list[int]]:
+async def ask_all(baton: Baton, prompts: list[list[int]], tokens: int) -> list[list[int]]:
     """The greedy ids after every prompt, alternating between the front ends, sixteen at a time."""
     state = baton.state()
     front_ends = FrontEnds(str(state["http"]), str(state["grpc"]), MODEL)
@@ -49,10 +49,10 @@ async def ask_all(baton: Baton, asked: list[list[int]], tokens: int) -> list[lis
     async def ask(number: int) -> list[int]:
         async with limit:
             front_end = front_ends.over_grpc if number % 2 else front_ends.over_http
-            return await front_end(asked[number], tokens, temperature=0.0)
+            return await front_end(prompts[number], tokens, temperature=0.0)
 
     try:
-        return await asyncio.gather(*(ask(i) for i in range(len(asked))))
+        return await asyncio.gather(*(ask(i) for i in range(len(prompts))))
     finally:
         await front_ends.close()
 

@@ -24,11 +24,11 @@ def test_a_pool_that_cannot_start_is_named_and_nothing_stays(baton: Baton) -> No
     assert_nothing_stays(baton)
 
 
-@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_start_leaves_nothing(baton: Baton, asked: signal.Signals) -> None:
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_start_leaves_nothing(baton: Baton, signal_number: signal.Signals) -> None:
     process = start(baton, *baton.up_arguments("local-cpu.yaml"))
     read_until(process, "loading the model")
-    process.send_signal(asked)
+    process.send_signal(signal_number)
     assert process.wait(60) == 130
     assert_nothing_stays(baton)
 

@@ -95,7 +95,7 @@ async def test_a_peer_without_a_ticket_is_refused_and_holds_nothing(pair: Pair) 
     await pair.idle()
 
 
-async def test_a_hand_off_that_cannot_go_on_hurts_nobody_else(
+async def test_a_hand_off_that_cannot_go_on_harms_no_other(
     pair: Pair, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender = pair.prefills[0]._handoff
@@ -270,7 +270,9 @@ async def test_router_that_leaves_frees_its_requests(pair: Pair) -> None:
     await pair.idle()
 
 
-async def test_bad_requests_are_refused_by_name_and_harm_nobody(pair: Pair, oracle: Oracle) -> None:
+async def test_bad_requests_are_refused_by_name_and_harm_no_other(
+    pair: Pair, oracle: Oracle
+) -> None:
     running = asyncio.create_task(pair.generate(random_ids(30), GREEDY))
     for prompt, params, name in (
         ([], GREEDY, "prompt"),
@@ -379,20 +381,20 @@ async def test_loss_of_prefill_fails_its_requests_as_retriable(
         pair.prefills.clear()
 
 
-@pytest.mark.parametrize("told", ["prefill", "decode"])
+@pytest.mark.parametrize("informed", ["prefill", "decode"])
 async def test_peers_that_left_the_cluster_lose_their_handoffs_at_once(
-    pair: Pair, oracle: Oracle, told: str, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, oracle: Oracle, informed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other side may live on: it does no harm, and later hand-offs go through."""
     held = hold_second_step(pair.prefills[0], monkeypatch)
     long = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
     key = await pair.router.submit(random_ids(400), long, pair.decode_refs[0], pair.prefill_refs[0])
     assert await asyncio.to_thread(held.begun)
-    if told == "prefill":
+    if informed == "prefill":
         pair.prefills[0].peers_left(frozenset({pair.decode_refs[0].epoch}))
     else:
         pair.decodes[0].peers_left(frozenset({pair.prefill_refs[0].epoch}))
-    if told == "prefill":
+    if informed == "prefill":
         held.release()  # its step thread tells
     answer = await pair.router.answer(key, timeout_s=5)
     held.release()

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 """A linear layer over some dozens of rows, bound by the bytes of its weights: programs share a tile
-of outputs by splitting K, and whoever comes last adds their parts up, always in the same order."""
+of outputs by splitting K; the last to finish adds the parts, always in the same order."""
 
 import triton
 import triton.language as tl

@@ -120,7 +120,7 @@ def test_no_thread_that_serves_has_the_priority_of_loading(tmp_path: Path, tp_si
     assert set(out) == {"0"}
 
 
-async def test_a_thread_that_cannot_begin_leaves_nobody_waiting(
+async def test_a_thread_that_cannot_begin_leaves_no_waiter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def setpriority(_which: int, _who: int, _priority: int) -> None:

@@ -159,7 +159,7 @@ def test_older_sequence_gets_the_blocks_of_the_one_it_preempts(depth: int) -> No
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_nobody_else_is_preempted_or_let_in_while_a_victim_gives_its_blocks(depth: int) -> None:
+def test_no_other_is_preempted_or_admitted_while_a_victim_gives_its_blocks(depth: int) -> None:
     """Two need a block in the same step; the blocks of the youngest serve both."""
     config = WorkerConfig(max_num_seqs=8, max_num_batched_tokens=8, watermark=0.0, starvation_s=1e6)
     bench = Bench(num_blocks=6, depth=depth, config=config)

@@ -178,7 +178,7 @@ def test_a_handshake_that_comes_byte_by_byte_ends_at_its_deadline():
     thread.join()
 
 
-def test_a_message_that_nobody_reads_ends_at_its_deadline(pair):
+def test_an_unread_message_ends_at_its_deadline(pair):
     started = time.monotonic()
     with pytest.raises(ChannelClosed, match="timed out"):
         pair[0].send(bytes(64 << 20), soon(0.3))

@@ -259,7 +259,7 @@ async def test_a_stranger_who_is_silent_or_long_is_hung_up_on(monkeypatch):
         assert not server.connections
 
 
-async def test_a_peer_that_hangs_up_on_nobody_is_no_error():
+async def test_a_peer_that_closes_an_idle_connection_is_no_error():
     """The caller gave up just before the connection was established."""
     errors = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, what: errors.append(what))

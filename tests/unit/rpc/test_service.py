@@ -328,7 +328,7 @@ async def test_a_caller_without_files_does_not_take_the_peer_for_absent():
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:65536", "127.0.0.1:port", "missing"])
-async def test_nobody_listens_at_an_address_that_is_none(address):
+async def test_an_invalid_address_refuses_connections(address):
     client = ControlClient(address, secret=SECRET)
     with pytest.raises(Unavailable) as caught:
         await client.call(CANCEL, KEYS, timeout_s=5)

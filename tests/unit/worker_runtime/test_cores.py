@@ -78,7 +78,7 @@ def test_a_thread_that_wakes_for_a_moment_costs_no_core(tmp_path: Path) -> None:
     cores.close()
 
 
-def test_a_process_that_froze_while_it_looked_holds_up_nobody(tmp_path: Path) -> None:
+def test_a_process_that_froze_while_it_looked_delays_no_other(tmp_path: Path) -> None:
     worker, other = BusyWorkers(tmp_path), BusyWorkers(tmp_path)
     with worker._path.open() as frozen:
         fcntl.flock(frozen, fcntl.LOCK_SH)

@@ -408,7 +408,7 @@ def test_a_clock_that_is_set_back_holds_up_no_step() -> None:
     assert 0.0 < flight.tokens_per_second() < 1e6
 
 
-def test_a_step_is_timed_by_a_clock_that_nobody_sets() -> None:
+def test_a_step_is_timed_by_the_monotonic_clock() -> None:
     now = 1000.0
     held = Held()
 

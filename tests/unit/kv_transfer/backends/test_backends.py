@@ -97,7 +97,7 @@ def test_close_wakes_a_blocked_receive(ends, which):
     assert time.monotonic() - started < 20
 
 
-def test_a_send_that_nobody_takes_ends_in_time(ends):
+def test_a_send_without_a_receive_ends_in_time(ends):
     source, _ = ends
     started = time.monotonic()
     with pytest.raises(LinkBroken):
@@ -119,7 +119,7 @@ def test_ends_that_never_meet_give_up(backends):
     dest.close()
 
 
-def test_two_links_that_nobody_joins_do_not_hold_up_a_third(backends):
+def test_two_links_without_a_peer_do_not_delay_a_third(backends):
     source, dest = backends(), backends()
     endpoint = dest.listen()
     with ThreadPoolExecutor(4) as pool:
@@ -139,7 +139,7 @@ def test_two_links_that_nobody_joins_do_not_hold_up_a_third(backends):
 # --- rendezvous -----------------------------------------------------------------------------------
 
 
-def test_nobody_listens():
+def test_connection_refused():
     backend = TcpBackend("127.0.0.1")
     with pytest.raises(LinkBroken, match="not listening"):
         backend.accept(link_id(), 1.0)

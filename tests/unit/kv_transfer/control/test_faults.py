@@ -434,8 +434,8 @@ async def test_of_a_handoff_that_failed_only_the_reason_is_kept(memory, method):
     key = RequestKey("refused")
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
 
-        async def refuse(address, called, request):
-            if called is method:
+        async def refuse(address, name, request):
+            if name is method:
                 raise HandoffFailed("refused", param="x")
 
         pair.clients.intercept = refuse

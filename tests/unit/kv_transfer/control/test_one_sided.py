@@ -99,12 +99,12 @@ async def test_one_message_lost_or_repeated_changes_nothing(backends, method, ho
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends) as pair:
         hit = []
 
-        async def fault(address, called, request):
-            if called is not method or hit:
+        async def fault(address, name, request):
+            if name is not method or hit:
                 return
             hit.append(request)
             if how != "lost":
-                await reply_of(pair.clients.handlers[address][called], request)
+                await reply_of(pair.clients.handlers[address][name], request)
             if how != "twice":
                 raise DeadlineExceeded("lost")
 

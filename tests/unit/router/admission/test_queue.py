@@ -169,7 +169,7 @@ async def test_who_waits_while_the_only_decode_worker_is_replaced_keeps_its_plac
     assert bench.waiting == (0, 0)
 
 
-async def test_without_a_new_decode_worker_nobody_waits_for_ever() -> None:
+async def test_without_a_new_decode_worker_no_request_waits_for_ever() -> None:
     bench = Bench(resume_wait_s=0.05)
     running = bench.ticket(150)
     await running.wait()
@@ -279,7 +279,7 @@ async def test_what_cannot_be_had_in_time_is_refused_at_once() -> None:
     assert bench.metrics.value(metrics.REFUSALS, reason="tpot") == 1
 
 
-async def test_one_slow_request_among_many_refuses_nobody() -> None:
+async def test_one_slow_request_among_many_causes_no_refusal() -> None:
     """What counts is how many tokens a second all had that ended lately."""
     bench = Bench()
     tier = ServiceTier(tpot_s=0.1)

@@ -71,7 +71,7 @@ async def test_both_workers_get_the_request_with_ticket_and_peer(front_ends: Fro
     assert not decode.cancelled
 
 
-async def test_whoever_sets_the_clock_gives_a_request_neither_more_nor_less_time(
+async def test_clock_adjustments_do_not_move_a_deadline(
     fleet: StubFleet, make_front_ends: MakeFrontEnds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each reading is an hour later."""
@@ -209,7 +209,7 @@ async def test_a_lost_prefill_worker_before_token_one(
         assert metric(front_ends, metrics.RESUMES, cause="prefill_lost") == 1
 
 
-async def test_a_lost_prefill_worker_after_its_commit_matters_to_nobody(
+async def test_a_prefill_worker_lost_after_its_commit_does_not_matter(
     fleet: StubFleet, make_front_ends: MakeFrontEnds
 ) -> None:
     prefill = await fleet.add(Role.PREFILL)

@@ -114,14 +114,14 @@ async def test_hard_texts_are_the_same_every_way(
 
 
 @pytest.mark.parametrize("how", ["tokens", "bytes"])
-@pytest.mark.parametrize(("sample", "stop", "shown"), STOPS.values(), ids=STOPS)
+@pytest.mark.parametrize(("sample", "stop", "expected"), STOPS.values(), ids=STOPS)
 async def test_stop_strings_cut_the_same_every_way(
-    front_ends: FrontEnds, text: ModelText, sample: str, stop: list[str], shown: str, how: str
+    front_ends: FrontEnds, text: ModelText, sample: str, stop: list[str], expected: str, how: str
 ) -> None:
     ids = split(text, sample, how)
     say(front_ends, ids)
-    reason = "length" if shown == sample else "stop"
-    assert await every_way(front_ends, max_tokens=len(ids), stop=stop) == [(shown, reason)] * 6
+    reason = "length" if expected == sample else "stop"
+    assert await every_way(front_ends, max_tokens=len(ids), stop=stop) == [(expected, reason)] * 6
 
 
 async def test_a_character_cut_by_max_tokens_ends_in_a_replacement_every_way(

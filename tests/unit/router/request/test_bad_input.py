@@ -469,7 +469,7 @@ async def test_how_many_there_are_is_looked_at_first(
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_millions_of_fields_that_nobody_knows(shared: FrontEnds) -> None:
+async def test_millions_of_unknown_fields(shared: FrontEnds) -> None:
     call = shared.channel.unary_stream("/baton.v1.Inference/Generate")
     start = time.process_time()
     with pytest.raises(aio.AioRpcError) as caught:

@@ -120,7 +120,7 @@ async def test_the_official_clients_parse_helper(front_ends: FrontEnds) -> None:
     assert json.loads(grammar.source)["properties"].keys() == {"name", "age", "homes"}
 
 
-async def test_a_refused_grammar_reaches_no_worker_and_holds_up_nobody(
+async def test_a_refused_grammar_reaches_no_worker_and_delays_no_request(
     front_ends: FrontEnds,
 ) -> None:
     """Costly ones are compiled in a thread: health checks between them are answered."""

@@ -24,8 +24,8 @@ def read(form, pieces, **options):
     parser = CallParser(form, NAMES, make_id=lambda _form: f"id{next(numbers)}", **options)
     text, calls = "", []
     for i, piece in enumerate(pieces):
-        shown, deltas = parser.push(piece, last=i == len(pieces) - 1)
-        text += shown
+        plain, deltas = parser.push(piece, last=i == len(pieces) - 1)
+        text += plain
         for delta in deltas:
             if delta.id is not None:
                 assert delta.id == f"id{len(calls)}"
@@ -108,11 +108,11 @@ def cuts(text):
     return [[text], list(text), *([text[:i], text[i:]] for i in range(1, len(text)))]
 
 
-@pytest.mark.parametrize(("form", "text", "shown", "calls"), CALLS)
-def test_calls_are_read_however_the_text_is_cut(form, text, shown, calls):
+@pytest.mark.parametrize(("form", "text", "plain", "calls"), CALLS)
+def test_calls_are_read_however_the_text_is_cut(form, text, plain, calls):
     expected = [(name, json.loads(arguments)) for name, arguments in calls]
     for pieces in cuts(text):
-        assert read(form, pieces) == (shown, expected)
+        assert read(form, pieces) == (plain, expected)
 
 
 @pytest.mark.parametrize(("form", "text"), PLAIN)
@@ -137,19 +137,19 @@ def test_what_is_no_call_stays_as_it_was(form, text):
 def test_any_text_is_read_alike_in_one_piece_and_by_characters(form, text):
     def calls_of(pieces):
         parser = CallParser(form, NAMES, make_id=lambda _form: "id")
-        shown, calls = "", {}
+        plain, calls = "", {}
         for i, piece in enumerate(pieces):
             part, deltas = parser.push(piece, last=i == len(pieces) - 1)
-            shown += part
+            plain += part
             for delta in deltas:
                 calls[delta.index] = calls.get(delta.index, "") + delta.arguments
-        return shown, calls
+        return plain, calls
 
     if text:
-        shown, calls = calls_of([text])
-        assert calls_of(list(text)) == (shown, calls)
+        plain, calls = calls_of([text])
+        assert calls_of(list(text)) == (plain, calls)
         if not calls:
-            assert shown == text
+            assert plain == text
 
 
 def test_arguments_come_as_they_are_written_and_the_name_before_them():

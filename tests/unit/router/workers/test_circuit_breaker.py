@@ -72,9 +72,9 @@ def test_now_and_then_a_failure_opens_nothing() -> None:
     assert breaker.allows(140.0)
 
 
-@pytest.mark.parametrize(("share", "most"), [(1.0, 15), (0.6, 100)])
+@pytest.mark.parametrize(("share", "max_failed"), [(1.0, 15), (0.6, 100)])
 def test_a_worker_that_fails_at_once_gets_few_requests_until_it_is_mended(
-    share: float, most: int
+    share: float, max_failed: int
 ) -> None:
     """Four workers, 40 requests a second of 2 s each; one fails `share` of its requests in no time,
     which makes it the least loaded at each moment."""
@@ -102,5 +102,5 @@ def test_a_worker_that_fails_at_once_gets_few_requests_until_it_is_mended(
             breakers[name].ended(key(i))
         else:
             ends[name].append((now + 2.0, i))
-    assert failed <= most
+    assert failed <= max_failed
     assert given["a", True] > 1000, "a fourth of 6,000 but for the last pause"

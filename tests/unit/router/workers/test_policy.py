@@ -278,16 +278,18 @@ class Sessions:
         self.per_worker = per_worker
         self.turns: Counter[int] = Counter()
 
-    def view(self, name: str, session: int, need: Need, *, told: bool) -> WorkerView:
-        held = need.prompt_tokens - 100 if told and session in self.caches[name] else 0
+    def view(self, name: str, session: int, need: Need, *, reports_cache: bool) -> WorkerView:
+        held = need.prompt_tokens - 100 if reports_cache and session in self.caches[name] else 0
         return view(name, running=len(self.ends[name]), cached_tokens=held)
 
-    def turn(self, now: float, session: int, *, told: bool) -> tuple[bool, list[int]]:
+    def turn(self, now: float, session: int, *, reports_cache: bool) -> tuple[bool, list[int]]:
         """One turn somewhere; whether its worker held the session, and all loads."""
         need = Need(prompt_tokens=300 * (self.turns[session] + 1), total_tokens=4000)
         for name in self.ends:
             self.ends[name] = [end for end in self.ends[name] if end > now]
-        views = [self.view(name, session, need, told=told) for name in self.caches]
+        views = [
+            self.view(name, session, need, reports_cache=reports_cache) for name in self.caches
+        ]
         name = choose_decode(need, views, self.rng, CONFIG).ref.worker_id
         cache = self.caches[name]
         hit = session in cache
@@ -297,9 +299,9 @@ class Sessions:
         return hit, [len(ends) for ends in self.ends.values()]
 
 
-@pytest.mark.parametrize(("told", "hits"), [(True, (0.85, 1.0)), (False, (0.0, 0.35))])
+@pytest.mark.parametrize(("reports_cache", "hits"), [(True, (0.85, 1.0)), (False, (0.0, 0.35))])
 def test_simulated_sessions_stay_where_their_prefix_is(
-    told: bool, hits: tuple[float, float]
+    reports_cache: bool, hits: tuple[float, float]
 ) -> None:
     """400 conversations over 4 workers that hold 120 each: later turns find their prefix, and the
     loads stay as close as the weight says (at most 2400 tokens, which make up for 9 sequences)."""
@@ -310,7 +312,7 @@ def test_simulated_sessions_stay_where_their_prefix_is(
         session = rng.randrange(400)
         later = sessions.turns[session] > 0
         sessions.turns[session] %= 8  # after eight turns it begins anew
-        hit, loads = sessions.turn(now, session, told=told)
+        hit, loads = sessions.turn(now, session, reports_cache=reports_cache)
         if later:
             found.append(hit)
         gaps.append(max(loads) - min(loads))

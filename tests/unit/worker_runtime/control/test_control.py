@@ -126,7 +126,7 @@ def test_sequence_with_penalties_waits_for_the_token_in_flight() -> None:
     assert sequence.launch(1, samples=True, row=0).tokens == (9,)
 
 
-class TestOutlet:
+class TestEventPublisher:
     @pytest.fixture
     def gone(self) -> list[str]:
         return []
