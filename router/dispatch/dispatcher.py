@@ -116,7 +116,7 @@ class Dispatcher:
     async def hash_blocks(self, jobs: Sequence[SequenceJob]) -> None:
         """Hash the blocks of long prompts for the choice, off the event loop."""
         long = {job.blocks for job in jobs if job.blocks.num_tokens > _HASHED_INLINE}
-        statuses = [w.status for w in self.workers.all() if w.prefix.speaks]
+        statuses = [w.status for w in self.workers.all() if w.prefix.reports]
         kinds = {(s.fingerprint, s.layout.block_size) for s in statuses if s is not None}
         if long and kinds:
             await asyncio.to_thread(lambda: [blocks.hints(*k) for blocks in long for k in kinds])

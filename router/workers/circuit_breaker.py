@@ -27,9 +27,9 @@ class BreakerState(StrEnum):
 
 
 class _Event(Enum):
-    FAILED = auto()  # too often, or the trial request
+    FAILED = auto()  # too often, or the probe
     PAUSED = auto()  # for long enough
-    SUCCEEDED = auto()  # the trial request
+    SUCCEEDED = auto()  # the probe
 
 
 _NEXT = {
@@ -48,30 +48,30 @@ class CircuitBreaker:
         self._failures = 0
         self._last_failure = self._open_until = 0.0
         self._pause_s = _FIRST_PAUSE_S
-        self._trial: RequestKey | None = None
+        self._probe: RequestKey | None = None
 
     def allows(self, now: float) -> bool:
         """Whether the worker may be given a request."""
         if self.state is BreakerState.OPEN and now >= self._open_until:
             self.state = _NEXT[self.state, _Event.PAUSED]
         return self.state is BreakerState.CLOSED or (
-            self.state is BreakerState.HALF_OPEN and self._trial is None
+            self.state is BreakerState.HALF_OPEN and self._probe is None
         )
 
     def started(self, key: RequestKey) -> None:
         """An attempt goes to the worker."""
-        if self.state is BreakerState.HALF_OPEN and self._trial is None:
-            self._trial = key
+        if self.state is BreakerState.HALF_OPEN and self._probe is None:
+            self._probe = key
 
     def ended(self, key: RequestKey) -> None:
         """It is over, with or without an outcome."""
-        if self._trial == key:
-            self._trial = None
+        if self._probe == key:
+            self._probe = None
 
     def succeeded(self, key: RequestKey) -> None:
         """The worker did its part of an attempt."""
         self._failures = max(0, self._failures - 1)
-        if self.state is BreakerState.HALF_OPEN and key == self._trial:
+        if self.state is BreakerState.HALF_OPEN and key == self._probe:
             self.state = _NEXT[self.state, _Event.SUCCEEDED]
             self._failures, self._pause_s = 0, _FIRST_PAUSE_S
 
@@ -79,7 +79,7 @@ class CircuitBreaker:
         """The worker failed an attempt, or refused it though it is not full."""
         recent = self._failures if now <= self._last_failure + _MEMORY_S else 0
         self._failures, self._last_failure = recent + 1, now
-        if self.state is BreakerState.HALF_OPEN and key == self._trial:
+        if self.state is BreakerState.HALF_OPEN and key == self._probe:
             self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
         elif self.state is not BreakerState.CLOSED or self._failures < _MAX_FAILURES:
             return  # an attempt from before the pause does not prolong it

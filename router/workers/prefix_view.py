@@ -42,13 +42,13 @@ class PrefixView:
     in flight will add."""
 
     def __init__(self) -> None:
-        self.speaks = False  # a worker without a prefix cache never reports
+        self.reports = False  # a worker without a prefix cache never reports
         self._held: set[bytes] = set()
         self._expected: Counter[bytes] = Counter()
         self._by_request: dict[RequestKey, Sequence[bytes]] = {}
 
     def take(self, change: CacheChange) -> None:
-        self.speaks = True
+        self.reports = True
         if change.reset:
             self._held.clear()
         self._held.difference_update(split_hints(change.removed))
@@ -56,12 +56,12 @@ class PrefixView:
 
     def forget(self) -> None:
         """The worker is disconnected; it reports everything anew."""
-        self.speaks = False
+        self.reports = False
         self._held.clear()
 
     def expect(self, key: RequestKey, blocks: Sequence[bytes]) -> None:
         """A request with these blocks is submitted there. Undone by `release`."""
-        if self.speaks and key not in self._by_request:
+        if self.reports and key not in self._by_request:
             new = blocks[self.num_held(blocks) :]
             self._by_request[key] = new
             self._expected.update(new)

@@ -135,7 +135,7 @@ class WorkerClient:
         )
 
     def _blocks_of(self, prompt: PromptBlocks) -> list[bytes]:
-        if self.status is None or not self.prefix.speaks:
+        if self.status is None or not self.prefix.reports:
             return []
         return prompt.hints(self.status.fingerprint, self.status.layout.block_size)
 

@@ -23,7 +23,7 @@ def opened(now: float = 0.0) -> CircuitBreaker:
     return breaker
 
 
-def test_it_opens_after_three_failures_and_then_tries_one_request_at_a_time() -> None:
+def test_it_opens_after_three_failures_and_then_probes_with_one_request_at_a_time() -> None:
     breaker = opened()
     assert breaker.state is BreakerState.OPEN
     assert not breaker.allows(0.9)
@@ -37,7 +37,7 @@ def test_it_opens_after_three_failures_and_then_tries_one_request_at_a_time() ->
     assert breaker.state is BreakerState.CLOSED
 
 
-def test_each_failed_trial_doubles_the_pause() -> None:
+def test_each_failed_probe_doubles_the_pause() -> None:
     breaker, now, pauses = opened(), 0.0, []
     for i in range(8):
         start = now
@@ -50,7 +50,7 @@ def test_each_failed_trial_doubles_the_pause() -> None:
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
 
 
-def test_a_trial_without_an_outcome_makes_way_for_another() -> None:
+def test_a_probe_without_an_outcome_makes_way_for_another() -> None:
     breaker = opened()
     assert breaker.allows(1.0)
     breaker.started(key(4))

@@ -49,9 +49,9 @@ def test_a_prompt_is_hashed_for_each_size_of_block() -> None:
 
 def test_a_view_follows_what_is_told() -> None:
     view, prompt = PrefixView(), PromptBlocks(list(range(64))).hints(FINGERPRINT, 16)
-    assert not view.speaks
+    assert not view.reports
     view.take(CacheChange(reset=True, added=b"".join(prompt[:3])))
-    assert (view.speaks, view.num_held(prompt)) == (True, 3)
+    assert (view.reports, view.num_held(prompt)) == (True, 3)
     view.take(CacheChange(removed=prompt[2]))
     assert view.num_held(prompt) == 2
     view.take(CacheChange(removed=prompt[0], added=prompt[0]))  # gone and back
@@ -59,7 +59,7 @@ def test_a_view_follows_what_is_told() -> None:
     view.take(CacheChange(reset=True, added=prompt[0]))
     assert view.num_held(prompt) == 1
     view.forget()
-    assert (view.speaks, view.num_held(prompt)) == (False, 0)
+    assert (view.reports, view.num_held(prompt)) == (False, 0)
 
 
 def test_what_requests_bring_is_expected_until_they_end() -> None:
@@ -93,7 +93,7 @@ async def test_requests_go_where_their_prefix_is(
         await front_ends.wait_ready(2, 1)
         members = {m.ref.worker_id: m for m in front_ends.router._workers.all()}
         second.tell_cache(holds(PROMPT[:32]))
-        await until(lambda: members[second.name].prefix.speaks)
+        await until(lambda: members[second.name].prefix.reports)
         body = {"prompt": PROMPT, "max_tokens": 4, "timeline": True}
         for _ in range(6):
             status, answer = await front_ends.post("/v1/completions", body)
@@ -121,11 +121,11 @@ async def test_a_worker_that_comes_back_has_an_empty_cache(
         await front_ends.wait_ready(2, 1)
         first.tell_cache(holds(PROMPT))
         (member,) = [m for m in front_ends.router._workers.all() if m.ref == first.ref]
-        await until(lambda: member.prefix.speaks)
+        await until(lambda: member.prefix.reports)
         blocks = PromptBlocks(PROMPT).hints(FINGERPRINT, 16)
         assert member.prefix.num_held(blocks) == 2
         first.break_streams()
-        await until(lambda: not member.prefix.speaks)
+        await until(lambda: not member.prefix.reports)
         assert member.prefix.num_held(blocks) == 0
 
 
@@ -167,7 +167,7 @@ async def test_the_choices_of_a_request_gather_where_the_first_one_went(
         for worker in (first, second):
             worker.tell_cache(CacheChange(reset=True))
         await until(
-            lambda: all(m.prefix.speaks for m in front_ends.router._workers.ready(Role.DECODE))
+            lambda: all(m.prefix.reports for m in front_ends.router._workers.ready(Role.DECODE))
         )
         await front_ends.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 4, "n": 4})
         assert sorted((len(first.submitted), len(second.submitted))) == [0, 4]
@@ -193,7 +193,7 @@ async def test_long_prompts_are_hashed_off_the_event_loop(
     async with make_front_ends(fleet) as front_ends:
         worker.tell_cache(CacheChange(reset=True))
         (member,) = front_ends.router._workers.all()
-        await until(lambda: member.prefix.speaks)
+        await until(lambda: member.prefix.reports)
         await front_ends.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 1})
         await front_ends.post("/v1/completions", {"prompt": PROMPT * 3, "max_tokens": 1})
     assert hashed_in == [True, False]
