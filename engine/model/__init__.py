@@ -1,9 +1,10 @@
-"""Models of the Llama family: configuration, split over ranks, weights, forward pass.
+"""Decoder models: configuration, split over ranks, weights, forward pass.
 
-config: parses config.json, refuses what is not served.
+registry, families/: served architectures; what the config.json of each family means.
+config, reading, rope: a decoder's configuration and how it is read.
 sharding: which heads, columns and vocabulary rows each rank holds.
-checkpoint: reads slices of tensors from safetensors files.
+checkpoint, digest: slices of tensors from safetensors files; a name of their content.
 weights: the weights of one rank, fused where they share an input.
 rotary, parallel: position tables; layers split over ranks.
-llama: the forward pass.
+decoder: the forward pass.
 """
