@@ -23,11 +23,12 @@ def test_a_request_that_cannot_fit_after_blocks_were_lost_holds_up_no_other(
     assert blocks is not None
     if lost == "quarantined":
         bench.blocks.quarantine(blocks)
+        bench.submit(make_submit("running", [7], max_tokens=27))  # holds blocks all the time
     else:
         bench.check = lambda: None  # type: ignore[method-assign]
     large = bench.submit(make_submit("large", [1] * 30, max_tokens=2, remote=remote))
     bench.now += 100.0
-    for i in range(20):
+    for i in range(5):
         small = bench.submit(make_submit(f"small{i}", [i, i], max_tokens=3, remote=remote))
         assert lost == "leaked" or bench.scheduler.load().free_blocks > 0
         for _ in range(5):

@@ -19,6 +19,8 @@ def test_a_prompt_that_cannot_fit_after_blocks_were_lost_holds_up_no_other(lost:
     assert blocks is not None
     if lost == "quarantined":
         bench.blocks.quarantine(blocks)
+        sending = bench.submit(make_submit("sending", [7]))  # holds a block all the time
+        bench.turn()
     else:
         bench.check = lambda: None  # type: ignore[method-assign]
     large = bench.submit(make_submit("large", list(range(36))))
@@ -29,7 +31,11 @@ def test_a_prompt_that_cannot_fit_after_blocks_were_lost_holds_up_no_other(lost:
             bench.turn()
         assert bench.tokens[-1].key == small
         bench.tell(HandoffEnded(key=small, error=None))
-    (bench.blocks.unquarantine if lost == "quarantined" else bench.blocks.free)(blocks)
+    if lost == "quarantined":
+        bench.blocks.unquarantine(blocks)
+        bench.deliver(sending)
+    else:
+        bench.blocks.free(blocks)
     while bench.turn():
         pass
     assert bench.tokens[-1].key == large
