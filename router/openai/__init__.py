@@ -1,6 +1,11 @@
-"""The HTTP front end: OpenAI's API, JSON and server-sent events, on uvicorn.
+"""The HTTP front end: OpenAI's API in JSON and server-sent events, on uvicorn.
 
-server: the listener. connection: one connection and its bounds. app: the paths. body: reading
-bodies. answers: sending answers. chunks, logprobs: what is in them. errors: statuses and error
-objects. document: /openapi.json.
+server: the listener
+connection: one connection and its limits
+app: the paths
+body: reading the body of a request
+answers: sending answers and errors, and watching for disconnects
+chunks, logprobs: the objects in answers and streams
+errors: statuses and error objects
+document: /openapi.json
 """

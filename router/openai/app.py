@@ -193,12 +193,12 @@ class _FrontEnd:
         headers = [(b"baton-request-id", run.request_id.encode())]
         model = self._service.model_name
         if request.stream:
-            writer = ChunkWriter(request, run, model=model)
+            writer, scored = ChunkWriter(request, run, model=model), request.scored
             async for deltas in run:
                 # The status line waits for the first token: earlier failures keep their own.
                 if not answer.started:
                     await answer.begin_stream(headers)
-                size = sum(delta.num_scores for delta in deltas) if request.scored else 0
+                size = sum(delta.num_scores for delta in deltas) if scored else 0
                 await answer.part(await off_loop(partial(writer.events, deltas), size=size))
             return partial(answer.part, writer.last(), last=True)
         whole = [delta async for deltas in run for delta in deltas]

@@ -37,6 +37,7 @@ class ChunkWriter:
         self._tools = request.tool_use is not None
         content = "null" if self._tools else '""'  # there may be no text
         self._first = f',"delta":{{"role":"assistant","content":{content}}}' if chat else None
+        self._continuous_usage = request.continuous_usage
         self._num_tokens = 0
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
@@ -82,7 +83,7 @@ class ChunkWriter:
         end: str = "",
     ) -> str:
         usage = self._usage_null
-        if self._request.continuous_usage:
+        if self._continuous_usage:
             so_far = replace(self._run.usage, completion_tokens=self._num_tokens)
             usage = f',"usage":{_encode(so_far.to_json())}'
         return (

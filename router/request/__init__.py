@@ -1,7 +1,12 @@
 """What clients may ask for: typed requests and their checks. No network, no tokenizer.
 
-body: base class of what is parsed. generate_request: the table of fields. chat_request,
-completion_request: the fields of each kind. chat_messages, tools, structured_output: their parts.
-text_requests: Tokenize and Detokenize. unserved: fields that are known and refused. parse: from
-JSON and protobuf fields to these types. large_json: large bodies. request_id: names of requests.
+generate_request: the table of fields that chat and completions share
+chat_request, completion_request: the fields of one kind
+chat_messages, tools, structured_output: the parts of a request
+text_requests: Tokenize and Detokenize
+body: the base class of all these
+parse: from JSON bodies and protobuf fields to typed requests
+large_json: parsing large bodies while other threads run
+unserved: fields that are known and refused
+request_id: ids and names of requests
 """

@@ -45,7 +45,7 @@ class ChatRequest(GenerateRequest):
 
     @property
     def output_limit(self) -> int | None:
-        """Output tokens asked for; None when unset."""
+        """Requested output tokens; None when unset."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property

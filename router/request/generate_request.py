@@ -199,7 +199,7 @@ class GenerateRequest(Body, dict=True):
 
     @property
     def output_limit(self) -> int | None:
-        """Output tokens asked for; None when unset."""
+        """Requested output tokens; None when unset."""
         return self.max_tokens
 
     @property
@@ -262,14 +262,14 @@ class GenerateRequest(Body, dict=True):
             choice=self.guided_choice,
             grammar=self.guided_grammar,
         ).grammars("guided_")
-        asked = [one for one in found if one is not None]
-        if len(asked) > 1:
+        requested = [one for one in found if one is not None]
+        if len(requested) > 1:
             raise InvalidRequest(
-                f"{asked[0].param} and {asked[1].param} both say what the output must look like; "
-                "give one",
-                param=asked[1].param,
+                f"{requested[0].param} and {requested[1].param} both say what the output must look "
+                "like; give one",
+                param=requested[1].param,
             )
-        return asked[0] if asked else None
+        return requested[0] if requested else None
 
     def _check_top_logprobs(self) -> None:
         if not isinstance(self.logprobs, bool):
