@@ -35,6 +35,13 @@ from worker_runtime.scheduling.messages import PREEMPTIONS, RELEASED, EndHandoff
 from worker_runtime.scheduling.scheduler import Scheduler
 from worker_runtime.scheduling.sequence import Sequence
 
+#: Prompt tokens that a step takes at least: arithmetic has room for them while weights are read.
+_MIN_CHUNK = 64
+#: Chunk until enough steps are measured.
+_UNMEASURED_CHUNK = 256
+#: Share of `target_step_s` while a hand-off is being received.
+_RECEIVING_SHARE = 0.75
+
 
 class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
     """Decides what a decode worker does next."""
@@ -123,19 +130,46 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
             self.output.reserves += self._admission.admit(self._entries.values(), now)
 
     def plan(self, now: float) -> StepBatch | None:
-        """Decoding sequences first, then prompts, within the token budget."""
+        """Decoding sequences first, then prompts, within the budgets of tokens and time."""
         self._expire(now)
         self._constrain()
         self.admit(now)
         self._short = None
         self._rows = []
         budget = self._config.max_num_batched_tokens
+        cut = False
         for entry, num_runnable in self._runnable():
+            if num_runnable > 1 and not cut:
+                budget, cut = min(budget, self._prompt_budget(entry.sequence)), True
             if budget == 0 or len(self._rows) == self._config.max_num_seqs:
                 break
             if entry.state is RequestState.RUNNING:  # not preempted by an older one just now
                 budget -= self._add_row(entry, num_runnable, budget, now)
         return self._inflight.launch(self._rows, now)
+
+    def _prompt_budget(self, first: Sequence) -> int:
+        """Prompt tokens for a step of about `target_step_s` beside the decode rows planned so far.
+
+        A sequence that is committed while a step runs waits for its end and for the next step:
+        both are shorter while one is being received.
+        """
+        target_s = self._config.target_step_s
+        if not target_s:
+            return self._config.max_num_batched_tokens
+        receiving = any(e.state is RequestState.RECEIVING for e in self._entries.values())
+        if receiving:
+            target_s *= _RECEIVING_SHARE
+        model = self._inflight.model
+        if not model.known:
+            return _UNMEASURED_CHUNK
+        num_tokens = model.prompt_tokens_within(
+            target_s,
+            num_decodes=len(self._rows),
+            context=sum(row.entry.sequence.num_launched for row in self._rows),
+            start=first.num_launched,
+            max_tokens=self._config.max_num_batched_tokens,
+        )
+        return max(_MIN_CHUNK, num_tokens)
 
     def _constrain(self) -> None:
         alive = [e.sequence for e in self._entries.values() if e.sequence.matcher and not e.ending]
@@ -268,6 +302,7 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
             free_blocks=self._admission.num_free_for_new(queued),
             total_blocks=self._blocks.num_blocks,
             tokens_per_second=self._inflight.tokens_per_second(),
+            prompt_tokens_per_second=self._inflight.prompt_tokens_per_second(),
             held_blocks=self._blocks.num_held,
             cached_blocks=self._blocks.num_cached,
             quarantined_blocks=self._blocks.num_quarantined,

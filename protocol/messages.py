@@ -143,6 +143,7 @@ class WorkerLoad(Message):
     free_blocks: int = 0  # blocks that a new sequence could get, cached ones included
     total_blocks: int = 0
     tokens_per_second: float = 0.0  # prefill: of well-filled steps; decode: of all sequences
+    prompt_tokens_per_second: float = 0.0  # decode: of steps that ran prompt tokens
     held_blocks: int = 0
     cached_blocks: int = 0
     quarantined_blocks: int = 0

@@ -37,9 +37,9 @@ class RouterConfig:
         worker are prefilled there.
     local_remainder_tokens: so are prompts of which a decode worker has cached all but up to this
         many tokens, if prefill would have to compute four times as many; 0: none are.
-    local_backlog_s: so is a prompt that prefill would not reach within so many seconds, one at a
-        time on each decode worker; 0: none is. Decode's max_num_batched_tokens bounds the step that
-        the chunk is part of, and so the pause of other streams.
+    local_gain_s: so is a prompt whose first token would come so many seconds sooner there than from
+        prefill, by the backlogs and rates that both report; 0: none is. Decode's target_step_s
+        bounds the steps that its chunks are part of, and so the gaps of other streams.
     prefix_tokens_per_sequence: so many cached prompt tokens on a decode worker make up for one more
         sequence there.
     prefix_cache_per_key: whether only requests of the same API key share cached KV. Otherwise the
@@ -84,7 +84,7 @@ class RouterConfig:
     max_timeout_s: float = 3600.0
     local_prefill_tokens: int = 16
     local_remainder_tokens: int = 512
-    local_backlog_s: float = 0.0
+    local_gain_s: float = 0.0
     prefix_tokens_per_sequence: int = 256
     prefix_cache_per_key: bool = False
     max_attempts: int = 4
@@ -139,4 +139,4 @@ class RouterConfig:
 
 #: https://www.rfc-editor.org/rfc/rfc6454#section-6.2
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
-_ZERO_IS_NONE = ("local_prefill_tokens", "local_remainder_tokens", "local_backlog_s")
+_ZERO_IS_NONE = ("local_prefill_tokens", "local_remainder_tokens", "local_gain_s")

@@ -25,6 +25,8 @@ V = TypeVar("V")
 _FREE_STEPS = 16
 #: Decode prefills the uncached remainder of a prompt when prefill would compute so many times more.
 _REMAINDER_GAIN = 4
+#: Rate of prompts on a decode worker that has computed none, as a share of prefill's.
+_UNMEASURED_SHARE = 0.5
 
 
 class LocalReason(StrEnum):
@@ -134,8 +136,10 @@ def choose(
     if reason is None:
         prefill = choose_prefill(need, fitting, rng)
         measured = any(view.load.tokens_per_second > 0 for view in fitting)
-        wait_s = backlog_s(prefill, _mean_rate(fitting)) if measured else 0.0
-        if not _prefill_is_busy(decode, wait_s, config):
+        rate = _mean_rate(fitting)
+        sooner = _sooner_on_decode(need, decodes, prefill, rate, config) if measured else None
+        if sooner is None:
+            wait_s = backlog_s(prefill, rate) if measured else 0.0
             prefill_reason = _reason(prefill, len(fitting), has_room=True)
             return WorkerChoice(
                 decode=decode,
@@ -145,7 +149,8 @@ def choose(
                 note=f"prefill {prefill_reason}: {prefill.cached_tokens} tokens cached, "
                 f"backlog {wait_s:.2f} s; {decode_note}",
             )
-        reason = LocalReason.PREFILL_BUSY
+        decode, reason = sooner, LocalReason.PREFILL_BUSY
+        decode_note = f"decode: {decode.backlog} tokens of backlog"
     return WorkerChoice(
         decode=decode,
         prefill=None,
@@ -273,9 +278,33 @@ def _remainder_is_cheaper(
     return _REMAINDER_GAIN * uncached <= on_prefill
 
 
-def _prefill_is_busy(decode: WorkerView, wait_s: float, config: RouterConfig) -> bool:
-    """Whether decode computes a prompt that prefill would reach only after `wait_s`."""
-    return 0.0 < config.local_backlog_s < wait_s and not decode.backlog
+def _sooner_on_decode(
+    need: Need,
+    decodes: Sequence[WorkerView],
+    prefill: WorkerView,
+    prefill_rate: float,
+    config: RouterConfig,
+) -> WorkerView | None:
+    """The decode worker from which the first token would come `local_gain_s` sooner than from
+    `prefill`; None when there is none."""
+    if not config.local_gain_s:
+        return None
+    able = [
+        view
+        for view in decodes
+        if not view.failing and view.capacity >= need.total_tokens and _blocks_left(need, view) >= 0
+    ]
+    if not able:
+        return None
+
+    def local_s(view: WorkerView) -> float:
+        rate = view.load.prompt_tokens_per_second or _UNMEASURED_SHARE * prefill_rate
+        return (view.backlog + need.prompt_tokens - view.cached_tokens) / rate
+
+    work = prefill.backlog + need.prompt_tokens - prefill.expected_tokens
+    best = min(able, key=local_s)
+    gain_s = work / _rate(prefill, prefill_rate) - local_s(best)
+    return best if gain_s > config.local_gain_s else None
 
 
 def _reason(view: WorkerView, num_workers: int, *, has_room: bool) -> ChoiceReason:

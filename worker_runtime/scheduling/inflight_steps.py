@@ -11,6 +11,7 @@ from typing import Generic, Protocol, TypeVar
 from engine.batch import StepBatch
 from observability.rate import Rate
 from worker_runtime.scheduling.sequence import Sequence
+from worker_runtime.scheduling.step_model import StepModel, StepShape
 
 #: Share of the shortest predicted time of a step with prompts that is relied on.
 _RELIABLE_SHARE = 0.75
@@ -46,16 +47,18 @@ class Row(Generic[E]):
 
 @dataclass(frozen=True, slots=True)
 class _InflightStep(Generic[E]):
-    """`timed`: whether it counts for the rate that the worker reports."""
+    """`shape`: None without prompt tokens. `timed`: whether it counts for the rate that the worker
+    reports."""
 
     rows: list[Row[E]]
     num_tokens: int
     launched_at: float
+    shape: StepShape | None
     timed: bool
 
     @property
     def decodes_only(self) -> bool:
-        return self.num_tokens == len(self.rows)
+        return self.shape is None
 
 
 class InflightSteps(Generic[E]):
@@ -66,7 +69,9 @@ class InflightSteps(Generic[E]):
         self._names: Counter[bytes] = Counter()  # of blocks that steps in flight compute
         self._claimed: set[bytes] = set()  # of blocks in the step being planned
         self._landed_at = -math.inf
+        self.model = StepModel()
         self._rate = Rate()
+        self._prompt_rate = Rate()
         self._fastest = math.inf  # seconds per token of the fastest step so far
         self._decodes: deque[tuple[int, float]] = deque(maxlen=_HISTORY)  # rows, seconds
 
@@ -85,7 +90,8 @@ class InflightSteps(Generic[E]):
         if not rows:
             return None
         num_tokens = sum(row.num_tokens for row in rows)
-        self._steps.append(_InflightStep(rows, num_tokens, now, timed))
+        shape = None if num_tokens == len(rows) else _shape(rows)
+        self._steps.append(_InflightStep(rows, num_tokens, now, shape, timed))
         for row in rows:
             if row.names:  # most have none, and updating with nothing is slow
                 self._names.update(row.names)
@@ -135,14 +141,40 @@ class InflightSteps(Generic[E]):
         """Smoothed over the time of timed steps; 0 before the first."""
         return self._rate.per_second()
 
+    def prompt_tokens_per_second(self) -> float:
+        """Prompt tokens over the time of steps that ran any, smoothed; 0 before the first."""
+        return self._prompt_rate.per_second()
+
     def _measure(self, step: _InflightStep[E], now: float) -> None:
         # Steps run one after the other: one launched early began when the one before ended.
         # Never negative, for a clock that is set back.
         seconds = max(0.0, now - max(step.launched_at, self._landed_at))
         if step.timed:
             self._rate.add(step.num_tokens, seconds)
-        if step.decodes_only:
+        if step.shape is None:
             self._decodes.append((step.num_tokens, seconds))
+        else:
+            self._prompt_rate.add(step.shape.num_prompt_tokens, seconds)
+            self.model.add(step.shape, seconds)
         if seconds >= _MIN_MEASURED_S:
             self._fastest = min(self._fastest, seconds / step.num_tokens)
         self._landed_at = now
+
+
+def _shape(rows: list[Row[E]]) -> StepShape:
+    """What these rows run, before their sequences are launched."""
+    num_decodes = context = num_prompt_tokens = num_pairs = 0
+    for row in rows:
+        start, count = row.entry.sequence.num_launched, row.num_tokens
+        if count == 1:
+            num_decodes += 1
+            context += start
+        else:
+            num_prompt_tokens += count
+            num_pairs += count * start + count * count // 2
+    return StepShape(
+        num_decodes=num_decodes,
+        context=context,
+        num_prompt_tokens=num_prompt_tokens,
+        num_pairs=num_pairs,
+    )

@@ -233,7 +233,7 @@ async def test_a_port_that_is_taken_is_named(model_folder: Path) -> None:
         ("max_requests", 0),
         ("silence_s", 0),
         ("local_prefill_tokens", -1),
-        ("local_backlog_s", -0.1),
+        ("local_gain_s", -0.1),
         ("max_model_len", 1),
         ("default_timeout_s", 1e9),
     ],

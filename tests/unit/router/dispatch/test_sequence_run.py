@@ -102,22 +102,22 @@ async def test_without_prefill_workers_decode_does_it_all(
         assert metric(front_ends, metrics.LOCAL_PREFILLS, reason="no_prefill_ready") == 1
 
 
-async def test_decode_computes_a_prompt_while_prefill_is_busy_but_not_two(
+async def test_decode_computes_a_prompt_while_prefill_is_busier_than_itself(
     fleet: StubFleet, make_front_ends: MakeFrontEnds
 ) -> None:
     prefill, decode = await fleet.add(Role.PREFILL), await fleet.add(Role.DECODE)
-    async with make_front_ends(fleet, local_backlog_s=0.5) as front_ends:
+    async with make_front_ends(fleet, local_gain_s=0.5) as front_ends:
         (busy,) = front_ends.router._workers.ready(Role.PREFILL)
         (other,) = front_ends.router._workers.ready(Role.DECODE)
         busy.reservations.reserve(RequestKey("long", 0), tokens=10**6, blocks=0)
         assert await ids_of(front_ends) == expected(8)
         assert decode.submitted[0].peer is None
         assert metric(front_ends, metrics.LOCAL_PREFILLS, reason="prefill_busy") == 1
-        other.reservations.reserve(RequestKey("local", 0), tokens=1, blocks=0)
+        other.reservations.reserve(RequestKey("local", 0), tokens=10**6, blocks=0)
         decode.accepting = asyncio.Event()
         answer = asyncio.create_task(ids_of(front_ends))
         await until(lambda: prefill.submitted)
-        assert other.reservations.tokens == 1  # what prefill computes is none of decode's
+        assert other.reservations.tokens == 10**6  # what prefill computes is none of decode's
         decode.accepting.set()
         assert await answer == expected(8)
         assert [submit.peer for submit in decode.submitted] == [None, prefill.ref]

@@ -16,6 +16,7 @@ from router.workers.policy import (
     ChoiceReason,
     LocalReason,
     Need,
+    WorkerChoice,
     WorkerView,
     backlog_s,
     choose,
@@ -146,26 +147,46 @@ def test_reasons_to_prefill_locally() -> None:
     assert decide([view("d")], [small, prefill("q")]).prefill.ref.worker_id == "q"
 
 
-def test_what_prefill_would_not_reach_soon_is_computed_on_decode_one_at_a_time() -> None:
-    config = replace(CONFIG, local_backlog_s=0.5)
-    rng = random.Random(0)
-
-    def reason(decode: WorkerView, waiting: int, config: RouterConfig = config) -> str | None:
-        busy = prefill("p", waiting_tokens=waiting, tokens_per_second=1000.0)
-        choice = choose(NEED, [decode], [busy], config=config, rng=rng)
-        assert choice is not None
-        assert (choice.prefill is None) == (choice.local_reason is not None)
-        return choice.local_reason
-
-    assert reason(view("d", running=5), 501) is LocalReason.PREFILL_BUSY
-    assert reason(view("d"), 500) is None
-    assert reason(view("d", waiting_tokens=1), 501) is None
-    assert reason(view("d", unseen_tokens=1), 501) is None
-    assert reason(view("d"), 10**6, CONFIG) is None
-    fresh = prefill("p", waiting_tokens=501)  # has measured nothing yet
-    choice = choose(NEED, [view("d")], [fresh], config=config, rng=rng)
+def chosen(
+    decodes: list[WorkerView], prefills: list[WorkerView], gain_s: float = 0.5
+) -> WorkerChoice:
+    config = replace(CONFIG, local_gain_s=gain_s)
+    choice = choose(NEED, decodes, prefills, config=config, rng=random.Random(0))
     assert choice is not None
-    assert choice.local_reason is None
+    assert (choice.prefill is None) == (choice.local_reason is not None)
+    return choice
+
+
+def test_a_prompt_whose_first_token_would_come_sooner_from_decode_is_computed_there() -> None:
+    """A prompt of 100 tokens takes prefill 0.1 s and decode 0.2 s by itself."""
+
+    def reason(waiting: int, gain_s: float = 0.5, **decode: float) -> str | None:
+        busy = prefill("p", waiting_tokens=waiting, tokens_per_second=1000.0)
+        able = view("d", **({"prompt_tokens_per_second": 500.0} | decode))
+        return chosen([able], [busy], gain_s).local_reason
+
+    assert reason(601) is LocalReason.PREFILL_BUSY
+    assert reason(599) is None
+    assert reason(601, running=50) is LocalReason.PREFILL_BUSY  # streams slow its rate down
+    assert reason(601, waiting_tokens=1) is None
+    assert reason(601, unseen_tokens=1) is None
+    assert reason(851, waiting_tokens=125) is LocalReason.PREFILL_BUSY
+    # Half of prefill's rate until it has measured its own.
+    assert reason(601, prompt_tokens_per_second=0.0) is LocalReason.PREFILL_BUSY
+    assert reason(599, prompt_tokens_per_second=0.0) is None
+    assert reason(10**6, gain_s=0.0) is None
+    assert reason(10**6, free_blocks=3) is None
+    unmeasured = prefill("p", waiting_tokens=10**6)
+    assert chosen([view("d")], [unmeasured]).local_reason is None
+
+
+def test_of_several_decode_workers_the_first_to_be_done_computes_the_prompt() -> None:
+    busy = prefill("p", waiting_tokens=5000, tokens_per_second=1000.0)
+    slow = view("slow", prompt_tokens_per_second=100.0)
+    quick = view("quick", running=9, prompt_tokens_per_second=500.0)
+    assert chosen([slow, quick], [busy]).decode.ref.worker_id == "quick"
+    failing = replace(quick, failing=True)
+    assert chosen([slow, failing], [busy]).decode.ref.worker_id == "slow"
 
 
 def test_no_decode_no_choice() -> None:

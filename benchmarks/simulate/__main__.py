@@ -1,0 +1,89 @@
+"""`python -m benchmarks.simulate --trace FILE`: goodput of a deployment before it exists."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from pathlib import Path
+
+from benchmarks.measure import Slo
+from benchmarks.simulate.devices import H200_8B
+from benchmarks.simulate.world import Request, Setup, World
+from benchmarks.workload import fit_trace, read_trace
+from cluster.config.load import load_config
+
+_SLOS = ("200/20", "200/20/50", "200/20/30", "200/20/20", "200/20/12", "500/20", "200/10", "100/10")
+
+
+def main() -> None:
+    """Print a line for each speed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulate")
+    parser.add_argument("--config", type=Path, default=Path("deploy/configs/gpu-1p1d.yaml"))
+    parser.add_argument("--set", dest="overrides", action="append", default=[])
+    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--limit", type=int, default=300)
+    parser.add_argument("--speeds", default="1")
+    parser.add_argument("--prompt-tokens", type=int, default=6000)
+    options = parser.parse_args()
+    config = load_config(options.config, overrides=options.overrides).config
+    setup = Setup(
+        step_time=H200_8B,
+        num_prefill=config.prefill.replicas,
+        num_decode=config.decode.replicas,
+        prefill=config.prefill.worker,
+        decode=config.decode.worker,
+        router=config.router.settings,
+    )
+    print("good of all at", *_SLOS, sep="  ")
+    for speed in map(float, options.speeds.split(",")):
+        asks = fit_trace(
+            read_trace(options.trace)[options.first :],
+            limit=options.limit,
+            speed=speed,
+            max_prompt=options.prompt_tokens,
+            max_output=1 << 20,
+        )
+        print(f"x{speed:g}", describe(World(setup, asks).run()))
+
+
+def describe(requests: list[Request]) -> str:
+    """Requests within each promise, and percentiles in milliseconds."""
+    rows = [figures(request) for request in requests]
+    good = [str(sum(within(row, slo) for row in rows)) for slo in map(slo_of, _SLOS)]
+    ttft, tpot, gap = (
+        "/".join(f"{1000 * percentile([row[i] for row in rows], p):.1f}" for p in (50, 99))
+        for i in range(3)
+    )
+    local = sum(request.local for request in requests)
+    return f"{' '.join(good)}  TTFT {ttft}  TPOT {tpot}  longest gap {gap}  on decode {local}"
+
+
+def figures(request: Request) -> tuple[float, float, float]:
+    """TTFT, mean inter-token time and longest gap, in seconds."""
+    times = request.times
+    assert len(times) == request.ask.output_tokens
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    mean = sum(gaps) / len(gaps) if gaps else 0.0
+    return times[0] - request.sent, mean, max(gaps, default=0.0)
+
+
+def slo_of(text: str) -> Slo:
+    """TTFT/TPOT[/GAP] in milliseconds."""
+    ttft, tpot, *gap = (float(part) / 1000 for part in text.split("/"))
+    return Slo(ttft=ttft, tpot=tpot, gap=min(gap, default=math.inf))
+
+
+def within(row: tuple[float, float, float], slo: Slo) -> bool:
+    """Whether a request keeps a promise."""
+    return row[0] <= slo.ttft and row[1] <= slo.tpot and row[2] <= slo.gap
+
+
+def percentile(values: list[float], percent: int) -> float:
+    """Nearest rank."""
+    return sorted(values)[min(len(values) - 1, percent * len(values) // 100)]
+
+
+if __name__ == "__main__":
+    main()

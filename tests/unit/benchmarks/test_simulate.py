@@ -1,0 +1,81 @@
+"""The production schedulers and policy on a virtual clock, on devices whose step time is known."""
+
+from __future__ import annotations
+
+import operator
+import random
+
+import pytest
+
+from benchmarks.simulate.__main__ import figures, slo_of, within
+from benchmarks.simulate.devices import H200_8B
+from benchmarks.simulate.world import Request, Setup, World
+from benchmarks.workload import Ask, fit_trace, read_trace
+from router.config import RouterConfig
+from tests.support.sources import ROOT
+from worker_runtime.config import WorkerConfig
+
+TRACE = ROOT.parent / "shared" / "traces" / "azure2023_conv.csv"
+TARGET_S = 0.0115
+
+
+def setup(*, target_s: float = TARGET_S, gain_s: float = 0.03, **changes: int) -> Setup:
+    return Setup(
+        step_time=H200_8B,
+        prefill=WorkerConfig(max_num_seqs=64, max_num_batched_tokens=2048),
+        decode=WorkerConfig(max_num_seqs=256, max_num_batched_tokens=2048, target_step_s=target_s),
+        router=RouterConfig(model_path="m", local_gain_s=gain_s),
+        **changes,
+    )
+
+
+def good(requests: list[Request], slo: str) -> int:
+    return sum(within(figures(request), slo_of(slo)) for request in requests)
+
+
+def random_asks(count: int, rate: float) -> list[Ask]:
+    source, now, asks = random.Random(5), 0.0, []
+    for _ in range(count):
+        now += source.expovariate(rate)
+        asks.append(
+            Ask(
+                at=now, prompt_tokens=source.randint(16, 4000), output_tokens=source.randint(1, 300)
+            )
+        )
+    return asks
+
+
+@pytest.mark.parametrize("pools", [(1, 1), (2, 1), (1, 2), (0, 2)])
+def test_every_request_gets_all_its_tokens_and_gives_its_blocks_back(pools):
+    world = World(setup(num_prefill=pools[0], num_decode=pools[1]), random_asks(80, 15.0))
+    requests = world.run()
+    assert [len(request.times) for request in requests] == [r.ask.output_tokens for r in requests]
+    for worker in world.workers:
+        assert (worker.load.running, worker.load.waiting, worker.load.held_blocks) == (0, 0, 0)
+        assert (worker.reservations.sequences, worker.reservations.tokens) == (0, 0)
+
+
+@pytest.mark.parametrize("target_s", [0.008, TARGET_S, 0.02])
+def test_chunks_keep_steps_near_their_target(target_s):
+    """Two decode workers and no prefill: every prompt is computed beside streams."""
+    world = World(setup(num_prefill=0, num_decode=2, target_s=target_s), random_asks(80, 10.0))
+    requests = world.run()
+    gaps = sorted(gap for r in requests for gap in map(operator.sub, r.times[1:], r.times))
+    assert gaps[99 * len(gaps) // 100] == pytest.approx(target_s, rel=0.15)
+    # Where little is measured yet a step may take longer, but not by much.
+    assert gaps[-1] <= 1.6 * target_s
+
+
+@pytest.mark.skipif(not TRACE.exists(), reason=f"{TRACE} is not here")
+def test_prompts_that_prefill_would_reach_late_are_served_sooner_from_decode():
+    """Azure's conversation trace at twice its rate, where one prefill worker is full at times."""
+    asks = fit_trace(
+        read_trace(TRACE)[10_585:], limit=300, speed=2.0, max_prompt=6000, max_output=1 << 20
+    )
+    split = World(setup(gain_s=0.0), asks).run()
+    shared = World(setup(), asks).run()
+    assert not any(request.local for request in split)
+    assert good(shared, "200/20") >= 298
+    assert good(split, "200/20") <= 270
+    assert good(shared, "200/20/20") >= 290
+    assert good(shared, "200/10") >= 295

@@ -1,0 +1,132 @@
+"""The fitted step time against devices whose step time is known."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from worker_runtime.scheduling.step_model import StepModel, StepShape
+
+
+def device_seconds(shape: StepShape, slower: float = 1.0) -> float:
+    """An 8B model in bfloat16 on an H200: weights, arithmetic, KV reads, attention of a chunk."""
+    tokens = shape.num_decodes + shape.num_prompt_tokens
+    weights = max(3.85e-3, 2.2e-5 * tokens)
+    return slower * (weights + 3.2e-8 * shape.context + 1.2e-9 * shape.num_pairs + 2.5e-4)
+
+
+def a_shape(source: random.Random) -> StepShape:
+    num_decodes = source.randint(0, 64)
+    chunk, start = source.randint(192, 768), source.randint(0, 4096)
+    return StepShape(
+        num_decodes=num_decodes,
+        context=num_decodes * source.randint(200, 3000),
+        num_prompt_tokens=chunk,
+        num_pairs=chunk * start + chunk * chunk // 2,
+    )
+
+
+def trained(source: random.Random, steps: int = 200, slower: float = 1.0) -> StepModel:
+    model = StepModel()
+    for _ in range(steps):
+        shape = a_shape(source)
+        model.add(shape, device_seconds(shape, slower) * source.uniform(0.98, 1.02))
+    return model
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_it_predicts_within_ten_percent(seed):
+    source = random.Random(seed)
+    model = trained(source)
+    for _ in range(100):
+        shape = a_shape(source)
+        assert model.predict(shape) == pytest.approx(device_seconds(shape), rel=0.1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_chunk_chosen_for_a_time_takes_about_that_time(seed):
+    source = random.Random(seed)
+    model = trained(source)
+    for _ in range(100):
+        num_decodes, context, start = source.randint(0, 32), source.randint(0, 60_000), 1000
+        chunk = model.prompt_tokens_within(
+            0.012, num_decodes=num_decodes, context=context, start=start, max_tokens=2048
+        )
+        shape = StepShape(
+            num_decodes=num_decodes,
+            context=context,
+            num_prompt_tokens=chunk,
+            num_pairs=chunk * start + chunk * chunk // 2,
+        )
+        assert 192 <= chunk <= 768
+        assert device_seconds(shape) == pytest.approx(0.012, rel=0.1)
+
+
+def test_the_first_steps_are_not_trusted():
+    model = StepModel()
+    shape = StepShape(num_prompt_tokens=64, num_pairs=2048)
+    for _ in range(7):
+        model.add(shape, 1.2)
+        assert not model.known
+    model.add(shape, 0.01)
+    assert model.known
+
+
+def test_steps_without_prompts_and_impossible_times_teach_nothing():
+    model = StepModel()
+    for _ in range(20):
+        model.add(StepShape(num_decodes=8, context=800), 0.005)
+        model.add(StepShape(num_prompt_tokens=8), 0.0)
+        model.add(StepShape(num_prompt_tokens=8), float("inf"))
+    assert not model.known
+
+
+def test_a_stall_of_the_host_is_not_taken_for_the_device():
+    source = random.Random(3)
+    model = trained(source)
+    shape = a_shape(source)
+    before = model.predict(shape)
+    model.add(shape, 2.5)
+    assert model.predict(shape) == before
+
+
+def test_it_follows_a_device_that_becomes_slower():
+    source = random.Random(4)
+    model = trained(source)
+    for _ in range(400):
+        shape = a_shape(source)
+        model.add(shape, device_seconds(shape, slower=1.8))
+    shape = a_shape(source)
+    assert model.predict(shape) == pytest.approx(device_seconds(shape, slower=1.8), rel=0.1)
+
+
+def test_a_few_equal_steps_do_not_allow_a_huge_one():
+    model = StepModel()
+    shape = StepShape(num_decodes=4, context=2000, num_prompt_tokens=256, num_pairs=30_000)
+    for _ in range(10):
+        model.add(shape, device_seconds(shape))
+    chunk = model.prompt_tokens_within(
+        0.0115, num_decodes=4, context=2000, start=0, max_tokens=2048
+    )
+    assert 128 <= chunk <= 384
+
+
+def test_nothing_fits_when_decoding_alone_takes_longer():
+    model = trained(random.Random(5))
+    chunk = model.prompt_tokens_within(
+        0.004, num_decodes=256, context=500_000, start=0, max_tokens=2048
+    )
+    assert chunk == 0
+
+
+def test_equal_steps_do_not_wear_the_fit_out():
+    """Forgetting without news must not let the covariance grow for ever (blow-up)."""
+    model = trained(random.Random(6))
+    shape = StepShape(num_decodes=8, context=8000, num_prompt_tokens=300, num_pairs=45_000)
+    for _ in range(20_000):
+        model.add(shape, device_seconds(shape))
+    model.add(shape, 1.5 * device_seconds(shape))
+    assert model.predict(shape) < 1.6 * device_seconds(shape)
+    other = StepShape(num_decodes=40, context=60_000, num_prompt_tokens=600, num_pairs=180_000)
+    assert model.predict(other) == pytest.approx(device_seconds(other), rel=0.5)

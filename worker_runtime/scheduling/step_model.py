@@ -1,0 +1,114 @@
+"""How long a step takes, learned from the steps that ran. Pure.
+
+A step that mixes decode rows with prompt tokens takes a constant (weights are read, kernels are
+launched), a time a prompt token (arithmetic), a time a context token of the decode rows (their KV
+is read) and a time a pair of prompt token and earlier token (attention). The four are fitted by
+recursive least squares with exponential forgetting (Haykin, Adaptive Filter Theory, chapter 10),
+so the model follows what the device does now.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+#: Mixed steps seen before the model is trusted: the first ones compile, allocate and warm caches.
+_MIN_STEPS = 8
+#: Weight of the steps before, each time one is added: about the last hundred count.
+_FORGETTING = 0.99
+#: Uncertainty of each coefficient, relative to its scale, before anything is measured.
+_PRIOR = 100.0
+#: Total uncertainty beyond which nothing more is forgotten.
+_MAX_TRACE = 0.3
+#: How much larger a step may be than the largest that ran.
+_GROWTH = 1.5
+#: A step longer than this many times its prediction is a stall of the host and teaches nothing.
+_STALL_FACTOR = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What a step runs: `num_decodes` sequences with `context` tokens together, and
+    `num_prompt_tokens` tokens of prompts, which attend to `num_pairs` (token, earlier) pairs."""
+
+    num_decodes: int = 0
+    context: int = 0
+    num_prompt_tokens: int = 0
+    num_pairs: int = 0
+
+    @property
+    def features(self) -> tuple[float, float, float, float]:
+        """The regressors, scaled to the order of one."""
+        return (
+            1.0,
+            (self.num_decodes + self.num_prompt_tokens) / 1e3,
+            self.context / 1e5,
+            self.num_pairs / 1e6,
+        )
+
+
+class StepModel:
+    """Seconds of a step that has prompt tokens in it."""
+
+    def __init__(self) -> None:
+        size = len(StepShape().features)
+        self._weights = [0.0] * size
+        self._covariance = [[_PRIOR * (i == j) for j in range(size)] for i in range(size)]
+        self._num_steps = 0
+        self._largest = 0  # prompt tokens of a step so far
+
+    @property
+    def known(self) -> bool:
+        """Whether enough steps were seen to predict others."""
+        return self._num_steps >= _MIN_STEPS
+
+    def predict(self, shape: StepShape) -> float:
+        """Seconds of such a step. Coefficients below zero, noise of the fit, count as zero."""
+        return sum(max(0.0, w) * x for w, x in zip(self._weights, shape.features, strict=True))
+
+    def add(self, shape: StepShape, seconds: float) -> None:
+        """Take in a step that ran. Steps without prompt tokens are another regime: ignored."""
+        if not shape.num_prompt_tokens or not 0.0 < seconds < math.inf:
+            return
+        if self.known and seconds > _STALL_FACTOR * self.predict(shape) > 0.0:
+            return
+        self._num_steps += 1
+        self._largest = max(self._largest, shape.num_prompt_tokens)
+        x = shape.features
+        gain = [sum(row[j] * x[j] for j in range(len(x))) for row in self._covariance]
+        scale = _FORGETTING + sum(g * v for g, v in zip(gain, x, strict=True))
+        error = seconds - sum(w * v for w, v in zip(self._weights, x, strict=True))
+        self._weights = [w + g / scale * error for w, g in zip(self._weights, gain, strict=True)]
+        settled = [
+            [value - gain[i] * gain[j] / scale for j, value in enumerate(row)]
+            for i, row in enumerate(self._covariance)
+        ]
+        # Equal steps say nothing about other shapes: forgetting then would let one odd step undo
+        # what was learned of those (covariance wind-up).
+        trace = sum(settled[i][i] for i in range(len(x)))
+        keep = _FORGETTING if trace < _MAX_TRACE else 1.0
+        self._covariance = [[value / keep for value in row] for row in settled]
+
+    def prompt_tokens_within(
+        self, seconds: float, *, num_decodes: int, context: int, start: int, max_tokens: int
+    ) -> int:
+        """The most prompt tokens, up to `max_tokens`, that such a step can run beside its decode
+        rows in `seconds`; `start` is the position of the first of them. 0 when none fits.
+
+        Steps much larger than any that ran are not trusted: equal steps leave open what part of
+        their time is constant.
+        """
+        max_tokens = min(max_tokens, int(_GROWTH * self._largest))
+        base = self.predict(StepShape(num_decodes=num_decodes, context=context))
+        _, token, _, pair = (max(0.0, w) for w in self._weights)
+        # A chunk of n tokens costs linear * n + square * n^2 seconds over the base.
+        linear = token / 1e3 + pair * start / 1e6
+        square = pair / 2e6
+        left = seconds - base
+        if left <= 0.0:
+            return 0
+        if linear <= 0.0 and square <= 0.0:
+            return max_tokens
+        # The positive root, in the form that does not cancel when `square` is small.
+        root = 2 * left / (linear + math.sqrt(linear * linear + 4 * square * left))
+        return min(max_tokens, int(root))
