@@ -25,7 +25,7 @@ class Channel:
     """One connection. `send` may be called from any thread, `receive` from one at a time.
 
     `limit` is a time.monotonic() by which a whole message must have passed; None sets no limit. A
-    call that fails closes the channel, since what follows could not be told from its rest.
+    call that fails closes the channel, because later bytes could belong to its message.
     """
 
     def __init__(self, connection: socket.socket, session: Session) -> None:

@@ -13,7 +13,7 @@ _PURPOSE = b"control"
 
 
 class Connection(asyncio.Protocol, ABC):
-    """One end: cuts the stream into frames, and hangs up when a frame is not the peer's."""
+    """One end: cuts the stream into frames, and aborts when a frame is not valid."""
 
     def __init__(self, secret: bytes, *, is_client: bool) -> None:
         self._session = Session(secret, purpose=_PURPOSE, is_client=is_client)
@@ -39,7 +39,7 @@ class Connection(asyncio.Protocol, ABC):
         if self._transport is not None:
             self._transport.close()
 
-    def hang_up(self) -> None:
+    def abort(self) -> None:
         if self._transport is not None:
             self._transport.abort()
             self._transport = None
@@ -75,7 +75,7 @@ class Connection(asyncio.Protocol, ABC):
                 start = end
                 self._take(head, kind, number, body)
         except FrameError as error:
-            self.hang_up()
+            self.abort()
             if isinstance(error, AuthenticationFailed):
                 self.handshake_ended(authenticated=False)
         del self._data[:start]

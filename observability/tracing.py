@@ -89,7 +89,7 @@ class RequestSpan:
         self._span.end(_ns(end))
 
 
-def exporting(endpoint: str, instance: str) -> Tracing:
+def otlp_tracing(endpoint: str, instance: str) -> Tracing:
     """Tracing that exports over OTLP/HTTP to `endpoint`; if empty, to that of the OTEL_* variables.
     Raises ImportError without the exporter's package."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

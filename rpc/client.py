@@ -55,7 +55,7 @@ class ControlClient:
         """Close the connection; calls and streams in flight fail."""
         self._closed = True
         if self._connection is not None:
-            self._connection.hang_up()
+            self._connection.abort()
 
     @property
     def unused(self) -> bool:
@@ -77,7 +77,7 @@ class ControlClient:
                 text, field = f"{self.address}: cannot connect: {error}", "address"
                 raise Unavailable(text, param=field if absent else None) from error
             if self._closed:
-                connection.hang_up()
+                connection.abort()
             self._check_open()  # it may have been closed meanwhile
             self._connection = connection
             return connection
@@ -143,10 +143,10 @@ class _ServerConnection(Connection):
         try:
             known = await connection.handshake
         except BaseException:
-            connection.hang_up()
+            connection.abort()
             raise
         if known is None:
-            raise ConnectionResetError("the peer hung up")
+            raise ConnectionResetError("the peer closed the connection")
         if not known:
             raise Unauthenticated(f"{address} does not know the secret of this cluster")
         return connection

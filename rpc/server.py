@@ -109,7 +109,7 @@ class _ClientConnection(Connection):
         super().connection_made(transport)
         self._server.connections.add(self)
         if self._server.stopped:  # accepted while the server stopped
-            self.hang_up()
+            self.abort()
         loop = asyncio.get_running_loop()
         self._handshake_timer = loop.call_later(_HANDSHAKE_S, self._expect_authenticated)
 
@@ -209,7 +209,7 @@ class _ClientConnection(Connection):
 
     def _expect_authenticated(self) -> None:
         if not self.authenticated:
-            self.hang_up()
+            self.abort()
 
 
 def _as_typed(method: Method[Any, Any], error: BaseException) -> BatonError:

@@ -18,7 +18,7 @@ from engine.ranks.messages import (
     EngineCommand,
     RankInvite,
     Report,
-    Sign,
+    ReportKind,
     open_store,
 )
 from engine.ranks.tensor_parallel import TensorParallel
@@ -64,7 +64,7 @@ class Follower:
     def open(self, runner: StepRunner) -> None:
         """Report that the model is loaded; wait for OPEN, allocate the pool, join the tensor
         group."""
-        self._report(Report(sign=Sign.LOADED))
+        self._report(Report(kind=ReportKind.LOADED))
         command = self._next()
         if command.command is not Command.OPEN:
             raise RankLost(f"rank 0 sent {command.command} before the group was open", param="tp")
@@ -91,7 +91,7 @@ class Follower:
 
     def broken(self, error: Exception) -> None:
         """Report the error to rank 0 and close."""
-        self._report(Report(sign=Sign.BROKEN, error=typed(error).info()), quiet=True)
+        self._report(Report(kind=ReportKind.BROKEN, error=typed(error).info()), quiet=True)
         self.close()
 
     def close(self) -> None:
@@ -117,9 +117,9 @@ class Follower:
 
     def _answer(self, number: int, outcome: bytes | BaseException) -> None:
         if isinstance(outcome, bytes):
-            self._report(Report(sign=Sign.ANSWER, number=number, payload=outcome), quiet=True)
+            self._report(Report(kind=ReportKind.ANSWER, number=number, payload=outcome), quiet=True)
         else:
-            report = Report(sign=Sign.ANSWER, number=number, error=typed(outcome).info())
+            report = Report(kind=ReportKind.ANSWER, number=number, error=typed(outcome).info())
             self._report(report, quiet=True)
 
     def _next(self) -> EngineCommand:
@@ -141,7 +141,7 @@ class Follower:
                 raise RankLost(f"rank 0 is gone: {error}", param="rank 0") from error
 
     def _beat(self) -> None:
-        alive = codec.encode(Report(sign=Sign.ALIVE))
+        alive = codec.encode(Report(kind=ReportKind.ALIVE))
         while not self._ended.wait(_BEAT_S):
             try:
                 self._channel.send(alive, self._message_limit())

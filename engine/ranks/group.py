@@ -23,7 +23,7 @@ from engine.ranks.messages import (
     EngineCommand,
     RankInvite,
     Report,
-    Sign,
+    ReportKind,
     open_store,
 )
 from engine.ranks.tensor_parallel import TensorParallel
@@ -194,10 +194,10 @@ class RankGroup:
         return time.monotonic() + self._silence_s
 
     def _take(self, rank: int, report: Report) -> None:
-        if report.sign is Sign.LOADED:
+        if report.kind is ReportKind.LOADED:
             with contextlib.suppress(InvalidStateError):  # another rank was lost before
                 self._loaded[rank].set_result(b"")
-        elif report.sign is Sign.ANSWER:
+        elif report.kind is ReportKind.ANSWER:
             with self._lock:
                 future = self._calls.pop(report.number, None)
             if future is None:  # it failed with another rank
@@ -206,7 +206,7 @@ class RankGroup:
                 future.set_result(report.payload)
             else:
                 future.set_exception(report.error.to_error())
-        elif report.sign is Sign.BROKEN:
+        elif report.kind is ReportKind.BROKEN:
             raise ChannelClosed(report.error.message if report.error else "it broke")
 
     def _lose(self, rank: int, why: str) -> None:

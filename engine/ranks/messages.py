@@ -47,7 +47,7 @@ class EngineCommand(Message):
     command: Command
 
 
-class Sign(StrEnum):
+class ReportKind(StrEnum):
     """Kinds of Report."""
 
     ALIVE = "alive"
@@ -62,7 +62,7 @@ class Report(Message):
     number: int = 0
     payload: bytes = b""
     error: ErrorInfo | None = None
-    sign: Sign
+    kind: ReportKind
 
 
 def open_store(invite: RankInvite) -> FileStore:

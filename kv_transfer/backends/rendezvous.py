@@ -76,7 +76,7 @@ class Rendezvous:
             listener.bind((self._host, 0))
             listener.listen(_BACKLOG)
             threading.Thread(
-                target=self._accept_all, args=(listener,), name="kv-meet", daemon=True
+                target=self._accept_all, args=(listener,), name="kv-accept", daemon=True
             ).start()
         except (OSError, RuntimeError):  # the next call of `listen` may succeed
             listener.close()
@@ -94,15 +94,15 @@ class Rendezvous:
                 time.sleep(_ACCEPT_RETRY_S)  # the sender is gone, or no file is left
                 continue
             # A thread each: a silent connection must not hold up the next one.
-            greeting = threading.Thread(
-                target=self._greet, args=(connection,), name="kv-greet", daemon=True
+            handshake = threading.Thread(
+                target=self._authenticate, args=(connection,), name="kv-handshake", daemon=True
             )
             try:
-                greeting.start()
+                handshake.start()
             except RuntimeError:  # no thread is left
                 connection.close()
 
-    def _greet(self, connection: socket.socket) -> None:
+    def _authenticate(self, connection: socket.socket) -> None:
         limit = time.monotonic() + _HANDSHAKE_S
         with contextlib.suppress(ChannelClosed):
             secret = self._token.encode()

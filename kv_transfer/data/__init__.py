@@ -14,7 +14,7 @@ Threads (all but the last two kinds are SerialThreads):
     kv-write-<n>      4 a rank        waits for cuda_ipc writes on CUDA stream n, which callers of
                                       DataPlane.submit began
     kv-layer-<n>      each layer      waits until a step of the engine has written layer n
-    kv-meet, -greet   each backend    accept connections (backends.rendezvous)
+    kv-accept, -handshake  each backend  accept connections (backends.rendezvous)
     kv-nccl-watch,    each backend,   end NCCL calls at their deadline (cuda.nccl)
     kv-abort-<link>   each abort
 """

@@ -139,9 +139,9 @@ def make_tracing(endpoint: str, router_id: str) -> Tracing | None:
     if not endpoint and not any(os.environ.get(name) for name in _ENDPOINTS):
         return None
     try:
-        from observability.tracing import exporting
+        from observability.tracing import otlp_tracing
 
-        return exporting(endpoint, router_id)
+        return otlp_tracing(endpoint, router_id)
     except ImportError as error:
         missing = f"otlp_endpoint needs the packages of the extra `tracing`: {error}"
         if endpoint:

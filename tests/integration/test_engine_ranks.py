@@ -26,7 +26,7 @@ from engine.executor import Executor, build_executor
 from engine.local import LocalEngine
 from engine.ranks.follower import Follower
 from engine.ranks.group import RankGroup
-from engine.ranks.messages import RankInvite, Report, Sign
+from engine.ranks.messages import RankInvite, Report, ReportKind
 from protocol import codec
 from protocol.errors import BatonError, Internal, NotFound
 from protocol.sampling import SamplingParams
@@ -267,5 +267,5 @@ def test_a_call_after_the_end_fails_at_once() -> None:
     group.close()
     with pytest.raises(RankLost, match="closed"):
         group.call(1, "echo", b"").result(5)
-    group._take(1, Report(sign=Sign.ANSWER, number=0))  # late: its call has failed
+    group._take(1, Report(kind=ReportKind.ANSWER, number=0))  # late: its call has failed
     joined.join(5)

@@ -12,7 +12,7 @@ import pytest
 from engine.errors import RankLost
 from engine.ranks.follower import Follower
 from engine.ranks.group import RankGroup
-from engine.ranks.messages import Report, Sign
+from engine.ranks.messages import Report, ReportKind
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_a_rank_that_loads_after_another_was_lost_breaks_nothing(group: RankGrou
     with pytest.raises(RankLost, match="rank 1"):
         group._loaded[1].result(20)
     with contextlib.suppress(RankLost):
-        followers[2]._report(Report(sign=Sign.LOADED))
+        followers[2]._report(Report(kind=ReportKind.LOADED))
     followers[2].close()
     for thread in listeners():
         thread.join(20)

@@ -252,7 +252,7 @@ def test_a_listener_outlives_calls_for_which_there_is_no_thread(monkeypatch):
     start, refused = threading.Thread.start, []
 
     def few_threads(thread):
-        if thread.name == "kv-greet" and not refused:
+        if thread.name == "kv-handshake" and not refused:
             refused.append(thread)
             raise RuntimeError("can't start new thread")
         start(thread)
