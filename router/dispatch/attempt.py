@@ -87,7 +87,7 @@ class TokenMerger:
 class Attempt:
     """Takes the events of one attempt, on the event loop (router.workers.worker_client.EventSink).
     `ended` resolves exactly once; later events are dropped, except spans. `remote`: a prefill
-    worker takes part."""
+    worker takes part; `on_handoff` is called once decode goes on from its token."""
 
     def __init__(
         self,
@@ -97,6 +97,7 @@ class Attempt:
         output: TokenSink,
         remote: bool,
         clock: Callable[[], float],
+        on_handoff: Callable[[], None] = lambda: None,
     ) -> None:
         self.key = key
         self.ended: asyncio.Future[AttemptEnd] = asyncio.get_running_loop().create_future()
@@ -108,6 +109,7 @@ class Attempt:
         self._num_before = len(merger.output_ids)  # tokens of earlier attempts
         self._output = output
         self._clock = clock
+        self._on_handoff = on_handoff
         if not remote:
             self.prefill_reported.set()
 
@@ -116,8 +118,9 @@ class Attempt:
         self._add_spans(event.spans, role)
         if self.ended.done():
             return
-        if role is Role.DECODE:
-            self.decode_started = self.decode_started or self._clock()
+        if role is Role.DECODE and self.decode_started is None:
+            self.decode_started = self._clock()
+            self._on_handoff()
         self._guarded(self._forward, event, role)
 
     def on_event(self, event: AttemptEvent, ref: WorkerRef) -> None:

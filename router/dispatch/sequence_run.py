@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -167,6 +168,7 @@ class SequenceRun:
             output=self._output,
             remote=pair.prefill is not None,
             clock=self._dispatcher.clock,
+            on_handoff=partial(_note_handoff, pair, key),
         )
         try:
             self._reserve(pair, attempt)
@@ -180,7 +182,7 @@ class SequenceRun:
             return ended
         finally:
             self._ended = attempt.result()
-            self._record_outcome(pair, key)
+            self._record_outcome(pair, attempt)
             for worker in pair.workers:
                 worker.detach(key, cancel=self._may_run_on(worker))
             self._count_cached(attempt)
@@ -277,13 +279,15 @@ class SequenceRun:
         known = (self.num_cached_tokens, attempt.num_cached_tokens)
         self.num_cached_tokens = min((n for n in known if n is not None), default=None)
 
-    def _record_outcome(self, pair: WorkerPair, key: RequestKey) -> None:
+    def _record_outcome(self, pair: WorkerPair, attempt: Attempt) -> None:
         """Tell the circuit breakers how the workers did. A failed hand-off counts for both: either
         may be at fault, and a worker's next success takes it back."""
-        ended = self._ended
+        ended, key = self._ended, attempt.key
         if ended is None:
             return
         for worker in pair.workers:
+            if worker is pair.prefill and attempt.decode_started is not None:
+                continue  # its part was over then
             if ended.outcome in _COMPLETE:
                 worker.breaker.succeeded(key)
             elif (
@@ -306,6 +310,13 @@ class SequenceRun:
 
     def _placed(self, span: Span, attempt: int) -> PlacedSpan:
         return PlacedSpan(span=span, choice=self._job.index, attempt=attempt)
+
+
+def _note_handoff(pair: WorkerPair, key: RequestKey) -> None:
+    """Prefill did its part. Long outputs end much later."""
+    if pair.prefill is not None:
+        pair.prefill.breaker.succeeded(key)
+        pair.prefill.breaker.ended(key)
 
 
 def _refusal(ref: WorkerRef, error: BatonError) -> AttemptEnd:

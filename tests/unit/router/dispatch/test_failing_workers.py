@@ -8,7 +8,7 @@ from observability import metrics
 from protocol.errors import HandoffFailed
 from protocol.ids import Role
 from router.workers.policy import LocalReason
-from tests.support.router_front_ends import FrontEnds, MakeFrontEnds
+from tests.support.router_front_ends import FrontEnds, MakeFrontEnds, until
 from tests.support.stub_workers import StubFleet
 
 PROMPT = [30, 31, 32, 33, 34, 35]  # longer than the threshold for local prefill
@@ -86,3 +86,25 @@ async def test_a_worker_that_fails_at_once_does_not_draw_the_traffic(
         assert len(good.submitted) == 120
         assert len(bad.submitted) <= 12
         assert len(prefill.submitted) <= 132
+
+
+async def test_a_mended_prefill_worker_is_back_with_its_first_handoff(
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
+) -> None:
+    """Not when the first output ends, which may take minutes."""
+    failed = HandoffFailed("the link broke")
+    prefill = await fleet.add(Role.PREFILL, fail_after=0, fail_error=failed)
+    decode = await fleet.add(Role.DECODE)
+    async with make_front_ends(fleet) as front_ends:
+        for _ in range(3):
+            await ids_of(front_ends)
+        prefill.fail_after = None
+        (client,) = front_ends.router._workers.ready(Role.PREFILL)
+        assert client.breaker.state == "open"
+        await until(lambda: client.breaker.allows(front_ends.router._service.clock()))
+        decode.gate = asyncio.Event()  # outputs stand still after decode's first token
+        running = asyncio.create_task(ids_of(front_ends))
+        await until(lambda: client.breaker.state == "closed")
+        assert not running.done()
+        decode.gate.set()
+        await running
