@@ -41,9 +41,6 @@ class DecodeEntry(SchedulerEntry):
     retry_at: float = 0.0
 
 
-# --- commands ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
     """All KV of the request arrived; decode owns the sequence. Prefill sampled `first_token`."""
@@ -60,8 +57,6 @@ class BlocksSafe:
 
 
 Command = Committed | HandoffEnded | BlocksSafe
-
-# --- outputs ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,9 +43,6 @@ class PrefillEntry(SchedulerEntry):
     report: TransferReport | None = None
 
 
-# --- commands ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Granted:
     """Decode holds blocks for the request; it has the KV of the first `num_cached_tokens`."""
@@ -63,8 +60,6 @@ class Delivered:
 
 
 Command = Granted | Delivered | HandoffEnded
-
-# --- outputs ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

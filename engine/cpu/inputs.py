@@ -48,8 +48,9 @@ def prepare_step(batch: StepBatch, limits: StepLimits) -> PreparedStep:
     Raises Internal when an id, a block or a position is out of range: schedulers never plan that,
     and nothing may be read or written outside the pool.
     """
-    order = sorted(range(len(batch.sequences)), key=lambda i: _rank(batch.sequences[i]))
-    steps = [batch.sequences[i] for i in order]
+    given = batch.sequences
+    order = sorted(range(len(given)), key=lambda i: (len(given[i].tokens) > 1, -_end(given[i])))
+    steps = [given[i] for i in order]
     if any(step.previous is not None for step in steps):
         raise Internal("this executor runs steps one by one: tokens must be known")
     num_blocks = [check_step(step, limits) for step in steps]
@@ -67,7 +68,7 @@ def prepare_step(batch: StepBatch, limits: StepLimits) -> PreparedStep:
         sample_rows=torch.tensor(rows, dtype=torch.int64),
         score_rows=torch.tensor(_score_rows(steps), dtype=torch.int64),
     )
-    chosen = [batch.sequences[i] for i in sampled]
+    chosen = [given[i] for i in sampled]
     return PreparedStep(
         inputs=inputs,
         sampling=SamplingInputs.build(
@@ -86,10 +87,6 @@ def prepare_step(batch: StepBatch, limits: StepLimits) -> PreparedStep:
 
 def _end(step: SequenceStep) -> int:
     return step.start + len(step.tokens)
-
-
-def _rank(step: SequenceStep) -> tuple[bool, int]:
-    return len(step.tokens) > 1, -_end(step)
 
 
 def _slots(step: SequenceStep, block_size: int) -> list[int]:

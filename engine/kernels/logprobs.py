@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -58,15 +58,12 @@ class LogprobRows:
     def num_top(self) -> int:
         return max(count for _, _, count in self.parts)
 
-    def slices(self) -> Iterator[slice]:
-        for first in range(0, self.rows.shape[0], ROWS_AT_ONCE):
-            yield slice(first, first + ROWS_AT_ONCE)
-
     def table(self, logits: Callable[[slice], Tensor | None], tokens: Tensor) -> Tensor | None:
         """Their `logprob_table`, on the device of `tokens` `[rows]`. `logits(part)` returns the
         logits of a slice of the rows, or None on a rank without whole logits; then None."""
         tables = []
-        for part in self.slices():
+        for first in range(0, self.rows.shape[0], ROWS_AT_ONCE):
+            part = slice(first, first + ROWS_AT_ONCE)
             values = logits(part)
             if values is not None:
                 tables.append(logprob_table(values, tokens[part], self.num_top))

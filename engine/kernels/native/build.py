@@ -63,7 +63,8 @@ def load_library() -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL(str(_built(compiler)))
     except (OSError, subprocess.SubprocessError) as error:
-        log.warning("native kernels not built, the engine runs without them: %s", _reason(error))
+        reason = str(getattr(error, "stderr", None) or error).strip()[-2000:]
+        log.warning("native kernels not built, the engine runs without them: %s", reason)
         return None
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
@@ -77,7 +78,9 @@ def has_matrix_unit() -> bool:
 
 
 def _built(compiler: str) -> Path:
-    path = _cache() / f"kernels-{_key(compiler)}.so"
+    home = os.environ.get("BATON_HOME")
+    cache = Path(home) if home else Path.home() / ".cache" / "baton"
+    path = cache / "native" / f"kernels-{_key(compiler)}.so"
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -87,11 +90,6 @@ def _built(compiler: str) -> Path:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
         made.replace(path)  # atomic: other processes may build it too
     return path
-
-
-def _cache() -> Path:
-    home = os.environ.get("BATON_HOME")
-    return (Path(home) if home else Path.home() / ".cache" / "baton") / "native"
 
 
 def _key(compiler: str) -> str:
@@ -114,7 +112,3 @@ def _processor_flags() -> frozenset[str]:
         return frozenset()
     line = next((line for line in text.splitlines() if line.startswith("flags")), "")
     return frozenset(line.partition(":")[2].split())
-
-
-def _reason(error: Exception) -> str:
-    return str(getattr(error, "stderr", None) or error).strip()[-2000:]
