@@ -126,7 +126,7 @@ def test_an_interrupt_waits_for_the_running_call(
         time.sleep(0.1)
         over.set()
 
-    monkeypatch.setattr("cluster.call_timeout.Future", Interrupted)
+    monkeypatch.setattr("concurrency.threads.Future", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         call_with_timeout(30.0, "it did not end", work)
     assert over.is_set()
