@@ -16,7 +16,7 @@ from protocol.sampling import SamplingParams
 MaskOf = Callable[[Sequence[int]], bytes]
 
 
-class _Sequence:
+class _LocalSequence:
     """One request. KV of `computed` tokens of prompt + output exists."""
 
     def __init__(
@@ -76,7 +76,7 @@ class LocalEngine:
             for (prompt, sampling), mask_of in zip(requests, chosen, strict=True)
         ]
         waiting = deque(sequences)
-        running: list[_Sequence] = []
+        running: list[_LocalSequence] = []
         while waiting or running:
             self._step(waiting, running)
             running = [sequence for sequence in running if not sequence.finished]
@@ -88,7 +88,7 @@ class LocalEngine:
 
     def _admit(
         self, prompt: Sequence[int], sampling: SamplingParams, mask_of: MaskOf | None
-    ) -> _Sequence:
+    ) -> _LocalSequence:
         vocab_size = self.executor.vocab_size
         sampling.validate(vocab_size)
         if not prompt:
@@ -108,14 +108,14 @@ class LocalEngine:
             raise ContextTooLong(
                 f"{total} tokens do not fit the KV pool of {capacity} tokens", param="prompt"
             )
-        return _Sequence(prompt, sampling, mask_of)
+        return _LocalSequence(prompt, sampling, mask_of)
 
-    def _step(self, waiting: deque[_Sequence], running: list[_Sequence]) -> None:
+    def _step(self, waiting: deque[_LocalSequence], running: list[_LocalSequence]) -> None:
         while waiting and len(running) < self._config.max_running:
             if self._blocks.num_free < self._blocks.blocks_for(len(waiting[0].tokens)):
                 break
             running.append(waiting.popleft())
-        planned: list[tuple[_Sequence, SequenceStep]] = []
+        planned: list[tuple[_LocalSequence, SequenceStep]] = []
         budget = self._config.max_step_tokens
         for sequence in sorted(running, key=lambda s: len(s.tokens) - s.computed > 1):
             if sequence not in running:
@@ -131,7 +131,7 @@ class LocalEngine:
         for (sequence, step), token in zip(planned, result.tokens, strict=True):
             self._apply(sequence, step, token)
 
-    def _plan(self, sequence: _Sequence, count: int) -> SequenceStep:
+    def _plan(self, sequence: _LocalSequence, count: int) -> SequenceStep:
         end = sequence.computed + count
         last = end == len(sequence.tokens)
         history = sequence.history if last else None
@@ -148,11 +148,11 @@ class LocalEngine:
 
     def _make_room(
         self,
-        sequence: _Sequence,
+        sequence: _LocalSequence,
         count: int,
-        planned: list[tuple[_Sequence, SequenceStep]],
-        waiting: deque[_Sequence],
-        running: list[_Sequence],
+        planned: list[tuple[_LocalSequence, SequenceStep]],
+        waiting: deque[_LocalSequence],
+        running: list[_LocalSequence],
     ) -> bool:
         """Allocate blocks for `count` more tokens, preempting younger sequences."""
         missing = self._blocks.blocks_for(sequence.computed + count) - len(sequence.blocks)
@@ -166,13 +166,13 @@ class LocalEngine:
         sequence.blocks += blocks
         return True
 
-    def _preempt(self, sequence: _Sequence) -> None:
+    def _preempt(self, sequence: _LocalSequence) -> None:
         self._blocks.free(sequence.blocks)
         sequence.blocks = []
         sequence.computed = 0
         self.preemptions += 1
 
-    def _apply(self, sequence: _Sequence, step: SequenceStep, token: int | None) -> None:
+    def _apply(self, sequence: _LocalSequence, step: SequenceStep, token: int | None) -> None:
         sequence.computed += len(step.tokens)
         if token is not None:
             sequence.append(token)

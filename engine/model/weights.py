@@ -185,7 +185,7 @@ class WeightLoader:
     def _ropes(self) -> list[RopeConfig | None]:
         return list(dict.fromkeys(layer.rope for layer in self.config.layers))
 
-    def _attention_parts(self, prefix: str) -> list[_Rows]:
+    def _attention_parts(self, prefix: str) -> list[_TensorRows]:
         """Where the rows of q, k and v lie in the checkpoint."""
         config, share, dim = self.config, self.share, self.config.head_dim
         spans = [_times(share.q_heads, dim), *[_times(share.kv_heads, dim)] * 2]
@@ -194,21 +194,21 @@ class WeightLoader:
         if config.fused_weights:
             return _stacked(f"{prefix}qkv_proj", sizes, spans, turned)
         names = (f"{prefix}{name}_proj" for name in "qkv")
-        return [_Rows(*part) for part in zip(names, sizes, spans, turned, strict=True)]
+        return [_TensorRows(*part) for part in zip(names, sizes, spans, turned, strict=True)]
 
-    def _mlp_parts(self, prefix: str) -> list[_Rows]:
+    def _mlp_parts(self, prefix: str) -> list[_TensorRows]:
         """Where the rows of gate and up lie in the checkpoint."""
         sizes, spans = [self.config.intermediate_size] * 2, [self.share.intermediate] * 2
         if self.config.fused_weights:
             return _stacked(f"{prefix}gate_up_proj", sizes, spans, [False] * 2)
         names = (f"{prefix}{name}_proj" for name in ("gate", "up"))
-        return [_Rows(*part) for part in zip(names, sizes, spans, strict=True)]
+        return [_TensorRows(*part) for part in zip(names, sizes, spans, strict=True)]
 
-    def _matrix(self, part: _Rows) -> Tensor:
+    def _matrix(self, part: _TensorRows) -> Tensor:
         shape = (part.total, self.config.hidden_size)
         return self._source.read(f"{part.name}.weight", shape, rows=part.rows)
 
-    def _biases(self, parts: list[_Rows], wanted: bool) -> Tensor | None:
+    def _biases(self, parts: list[_TensorRows], wanted: bool) -> Tensor | None:
         if not wanted:
             return None
         read = self._source.read
@@ -219,7 +219,7 @@ class WeightLoader:
             ]
         )
 
-    def _ordered(self, part: _Rows, rows: Tensor) -> Tensor:
+    def _ordered(self, part: _TensorRows, rows: Tensor) -> Tensor:
         """Rows of q or k with each head's dimensions in the order that kernels turn."""
         dim = self.config.head_dim
         order = rotary_order(self.config.rotary_dim, dim) if part.turned else None
@@ -264,7 +264,7 @@ class WeightLoader:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _TensorRows:
     """Rows `rows` of the tensor `name`, which has `total`; `turned`: of heads that rotate in
     part."""
 
@@ -274,11 +274,13 @@ class _Rows:
     turned: bool = False
 
 
-def _stacked(name: str, sizes: list[int], spans: list[Span], turned: list[bool]) -> list[_Rows]:
+def _stacked(
+    name: str, sizes: list[int], spans: list[Span], turned: list[bool]
+) -> list[_TensorRows]:
     """Parts of `sizes` rows, one after the other in one tensor."""
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     return [
-        _Rows(name, sum(sizes), (start + first, start + last), turns)
+        _TensorRows(name, sum(sizes), (start + first, start + last), turns)
         for start, (first, last), turns in zip(starts, spans, turned, strict=True)
     ]
 

@@ -53,7 +53,7 @@ class TransferStats:
         }
 
 
-class Channel(Protocol):
+class ChannelEnd(Protocol):
     """One end of a channel, as a ChannelMap sees it."""
 
     @property
@@ -64,7 +64,7 @@ class Channel(Protocol):
         """Close its links; messages in flight on them fail."""
 
 
-C = TypeVar("C", bound=Channel)
+C = TypeVar("C", bound=ChannelEnd)
 
 
 class ChannelMap(Generic[C]):

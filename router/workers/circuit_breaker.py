@@ -26,17 +26,17 @@ class BreakerState(StrEnum):
     HALF_OPEN = "half_open"  # one request at a time
 
 
-class _Event(Enum):
+class _BreakerEvent(Enum):
     FAILED = auto()  # too often, or the probe
     PAUSED = auto()  # for long enough
     SUCCEEDED = auto()  # the probe
 
 
 _NEXT = {
-    (BreakerState.CLOSED, _Event.FAILED): BreakerState.OPEN,
-    (BreakerState.OPEN, _Event.PAUSED): BreakerState.HALF_OPEN,
-    (BreakerState.HALF_OPEN, _Event.FAILED): BreakerState.OPEN,
-    (BreakerState.HALF_OPEN, _Event.SUCCEEDED): BreakerState.CLOSED,
+    (BreakerState.CLOSED, _BreakerEvent.FAILED): BreakerState.OPEN,
+    (BreakerState.OPEN, _BreakerEvent.PAUSED): BreakerState.HALF_OPEN,
+    (BreakerState.HALF_OPEN, _BreakerEvent.FAILED): BreakerState.OPEN,
+    (BreakerState.HALF_OPEN, _BreakerEvent.SUCCEEDED): BreakerState.CLOSED,
 }
 
 
@@ -53,7 +53,7 @@ class CircuitBreaker:
     def allows(self, now: float) -> bool:
         """Whether the worker may be given a request."""
         if self.state is BreakerState.OPEN and now >= self._open_until:
-            self.state = _NEXT[self.state, _Event.PAUSED]
+            self.state = _NEXT[self.state, _BreakerEvent.PAUSED]
         return self.state is BreakerState.CLOSED or (
             self.state is BreakerState.HALF_OPEN and self._probe is None
         )
@@ -72,7 +72,7 @@ class CircuitBreaker:
         """The worker did its part of an attempt."""
         self._failures = max(0, self._failures - 1)
         if self.state is BreakerState.HALF_OPEN and key == self._probe:
-            self.state = _NEXT[self.state, _Event.SUCCEEDED]
+            self.state = _NEXT[self.state, _BreakerEvent.SUCCEEDED]
             self._failures, self._pause_s = 0, _FIRST_PAUSE_S
 
     def failed(self, key: RequestKey, now: float) -> None:
@@ -83,5 +83,5 @@ class CircuitBreaker:
             self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
         elif self.state is not BreakerState.CLOSED or self._failures < _MAX_FAILURES:
             return  # an attempt from before the pause does not prolong it
-        self.state = _NEXT[self.state, _Event.FAILED]
+        self.state = _NEXT[self.state, _BreakerEvent.FAILED]
         self._open_until = now + self._pause_s

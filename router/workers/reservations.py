@@ -25,16 +25,16 @@ class ReservationState(Enum):
     WITHDRAWN = auto()  # cancelled, and included still
 
 
-class _Event(Enum):
+class _LoadEvent(Enum):
     INCLUDED = auto()  # a report covers the submit
     CANCELLED = auto()
 
 
 _NEXT = {
-    (ReservationState.SENT, _Event.INCLUDED): ReservationState.REPORTED,
-    (ReservationState.SENT, _Event.CANCELLED): ReservationState.DROPPED,
-    (ReservationState.REPORTED, _Event.CANCELLED): ReservationState.WITHDRAWN,
-    (ReservationState.DROPPED, _Event.INCLUDED): ReservationState.WITHDRAWN,
+    (ReservationState.SENT, _LoadEvent.INCLUDED): ReservationState.REPORTED,
+    (ReservationState.SENT, _LoadEvent.CANCELLED): ReservationState.DROPPED,
+    (ReservationState.REPORTED, _LoadEvent.CANCELLED): ReservationState.WITHDRAWN,
+    (ReservationState.DROPPED, _LoadEvent.INCLUDED): ReservationState.WITHDRAWN,
 }
 #: What is to be added to the report.
 _SIGN = {
@@ -65,7 +65,7 @@ class Reservations:
         self._entries: dict[RequestKey, _Reservation] = {}
         self._tokens: dict[int, int] = {}  # by size class
         self._num_commands = 0  # in the latest report
-        self._unreported: list[tuple[int, RequestKey, _Event]] = []
+        self._unreported: list[tuple[int, RequestKey, _LoadEvent]] = []
         self.sequences = 0
         self.blocks = 0
 
@@ -90,13 +90,13 @@ class Reservations:
 
     def submitted(self, key: RequestKey, num_commands: int) -> None:
         """The worker has acknowledged the submit: reports of so many commands include it."""
-        self._await(key, num_commands, _Event.INCLUDED)
+        self._await(key, num_commands, _LoadEvent.INCLUDED)
 
     def cancelled(self, keys: Iterable[RequestKey], num_commands: int) -> None:
         """The worker has acknowledged the cancel: reports of so many commands exclude them. 0 when
         no acknowledgement will come."""
         for key in keys:
-            self._await(key, num_commands, _Event.CANCELLED)
+            self._await(key, num_commands, _LoadEvent.CANCELLED)
 
     def reported(self, num_commands: int) -> None:
         """A report of load has come."""
@@ -112,7 +112,7 @@ class Reservations:
         """The first token has come, with a report of what is left."""
         entry = self._entries.get(key)
         if entry is not None and not entry.computed:
-            self._cover(key, _Event.INCLUDED)
+            self._cover(key, _LoadEvent.INCLUDED)
             if entry.state is not ReservationState.WITHDRAWN:
                 entry.computed, entry.tokens = True, 0
 
@@ -122,7 +122,7 @@ class Reservations:
         if entry is None:
             return
         if cancel:
-            self._move(entry, _Event.CANCELLED)
+            self._move(entry, _LoadEvent.CANCELLED)
         elif entry.state in _LIVE:
             self._add(entry, -_SIGN[entry.state])
             del self._entries[key]
@@ -134,7 +134,7 @@ class Reservations:
         self._unreported.clear()
         self._num_commands = self.sequences = self.blocks = 0
 
-    def _await(self, key: RequestKey, num_commands: int, event: _Event) -> None:
+    def _await(self, key: RequestKey, num_commands: int, event: _LoadEvent) -> None:
         if key not in self._entries:
             return
         if num_commands <= self._num_commands:
@@ -142,18 +142,18 @@ class Reservations:
         else:
             self._unreported.append((num_commands, key, event))
 
-    def _cover(self, key: RequestKey, event: _Event) -> None:
+    def _cover(self, key: RequestKey, event: _LoadEvent) -> None:
         """The report reflects what has happened to an attempt."""
         entry = self._entries.get(key)
         if entry is None:
             return
-        if event is _Event.INCLUDED:
+        if event is _LoadEvent.INCLUDED:
             self._move(entry, event)
         elif entry.state not in _LIVE:
             self._add(entry, -_SIGN[entry.state])
             del self._entries[key]
 
-    def _move(self, entry: _Reservation, event: _Event) -> None:
+    def _move(self, entry: _Reservation, event: _LoadEvent) -> None:
         state = _NEXT.get((entry.state, event), entry.state)
         self._add(entry, _SIGN[state] - _SIGN[entry.state])
         entry.state = state
