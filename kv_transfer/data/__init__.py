@@ -14,7 +14,8 @@ Threads (all but the last two kinds are SerialThreads):
     kv-write-<n>      4 a rank        waits for cuda_ipc writes on CUDA stream n, which callers of
                                       DataPlane.submit began
     kv-layer-<n>      each layer      waits until a step of the engine has written layer n
-    kv-accept, -handshake  each backend  accept connections (backends.rendezvous)
+    kv-accept         each backend    accepts connections (backends.rendezvous)
+    kv-handshake      each connection authenticates it, for at most 5 s
     kv-nccl-watch,    each backend,   end NCCL calls at their deadline (cuda.nccl)
     kv-abort-<link>   each abort
 """
