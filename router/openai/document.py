@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from protocol.errors import ErrorCode
+from protocol.sampling import MAX_STOP_TOKEN_IDS
 from router.request.body import Body
 from router.request.chat_request import ChatRequest
 from router.request.completion_request import MAX_PROMPTS, CompletionRequest
@@ -97,17 +98,16 @@ def _request_schemas(names: Sequence[str], context: int, vocab_size: int) -> dic
     tokens = {"type": "integer", "minimum": 0, "maximum": context}
     of_the_model: dict[str, Schema] = {
         "model": {"enum": list(names)},
-        "stop_token_ids": ids,
+        "stop_token_ids": ids | {"maxItems": MAX_STOP_TOKEN_IDS},
         "tokens": ids,
         **dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens"), tokens),
     }
     for kind in _REQUESTS:
         properties = schemas[kind.__name__]["properties"]
-        for name, schema in properties.items():
-            if name in of_the_model:
-                properties[name] = _replaced(schema, of_the_model[name])
-    prompt = schemas["CompletionRequest"]["properties"]
-    prompt["prompt"] = _replaced(prompt["prompt"], {"anyOf": [_TEXT, some_ids, many]})
+        for name in properties.keys() & of_the_model.keys():
+            properties[name] = of_the_model[name]
+    prompt = {"anyOf": [_TEXT, some_ids, many]}
+    schemas["CompletionRequest"]["properties"]["prompt"] = prompt
     neutral = {kind.__name__: kind.neutral for kind in _subclasses(Body)}
     for title, schema in schemas.items():
         _allow_null(schema, neutral.get(title, ()))
@@ -115,12 +115,6 @@ def _request_schemas(names: Sequence[str], context: int, vocab_size: int) -> dic
 
 
 _REFERENCE = "#/components/schemas/{name}"
-
-
-def _replaced(schema: Schema, by: Schema) -> Schema:
-    """A field's schema for the served model, under the same description and number of items."""
-    kept = {name: schema[name] for name in ("description", "maxItems") if name in schema}
-    return kept | by
 
 
 def _subclasses(kind: type[Body]) -> Iterator[type[Body]]:

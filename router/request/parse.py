@@ -19,6 +19,7 @@ from msgspec.structs import force_setattr
 
 from protocol.errors import InvalidRequest, Unsupported, invalid_field
 from router.request.body import Body
+from router.request.chat_messages import ChatRole
 from router.request.chat_request import ChatRequest
 from router.request.completion_request import CompletionRequest
 from router.request.generate_request import GenerateRequest, RequestKind
@@ -130,17 +131,17 @@ def _unknown(name: str, kind: type[Body]) -> InvalidRequest:
 
 def _named(error: InvalidRequest, fields: Mapping[str, Any]) -> InvalidRequest:
     """The error under the name and code that clients expect."""
-    param = error.param or ""
+    param, value = error.param or "", error.message.partition(" value ")[2]
     if param.startswith("tool_choice") and not fields.get("tools"):
         return InvalidRequest("tool_choice needs tools", param="tool_choice")
-    other_kind = param.endswith(".type") and ": invalid" in error.message
-    if other_kind or error.message.endswith(_UNSERVED_FAULTS):
-        return Unsupported(error.message, param=param)
+    if value and (param.endswith(".type") or value == "'function'"):  # the older form of a tool
+        return Unsupported(f"{param} {value} is not supported", param=param)
+    if value and param.endswith(".role"):
+        roles = ", ".join(ChatRole)
+        return InvalidRequest(f"{param} must be one of {roles}, got {value}", param=param)
+    if error.message.startswith(f"{param} must be null"):
+        return Unsupported(f"{param} is not supported", param=param)
     return error
-
-
-#: A message of a function, the older form of a tool; a field that can only be null.
-_UNSERVED_FAULTS = (".role: invalid value 'function'", "must be null, got a string")
 
 
 def _holds_ids(value: object) -> bool:
