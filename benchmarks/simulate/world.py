@@ -262,8 +262,8 @@ class World:
                 self._commit(worker, handoff)
             elif isinstance(handoff, EndHandoff):
                 ended = HandoffEnded(key=handoff.key, error=None)
-                for context in (self._pairs[handoff.key][0], worker):
-                    self._clock.after(_MESSAGE_S, context.tell, ended)
+                for informed in (self._pairs[handoff.key][0], worker):
+                    self._clock.after(_MESSAGE_S, informed.tell, ended)
 
     def _commit(self, prefill: Worker, handoff: CommitHandoff) -> None:
         decode, _ = self._pairs[handoff.key]
