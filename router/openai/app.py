@@ -77,7 +77,7 @@ def make_app(
     """The ASGI application. `metrics_text` renders /metrics, `metrics_targets` lists the addresses
     where each router serves its own; /openapi.json describes `model`; browsers may call from
     `cors_origins`."""
-    front_end = _FrontEnd(service, max_body_bytes)
+    front_end = _HttpPaths(service, max_body_bytes)
     document = openapi_document(
         version=_version(),
         names=sorted(model.names),
@@ -159,7 +159,7 @@ class _App:
         await self._run(scope, receive, send)
 
 
-class _FrontEnd:
+class _HttpPaths:
     def __init__(self, service: InferenceService, max_body_bytes: int) -> None:
         self._service = service
         self._bodies = BodyReader(max_body_bytes)

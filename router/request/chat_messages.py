@@ -60,7 +60,7 @@ _OBJECT = msgspec.json.Decoder(dict[str, Any])
 Content = str | Annotated[Sequence[TextPart], Meta(max_length=MAX_PARTS)]
 
 
-class Message(Body, tag_field="role"):
+class ChatMessage(Body, tag_field="role"):
     """What all messages have in common."""
 
     neutral = ([],)
@@ -77,7 +77,7 @@ class Message(Body, tag_field="role"):
         return "\n".join(part.text for part in self.content)
 
 
-class SystemMessage(Message, tag="system"):
+class SystemMessage(ChatMessage, tag="system"):
     """Instructions of the application."""
 
     role = ChatRole.SYSTEM
@@ -88,14 +88,14 @@ class DeveloperMessage(SystemMessage, tag="developer"):
     """OpenAI's newer name of a system message; templates know the older one."""
 
 
-class UserMessage(Message, tag="user"):
+class UserMessage(ChatMessage, tag="user"):
     """What the user says."""
 
     role = ChatRole.USER
     content: Content
 
 
-class AssistantMessage(Message, tag="assistant"):
+class AssistantMessage(ChatMessage, tag="assistant"):
     """What the model said. It has no content when it only called tools."""
 
     role = ChatRole.ASSISTANT
@@ -104,7 +104,7 @@ class AssistantMessage(Message, tag="assistant"):
     refusal: None = None  # in every answer, so in the messages that clients send back
 
 
-class ToolMessage(Message, tag="tool"):
+class ToolMessage(ChatMessage, tag="tool"):
     """The result of the call `tool_call_id`."""
 
     role = ChatRole.TOOL
