@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -141,6 +141,79 @@ class Bench:
             ratio_to_matrix=flops / seconds / self.limits.matrix,
         )
 
+    def mixed(self, decodes: int, count: int, history: int, steps: int) -> None:
+        """Pipelined steps of decode rows with 1,500 tokens of context beside a chunk of `count`
+        prompt tokens that follow on `history`; without one of the two where it is 0."""
+        tables = self.tables(decodes, 1500 + steps + 8)
+        chunks = self.tables(1, history + count) if count else []
+        prompt = tuple(7 * i % 4000 for i in range(count))
+        pending: list[PendingTokens] = []
+        times = []
+        for step in range(steps + 6):
+            sequences = [
+                SequenceStep(
+                    tokens=(17,),
+                    start=1500 + step,
+                    block_ids=table,
+                    sampling=GREEDY,
+                    previous=i if step else None,
+                )
+                for i, table in enumerate(tables)
+            ]
+            sequences += [
+                SequenceStep(tokens=prompt, start=history, block_ids=table, sampling=GREEDY)
+                for table in chunks
+            ]
+            began = time.perf_counter()
+            pending.append(self.runner.launch(StepBatch(sequences=tuple(sequences))))
+            launched = time.perf_counter() - began
+            if len(pending) > 1:
+                pending.pop(0).wait()
+                times.append((time.perf_counter(), launched))
+        pending.pop(0).wait()
+        gaps = sorted(b[0] - a[0] for a, b in pairwise(times[4:]))
+        self.report.add(
+            f"mixed {decodes} decode rows, chunk of {count} after {history}",
+            ms=median(gaps) * 1e3,
+            p90_ms=gaps[len(gaps) * 9 // 10] * 1e3,
+            launch_ms=median(entry[1] for entry in times[4:]) * 1e3,
+        )
+
+    def long_prompt(self, length: int, chunk: int) -> None:
+        """One prompt in chunks, each behind the one before, against the matrix rate."""
+        (table,) = self.tables(1, length)
+        batches = [
+            StepBatch(
+                sequences=(
+                    SequenceStep(
+                        tokens=tuple(7 * i % 4000 for i in range(chunk)),
+                        start=start,
+                        block_ids=table,
+                        sampling=GREEDY if start + chunk == length else None,
+                    ),
+                )
+            )
+            for start in range(0, length, chunk)
+        ]
+        times = []
+        for _ in range(3):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            pending = [self.runner.launch(batches[0])]
+            for batch in batches[1:]:
+                pending.append(self.runner.launch(batch))
+                pending.pop(0).wait()
+            pending.pop().wait()
+            times.append(time.perf_counter() - start)
+        flops = self.prefill_flops(1, length)
+        self.report.add(
+            f"prompt of {length} in chunks of {chunk}",
+            ms=median(times) * 1e3,
+            tokens_per_s=length / median(times),
+            tflops=flops / median(times) / 1e12,
+            ratio_to_matrix=flops / median(times) / self.limits.matrix,
+        )
+
     def prefill_flops(self, count: int, length: int) -> float:
         """This rank's products of every prompt token, causal attention, the head once a prompt."""
         model = self.runner.model_config
@@ -247,11 +320,14 @@ def build(
     num_blocks = ranks.smallest("blocks", runner.choose_num_blocks())
     sized = time.perf_counter()
     runner.open(num_blocks)
+    torch.cuda.synchronize()
+    free, _ = torch.cuda.mem_get_info(device)
     runner.start(comm)
     torch.cuda.synchronize()
     report.add(
         "build", weights_s=loaded - start, sizing_s=sized - loaded,
         plans_and_graphs_s=time.perf_counter() - sized,
+        plans_and_graphs_mib=(free - torch.cuda.mem_get_info(device)[0]) / 2**20,
     )  # fmt: skip
     for layer in runner.pool.layers:
         layer.normal_()
@@ -298,9 +374,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--profile", default="64", help="batches with a table of kernels")
     parser.add_argument("--tp", type=int, default=1, help="ranks, one GPU each")
     parser.add_argument("--prompts", default="1x8192,8x2048", help="prompts of prefill steps")
+    parser.add_argument(
+        "--mixed-rows", default="0,16,64", help="decode rows of steps with a prompt chunk"
+    )
+    parser.add_argument("--chunks", default="64,128,256,512,1024,2048", help="their tokens")
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--skip", default="", help="of: decode, long, prefill, profile")
+    parser.add_argument(
+        "--skip", default="", help="of: decode, long, prefill, mixed, chunked, profile"
+    )
     return parser.parse_args(argv)
 
 
@@ -362,9 +444,15 @@ def measure(bench: Bench, ranks: Ranks, args: argparse.Namespace, skip: set[str]
         for prompts in args.prompts.split(","):
             count, length = map(int, prompts.split("x"))
             bench.prefill(count, length, repeats=5)
-    if "profile" not in skip:
-        for batch in map(int, args.profile.split(",")):
-            profile_decode(bench, ranks, batch, 608)
+    if "mixed" not in skip:
+        sizes = (map(int, text.split(",")) for text in (args.mixed_rows, args.chunks, "0,2048"))
+        for rows, count, history in product(*sizes):
+            bench.mixed(rows, count, history, args.steps)
+    if "chunked" not in skip:
+        bench.long_prompt(131072, 8192)
+    batches = [] if "profile" in skip else args.profile.split(",")
+    for batch in map(int, batches):
+        profile_decode(bench, ranks, batch, 608)
 
 
 if __name__ == "__main__":

@@ -1,32 +1,31 @@
-"""Work captured as CUDA graphs, one for each of the shapes that it is done in."""
+"""Steps captured as CUDA graphs, one for each shape."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, TypeVarTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.cuda.options import StepShape
 from engine.cuda.staging import StagingLane
 
-Key = TypeVarTuple("Key")
 
+class GraphSet:
+    """Graphs by shape; all share one memory pool, for one runs at a time.
 
-class GraphSet(Generic[*Key]):
-    """Graphs by key; all share one memory pool, for one runs at a time.
-
-    `run(*key)` must do the same work at the same addresses whenever it is called.
+    `run(shape)` must put the same work at the same addresses on the stream whenever it is called.
     """
 
-    def __init__(self, run: Callable[[*Key], Tensor], lane: StagingLane) -> None:
+    def __init__(self, run: Callable[[StepShape], Tensor], lane: StagingLane) -> None:
         self._run = run
         self._lane = lane
         self._pool: Any = None
-        self._graphs: dict[tuple[*Key], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
-    def capture_all(self, keys: Iterable[tuple[*Key]]) -> None:
+    def capture_all(self, shapes: Iterable[StepShape]) -> None:
         """Capture them in this order: the largest first, so that the smaller ones reuse its
         memory.
 
@@ -36,23 +35,26 @@ class GraphSet(Generic[*Key]):
         gc.collect()
         gc.disable()
         try:
-            self._capture(keys)
+            for shape in shapes:
+                self._capture(shape)
         finally:
             gc.enable()
 
-    def _capture(self, keys: Iterable[tuple[*Key]]) -> None:
-        for key in keys:
-            with self._lane.active():
-                self._run(*key)
-            self._lane.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._lane.stream):
-                out = self._run(*key)
-            self._pool = graph.pool()
-            self._graphs[key] = (graph, out)
+    def _capture(self, shape: StepShape) -> None:
+        with self._lane.active():
+            self._run(shape)
+        self._lane.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._lane.stream):
+            out = self._run(shape)
+        self._pool = graph.pool()
+        self._graphs[shape] = (graph, out)
 
-    def replay(self, *key: *Key) -> Tensor:
-        """Run the graph on the current stream; its output, valid until the next replay."""
-        graph, out = self._graphs[key]
+    def run(self, shape: StepShape) -> Tensor:
+        """The step's output on the current stream, valid until the next run: by its graph, where it
+        was captured."""
+        if shape not in self._graphs:
+            return self._run(shape)
+        graph, out = self._graphs[shape]
         graph.replay()
         return out

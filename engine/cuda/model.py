@@ -7,19 +7,15 @@ layer, each a single stream over its weights; larger ones use cuBLAS for the pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from engine.cuda.attention import LayerAttention
 from engine.cuda.comm import RankCollectives
-from engine.cuda.layout import ChunkRows, DecodeRows
-from engine.cuda.pieces import PromptPieces
-from engine.cuda.prefill import ChunkAttention
 from engine.cuda.split_decode import SplitDecode
-from engine.kernels.triton import elementwise as elementwise
-from engine.kernels.triton.attention import DecodeScratch, DecodeShape, decode_attention
+from engine.kernels.triton import elementwise
 from engine.kernels.triton.linear import linear, shared_linear
 from engine.kernels.triton.reduce import reduce_normed
 from engine.model.config import ModelConfig
@@ -70,138 +66,80 @@ class CudaModel:
         weights: ModelWeights,
         shape: RankShape,
         comm: RankCollectives,
-        attention: ChunkAttention,
         *,
         pdl: bool,
         split: SplitDecode | None = None,
     ) -> None:
-        """`split` runs the decode steps that it serves, where there is one rank."""
+        """`split` runs the steps that it serves, where there is one rank."""
         self._weights = weights
         self._split = split
         self._shape = shape
         self.comm = comm
-        self._attention = attention
         self._pdl = pdl
-        self._scale = shape.attention_scale
 
-    def decode(
+    def logits_of_step(
         self,
-        rows: DecodeRows,
-        batch: int,
+        tokens: Tensor,
+        feed: Tensor,
         previous: Tensor,
-        kv: Sequence[Tensor],
-        scratch: DecodeScratch,
-        cut: DecodeShape,
+        attention: LayerAttention,
+        out: Tensor,
+        kept: Tensor | None = None,
     ) -> Tensor:
-        """Logits `[batch, rows of the head]` of one token per sequence of the first rows."""
-        h = self._embed(rows.tokens[:batch], rows.feed, previous)
+        """out `[rows, rows of the head]` = the logits of one token per row, or of the rows `kept`.
 
-        def attend(qkv: Tensor, layer: int) -> Tensor:
-            return self._attend_decode(qkv, rows, kv[layer], scratch, cut)
-
-        if self._split is not None and self._split.serves(batch):
-            return self._split.decode(h, attend)
-        if self.comm.sums_to_norm(h):
-            return self._decode_shared(h, attend)
-        qkv = h.new_empty(batch, self._shape.qkv_width)
-        for index, layer in enumerate(self._weights.layers):
-            self._qkv(h, layer, qkv)
-            self._finish(attend(qkv, index), h, layer)
-        return self.logits(h)
-
-    def step(
-        self,
-        rows: DecodeRows,
-        decodes: int,
-        previous: Tensor,
-        chunks: ChunkRows,
-        kv: Sequence[Tensor],
-        scratch: DecodeScratch,
-        cut: DecodeShape,
-        written: Callable[[int], None] = lambda layer: None,
-        pieces: PromptPieces | None = None,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """A step with prompt chunks: (logits, hidden states).
-
-        Logits of decode rows, then of the chunks' sampled rows; hidden states of their score rows,
-        for `logits`. Each is None when there are none. All KV of the step is written in any case;
-        `written` is called for each layer once that layer's is on the stream. `pieces`: graphs of
-        what lies between the layers' attention; for packed chunks without decodes, of one rank.
+        Where feed[r] >= 0 row r's token is previous[feed[r]]. Puts the same work on the stream
+        whenever it is called with tensors of the same shapes.
         """
-        sampled = decodes + chunks.sample_rows.shape[0]
-        wanted = sampled + chunks.score_rows.shape[0]
-        attended: Tensor | None = None
-        if pieces is None:
-            h = self._embed(chunks.tokens, chunks.feed, previous)
-            if decodes:
-                h = torch.cat((self._embed(rows.tokens[:decodes], rows.feed, previous), h))
-            wide = h.new_empty(h.shape[0] + chunks.padding, self._shape.qkv_width)
-            wide[h.shape[0] :].zero_()
-        else:
-            h, attended, wide = pieces.begin(chunks)
-            self._embed(chunks.tokens, chunks.feed, previous, out=h)
-        for index, layer_kv in enumerate(kv):
-            if pieces is None:
-                self.between(index, kv, h, attended, wide, chunks.positions, chunks.slots)
-            else:
-                pieces.replay(h.shape[0], index)
-            if decodes == 0:
-                written(index)
-            if index == len(kv) - 1 and not wanted:
-                return None, None
-            out = None if pieces is None else attended
-            attended = self._attention(wide[decodes:], layer_kv, chunks, out)
-            if decodes:
-                first = self._attend_decode(wide[:decodes], rows, layer_kv, scratch, cut)
-                attended = torch.cat((first, attended))
-                written(index)
-        assert attended is not None
-        kept = self._kept_rows(decodes, chunks)
-        h = h[kept]
-        self._finish(attended[kept], h, self._weights.layers[-1])
-        logits = self.logits(h[:sampled]) if sampled else None
-        return logits, h[sampled:] if chunks.score_rows.shape[0] else None
+        h = self.embed(tokens, feed, previous)
+        rows = h.shape[0]
+        if self._split is not None and self._split.serves(rows):
+            if kept is None:
+                return self._split.logits(h, attention, out)
+            logits = self._split.logits(h, attention, out.new_empty(rows, out.shape[1]))
+            return torch.index_select(logits, 0, kept, out=out)
+        if self.comm.sums_to_norm(h):
+            return self._logits_by_normed_sums(h, attention, out, kept)
+        return self.logits(self.hidden(h, attention, kept), out)
 
-    def between(
-        self,
-        index: int,
-        kv: Sequence[Tensor],
-        h: Tensor,
-        attended: Tensor | None,
-        wide: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-    ) -> None:
-        """What a step with prompt chunks does between the attention of the layer before, which gave
-        `attended`, and that of layer `index`, which wants the rows of h projected in `wide`. The
-        last rows of h are the chunks'."""
-        if attended is not None and index:
-            self._finish(attended, h, self._weights.layers[index - 1])
-        self._qkv(h, self._weights.layers[index], wide[: h.shape[0]])
-        elementwise.rope_write(
-            wide[h.shape[0] - positions.shape[0] :],
-            self._weights.cos,
-            self._weights.sin,
-            positions,
-            slots,
-            kv[index],
-            self._shape.num_heads,
-        )
+    def hidden(
+        self, h: Tensor, attention: LayerAttention, kept: Tensor | None = None, overhang: int = 0
+    ) -> Tensor:
+        """Hidden states of embedded rows h, or of the rows `kept`, for `logits`. All KV is written
+        in any case. overhang: finite rows that attention wants behind the projected ones."""
+        rows, layers = h.shape[0], self._weights.layers
+        qkv = h.new_empty(rows + overhang, self._shape.qkv_width)
+        qkv[rows:].zero_()
+        for index, layer in enumerate(layers):
+            gain, weight, bias = layer.attention_norm, layer.qkv, layer.qkv_bias
+            self._normed_product(h, gain, weight, bias, qkv[:rows])
+            attention.write_kv(index, qkv)
+            last = index == len(layers) - 1
+            if last and kept is not None and not kept.shape[0]:
+                return h[:0]
+            attended = attention.attend(index, qkv)
+            if last and kept is not None:
+                h, attended = h.index_select(0, kept), attended.index_select(0, kept)
+            self._finish(attended, h, layer)
+        return h
 
-    def _decode_shared(self, h: Tensor, attend: Callable[[Tensor, int], Tensor]) -> Tensor:
-        """Logits of embedded rows h where every sum over the ranks goes into the norm behind it."""
+    def _logits_by_normed_sums(
+        self, h: Tensor, attention: LayerAttention, out: Tensor, kept: Tensor | None
+    ) -> Tensor:
+        """Logits where every sum over the ranks goes into the norm behind it."""
         weights = self._weights
         gains = [layer.attention_norm for layer in weights.layers[1:]] + [weights.norm]
         x = self._normed(h, weights.layers[0].attention_norm)
         qkv = h.new_empty(h.shape[0], self._shape.qkv_width)
         for index, (layer, gain) in enumerate(zip(weights.layers, gains, strict=True)):
             self._product(x, layer.qkv, layer.qkv_bias, qkv)
-            x = self._shared_product(
-                attend(qkv, index), layer.out, layer.out_bias, h, layer.mlp_norm
-            )
+            attention.write_kv(index, qkv)
+            attended = attention.attend(index, qkv)
+            x = self._shared_product(attended, layer.out, layer.out_bias, h, layer.mlp_norm)
             act = self._gated_product(x, layer)
             x = self._shared_product(act, layer.down, layer.down_bias, h, gain)
-        out = h.new_empty(h.shape[0], weights.head.shape[0])
+        if kept is not None:
+            x = x.index_select(0, kept)
         self._product(x, weights.head, None, out)
         return out
 
@@ -214,25 +152,14 @@ class CudaModel:
         reduce_normed(into, h, gain, self._shape.eps, pdl=self._pdl)
         return into.out
 
-    def _kept_rows(self, decodes: int, chunks: ChunkRows) -> Tensor:
-        if decodes == 0 and chunks.score_rows.shape[0] == 0:
-            return chunks.sample_rows
-        first = torch.arange(decodes, device=chunks.sample_rows.device)
-        return torch.cat((first, chunks.sample_rows + decodes, chunks.score_rows + decodes))
-
-    def _embed(
-        self, tokens: Tensor, feed: Tensor, previous: Tensor, out: Tensor | None = None
-    ) -> Tensor:
+    def embed(self, tokens: Tensor, feed: Tensor, previous: Tensor) -> Tensor:
+        """Embedded rows; see `logits_of_step`."""
         table, shape = self._weights.embedding, self._shape
-        if out is None:
-            out = table.new_empty(tokens.shape[0], shape.hidden)
+        out = table.new_empty(tokens.shape[0], shape.hidden)
         partial = self.comm.partial(out)
         elementwise.embed(tokens, feed, previous, table, shape.first_id, out=partial)
         self.comm.reduce(partial, out)
         return out
-
-    def _qkv(self, h: Tensor, layer: LayerWeights, out: Tensor) -> None:
-        self._normed_product(h, layer.attention_norm, layer.qkv, layer.qkv_bias, out)
 
     def _normed_product(
         self, h: Tensor, gain: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
@@ -254,27 +181,6 @@ class CudaModel:
             torch.mm(x, weight.t(), out=out)
         else:
             torch.addmm(bias, x, weight.t(), out=out)
-
-    def _attend_decode(
-        self, qkv: Tensor, rows: DecodeRows, kv: Tensor, scratch: DecodeScratch, cut: DecodeShape
-    ) -> Tensor:
-        out = qkv.new_empty(qkv.shape[0], self._shape.num_heads * self._shape.head_dim)
-        decode_attention(
-            qkv,
-            self._weights.cos,
-            self._weights.sin,
-            kv,
-            rows.indptr,
-            rows.blocks,
-            rows.lengths,
-            scratch,
-            cut,
-            num_heads=self._shape.num_heads,
-            scale=self._scale,
-            out=out,
-            pdl=self._pdl,
-        )
-        return out
 
     def _finish(self, attended: Tensor, h: Tensor, layer: LayerWeights) -> None:
         """h += attention's output projection; h += MLP of the norm of h."""
@@ -322,9 +228,10 @@ class CudaModel:
                 target.add_(bias)
         self.comm.reduce(target, h)
 
-    def logits(self, h: Tensor) -> Tensor:
-        """Logits of this rank's rows of the vocabulary, padding rows included."""
+    def logits(self, h: Tensor, out: Tensor | None = None) -> Tensor:
+        """Logits of this rank's rows of the vocabulary, padding rows included; in `out`, if any."""
         head = self._weights.head
-        out = h.new_empty(h.shape[0], head.shape[0])
+        if out is None:
+            out = h.new_empty(h.shape[0], head.shape[0])
         self._normed_product(h, self._weights.norm, head, None, out)
         return out

@@ -16,7 +16,8 @@ class CudaOptions:
 
     max_batch: sequences of one step, and the largest batch with a CUDA graph.
     max_chunk_tokens: prompt tokens of one step.
-    prompt_graphs: steps of some hundreds of prompt tokens on one GPU under CUDA graphs, too.
+    prompt_graphs: steps of up to some hundreds of rows, prompt tokens among them, have CUDA graphs,
+        too.
     split_rows: on one GPU, decode steps of 2 to so many rows run on the engine's own products
         instead of cuBLAS's, where their sizes allow it.
     """
@@ -35,6 +36,28 @@ class CudaOptions:
             raise InvalidRequest(f"split_rows must be in 0 .. {MAX_SPLIT_ROWS}", param="split_rows")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """What a CUDA graph of a step depends on: rows of the forward pass and rows of logits, padding
+    included; with prompt chunks, the programs of attention of chunks and of decode rows; without,
+    whether a context is long."""
+
+    rows: int
+    samples: int
+    chunk_programs: int = 0
+    decode_programs: int = 0
+    long_context: bool = False
+
+    def holds(self, rows: int, samples: int, chunk_programs: int, decode_programs: int) -> bool:
+        """Whether a step of that size fits."""
+        return (
+            rows <= self.rows
+            and samples <= self.samples
+            and chunk_programs <= self.chunk_programs
+            and decode_programs <= self.decode_programs
+        )
+
+
 def graph_batches(max_batch: int) -> tuple[int, ...]:
     """Batch sizes with a graph of their own, ascending; a batch runs in the next larger one."""
     sizes = [n for n in (1, 2, 4, 8) if n < max_batch]
@@ -42,6 +65,48 @@ def graph_batches(max_batch: int) -> tuple[int, ...]:
     return (*sizes, max_batch)
 
 
-def next_size(sizes: tuple[int, ...], count: int) -> int | None:
-    """The smallest of ascending sizes that holds `count`."""
-    return next((size for size in sizes if size >= count), None)
+#: Rows of steps with prompt chunks: those that cuBLAS computes no slower than fewer rows, on an
+#: H200 with the sizes of an 8B model (docs/adr/0036). Larger steps outlast their launches.
+_MIXED_ROWS = (64, 80, 96, 128, 144, 192, 256, 272, 320, 432, 512, 528, 592, 640, 768)
+#: Programs of decode and of chunk attention, and rows of logits, of such a step: of prompts alone,
+#: with dozens of decode rows, with hundreds or many prompts.
+_MIXED_LEVELS = ((0, 384, 16), (768, 384, 96), (4096, 2048, 512))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShapes:
+    """Shapes that steps are rounded up to, each kind ascending: of decode rows alone, and with
+    prompt chunks."""
+
+    decode: tuple[StepShape, ...]
+    mixed: tuple[StepShape, ...]
+
+    @staticmethod
+    def of(options: CudaOptions) -> StepShapes:
+        """The shapes of one engine's steps."""
+        decode = tuple(
+            StepShape(rows=rows, samples=rows, long_context=long)
+            for rows in graph_batches(options.max_batch)
+            for long in (False, True)
+        )
+        max_rows = min(options.max_chunk_tokens + options.max_batch, _MIXED_ROWS[-1])
+        sizes = (*(rows for rows in _MIXED_ROWS if rows < max_rows), max_rows)
+        mixed = tuple(
+            StepShape(
+                rows=rows,
+                samples=min(samples, rows, options.max_batch),
+                chunk_programs=chunks,
+                decode_programs=decodes,
+            )
+            for rows in sizes
+            for decodes, chunks, samples in _MIXED_LEVELS
+        )
+        return StepShapes(decode=decode, mixed=mixed if options.prompt_graphs else ())
+
+    def for_decodes(self, count: int, *, long_context: bool) -> StepShape:
+        """The smallest shape of decode rows alone that holds so many."""
+        return next(
+            shape
+            for shape in self.decode
+            if shape.rows >= count and shape.long_context == long_context
+        )

@@ -1,18 +1,37 @@
-"""Splits a batch into what the device runs: decode rows first, prompt chunks after them."""
+"""A step in device order, as frozen values: decode rows first, prompt chunks behind them, and how
+its attention is cut."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
 
 from engine.batch import SequenceStep, StepBatch
 from engine.cpu.inputs import StepLimits, check_step
+from engine.cuda.options import StepShape
 from engine.kernels.logprobs import LogprobRows
 from engine.kernels.masks import TokenMasks
 from engine.kernels.penalties import Penalties
+from engine.kernels.triton.attention import (
+    MIXED_TILE,
+    ChunkSpan,
+    Ints,
+    mixed_splits,
+    mixed_wave,
+    plan_tiles,
+)
 from protocol.errors import Internal
 
 #: Contexts longer than this get more splits of decode attention.
 LONG_CONTEXT = 4096
+#: Chunks of at least this many tokens are worth an attention call of their own.
+DENSE_TOKENS = 1024
+#: Their lengths are rounded up to this, so that few plans of such a call exist.
+DENSE_STEP = 512
+#: Lengths of the segments of a long chunk's history that have such a call.
+HISTORY_SEGMENTS = (8192, 2048)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +52,8 @@ class StepPlan:
     logits' rows (every decode row, then the chunks that sample); results[i]: the logits row of
     sequence i of the batch, or None. banned: (logits row, token id) pairs. masks: logits rows with
     few allowed tokens, if any. penalties: other changes of the logits, if any. logprobs,
-    scored: sampled tokens and targets whose log-probabilities are wanted, if any.
+    scored: sampled tokens and targets whose log-probabilities are wanted, if any. layout: of a step
+    with chunks, where its engine has made one.
     """
 
     decodes: list[SequenceStep]
@@ -50,6 +70,7 @@ class StepPlan:
     scored: LogprobRows | None
     filtered: bool
     long_context: bool
+    layout: ChunkLayout | None = None
 
 
 def plan_step(batch: StepBatch, limits: BatchLimits, previous: list[int | None]) -> StepPlan:
@@ -114,3 +135,169 @@ def _check_totals(
     tokens = sum(len(step.tokens) for step in chunks)
     if tokens > limits.max_chunk_tokens:
         raise Internal(f"{tokens} prompt tokens in one step, at most {limits.max_chunk_tokens}")
+
+
+def dense_length(count: int) -> int:
+    """The length that a dense chunk of `count` tokens is computed at."""
+    return -(-count // DENSE_STEP) * DENSE_STEP
+
+
+def history_segments(start: int) -> tuple[int, ...]:
+    """Lengths of the segments that a history of `start` tokens begins with; the rest is shorter
+    than the shortest."""
+    lengths: list[int] = []
+    for length in HISTORY_SEGMENTS:
+        count, start = divmod(start, length)
+        lengths += [length] * count
+    return tuple(lengths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTable:
+    """Where a chunk's block table lies among the step's blocks."""
+
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseChunk:
+    """A long chunk in rows first .. + count, attended to by calls of its own: one for its own
+    tokens, one for each of `segments` of its history, whose blocks begin at `table`; query tiles
+    `tiles` attend to the rest of the history."""
+
+    first: int
+    count: int
+    table: int
+    segments: tuple[int, ...]
+    tiles: range
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCut:
+    """How attention of a step with chunks is cut into query tiles and calls.
+
+    shape: the CUDA graph that serves the step, with counts as in MixedRows; without, attention is
+    launched by kind: query tiles `paged` in one launch, which are cut into parts where `split`, and
+    the `dense` chunks one after another.
+    """
+
+    tiles: Ints
+    shape: StepShape | None = None
+    counts: tuple[int, int, int, int] = (0, 0, 1, 1)
+    paged: range = range(0)
+    split: bool = False
+    dense: tuple[DenseChunk, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkLayout:
+    """The rows of a step with prompt chunks: decode rows, then the chunks'.
+
+    first_rows, tables: of each chunk. kept: rows whose logits are wanted, then the scored ones.
+    """
+
+    rows: int
+    first_rows: tuple[int, ...]
+    tables: tuple[BlockTable, ...]
+    num_blocks: int
+    kept: tuple[int, ...]
+    cut: AttentionCut
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows that the forward pass computes."""
+        return self.rows if self.cut.shape is None else self.cut.shape.rows
+
+    @property
+    def overhang(self) -> int:
+        """Rows behind the last one that calls of dense chunks read."""
+        ends = (chunk.first + dense_length(chunk.count) for chunk in self.cut.dense)
+        return max(0, max(ends, default=0) - self.rows)
+
+
+def lay_out_chunks(
+    plan: StepPlan,
+    shapes: tuple[StepShape, ...],
+    *,
+    heads: int,
+    kv_heads: int,
+    tile: int,
+    dense: bool,
+) -> ChunkLayout:
+    """Lay out a step with chunks. shapes: those that have graphs, ascending; tile: queries of a
+    tile where none serves the step; dense: whether long chunks may have calls of their own."""
+    decodes = len(plan.decodes)
+    counts = [len(step.tokens) for step in plan.chunks]
+    *first_rows, rows = accumulate(counts, initial=decodes)
+    *firsts, num_blocks = accumulate((-(-n // 4) * 4 for n in plan.chunk_blocks), initial=0)
+    chunks = list(zip(plan.chunks, first_rows, counts, firsts, strict=True))
+    sampled = [first + n - 1 for step, first, n, _ in chunks if step.sampling is not None]
+    scored = [first + i for step, first, _, _ in chunks for i in range(len(step.targets))]
+    spans = [
+        ChunkSpan(first_row=first, count=n, start=step.start, table=table)
+        for step, first, n, table in chunks
+    ]
+    cut = None
+    if not scored and shapes and rows <= shapes[-1].rows:
+        samples = decodes + len(sampled)
+        cut = _mixed_cut(plan, spans, shapes, rows, samples, heads, kv_heads)
+    return ChunkLayout(
+        rows=rows,
+        first_rows=tuple(first_rows),
+        tables=tuple(
+            BlockTable(first=first, count=count)
+            for first, count in zip(firsts, plan.chunk_blocks, strict=True)
+        ),
+        num_blocks=num_blocks,
+        kept=(*range(decodes), *sampled, *scored),
+        cut=cut or _cut_by_kind(spans, heads, tile, dense=dense),
+    )
+
+
+def _mixed_cut(
+    plan: StepPlan,
+    spans: list[ChunkSpan],
+    shapes: tuple[StepShape, ...],
+    rows: int,
+    samples: int,
+    heads: int,
+    kv_heads: int,
+) -> AttentionCut | None:
+    """The smallest shape that holds the step; None where none does."""
+    decodes = len(plan.decodes)
+    tiles = plan_tiles(spans, heads, MIXED_TILE, wave=mixed_wave(rows, decodes)).tiles
+    for shape in shapes:
+        if shape.holds(rows, samples, heads * len(tiles), kv_heads * decodes):
+            room = shape.decode_programs
+            splits = mixed_splits(decodes, kv_heads, plan.long_context, room)
+            return AttentionCut(tiles=tiles, shape=shape, counts=(len(tiles), decodes, *splits))
+    return None
+
+
+def _cut_by_kind(spans: list[ChunkSpan], heads: int, tile: int, *, dense: bool) -> AttentionCut:
+    long = [span for span in spans if dense and span.count >= DENSE_TOKENS]
+    paged = plan_tiles([span for span in spans if span not in long], heads, tile)
+    tiles, at, chunks = [paged.tiles], len(paged.tiles), []
+    for span in long:
+        segments = history_segments(span.start)
+        if sum(segments) < span.start:
+            rest = replace(span, begin=sum(segments), end=span.start)
+            tiles.append(plan_tiles([rest], heads, tile, wave=0).tiles)
+        end = sum(map(len, tiles))
+        chunks.append(
+            DenseChunk(
+                first=span.first_row,
+                count=span.count,
+                table=span.table,
+                segments=segments,
+                tiles=range(at, end),
+            )
+        )
+        at = end
+    return AttentionCut(
+        tiles=np.concatenate(tiles),
+        paged=range(len(paged.tiles)),
+        split=paged.split,
+        dense=tuple(chunks),
+    )

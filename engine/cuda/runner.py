@@ -1,32 +1,51 @@
-"""One rank of an engine on a GPU: its model, its KV pool, its graphs, and how a step runs."""
+"""One rank of an engine on a GPU: its model, its KV pool, its graphs, and how a step runs.
+
+A step is planned (`prepare`), its numbers are copied to the device, and one forward pass is put on
+the stream (`submit`): as a CUDA graph where its shape has one, kernel by kernel where it is so
+large that it outlasts its launches.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from engine.batch import StepBatch, StepResult
 from engine.config import EngineConfig
+from engine.cuda.attention import (
+    AttentionSizes,
+    AttentionState,
+    DecodeAttention,
+    DenseAttention,
+    LargeStepAttention,
+    MixedAttention,
+    cudnn_serves,
+)
 from engine.cuda.comm import RankCollectives
 from engine.cuda.graphs import GraphSet
-from engine.cuda.layout import ChunkRows, ChunkUploader, DecodeRows
+from engine.cuda.inputs import ChunkCapacity, ChunkInputs, DecodeInputs
 from engine.cuda.memory import MEMORY_SHARE, RESERVE_BYTES, blocks_that_fit
 from engine.cuda.model import CudaModel, RankShape
-from engine.cuda.options import CudaOptions, graph_batches, next_size
-from engine.cuda.pieces import PromptPieces, piece_sizes
-from engine.cuda.plan import BatchLimits, StepPlan, plan_step
-from engine.cuda.prefill import ChunkAttention, cudnn_serves
+from engine.cuda.options import CudaOptions, StepShape, StepShapes
+from engine.cuda.plan import BatchLimits, ChunkLayout, StepPlan, lay_out_chunks, plan_step
 from engine.cuda.sampler import TokenSampler
 from engine.cuda.split_decode import SplitDecode
 from engine.cuda.staging import StagingLane, StagingRing, to_device, to_host
 from engine.cuda.warmup import largest_prompts, warmup_steps
 from engine.errors import RankLost
 from engine.kernels.logprobs import LogprobRows
-from engine.kernels.triton.attention import DecodeScratch, DecodeShape, decode_shape
+from engine.kernels.triton.attention import (
+    ChunkScratch,
+    DecodeScratch,
+    DecodeShape,
+    decode_shape,
+    max_parts,
+    query_tile,
+)
 from engine.kv.pool import KVPool
 from engine.kv.sizing import block_bytes, kv_layout, num_kv_blocks
 from engine.model.config import ModelConfig
@@ -82,6 +101,18 @@ def _read(rows: LogprobRows | None, table: Tensor | None) -> dict[int, tuple[Tok
     return {} if rows is None or table is None else rows.read(table)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMemory:
+    """What steps need beside the KV pool, at fixed addresses; logits: of steps under graphs."""
+
+    decodes: DecodeInputs
+    chunks: ChunkInputs
+    attention: AttentionState
+    logits: Tensor
+    sampler: TokenSampler
+    results: StagingRing
+
+
 class CudaRunner:
     """Loads one rank's share, then runs steps on it. All ranks get the same batches in order.
 
@@ -93,7 +124,10 @@ class CudaRunner:
     depth = 2
     layout: KVLayout
     pool: KVPool
-    _cuts: dict[tuple[int, bool], DecodeShape]
+    _memory: StepMemory
+    _limits: BatchLimits
+    _graphs: GraphSet
+    _shapes: StepShapes
 
     def __init__(
         self,
@@ -111,37 +145,30 @@ class CudaRunner:
         self.vocab_size = model_config.vocab_size
         limit = model_config.max_position_embeddings
         self.max_model_len = min(config.max_model_len or limit, limit)
-        self._rank = rank
         self._followed: deque[PendingTokens] = deque()  # a follower's steps not known to be over
-        self._dtype: torch.dtype = getattr(torch, config.dtype)
         self.device = device or torch.device(config.device)
         self._lane = StagingLane(self.device)
         share = share_of(model_config, rank, config.tp_size)
-        self._shape = RankShape.of(model_config, share)
+        self._shape = shape = RankShape.of(model_config, share)
         with torch.inference_mode():
             loader = WeightLoader(model_config, share, source, self.device)
             self.weights = loader.load(self.max_model_len)
-        shape, pdl = self._shape, self._lane.overlaps_launches
+        pdl = self._lane.overlaps_launches
         split = None
         if config.tp_size == 1 and self._dtype is torch.bfloat16:
             split = SplitDecode(self.weights, shape.eps, options.split_rows, pdl=pdl)
-        self._attention = ChunkAttention(
-            shape.num_heads, shape.kv_heads, shape.head_dim, shape.attention_scale
-        )
-        self._dense = cudnn_serves(self._dtype, shape.head_dim, self.device)
-        self.model = CudaModel(
-            self.weights,
-            shape,
-            RankCollectives(rank, config.tp_size),
-            self._attention,
-            pdl=pdl,
-            split=split,
-        )
+        comm = RankCollectives(rank, config.tp_size)
+        self.model = CudaModel(self.weights, shape, comm, pdl=pdl, split=split)
         self._previous: list[int | None] = []
         #: Raises when another rank is gone; asked while a step is waited for.
         self.watch: Callable[[], None] | None = None
         #: Bytes that were free once the weights were loaded; 0 when the pool's size was given.
         self.free_after_weights = 0
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.config.dtype)
+        return dtype
 
     # --- setting up ------------------------------------------------------------------------------
 
@@ -161,27 +188,25 @@ class CudaRunner:
 
     def _measure_working_memory(self) -> int:
         """Everything but weights and KV at the peak of the largest step of prompt tokens."""
-        options, block_size = self.options, self.config.block_size
+        options, shape = self.options, self._shape
         probes = largest_prompts(
             max_tokens=options.max_chunk_tokens,
             max_sequences=options.max_batch,
             max_model_len=self.max_model_len,
-            block_size=block_size,
+            block_size=self.config.block_size,
         )
         before = torch.cuda.memory_allocated(self.device)
         self.open(1)
         torch.cuda.reset_peak_memory_stats(self.device)
         with torch.inference_mode(), self._lane.active():
-            counts = [len(probe.block_ids) for probe in probes]
-            chunks = self._uploader.upload(probes, counts, block_size)
-            self._forward_chunks(0, chunks, next(iter(self._cuts.values())))
+            plan = plan_step(StepBatch(sequences=tuple(probes)), self._limits, [])
+            self._forward(replace(plan, layout=self._lay_out(plan, ())))
         self._lane.synchronize()
         peak = torch.cuda.max_memory_allocated(self.device) - before
-        if self._pieces is not None:
-            shape = self._shape
-            width = 3 * shape.intermediate + 2 * shape.hidden
-            peak += self._piece_sizes[-1] * width * self._dtype.itemsize
-        self._close_pool()
+        rows = max((step.rows for step in self._shapes.mixed), default=0)
+        peak += rows * (3 * shape.intermediate + 2 * shape.hidden) * self._dtype.itemsize
+        del self.pool, self._memory, self._graphs
+        torch.cuda.empty_cache()
         return peak
 
     def open(self, num_blocks: int) -> None:
@@ -197,93 +222,122 @@ class CudaRunner:
             max_chunk_tokens=options.max_chunk_tokens,
             pinned=self.device.type == "cuda",
         )
-        device, batch, shape = self.device, options.max_batch, self._shape
-        self._graphs_on = device.type == "cuda"
-        self.pool = KVPool(self.layout, self._rank, self._dtype, device)
-        # However few blocks there are: any number of sequences may share those of a long prefix.
-        table = batch * -(-self.max_model_len // config.block_size)
-        self._rows = DecodeRows(batch, table, device)
-        self._uploader = ChunkUploader(
-            options.max_chunk_tokens, batch, table, device, dense=self._dense
-        )
-        self._sampler = TokenSampler(batch, self.vocab_size, shape, device)
-        self._out = StagingRing(batch + 1, 4, device)
-        self._batches = graph_batches(batch)
-        self._cuts = {
-            (n, long): decode_shape(n, shape.kv_heads, shape.head_dim, long)
-            for n in self._batches
-            for long in (False, True)
-        }
-        parts = max(n * cut.splits for (n, _), cut in self._cuts.items())
-        self._scratch = DecodeScratch(batch, parts, shape.num_heads, shape.head_dim, device)
-        self._graphs = GraphSet(self._decode, self._lane)
-        with_pieces = self._graphs_on and options.prompt_graphs and config.tp_size == 1
-        self._pieces = self._make_pieces() if with_pieces else None
-        if device.type == "cuda":
+        self._shapes = StepShapes.of(options)
+        self.pool = KVPool(self.layout, self.model.comm.rank, self._dtype, self.device)
+        self._memory = self._make_memory()
+        self._graphs = GraphSet(self._run, self._lane)
+        if self.device.type == "cuda":
             # All this was filled on another stream than the one that steps run on.
-            torch.cuda.synchronize(device)
+            torch.cuda.synchronize(self.device)
+
+    def _make_memory(self) -> StepMemory:
+        options, shape, device = self.options, self._shape, self.device
+        batch, heads = options.max_batch, shape.num_heads
+        # However few blocks there are: any number of sequences may share those of a long prefix.
+        table = batch * -(-self.max_model_len // self.config.block_size)
+        rows = options.max_chunk_tokens + batch
+        tile = query_tile(self._dtype, shape.head_dim)
+        tiles = 2 * (options.max_chunk_tokens // tile + batch) + max_parts(heads)
+        capacity = ChunkCapacity(
+            rows=rows, kept=rows + batch, tiles=tiles, blocks=table + 4 * batch
+        )
+        return StepMemory(
+            decodes=DecodeInputs(batch, table, device),
+            chunks=ChunkInputs(capacity, device),
+            attention=self._make_attention(rows),
+            logits=self.weights.head.new_empty(batch, self.weights.head.shape[0]),
+            sampler=TokenSampler(batch, self.vocab_size, shape, device),
+            results=StagingRing(batch + 1, 4, device),
+        )
+
+    def _make_attention(self, rows: int) -> AttentionState:
+        options, shape, dtype, device = self.options, self._shape, self._dtype, self.device
+        heads, dim, batch = shape.num_heads, shape.head_dim, options.max_batch
+        parts = [step.rows * self._decode_cut(step).splits for step in self._shapes.decode]
+        parts += [step.decode_programs // shape.kv_heads for step in self._shapes.mixed]
+        sizes = AttentionSizes(
+            num_heads=heads,
+            kv_heads=shape.kv_heads,
+            head_dim=dim,
+            scale=shape.attention_scale,
+            pdl=self._lane.overlaps_launches,
+        )
+        dense = None
+        if cudnn_serves(dtype, dim, device):
+            longest = min(options.max_chunk_tokens, self.max_model_len)
+            dense = DenseAttention(
+                sizes, rows, longest, dtype, device, max_history=self.max_model_len
+            )
+        graph_rows = max((step.rows for step in self._shapes.mixed), default=0)
+        return AttentionState(
+            sizes=sizes,
+            lane=self._lane,
+            kv=self.pool.layers,
+            cos=self.weights.cos,
+            sin=self.weights.sin,
+            decode_scratch=DecodeScratch(batch, max(parts), heads, dim, device),
+            chunk_scratch=ChunkScratch(heads, dim, dtype, device),
+            attended=torch.zeros(graph_rows, sizes.width, dtype=dtype, device=device),
+            dense=dense,
+        )
 
     def start(self, comm: RankCollectives | None = None) -> None:
-        """Join the other ranks, plan prompt attention, capture the decode graphs."""
+        """Join the other ranks, plan prompt attention, capture the graphs."""
         self.model.comm = comm or RankCollectives()
-        self.plan_attention(self.options.max_batch)
-        with torch.inference_mode():
-            if self._graphs_on:
-                sizes = reversed(self._batches)
-                self._graphs.capture_all((n, long) for n in sizes for long in (False, True))
-            if self._pieces is not None:
-                self._pieces.capture(self.layout.num_layers)
+        self._plan_attention(self.options.max_batch)
+        if self.device.type == "cuda":
+            shapes = (*self._shapes.decode, *self._shapes.mixed)
+            with torch.inference_mode():
+                self._graphs.capture_all(sorted(shapes, key=lambda shape: -shape.rows))
 
-    def plan_attention(self, max_prompts: int) -> None:
+    def _plan_attention(self, max_prompts: int) -> None:
         """Plan attention of up to `max_prompts` long prompts at once, for steps of this thread."""
-        if self._dense:
-            longest = min(self.options.max_chunk_tokens, self.max_model_len)
+        dense = self._memory.attention.dense
+        if dense is not None:
             with torch.inference_mode(), self._lane.active():
-                self._attention.make_plans(longest, max_prompts, self._dtype, self.device)
-
-    def _make_pieces(self) -> PromptPieces | None:
-        self._piece_sizes = piece_sizes(self.options.max_chunk_tokens)
-        if not self._piece_sizes:
-            return None
-        shape, layers = self._shape, self.pool.layers
-
-        def between(layer: int, *buffers: Tensor) -> None:
-            self.model.between(layer, layers, *buffers)
-
-        widths = shape.hidden, shape.num_heads * shape.head_dim, shape.qkv_width
-        return PromptPieces(
-            self._piece_sizes, widths, between, self._lane, self._dtype, self.device
-        )
-
-    def _close_pool(self) -> None:
-        del self.pool, self._rows, self._uploader, self._scratch, self._graphs, self._pieces
-        torch.cuda.empty_cache()
+                dense.make_plans(max_prompts)
 
     # --- running ---------------------------------------------------------------------------------
 
     def prepare(self, batch: StepBatch) -> StepPlan:
         """Check a batch and put it in device order; raises Internal when it is not sound."""
-        return plan_step(batch, self._limits, self._previous)
+        plan = plan_step(batch, self._limits, self._previous)
+        if not plan.chunks:
+            return plan
+        return replace(plan, layout=self._lay_out(plan, self._shapes.mixed))
+
+    def _lay_out(self, plan: StepPlan, shapes: tuple[StepShape, ...]) -> ChunkLayout:
+        shape = self._shape
+        return lay_out_chunks(
+            plan,
+            shapes,
+            heads=shape.num_heads,
+            kv_heads=shape.kv_heads,
+            tile=query_tile(self._dtype, shape.head_dim),
+            dense=self._memory.attention.dense is not None,
+        )
 
     def submit(self, plan: StepPlan) -> PendingTokens:
         """Put a step on the stream. Its sampled tokens stay on the device for the next step."""
+        memory, comm = self._memory, self.model.comm
         rows = len(plan.sampled)
         logprobs = None
-        marks = self.pool.step_events
+        events = self.pool.step_events
         with torch.inference_mode(), self._lane.active():
-            if marks is not None:
-                marks.begin()
+            if events is not None:
+                events.begin()
             logits, hidden = self._forward(plan)
-            number = 0 if marks is None else marks.end()
-            buffer, _, index = self._out.take()
-            if logits is not None:
-                tokens, logprobs = self._sampler(logits, plan, self._rows, self.model.comm)
+            number = 0 if events is None else events.end()
+            buffer, _, index = memory.results.take()
+            if rows:
+                assert logits is not None
+                tokens, logprobs = memory.sampler(logits[:rows], plan, memory.decodes, comm)
                 buffer[:rows].copy_(tokens, non_blocking=True)
             buffer[rows] = 0
-            if self.model.comm.failed is not None:
-                buffer[rows : rows + 1].copy_(self.model.comm.failed, non_blocking=True)
+            if comm.failed is not None:
+                buffer[rows : rows + 1].copy_(comm.failed, non_blocking=True)
             pending = PendingTokens(
-                self._out,
+                memory.results,
                 buffer[: rows + 1],
                 index,
                 plan,
@@ -292,14 +346,84 @@ class CudaRunner:
                 self.watch,
                 number,
             )
-            self._out.sent(index)
+            memory.results.sent(index)
         self._previous = plan.results
         return pending
+
+    def _forward(self, plan: StepPlan) -> tuple[Tensor | None, Tensor | None]:
+        """Logits, the sampled rows first, and hidden states of those that are scored."""
+        if not plan.results:
+            return None, None
+        memory, layout = self._memory, plan.layout
+        memory.decodes.upload(plan)
+        if layout is None:
+            return self._graphs.run(self._decode_shape(plan)), None
+        memory.chunks.upload(plan, layout, self.config.block_size)
+        if layout.cut.shape is not None:
+            return self._graphs.run(layout.cut.shape), None
+        return self._run_large(plan, layout)
+
+    def _run(self, shape: StepShape) -> Tensor:
+        """Logits of a step of that shape, whose numbers are on the device."""
+        memory, rows = self._memory, shape.rows
+        previous = memory.sampler.tokens
+        if shape.chunk_programs:
+            chunks = memory.chunks
+            logits = self.model.logits_of_step(
+                chunks.tokens[:rows],
+                chunks.feed[:rows],
+                previous,
+                MixedAttention(memory.attention, memory.decodes, chunks, shape),
+                memory.logits[: shape.samples],
+                chunks.kept[: shape.samples],
+            )
+        else:
+            decodes = memory.decodes
+            attention = DecodeAttention(memory.attention, decodes, self._decode_cut(shape))
+            logits = self.model.logits_of_step(
+                decodes.tokens[:rows],
+                decodes.feed[:rows],
+                previous,
+                attention,
+                memory.logits[:rows],
+            )
+        self.model.comm.end_step()
+        return logits
+
+    def _run_large(
+        self, plan: StepPlan, layout: ChunkLayout
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Logits and hidden states of a step with chunks that no graph serves."""
+        memory, model, rows = self._memory, self.model, layout.rows
+        chunks, events = memory.chunks, self.pool.step_events
+        cut = self._decode_cut(self._decode_shape(plan))
+        attention = LargeStepAttention(
+            DecodeAttention(memory.attention, memory.decodes, cut),
+            chunks,
+            layout,
+            len(plan.decodes),
+            (lambda layer: None) if events is None else events.mark,
+        )
+        h = model.embed(chunks.tokens[:rows], chunks.feed[:rows], memory.sampler.tokens)
+        kept = chunks.kept[: len(layout.kept)]
+        h = model.hidden(h, attention, kept, layout.overhang)
+        sampled = len(plan.sampled)
+        logits = model.logits(h[:sampled]) if sampled else None
+        model.comm.end_step()
+        return logits, h[sampled:] if plan.scored is not None else None
+
+    def _decode_shape(self, plan: StepPlan) -> StepShape:
+        return self._shapes.for_decodes(len(plan.decodes), long_context=plan.long_context)
+
+    def _decode_cut(self, shape: StepShape) -> DecodeShape:
+        """How attention of decode rows alone is cut."""
+        sizes = self._shape
+        return decode_shape(shape.rows, sizes.kv_heads, sizes.head_dim, shape.long_context)
 
     def _score(self, hidden: Tensor, plan: StepPlan) -> Tensor:
         """The table of the targets' log-probabilities, a few rows of logits at a time."""
         assert plan.scored is not None
-        whole, comm = self._sampler.whole, self.model.comm
+        whole, comm = self._memory.sampler.whole, self.model.comm
         table = plan.scored.table(
             lambda part: whole(self.model.logits(hidden[part]), comm),
             to_device(plan.scored.targets, self.device),
@@ -326,10 +450,10 @@ class CudaRunner:
         """Nothing: a step takes one thread, which launches."""
 
     def enter_thread(self) -> None:
-        """Plan prompt attention again: what the thread that loaded has planned is its own. Equally
-        long prompts in one step are too rare to start later for."""
+        """Plan prompt attention again: plans belong to the thread that makes them. Equally long
+        prompts in one step are too rare to start later for."""
         self._lane.enter_thread()
-        self.plan_attention(1)
+        self._plan_attention(1)
 
     def warmup_batches(self) -> list[StepBatch]:
         """Steps that have every kernel compiled that a step can need."""
@@ -352,56 +476,3 @@ class CudaRunner:
         except RankLost:
             return True
         return False
-
-    def _forward(self, plan: StepPlan) -> tuple[Tensor | None, Tensor | None]:
-        """Logits of the sampled rows, and hidden states of those that are scored."""
-        count = len(plan.decodes)
-        if not plan.results:
-            return None, None
-        self._rows.upload(plan.decodes, plan.feeds, plan.decode_blocks, plan.sampled)
-        bucket = next_size(self._batches, max(count, 1)) or self.options.max_batch
-        if not plan.chunks:
-            if self._graphs_on:
-                return self._graphs.replay(bucket, plan.long_context)[:count], None
-            return self._decode(bucket, plan.long_context)[:count], None
-        rows = None
-        if self._pieces is not None and count == 0:
-            rows = next_size(self._piece_sizes, sum(len(step.tokens) for step in plan.chunks))
-        chunks = self._uploader.upload(
-            plan.chunks, plan.chunk_blocks, self.config.block_size, rows or 0
-        )
-        pieces = self._pieces if rows else None
-        return self._forward_chunks(count, chunks, self._cuts[bucket, plan.long_context], pieces)
-
-    def _forward_chunks(
-        self,
-        decodes: int,
-        chunks: ChunkRows,
-        cut: DecodeShape,
-        pieces: PromptPieces | None = None,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        out = self.model.step(
-            self._rows,
-            decodes,
-            self._sampler.tokens,
-            chunks,
-            self.pool.layers,
-            self._scratch,
-            cut,
-            (lambda layer: None) if self.pool.step_events is None else self.pool.step_events.mark,
-            pieces,
-        )
-        self.model.comm.end_step()
-        return out
-
-    def _decode(self, batch: int, long_context: bool) -> Tensor:
-        logits = self.model.decode(
-            self._rows,
-            batch,
-            self._sampler.tokens,
-            self.pool.layers,
-            self._scratch,
-            self._cuts[batch, long_context],
-        )
-        self.model.comm.end_step()
-        return logits

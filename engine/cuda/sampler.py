@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.cuda.comm import RankCollectives
-from engine.cuda.layout import DecodeRows
+from engine.cuda.inputs import DecodeInputs
 from engine.cuda.model import RankShape
 from engine.cuda.plan import StepPlan
 from engine.cuda.staging import to_device
@@ -25,7 +25,7 @@ class TokenSampler:
         self.tokens = torch.zeros(rows, dtype=torch.int32, device=device)
 
     def __call__(
-        self, logits: Tensor, plan: StepPlan, rows: DecodeRows, comm: RankCollectives
+        self, logits: Tensor, plan: StepPlan, inputs: DecodeInputs, comm: RankCollectives
     ) -> tuple[Tensor, Tensor | None]:
         """The tokens of `logits` `[sampled rows, rows of this rank's head]`, equal on every rank,
         and the table of their log-probabilities where the plan asks for them.
@@ -34,7 +34,7 @@ class TokenSampler:
         meet.
         """
         count = len(plan.sampled)
-        sampling = rows.sampling(count, plan.filtered)
+        sampling = inputs.sampling(count, plan.filtered)
         tokens = self.tokens[:count]
         whole = plan.filtered or plan.banned or plan.penalties or plan.logprobs
         if comm.size > 1 and not whole:

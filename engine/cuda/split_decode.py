@@ -7,11 +7,10 @@ the product behind that norm scales its rows by them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
+from engine.cuda.attention import LayerAttention
 from engine.kernels.triton.elementwise import rms_norm
 from engine.kernels.triton.split_linear import (
     MAX_ROWS,
@@ -32,19 +31,19 @@ MIN_ROWS = 2
 class SplitDecode:
     """One rank's products; calls only put work on the current stream."""
 
-    def __init__(self, weights: ModelWeights, eps: float, most_rows: int, *, pdl: bool) -> None:
-        """Serves steps of 2 to `most_rows` rows, if the device and the sizes of all products allow
+    def __init__(self, weights: ModelWeights, eps: float, max_rows: int, *, pdl: bool) -> None:
+        """Serves steps of 2 to `max_rows` rows, if the device and the sizes of all products allow
         it."""
         self._weights = weights
         self._eps = eps
-        self._most_rows = most_rows
+        self._max_rows = max_rows
         self._pdl = pdl
         device = weights.head.device
         first = weights.layers[0]
         products = [(first.gate_up, True)]
         products += [(w, False) for w in (first.qkv, first.out, first.down, weights.head)]
         sizes = [(w.shape[0] // (1 + gated), w.shape[1], gated) for w, gated in products]
-        row_blocks = sorted({block_rows(m) for m in range(MIN_ROWS, most_rows + 1)})
+        row_blocks = sorted({block_rows(m) for m in range(MIN_ROWS, max_rows + 1)})
         counts = [(m, *size) for m in row_blocks for size in sizes]
         shapes = [split_shape(*count) for count in counts]
         sized = bool(shapes) and None not in shapes
@@ -60,7 +59,7 @@ class SplitDecode:
 
     def serves(self, rows: int) -> bool:
         """Whether steps of so many rows are to run here."""
-        return self._possible and MIN_ROWS <= rows <= self._most_rows
+        return self._possible and MIN_ROWS <= rows <= self._max_rows
 
     def gates(self, rows: int) -> bool:
         """Whether `gated` beats cuBLAS and a kernel for the activation, though `serves` does not:
@@ -73,8 +72,8 @@ class SplitDecode:
         """silu(x gate^T) * (x up^T)."""
         return self._product(x, weight, None, gated=True)
 
-    def decode(self, h: Tensor, attend: Callable[[Tensor, int], Tensor]) -> Tensor:
-        """Logits of embedded rows h; `attend(qkv, layer)` gives attention's output."""
+    def logits(self, h: Tensor, attention: LayerAttention, out: Tensor) -> Tensor:
+        """out = the logits of embedded rows h."""
         weights = self._weights
         gains = [layer.attention_norm for layer in weights.layers[1:]] + [weights.norm]
         x = torch.empty_like(h)
@@ -82,15 +81,15 @@ class SplitDecode:
         squares = None
         for index, (layer, gain) in enumerate(zip(weights.layers, gains, strict=True)):
             qkv = self._product(x, layer.qkv, squares, bias=layer.qkv_bias)
+            attention.write_kv(index, qkv)
+            attended = attention.attend(index, qkv)
             following = self._following(x, layer.out, layer.mlp_norm)
-            self._product(
-                attend(qkv, index), layer.out, None, bias=layer.out_bias, h=h, following=following
-            )
+            self._product(attended, layer.out, None, bias=layer.out_bias, h=h, following=following)
             act = self._product(x, layer.gate_up, following.squares, gated=True)
             following = self._following(x, layer.down, gain)
             self._product(act, layer.down, None, bias=layer.down_bias, h=h, following=following)
             squares = following.squares
-        return self._product(x, weights.head, squares)
+        return self._product(x, weights.head, squares, out=out)
 
     def _following(self, x: Tensor, weight: Tensor, gain: Tensor) -> NextInput:
         n, k = weight.shape
@@ -108,14 +107,16 @@ class SplitDecode:
         *,
         bias: Tensor | None = None,
         h: Tensor | None = None,
+        out: Tensor | None = None,
         following: NextInput | None = None,
         gated: bool = False,
     ) -> Tensor:
-        """f(x weight^T + bias), added to h if there is one."""
+        """f(x weight^T + bias), in `out` if there is one, or added to h."""
         n = weight.shape[0] // (1 + gated)
         shape = split_shape(x.shape[0], n, weight.shape[1], gated)
         assert shape is not None
-        out = x.new_empty(x.shape[0], n) if h is None else h
+        if out is None:
+            out = x.new_empty(x.shape[0], n) if h is None else h
         split_linear(
             x,
             weight,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ class StagingLane:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.overlaps_launches = device.type == "cuda" and torch.cuda.get_device_capability(
             device
         ) >= (9, 0)
@@ -40,6 +41,22 @@ class StagingLane:
     def active(self) -> AbstractContextManager[object]:
         """Make it the current stream."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Put work on a second stream: it follows what is on the current one, and what is put there
+        after `join` follows it."""
+        if self._side is None:
+            yield
+            return
+        self._side.wait_stream(torch.cuda.current_stream(self._side.device))
+        with torch.cuda.stream(self._side):
+            yield
+
+    def join(self) -> None:
+        """Have the current stream wait for the work of `beside`."""
+        if self._side is not None:
+            torch.cuda.current_stream(self._side.device).wait_stream(self._side)
 
     def synchronize(self) -> None:
         """Block until everything put on it is over."""

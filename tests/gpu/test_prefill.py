@@ -3,13 +3,55 @@
 import pytest
 import torch
 
-from engine.batch import SequenceStep
-from engine.cuda.layout import ChunkUploader
-from engine.cuda.prefill import ChunkAttention, cudnn_serves
-from engine.kernels.triton.elementwise import rope_write
+from engine.batch import SequenceStep, StepBatch
+from engine.cuda.attention import (
+    AttentionSizes,
+    AttentionState,
+    DecodeAttention,
+    DenseAttention,
+    LargeStepAttention,
+    cudnn_serves,
+)
+from engine.cuda.inputs import ChunkCapacity, ChunkInputs, DecodeInputs
+from engine.cuda.plan import BatchLimits, lay_out_chunks, plan_step
+from engine.cuda.staging import StagingLane
+from engine.kernels.triton.attention import ChunkScratch, DecodeScratch, decode_shape
 from protocol.sampling import SamplingParams
 
 HEADS, KV_HEADS, DIM, PAGE = 8, 2, 128, 16
+SIZES = AttentionSizes(num_heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, scale=DIM**-0.5)
+
+
+def attend(plan, qkv, pool, angle, *, dense):
+    """The output of attention and the layout of a step."""
+    device = qkv.device
+    layout = lay_out_chunks(plan, (), heads=HEADS, kv_heads=KV_HEADS, tile=128, dense=dense)
+    decodes = DecodeInputs(8, 4096, device)
+    chunks = ChunkInputs(ChunkCapacity(rows=8200, kept=8200, tiles=400, blocks=4096), device)
+    decodes.upload(plan)
+    chunks.upload(plan, layout, PAGE)
+    cut = decode_shape(8, KV_HEADS, DIM, False)
+    cudnn = DenseAttention(SIZES, 8200, 8192, qkv.dtype, device, max_history=16384)
+    state = AttentionState(
+        sizes=SIZES,
+        lane=StagingLane(device),
+        kv=[pool],
+        cos=angle.cos(),
+        sin=angle.sin(),
+        decode_scratch=DecodeScratch(8, 8 * cut.splits, HEADS, DIM, device),
+        chunk_scratch=ChunkScratch(HEADS, DIM, qkv.dtype, device),
+        attended=qkv[:0],
+        dense=cudnn if dense else None,
+    )
+    written = []
+    attention = LargeStepAttention(
+        DecodeAttention(state, decodes, cut), chunks, layout, len(plan.decodes), written.append
+    )
+    wide = torch.cat((qkv, qkv.new_zeros(layout.overhang, qkv.shape[1])))
+    attention.write_kv(0, wide)
+    out = attention.attend(0, wide).float()
+    assert written == [0]
+    return out, layout
 
 
 @pytest.mark.parametrize(
@@ -20,13 +62,14 @@ HEADS, KV_HEADS, DIM, PAGE = 8, 2, 128, 16
         [(0, 1536), (0, 1025), (0, 70)],
         [(0, 1024), (0, 1024)],
         [(33, 1200), (0, 1030), (0, 3)],
+        [(2048, 1024)],
+        [(40, 1), (8192 + 2 * 2048 + 100, 1100), (2100, 1500), (4096, 30)],
     ],
 )
 def test_dense_chunks_equal_paged_ones(device, chunks):
     if not cudnn_serves(torch.bfloat16, DIM, device):
         pytest.skip("cuDNN's attention is not served on this device")
     torch.manual_seed(5)
-    counts = [count for _, count in chunks]
     needed = [-(-(start + count) // PAGE) for start, count in chunks]
     order = torch.randperm(sum(needed)).tolist()
     tables = [tuple(order[sum(needed[:i]) : sum(needed[: i + 1])]) for i in range(len(chunks))]
@@ -34,18 +77,22 @@ def test_dense_chunks_equal_paged_ones(device, chunks):
         SequenceStep(tokens=(1,) * count, start=start, block_ids=table, sampling=SamplingParams())
         for (start, count), table in zip(chunks, tables, strict=True)
     ]
+    limits = BatchLimits(
+        block_size=PAGE,
+        num_blocks=sum(needed),
+        vocab_size=100,
+        max_model_len=16384,
+        max_batch=8,
+        max_chunk_tokens=8192,
+    )
+    plan = plan_step(StepBatch(sequences=tuple(steps)), limits, [])
     pool = torch.randn(sum(needed), 2, KV_HEADS, PAGE, DIM, device=device).bfloat16()
-    angle = torch.rand(2048, DIM // 2, device=device) * 6.3
-    qkv = torch.randn(sum(counts), (HEADS + 2 * KV_HEADS) * DIM, device=device).bfloat16()
-    results = []
-    for dense in (True, False):
-        uploader = ChunkUploader(4096, 8, 1024, device, dense=dense)
-        rows = uploader.upload(steps, needed, PAGE)
-        assert bool(rows.dense) == dense
-        wide = torch.cat((qkv, qkv.new_zeros(rows.padding, qkv.shape[1])))
-        copy = pool.clone()
-        rope_write(wide, angle.cos(), angle.sin(), rows.positions, rows.slots, copy, HEADS)
-        results.append(ChunkAttention(HEADS, KV_HEADS, DIM, DIM**-0.5)(wide, copy, rows).float())
-    assert not results[0].isnan().any()
-    error = (results[0] - results[1]).norm() / results[1].norm()
-    assert error < 5e-3
+    angle = torch.rand(16384, DIM // 2, device=device) * 6.3
+    rows = sum(count for _, count in chunks)
+    qkv = torch.randn(rows, (HEADS + 2 * KV_HEADS) * DIM, device=device).bfloat16()
+    got, layout = attend(plan, qkv, pool.clone(), angle, dense=True)
+    want, paged = attend(plan, qkv, pool.clone(), angle, dense=False)
+    assert len(layout.cut.dense) == sum(count >= 1024 for _, count in chunks)
+    assert paged.cut.dense == ()
+    assert not got.isnan().any()
+    assert (got - want).norm() / want.norm() < 5e-3

@@ -11,10 +11,16 @@ pytest.importorskip("triton", reason="triton is not installed")
 from engine.batch import SequenceStep, StepBatch
 from engine.config import EngineConfig
 from engine.cuda import build
-from engine.cuda.layout import ChunkUploader, DecodeRows, dense_padding
+from engine.cuda.inputs import ChunkCapacity, ChunkInputs, DecodeInputs
 from engine.cuda.memory import blocks_that_fit
-from engine.cuda.options import CudaOptions, graph_batches
-from engine.cuda.plan import LONG_CONTEXT, BatchLimits, plan_step
+from engine.cuda.options import CudaOptions, StepShape, StepShapes, graph_batches
+from engine.cuda.plan import (
+    LONG_CONTEXT,
+    BatchLimits,
+    history_segments,
+    lay_out_chunks,
+    plan_step,
+)
 from engine.cuda.staging import StagingRing
 from engine.cuda.warmup import largest_prompts, warmup_steps
 from engine.errors import ModelRefused, RankLost
@@ -100,15 +106,23 @@ def test_too_many_sequences_are_refused():
         plan(*(seq(1, 0) for _ in range(7)))
 
 
+def lay_out(result, shapes=(), *, heads=8, dense=False):
+    return lay_out_chunks(result, shapes, heads=heads, kv_heads=2, tile=128, dense=dense)
+
+
+def chunk_inputs():
+    return ChunkInputs(ChunkCapacity(rows=4102, kept=4102, tiles=200, blocks=800), CPU)
+
+
 def test_decode_rows_lie_where_the_kernels_read_them():
-    rows = DecodeRows(4, 64, CPU)
-    result = plan(seq(1, 20, WARM), seq(1, 3), previous=[])
-    rows.upload(result.decodes, [-1, 2], result.decode_blocks, result.sampled)
-    assert rows.lengths.tolist() == [21, 4, 0, 0]
-    assert rows.feed[:2].tolist() == [-1, 2]
-    assert rows.indptr.tolist() == [0, 2, 3, 3, 3]
-    assert rows.blocks[:3].tolist() == [0, 1, 0]
-    sampling = rows.sampling(2, filtered=True)
+    inputs = DecodeInputs(4, 64, CPU)
+    result = plan(seq(1, 20, WARM), seq(1, 3, previous=0), previous=[2])
+    inputs.upload(result)
+    assert inputs.lengths.tolist() == [21, 4, 0, 0]
+    assert inputs.feed[:2].tolist() == [-1, 2]
+    assert inputs.indptr.tolist() == [0, 2, 3, 3, 3]
+    assert inputs.blocks[:3].tolist() == [0, 1, 0]
+    sampling = inputs.sampling(2, filtered=True)
     assert sampling.temperature.tolist() == [0.5, 0.0]
     assert sampling.top_k[0] == 3
     assert sampling.top_p[0].item() == np.float32(0.9)
@@ -117,62 +131,121 @@ def test_decode_rows_lie_where_the_kernels_read_them():
 
 
 def test_rows_of_an_earlier_larger_step_become_padding():
-    rows = DecodeRows(4, 64, CPU)
+    inputs = DecodeInputs(4, 64, CPU)
     for count in (4, 1):
-        result = plan(*(seq(1, 5) for _ in range(count)))
-        rows.upload(result.decodes, result.feeds, result.decode_blocks, result.sampled)
-    assert rows.lengths.tolist() == [6, 0, 0, 0]
+        inputs.upload(plan(*(seq(1, 5) for _ in range(count))))
+    assert inputs.lengths.tolist() == [6, 0, 0, 0]
 
 
 def test_tables_that_do_not_fit_are_refused():
-    rows = DecodeRows(2, 3, CPU)
-    result = plan(seq(1, 20), seq(1, 20))
+    inputs = DecodeInputs(2, 3, CPU)
     with pytest.raises(Internal, match="4 blocks in one step"):
-        rows.upload(result.decodes, result.feeds, result.decode_blocks, result.sampled)
+        inputs.upload(plan(seq(1, 20), seq(1, 20)))
 
 
 @pytest.mark.parametrize("dense", [False, True])
 def test_chunks_are_packed_and_the_long_ones_set_apart(dense):
-    result = plan(seq(5, 16), seq(1030, 0), seq(3, 0, None))
-    uploader = ChunkUploader(4096, 6, 400, CPU, dense=dense)
-    rows = uploader.upload(result.chunks, result.chunk_blocks, 16)
-    assert rows.positions[:6].tolist() == [16, 17, 18, 19, 20, 0]
-    assert rows.slots[:5].tolist() == [16, 17, 18, 19, 20]
-    assert rows.sample_rows.tolist() == [4, 1034]
-    assert rows.feed.unique().tolist() == [-1]
-    packed = rows.packed
+    result = plan(seq(5, 16), seq(1030, 0), seq(3, 0, None), seq(1, 7), seq(1100, 2064))
+    layout = lay_out(result, dense=dense)
+    inputs = chunk_inputs()
+    inputs.upload(result, layout, 16)
+    assert layout.rows == layout.padded_rows == 2139
+    assert layout.first_rows == (1, 6, 1036, 1039)
+    assert layout.kept == (0, 5, 1035, 2138)
+    assert inputs.positions[:7].tolist() == [0, 16, 17, 18, 19, 20, 0]
+    assert inputs.slots[:6].tolist() == [-1, 16, 17, 18, 19, 20]
+    assert inputs.kept[:4].tolist() == [0, 5, 1035, 2138]
+    assert inputs.feed[:2139].unique().tolist() == [-1]
+    tables = [(table.first, table.count) for table in layout.tables]
+    assert tables == [(0, 2), (4, 65), (72, 1), (76, 198)]
+    assert inputs.blocks[76:80].tolist() == [0, 1, 2, 3]
+    cut = layout.cut
+    paged = cut.tiles[: len(cut.paged)]
+    firsts = sorted({int(row) for row in paged[:, 0]})
     if dense:
-        assert rows.dense == ((5, 1030),)
-        assert rows.padding == 5 + 1536 - 1038
-        assert packed.first_rows.tolist() == [0, 1035]
-        assert packed.starts.tolist() == [16, 0]
-        assert packed.counts.tolist() == [5, 3]
-        assert packed.indptr.tolist() == [0, 2, 3]
-        assert packed.blocks.tolist() == [0, 1, 0]
-        assert packed.max_count == 5
+        long, after = cut.dense
+        assert firsts == [1, 1036]
+        assert (long.first, long.count, long.segments) == (6, 1030, ())
+        assert (after.first, after.count, after.segments) == (1039, 1100, (2048,))
+        assert after.table == 76
+        rest = cut.tiles[after.tiles.start : after.tiles.stop]
+        assert rest[:, 4:6].tolist() == [[2048, 2064]] * 9
+        assert sorted(rest[:, 0]) == list(range(1039, 2139, 128))
+        assert layout.overhang == 1039 + 1536 - 2139
     else:
-        assert rows.dense == ()
-        assert rows.padding == 0
-        assert packed.counts.tolist() == [5, 1030, 3]
+        assert cut.dense == ()
+        assert layout.overhang == 0
+        assert len(cut.tiles) == len(paged)
+        assert firsts[:3] == [1, 6, 134]
+
+
+OPTIONS = CudaOptions(max_batch=6, max_chunk_tokens=4096)
+SHAPES = StepShapes.of(OPTIONS).mixed
+
+
+@pytest.mark.parametrize("heads", [8, 32])
+def test_steps_of_some_hundreds_of_rows_run_in_a_shape_that_has_a_graph(heads):
+    result = plan(seq(1, 1500), seq(64, 2048), seq(1, 20), seq(30, 0, None))
+    layout = lay_out(result, SHAPES, heads=heads)
+    cut, shape = layout.cut, layout.cut.shape
+    assert (layout.rows, layout.padded_rows) == (96, 96)
+    assert shape == StepShape(rows=96, samples=6, chunk_programs=384, decode_programs=768)
+    tiles, decodes, splits, min_tiles = cut.counts
+    assert (tiles, decodes, min_tiles) == (len(cut.tiles), 2, 1)
+    assert heads * tiles <= 384
+    assert 2 * decodes * splits <= 768
+    assert splits == 8
+    inputs = chunk_inputs()
+    smaller = plan(seq(1, 1500), seq(20, 16))
+    for step in (result, smaller):
+        layout = lay_out(step, SHAPES, heads=heads)
+        inputs.upload(step, layout, 16)
+    assert inputs.counts.tolist() == list(layout.cut.counts)
+    assert inputs.slots[:33].tolist() == [-1, *range(16, 36), *([-1] * 11), *inputs.slots[32:33]]
+    assert inputs.kept[:6].tolist() == [0, 20, 0, 0, 0, 0]
+
+
+def test_steps_that_no_shape_holds_are_launched_by_kind():
+    scored = plan(seq(20, 0, None, targets=(1,) * 20))
+    large = plan(seq(1000, 0), seq(1, 7))
+    assert lay_out(scored, SHAPES).cut.shape is None
+    assert lay_out(scored, SHAPES).kept == tuple(range(20))
+    assert lay_out(large, SHAPES).cut.shape is None
+    many = plan(seq(700, 0), *(seq(1, 7) for _ in range(5)))
+    found = [
+        lay_out_chunks(many, SHAPES, heads=32, kv_heads=heads, tile=128, dense=False).cut.shape
+        for heads in (8, 200, 900)
+    ]
+    assert [shape and shape.decode_programs for shape in found] == [768, 4096, None]
+    alone = lay_out(plan(seq(300, 0), seq(8, 0))).cut.shape
+    assert alone is None
+    alone = lay_out(plan(seq(300, 0), seq(8, 0)), SHAPES).cut.shape
+    assert (alone.rows, alone.decode_programs, alone.samples) == (320, 0, 6)
+
+
+def test_a_history_begins_with_the_longest_segments():
+    assert history_segments(0) == history_segments(2047) == ()
+    assert history_segments(8192 * 2 + 2048 * 3 + 5) == (8192, 8192, 2048, 2048, 2048)
 
 
 def test_every_vector_of_a_step_is_aligned():
     """Kernels are compiled for aligned pointers; another alignment would cost a second of it."""
-    uploader = ChunkUploader(4096, 16, 400, CPU, dense=True)
+    inputs = chunk_inputs()
     rng = random.Random(3)
+    vectors = [inputs.counts, inputs.tokens, inputs.feed, inputs.positions, inputs.slots]
+    vectors += [inputs.kept, inputs.blocks, inputs.tiles[1:]]
+    base = inputs._ints.data_ptr()
+    assert all((vector.data_ptr() - base) % 16 == 0 for vector in vectors)
     for _ in range(60):
         steps = [
             seq(rng.randint(2, 70), 16 * rng.randint(0, 2), rng.choice([None, SamplingParams()]))
             for _ in range(rng.randint(1, 6))
         ]
         result = plan(*steps)
-        rows = uploader.upload(result.chunks, result.chunk_blocks, 16)
-        packed = rows.packed
-        vectors = [rows.tokens, rows.feed, rows.positions, rows.slots]
-        vectors += [packed.first_rows, packed.starts, packed.counts, packed.indptr, packed.blocks]
-        assert all(vector.data_ptr() % 16 == 0 for vector in vectors)
-        assert packed.counts.tolist() == [len(step.tokens) for step in result.chunks]
-        assert rows.positions.tolist() == [
+        layout = lay_out(result)
+        inputs.upload(result, layout, 16)
+        assert all(table.first % 4 == 0 for table in layout.tables)
+        assert inputs.positions[: layout.rows].tolist() == [
             step.start + i for step in result.chunks for i in range(len(step.tokens))
         ]
 
@@ -215,13 +288,8 @@ def test_memory_is_measured_with_as_many_prompt_tokens_as_a_step_can_have(
     assert plan_step(StepBatch(sequences=tuple(prompts)), limits, []).chunks == prompts
 
 
-def test_padding_counts_only_what_lies_past_the_step():
-    assert dense_padding(0, 1024, 1024) == 0
-    assert dense_padding(0, 1025, 1025) == 511
-    assert dense_padding(0, 1025, 4000) == 0
-
-
-def test_graphs_hold_every_batch_and_splits_stay_within_the_scratch():
+def test_graphs_hold_every_batch_and_splits_stay_within_the_scratch(monkeypatch):
+    monkeypatch.setattr("engine.kernels.triton.attention._WAVE", 528)
     for largest in (1, 5, 64, 256):
         sizes = graph_batches(largest)
         assert list(sizes) == sorted(set(sizes))

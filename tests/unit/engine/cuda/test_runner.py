@@ -9,7 +9,6 @@ import torch
 
 from engine.batch import StepBatch, StepResult
 from engine.cuda.comm import RankCollectives
-from engine.cuda.graphs import GraphSet
 from engine.cuda.options import graph_batches
 from engine.errors import RankLost
 from engine.executor import Executor
@@ -62,22 +61,18 @@ def test_prompts_chunks_and_decodes_give_the_reference_tokens(device, changes, n
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-class Uncaptured(GraphSet):
-    """Runs what it would replay."""
-
-    def replay(self, *key):
-        return self._run(*key)
-
-
-def test_pieces_of_prompt_steps_give_the_reference_tokens(device, monkeypatch):
-    runner, reference = make_pair(device, tiny_config(), prompt_graphs=True)
-    if device.type == "cpu":
-        monkeypatch.setattr("engine.cuda.pieces.GraphSet", Uncaptured)
-        runner._pieces = runner._make_pieces()
-    first, second, _, _, _, _, _, scored, _ = mixed_script()
-    prompts = [first, StepBatch(sequences=second.sequences[:1]), scored]
-    for batch in prompts:
-        assert_same(runner.run(batch), reference.run(batch))
+@pytest.mark.parametrize("prompt_graphs", [True, False])
+def test_steps_of_every_shape_give_the_reference_tokens(device, prompt_graphs):
+    """With graphs for steps with chunks, and kernel by kernel."""
+    runner, reference = make_pair(device, tiny_config(), prompt_graphs=prompt_graphs)
+    rows = [shape.rows for shape in runner._shapes.mixed]
+    assert rows == ([n for n in (64, 80, 96, 128, 136) for _ in range(3)] * prompt_graphs)
+    for batch in mixed_script():
+        plan = runner.prepare(batch)
+        if plan.layout is not None:
+            graph = prompt_graphs and plan.scored is None
+            assert (plan.layout.cut.shape is not None) == graph
+        assert_same(runner.submit(plan).wait(), reference.run(batch))
     torch.testing.assert_close(runner.pool.data.cpu(), reference.pool.data, rtol=1e-4, atol=1e-4)
 
 
@@ -188,24 +183,32 @@ def test_the_thread_that_runs_steps_plans_prompt_attention_for_itself(device, mo
     """One prompt of each length; the thread that loads plans for several at once, too."""
     planned = []
 
-    def attend(self, qkv, length):
-        planned.append((threading.current_thread().name, qkv.shape[0] // length, length))
+    def call(self, q, k, v, *, causal):
+        name = threading.current_thread().name
+        planned.append((name, q.shape[0], q.shape[2], None if causal else k.shape[2]))
 
-    monkeypatch.setattr("engine.cuda.prefill.ChunkAttention._batch", attend)
-    runner = make_runner(device, tiny_config())
+    monkeypatch.setattr("engine.cuda.attention.DenseAttention._call", call)
+    monkeypatch.setattr("engine.cuda.runner.cudnn_serves", lambda *args: True)
+    runner = make_runner(device, tiny_config(max_position_embeddings=4096))
     runner.options = replace(runner.options, max_chunk_tokens=2100)
-    runner.max_model_len, runner._dense, runner._graphs_on = 4096, True, False
+    runner.open(2)
+    monkeypatch.setattr(runner._graphs, "capture_all", lambda shapes: None)
     runner.start()
     here = threading.current_thread().name
-    assert planned == [(here, 1, 1024), (here, 2, 1024)] + [
-        (here, 1, length) for length in (1536, 2048, 2560)
+    lengths = (1024, 1536, 2048, 2560)
+    assert [entry for entry in planned if entry[3] is None] == [
+        (here, 1, 1024, None),
+        (here, 2, 1024, None),
+        *((here, 1, length, None) for length in lengths[1:]),
     ]
+    history = [(here, 1, length, 2048) for length in lengths]
+    assert [entry for entry in planned if entry[3] is not None] == history
     planned.clear()
     executor = Executor(runner, fingerprint=None)
     steps = threading.Thread(target=executor.enter_thread, name="steps")
     steps.start()
     steps.join()
-    assert planned == [("steps", 1, length) for length in (1024, 1536, 2048, 2560)]
+    assert planned == [("steps", 1, n, keys) for n in lengths for keys in (None, 2048)]
 
 
 def test_graph_batches_hold_every_batch():

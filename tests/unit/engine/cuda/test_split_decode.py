@@ -33,16 +33,19 @@ def test_a_step_on_split_products_gives_the_same_logits(device, monkeypatch, bia
     h = torch.randn(3, 96, device=device).to(HALF)
     width = runner.model._shape.num_heads * runner.model._shape.head_dim
 
-    def attend(qkv, layer):
-        return torch.tanh(qkv[:, :width] + layer)
+    class Attention:
+        written = 0
 
-    want = h.clone()
-    for index, layer in enumerate(runner.weights.layers):
-        qkv = want.new_empty(3, runner.model._shape.qkv_width)
-        runner.model._qkv(want, layer, qkv)
-        runner.model._finish(attend(qkv, index), want, layer)
-    want = runner.model.logits(want)
-    got = split.decode(h, attend)
+        def write_kv(self, layer, qkv):
+            self.written += 1
+
+        def attend(self, layer, qkv):
+            return torch.tanh(qkv[:, :width] + layer)
+
+    attention = Attention()
+    want = runner.model.logits(runner.model.hidden(h.clone(), attention))
+    got = split.logits(h, attention, torch.empty_like(want))
+    assert attention.written == 2 * len(runner.weights.layers)
     assert (got.double() - want.double()).norm() / want.double().norm() < 2e-2
 
 

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -89,33 +90,162 @@ def test_decode_attention(device, heads, kv_heads, dim, dtype, splits):
     assert int(out[-1].count_nonzero()) == 0
 
 
+def prefill(qkv, paged, chunks, heads, dim, tiles=None, **options):
+    """The output of chunk attention, and the plan's tiles."""
+    firsts = [sum(count for _, count in chunks[:i]) for i in range(len(chunks))]
+    spans = [
+        ops.ChunkSpan(first_row=first, count=count, start=start, table=int(table))
+        for first, (start, count), table in zip(firsts, chunks, paged.indptr, strict=False)
+    ]
+    plan = ops.plan_tiles(spans, heads, ops.query_tile(qkv.dtype, dim))
+    padding = np.zeros((2, ops.TILE_FIELDS), np.int32)
+    tiles = torch.from_numpy(np.concatenate([plan.tiles, padding])).to(qkv.device)
+    scratch = ops.ChunkScratch(heads, dim, qkv.dtype, qkv.device)
+    out = torch.full((qkv.shape[0], heads * dim), float("nan"), device=qkv.device).to(qkv.dtype)
+    for _ in range(2):  # twice: the parts' counters must be left at zero
+        ops.prefill_attention(
+            qkv, paged.pool, tiles, paged.blocks, scratch, split=plan.split, num_heads=heads,
+            scale=dim**-0.5, out=out, **options,
+        )  # fmt: skip
+    assert int(scratch.counters.abs().sum()) == 0
+    return out, plan
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim"), [(2, 2, 64), (4, 1, 96), (8, 1, 128), (3, 1, 64), (2, 1, 256)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("chunks", [[(0, 1), (0, 70)], [(5, 16), (0, 17), (63, 33)], [(130, 5)]])
-def test_prefill_attention(device, heads, kv_heads, dim, dtype, chunks):
+@pytest.mark.parametrize("part", [64, 256])
+def test_prefill_attention(device, monkeypatch, heads, kv_heads, dim, dtype, chunks, part):
+    monkeypatch.setattr(ops, "_MIN_PART", part)
     paged = Paged([start + count for start, count in chunks], kv_heads, dim, device, dtype)
     total = sum(count for _, count in chunks)
     qkv = torch.randn(total, (heads + 2 * kv_heads) * dim, device=device).to(dtype)
-    firsts = [sum(count for _, count in chunks[:i]) for i in range(len(chunks))]
-
-    def vector(values):
-        return torch.tensor(values, device=device, dtype=torch.int32)
-
-    packed = ops.PackedChunks(
-        first_rows=vector(firsts),
-        starts=vector([start for start, _ in chunks]),
-        counts=vector([count for _, count in chunks]),
-        indptr=paged.indptr,
-        blocks=paged.blocks,
-        max_count=max(count for _, count in chunks),
-    )
-    out = torch.full((total, heads * dim), float("nan"), device=device).to(dtype)
-    ops.prefill_attention(qkv, paged.pool, packed, num_heads=heads, scale=dim**-0.5, out=out)
+    out, plan = prefill(qkv, paged, chunks, heads, dim)
+    assert plan.split == (part == 64 and max(start + count for start, count in chunks) > 100)
+    first = 0
     for i, (start, count) in enumerate(chunks):
-        rows = slice(firsts[i], firsts[i] + count)
+        rows = slice(first, first + count)
+        first += count
         q = qkv[rows, : heads * dim].view(count, heads, dim)
         want = dense_attention(q, paged.keys[i], paged.values[i], start, dim**-0.5)
         got = out[rows].view(count, heads, dim).double()
         assert (got - want).norm() / want.norm() < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_tiles_cover_every_query_and_the_context_that_it_sees():
+    spans = [
+        ops.ChunkSpan(first_row=3, count=64, start=2048, table=7),
+        ops.ChunkSpan(first_row=67, count=300, start=10, table=200),
+        ops.ChunkSpan(first_row=367, count=100, start=8300, table=300, begin=8192, end=8300),
+    ]
+    plan = ops.plan_tiles(spans, heads=8, rows=128)
+    tiles = plan.tiles
+    assert plan.split
+    lengths = tiles[:, 5] - tiles[:, 4]
+    assert (np.diff(lengths) <= 0).all()
+    assert lengths.min() > 0
+    for span in spans:
+        for first in range(0, span.count, 128):
+            mine = tiles[tiles[:, 0] == span.first_row + first]
+            mine = mine[np.argsort(mine[:, 7])]
+            assert mine[:, 7].tolist() == list(range(mine[0, 8]))
+            assert mine[0, 4] == span.begin
+            assert mine[:-1, 5].tolist() == mine[1:, 4].tolist()
+            assert (mine[:, 4] % 64 == 0).all()
+            count = min(128, span.count - first)
+            assert mine[-1, 5] == (span.end or span.start + first + count)
+            assert mine[-1, 4] <= mine[-1, 2] == span.start + first
+    slots = [slot + part for *_, slot, part, parts in tiles.tolist() if parts > 1]
+    assert sorted(slots) == list(range(len(slots)))
+    assert len(slots) <= ops.max_parts(8)
+
+
+def test_attention_to_history_and_to_the_chunk_merge(device):
+    """Segments of the history, contiguous and paged, and the chunk's own tokens."""
+    heads, kv_heads, dim, start, count = 6, 2, 64, 160, 40
+    paged = Paged([start + count], kv_heads, dim, device, torch.float32)
+    qkv = torch.randn(count, (heads + 2 * kv_heads) * dim, device=device)
+    q = qkv[:, : heads * dim].view(count, heads, dim)
+    acc, acc_lse = qkv.new_zeros(count, heads, dim), qkv.new_zeros(count, heads)
+    group = heads // kv_heads
+    for first in (0, 64):
+        kv = qkv.new_empty(2, kv_heads, 64, dim)
+        ops.gather_history(paged.pool, paged.blocks[first // PAGE : (first + 64) // PAGE], out=kv)
+        assert torch.equal(kv[0].transpose(0, 1), paged.keys[0][first : first + 64])
+        k, v = kv.repeat_interleave(group, 1)
+        score = torch.einsum("thd,hld->htl", q, k) * dim**-0.5
+        part = torch.einsum("htl,hld->thd", score.softmax(-1), v).contiguous()
+        ops.merge_attention(acc, acc_lse, part, score.logsumexp(-1).t(), first=not first, out=None)
+    out = qkv.new_empty(count, heads * dim)
+    rest = torch.empty_like(out)
+    lse = torch.empty_like(acc_lse)
+    spans = [ops.ChunkSpan(first_row=0, count=count, start=start, table=0, begin=128)]
+    plan = ops.plan_tiles(spans, heads, ops.query_tile(qkv.dtype, dim))
+    scratch = ops.ChunkScratch(heads, dim, qkv.dtype, device)
+    ops.prefill_attention(
+        qkv, paged.pool, torch.from_numpy(plan.tiles).to(device), paged.blocks, scratch,
+        split=False, num_heads=heads, scale=dim**-0.5, out=rest, lse=lse,
+    )  # fmt: skip
+    ops.merge_attention(acc, acc_lse, rest.view(count, heads, dim), lse, first=False, out=out)
+    want = dense_attention(q, paged.keys[0], paged.values[0], start, dim**-0.5)
+    got = out.view(count, heads, dim).double()
+    assert (got - want).norm() / want.norm() < 1e-5
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 1, 96), (8, 2, 128), (3, 1, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("part", [64, 256])
+def test_mixed_attention(device, monkeypatch, heads, kv_heads, dim, dtype, splits, part):
+    """Decode rows and chunks give what they give without the other, and no other row changes."""
+    monkeypatch.setattr(ops, "_MIN_PART", part)
+    decodes, chunks = [1, 17, 131], [(63, 33), (0, 70), (130, 5)]
+    lengths = [*decodes, *(start + count for start, count in chunks)]
+    paged = Paged(lengths, kv_heads, dim, device, dtype)
+    rows = len(decodes) + sum(count for _, count in chunks)
+    qkv = torch.randn(rows + 2, (heads + 2 * kv_heads) * dim, device=device).to(dtype)
+    angle = torch.rand(160, dim // 2, device=device) * 6.3
+    scratch = ops.DecodeScratch(3, 3 * splits, heads, dim, device)
+    first, spans = len(decodes), []
+    for (start, count), table in zip(chunks, paged.indptr[len(decodes) :], strict=False):
+        spans.append(ops.ChunkSpan(first_row=first, count=count, start=start, table=int(table)))
+        first += count
+    plan = ops.plan_tiles(spans, heads, ops.MIXED_TILE)
+    assert plan.split == (part == 64)
+    length_row = torch.tensor([*decodes, 0, 0], device=device, dtype=torch.int32)
+    counts = [len(plan.tiles), len(decodes), splits, 1]
+    mixed = ops.MixedRows(
+        counts=torch.tensor(counts, device=device, dtype=torch.int32),
+        tiles=torch.from_numpy(plan.tiles).to(device),
+        tile_blocks=paged.blocks,
+        indptr=paged.indptr,
+        blocks=paged.blocks,
+        lengths=length_row,
+    )
+    chunk_scratch = ops.ChunkScratch(heads, dim, dtype, device)
+    out = torch.full((rows + 2, heads * dim), float("nan"), device=device).to(dtype)
+    want, scale = out.clone(), dim**-0.5
+    sizes = {"num_heads": heads, "scale": scale, "out": out}
+    for _ in range(2):  # twice: all counters must be left at zero
+        programs = heads * len(plan.tiles) + 5
+        ops.mixed_chunk_attention(qkv, paged.pool, mixed, chunk_scratch, programs=programs, **sizes)
+        ops.mixed_decode_attention(
+            qkv, angle.cos(), angle.sin(), paged.pool, mixed, scratch,
+            programs=kv_heads * len(decodes) * splits + 5, **sizes,
+        )  # fmt: skip
+    assert int(scratch.counters.abs().sum() + chunk_scratch.counters.abs().sum()) == 0
+    ops.decode_attention(
+        qkv[:3], angle.cos(), angle.sin(), paged.pool, paged.indptr, paged.blocks, length_row,
+        scratch, ops.DecodeShape(splits=splits), num_heads=heads, scale=scale, out=want[:3],
+    )  # fmt: skip
+    tiles = ops.plan_tiles(spans, heads, ops.query_tile(dtype, dim)).tiles
+    ops.prefill_attention(
+        qkv, paged.pool, torch.from_numpy(tiles).to(device), paged.blocks, chunk_scratch,
+        split=True, num_heads=heads, scale=scale, out=want,
+    )  # fmt: skip
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(out, want, rtol=tolerance, atol=tolerance, equal_nan=True)
+    assert out[rows:].isnan().all()
+    assert not out[:rows].isnan().any()
