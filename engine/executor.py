@@ -1,4 +1,4 @@
-"""What workers drive: runs steps on all ranks of one engine."""
+"""Runs steps on all ranks of one engine; workers drive it, and build it here."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class PendingStep(Protocol):
-    """A step that was launched. `number` is the one under which the pool's marks know it, 0 when it
-    is over."""
+    """A step that was launched. `number` is its number in the pool's step events, 0 when the step
+    ended within `launch`."""
 
     number: int
 
@@ -32,11 +32,11 @@ class PendingStep(Protocol):
 
 
 class Executor:
-    """One engine, driven from rank 0 in this process, alone or with the followers of a group. Steps
-    run in the order of launch; one caller at a time.
+    """One engine: rank 0 in this process, alone or with the followers of a group.
 
-    depth: how many launched steps keep it busy without a gap: 1 when `launch` returns with the step
-    over, else 2: the next may be launched before its tokens are known (SequenceStep.previous).
+    Steps run in the order of launch; calls come from one thread. depth: launched steps that keep
+    the engine busy without a gap: 1 when a step ends within `launch`, else 2: the next step may be
+    launched before the tokens of this one are known (SequenceStep.previous).
     """
 
     def __init__(
@@ -56,27 +56,25 @@ class Executor:
         self.pool = runner.pool
 
     def launch(self, batch: StepBatch) -> PendingStep:
-        """Check the batch, have the followers start on it, start it here. Raises RankLost when the
-        engine is no longer whole."""
+        """Check a batch and start it on all ranks. Raises RankLost when a rank is gone."""
         step: Any = self._runner.prepare(batch)
         if self._group is not None:
             self._group.step(batch)
         return self._runner.submit(step)
 
     def run(self, batch: StepBatch) -> StepResult:
-        """`launch` and `wait`."""
         return self.launch(batch).wait()
 
     def use_threads(self, count: int) -> None:
-        """Threads of the CPU that steps take from now on, on rank 0."""
+        """Set the CPU threads of steps on rank 0."""
         self._runner.use_threads(count)
 
     def enter_thread(self) -> None:
-        """Make what libraries keep for each thread, before this one launches its first step."""
+        """Prepare thread-local state of libraries before this thread launches its first step."""
         self._runner.enter_thread()
 
     def warmup(self) -> None:
-        """Run a step for every kernel that any step can need, in block 0, before requests come.
+        """Run a step for every kernel that steps can need, in block 0, before requests come.
 
         Raises ModelRefused when the model's output is not finite in the dtype asked for.
         """
@@ -106,10 +104,10 @@ def build_executor(
     _check_size(config, 1 if group is None else group.size)
     if config.device.startswith("cuda"):
         _require_triton(config)
-        # Only here, so that an engine on a CPU needs no triton.
-        from engine.cuda.build import build_cuda_executor
+        # Imported here: an engine on a CPU needs no triton.
+        from engine.cuda.build import build_rank_zero
 
-        return build_cuda_executor(config, group, timeout_s=timeout_s)
+        return Executor(*build_rank_zero(config, group, timeout_s=timeout_s), group)
     if group is None:
         runner = RankRunner(config, TensorParallel())
         runner.open(runner.choose_num_blocks())
@@ -123,7 +121,7 @@ def build_executor(
 
 
 class FollowerExecutor:
-    """A follower rank that has loaded and joined: its pool, and the loop that obeys rank 0."""
+    """A follower rank: its pool, and the loop that runs rank 0's steps."""
 
     def __init__(self, runner: RankRunner | CudaRunner, follower: Follower) -> None:
         self._runner = runner
@@ -131,13 +129,13 @@ class FollowerExecutor:
         self.pool = runner.pool
 
     def follow(self, handlers: Mapping[str, Handler]) -> None:
-        """Obey rank 0 until it closes the group, and leave it. Raises RankLost when it is gone."""
+        """Run steps until rank 0 closes the group. Raises RankLost when rank 0 is gone."""
         self._follower.follow(self._runner, handlers)
         self._runner.close()
 
 
 def build_follower(invite: RankInvite, rank: int, config: EngineConfig) -> FollowerExecutor:
-    """Join, load this rank's share, make its KV pool when rank 0 says so."""
+    """Join the group, load this rank's share, make its KV pool of the size that rank 0 chose."""
     _check_size(config, invite.size)
     follower = Follower(invite, rank)
     try:

@@ -1,1 +1,17 @@
-"""The engine on NVIDIA GPUs: the same Executor as on a CPU, over triton kernels and CUDA graphs."""
+"""One rank of an engine on an NVIDIA GPU: triton kernels and cuBLAS, under CUDA graphs.
+
+Files, in reading order:
+
+    options       settings; the shapes that steps are rounded up to
+    plan          a step in device order: rows, query tiles, calls, as frozen values
+    inputs        the plan's numbers in device memory, at fixed addresses
+    attention     attention of decode rows, of mixed steps, of large chunks
+    model         the forward pass
+    split_decode  its products and norms for some dozens of rows
+    sampler       from logits to tokens that stay on the device
+    runner        loads a rank, plans and submits steps
+    graphs        steps captured by shape
+    staging       streams, pinned buffers
+    comm, group   sums over ranks: the interface; symmetric memory and NCCL
+    memory, warmup, served, build   pool size, compilation, refused models, construction
+"""

@@ -1,4 +1,4 @@
-"""Builds engines on GPUs from a model folder: one rank alone, or rank 0 and its followers."""
+"""Builds the ranks of an engine on GPUs from a model folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from engine.cuda.options import CudaOptions
 from engine.cuda.runner import CudaRunner
 from engine.cuda.served import check_served
 from engine.errors import ModelRefused
-from engine.executor import Executor
 from engine.kv.sizing import kv_fingerprint
 from engine.model.checkpoint import Checkpoint
 from engine.model.config import ModelConfig
@@ -27,7 +26,7 @@ log = get_logger(__name__)
 
 
 def rank_device(config: EngineConfig, rank: int) -> torch.device:
-    """The GPU of a rank: the one that is named, or by rank among those this process can see."""
+    """The GPU that the configuration names, or the rank's own among the visible ones."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         raise ModelRefused(f"device {config.device!r}: no CUDA device is usable", param="device")
@@ -40,10 +39,10 @@ def rank_device(config: EngineConfig, rank: int) -> torch.device:
 
 def options_for(config: EngineConfig) -> CudaOptions:
     """The defaults, or more where the configuration asks for larger steps."""
-    usual = CudaOptions()
+    default = CudaOptions()
     return CudaOptions(
-        max_batch=max(usual.max_batch, config.max_running),
-        max_chunk_tokens=max(usual.max_chunk_tokens, config.max_step_tokens),
+        max_batch=max(default.max_batch, config.max_running),
+        max_chunk_tokens=max(default.max_chunk_tokens, config.max_step_tokens),
     )
 
 
@@ -82,9 +81,9 @@ def num_parameters(model: ModelConfig) -> int:
     return model.num_layers * layer + tables * model.vocab_size * model.hidden_size
 
 
-def build_cuda_executor(
+def build_rank_zero(
     config: EngineConfig, group: RankGroup | None, *, timeout_s: float
-) -> Executor:
+) -> tuple[CudaRunner, KVFingerprint]:
     """Load rank 0, wait for the followers of `group`, make pools and graphs on all ranks.
 
     Raises ModelRefused naming what cannot be served or does not fit, and RankLost when a follower
@@ -110,11 +109,11 @@ def build_cuda_executor(
         "graphs_s": round(time.monotonic() - opened, 2),
     }
     log.info("engine built", extra={"device": str(runner.device), **spent})
-    return Executor(runner, fingerprint, group)
+    return runner, fingerprint
 
 
 def load_follower(follower: Follower, config: EngineConfig) -> CudaRunner:
-    """Load a follower's share, make its pool when rank 0 says so, join the other ranks' GPUs."""
+    """Load a follower's share, make its pool of rank 0's size, join the other ranks' GPUs."""
     runner, _ = load_rank(config, follower.rank)
     follower.open(runner)
     runner.start(_join(follower.invite, follower.rank, runner))
