@@ -26,16 +26,34 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from benchmarks.gpu_limits import Report, begin_report, measure_all_reduce
 from benchmarks.random_weights import RandomSource
 from benchmarks.shapes import MODELS
+from benchmarks.trace import report_trace
 from engine.batch import SequenceStep, StepBatch
 from engine.config import EngineConfig
 from engine.cuda.comm import RankCollectives
 from engine.cuda.group import DeviceGroup
 from engine.cuda.options import CudaOptions
-from engine.cuda.runner import CudaRunner, PendingTokens
+from engine.cuda.pending import PendingTokens
+from engine.cuda.runner import CudaRunner
 from engine.model.registry import parse_model_config
 from protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
+
+
+def decode_rows(
+    tables: list[tuple[int, ...]], context: int, step: int, sampling: SamplingParams
+) -> tuple[SequenceStep, ...]:
+    """Decode rows of one of a series of steps, whose tokens are those of the step before."""
+    return tuple(
+        SequenceStep(
+            tokens=(17,),
+            start=context + step,
+            block_ids=table,
+            sampling=sampling,
+            previous=i if step else None,
+        )
+        for i, table in enumerate(tables)
+    )
 
 
 class Bench:
@@ -55,31 +73,30 @@ class Bench:
             raise SystemExit("the KV pool is too small for this shape")
         return [tuple(order[i * per_sequence : (i + 1) * per_sequence]) for i in range(count)]
 
+    def pipelined(self, batches: Iterable[StepBatch]) -> list[tuple[float, float]]:
+        """Run steps one ahead: when each but the last had ended, and how long its launch took."""
+        pending: list[PendingTokens] = []
+        times = []
+        for batch in batches:
+            began = time.perf_counter()
+            pending.append(self.runner.launch(batch))
+            launched = time.perf_counter() - began
+            if len(pending) > 1:
+                pending.pop(0).wait()
+                times.append((time.perf_counter(), launched))
+        pending.pop().wait()
+        return times
+
     def decode(
         self, batch: int, context: int, steps: int, sampling: SamplingParams = GREEDY
     ) -> float:
         """Median seconds of a pipelined decode step; contexts grow from `context`."""
         tables = self.tables(batch, context + steps + 8)
-        pending: list[PendingTokens] = []
-        marks = []
-        for step in range(steps + 6):
-            sequences = tuple(
-                SequenceStep(
-                    tokens=(17,),
-                    start=context + step,
-                    block_ids=table,
-                    sampling=sampling,
-                    previous=i if step else None,
-                )
-                for i, table in enumerate(tables)
-            )
-            pending.append(self.runner.launch(StepBatch(sequences=sequences)))
-            if len(pending) > 1:
-                pending.pop(0).wait()
-                marks.append(time.perf_counter())
-        pending.pop(0).wait()
-        gaps = [b - a for a, b in pairwise(marks[4:])]
-        return median(gaps)
+        times = self.pipelined(
+            StepBatch(sequences=decode_rows(tables, context, step, sampling))
+            for step in range(steps + 6)
+        )
+        return median(b[0] - a[0] for a, b in pairwise(times[4:]))
 
     def report_decode(self, batch: int, context: int, steps: int) -> float:
         """Measure a decode shape and set it against the bytes it must read."""
@@ -145,32 +162,15 @@ class Bench:
         """Pipelined steps of decode rows with 1,500 tokens of context beside a chunk of `count`
         prompt tokens that follow on `history`; without one of the two where it is 0."""
         tables = self.tables(decodes, 1500 + steps + 8)
-        chunks = self.tables(1, history + count) if count else []
         prompt = tuple(7 * i % 4000 for i in range(count))
-        pending: list[PendingTokens] = []
-        times = []
-        for step in range(steps + 6):
-            sequences = [
-                SequenceStep(
-                    tokens=(17,),
-                    start=1500 + step,
-                    block_ids=table,
-                    sampling=GREEDY,
-                    previous=i if step else None,
-                )
-                for i, table in enumerate(tables)
-            ]
-            sequences += [
-                SequenceStep(tokens=prompt, start=history, block_ids=table, sampling=GREEDY)
-                for table in chunks
-            ]
-            began = time.perf_counter()
-            pending.append(self.runner.launch(StepBatch(sequences=tuple(sequences))))
-            launched = time.perf_counter() - began
-            if len(pending) > 1:
-                pending.pop(0).wait()
-                times.append((time.perf_counter(), launched))
-        pending.pop(0).wait()
+        chunks = tuple(
+            SequenceStep(tokens=prompt, start=history, block_ids=table, sampling=GREEDY)
+            for table in self.tables(min(1, count), history + count)
+        )
+        times = self.pipelined(
+            StepBatch(sequences=(*decode_rows(tables, 1500, step, GREEDY), *chunks))
+            for step in range(steps + 6)
+        )
         gaps = sorted(b[0] - a[0] for a, b in pairwise(times[4:]))
         self.report.add(
             f"mixed {decodes} decode rows, chunk of {count} after {history}",
@@ -182,16 +182,13 @@ class Bench:
     def long_prompt(self, length: int, chunk: int) -> None:
         """One prompt in chunks, each behind the one before, against the matrix rate."""
         (table,) = self.tables(1, length)
-        batches = [
-            StepBatch(
-                sequences=(
-                    SequenceStep(
-                        tokens=tuple(7 * i % 4000 for i in range(chunk)),
-                        start=start,
-                        block_ids=table,
-                        sampling=GREEDY if start + chunk == length else None,
-                    ),
-                )
+        prompt = tuple(7 * i % 4000 for i in range(chunk))
+        steps = [
+            SequenceStep(
+                tokens=prompt,
+                start=start,
+                block_ids=table,
+                sampling=GREEDY if start + chunk == length else None,
             )
             for start in range(0, length, chunk)
         ]
@@ -199,11 +196,7 @@ class Bench:
         for _ in range(3):
             torch.cuda.synchronize()
             start = time.perf_counter()
-            pending = [self.runner.launch(batches[0])]
-            for batch in batches[1:]:
-                pending.append(self.runner.launch(batch))
-                pending.pop(0).wait()
-            pending.pop().wait()
+            self.pipelined(StepBatch(sequences=(step,)) for step in steps)
             times.append(time.perf_counter() - start)
         flops = self.prefill_flops(1, length)
         self.report.add(
@@ -238,36 +231,6 @@ def profile_decode(bench: Bench, ranks: Ranks, batch: int, context: int, steps: 
         bench.decode(batch, context, steps)
         torch.cuda.synchronize()
     report_trace(bench.report, f"batch {batch}", trace.events())
-
-
-def report_trace(report: Report, name: str, events: Iterable[Any], num_kernels: int = 14) -> None:
-    """Idle shares of the middle of a trace of decode steps, and its most expensive kernels."""
-    spans = sorted(
-        (event.time_range.start, event.time_range.end, event.name)
-        for event in events
-        if str(event.device_type).endswith("CUDA")
-    )
-    spans = spans[len(spans) // 3 : -len(spans) // 6 or None]
-    busy, reach, between = 0.0, spans[0][0], 0.0
-    totals: dict[str, list[float]] = {}
-    for start, end, kernel in spans:
-        busy += max(0.0, end - max(start, reach))
-        if "embed" in kernel or "Memcpy" in kernel:
-            between += max(0.0, start - reach)
-        reach = max(reach, end)
-        entry = totals.setdefault(kernel[:70], [0.0, 0])
-        entry[0] += end - start
-        entry[1] += 1
-    whole = reach - spans[0][0]
-    report.add(
-        f"idle {name}",
-        between_steps=between / whole,
-        between_kernels=1.0 - (busy + between) / whole,
-        span_us=whole,
-    )
-    table = sorted(totals.items(), key=lambda item: -item[1][0])[:num_kernels]
-    for kernel, (spent, count) in table:
-        report.add(f"  {kernel}", share=spent / whole, mean_us=spent / count, calls=int(count))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ Files, in reading order:
     model         the forward pass
     split_decode  its products and norms for some dozens of rows
     sampler       from logits to tokens that stay on the device
-    runner        loads a rank, plans and submits steps
+    runner        loads a rank, plans and submits steps; pending: their results
     graphs        steps captured by shape
     staging       streams, pinned buffers
     comm, group   sums over ranks: the interface; symmetric memory and NCCL

@@ -30,19 +30,16 @@ from engine.cuda.plan import (
     dense_length,
 )
 from engine.cuda.staging import StagingLane
-from engine.kernels.triton.attention import (
+from engine.kernels.triton.attention import DecodeScratch, DecodeShape, decode_attention
+from engine.kernels.triton.elementwise import rope_write
+from engine.kernels.triton.prefill_attention import (
+    MIXED_TILE,
     ChunkScratch,
-    DecodeScratch,
-    DecodeShape,
-    MixedRows,
-    decode_attention,
     gather_history,
     merge_attention,
-    mixed_chunk_attention,
-    mixed_decode_attention,
     prefill_attention,
+    query_tile,
 )
-from engine.kernels.triton.elementwise import rope_write
 
 
 class LayerAttention(Protocol):
@@ -155,39 +152,45 @@ class MixedAttention:
         """Attention of every row but padding: chunks, which the matrix units bound, beside decode
         rows, which memory bounds."""
         state, sizes = self.state, self.state.sizes
-        out, rows = state.attended[: qkv.shape[0]], self.chunks.mixed(self.decodes)
+        out = state.attended[: qkv.shape[0]]
         if not self.shape.decode_programs:
-            self._chunks(layer, qkv, rows, out)
+            self._chunks(layer, qkv, out)
             return out
         with state.lane.beside():
-            self._chunks(layer, qkv, rows, out)
-        mixed_decode_attention(
+            self._chunks(layer, qkv, out)
+        decode_attention(
             qkv,
             state.cos,
             state.sin,
             state.kv[layer],
-            rows,
+            self.decodes.indptr,
+            self.decodes.blocks,
+            self.decodes.lengths,
             state.decode_scratch,
-            programs=self.shape.decode_programs,
+            DecodeShape(splits=1, tile=64 if sizes.head_dim <= 128 else 32),
             num_heads=sizes.num_heads,
             scale=sizes.scale,
             out=out,
+            counts=self.chunks.counts,
+            programs=self.shape.decode_programs,
         )
         state.lane.join()
         return out
 
-    def _chunks(self, layer: int, qkv: Tensor, rows: MixedRows, out: Tensor) -> None:
-        state, sizes = self.state, self.state.sizes
-        mixed_chunk_attention(
+    def _chunks(self, layer: int, qkv: Tensor, out: Tensor) -> None:
+        state, sizes, chunks = self.state, self.state.sizes, self.chunks
+        prefill_attention(
             qkv,
             state.kv[layer],
-            rows,
+            chunks.tiles[: self.shape.chunk_programs // sizes.num_heads],
+            chunks.blocks,
             state.chunk_scratch,
-            programs=self.shape.chunk_programs,
+            queries=MIXED_TILE,
+            split=True,
             num_heads=sizes.num_heads,
             scale=sizes.scale,
             out=out,
-            pdl=sizes.pdl and not self.shape.decode_programs,
+            counts=chunks.counts,
         )
 
 
@@ -245,6 +248,7 @@ class LargeStepAttention:
             self.chunks.tiles[tiles.start : tiles.stop],
             self.chunks.blocks,
             state.chunk_scratch,
+            queries=query_tile(qkv.dtype, state.sizes.head_dim),
             split=split,
             num_heads=state.sizes.num_heads,
             scale=state.sizes.scale,

@@ -16,11 +16,10 @@ from engine.batch import SequenceStep
 from engine.cuda.plan import ChunkLayout, StepPlan
 from engine.cuda.staging import StagingRing
 from engine.kernels.sampling import noise_key
-from engine.kernels.triton.attention import TILE_FIELDS, MixedRows
+from engine.kernels.triton.prefill_attention import TILE_FIELDS
 from engine.kernels.triton.sampling import RowSampling
 from protocol.errors import Internal
 
-Ints = np.ndarray[Any, np.dtype[np.int32]]
 _DEPTH = 4
 #: Vectors begin at multiples of 16 bytes: kernels are compiled for aligned pointers.
 _ALIGNMENT = 4
@@ -123,8 +122,8 @@ class ChunkInputs:
     """All rows of a step with prompt chunks, decode rows first, and its chunks' attention.
 
     tokens, feed, positions, slots: int32 `[rows]`; feed as in DecodeInputs; slots are -1 for rows
-    whose KV attention writes and for padding. kept: rows of the logits, then those scored. counts,
-    tiles, blocks: see MixedRows.
+    whose KV attention writes and for padding. kept: rows of the logits, then those scored. counts:
+    see AttentionCut. tiles: int32 `[n, TILE_FIELDS]`; blocks: the chunks' block tables.
     """
 
     def __init__(self, capacity: ChunkCapacity, device: torch.device) -> None:
@@ -145,17 +144,6 @@ class ChunkInputs:
         self.tiles = views["tiles"].view(-1, TILE_FIELDS)
         self.blocks = views["blocks"]
         self.slots.fill_(-1)
-
-    def mixed(self, decodes: DecodeInputs) -> MixedRows:
-        """What mixed attention reads."""
-        return MixedRows(
-            counts=self.counts,
-            tiles=self.tiles,
-            tile_blocks=self.blocks,
-            indptr=decodes.indptr,
-            blocks=decodes.blocks,
-            lengths=decodes.lengths,
-        )
 
     def upload(self, plan: StepPlan, layout: ChunkLayout, block_size: int) -> None:
         """Copy a step's rows to the device, padding behind them up to layout.padded_rows."""

@@ -1,8 +1,23 @@
-"""How much of the device the KV pool may take."""
+"""Device memory of an engine: the size of the KV pool, and what steps need beside it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.cuda.attention import AttentionSizes, AttentionState, DenseAttention, cudnn_serves
+from engine.cuda.inputs import ChunkCapacity, ChunkInputs, DecodeInputs
+from engine.cuda.model import RankShape
+from engine.cuda.options import CudaOptions, StepShape, StepShapes
+from engine.cuda.sampler import TokenSampler
+from engine.cuda.staging import StagingLane, StagingRing
 from engine.errors import ModelRefused
+from engine.kernels.triton.attention import DecodeScratch, DecodeShape, decode_shape
+from engine.kernels.triton.prefill_attention import ChunkScratch, max_parts, query_tile
+from engine.kv.pool import KVPool
+from engine.model.weights import ModelWeights
 
 #: Part of the free memory (after weights) that KV blocks and working memory may use.
 MEMORY_SHARE = 0.98
@@ -29,3 +44,97 @@ def blocks_that_fit(
             param="device",
         )
     return blocks
+
+
+def decode_cut(sizes: RankShape, shape: StepShape) -> DecodeShape:
+    """How attention of a step of decode rows alone is cut."""
+    return decode_shape(shape.rows, sizes.kv_heads, sizes.head_dim, shape.long_context)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMemory:
+    """What steps need beside the KV pool, at fixed addresses; logits: of steps under graphs."""
+
+    decodes: DecodeInputs
+    chunks: ChunkInputs
+    attention: AttentionState
+    logits: Tensor
+    sampler: TokenSampler
+    results: StagingRing
+
+    @staticmethod
+    def make(
+        options: CudaOptions,
+        shapes: StepShapes,
+        sizes: RankShape,
+        weights: ModelWeights,
+        pool: KVPool,
+        lane: StagingLane,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+    ) -> StepMemory:
+        """The memory of one rank's steps."""
+        batch, device = options.max_batch, pool.device
+        # However few blocks there are: any number of sequences may share those of a long prefix.
+        table = batch * -(-max_model_len // pool.block_size)
+        rows = options.max_chunk_tokens + batch
+        tile = query_tile(pool.dtype, sizes.head_dim)
+        capacity = ChunkCapacity(
+            rows=rows,
+            kept=rows,
+            tiles=2 * (options.max_chunk_tokens // tile + batch) + max_parts(sizes.num_heads),
+            blocks=table + 4 * batch,  # each table begins at a multiple of 16 bytes
+        )
+        head = weights.head
+        return StepMemory(
+            decodes=DecodeInputs(batch, table, device),
+            chunks=ChunkInputs(capacity, device),
+            attention=_attention_state(options, shapes, sizes, weights, pool, lane, max_model_len),
+            logits=head.new_empty(batch, head.shape[0]),
+            sampler=TokenSampler(batch, vocab_size, sizes, device),
+            results=StagingRing(batch + 1, 4, device),
+        )
+
+
+def _attention_state(
+    options: CudaOptions,
+    shapes: StepShapes,
+    sizes: RankShape,
+    weights: ModelWeights,
+    pool: KVPool,
+    lane: StagingLane,
+    max_model_len: int,
+) -> AttentionState:
+    heads, dim, device, dtype = sizes.num_heads, sizes.head_dim, pool.device, pool.dtype
+    parts = [shape.rows * decode_cut(sizes, shape).splits for shape in shapes.decode]
+    parts += [shape.decode_programs // sizes.kv_heads for shape in shapes.mixed]
+    attention = AttentionSizes(
+        num_heads=heads,
+        kv_heads=sizes.kv_heads,
+        head_dim=dim,
+        scale=sizes.attention_scale,
+        pdl=lane.overlaps_launches,
+    )
+    dense = None
+    if cudnn_serves(dtype, dim, device):
+        dense = DenseAttention(
+            attention,
+            options.max_chunk_tokens + options.max_batch,
+            min(options.max_chunk_tokens, max_model_len),
+            dtype,
+            device,
+            max_history=max_model_len,
+        )
+    graph_rows = max((shape.rows for shape in shapes.mixed), default=0)
+    return AttentionState(
+        sizes=attention,
+        lane=lane,
+        kv=pool.layers,
+        cos=weights.cos,
+        sin=weights.sin,
+        decode_scratch=DecodeScratch(options.max_batch, max(parts), heads, dim, device),
+        chunk_scratch=ChunkScratch(heads, dim, dtype, device),
+        attended=torch.zeros(graph_rows, attention.width, dtype=dtype, device=device),
+        dense=dense,
+    )

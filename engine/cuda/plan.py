@@ -14,11 +14,11 @@ from engine.cuda.options import StepShape
 from engine.kernels.logprobs import LogprobRows
 from engine.kernels.masks import TokenMasks
 from engine.kernels.penalties import Penalties
-from engine.kernels.triton.attention import (
+from engine.kernels.triton.attention import mixed_splits
+from engine.kernels.triton.prefill_attention import (
     MIXED_TILE,
     ChunkSpan,
     Ints,
-    mixed_splits,
     mixed_wave,
     plan_tiles,
 )
@@ -177,9 +177,10 @@ class DenseChunk:
 class AttentionCut:
     """How attention of a step with chunks is cut into query tiles and calls.
 
-    shape: the CUDA graph that serves the step, with counts as in MixedRows; without, attention is
-    launched by kind: query tiles `paged` in one launch, which are cut into parts where `split`, and
-    the `dense` chunks one after another.
+    shape: the CUDA graph that serves the step; counts: its query tiles, decode rows, splits of a
+    decode row, least tiles of a split. Without a shape, attention is launched by kind: query tiles
+    `paged` in one launch, which are cut into parts where `split`, and the `dense` chunks one after
+    another.
     """
 
     tiles: Ints

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,100 +17,34 @@ from torch import Tensor
 from engine.batch import StepBatch, StepResult
 from engine.config import EngineConfig
 from engine.cuda.attention import (
-    AttentionSizes,
-    AttentionState,
     DecodeAttention,
-    DenseAttention,
     LargeStepAttention,
     MixedAttention,
-    cudnn_serves,
 )
 from engine.cuda.comm import RankCollectives
 from engine.cuda.graphs import GraphSet
-from engine.cuda.inputs import ChunkCapacity, ChunkInputs, DecodeInputs
-from engine.cuda.memory import MEMORY_SHARE, RESERVE_BYTES, blocks_that_fit
+from engine.cuda.memory import (
+    MEMORY_SHARE,
+    RESERVE_BYTES,
+    StepMemory,
+    blocks_that_fit,
+    decode_cut,
+)
 from engine.cuda.model import CudaModel, RankShape
 from engine.cuda.options import CudaOptions, StepShape, StepShapes
+from engine.cuda.pending import PendingTokens
 from engine.cuda.plan import BatchLimits, ChunkLayout, StepPlan, lay_out_chunks, plan_step
-from engine.cuda.sampler import TokenSampler
 from engine.cuda.split_decode import SplitDecode
-from engine.cuda.staging import StagingLane, StagingRing, to_device, to_host
+from engine.cuda.staging import StagingLane, to_device, to_host
 from engine.cuda.warmup import largest_prompts, warmup_steps
 from engine.errors import RankLost
-from engine.kernels.logprobs import LogprobRows
-from engine.kernels.triton.attention import (
-    ChunkScratch,
-    DecodeScratch,
-    DecodeShape,
-    decode_shape,
-    max_parts,
-    query_tile,
-)
+from engine.kernels.triton.prefill_attention import query_tile
 from engine.kv.pool import KVPool
 from engine.kv.sizing import block_bytes, kv_layout, num_kv_blocks
 from engine.model.config import ModelConfig
 from engine.model.sharding import share_of
 from engine.model.weights import WeightLoader, WeightSource
 from protocol.kv_layout import KVLayout
-from protocol.sampling import TokenLogprobs
-
-
-@dataclass(slots=True)
-class PendingTokens:
-    """A step on its way: its tokens, and tables of log-probabilities, are being copied to the
-    host."""
-
-    ring: StagingRing
-    buffer: Tensor
-    index: int
-    plan: StepPlan
-    logprobs: Tensor | None
-    scores: Tensor | None
-    watch: Callable[[], None] | None
-    number: int
-
-    def wait(self) -> StepResult:
-        """Block until the step is over; its KV is written then, too.
-
-        Raises RankLost when another rank is gone or its GPU stayed silent.
-        """
-        self.ring.wait(self.index, self.watch)
-        self.check_peers()
-        *sampled, _ = self.buffer.tolist()
-        plan = self.plan
-        tokens = tuple(None if row is None else sampled[row] for row in plan.results)
-        logprobs = _read(plan.logprobs, self.logprobs)
-        return StepResult(
-            tokens=tokens,
-            logprobs={index: entry for index, (entry,) in logprobs.items()},
-            target_logprobs=_read(plan.scored, self.scores),
-        )
-
-    @property
-    def is_over(self) -> bool:
-        """Whether `wait` would not block."""
-        return self.ring.is_over(self.index)
-
-    def check_peers(self) -> None:
-        """Raise RankLost when a step, this or an earlier one, gave up waiting for a peer's sums."""
-        if self.buffer[-1]:
-            raise RankLost("a rank's GPU stayed silent in an all-reduce", param="tp")
-
-
-def _read(rows: LogprobRows | None, table: Tensor | None) -> dict[int, tuple[TokenLogprobs, ...]]:
-    return {} if rows is None or table is None else rows.read(table)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepMemory:
-    """What steps need beside the KV pool, at fixed addresses; logits: of steps under graphs."""
-
-    decodes: DecodeInputs
-    chunks: ChunkInputs
-    attention: AttentionState
-    logits: Tensor
-    sampler: TokenSampler
-    results: StagingRing
 
 
 class CudaRunner:
@@ -224,62 +158,20 @@ class CudaRunner:
         )
         self._shapes = StepShapes.of(options)
         self.pool = KVPool(self.layout, self.model.comm.rank, self._dtype, self.device)
-        self._memory = self._make_memory()
+        self._memory = StepMemory.make(
+            options,
+            self._shapes,
+            self._shape,
+            self.weights,
+            self.pool,
+            self._lane,
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+        )
         self._graphs = GraphSet(self._run, self._lane)
         if self.device.type == "cuda":
             # All this was filled on another stream than the one that steps run on.
             torch.cuda.synchronize(self.device)
-
-    def _make_memory(self) -> StepMemory:
-        options, shape, device = self.options, self._shape, self.device
-        batch, heads = options.max_batch, shape.num_heads
-        # However few blocks there are: any number of sequences may share those of a long prefix.
-        table = batch * -(-self.max_model_len // self.config.block_size)
-        rows = options.max_chunk_tokens + batch
-        tile = query_tile(self._dtype, shape.head_dim)
-        tiles = 2 * (options.max_chunk_tokens // tile + batch) + max_parts(heads)
-        capacity = ChunkCapacity(
-            rows=rows, kept=rows + batch, tiles=tiles, blocks=table + 4 * batch
-        )
-        return StepMemory(
-            decodes=DecodeInputs(batch, table, device),
-            chunks=ChunkInputs(capacity, device),
-            attention=self._make_attention(rows),
-            logits=self.weights.head.new_empty(batch, self.weights.head.shape[0]),
-            sampler=TokenSampler(batch, self.vocab_size, shape, device),
-            results=StagingRing(batch + 1, 4, device),
-        )
-
-    def _make_attention(self, rows: int) -> AttentionState:
-        options, shape, dtype, device = self.options, self._shape, self._dtype, self.device
-        heads, dim, batch = shape.num_heads, shape.head_dim, options.max_batch
-        parts = [step.rows * self._decode_cut(step).splits for step in self._shapes.decode]
-        parts += [step.decode_programs // shape.kv_heads for step in self._shapes.mixed]
-        sizes = AttentionSizes(
-            num_heads=heads,
-            kv_heads=shape.kv_heads,
-            head_dim=dim,
-            scale=shape.attention_scale,
-            pdl=self._lane.overlaps_launches,
-        )
-        dense = None
-        if cudnn_serves(dtype, dim, device):
-            longest = min(options.max_chunk_tokens, self.max_model_len)
-            dense = DenseAttention(
-                sizes, rows, longest, dtype, device, max_history=self.max_model_len
-            )
-        graph_rows = max((step.rows for step in self._shapes.mixed), default=0)
-        return AttentionState(
-            sizes=sizes,
-            lane=self._lane,
-            kv=self.pool.layers,
-            cos=self.weights.cos,
-            sin=self.weights.sin,
-            decode_scratch=DecodeScratch(batch, max(parts), heads, dim, device),
-            chunk_scratch=ChunkScratch(heads, dim, dtype, device),
-            attended=torch.zeros(graph_rows, sizes.width, dtype=dtype, device=device),
-            dense=dense,
-        )
 
     def start(self, comm: RankCollectives | None = None) -> None:
         """Join the other ranks, plan prompt attention, capture the graphs."""
@@ -379,7 +271,7 @@ class CudaRunner:
             )
         else:
             decodes = memory.decodes
-            attention = DecodeAttention(memory.attention, decodes, self._decode_cut(shape))
+            attention = DecodeAttention(memory.attention, decodes, decode_cut(self._shape, shape))
             logits = self.model.logits_of_step(
                 decodes.tokens[:rows],
                 decodes.feed[:rows],
@@ -396,7 +288,7 @@ class CudaRunner:
         """Logits and hidden states of a step with chunks that no graph serves."""
         memory, model, rows = self._memory, self.model, layout.rows
         chunks, events = memory.chunks, self.pool.step_events
-        cut = self._decode_cut(self._decode_shape(plan))
+        cut = decode_cut(self._shape, self._decode_shape(plan))
         attention = LargeStepAttention(
             DecodeAttention(memory.attention, memory.decodes, cut),
             chunks,
@@ -414,11 +306,6 @@ class CudaRunner:
 
     def _decode_shape(self, plan: StepPlan) -> StepShape:
         return self._shapes.for_decodes(len(plan.decodes), long_context=plan.long_context)
-
-    def _decode_cut(self, shape: StepShape) -> DecodeShape:
-        """How attention of decode rows alone is cut."""
-        sizes = self._shape
-        return decode_shape(shape.rows, sizes.kv_heads, sizes.head_dim, shape.long_context)
 
     def _score(self, hidden: Tensor, plan: StepPlan) -> Tensor:
         """The table of the targets' log-probabilities, a few rows of logits at a time."""

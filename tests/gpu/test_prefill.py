@@ -15,7 +15,8 @@ from engine.cuda.attention import (
 from engine.cuda.inputs import ChunkCapacity, ChunkInputs, DecodeInputs
 from engine.cuda.plan import BatchLimits, lay_out_chunks, plan_step
 from engine.cuda.staging import StagingLane
-from engine.kernels.triton.attention import ChunkScratch, DecodeScratch, decode_shape
+from engine.kernels.triton.attention import DecodeScratch, decode_shape
+from engine.kernels.triton.prefill_attention import ChunkScratch
 from protocol.sampling import SamplingParams
 
 HEADS, KV_HEADS, DIM, PAGE = 8, 2, 128, 16

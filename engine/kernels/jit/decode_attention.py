@@ -82,11 +82,8 @@ def merge_splits(
     )
 
 
-@triton.jit
-def attend_split(
-    kvh,
-    b,
-    split,
+@triton.jit(do_not_specialize=["splits", "min_tiles"])
+def paged_decode(
     qkv,
     cos_table,
     sin_table,
@@ -98,6 +95,7 @@ def attend_split(
     partial,
     stats,
     counters,
+    counts,
     scale,
     splits,
     min_tiles,
@@ -113,12 +111,32 @@ def attend_split(
     MAX_SPLITS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     APART: tl.constexpr,
-    ZERO: tl.constexpr,
+    MIXED: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One (KV head, row, split) of `paged_decode`; with ZERO, rows of length 0 give zeros."""
+    """One (KV head, split, sequence) of out[b] = softmax(q k^T * scale) v over a paged context.
+
+    qkv: [batch, (HEADS + 2 KV_HEADS) * DIM], not yet rotated;
+    pool: [block, 2, KV_HEADS, PAGE, DIM].
+    lengths[b] counts the new token; a sequence's blocks are blocks[indptr[b]: indptr[b + 1]].
+    Rows of length 0 are padding: they touch no KV and give zeros. out: [batch, HEADS * DIM].
+    APART: the results of a context's splits are left to merge_parts. MIXED: counts[1] rows, of
+    counts[2] splits of at least counts[3] tiles, are dealt to a grid of one axis; other rows of
+    out are left alone.
+    """
+    kvh = tl.program_id(0)
+    b = tl.program_id(1)
+    split = tl.program_id(2)  # last: programs without work come after those that have some
+    if MIXED:
+        rows = tl.maximum(tl.load(counts + 1), 1)
+        splits = tl.where(tl.load(counts + 1) > 0, tl.load(counts + 2), 0)
+        min_tiles = tl.load(counts + 3)
+        pair = kvh // KV_HEADS
+        kvh = kvh % KV_HEADS
+        b = pair % rows
+        split = pair // rows
     length = tl.load(lengths + b)
     table = blocks + tl.load(indptr + b)
     tiles = tl.cdiv(length, TILE)
@@ -136,7 +154,7 @@ def attend_split(
     sin = tl.load(sin_table + angle, mask=dim_ok, other=0.0)
     last_block = tl.load(table + last // PAGE, mask=length > 0, other=0).to(tl.int64)
     pdl_wait(PDL)
-    if ZERO and length + split == 0:
+    if not MIXED and length + split == 0:
         cells = tl.arange(0, GROUP_P)[:, None] * DIM + tl.arange(0, DIM_P)[None, :]
         inside = (tl.arange(0, GROUP_P) < GROUP)[:, None] & (tl.arange(0, DIM_P) < DIM)[None, :]
         row = out + b.to(tl.int64) * (HEADS * DIM) + kvh * GROUP * DIM
@@ -207,55 +225,6 @@ def attend_split(
                         GROUP, MERGE_P, DIM, DIM_P, MAX_SPLITS, AT_ONCE,
                     )  # fmt: skip
                     tl.store(counters + pair, 0)
-
-
-@triton.jit(do_not_specialize=["splits", "min_tiles"])
-def paged_decode(
-    qkv,
-    cos_table,
-    sin_table,
-    pool,
-    indptr,
-    blocks,
-    lengths,
-    out,
-    partial,
-    stats,
-    counters,
-    scale,
-    splits,
-    min_tiles,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_P: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_P: tl.constexpr,
-    PAGE: tl.constexpr,
-    TILE: tl.constexpr,
-    MERGE_P: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    APART: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """One (KV head, split, sequence) of out[b] = softmax(q k^T * scale) v over a paged context.
-
-    qkv: [batch, (HEADS + 2 KV_HEADS) * DIM], not yet rotated;
-    pool: [block, 2, KV_HEADS, PAGE, DIM].
-    lengths[b] counts the new token; a sequence's blocks are blocks[indptr[b]: indptr[b + 1]].
-    Rows of length 0 are padding: they touch no KV and give zeros. out: [batch, HEADS * DIM].
-    APART: the results of a context's splits are left to merge_parts.
-    """
-    # Splits are the outermost axis: programs without work come after those that have some.
-    attend_split(
-        tl.program_id(0), tl.program_id(1), tl.program_id(2), qkv, cos_table, sin_table, pool,
-        indptr, blocks, lengths, out, partial, stats, counters, scale, splits, min_tiles,
-        HEADS, KV_HEADS, GROUP, GROUP_P, DIM, DIM_P, PAGE, TILE, MERGE_P, MAX_SPLITS, AT_ONCE,
-        APART, True, STAGES, PDL, PRECISION,
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["splits", "min_tiles"])

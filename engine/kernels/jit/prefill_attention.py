@@ -97,18 +97,18 @@ def merge_context_parts(
 
 
 @triton.jit
-def attend_chunk_tile(
-    head,
-    at,
+def paged_prefill(
     q,
     q_stride,
     pool,
+    tiles,
     blocks,
     out,
     out_stride,
     partial,
     stats,
     counters,
+    counts,
     lse,
     scale,
     HEADS: tl.constexpr,
@@ -118,13 +118,27 @@ def attend_chunk_tile(
     PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
+    FIELDS: tl.constexpr,
     SPLIT: tl.constexpr,
+    MIXED: tl.constexpr,
     LSE: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One (head, tile) of `paged_prefill`; the tile's description is at `at`."""
+    """One (head, tile) of attention. q is rotated and the new KV is in the pool already.
+
+    A tile is FIELDS integers: row of its first query, queries (0: no tile), position of the first
+    query, where its block table begins in `blocks`, the context tokens begin .. end to attend to,
+    and with SPLIT: scratch slot of the tile's first part, number of this part, number of parts.
+    `begin` is a multiple of TILE; the last part of a tile holds the token of its first query. With
+    LSE, the natural logarithm of each row's softmax sum goes to lse `[row, HEADS]`. MIXED: only the
+    first counts[0] tiles count.
+    """
+    head = tl.program_id(0)
+    at = tiles + tl.program_id(1) * FIELDS
     count = tl.load(at + 1)
+    if MIXED:
+        count = tl.where(tl.program_id(1) < tl.load(counts), count, 0)
     if count > 0:
         first = tl.load(at)
         start = tl.load(at + 2)
@@ -177,48 +191,6 @@ def attend_chunk_tile(
         if whole:
             value = (acc / total[:, None]).to(out.dtype.element_ty)
             tl.store(out + rows[:, None] * out_stride + column, value, mask=inside)
-
-
-@triton.jit
-def paged_prefill(
-    q,
-    q_stride,
-    pool,
-    tiles,
-    blocks,
-    out,
-    out_stride,
-    partial,
-    stats,
-    counters,
-    lse,
-    scale,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_P: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    TILE: tl.constexpr,
-    FIELDS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    LSE: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """One (head, tile) of attention. q is rotated and the new KV is in the pool already.
-
-    A tile is FIELDS integers: row of its first query, queries (0: no tile), position of the first
-    query, where its block table begins in `blocks`, the context tokens begin .. end to attend to,
-    and with SPLIT: scratch slot of the tile's first part, number of this part, number of parts.
-    `begin` is a multiple of TILE; the last part of a tile holds the token of its first query. With
-    LSE, the natural logarithm of each row's softmax sum goes to lse `[row, HEADS]`.
-    """
-    attend_chunk_tile(
-        tl.program_id(0), tiles + tl.program_id(1) * FIELDS, q, q_stride, pool, blocks, out,
-        out_stride, partial, stats, counters, lse, scale, HEADS, KV_HEADS, DIM, DIM_P, PAGE,
-        BLOCK_M, TILE, SPLIT, LSE, STAGES, PRECISION,
-    )  # fmt: skip
 
 
 @triton.jit

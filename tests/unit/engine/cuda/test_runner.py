@@ -188,7 +188,7 @@ def test_the_thread_that_runs_steps_plans_prompt_attention_for_itself(device, mo
         planned.append((name, q.shape[0], q.shape[2], None if causal else k.shape[2]))
 
     monkeypatch.setattr("engine.cuda.attention.DenseAttention._call", call)
-    monkeypatch.setattr("engine.cuda.runner.cudnn_serves", lambda *args: True)
+    monkeypatch.setattr("engine.cuda.memory.cudnn_serves", lambda *args: True)
     runner = make_runner(device, tiny_config(max_position_embeddings=4096))
     runner.options = replace(runner.options, max_chunk_tokens=2100)
     runner.open(2)

@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from engine.kernels.triton import attention as ops
+from engine.kernels.triton import prefill_attention as pre
 
 #: The interpreter has no bfloat16 products.
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
@@ -90,22 +91,23 @@ def test_decode_attention(device, heads, kv_heads, dim, dtype, splits):
     assert int(out[-1].count_nonzero()) == 0
 
 
-def prefill(qkv, paged, chunks, heads, dim, tiles=None, **options):
+def prefill(qkv, paged, chunks, heads, dim):
     """The output of chunk attention, and the plan's tiles."""
     firsts = [sum(count for _, count in chunks[:i]) for i in range(len(chunks))]
     spans = [
-        ops.ChunkSpan(first_row=first, count=count, start=start, table=int(table))
+        pre.ChunkSpan(first_row=first, count=count, start=start, table=int(table))
         for first, (start, count), table in zip(firsts, chunks, paged.indptr, strict=False)
     ]
-    plan = ops.plan_tiles(spans, heads, ops.query_tile(qkv.dtype, dim))
-    padding = np.zeros((2, ops.TILE_FIELDS), np.int32)
+    plan = pre.plan_tiles(spans, heads, pre.query_tile(qkv.dtype, dim))
+    padding = np.zeros((2, pre.TILE_FIELDS), np.int32)
     tiles = torch.from_numpy(np.concatenate([plan.tiles, padding])).to(qkv.device)
-    scratch = ops.ChunkScratch(heads, dim, qkv.dtype, qkv.device)
+    scratch = pre.ChunkScratch(heads, dim, qkv.dtype, qkv.device)
     out = torch.full((qkv.shape[0], heads * dim), float("nan"), device=qkv.device).to(qkv.dtype)
     for _ in range(2):  # twice: the parts' counters must be left at zero
-        ops.prefill_attention(
-            qkv, paged.pool, tiles, paged.blocks, scratch, split=plan.split, num_heads=heads,
-            scale=dim**-0.5, out=out, **options,
+        pre.prefill_attention(
+            qkv, paged.pool, tiles, paged.blocks, scratch,
+            queries=pre.query_tile(qkv.dtype, dim), split=plan.split, num_heads=heads,
+            scale=dim**-0.5, out=out,
         )  # fmt: skip
     assert int(scratch.counters.abs().sum()) == 0
     return out, plan
@@ -118,7 +120,7 @@ def prefill(qkv, paged, chunks, heads, dim, tiles=None, **options):
 @pytest.mark.parametrize("chunks", [[(0, 1), (0, 70)], [(5, 16), (0, 17), (63, 33)], [(130, 5)]])
 @pytest.mark.parametrize("part", [64, 256])
 def test_prefill_attention(device, monkeypatch, heads, kv_heads, dim, dtype, chunks, part):
-    monkeypatch.setattr(ops, "_MIN_PART", part)
+    monkeypatch.setattr(pre, "_MIN_PART", part)
     paged = Paged([start + count for start, count in chunks], kv_heads, dim, device, dtype)
     total = sum(count for _, count in chunks)
     qkv = torch.randn(total, (heads + 2 * kv_heads) * dim, device=device).to(dtype)
@@ -136,11 +138,11 @@ def test_prefill_attention(device, monkeypatch, heads, kv_heads, dim, dtype, chu
 
 def test_tiles_cover_every_query_and_the_context_that_it_sees():
     spans = [
-        ops.ChunkSpan(first_row=3, count=64, start=2048, table=7),
-        ops.ChunkSpan(first_row=67, count=300, start=10, table=200),
-        ops.ChunkSpan(first_row=367, count=100, start=8300, table=300, begin=8192, end=8300),
+        pre.ChunkSpan(first_row=3, count=64, start=2048, table=7),
+        pre.ChunkSpan(first_row=67, count=300, start=10, table=200),
+        pre.ChunkSpan(first_row=367, count=100, start=8300, table=300, begin=8192, end=8300),
     ]
-    plan = ops.plan_tiles(spans, heads=8, rows=128)
+    plan = pre.plan_tiles(spans, heads=8, rows=128)
     tiles = plan.tiles
     assert plan.split
     lengths = tiles[:, 5] - tiles[:, 4]
@@ -159,7 +161,7 @@ def test_tiles_cover_every_query_and_the_context_that_it_sees():
             assert mine[-1, 4] <= mine[-1, 2] == span.start + first
     slots = [slot + part for *_, slot, part, parts in tiles.tolist() if parts > 1]
     assert sorted(slots) == list(range(len(slots)))
-    assert len(slots) <= ops.max_parts(8)
+    assert len(slots) <= pre.max_parts(8)
 
 
 def test_attention_to_history_and_to_the_chunk_merge(device):
@@ -172,23 +174,23 @@ def test_attention_to_history_and_to_the_chunk_merge(device):
     group = heads // kv_heads
     for first in (0, 64):
         kv = qkv.new_empty(2, kv_heads, 64, dim)
-        ops.gather_history(paged.pool, paged.blocks[first // PAGE : (first + 64) // PAGE], out=kv)
+        pre.gather_history(paged.pool, paged.blocks[first // PAGE : (first + 64) // PAGE], out=kv)
         assert torch.equal(kv[0].transpose(0, 1), paged.keys[0][first : first + 64])
         k, v = kv.repeat_interleave(group, 1)
         score = torch.einsum("thd,hld->htl", q, k) * dim**-0.5
         part = torch.einsum("htl,hld->thd", score.softmax(-1), v).contiguous()
-        ops.merge_attention(acc, acc_lse, part, score.logsumexp(-1).t(), first=not first, out=None)
+        pre.merge_attention(acc, acc_lse, part, score.logsumexp(-1).t(), first=not first, out=None)
     out = qkv.new_empty(count, heads * dim)
     rest = torch.empty_like(out)
     lse = torch.empty_like(acc_lse)
-    spans = [ops.ChunkSpan(first_row=0, count=count, start=start, table=0, begin=128)]
-    plan = ops.plan_tiles(spans, heads, ops.query_tile(qkv.dtype, dim))
-    scratch = ops.ChunkScratch(heads, dim, qkv.dtype, device)
-    ops.prefill_attention(
+    spans = [pre.ChunkSpan(first_row=0, count=count, start=start, table=0, begin=128)]
+    plan = pre.plan_tiles(spans, heads, pre.query_tile(qkv.dtype, dim))
+    scratch = pre.ChunkScratch(heads, dim, qkv.dtype, device)
+    pre.prefill_attention(
         qkv, paged.pool, torch.from_numpy(plan.tiles).to(device), paged.blocks, scratch,
-        split=False, num_heads=heads, scale=dim**-0.5, out=rest, lse=lse,
+        queries=64, split=False, num_heads=heads, scale=dim**-0.5, out=rest, lse=lse,
     )  # fmt: skip
-    ops.merge_attention(acc, acc_lse, rest.view(count, heads, dim), lse, first=False, out=out)
+    pre.merge_attention(acc, acc_lse, rest.view(count, heads, dim), lse, first=False, out=out)
     want = dense_attention(q, paged.keys[0], paged.values[0], start, dim**-0.5)
     got = out.view(count, heads, dim).double()
     assert (got - want).norm() / want.norm() < 1e-5
@@ -200,7 +202,7 @@ def test_attention_to_history_and_to_the_chunk_merge(device):
 @pytest.mark.parametrize("part", [64, 256])
 def test_mixed_attention(device, monkeypatch, heads, kv_heads, dim, dtype, splits, part):
     """Decode rows and chunks give what they give without the other, and no other row changes."""
-    monkeypatch.setattr(ops, "_MIN_PART", part)
+    monkeypatch.setattr(pre, "_MIN_PART", part)
     decodes, chunks = [1, 17, 131], [(63, 33), (0, 70), (130, 5)]
     lengths = [*decodes, *(start + count for start, count in chunks)]
     paged = Paged(lengths, kv_heads, dim, device, dtype)
@@ -210,29 +212,27 @@ def test_mixed_attention(device, monkeypatch, heads, kv_heads, dim, dtype, split
     scratch = ops.DecodeScratch(3, 3 * splits, heads, dim, device)
     first, spans = len(decodes), []
     for (start, count), table in zip(chunks, paged.indptr[len(decodes) :], strict=False):
-        spans.append(ops.ChunkSpan(first_row=first, count=count, start=start, table=int(table)))
+        spans.append(pre.ChunkSpan(first_row=first, count=count, start=start, table=int(table)))
         first += count
-    plan = ops.plan_tiles(spans, heads, ops.MIXED_TILE)
+    plan = pre.plan_tiles(spans, heads, pre.MIXED_TILE)
     assert plan.split == (part == 64)
     length_row = torch.tensor([*decodes, 0, 0], device=device, dtype=torch.int32)
     counts = [len(plan.tiles), len(decodes), splits, 1]
-    mixed = ops.MixedRows(
-        counts=torch.tensor(counts, device=device, dtype=torch.int32),
-        tiles=torch.from_numpy(plan.tiles).to(device),
-        tile_blocks=paged.blocks,
-        indptr=paged.indptr,
-        blocks=paged.blocks,
-        lengths=length_row,
-    )
-    chunk_scratch = ops.ChunkScratch(heads, dim, dtype, device)
+    padding = np.zeros((2, pre.TILE_FIELDS), np.int32) + 1  # no tiles, whatever they hold
+    tiles = torch.from_numpy(np.concatenate([plan.tiles, padding])).to(device)
+    counts = torch.tensor(counts, device=device, dtype=torch.int32)
+    chunk_scratch = pre.ChunkScratch(heads, dim, dtype, device)
     out = torch.full((rows + 2, heads * dim), float("nan"), device=device).to(dtype)
     want, scale = out.clone(), dim**-0.5
     sizes = {"num_heads": heads, "scale": scale, "out": out}
     for _ in range(2):  # twice: all counters must be left at zero
-        programs = heads * len(plan.tiles) + 5
-        ops.mixed_chunk_attention(qkv, paged.pool, mixed, chunk_scratch, programs=programs, **sizes)
-        ops.mixed_decode_attention(
-            qkv, angle.cos(), angle.sin(), paged.pool, mixed, scratch,
+        pre.prefill_attention(
+            qkv, paged.pool, tiles, paged.blocks, chunk_scratch, queries=pre.MIXED_TILE,
+            split=True, counts=counts, **sizes,
+        )  # fmt: skip
+        ops.decode_attention(
+            qkv, angle.cos(), angle.sin(), paged.pool, paged.indptr, paged.blocks, length_row,
+            scratch, ops.DecodeShape(splits=1), counts=counts,
             programs=kv_heads * len(decodes) * splits + 5, **sizes,
         )  # fmt: skip
     assert int(scratch.counters.abs().sum() + chunk_scratch.counters.abs().sum()) == 0
@@ -240,10 +240,10 @@ def test_mixed_attention(device, monkeypatch, heads, kv_heads, dim, dtype, split
         qkv[:3], angle.cos(), angle.sin(), paged.pool, paged.indptr, paged.blocks, length_row,
         scratch, ops.DecodeShape(splits=splits), num_heads=heads, scale=scale, out=want[:3],
     )  # fmt: skip
-    tiles = ops.plan_tiles(spans, heads, ops.query_tile(dtype, dim)).tiles
-    ops.prefill_attention(
+    tiles = pre.plan_tiles(spans, heads, pre.query_tile(dtype, dim)).tiles
+    pre.prefill_attention(
         qkv, paged.pool, torch.from_numpy(tiles).to(device), paged.blocks, chunk_scratch,
-        split=True, num_heads=heads, scale=scale, out=want,
+        queries=pre.query_tile(dtype, dim), split=True, num_heads=heads, scale=scale, out=want,
     )  # fmt: skip
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(out, want, rtol=tolerance, atol=tolerance, equal_nan=True)

@@ -1,0 +1,230 @@
+"""Typed wrappers of attention of prompt chunks, and the plan of its query tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+
+from engine.kernels.jit import prefill_attention as kernels
+from engine.kernels.triton.launch import Repeated
+
+Ints = np.ndarray[Any, np.dtype[np.int32]]
+
+_PAGED_PREFILL = Repeated(kernels.paged_prefill)
+_GATHER_HISTORY = Repeated(kernels.gather_history)
+_MERGE_ATTENTION = Repeated(kernels.merge_attention)
+
+#: Integers that describe one query tile to the kernel.
+TILE_FIELDS = 12  # the last three are unused: tiles begin at multiples of 16 bytes
+#: Programs of chunk attention: one on each multiprocessor of a Hopper card.
+CHUNK_WAVE = 132
+#: Queries of a tile in a mixed step, and rows of one in which chunks are not most of the work.
+MIXED_TILE, _FEW_ROWS = 64, 144
+#: Parts of contexts begin at multiples of this, and of every kernel's tile of keys.
+_PART_STEP = 64
+#: Least context tokens of a part of a query tile.
+_MIN_PART = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkSpan:
+    """New tokens of one sequence: rows first_row .. + count, positions start ..; its block table
+    begins at `table` in the step's blocks. Context tokens before `begin` are left out, and, where
+    `end` is given, those from `end` on."""
+
+    first_row: int
+    count: int
+    start: int
+    table: int
+    begin: int = 0
+    end: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TilePlan:
+    """Query tiles of chunk attention: int32 `[tiles, TILE_FIELDS]`, the longest first, and whether
+    any is cut into parts (`split`)."""
+
+    tiles: Ints
+    split: bool
+
+
+def query_tile(dtype: torch.dtype, head_dim: int) -> int:
+    """Queries of one tile."""
+    return 64 if dtype == torch.float32 or head_dim > 128 else 128
+
+
+def _context_tile(dtype: torch.dtype, head_dim: int) -> int:
+    return 32 if dtype == torch.float32 or head_dim > 128 else 64
+
+
+def max_parts(heads: int) -> int:
+    """Parts of all tiles of a plan together, at most."""
+    return max(2, 4 * CHUNK_WAVE // heads)
+
+
+def plan_tiles(
+    spans: Sequence[ChunkSpan], heads: int, rows: int, *, wave: int = CHUNK_WAVE
+) -> TilePlan:
+    """Cut chunks into tiles of `rows` queries, and their contexts into parts where the tiles of all
+    heads are fewer than the `wave` of programs that run at once; 0: no parts."""
+    whole = [
+        (span, first, min(rows, span.count - first), _end(span, first, rows))
+        for span in spans
+        for first in range(0, span.count, rows)
+    ]
+    total = sum(end - span.begin for span, _, _, end in whole)
+    fair = max(_MIN_PART, total * heads / max(1, wave))
+    room, slot = max_parts(heads), 0
+    tiles: list[tuple[int, ...]] = []
+    for span, first, count, end in whole:
+        parts = max(1, round((end - span.begin) / fair))
+        if slot + parts > room or not wave:
+            parts = 1
+        last = min(span.start + first, end) - span.begin  # the last part sees the first query
+        cuts = sorted(
+            {span.begin + last * i // parts // _PART_STEP * _PART_STEP for i in range(parts)}
+        )
+        fields = span.first_row + first, count, span.start + first, span.table
+        for part, (begin, stop) in enumerate(pairwise((*cuts, end))):
+            tiles.append((*fields, begin, stop, slot, part, len(cuts), 0, 0, 0))
+        slot += len(cuts) if len(cuts) > 1 else 0
+    tiles.sort(key=lambda tile: tile[4] - tile[5])
+    table = np.array(tiles, np.int32).reshape(-1, TILE_FIELDS)
+    return TilePlan(tiles=table, split=slot > 0)
+
+
+def _end(span: ChunkSpan, first: int, rows: int) -> int:
+    if span.end is not None:
+        return span.end
+    return span.start + min(first + rows, span.count)
+
+
+def mixed_wave(rows: int, decodes: int) -> int:
+    """Programs of chunk attention that are to run at once in a mixed step of so many rows: beside
+    decode rows, one on a multiprocessor leaves room for three of theirs; where chunks are most of
+    the work, or all, two share it (measured on an H200, docs/adr/0036)."""
+    return CHUNK_WAVE if decodes and rows <= _FEW_ROWS else 2 * CHUNK_WAVE
+
+
+class ChunkScratch:
+    """Partial results of tiles that are cut into parts, shared by all layers."""
+
+    def __init__(
+        self, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        rows = max_parts(num_heads) * num_heads * query_tile(dtype, head_dim)
+        width = triton.next_power_of_2(head_dim)
+        self.partial = torch.empty(rows * width, dtype=torch.float32, device=device)
+        self.stats = torch.empty(rows * 2, dtype=torch.float32, device=device)
+        slots = max_parts(num_heads) * num_heads
+        self.counters = torch.zeros(slots, dtype=torch.int32, device=device)
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    tiles: torch.Tensor,
+    blocks: torch.Tensor,
+    scratch: ChunkScratch,
+    *,
+    queries: int,
+    split: bool,
+    num_heads: int,
+    scale: float,
+    out: torch.Tensor,
+    counts: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> None:
+    """Causal attention of every chunk's rotated queries over its paged context.
+
+    q: rows of at least heads * dim values (a slice of the qkv rows will do), out likewise; the
+    chunks' own keys and values are in the pool already. tiles: int32 `[n, TILE_FIELDS]`, of which
+    those without queries are skipped, with at most `queries` each; split: whether any of them may
+    be a part. counts: of a mixed step, int32 whose first is the number of tiles. lse: float32
+    `[rows, heads]` for the logarithms of the softmax sums.
+    """
+    _, _, kv_heads, page, dim = pool.shape
+    _PAGED_PREFILL[(num_heads, tiles.shape[0])](
+        q,
+        q.stride(0),
+        pool,
+        tiles,
+        blocks,
+        out,
+        out.stride(0),
+        scratch.partial,
+        scratch.stats,
+        scratch.counters,
+        scratch.counters if counts is None else counts,
+        scratch.stats if lse is None else lse,
+        scale,
+        HEADS=num_heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        DIM_P=triton.next_power_of_2(dim),
+        PAGE=page,
+        BLOCK_M=queries,
+        TILE=_context_tile(q.dtype, dim),
+        FIELDS=TILE_FIELDS,
+        SPLIT=split,
+        MIXED=counts is not None,
+        LSE=lse is not None,
+        STAGES=3 if queries == 128 else 2,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=8 if queries == 128 else 4,
+    )
+
+
+def gather_history(pool: torch.Tensor, blocks: torch.Tensor, *, out: torch.Tensor) -> None:
+    """out `[2, kv_heads, tokens, dim]` = the keys and values of `blocks` in one layer."""
+    _, _, kv_heads, page, dim = pool.shape
+    _GATHER_HISTORY[(blocks.shape[0], 2 * kv_heads)](
+        pool,
+        blocks,
+        out,
+        PLANES=2 * kv_heads,
+        CELLS=page * dim,
+        CELLS_P=triton.next_power_of_2(page * dim),
+        num_warps=4,
+    )
+
+
+def merge_attention(
+    acc: torch.Tensor,
+    acc_lse: torch.Tensor,
+    part: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    first: bool,
+    out: torch.Tensor | None,
+) -> None:
+    """Fold part `[rows, heads, dim]`, whose softmax sums have the logarithms lse `[rows, heads]`,
+    into acc and acc_lse, float32 of the same shapes; into `out` `[rows, heads * dim]` instead, when
+    it is the last. `first`: acc holds nothing yet."""
+    rows, heads, dim = part.shape
+    _MERGE_ATTENTION[(rows,)](
+        acc,
+        acc_lse,
+        part,
+        part.stride(0),
+        part.stride(1),
+        lse,
+        lse.stride(0),
+        lse.stride(1),
+        acc if out is None else out,
+        0 if out is None else out.stride(0),
+        HEADS=heads,
+        HEADS_P=triton.next_power_of_2(heads),
+        DIM=dim,
+        DIM_P=triton.next_power_of_2(dim),
+        FIRST=first,
+        LAST=out is not None,
+        num_warps=4,
+    )
