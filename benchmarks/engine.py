@@ -300,10 +300,8 @@ def build(
 def memory_figures(bench: Bench, free_before: int) -> None:
     """What share of the memory that was free after the weights holds KV blocks."""
     pool = bench.runner.pool.data.nbytes
-    bench.report.add(
-        "memory", kv_gib=pool / 2**30, free_after_weights_gib=free_before / 2**30,
-        kv_share=pool / free_before,
-    )  # fmt: skip
+    gib = {"kv_gib": pool / 2**30, "free_after_weights_gib": free_before / 2**30}
+    bench.report.add("memory", **gib, kv_share=pool / free_before)
 
 
 def engine_parser(description: str) -> argparse.ArgumentParser:

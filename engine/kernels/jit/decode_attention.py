@@ -82,6 +82,17 @@ def merge_splits(
     )
 
 
+@triton.jit
+def dealt(program, counts, KV_HEADS: tl.constexpr):
+    """(KV head, row, split) of a program of a mixed step, and (splits, least tiles of a split); no
+    splits where there are no rows."""
+    rows = tl.load(counts + 1)
+    splits = tl.where(rows > 0, tl.load(counts + 2), 0)
+    pair = program // KV_HEADS
+    rows = tl.maximum(rows, 1)
+    return program % KV_HEADS, pair % rows, pair // rows, splits, tl.load(counts + 3)
+
+
 @triton.jit(do_not_specialize=["splits", "min_tiles"])
 def paged_decode(
     qkv,
@@ -130,13 +141,7 @@ def paged_decode(
     b = tl.program_id(1)
     split = tl.program_id(2)  # last: programs without work come after those that have some
     if MIXED:
-        rows = tl.maximum(tl.load(counts + 1), 1)
-        splits = tl.where(tl.load(counts + 1) > 0, tl.load(counts + 2), 0)
-        min_tiles = tl.load(counts + 3)
-        pair = kvh // KV_HEADS
-        kvh = kvh % KV_HEADS
-        b = pair % rows
-        split = pair // rows
+        kvh, b, split, splits, min_tiles = dealt(kvh, counts, KV_HEADS)
     length = tl.load(lengths + b)
     table = blocks + tl.load(indptr + b)
     tiles = tl.cdiv(length, TILE)

@@ -80,6 +80,18 @@ class DecodeScratch:
         self.counters = torch.zeros(batch * num_heads, dtype=torch.int32, device=device)
 
 
+def head_sizes(pool: torch.Tensor, num_heads: int) -> dict[str, int]:
+    """Constants of every attention kernel over one layer of a pool."""
+    _, _, kv_heads, page, dim = pool.shape
+    return {
+        "HEADS": num_heads,
+        "KV_HEADS": kv_heads,
+        "DIM": dim,
+        "DIM_P": triton.next_power_of_2(dim),
+        "PAGE": page,
+    }
+
+
 def decode_attention(
     qkv: torch.Tensor,
     cos: torch.Tensor,
@@ -103,12 +115,10 @@ def decode_attention(
     qkv: `[batch, (heads + 2 kv_heads) * dim]` straight from the projection; pool: one layer,
     `[block, 2, kv_heads, page, dim]`; row b's blocks are blocks[indptr[b]:], its context of
     lengths[b] tokens includes the new one; length 0 marks padding. out: `[batch, heads * dim]`.
-    counts: of a mixed step, int32 `[4]`: rows counts[1] with counts[2] splits of at least counts[3]
-    tiles, for `programs` programs, at least KV heads * rows * splits; other rows are left alone.
+    counts: of a mixed step, see `paged_decode`, for at least KV heads * rows * splits `programs`.
     """
-    _, _, kv_heads, page, dim = pool.shape
-    group = num_heads // kv_heads
-    grid = (kv_heads, qkv.shape[0], shape.splits) if counts is None else (programs, 1, 1)
+    group = num_heads // pool.shape[2]
+    grid = (pool.shape[2], qkv.shape[0], shape.splits) if counts is None else (programs, 1, 1)
     paged_decode[grid](
         qkv,
         cos,
@@ -125,13 +135,9 @@ def decode_attention(
         scale,
         shape.splits,
         shape.min_tiles,
-        HEADS=num_heads,
-        KV_HEADS=kv_heads,
+        **head_sizes(pool, num_heads),
         GROUP=group,
         GROUP_P=max(16, triton.next_power_of_2(group)),
-        DIM=dim,
-        DIM_P=triton.next_power_of_2(dim),
-        PAGE=page,
         TILE=shape.tile,
         MERGE_P=triton.next_power_of_2(group),
         MAX_SPLITS=_MERGE_ROOM,

@@ -12,6 +12,7 @@ import torch
 import triton
 
 from engine.kernels.jit import prefill_attention as kernels
+from engine.kernels.triton.attention import head_sizes
 from engine.kernels.triton.launch import Repeated
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
@@ -150,7 +151,6 @@ def prefill_attention(
     be a part. counts: of a mixed step, int32 whose first is the number of tiles. lse: float32
     `[rows, heads]` for the logarithms of the softmax sums.
     """
-    _, _, kv_heads, page, dim = pool.shape
     _PAGED_PREFILL[(num_heads, tiles.shape[0])](
         q,
         q.stride(0),
@@ -165,13 +165,9 @@ def prefill_attention(
         scratch.counters if counts is None else counts,
         scratch.stats if lse is None else lse,
         scale,
-        HEADS=num_heads,
-        KV_HEADS=kv_heads,
-        DIM=dim,
-        DIM_P=triton.next_power_of_2(dim),
-        PAGE=page,
+        **head_sizes(pool, num_heads),
         BLOCK_M=queries,
-        TILE=_context_tile(q.dtype, dim),
+        TILE=_context_tile(q.dtype, pool.shape[4]),
         FIELDS=TILE_FIELDS,
         SPLIT=split,
         MIXED=counts is not None,
