@@ -96,10 +96,24 @@ class FairQueue(Generic[T]):
     def next(self, may_go: Callable[[T], bool] = lambda _item: True) -> QueueEntry[T] | None:
         """The entry that goes next, of those that may. Asks about one entry of a size."""
         blocked: set[Size] = set()
-        while (entry := self._furthest_behind(blocked)) is not None:
-            if may_go(entry.item):
-                return entry
-            blocked.add(entry.size)
+        # Each flow with the first entries of its sizes, the next one last.
+        flows: list[tuple[float, int, _Heap[T]]] = []
+        for flow in self._flows.values():
+            if flow.heaps:
+                heads = sorted((heap[0] for heap in flow.heaps.values()), reverse=True)
+                flows.append((flow.served, heads[-1][1], heads))
+        heapq.heapify(flows)
+        while flows:
+            served, _, heads = flows[0]
+            entry = heads.pop()[2]
+            if entry.size not in blocked:
+                if may_go(entry.item):
+                    return entry
+                blocked.add(entry.size)
+            if heads:
+                heapq.heapreplace(flows, (served, heads[-1][1], heads))
+            else:
+                heapq.heappop(flows)
         return None
 
     def take(self, entry: QueueEntry[T]) -> None:
@@ -154,15 +168,3 @@ class FairQueue(Generic[T]):
             return flow.served
         active = [other.served for other in self._flows.values() if other.heaps]
         return max(flow.served, min(active, default=self._level))
-
-    def _furthest_behind(self, blocked: set[Size]) -> QueueEntry[T] | None:
-        """The entry that goes next, leaving out sizes that are blocked."""
-        best: tuple[float, int] | None = None
-        entry: QueueEntry[T] | None = None
-        for flow in self._flows.values():
-            heads = [heap[0] for size, heap in flow.heaps.items() if size not in blocked]
-            if heads:
-                _, order, first = min(heads, key=lambda head: head[:2])
-                if best is None or (flow.served, order) < best:
-                    best, entry = (flow.served, order), first
-        return entry

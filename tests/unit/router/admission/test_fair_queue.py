@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 
 import pytest
@@ -171,3 +172,45 @@ def test_an_entry_that_may_not_go_holds_back_its_own_size_only() -> None:
     assert asked == [5000, 40], "one of each size is asked about"
     assert queue.next(lambda _cost: False) is None
     assert queue.ahead("a", weight=1.0, cost=60) == 40
+
+
+def expected_next(queue: FairQueue[int], waiting: list[QueueEntry[int]], allowed: set[int]):
+    """Of the first entry of each size in the order of flows and ages, the first that may go."""
+    flows = queue._flows
+    first: dict[tuple[int, int], QueueEntry[int]] = {}
+    for entry in sorted(waiting, key=lambda e: (flows[e.flow].served, e.item)):
+        first.setdefault(entry.size, entry)
+    return next((entry for entry in first.values() if entry.item in allowed), None)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_next_is_the_furthest_behind_of_those_that_may_go(chance: random.Random) -> None:
+    queue: FairQueue[int] = FairQueue()
+    waiting: list[QueueEntry[int]] = []
+    for item in range(60):
+        flow, tokens = f"f{chance.randrange(5)}", chance.randint(1, 300)
+        waiting.append(
+            queue.push(item, flow=flow, weight=1.0, cost=tokens, num_tokens=chance.randint(1, 300))
+        )
+        allowed = {entry.item for entry in waiting if chance.random() < 0.2}
+        expected = expected_next(queue, waiting, allowed)
+        entry = queue.next(allowed.__contains__)
+        assert entry is expected
+        if entry is not None:
+            queue.take(entry)
+            waiting.remove(entry)
+
+
+def test_many_blocked_sizes_of_many_flows_cost_little() -> None:
+    """The queue is asked at every report of a worker, on the event loop."""
+    queue: FairQueue[int] = FairQueue()
+    for item in range(10_000):
+        tokens, cost = 2 ** (item % 18), 2 ** (item // 18 % 12)
+        queue.push(item, flow=f"f{item % 1000}", weight=1.0, cost=cost, num_tokens=tokens)
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        assert queue.next(lambda _item: False) is None
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.15  # a look at each flow for each size takes seconds
