@@ -22,8 +22,12 @@ _PRIOR = 100.0
 _MAX_TRACE = 0.3
 #: How much larger a step may be than the largest that ran.
 _GROWTH = 1.5
-#: A step longer than this many times its prediction is a stall of the host and teaches nothing.
-_STALL_FACTOR = 4.0
+#: A step this many times longer or shorter than predicted is an outlier, a stall of the host for
+#: example, and teaches nothing.
+_OUTLIER_FACTOR = 4.0
+#: After so many outliers in a row the model is wrong: it was fitted to stalls, or the device has
+#: changed its speed. It starts over.
+_MAX_OUTLIERS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +55,14 @@ class StepModel:
     """Seconds of a step that has prompt tokens in it."""
 
     def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
         size = len(StepShape().features)
         self._weights = [0.0] * size
         self._covariance = [[_PRIOR * (i == j) for j in range(size)] for i in range(size)]
         self._num_steps = 0
+        self._num_outliers = 0  # in a row
         self._largest = 0  # prompt tokens of a step so far
 
     @property
@@ -70,8 +78,12 @@ class StepModel:
         """Take in a step that ran. Steps without prompt tokens are another regime: ignored."""
         if not shape.num_prompt_tokens or not 0.0 < seconds < math.inf:
             return
-        if self.known and seconds > _STALL_FACTOR * self.predict(shape) > 0.0:
-            return
+        if self._is_outlier(shape, seconds):
+            self._num_outliers += 1
+            if self._num_outliers < _MAX_OUTLIERS:
+                return
+            self._reset()
+        self._num_outliers = 0
         self._num_steps += 1
         self._largest = max(self._largest, shape.num_prompt_tokens)
         x = shape.features
@@ -88,6 +100,12 @@ class StepModel:
         trace = sum(settled[i][i] for i in range(len(x)))
         keep = _FORGETTING if trace < _MAX_TRACE else 1.0
         self._covariance = [[value / keep for value in row] for row in settled]
+
+    def _is_outlier(self, shape: StepShape, seconds: float) -> bool:
+        predicted = self.predict(shape)
+        if not self.known or predicted <= 0.0:
+            return False
+        return not 1 / _OUTLIER_FACTOR <= seconds / predicted <= _OUTLIER_FACTOR
 
     def prompt_tokens_within(
         self, seconds: float, *, num_decodes: int, context: int, start: int, max_tokens: int

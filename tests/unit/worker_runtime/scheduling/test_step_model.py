@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 
 import pytest
 
@@ -99,6 +100,57 @@ def test_it_follows_a_device_that_becomes_slower():
         model.add(shape, device_seconds(shape, slower=1.8))
     shape = a_shape(source)
     assert model.predict(shape) == pytest.approx(device_seconds(shape, slower=1.8), rel=0.1)
+
+
+def run_steps(
+    model: StepModel, source: random.Random, num_steps: int, *, target_s: float, slower: float = 1.0
+) -> list[float]:
+    """Steps whose chunks the model chooses, as decode plans them: their seconds."""
+    seconds = []
+    for _ in range(num_steps):
+        shape = a_shape(source)
+        start = source.randint(0, 4096)
+        chunk = 256
+        if model.known:
+            chunk = model.prompt_tokens_within(
+                target_s,
+                num_decodes=shape.num_decodes,
+                context=shape.context,
+                start=start,
+                max_tokens=8192,
+            )
+        chunk = max(64, chunk)
+        shape = StepShape(
+            num_decodes=shape.num_decodes,
+            context=shape.context,
+            num_prompt_tokens=chunk,
+            num_pairs=chunk * start + chunk * chunk // 2,
+        )
+        seconds.append(device_seconds(shape, slower) * source.uniform(0.95, 1.05))
+        model.add(shape, seconds[-1])
+    return seconds
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("stalls", [[0.03], [0.1], [0.3], [2.0, 0.5, 1.0], [5.0] * 8], ids=str)
+def test_first_steps_that_compile_do_not_keep_chunks_small(stalls, seed):
+    source = random.Random(seed)
+    model = StepModel()
+    for seconds in stalls:
+        model.add(StepShape(num_decodes=4, num_prompt_tokens=256, num_pairs=32_000), seconds)
+    steps = run_steps(model, source, 200, target_s=0.012)
+    assert statistics.mean(steps[-50:]) == pytest.approx(0.012, rel=0.15)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("slower", [0.15, 3.0, 6.0, 20.0])
+def test_chunks_follow_a_device_that_changes_its_speed(slower, seed):
+    source = random.Random(seed)
+    model = StepModel()
+    run_steps(model, source, 200, target_s=0.04)
+    target_s = 0.04 * max(1.0, slower)  # more than 64 tokens fit
+    steps = run_steps(model, source, 300, target_s=target_s, slower=slower)
+    assert statistics.mean(steps[-50:]) == pytest.approx(target_s, rel=0.15)
 
 
 def test_a_few_equal_steps_do_not_allow_a_huge_one():
