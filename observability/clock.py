@@ -1,7 +1,8 @@
-"""Wall time without jumps."""
+"""Wall time without jumps, and rates of tokens over time."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -16,3 +17,25 @@ def steady_clock() -> Callable[[], float]:
 def _since_boot() -> float:
     # Where available, the clock that includes the time a machine sleeps.
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+class Rate:
+    """Tokens per second, exponentially weighted over busy time with the time constant `window_s`:
+    idle time does not change it, so it measures the speed of a working worker."""
+
+    def __init__(self, window_s: float = 5.0) -> None:
+        self._window_s = window_s
+        self._tokens = 0.0
+        self._seconds = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """A step of `seconds` ran `tokens` tokens."""
+        keep = math.exp(-seconds / self._window_s)
+        self._tokens = self._tokens * keep + tokens
+        self._seconds = self._seconds * keep + seconds
+
+    def per_second(self, since_s: float = 0.0) -> float:
+        """Tokens per second of busy time, including `since_s` after the last step; 0 before the
+        first step."""
+        seconds = self._seconds + since_s
+        return self._tokens / seconds if seconds > 0 else 0.0

@@ -7,9 +7,7 @@ ids: requests, attempts, workers and their epochs
 states: life cycles and their transition tables
 sampling: how tokens are chosen, grammars, log-probabilities
 timeline: spans of a request, trace context
-kv_layout: the shape of a worker's KV, and cells that two workers share
-prefix: names of KV blocks by content
-ticket: the router's signed permission for a hand-off
-messages: all messages between router and workers, and between workers
+kv_layout: the shape of a worker's KV, cells that two workers share, names of blocks by content
+messages: all messages between router and workers, and between workers; tickets
 wire/: the public gRPC API
 """

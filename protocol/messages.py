@@ -1,18 +1,62 @@
-"""Messages between router and workers, and between workers. Requests travel as token ids."""
+"""Messages between router and workers, and between workers, and the ticket that permits a hand-off.
+Requests travel as token ids."""
 
 from __future__ import annotations
 
-from msgspec import field
+import hashlib
+import hmac
+import math
 
-from protocol.errors import ErrorInfo
+from msgspec import field
+from msgspec.structs import replace
+
+from protocol.errors import ErrorInfo, StaleMessage
 from protocol.ids import RequestKey, WorkerRef
-from protocol.kv_layout import KVFingerprint, KVLayout
+from protocol.kv_layout import CacheChange, KVFingerprint, KVLayout
 from protocol.message import Message
-from protocol.prefix import CacheChange
 from protocol.sampling import Grammar, SamplingParams, TokenLogprobs
 from protocol.states import FinishReason, WorkerState
-from protocol.ticket import Ticket
 from protocol.timeline import Span, TraceContext
+
+
+class Ticket(Message):
+    """The router's signed permission to write `num_blocks` blocks for `key` from one epoch into
+    another, for a while.
+
+    `lifetime_s` starts on each worker when it accepts the request. `signature` is HMAC-SHA256
+    (RFC 2104) over all other fields with the cluster's secret.
+    """
+
+    key: RequestKey
+    prefill_epoch: int
+    decode_epoch: int
+    num_blocks: int
+    signature: bytes = b""
+    lifetime_s: float
+
+    def _body(self) -> bytes:
+        fields = (
+            self.key.request_id,
+            self.key.attempt,
+            self.prefill_epoch,
+            self.decode_epoch,
+            self.num_blocks,
+            self.lifetime_s.hex(),
+        )
+        return "\x1f".join(map(str, fields)).encode()
+
+    def signed(self, secret: bytes) -> Ticket:
+        digest = hmac.new(secret, self._body(), hashlib.sha256).digest()
+        return replace(self, signature=digest)
+
+    def verify(self, secret: bytes) -> None:
+        """Raise StaleMessage when the signature is wrong or the lifetime is not finite."""
+        expected = hmac.new(secret, self._body(), hashlib.sha256).digest()
+        if not hmac.compare_digest(expected, self.signature):
+            raise StaleMessage(f"ticket of {self.key} has a wrong signature", param="ticket")
+        if not math.isfinite(self.lifetime_s):
+            raise StaleMessage(f"ticket of {self.key} never ends", param="ticket")
+
 
 # --- router -> worker -----------------------------------------------------------------------------
 

@@ -7,8 +7,8 @@ Wings in the order that a request meets them; an import contract holds the layer
     request       typed requests and their checks
     auth          API keys, service tiers, TLS
     service       one implementation of every operation, for both front ends
-    served_model  the model's names, and its text work in threads
-    text          tokens to text and back, chat templates, tool calls, output grammars
+    served_model  the model's names, its text work in threads, grammars of outputs
+    text          tokens to text and back, chat templates, tool calls
     admission     limits, the queue, and who goes next
     workers       one client per worker; the account of outstanding work; the choice of a pair
     dispatch      a request in flight: outputs, attempts, retries, telemetry

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from router.auth.tiers import ServiceTier
+from router.auth.keys import ServiceTier
 from router.auth.tls import TlsConfig
 from router.text.tool_formats import ToolFormat
 

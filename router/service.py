@@ -31,11 +31,9 @@ from protocol.timeline import Phase, PlacedSpan, Span, TraceContext
 from router.admission.limits import InflightLimits
 from router.admission.load_estimate import QueuedRequest
 from router.admission.queue import AdmissionQueue, AdmissionTicket
-from router.auth.keys import Caller
-from router.auth.tiers import ServiceTier, tier_name
+from router.auth.keys import Caller, ServiceTier, tier_name
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.output_stream import RequestText
-from router.dispatch.request_run import RequestRun
+from router.dispatch.request_run import RequestRun, RequestText
 from router.dispatch.sequence_jobs import (
     SequenceJob,
     TokenLimits,
@@ -45,8 +43,7 @@ from router.dispatch.sequence_jobs import (
     make_jobs,
 )
 from router.dispatch.telemetry import record_success, traced
-from router.request.generate_request import GenerateRequest
-from router.request.request_id import RequestId
+from router.request.generate_request import GenerateRequest, RequestId
 from router.request.text_requests import DetokenizeRequest, TokenizeRequest
 from router.served_model import ModelInfo, ServedModel
 from router.text.text_stream import StopMatcher, TextStream

@@ -11,8 +11,7 @@ from contextlib import aclosing, asynccontextmanager
 from framing.streams import Connection
 from protocol import codec
 from protocol.errors import BatonError, DeadlineExceeded, ErrorInfo, Unauthenticated, Unavailable
-from rpc.frames import ITEMS_PER_REPORT, FrameKind, pack_call
-from rpc.methods import Method, Rep, Req
+from rpc.methods import ITEMS_PER_REPORT, FrameKind, Method, Rep, Req, pack_call
 
 #: Time to connect for a stream.
 _CONNECT_S = 5.0

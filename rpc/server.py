@@ -17,8 +17,7 @@ from framing.streams import Connection
 from observability.logging import get_logger
 from protocol import codec
 from protocol.errors import BatonError, Internal, Unavailable
-from rpc.frames import ITEMS_PER_REPORT, STREAM_ITEMS, FrameKind, unpack_call
-from rpc.methods import Handler, Method
+from rpc.methods import ITEMS_PER_REPORT, STREAM_ITEMS, FrameKind, Handler, Method, unpack_call
 
 #: Time for a caller to prove the secret.
 _HANDSHAKE_S = 5.0

@@ -26,7 +26,7 @@ from observability.metrics import Metric
 from router.request.chat_request import ChatRequest
 from router.request.completion_request import CompletionRequest
 from router.request.generate_request import GenerateRequest
-from router.request.unserved import HARMLESS, UNSERVED
+from router.request.parse import HARMLESS, UNSERVED
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 MAX_COLUMNS = 110

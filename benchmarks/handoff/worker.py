@@ -25,8 +25,7 @@ from kv_transfer.cuda.nccl import unique_id
 from protocol.errors import ErrorInfo
 from protocol.ids import RequestKey, Role, WorkerRef, new_epoch
 from protocol.kv_layout import KVFingerprint, KVLayout
-from protocol.messages import Commit, Grant
-from protocol.ticket import Ticket
+from protocol.messages import Commit, Grant, Ticket
 from rpc.client import ClientPool
 from rpc.server import ControlServer
 

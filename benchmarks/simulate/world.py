@@ -24,8 +24,8 @@ from protocol.kv_layout import KVFingerprint
 from protocol.messages import Submit, TokenEvent, WorkerLoad
 from protocol.sampling import SamplingParams
 from router.config import RouterConfig
+from router.workers.bookkeeping import Reservations
 from router.workers.policy import Need, WorkerView, choose
-from router.workers.reservations import Reservations
 from worker_runtime.config import WorkerConfig
 from worker_runtime.scheduling.messages import EndHandoff, HandoffEnded, Submitted
 

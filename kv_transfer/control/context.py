@@ -21,7 +21,7 @@ from protocol.errors import (
 )
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import KVFingerprint, KVLayout
-from protocol.ticket import Ticket
+from protocol.messages import Ticket
 from rpc.client import ClientPool
 from rpc.methods import Method, Rep, Req
 

@@ -9,16 +9,15 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from concurrency.bounded_map import BoundedMap
-from concurrency.deadlines import Deadlines
 from concurrency.tasks import Tasks
+from concurrency.timers import Deadlines
 from kv_transfer.control.context import CallResult, EndpointContext
 from kv_transfer.plan.handoff_state import HandoffState, Verdict
 from observability import metrics
 from observability.metrics import counter_key
 from protocol.errors import BatonError, ErrorInfo, HandoffFailed, StaleMessage, Unavailable
 from protocol.ids import RequestKey, WorkerRef
-from protocol.messages import HandoffEnd
-from protocol.ticket import Ticket
+from protocol.messages import HandoffEnd, Ticket
 from rpc import methods
 
 _CLOSE_GRACE_S = 3.0

@@ -29,9 +29,9 @@ from protocol.messages import (
     LinkOffer,
     OpenLinks,
     Piece,
+    Ticket,
 )
 from protocol.states import TransferState
-from protocol.ticket import Ticket
 from rpc import methods
 from rpc.methods import Handler, Method
 

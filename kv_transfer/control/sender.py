@@ -17,9 +17,8 @@ from kv_transfer.plan.reshard import cells_per_piece, kv_bytes, layer_groups
 from protocol.errors import BatonError, ErrorInfo, HandoffFailed, StaleMessage
 from protocol.ids import RequestKey, WorkerRef
 from protocol.kv_layout import Cells
-from protocol.messages import Ack, Grant, HandoffEnd
+from protocol.messages import Ack, Grant, HandoffEnd, Ticket
 from protocol.states import TransferState
-from protocol.ticket import Ticket
 from rpc import methods
 from rpc.methods import Handler, Method
 

@@ -20,9 +20,8 @@ from kv_transfer.plan.states import PIECE_TRANSITIONS, PieceState, advance
 from protocol.errors import BatonError, ErrorInfo, HandoffFailed, StaleMessage
 from protocol.ids import RequestKey, WorkerRef
 from protocol.kv_layout import Cells, KVLayout
-from protocol.messages import Commit, Grant, HandoffEnd, Piece
+from protocol.messages import Commit, Grant, HandoffEnd, Piece, Ticket
 from protocol.states import TransferState, check_transfer
-from protocol.ticket import Ticket
 
 ENDED = frozenset({TransferState.RELEASED, TransferState.ABORTED})
 OVER = ENDED | {TransferState.COMMITTED}

@@ -6,10 +6,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from observability.rate import Rate
+from observability.clock import Rate
 from protocol.messages import size_class
-from router.auth.keys import Caller
-from router.auth.tiers import ServiceTier
+from router.auth.keys import Caller, ServiceTier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

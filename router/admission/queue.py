@@ -5,7 +5,7 @@ ordered, bounded and refused. A request goes on when a prefill worker would begi
 decode workers have blocks for it, or when no other request of this router waits for a first token.
 
 Outstanding work has one account: what the workers report, corrected by their reservations
-(router.workers.reservations), and the requests that were let go and have no workers yet.
+(router.workers.bookkeeping), and the requests that were let go and have no workers yet.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Who may call, how fast they are served, and TLS.
 
-keys: API keys and their file
-tiers: latency targets and weights of service tiers
+keys: API keys and their file; service tiers
 tls: certificates of both front ends
 """

@@ -12,8 +12,8 @@ from observability.export import MetricSet
 from protocol.ids import Role
 from router.config import RouterConfig
 from router.dispatch.sequence_jobs import SequenceJob
+from router.workers.bookkeeping import PromptBlocks
 from router.workers.policy import Need, WorkerChoice, WorkerView, choose, work_tokens
-from router.workers.prefix_view import PromptBlocks
 from router.workers.worker_client import WorkerClient
 from router.workers.worker_set import WorkerSet
 

@@ -10,9 +10,13 @@ from msgspec.structs import replace
 from protocol.errors import ContextTooLong, InvalidRequest
 from protocol.sampling import MAX_SEED, Grammar, SamplingParams
 from protocol.timeline import TraceContext
-from router.request.generate_request import DEFAULT_COMPLETION_TOKENS, GenerateRequest, RequestKind
-from router.request.request_id import RequestId
-from router.workers.prefix_view import PromptBlocks
+from router.request.generate_request import (
+    DEFAULT_COMPLETION_TOKENS,
+    GenerateRequest,
+    RequestId,
+    RequestKind,
+)
+from router.workers.bookkeeping import PromptBlocks
 
 #: Log-probabilities of prompt tokens in one answer.
 MAX_PROMPT_SCORES = 1 << 18

@@ -21,14 +21,13 @@ from protocol.errors import (
     Unavailable,
 )
 from protocol.ids import RequestKey, Role, WorkerRef
-from protocol.messages import Submit
-from protocol.ticket import Ticket
+from protocol.messages import Submit, Ticket
 from protocol.timeline import Phase, PlacedSpan, Span
 from router.dispatch.attempt import Attempt, AttemptEnd, AttemptOutcome, TokenMerger, TokenSink
 from router.dispatch.dispatcher import Dispatcher, WorkerPair
 from router.dispatch.sequence_jobs import SequenceJob
+from router.workers.bookkeeping import PromptBlocks
 from router.workers.policy import Need
-from router.workers.prefix_view import PromptBlocks
 from router.workers.worker_client import WorkerClient
 
 log = get_logger(__name__)

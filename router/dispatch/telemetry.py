@@ -16,8 +16,7 @@ from protocol.errors import BatonError, ErrorCode
 from protocol.states import FinishReason
 from protocol.timeline import Phase, TraceContext
 from router.dispatch.request_run import RequestRun
-from router.request.generate_request import GenerateRequest
-from router.request.request_id import RequestId
+from router.request.generate_request import GenerateRequest, RequestId
 
 if TYPE_CHECKING:  # its packages are optional
     from observability.tracing import Tracing

@@ -4,6 +4,5 @@ server: the listener, keys and deserialising
 inference, admin: the two services
 requests: messages to typed requests
 answers: output to messages
-errors: statuses and details
-metadata: keys and trace of a call
+call: metadata and trace of a call, its error status
 """

@@ -8,9 +8,9 @@ from msgspec import structs
 
 from protocol.wire import inference_pb2 as pb
 from router.admin import ClusterInfo, WorkerInfo
-from router.dispatch.output_stream import Delta, Score
+from router.dispatch.request_run import Delta, Score
 from router.request.generate_request import GenerateRequest
-from router.text.detokenizer import TokenTable
+from router.text.text_stream import TokenTable
 
 
 def choice_message(delta: Delta, *, token_ids: bool) -> pb.Choice:

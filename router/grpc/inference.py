@@ -13,10 +13,9 @@ from protocol.wire import inference_pb2 as pb
 from router.auth.keys import Caller
 from router.dispatch.request_run import RequestRun
 from router.grpc import answers, requests
-from router.grpc.metadata import metadata_value, trace_of
+from router.grpc.call import metadata_value, trace_of
 from router.offload import off_loop
-from router.request.generate_request import GenerateRequest
-from router.request.request_id import REQUEST_ID, make_request_id
+from router.request.generate_request import REQUEST_ID, GenerateRequest, make_request_id
 from router.service import FrontEnd, InferenceService
 
 _Context = aio.ServicerContext[Any, Any]

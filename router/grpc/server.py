@@ -19,9 +19,8 @@ from protocol.wire import inference_pb2 as pb
 from router.auth.keys import KeyFile
 from router.config import RouterConfig
 from router.grpc.admin import AdminServicer
-from router.grpc.errors import abort
+from router.grpc.call import abort, metadata_value
 from router.grpc.inference import InferenceServicer
-from router.grpc.metadata import metadata_value
 
 M = TypeVar("M", bound=Message)
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"

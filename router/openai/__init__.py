@@ -3,9 +3,8 @@
 server: the listener
 connection: one connection and its limits
 app: the paths
-body: reading the body of a request
-answers: sending answers and errors, and watching for disconnects
-chunks, logprobs: the objects in answers and streams
+exchange: reading bodies, sending answers and errors, watching for disconnects
+chunks: the objects in answers and streams, log-probabilities in them
 errors: statuses and error objects
 document: /openapi.json
 """

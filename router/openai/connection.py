@@ -12,7 +12,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from protocol.errors import BatonError, InvalidRequest, Unavailable
 from router.openai.errors import JSON_TYPE, error_body, error_headers, error_status
-from router.request.request_id import REQUEST_ID, RequestId, make_request_id
+from router.request.generate_request import REQUEST_ID, RequestId, make_request_id
 
 #: Bytes of a request's head.
 MAX_HEAD_BYTES = 1 << 16

@@ -11,6 +11,7 @@ so choice 0 is what n = 1 gives.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from typing import Annotated, ClassVar
@@ -19,6 +20,7 @@ from msgspec import Meta
 from msgspec.structs import force_setattr
 
 from protocol.errors import InvalidRequest, Unsupported
+from protocol.ids import new_request_id
 from protocol.sampling import (
     MAX_LOGIT_BIASES,
     Bias,
@@ -40,6 +42,27 @@ from router.request.structured_output import (
     StructuredOutputs,
 )
 from router.request.tools import ToolUse
+
+#: The HTTP header, or key of gRPC metadata, with the name of a request.
+REQUEST_ID = "x-request-id"
+_MAX_CHARS = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestId:
+    """`key` is unique in the cluster. `name` is what answers, logs and traces show: the client's
+    name for the request, or the key."""
+
+    key: str
+    name: str
+
+
+def make_request_id(client_name: str | None) -> RequestId:
+    """A new id. The client's name is kept when it is 1 to 128 printable ASCII characters."""
+    key, name = new_request_id(), (client_name or "").strip()
+    valid = 0 < len(name) <= _MAX_CHARS and name.isascii() and name.isprintable()
+    return RequestId(key=key, name=name if valid else key)
+
 
 MAX_CHOICES = 16
 MAX_STOPS = 16

@@ -18,13 +18,55 @@ from msgspec import inspect
 from msgspec.structs import force_setattr
 
 from protocol.errors import InvalidRequest, Unsupported, invalid_field
+from router.offload import loads_in_pieces, refuse_constant
 from router.request.body import Body
 from router.request.chat_messages import ChatRole
 from router.request.chat_request import ChatRequest
 from router.request.completion_request import CompletionRequest
 from router.request.generate_request import GenerateRequest, RequestKind
-from router.request.large_json import loads_in_pieces, refuse_constant
-from router.request.unserved import HARMLESS, UNSERVED, is_neutral
+
+#: Known fields that are not served: refused by name unless neutral, so that none is ignored. A
+#: neutral value asks for what happens anyway, so clients that always send their defaults work;
+#: null is neutral everywhere.
+UNSERVED: dict[str, tuple[Any, ...]] = {
+    "length_penalty": (1,),
+    "suffix": ("",),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+    "store": (False,),
+    "moderation": (),
+    "prompt_cache_options": (),
+    "spaces_between_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "truncate_prompt_tokens": (),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+}
+
+#: Accepted and without effect on the output: labels for the operator, or hints.
+HARMLESS = frozenset(
+    {"metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+)
+
+
+def is_neutral(value: object, neutral: tuple[Any, ...]) -> bool:
+    # `logprobs: 0` asks for something, `logprobs: false` does not; in Python they are equal.
+    return value is None or any(
+        value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral
+    )
+
 
 R = TypeVar("R", bound=Body)
 

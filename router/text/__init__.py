@@ -1,10 +1,7 @@
 """The model's text: strings on the client's side, token ids on the workers'.
 
-tokenizer: a model's folder: text to ids, end tokens
+tokenizer: a model's folder: text to ids, end tokens; role markers in content stay text
 chat_template: messages to a prompt
-control_tokens: role markers in content stay text
-detokenizer: ids to text, incrementally and one by one
-text_stream: the text of one output, cut at stop strings
+text_stream: ids to text, one by one and incrementally, cut at stop strings
 tool_formats, tool_parser: how models write tool calls; calls out of an output's text
-output_grammar: the grammar that an output must follow
 """

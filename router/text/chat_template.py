@@ -24,7 +24,7 @@ from protocol.errors import InvalidRequest, Unsupported
 from router.request.chat_messages import AnyMessage, AssistantMessage, ChatRole, ToolMessage
 from router.text.tool_formats import ToolFormat, detect_format
 
-#: Neutralises control tokens in a text of a role (router.text.control_tokens).
+#: Neutralises control tokens in a text of a role (router.text.tokenizer).
 Hide = Callable[[str, ChatRole], str]
 #: What a template can raise because of its messages.
 _RENDER_ERRORS = (

@@ -2,8 +2,7 @@
 
 worker_set: all of them, as the cluster names them
 worker_client: one worker: its event stream, submits and cancels
-reservations: the attempts that a worker's load report does not show yet (pure)
-prefix_view: what its prefix cache holds of a prompt (pure)
-circuit_breaker: keeps requests from a worker that keeps failing (pure)
+bookkeeping: what a router knows of one beyond its load report: reservations, prefix cache,
+    failures (pure)
 policy: which pair serves a request, and why (pure)
 """

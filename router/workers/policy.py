@@ -56,7 +56,7 @@ class WorkerView:
 
     capacity: tokens its KV pool and context can hold for one sequence.
     unseen_sequences, unseen_tokens, unseen_blocks: to be added to `load`, which does not show all
-        attempts of this router yet (router.workers.reservations).
+        attempts of this router yet (router.workers.bookkeeping).
     cached_tokens: tokens of this prompt in its prefix cache. expected_tokens: the same, with those
         that requests in flight will bring.
     failing: avoided while another worker can take the request.

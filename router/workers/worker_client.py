@@ -8,7 +8,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Protocol
 
-from concurrency.silence import silence_limit
+from concurrency.timers import silence_limit
 from observability.logging import get_logger
 from protocol.errors import BatonError, StaleMessage, Unavailable
 from protocol.ids import RequestKey, Role, WorkerRef
@@ -29,10 +29,8 @@ from protocol.messages import (
 )
 from protocol.states import WorkerState
 from router.config import RouterConfig
-from router.workers.circuit_breaker import CircuitBreaker
+from router.workers.bookkeeping import CircuitBreaker, PrefixView, PromptBlocks, Reservations
 from router.workers.policy import WorkerView
-from router.workers.prefix_view import PrefixView, PromptBlocks
-from router.workers.reservations import Reservations
 from rpc.client import ControlClient
 from rpc.methods import CANCEL, EVENTS, STATUS, SUBMIT, Method, Rep, Req
 

@@ -9,7 +9,7 @@ import pytest
 
 from protocol.errors import ErrorCode
 from protocol.ids import RequestKey, Role, WorkerRef
-from protocol.ticket import Ticket
+from protocol.messages import Ticket
 from tests.support.transfer import SECRET
 from tests.support.transfer_process import Process
 

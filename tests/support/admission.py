@@ -13,10 +13,9 @@ from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.messages import WorkerLoad
 from router.admission.load_estimate import QueuedRequest
 from router.admission.queue import AdmissionQueue, AdmissionTicket
-from router.auth.keys import ANYONE, Caller
-from router.auth.tiers import ServiceTier
+from router.auth.keys import ANYONE, Caller, ServiceTier
 from router.config import RouterConfig
-from router.workers.reservations import Reservations
+from router.workers.bookkeeping import Reservations
 from router.workers.worker_client import WorkerClient
 
 

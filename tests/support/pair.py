@@ -25,11 +25,11 @@ from protocol.messages import (
     ScoreEvent,
     Submit,
     Subscribe,
+    Ticket,
     TokenEvent,
 )
 from protocol.sampling import Grammar, SamplingParams, TokenLogprobs
 from protocol.states import FinishReason
-from protocol.ticket import Ticket
 from protocol.timeline import Span
 from rpc import methods
 from rpc.client import ClientPool

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from protocol.errors import BatonError, Unavailable
 from protocol.ids import RequestKey, Role, WorkerRef, new_epoch
-from protocol.kv_layout import KVLayout
+from protocol.kv_layout import CacheChange, KVLayout
 from protocol.messages import (
     Ack,
     Cancel,
@@ -24,7 +24,6 @@ from protocol.messages import (
     WorkerLoad,
     WorkerStatus,
 )
-from protocol.prefix import CacheChange
 from protocol.sampling import TokenLogprobs
 from protocol.states import FinishReason, WorkerState
 from protocol.timeline import Phase, Span

@@ -25,8 +25,7 @@ from protocol import codec
 from protocol.errors import DeadlineExceeded, ErrorInfo, Unavailable
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import Cells, KVFingerprint, KVLayout
-from protocol.messages import Commit, Grant
-from protocol.ticket import Ticket
+from protocol.messages import Commit, Grant, Ticket
 from tests.support.one_sided import OneSidedBackend
 
 SECRET = b"a secret of the tests"

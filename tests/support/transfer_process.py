@@ -20,7 +20,7 @@ from kv_transfer.control.receiver import Receiver
 from kv_transfer.control.sender import Sender
 from kv_transfer.plan.states import GrantState
 from protocol.ids import RequestKey, Role, WorkerRef, new_epoch
-from protocol.ticket import Ticket
+from protocol.messages import Ticket
 from rpc.client import ClientPool
 from rpc.server import ControlServer
 from tests.support.held import Held

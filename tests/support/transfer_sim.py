@@ -23,8 +23,7 @@ from kv_transfer.plan.states import GrantState
 from protocol.errors import BatonError, ErrorInfo
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import Cells, KVLayout
-from protocol.messages import Commit, Grant
-from protocol.ticket import Ticket
+from protocol.messages import Commit, Grant, Ticket
 from tests.support.blocks import StrictBlocks
 from tests.support.transfer import SECRET, make_fingerprint
 from tests.support.transfer_net import Cell, Fabric, Network, Op, SimLoop, SimRanks

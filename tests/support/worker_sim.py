@@ -33,9 +33,8 @@ from prefill_worker.scheduler import PrefillScheduler
 from protocol.errors import BatonError, ErrorInfo, Internal
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import Cells, KVLayout
-from protocol.messages import Commit, Grant, Submit
+from protocol.messages import Commit, Grant, Submit, Ticket
 from protocol.sampling import SamplingParams
-from protocol.ticket import Ticket
 from tests.support.blocks import FINGERPRINT, WatchedBlocks
 from tests.support.paged import LateSteps, PagedTokens, expected_output
 from tests.support.transfer import SECRET

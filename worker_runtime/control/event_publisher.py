@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from itertools import islice
 
 from observability.logging import get_logger
+from protocol.kv_layout import HINT_BYTES, CacheChange
 from protocol.messages import EventBatch, WorkerLoad
-from protocol.prefix import HINT_BYTES, CacheChange
 from worker_runtime.scheduling.messages import RouterEvents
 
 log = get_logger(__name__)

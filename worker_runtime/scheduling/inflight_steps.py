@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from engine.batch import StepBatch
-from observability.rate import Rate
+from observability.clock import Rate
 from worker_runtime.scheduling.sequence import Sequence
 from worker_runtime.scheduling.step_model import StepModel, StepShape
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 import time
 
 from engine.kv.allocator import BlockAllocator
-from protocol.kv_layout import KVFingerprint
+from protocol.kv_layout import KVFingerprint, chain_seed, extend_chain
 from protocol.messages import Submit
-from protocol.prefix import chain_seed, extend_chain
 from worker_runtime.scheduling.messages import PREFIX_CACHE_HITS, PREFIX_CACHE_QUERIES
 from worker_runtime.scheduling.sequence import Sequence
 

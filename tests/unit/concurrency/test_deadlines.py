@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from concurrency.deadlines import Deadlines
+from concurrency.timers import Deadlines
 from protocol.ids import RequestKey
 
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from concurrency.silence import silence_limit
+from concurrency.timers import silence_limit
 from tests.support.transfer_net import SimLoop
 
 

@@ -23,12 +23,12 @@ from protocol.messages import (
     EventBatch,
     StatusQuery,
     Submit,
+    Ticket,
     TokenEvent,
     WorkerLoad,
 )
 from protocol.sampling import SamplingParams
 from protocol.states import FinishReason
-from protocol.ticket import Ticket
 from protocol.timeline import Phase, Span
 
 CLASSES = sorted(

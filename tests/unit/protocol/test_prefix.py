@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from protocol.prefix import HINT_BYTES, chain_seed, extend_chain, hints, split_hints
+from protocol.kv_layout import HINT_BYTES, chain_seed, extend_chain, hints, split_hints
 from tests.support.blocks import FINGERPRINT
 
 SEED = chain_seed(FINGERPRINT)

@@ -8,7 +8,7 @@ from msgspec.structs import fields, replace
 from protocol import codec
 from protocol.errors import StaleMessage
 from protocol.ids import RequestKey
-from protocol.ticket import Ticket
+from protocol.messages import Ticket
 
 SECRET = b"the cluster's secret"
 GOOD = Ticket(

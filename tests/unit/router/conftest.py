@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import router.served_model
-import router.text.output_grammar
 from grammar.trial import Trial
 from protocol.ids import Role
 from protocol.sampling import Grammar
@@ -43,7 +42,7 @@ def _made_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(router.served_model, "ModelText", functools.cache(ModelText))
-        patch.setattr(router.text.output_grammar, "Trial", trial)
+        patch.setattr(router.served_model, "Trial", trial)
         yield
     for shared in trials.values():
         Trial.close(shared)

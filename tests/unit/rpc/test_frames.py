@@ -26,8 +26,7 @@ from protocol.messages import (
     WorkerLoad,
 )
 from rpc.client import ControlClient, _ServerConnection
-from rpc.frames import STREAM_ITEMS
-from rpc.methods import END, EVENTS
+from rpc.methods import END, EVENTS, STREAM_ITEMS
 from rpc.server import ControlServer
 
 SECRET = b"secret"

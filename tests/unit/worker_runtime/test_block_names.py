@@ -13,8 +13,8 @@ from msgspec import structs
 from prefill_worker.lifecycle import Granted
 from protocol.errors import Cancelled
 from protocol.ids import RequestKey, Role, WorkerRef
+from protocol.kv_layout import chain_seed, extend_chain
 from protocol.messages import Cancel, Submit
-from protocol.prefix import chain_seed, extend_chain
 from protocol.sampling import SamplingParams
 from protocol.states import WorkerState
 from tests.support import decode_bench, prefill_bench

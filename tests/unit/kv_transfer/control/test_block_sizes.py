@@ -17,9 +17,8 @@ from kv_transfer.plan.reshard import cell_size
 from protocol.errors import StaleMessage
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import Cells
-from protocol.messages import Grant, Piece
+from protocol.messages import Grant, Piece, Ticket
 from protocol.states import TransferState
-from protocol.ticket import Ticket
 from tests.support.memory_links import MemoryBackend, MemoryHub
 from tests.support.one_sided import OneSidedBackend, OneSidedHub
 from tests.support.transfer import (

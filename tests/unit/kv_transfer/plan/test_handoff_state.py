@@ -17,9 +17,8 @@ from kv_transfer.plan.states import GrantState
 from protocol import codec
 from protocol.errors import HandoffFailed, Internal, StaleMessage
 from protocol.ids import RequestKey, Role, WorkerRef
-from protocol.messages import Commit, Grant, Piece
+from protocol.messages import Commit, Grant, Piece, Ticket
 from protocol.states import TransferState
-from protocol.ticket import Ticket
 from tests.support.transfer import SECRET, make_fingerprint, make_layout
 from tests.support.transfer_net import SimLoop
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from protocol.errors import Unavailable
 from protocol.ids import RequestKey, Role
 from protocol.messages import WorkerLoad, size_class
-from router.auth.keys import ANYONE
-from router.auth.tiers import ServiceTier
+from router.auth.keys import ANYONE, ServiceTier
 from tests.support.admission import Bench, Ticket, Worker, soon
 
 

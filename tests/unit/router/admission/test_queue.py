@@ -17,8 +17,7 @@ from protocol.errors import Unavailable as Late
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
 from router.admission.load_estimate import LoadEstimate, Peak
-from router.auth.keys import ANYONE, Caller, hashed, new_key
-from router.auth.tiers import ServiceTier, tier_name
+from router.auth.keys import ANYONE, Caller, ServiceTier, hashed, new_key, tier_name
 from tests.support.admission import Bench, soon
 from tests.support.router_front_ends import FrontEnds, MakeFrontEnds, status_of, until
 from tests.support.stub_workers import StubFleet

@@ -12,7 +12,7 @@ from protocol.errors import ErrorCode
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
 from router.auth.keys import ANYONE
-from router.request.request_id import make_request_id
+from router.request.generate_request import make_request_id
 from tests.support.router_front_ends import FrontEnds, MakeFrontEnds, until
 from tests.support.stub_workers import StubFleet
 from tests.support.typed_requests import completion

@@ -8,7 +8,7 @@ from protocol.errors import ContextTooLong, InvalidRequest
 from protocol.sampling import MAX_SEED
 from router.dispatch.sequence_jobs import TokenLimits, base_sampling, check_ids, make_jobs
 from router.dispatch.sequence_run import SequenceJob
-from router.request.request_id import make_request_id
+from router.request.generate_request import make_request_id
 from tests.support.typed_requests import chat, completion
 
 WIDE = TokenLimits(vocab_size=100, context=64, capacity=1000)

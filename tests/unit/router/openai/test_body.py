@@ -15,10 +15,10 @@ import pytest
 
 from protocol.errors import InvalidRequest
 from protocol.ids import Role
-from router.openai import body as body_module
-from router.openai.body import BodyReader
+from router.offload import MAX_STRUCTURE, loads_in_pieces
+from router.openai import exchange
+from router.openai.exchange import BodyReader
 from router.request.completion_request import CompletionRequest
-from router.request.large_json import MAX_STRUCTURE, loads_in_pieces
 from router.request.parse import parse_json
 from tests.support.router_front_ends import FrontEnds, MakeFrontEnds, until
 from tests.support.stub_workers import StubFleet
@@ -124,13 +124,13 @@ async def test_no_more_is_unzipped_at_once_than_is_parsed_at_once(
     """Or some megabytes of requests become gigabytes that wait for a thread."""
     done: list[str] = []
     for name in ("_unzipped", "parse_json"):
-        work = getattr(body_module, name)
+        work = getattr(exchange, name)
 
         def noted(*arguments: object, name: str = name, work: Callable = work) -> object:
             done.append(name)
             return work(*arguments)
 
-        monkeypatch.setattr(body_module, name, noted)
+        monkeypatch.setattr(exchange, name, noted)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     large = gzip.compress(json.dumps(HELLO | {"user": "x" * 1_000_000}).encode())
     answers = await asyncio.gather(*(post(front_ends, large, "gzip") for _ in range(8)))

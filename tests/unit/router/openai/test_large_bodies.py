@@ -125,7 +125,7 @@ async def test_many_tokens_are_written_beside_the_event_loop(
         threads.append(threading.current_thread())
         return encode_in_pieces(value)
 
-    monkeypatch.setattr("router.openai.answers.encode_in_pieces", noted)
+    monkeypatch.setattr("router.openai.exchange.encode_in_pieces", noted)
     for size in (40, 9000):
         prompt = text_of(size)
         status, answer = await front_ends.post("/tokenize", {"prompt": prompt})

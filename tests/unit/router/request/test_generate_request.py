@@ -6,7 +6,7 @@ import pytest
 
 from protocol.errors import BatonError, ErrorCode
 from router.request.chat_messages import ChatRole
-from router.request.unserved import HARMLESS, UNSERVED
+from router.request.parse import HARMLESS, UNSERVED
 from tests.support.typed_requests import HI as USER
 from tests.support.typed_requests import chat, completion
 

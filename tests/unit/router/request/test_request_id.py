@@ -14,7 +14,7 @@ from grpc import aio
 from protocol.errors import Internal
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
-from router.request.request_id import make_request_id
+from router.request.generate_request import make_request_id
 from tests.support.router_front_ends import FrontEnds, MakeFrontEnds, status_of
 from tests.support.stub_workers import StubFleet
 from tests.unit.router.openai.test_connection import connected

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.states import FinishReason
-from router.text.detokenizer import ByteDetokenizer
-from router.text.text_stream import StopMatcher, TextStream
+from router.text.text_stream import ByteDetokenizer, StopMatcher, TextStream
 
 
 def run(stops: list[str], pieces: list[str]) -> tuple[list[str], bool]:

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from protocol.ids import RequestKey
-from router.workers.circuit_breaker import BreakerState, CircuitBreaker
+from router.workers.bookkeeping import BreakerState, CircuitBreaker
 
 
 def key(number: int) -> RequestKey:

@@ -8,10 +8,16 @@ import pytest
 
 from observability import metrics
 from protocol.ids import RequestKey, Role
-from protocol.kv_layout import KVFingerprint
-from protocol.prefix import HINT_BYTES, CacheChange, chain_seed, extend_chain, hints
+from protocol.kv_layout import (
+    HINT_BYTES,
+    CacheChange,
+    KVFingerprint,
+    chain_seed,
+    extend_chain,
+    hints,
+)
 from protocol.wire import inference_pb2 as pb
-from router.workers.prefix_view import PrefixView, PromptBlocks
+from router.workers.bookkeeping import PrefixView, PromptBlocks
 from tests.support.blocks import FINGERPRINT
 from tests.support.router_front_ends import MakeFrontEnds, until
 from tests.support.stub_workers import StubFleet, StubWorker

@@ -12,7 +12,7 @@ from protocol.messages import TokenEvent
 from protocol.states import FinishReason
 from router.admission.limits import InflightLimits
 from router.dispatch.attempt import TokenMerger
-from router.workers.reservations import Reservations
+from router.workers.bookkeeping import Reservations
 
 A, B = RequestKey("a"), RequestKey("b")
 

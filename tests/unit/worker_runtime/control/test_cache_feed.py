@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from protocol.prefix import CacheChange, split_hints
+from protocol.kv_layout import CacheChange, split_hints
 from worker_runtime.control.event_publisher import CacheFeed
 
 DIGESTS = [bytes([number]) * 32 for number in range(6)]

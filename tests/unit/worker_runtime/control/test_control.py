@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from concurrency.tasks import Tasks
 from grammar.matcher import Matcher
-from observability.rate import Rate
+from observability.clock import Rate
 from protocol.errors import (
     Cancelled,
     Internal,
@@ -23,6 +23,7 @@ from protocol.errors import (
     Unavailable,
 )
 from protocol.ids import Role, WorkerRef
+from protocol.kv_layout import CacheChange, hints, split_hints
 from protocol.messages import (
     Cancel,
     DrainCommand,
@@ -33,7 +34,6 @@ from protocol.messages import (
     TokenEvent,
     WorkerLoad,
 )
-from protocol.prefix import CacheChange, hints, split_hints
 from protocol.sampling import Grammar, GrammarKind
 from protocol.states import WorkerState
 from rpc import methods

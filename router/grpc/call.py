@@ -1,7 +1,8 @@
-"""Typed errors as gRPC statuses, with the field at fault in machine-readable form.
+"""A gRPC call beside its messages: metadata, and typed errors as its status.
 
-Details follow google.rpc (https://cloud.google.com/apis/design/errors): BadRequest names the field,
-RetryInfo says when to retry. Plain trailers say the same to clients without those types.
+Details of a status follow google.rpc (https://cloud.google.com/apis/design/errors): BadRequest
+names the field, RetryInfo says when to retry. Plain trailers say the same to clients without those
+types.
 """
 
 from __future__ import annotations
@@ -14,9 +15,25 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
 from protocol.errors import STATUSES, BatonError, ErrorInfo
+from protocol.timeline import TraceContext, parse_trace
 from router.errors import presentable
 
 _DETAILS_KEY = "grpc-status-details-bin"
+
+
+def metadata_value(context: aio.ServicerContext[Any, Any], name: str) -> str | None:
+    """The first value of this (lower-case) key."""
+    for key, value in context.invocation_metadata() or ():
+        if key == name and isinstance(value, str):
+            return value
+    return None
+
+
+def trace_of(context: aio.ServicerContext[Any, Any]) -> TraceContext | None:
+    """Where the client says a call stands in its trace."""
+    return parse_trace(
+        metadata_value(context, "traceparent"), metadata_value(context, "tracestate")
+    )
 
 
 async def abort(context: aio.ServicerContext[Any, Any], error: BatonError) -> NoReturn:
