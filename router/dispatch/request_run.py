@@ -21,7 +21,8 @@ from router.admission.queue import AdmissionTicket
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.sequence_jobs import SequenceJob
 from router.dispatch.sequence_run import SequenceRun
-from router.text.text_stream import TextStream, TokenTable
+from router.text.detokenizer import TokenTable
+from router.text.text_stream import TextStream
 from router.text.tokenizer import PromptText
 from router.text.tool_parser import CallDelta
 from router.workers.bookkeeping import PromptBlocks

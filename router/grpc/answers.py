@@ -10,7 +10,7 @@ from protocol.wire import inference_pb2 as pb
 from router.admin import ClusterInfo, WorkerInfo
 from router.dispatch.request_run import Delta, Score
 from router.request.generate_request import GenerateRequest
-from router.text.text_stream import TokenTable
+from router.text.detokenizer import TokenTable
 
 
 def choice_message(delta: Delta, *, token_ids: bool) -> pb.Choice:

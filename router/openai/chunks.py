@@ -13,7 +13,7 @@ from router.dispatch.request_run import Delta, RequestRun, Score
 from router.offload import encode as _encode
 from router.offload import encode_in_pieces
 from router.request.generate_request import GenerateRequest, RequestKind
-from router.text.text_stream import TokenTable
+from router.text.detokenizer import TokenTable
 from router.text.tool_parser import CallDelta
 
 

@@ -2,6 +2,7 @@
 
 tokenizer: a model's folder: text to ids, end tokens; role markers in content stay text
 chat_template: messages to a prompt
-text_stream: ids to text, one by one and incrementally, cut at stop strings
+detokenizer: ids to text, incrementally and one by one
+text_stream: the text of one output, cut at stop strings
 tool_formats, tool_parser: how models write tool calls; calls out of an output's text
 """

@@ -20,13 +20,7 @@ from tokenizers import Tokenizer
 from protocol.errors import ContextTooLong
 from router.request.chat_messages import AnyMessage, ChatRole
 from router.text.chat_template import load_templates, token_text
-from router.text.text_stream import (
-    ByteDetokenizer,
-    Detokenizer,
-    TokenTable,
-    WindowDetokenizer,
-    byte_table,
-)
+from router.text.detokenizer import ByteDetokenizer, Detokenizer, TokenTable, WindowDetokenizer, byte_table
 
 _Encode = Callable[[str], tuple[int, ...]]
 #: Of a text with more characters per allowed token than this, the start is tokenised first.

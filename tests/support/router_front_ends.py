@@ -16,7 +16,7 @@ from protocol.ids import Role
 from router.admin import AdminBackend
 from router.config import RouterConfig
 from router.server import Router
-from router.text.text_stream import _byte_alphabet
+from router.text.detokenizer import _byte_alphabet
 from tests.support import services
 from tests.support.stub_workers import StubFleet
 

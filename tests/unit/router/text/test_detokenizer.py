@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from router.text.text_stream import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from router.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from router.text.tokenizer import ModelText
 from tests.support.tiny_text import sentencepiece_like
 

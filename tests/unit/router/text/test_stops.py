@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.states import FinishReason
-from router.text.text_stream import ByteDetokenizer, StopMatcher, TextStream
+from router.text.detokenizer import ByteDetokenizer
+from router.text.text_stream import StopMatcher, TextStream
 
 
 def run(stops: list[str], pieces: list[str]) -> tuple[list[str], bool]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.text.text_stream import TokenText
+from router.text.detokenizer import TokenText
 from router.text.tokenizer import ModelText
 from tests.support.tiny_text import byte_level, sentencepiece_like, write_model_text
 
