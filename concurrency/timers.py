@@ -37,7 +37,6 @@ class Deadlines:
         self._armed_for = 0.0
 
     def add(self, deadline: float, key: RequestKey) -> None:
-        """Call `on_due` at `deadline` for `key`."""
         heapq.heappush(self._heap, (deadline, key.request_id, key.attempt))
         if len(self._heap) > self._limit:
             self._heap = [entry for entry in self._heap if self._alive(RequestKey(*entry[1:]))]

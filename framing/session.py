@@ -82,7 +82,6 @@ class Session:
         return self.frame(HandshakeKind.HELLO, 0, self._nonce) if self._is_client else b""
 
     def frame(self, kind: int, number: int, payload: bytes) -> bytes:
-        """The bytes of the next frame to send."""
         head = _HEAD.pack(len(payload), kind, number)
         seal = b"" if self._outgoing is None else self._outgoing.next_seal(head, payload)
         return head + payload + seal

@@ -48,7 +48,6 @@ class Connection(asyncio.Protocol, ABC):
         """The peer has proved the secret, or failed to."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Start the handshake."""
         # uvloop's transports have asyncio's methods but not its base classes.
         self._transport = cast(asyncio.Transport, transport)
         connection = transport.get_extra_info("socket")
@@ -61,7 +60,6 @@ class Connection(asyncio.Protocol, ABC):
         self._transport = None
 
     def data_received(self, data: bytes) -> None:
-        """Take every whole frame."""
         self._data += data
         start = 0
         try:

@@ -40,7 +40,6 @@ class Matcher:
         self._ends = tuple(ends)
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Continue the output with `tokens`."""
         self.mask = None
         if not self.state.consume_tokens(list(tokens)) and not self.error:
             reason = self.state.get_error().split("\n", 1)[0]

@@ -128,7 +128,6 @@ def _answer(process: subprocess.Popen[bytes]) -> bytes:
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """Kill the process; its exit status."""
     process.kill()
     return process.wait()
 

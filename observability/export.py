@@ -144,7 +144,6 @@ class WorkerCollector(Collector):
         self.statuses: Sequence[WorkerStatus] = ()
 
     def collect(self) -> Iterator[Family]:
-        """The families of all workers, for the registry."""
         statuses = self.statuses
         yield from self._gauges(statuses)
         yield from self._counters(statuses)

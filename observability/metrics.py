@@ -44,7 +44,6 @@ def counter_key(metric: Metric, **labels: str) -> str:
 
 
 def split_counter_key(key: str) -> tuple[str, dict[str, str]]:
-    """The name and labels of a key made by `counter_key`."""
     name, brace, rest = key.partition("{")
     if not brace:
         return name, {}

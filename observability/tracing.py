@@ -61,7 +61,6 @@ class RequestSpan:
         )
 
     def phase(self, span: Span, attributes: Attributes) -> None:
-        """Add a phase of the request as a child span."""
         child = self._tracer.start_span(
             span.phase.value,
             context=set_span_in_context(self._span),

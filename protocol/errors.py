@@ -45,7 +45,6 @@ class ErrorInfo(Message):
     message: str
 
     def to_error(self) -> BatonError:
-        """The exception of this code."""
         return _CLASSES[self.code](self.message, param=self.param, retry_after_s=self.retry_after_s)
 
 

@@ -46,7 +46,6 @@ class WorkerRef(Message):
 
 
 def new_epoch() -> int:
-    """A random number for one incarnation of a worker."""
     return secrets.randbits(62)
 
 

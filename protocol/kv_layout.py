@@ -45,7 +45,6 @@ class KVLayout(Message):
         return self.num_layers * self.num_kv_heads * per_head
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
 
@@ -65,7 +64,6 @@ class KVFingerprint(Message):
     rope: str
 
     def differing_field(self, other: KVFingerprint) -> str | None:
-        """The name of the first field that differs, or None when the pair fits."""
         for name in self.__struct_fields__:
             if getattr(self, name) != getattr(other, name):
                 return name
@@ -96,7 +94,6 @@ class Cells(Message):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the cells have room for."""
         return self.count * self.size
 
     def places(self, per_block: int) -> tuple[list[int], list[int]]:
@@ -150,7 +147,6 @@ def extend_chain(
 
 
 def hints(digests: Iterable[bytes]) -> bytes:
-    """The short forms, one after another."""
     return b"".join(digest[:HINT_BYTES] for digest in digests)
 
 

@@ -75,7 +75,6 @@ class SamplingParams(Message):
 
     @property
     def greedy(self) -> bool:
-        """Whether the highest logit is taken, with no noise."""
         return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
 
     @property

@@ -87,7 +87,6 @@ class OutputGrammars:
         self._thread.submit(self._trial.begin)
 
     def close(self) -> None:
-        """End the thread and the process."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._trial.close()
 

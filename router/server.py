@@ -198,7 +198,6 @@ class Router:
 
     @property
     def ready(self) -> bool:
-        """Whether a request would be accepted now."""
         return self._service.ready
 
     @property

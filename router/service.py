@@ -236,7 +236,6 @@ class InferenceService:
             self._num_texts -= 1
 
     def share_limits(self, num_routers: int) -> None:
-        """Set this router's share of the limits of each key."""
         self.limits.num_routers = self._queue.num_routers = num_routers
         self._queue.pump()
 

@@ -95,7 +95,6 @@ class ClientPool:
         self._clients: dict[str, ControlClient] = {}
 
     def get(self, address: str) -> ControlClient:
-        """The client of `address`."""
         client = self._clients.get(address)
         if client is None:
             self._clients = {at: kept for at, kept in self._clients.items() if not kept.unused}
@@ -240,7 +239,6 @@ class _Items:
         self._reader: asyncio.Future[None] | None = None
 
     def frame(self, kind: int, payload: bytes) -> None:
-        """Take an item, or the end."""
         if kind == FrameKind.ITEM:
             self._items.append(payload)
             self._wake()

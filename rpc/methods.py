@@ -49,13 +49,11 @@ class FrameKind(IntEnum):
 
 
 def pack_call(path: str, request: bytes) -> bytes:
-    """The payload of a CALL or STREAM."""
     name = path.encode()
     return _PATH_SIZE.pack(len(name)) + name + request
 
 
 def unpack_call(payload: bytes) -> tuple[str, bytes]:
-    """Path and request of a CALL or STREAM."""
     start = _PATH_SIZE.size
     end = start + int.from_bytes(payload[:start], "big")
     return payload[start:end].decode(errors="replace"), payload[end:]

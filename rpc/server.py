@@ -113,7 +113,6 @@ class _ClientConnection(Connection):
         self._handshake_timer = loop.call_later(_HANDSHAKE_S, self._expect_authenticated)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel what runs for this client."""
         super().connection_lost(exc)
         if self._handshake_timer is not None:
             self._handshake_timer.cancel()

@@ -32,7 +32,6 @@ class QueuedRequest:
 
     @property
     def flow(self) -> str:
-        """Whose share it takes."""
         return f"{self.caller.name}/{self.tier_name}"
 
     @property

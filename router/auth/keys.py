@@ -61,7 +61,6 @@ class Caller:
             raise PermissionDenied(f"the API key {self.name!r} has no admin right")
 
     def may_use(self, names: frozenset[str]) -> bool:
-        """Whether it may use the model that has these names."""
         return not self.models or bool(self.models & names)
 
 
@@ -85,7 +84,6 @@ class Keyring:
         return len(self._callers)
 
     def caller(self, authorization: str | None) -> Caller:
-        """Who sends this `Authorization` header. Raises Unauthenticated."""
         if not authorization:
             raise Unauthenticated("an API key is required: send `Authorization: Bearer KEY`")
         if authorization[: len(_BEARER)].lower() != _BEARER:

@@ -29,7 +29,6 @@ def choice_message(delta: Delta, *, token_ids: bool) -> pb.Choice:
 def add_logprobs(
     choice: pb.Choice, delta: Delta, request: GenerateRequest, pieces: TokenTable
 ) -> None:
-    """Add the log-probabilities of a delta that the request asks for."""
     prompt = delta.prompt_scores or ()
     if request.num_logprobs is not None:
         shown = (*(prompt if request.echoes_prompt else ()), *(delta.scores or ()))

@@ -30,14 +30,12 @@ def metadata_value(context: aio.ServicerContext[Any, Any], name: str) -> str | N
 
 
 def trace_of(context: aio.ServicerContext[Any, Any]) -> TraceContext | None:
-    """Where the client says a call stands in its trace."""
     return parse_trace(
         metadata_value(context, "traceparent"), metadata_value(context, "tracestate")
     )
 
 
 async def abort(context: aio.ServicerContext[Any, Any], error: BatonError) -> NoReturn:
-    """End the call with this error's status."""
     info = presentable(error)
     code = grpc.StatusCode[STATUSES[info.code].grpc]
     await context.abort(code, info.message, (*trailers(info), *context.trailing_metadata()))

@@ -69,7 +69,6 @@ class _Converter:
         self._num_nested = 0
 
     def value(self, message: Message, path: str) -> Any:
-        """The value that stands for a message in JSON."""
         check_known(message)
         fields = {
             field.name: self._field(field, value, f"{path}.{field.name}".removeprefix("."))

@@ -114,7 +114,6 @@ class GrpcServer:
             await self._health.set(service, state)
 
     async def stop(self, grace_s: float = 0.5) -> None:
-        """Stop listening; running calls get `grace_s` seconds."""
         if self._server is not None:
             self._health.end_watches()
             await self._server.stop(grace_s)
@@ -129,7 +128,6 @@ class _Health(health.aio.HealthServicer):  # type: ignore[misc]
         self._ends: set[asyncio.Timeout] = set()
 
     async def Watch(self, request: Any, context: _Context) -> None:  # noqa: N802 - gRPC names it
-        """Every change, until `end_watches`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(None) as end:
                 self._ends.add(end)

@@ -205,7 +205,6 @@ class _HttpPaths:
         return partial(answer.whole, 200, body, [JSON_TYPE, *headers])
 
     async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """POST /tokenize: `prompt` or `messages` to ids."""
         answer = HttpAnswer(scope, send)
         try:
             request = await self._bodies.read(scope, receive, TokenizeRequest)
@@ -233,7 +232,6 @@ class _HttpPaths:
         return _json(_model_json(self._service.find_model(name, caller)))
 
     async def ready(self, _: Request) -> Response:
-        """GET /ready: a request would be accepted now."""
         if self._service.ready:
             return _json({"status": "ready"})
         state = "draining" if self._service.limits.draining else "no decode worker is ready"

@@ -74,7 +74,6 @@ class BodyReader:
 
     @contextmanager
     def _counted(self) -> Iterator[Callable[[int], None]]:
-        """Counts bytes of one body until it is parsed or refused."""
         counted = 0
 
         def count(size: int) -> None:
@@ -163,7 +162,6 @@ class HttpAnswer:
         await self.whole(200, body, [JSON_TYPE])
 
     async def begin_stream(self, headers: HeaderList) -> None:
-        """Send the head of an event stream."""
         await self._start(200, [*STREAM_HEADERS, *headers])
 
     async def part(self, events: bytes, *, last: bool = False) -> None:

@@ -141,7 +141,6 @@ class _Connections(set[Any]):
         self.none.clear()
 
     def admit(self) -> bool:
-        """Whether the connection added last is within the limit."""
         if len(self) <= self._max_connections:
             return True
         self._on_refusal()

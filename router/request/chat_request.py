@@ -45,7 +45,6 @@ class ChatRequest(GenerateRequest):
 
     @property
     def output_limit(self) -> int | None:
-        """Requested output tokens; None when unset."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
@@ -54,7 +53,6 @@ class ChatRequest(GenerateRequest):
 
     @cached_property
     def tool_use(self) -> ToolUse | None:
-        """The tools that the model may call."""
         return tool_use(
             self.tools,
             self.tool_choice,

@@ -43,7 +43,6 @@ class CompletionRequest(GenerateRequest):
 
     @property
     def echoes_prompt(self) -> bool:
-        """Whether the prompt comes before the output."""
         return self.echo
 
 

@@ -268,7 +268,6 @@ class GenerateRequest(Body, dict=True):
 
     @cached_property
     def tool_use(self) -> ToolUse | None:
-        """The tools that the model may call."""
         return None
 
     @cached_property

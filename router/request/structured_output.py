@@ -78,7 +78,6 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
 
     def structured(self) -> StructuredOutput:
-        """The grammar of the one field that is set."""
         found = self.grammars("structured_outputs.")
         if self.json_object:
             found.append(_structured("json", _ANY_OBJECT, "structured_outputs.json_object"))

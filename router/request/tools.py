@@ -46,7 +46,6 @@ class Function(FunctionName, dict=True):
 
     @property
     def definition(self) -> Mapping[str, Any]:
-        """The form that chat templates are given."""
         described = {"name": self.name}
         if self.description is not None:
             described["description"] = self.description
@@ -97,7 +96,6 @@ class ToolUse:
 
     @property
     def definitions(self) -> list[Mapping[str, Any]]:
-        """The tools as chat templates are given them."""
         return [tool.definition for tool in self.tools]
 
 

@@ -55,7 +55,6 @@ class WindowDetokenizer:
         self._num_emitted = 0  # leading tokens of the window whose text was returned
 
     def push(self, token: int) -> str:
-        """Add a token. Returns the text that becomes complete."""
         self._window.append(token)
         held = len(self._window) - self._num_emitted
         before, after = self._texts()
@@ -68,7 +67,6 @@ class WindowDetokenizer:
         return after[len(before) :]
 
     def flush(self) -> str:
-        """The text held back, at the end."""
         before, after = self._texts()
         self._num_emitted = len(self._window)
         return after[len(before) :]

@@ -20,7 +20,13 @@ from tokenizers import Tokenizer
 from protocol.errors import ContextTooLong
 from router.request.chat_messages import AnyMessage, ChatRole
 from router.text.chat_template import load_templates, token_text
-from router.text.detokenizer import ByteDetokenizer, Detokenizer, TokenTable, WindowDetokenizer, byte_table
+from router.text.detokenizer import (
+    ByteDetokenizer,
+    Detokenizer,
+    TokenTable,
+    WindowDetokenizer,
+    byte_table,
+)
 
 _Encode = Callable[[str], tuple[int, ...]]
 #: Of a text with more characters per allowed token than this, the start is tokenised first.
@@ -182,7 +188,6 @@ class ModelText:
         return hidden.encode(prompt)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of all ids at once."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 

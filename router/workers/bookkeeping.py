@@ -83,7 +83,6 @@ class Reservations:
 
     @property
     def in_flight(self) -> int:
-        """Attempts that run on the worker."""
         return sum(entry.state in _LIVE for entry in self._entries.values())
 
     @property
@@ -95,7 +94,6 @@ class Reservations:
         return sum(tokens for other, tokens in self._tokens.items() if other <= size)
 
     def reserve(self, key: RequestKey, *, tokens: int, blocks: int) -> None:
-        """An attempt is about to be submitted."""
         if key not in self._entries:
             entry = self._entries[key] = _Reservation(tokens, blocks)
             self._add(entry, 1)
@@ -111,7 +109,6 @@ class Reservations:
             self._await(key, num_commands, _LoadEvent.CANCELLED)
 
     def reported(self, num_commands: int) -> None:
-        """A report of load has come."""
         self._num_commands = num_commands
         if not self._unreported:
             return
@@ -297,7 +294,6 @@ class CircuitBreaker:
         self._probe: RequestKey | None = None
 
     def allows(self, now: float) -> bool:
-        """Whether the worker may be given a request."""
         if self.state is BreakerState.OPEN and now >= self._open_until:
             self.state = _NEXT_BREAKER[self.state, _BreakerEvent.PAUSED]
         return self.state is BreakerState.CLOSED or (

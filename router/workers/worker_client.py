@@ -52,13 +52,9 @@ AttemptEvent = PromptEvent | ScoreEvent | SpanEvent | FailEvent
 class EventSink(Protocol):
     """Receives the events of one attempt, on the router's event loop."""
 
-    def on_token(self, event: TokenEvent, role: Role) -> None:
-        """One output token."""
-        ...
+    def on_token(self, event: TokenEvent, role: Role) -> None: ...
 
-    def on_event(self, event: AttemptEvent, ref: WorkerRef) -> None:
-        """Any other event of a worker."""
-        ...
+    def on_event(self, event: AttemptEvent, ref: WorkerRef) -> None: ...
 
     def on_lost(self, ref: WorkerRef, reason: str) -> None:
         """The worker's event stream broke."""

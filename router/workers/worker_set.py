@@ -44,7 +44,6 @@ class WorkerSet:
                 client.leave()
 
     def ready(self, role: Role) -> list[WorkerClient]:
-        """The workers of a role that take requests."""
         return [w for w in self._clients.values() if w.ref.role is role and w.ready]
 
     def all(self) -> list[WorkerClient]:
