@@ -37,6 +37,7 @@ from router.served_model import ModelInfo, ServedModel
 from router.service import FrontEnd, InferenceService
 
 MetricsText = Callable[[], Awaitable[bytes]]
+_Serve = Callable[[Scope, Receive, HttpAnswer], Awaitable[None]]
 _Ending = Callable[[], Awaitable[None]]
 _ENDPOINTS = {
     RequestKind.CHAT: "chat_completions",
@@ -87,7 +88,7 @@ def make_app(
         # https://prometheus.io/docs/prometheus/latest/http_sd/
         return _json([{"targets": list(metrics_targets()), "labels": {}}])
 
-    posts: dict[str, ASGIApp] = {
+    posts: dict[str, _Serve] = {
         "/v1/chat/completions": partial(front_end.generate, RequestKind.CHAT),
         "/v1/completions": partial(front_end.generate, RequestKind.COMPLETION),
         "/tokenize": front_end.tokenize,
@@ -148,13 +149,17 @@ def make_metrics_app(metrics_text: MetricsText) -> ASGIApp:
 
 
 class _App:
-    """An ASGI application as Starlette recognises one: not a function or method."""
+    """An ASGI application as Starlette recognises one: not a function or method. Answers errors."""
 
-    def __init__(self, run: ASGIApp) -> None:
-        self._run = run
+    def __init__(self, serve: _Serve) -> None:
+        self._serve = serve
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._run(scope, receive, send)
+        answer = HttpAnswer(scope, send)
+        try:
+            await self._serve(scope, receive, answer)
+        except BatonError as error:
+            await answer.error(error)
 
 
 class _HttpPaths:
@@ -162,26 +167,25 @@ class _HttpPaths:
         self._service = service
         self._bodies = BodyReader(max_body_bytes)
 
-    async def generate(self, kind: RequestKind, scope: Scope, receive: Receive, send: Send) -> None:
+    async def generate(
+        self, kind: RequestKind, scope: Scope, receive: Receive, answer: HttpAnswer
+    ) -> None:
         arrival, request_id = self._service.clock(), request_id_of(scope)
-        answer, headers = HttpAnswer(scope, send), Headers(scope=scope)
-        try:
-            with self._service.track(FrontEnd.HTTP, _ENDPOINTS[kind], request_id):
-                request = await self._bodies.read(scope, receive, REQUESTS[kind])
-                async with (
-                    cancelled_when_gone(receive),
-                    self._service.generate(
-                        request,
-                        request_id=request_id,
-                        caller=_caller(scope),
-                        arrival=arrival,
-                        trace=parse_trace(headers.get("traceparent"), headers.get("tracestate")),
-                    ) as run,
-                ):
-                    ending = await self._relay(request, run, answer)
-            await answer.ended(ending)
-        except BatonError as error:
-            await answer.error(error)
+        headers = Headers(scope=scope)
+        with self._service.track(FrontEnd.HTTP, _ENDPOINTS[kind], request_id):
+            request = await self._bodies.read(scope, receive, REQUESTS[kind])
+            async with (
+                cancelled_when_gone(receive),
+                self._service.generate(
+                    request,
+                    request_id=request_id,
+                    caller=_caller(scope),
+                    arrival=arrival,
+                    trace=parse_trace(headers.get("traceparent"), headers.get("tracestate")),
+                ) as run,
+            ):
+                ending = await self._relay(request, run, answer)
+        await answer.ended(ending)
 
     async def _relay(
         self, request: GenerateRequest, run: RequestRun, answer: HttpAnswer
@@ -204,24 +208,16 @@ class _HttpPaths:
         body = await off_loop(write, size=sum(delta.num_scores for delta in whole))
         return partial(answer.whole, 200, body, [JSON_TYPE, *headers])
 
-    async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = HttpAnswer(scope, send)
-        try:
-            request = await self._bodies.read(scope, receive, TokenizeRequest)
-            tokens = await self._service.tokenize(request, _caller(scope))
-            counts = {"count": len(tokens.ids), "max_model_len": tokens.max_model_len}
-            await answer.object(counts | {"tokens": tokens.ids}, size=len(tokens.ids))
-        except BatonError as error:
-            await answer.error(error)
+    async def tokenize(self, scope: Scope, receive: Receive, answer: HttpAnswer) -> None:
+        request = await self._bodies.read(scope, receive, TokenizeRequest)
+        tokens = await self._service.tokenize(request, _caller(scope))
+        counts = {"count": len(tokens.ids), "max_model_len": tokens.max_model_len}
+        await answer.object(counts | {"tokens": tokens.ids}, size=len(tokens.ids))
 
-    async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = HttpAnswer(scope, send)
-        try:
-            request = await self._bodies.read(scope, receive, DetokenizeRequest)
-            text = await self._service.detokenize(request, _caller(scope))
-            await answer.object({"prompt": text}, size=len(text))
-        except BatonError as error:
-            await answer.error(error)
+    async def detokenize(self, scope: Scope, receive: Receive, answer: HttpAnswer) -> None:
+        request = await self._bodies.read(scope, receive, DetokenizeRequest)
+        text = await self._service.detokenize(request, _caller(scope))
+        await answer.object({"prompt": text}, size=len(text))
 
     async def models(self, request: Request) -> Response:
         served = self._service.models(_caller(request.scope))
