@@ -22,13 +22,12 @@ def host_id() -> str:
 def process_id() -> str:
     """This process, to be advertised to peers: host, PID namespace, PID, start time; empty when
     unknown."""
-    host, started = host_id(), _start_time(os.getpid())
-    if not host or started is None:
-        return ""
+    host = host_id()
     try:
-        return f"{host}|{_PID_NAMESPACE.readlink()}|{os.getpid()}|{started}"
+        started, namespace = _start_time(os.getpid()), _PID_NAMESPACE.readlink()
     except OSError:
         return ""
+    return f"{host}|{namespace}|{os.getpid()}|{started}" if host else ""
 
 
 def is_near(endpoint: str) -> bool:
@@ -48,13 +47,19 @@ def has_ended(process: str) -> bool:
     if not mine or mine.split("|")[:2] != process.split("|")[:2]:
         return False  # it cannot be seen from here
     _, _, pid, started = process.split("|")
-    return _start_time(int(pid)) != started
+    try:
+        return _start_time(int(pid)) != started
+    except OSError:  # no file is left to look
+        return False
 
 
 def _start_time(pid: int) -> str | None:
-    """When a process started, in clock ticks since boot; None when it has ended."""
+    """When a process started, in clock ticks since boot; None when it has ended. Raises OSError
+    when that cannot be read."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if fields[0] in "ZX" else fields[19]  # state and start time: see proc(5)
+    state, num_threads, started = fields[0], int(fields[17]), fields[19]  # see proc(5)
+    # The first thread of a process may be a zombie while others run, or hang in a driver.
+    return None if state in "ZX" and num_threads <= 1 else started

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import subprocess
 import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from msgspec import structs
 
+from kv_transfer.backends import host
 from kv_transfer.backends.choice import choose_backend
-from kv_transfer.backends.host import has_ended, host_id, may_share_host
+from kv_transfer.backends.host import has_ended, host_id, may_share_host, process_id
 from kv_transfer.config import BackendName, ChecksumKind
 from kv_transfer.control.context import CallResult
 from kv_transfer.control.receiver import writer_stopped
@@ -297,6 +302,52 @@ async def test_a_sender_whose_process_has_ended_counts_as_dead(backends):
         await process.wait()
         assert has_ended(name)
         await pair.decode.events.wait(lambda e: e.safe, 5)
+
+
+def test_a_process_has_not_ended_while_one_of_its_threads_runs():
+    """Its first thread may have: the kernel then shows a zombie, which still writes."""
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import ctypes, os, threading\n"
+            "from kv_transfer.backends.host import process_id\n"
+            "def work():\n"
+            "    input()\n"
+            "    os._exit(0)\n"
+            "print(process_id(), flush=True)\n"
+            "threading.Thread(target=work).start()\n"
+            "ctypes.CDLL(None).pthread_exit(None)\n",
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    name = process.stdout.readline().strip()
+    stat = Path(f"/proc/{process.pid}/stat")
+    while stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.01)
+    assert not has_ended(name)
+    process.stdin.write("\n")
+    process.stdin.close()
+    while Path(f"/proc/{process.pid}/task").exists() and not has_ended(name):
+        time.sleep(0.01)
+    assert has_ended(name)  # not reaped yet
+    process.wait()
+    assert has_ended(name)
+    process.stdout.close()
+
+
+def test_a_process_that_cannot_be_looked_at_has_not_ended(monkeypatch):
+    """For want of a file descriptor, for example."""
+    other = process_id()
+    monkeypatch.setattr(host, "process_id", lambda: other)
+
+    def refuse(*_args, **_kwargs):
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert not has_ended(other)
 
 
 async def test_a_sender_that_refuses_a_grant_may_still_write(backends):
