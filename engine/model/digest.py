@@ -1,7 +1,8 @@
 """A name for the content of a checkpoint: SHA-256 over every byte of every tensor.
 
 Computed once and kept beside the models, under the identity of the files (path, size, time of
-change, inode), so that later starts read a line instead of the weights.
+change, inode) and the places of the tensors, so that later starts read a line instead of the
+weights.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -18,6 +20,7 @@ from pathlib import Path
 _READ_BYTES = 1 << 22
 #: Smaller checkpoints are hashed at each start: it takes a tenth of a second.
 _KEPT_BYTES = 1 << 28
+_DIGEST = re.compile("[0-9a-f]{32}")
 _THREADS = 4  # hashing releases the interpreter's lock
 
 
@@ -40,8 +43,9 @@ def checkpoint_digest(tensors: Mapping[str, TensorBytes]) -> str:
         kept.parent.mkdir(parents=True, exist_ok=True)
         with kept.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # ranks of one host: one computes, the others read
-            if kept.exists():
-                return kept.read_text(encoding="ascii")
+            digest = kept.read_text(encoding="utf-8", errors="replace") if kept.exists() else ""
+            if _DIGEST.fullmatch(digest):  # a crash of the host may leave an empty file
+                return digest
             digest = _compute(tensors)
             scratch = kept.with_suffix(f".{os.getpid()}")
             scratch.write_text(digest, encoding="ascii")
@@ -51,13 +55,17 @@ def checkpoint_digest(tensors: Mapping[str, TensorBytes]) -> str:
 
 
 def _kept_at(tensors: Mapping[str, TensorBytes]) -> Path:
+    # The time of change is the inode's: tools that copy set the time of modification back.
     identity = hashlib.sha256()
     for path in sorted({tensor.path for tensor in tensors.values()}):
         stat = path.stat()
         identity.update(
-            f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}\n".encode()
+            f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} "
+            f"{stat.st_ino}\n".encode()
         )
-    identity.update("\n".join(sorted(tensors)).encode())
+    for name, tensor in sorted(tensors.items()):
+        place = f"{tensor.path.name} {tensor.offset} {tensor.size} {tensor.kind}"
+        identity.update(f"{name} {place}\n".encode())
     home = Path(os.environ.get("BATON_HOME", "~/.cache/baton")).expanduser()
     return home / "digests" / f"{identity.hexdigest()[:32]}.sha256"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -174,6 +175,49 @@ def test_the_digest_of_a_large_checkpoint_is_kept_until_it_changes(tmp_path, mon
     single(tmp_path / "m", a=A + 1, b=B)
     assert checkpoint(tmp_path / "m").digest() != first
     assert computed == [2, 2]
+
+
+def overwrite(folder):
+    """Other bytes in the same file, of the same size and time of modification."""
+    path = folder / "one.safetensors"
+    stat = path.stat()
+    with path.open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\x01\x02\x03\x04")
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def swap(folder):
+    """The index names another shard for a tensor that both have."""
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "two.safetensors", "b": "one.safetensors"}}))
+
+
+@pytest.mark.parametrize("change", [overwrite, swap])
+def test_a_kept_digest_is_never_that_of_other_weights(tmp_path, monkeypatch, change):
+    monkeypatch.setenv("BATON_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(digest, "_KEPT_BYTES", 0)
+    sharded(tmp_path / "m")
+    save_file({"a": A, "b": B}, tmp_path / "m" / "one.safetensors")
+    save_file({"a": A + 1, "b": B + 1}, tmp_path / "m" / "two.safetensors")
+    before = checkpoint(tmp_path / "m").digest()
+    assert checkpoint(tmp_path / "m").digest() == before
+    change(tmp_path / "m")
+    kept = checkpoint(tmp_path / "m").digest()
+    monkeypatch.setattr(digest, "_KEPT_BYTES", 1 << 28)
+    assert kept == checkpoint(tmp_path / "m").digest()
+
+
+@pytest.mark.parametrize("content", [b"", b"0123", b"\0" * 32, b"\xff" * 32])
+def test_a_kept_digest_that_was_not_written_whole_is_computed_again(tmp_path, monkeypatch, content):
+    monkeypatch.setenv("BATON_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(digest, "_KEPT_BYTES", 0)
+    single(tmp_path / "m", a=A, b=B)
+    first = checkpoint(tmp_path / "m").digest()
+    (kept,) = (tmp_path / "home" / "digests").glob("*.sha256")
+    kept.write_bytes(content)
+    assert checkpoint(tmp_path / "m").digest() == first
+    assert kept.read_text() == first
 
 
 def test_a_digest_that_cannot_be_kept_is_computed(tmp_path, monkeypatch):
