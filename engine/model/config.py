@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 
 from engine.kernels.activation import Activation
@@ -35,6 +35,15 @@ class LayerConfig:
 
     rope: RopeConfig | None
     window: int | None = None
+
+
+#: Fields that no KV depends on, or that a fingerprint has by themselves.
+_NOT_DESCRIBED = frozenset(
+    {
+        *("vocab_size", "max_position_embeddings", "tie_word_embeddings", "fused_weights"),
+        *("final_softcap", "logit_scale", "num_kv_heads", "head_dim", "layers"),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +103,12 @@ class ModelConfig:
         return dim
 
     def describe(self) -> str:
-        """What determines KV besides the weights, for fingerprints."""
-        return (
-            f"{self.architecture} hidden={self.hidden_size} heads={self.num_heads} "
-            f"eps={self.rms_norm_eps!r}"
+        """What determines KV besides the weights and positions, for fingerprints."""
+        stated = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
+        return " ".join(
+            f"{name}={value!s}"
+            for name, value, default in stated
+            if value != default and name not in _NOT_DESCRIBED
         )
 
     def describe_positions(self, max_model_len: int) -> str:

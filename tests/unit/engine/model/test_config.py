@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields, replace
 
 import pytest
 
 from engine.config import EngineConfig
 from engine.cuda.served import check_served
 from engine.errors import ModelRefused
-from engine.model.config import QkNorm
-from engine.model.registry import load_model_config, parse_model_config
+from engine.model.config import ModelConfig, QkNorm
+from engine.model.registry import FAMILIES, load_model_config, parse_model_config
 from engine.model.rope import RopeKind
 from protocol.errors import InvalidRequest
 
@@ -195,6 +196,23 @@ def test_biases_that_no_field_names():
 
 def windows(config):
     return [layer.window for layer in config.layers]
+
+
+#: Fields of a configuration that change no KV, or that the fingerprint names in fields of its own.
+APART = {
+    *("vocab_size", "max_position_embeddings", "tie_word_embeddings", "fused_weights"),
+    *("final_softcap", "logit_scale", "num_kv_heads", "head_dim", "layers"),
+}
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(ModelConfig)])
+def test_a_fingerprint_names_every_setting_that_changes_kv(name):
+    """Weights are equal and config.json differs: a revision that corrects a scale, for example."""
+    model = parse_model_config(BASE)
+    others = [model, *(parse_model_config(BASE | {"architectures": [a]}) for a in FAMILIES)]
+    values = [getattr(other, name) for other in others] + [0.5, True]
+    other = next(value for value in values if value != getattr(model, name))
+    assert (replace(model, **{name: other}).describe() == model.describe()) == (name in APART)
 
 
 def test_windows_by_family():
