@@ -7,6 +7,7 @@ dropped.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from decode_worker.admission import BlockAdmission
@@ -41,6 +42,8 @@ _MIN_CHUNK = 64
 _UNMEASURED_CHUNK = 256
 #: Share of `target_step_s` while a hand-off is being received.
 _RECEIVING_SHARE = 0.75
+#: Share of a promised gap that a step takes: its tokens still have to reach the client.
+_GAP_SHARE = 0.85
 
 
 class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
@@ -148,20 +151,13 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
         return self._inflight.launch(self._rows, now)
 
     def _prompt_budget(self, first: Sequence) -> int:
-        """Prompt tokens for a step of about `target_step_s` beside the decode rows planned so far.
-
-        A sequence that is committed while a step runs waits for its end and for the next step:
-        both are shorter while one is being received.
-        """
-        target_s = self._config.target_step_s
-        if not target_s:
+        """Prompt tokens for a step of about `_target_step_s` beside the decode rows so far."""
+        target_s, promised = self._target_step_s()
+        if target_s == math.inf:
             return self._config.max_num_batched_tokens
-        receiving = any(e.state is RequestState.RECEIVING for e in self._entries.values())
-        if receiving:
-            target_s *= _RECEIVING_SHARE
         model = self._inflight.model
         if not model.known:
-            return _UNMEASURED_CHUNK
+            return _MIN_CHUNK if promised else _UNMEASURED_CHUNK
         num_tokens = model.prompt_tokens_within(
             target_s,
             num_decodes=len(self._rows),
@@ -170,6 +166,21 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
             max_tokens=self._config.max_num_batched_tokens,
         )
         return max(_MIN_CHUNK, num_tokens)
+
+    def _target_step_s(self) -> tuple[float, bool]:
+        """`target_step_s`, or less for the strictest stream in the batch, and whether it is less.
+
+        A sequence that is committed while a step runs waits for its end and for the next step: both
+        are shorter while one is being received.
+        """
+        target_s = self._config.target_step_s or math.inf
+        gap_s = min((_gap_s(row.entry) for row in self._rows), default=math.inf)
+        received = [e for e in self._entries.values() if e.state is RequestState.RECEIVING]
+        if received:
+            target_s *= _RECEIVING_SHARE
+            gap_s = min(gap_s, min(map(_gap_s, received)) / 2)
+        gap_s *= _GAP_SHARE
+        return min(target_s, gap_s), gap_s < target_s
 
     def _constrain(self) -> None:
         alive = [e.sequence for e in self._entries.values() if e.sequence.matcher and not e.ending]
@@ -303,6 +314,7 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
             total_blocks=self._blocks.num_blocks,
             tokens_per_second=self._inflight.tokens_per_second(),
             prompt_tokens_per_second=self._inflight.prompt_tokens_per_second(),
+            decode_step_s=self._inflight.decode_step_s(),
             held_blocks=self._blocks.num_held,
             cached_blocks=self._blocks.num_cached,
             quarantined_blocks=self._blocks.num_quarantined,
@@ -332,6 +344,11 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
                 },
             },
         )
+
+
+def _gap_s(entry: DecodeEntry) -> float:
+    promised = entry.sequence.submit.gap_s
+    return math.inf if promised is None else promised
 
 
 def constrain(sequences: Iterable[Sequence]) -> list[tuple[RequestKey, ErrorInfo]]:

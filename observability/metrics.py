@@ -111,6 +111,14 @@ REFUSALS = _counter(
     "refused: too many are open.",
     "reason",
 )
+TIER_PROMISES = _counter(
+    "tier_promises_total",
+    "Requests of a service tier by whether they kept what it promises: ttft, tpot, gap, and all "
+    "of them. Requests that failed kept nothing; refused ones do not count.",
+    "tier",
+    "promise",
+    "outcome",
+)
 QUEUED_REQUESTS = _gauge("router_queue_requests", "Accepted requests that wait in the router.")
 QUEUED_TOKENS = _gauge(
     "router_queue_tokens", "Uncached prompt tokens of requests that wait in the router."
@@ -232,7 +240,7 @@ HANDOFF_RELINKS = _counter("handoff_relinks_total", "Links rebuilt after they br
 
 REQUEST_METRICS: tuple[Metric, ...] = (
     *(REQUESTS_RUNNING, REQUESTS_WAITING, REQUESTS, REQUEST_SUCCESS, REQUEST_FAILURES, RESUMES),
-    *(REFUSALS, QUEUED_REQUESTS, QUEUED_TOKENS),
+    *(REFUSALS, TIER_PROMISES, QUEUED_REQUESTS, QUEUED_TOKENS),
     *(PROMPT_TOKENS, GENERATION_TOKENS, TIME_TO_FIRST_TOKEN, INTER_TOKEN_LATENCY),
     *(TIME_PER_OUTPUT_TOKEN, E2E_LATENCY, QUEUE_TIME, PREFILL_TIME, DECODE_TIME),
     *(REQUEST_PROMPT_TOKENS, REQUEST_GENERATION_TOKENS, PHASE_TIME),

@@ -69,7 +69,8 @@ class Submit(Message):
     first new token has index len(output_ids). `time_left_s`: until the request's deadline.
     `peer`: the other worker of the pair. `router_id`: the event stream for the answer.
     `cache_salt`: only requests with equal salts share cached KV. `bypass_prefix_cache`: compute
-    every prompt token, because its logits are needed; the result is cached as usual.
+    every prompt token, because its logits are needed; the result is cached as usual. `gap_s`: the
+    longest time between two tokens that the client was promised.
     """
 
     key: RequestKey
@@ -83,6 +84,7 @@ class Submit(Message):
     bypass_prefix_cache: bool = False
     grammar: Grammar | None = None
     trace: TraceContext | None = None
+    gap_s: float | None = None
     prompt_ids: tuple[int, ...]
 
 
@@ -188,6 +190,7 @@ class WorkerLoad(Message):
     total_blocks: int = 0
     tokens_per_second: float = 0.0  # prefill: of well-filled steps; decode: of all sequences
     prompt_tokens_per_second: float = 0.0  # decode: of steps that ran prompt tokens
+    decode_step_s: float = 0.0  # decode: a step without prompt tokens; idle: the shortest so far
     held_blocks: int = 0
     cached_blocks: int = 0
     quarantined_blocks: int = 0

@@ -33,6 +33,7 @@ from router.admission.load_estimate import QueuedRequest
 from router.admission.queue import AdmissionQueue, AdmissionTicket
 from router.auth.keys import Caller, ServiceTier, tier_name
 from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.promises import record_promises
 from router.dispatch.request_run import RequestRun, RequestText
 from router.dispatch.sequence_jobs import (
     SequenceJob,
@@ -180,11 +181,13 @@ class InferenceService:
                 # request in flight.
                 left_s = deadline + _UNREAD_S - self.clock()
                 unread = _ended_in(left_s, "before its output was read")
-                async with unread, span.run as run:
-                    try:
+                try:
+                    async with unread, span.run as run:
                         yield run
-                    except InvalidRequest as error:
-                        raise self._model.grammars.named(error, request) from None
+                except InvalidRequest as error:
+                    raise self._model.grammars.named(error, request) from None
+                finally:
+                    record_promises(self.metrics, span.run, queued.tier.promises())
             pace = record_success(self.metrics, run, end=self.clock())
             if pace is not None:
                 self._queue.finished(*pace)
@@ -297,8 +300,8 @@ class InferenceService:
             deadline=queued.deadline,
             grammar=grammar,
         )
-        if trace is not None:
-            jobs = [replace(job, trace=trace) for job in jobs]
+        if trace is not None or queued.tier.gap_s is not None:
+            jobs = [replace(job, trace=trace, gap_s=queued.tier.gap_s) for job in jobs]
         await self._dispatcher.hash_blocks(jobs)
         if not self._dispatcher.workers.ready(Role.DECODE):
             raise Unavailable("no decode worker is ready", retry_after_s=self._config.retry_after_s)

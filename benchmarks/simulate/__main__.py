@@ -26,6 +26,12 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=300)
     parser.add_argument("--speeds", default="1")
     parser.add_argument("--prompt-tokens", type=int, default=6000)
+    parser.add_argument(
+        "--strict",
+        type=_strict,
+        metavar="EVERY/GAP",
+        help="promise every so many requests a longest gap of so many milliseconds",
+    )
     options = parser.parse_args()
     config = load_config(options.config, overrides=options.overrides).config
     setup = Setup(
@@ -45,7 +51,23 @@ def main() -> None:
             max_prompt=options.prompt_tokens,
             max_output=1 << 20,
         )
-        print(f"x{speed:g}", describe(World(setup, asks).run()))
+        if options.strict is None:
+            print(f"x{speed:g}", describe(World(setup, asks).run()))
+            continue
+        every, gap_s = options.strict
+        gaps_s = [None if number % every else gap_s for number in range(len(asks))]
+        requests = World(setup, asks, gaps_s).run()
+        tiers = {"strict": True, "loose": False}
+        for tier, strict in tiers.items():
+            chosen = [r for r, gap in zip(requests, gaps_s, strict=True) if strict is bool(gap)]
+            kept = sum(figures(request)[2] <= gap_s for request in chosen)
+            print(f"x{speed:g} {tier}: {kept} of {len(chosen)} keep it ", describe(chosen))
+
+
+def _strict(text: str) -> tuple[int, float]:
+    """Every how many requests, and the seconds of the gap that they are promised."""
+    every, gap_ms = text.split("/")
+    return int(every), float(gap_ms) / 1000
 
 
 def describe(requests: list[Request]) -> str:

@@ -174,9 +174,12 @@ class Worker:
 
 
 class World:
-    """Runs a list of requests and keeps the times of their tokens."""
+    """Runs a list of requests and keeps the times of their tokens. `gaps_s`: the longest gap that
+    each is promised."""
 
-    def __init__(self, setup: Setup, asks: Sequence[Ask]) -> None:
+    def __init__(
+        self, setup: Setup, asks: Sequence[Ask], gaps_s: Sequence[float | None] = ()
+    ) -> None:
         self._setup = setup
         self._clock = Clock()
         self._rng = random.Random(setup.seed)
@@ -184,8 +187,8 @@ class World:
         self._pairs: dict[RequestKey, tuple[Worker, Worker | None]] = {}
         self._prefills = [self._worker(Role.PREFILL, i) for i in range(setup.num_prefill)]
         self._decodes = [self._worker(Role.DECODE, i) for i in range(setup.num_decode)]
-        for number, ask in enumerate(asks):
-            self._clock.at(ask.at, self._arrive, RequestKey(f"r{number}", 0), ask)
+        for number, (ask, gap_s) in enumerate(itertools.zip_longest(asks, gaps_s)):
+            self._clock.at(ask.at, self._arrive, RequestKey(f"r{number}", 0), ask, gap_s)
 
     def run(self) -> list[Request]:
         """All requests, in the order of their arrival, when the last token has come."""
@@ -209,7 +212,7 @@ class World:
         )
         return Worker(self._clock, made, ref, self._setup.step_time, self._take)
 
-    def _arrive(self, key: RequestKey, ask: Ask) -> None:
+    def _arrive(self, key: RequestKey, ask: Ask, gap_s: float | None) -> None:
         setup = self._setup
         capacity = setup.num_blocks * setup.block_size
         views = {worker.ref: worker.view(capacity, setup.block_size) for worker in self.workers}
@@ -235,6 +238,7 @@ class World:
             sampling=SamplingParams(seed=1, max_tokens=ask.output_tokens, ignore_eos=True),
             time_left_s=1e6,
             peer=None if prefill is None else prefill.ref,
+            gap_s=gap_s,
         )
         blocks = -(-(ask.prompt_tokens + 1) // setup.block_size)
         self._submit(decode, submit, tokens=0 if prefill else ask.prompt_tokens, blocks=blocks)

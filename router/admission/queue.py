@@ -241,16 +241,29 @@ class AdmissionQueue:
                 f"{max(0.0, left_s):.1f} s are left",
                 retry_after_s=self._retry_s(wait_s - left_s),
             )
-        if request.tier.tpot_s is None:
-            return
+        self._check_pace(request, now)
+
+    def _check_pace(self, request: QueuedRequest, now: float) -> None:
+        """Raise Unavailable when tokens would come slower than the request's tier promises."""
+        tier = request.tier
         tpot_s, counts_s = self._pace.take(now)
-        if tpot_s > request.tier.tpot_s:
-            self._count_refusal("tpot")
-            raise Unavailable(
-                f"cannot be served in time: a token takes {tpot_s:.3f} s now, the service tier "
-                f"{request.tier_name!r} promises {request.tier.tpot_s:g} s",
-                retry_after_s=self._retry_s(counts_s),
-            )
+        if tier.tpot_s is not None and tpot_s > tier.tpot_s:
+            reason, text, promised_s = "tpot", f"a token takes {tpot_s:.3f} s", tier.tpot_s
+        elif tier.gap_s is not None and (step_s := self._decode_step_s()) > tier.gap_s:
+            reason, text, promised_s = "gap", f"a decode step takes {step_s:.4f} s", tier.gap_s
+            counts_s = 0.0
+        else:
+            return
+        self._count_refusal(reason)
+        raise Unavailable(
+            f"cannot be served in time: {text} now, the service tier {request.tier_name!r} "
+            f"promises {promised_s:g} s",
+            retry_after_s=self._retry_s(counts_s),
+        )
+
+    def _decode_step_s(self) -> float:
+        """The shortest step without prompts of any decode worker; 0 while one has measured none."""
+        return min(worker.load.decode_step_s for worker in self._workers.ready(Role.DECODE))
 
     def _check_bounds(self, request: QueuedRequest, load: LoadEstimate | None) -> None:
         """Raise Overloaded when too much waits already."""

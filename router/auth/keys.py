@@ -242,12 +242,14 @@ _UNNAMED = (None, "auto", DEFAULT_TIER)
 class ServiceTier:
     """Targets of one class of requests; a request that cannot meet them is refused at once.
 
-    ttft_s: seconds to the first token. tpot_s: seconds per token after it. None: no target.
+    ttft_s: seconds to the first token. tpot_s: seconds per token after it. gap_s: the longest
+    time between two tokens, which decode keeps its steps below. None: no target.
     weight: share of a busy cluster, times the weight of the caller's key.
     """
 
     ttft_s: float | None = None
     tpot_s: float | None = None
+    gap_s: float | None = None
     weight: float = 1.0
 
     def __post_init__(self) -> None:
@@ -255,6 +257,11 @@ class ServiceTier:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be positive, got {value}")
+
+    def promises(self) -> dict[str, float]:
+        """The targets by name: ttft, tpot, gap."""
+        targets = {"ttft": self.ttft_s, "tpot": self.tpot_s, "gap": self.gap_s}
+        return {name: seconds for name, seconds in targets.items() if seconds is not None}
 
 
 def tier_name(requested: str | None, caller: Caller, tiers: Mapping[str, ServiceTier]) -> str:

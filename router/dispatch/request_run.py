@@ -78,7 +78,8 @@ class RequestText:
 class OutputStream:
     """Holds tokens, with their scores, back until their text is certain, or to the end.
 
-    `measure` is called before each token is processed, `emit` takes the deltas.
+    `measure` is called before each token is processed and returns the time, `emit` takes the
+    deltas. `first_token` and `last_token` are when they came, 0 before.
     """
 
     def __init__(
@@ -86,11 +87,13 @@ class OutputStream:
         job: SequenceJob,
         text: RequestText,
         *,
-        measure: Callable[[], None],
+        measure: Callable[[], float],
         emit: Callable[[Delta], None],
     ) -> None:
         self.job = job
         self.stream = text.stream()
+        self.first_token = self.last_token = 0.0
+        self.longest_gap = 0.0  # seconds between two tokens
         self._whole = text.whole
         self._token_table = text.token_table
         self._echo = echo = text.echoed.get(job.prompt_ids)
@@ -107,7 +110,12 @@ class OutputStream:
 
     def take(self, event: TokenEvent) -> bool:
         """Add one token, in order. Returns whether the output is cut here."""
-        self._measure()
+        now = self._measure()
+        if not self.first_token:
+            self.first_token = now
+        elif now - self.last_token > self.longest_gap:
+            self.longest_gap = now - self.last_token
+        self.last_token = now
         stream = self.stream
         before = stream.characters
         text = stream.push(event.token, event.finish)
@@ -212,19 +220,19 @@ class RequestRun:
         self._ticket = ticket
         self._metrics: MetricSet = dispatcher.metrics
         self._prompt_tokens = prompt_tokens
-        self._choices = [
+        self.choices = [
             OutputStream(job, text, measure=self._measure, emit=self._emit) for job in jobs
         ]
         self._runs = [
             SequenceRun(dispatcher, choice.job, choice, on_submit=ticket.submitted)
-            for choice in self._choices
+            for choice in self.choices
         ]
         self._spans = list(spans)
         self._tasks: list[asyncio.Task[None]] = []
         self._ready: list[Delta] = []
         self._reader: asyncio.Future[None] | None = None
         self._running = len(jobs)
-        self._error: BatonError | None = None
+        self.error: BatonError | None = None
         self._gauge: Metric | None = None
 
     async def __aenter__(self) -> Self:
@@ -247,7 +255,7 @@ class RequestRun:
             task.cancel()
         try:
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            for choice in self._choices:
+            for choice in self.choices:
                 choice.close()
         finally:  # the client may disconnect just now
             made = self.usage.completion_tokens
@@ -260,8 +268,8 @@ class RequestRun:
             if self._ready:
                 ready, self._ready = self._ready, []
                 yield ready
-            elif self._error is not None:
-                raise self._error
+            elif self.error is not None:
+                raise self.error
             elif not self._running:
                 return
             else:
@@ -270,7 +278,7 @@ class RequestRun:
 
     @property
     def usage(self) -> Usage:
-        made = sum(choice.stream.tokens for choice in self._choices)
+        made = sum(choice.stream.tokens for choice in self.choices)
         return Usage(
             prompt_tokens=self._prompt_tokens,
             completion_tokens=made,
@@ -279,14 +287,14 @@ class RequestRun:
 
     def _cached_tokens(self) -> int:
         fewest: dict[PromptBlocks, int] = {}
-        for choice, run in zip(self._choices, self._runs, strict=True):
+        for choice, run in zip(self.choices, self._runs, strict=True):
             blocks, cached = choice.job.blocks, run.num_cached_tokens or 0
             fewest[blocks] = min(fewest.get(blocks, cached), cached)
         return sum(fewest.values())
 
     @property
     def finishes(self) -> list[FinishReason | None]:
-        return [choice.stream.finish for choice in self._choices]
+        return [choice.stream.finish for choice in self.choices]
 
     @property
     def spans(self) -> list[PlacedSpan]:
@@ -311,10 +319,10 @@ class RequestRun:
         self._ready.append(delta)
         self._wake_reader()
 
-    def _measure(self) -> None:
+    def _measure(self) -> float:
         now = self._dispatcher.clock()
         if self.first_token:
-            if len(self._choices) == 1:  # tokens of several choices interleave
+            if len(self.choices) == 1:  # tokens of several choices interleave
                 self._metrics.observe(metrics.INTER_TOKEN_LATENCY, max(0.0, now - self.last_token))
         else:
             self.first_token = now
@@ -323,6 +331,7 @@ class RequestRun:
             if self._gauge is not None:
                 self._count_as(metrics.REQUESTS_RUNNING)
         self.last_token = now
+        return now
 
     def _count_as(self, gauge: Metric | None) -> None:
         """Count the request in this gauge and in no other."""
@@ -336,8 +345,8 @@ class RequestRun:
         self._running -= 1
         if not task.cancelled():
             error = task.exception()
-            if error is not None and self._error is None:
-                self._error = typed(error)
+            if error is not None and self.error is None:
+                self.error = typed(error)
                 for other in self._tasks:
                     other.cancel()
         self._wake_reader()

@@ -26,7 +26,7 @@ MAX_PROMPT_SCORES = 1 << 18
 class SequenceJob:
     """One output to make. `index` is its place among the request's choices, `deadline` in seconds
     since the Unix epoch. The outputs of one prompt have the same `blocks`. `request_name` is for
-    logs."""
+    logs. `gap_s`: the longest promised time between two tokens."""
 
     request_id: str
     request_name: str
@@ -40,6 +40,7 @@ class SequenceJob:
     wants_timeline: bool = False
     trace: TraceContext | None = None
     grammar: Grammar | None = None
+    gap_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

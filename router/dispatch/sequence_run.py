@@ -214,6 +214,7 @@ class SequenceRun:
             bypass_prefix_cache=self._job.bypass_prefix_cache,
             trace=self._job.trace,
             grammar=self._job.grammar,
+            gap_s=self._job.gap_s,
         )
         if pair.prefill is None:
             return [submit]

@@ -61,6 +61,7 @@ class StubWorker:
     script: Script = counting
     delay_s: float = 0.0  # between tokens
     prefill_delay_s: float = 0.0
+    decode_step_s: float = 0.0  # reported
     num_blocks: int = 64
     max_model_len: int = 8192
     refuse: BatonError | None = None
@@ -282,6 +283,7 @@ class StubWorker:
 
     def _load(self) -> WorkerLoad:
         return WorkerLoad(
+            decode_step_s=self.decode_step_s,
             running=len(self.running),
             free_blocks=self.num_blocks,
             total_blocks=self.num_blocks,

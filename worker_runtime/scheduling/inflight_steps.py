@@ -74,6 +74,7 @@ class InflightSteps(Generic[E]):
         self._prompt_rate = Rate()
         self._fastest = math.inf  # seconds per token of the fastest step so far
         self._decodes: deque[tuple[int, float]] = deque(maxlen=_HISTORY)  # rows, seconds
+        self._shortest_decode = math.inf
 
     def claim(self, sequence: Sequence, names: list[bytes]) -> bool:
         """Have the step being planned compute the blocks `names`. False when another sequence
@@ -145,6 +146,15 @@ class InflightSteps(Generic[E]):
         """Prompt tokens over the time of steps that ran any, smoothed; 0 before the first."""
         return self._prompt_rate.per_second()
 
+    def decode_step_s(self) -> float:
+        """Seconds of a step without prompt tokens: the median of the latest ones while steps run,
+        else the shortest so far; 0 before the first."""
+        if not self._decodes:
+            return 0.0
+        if not self._steps:
+            return self._shortest_decode
+        return sorted(seconds for _, seconds in self._decodes)[len(self._decodes) // 2]
+
     def _measure(self, step: _InflightStep[E], now: float) -> None:
         # Steps run one after the other: one launched early began when the one before ended.
         # Never negative, for a clock that is set back.
@@ -153,6 +163,7 @@ class InflightSteps(Generic[E]):
             self._rate.add(step.num_tokens, seconds)
         if step.shape is None:
             self._decodes.append((step.num_tokens, seconds))
+            self._shortest_decode = min(self._shortest_decode, seconds)
         else:
             self._prompt_rate.add(step.shape.num_prompt_tokens, seconds)
             self.model.add(step.shape, seconds)

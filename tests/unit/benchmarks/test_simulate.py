@@ -66,6 +66,28 @@ def test_chunks_keep_steps_near_their_target(target_s):
     assert gaps[-1] <= 1.6 * target_s
 
 
+def longest_gap(request: Request) -> float:
+    """Without the one between tokens 1 and 2: it has the hand-off in it, which chunks of prompts
+    hardly shorten."""
+    times = request.times[1:]
+    return max(map(operator.sub, times[1:], times), default=0.0)
+
+
+@pytest.mark.parametrize("pools", [(0, 2), (1, 1)])
+def test_a_strict_tier_keeps_its_gap_beside_a_loose_one(pools):
+    """Every fourth stream is promised gaps of 10 ms, where steps take 11.5 ms otherwise."""
+    asks, gap_s = random_asks(120, 12.0), 0.010
+    gaps_s = [None if number % 4 else gap_s for number in range(len(asks))]
+    pools_of = {"num_prefill": pools[0], "num_decode": pools[1]}
+    unpromised = World(setup(**pools_of), asks).run()[::4]
+    promised = World(setup(**pools_of), asks, gaps_s).run()
+    kept = [sum(longest_gap(r) <= gap_s for r in rs) for rs in (unpromised, promised[::4])]
+    assert kept[0] <= 20
+    assert kept[1] >= 29
+    loose = [request for number, request in enumerate(promised) if number % 4]
+    assert good(loose, "500/20/25") >= 85
+
+
 @pytest.mark.skipif(not TRACE.exists(), reason=f"{TRACE} is not here")
 def test_prompts_that_prefill_would_reach_late_are_served_sooner_from_decode():
     """Azure's conversation trace at twice its rate, where one prefill worker is full at times."""

@@ -15,10 +15,11 @@ from observability import metrics
 from protocol.errors import DeadlineExceeded, InvalidRequest, Overloaded, PermissionDenied
 from protocol.errors import Unavailable as Late
 from protocol.ids import Role
+from protocol.messages import WorkerLoad
 from protocol.wire import inference_pb2 as pb
 from router.admission.load_estimate import LoadEstimate, Peak
 from router.auth.keys import ANYONE, Caller, ServiceTier, hashed, new_key, tier_name
-from tests.support.admission import Bench, soon
+from tests.support.admission import Bench, Worker, soon
 from tests.support.router_front_ends import FrontEnds, MakeFrontEnds, status_of, until
 from tests.support.stub_workers import StubFleet
 
@@ -276,6 +277,27 @@ async def test_what_cannot_be_had_in_time_is_refused_at_once() -> None:
     assert bench.metrics.value(metrics.REFUSALS, reason="deadline") == 2
     assert bench.metrics.value(metrics.REFUSALS, reason="ttft") == 1
     assert bench.metrics.value(metrics.REFUSALS, reason="tpot") == 1
+
+
+async def test_a_gap_below_a_decode_step_is_refused() -> None:
+    """By the quickest decode worker; while one has measured nothing the request is tried."""
+    bench = Bench()
+    bench.workers.decodes = [
+        Worker(Role.DECODE, WorkerLoad(decode_step_s=seconds), free_tokens=1600)
+        for seconds in (0.03, 0.005)
+    ]
+    with pytest.raises(Late, match=r"a decode step takes 0\.0050 s now, .* promises 0\.004 s"):
+        await bench.ticket(10, tier=ServiceTier(gap_s=0.004)).wait()
+    assert bench.metrics.value(metrics.REFUSALS, reason="gap") == 1
+    await bench.ticket(10, tier=ServiceTier(gap_s=0.006)).wait()
+    bench.workers.decodes[0].load = WorkerLoad()
+    await bench.ticket(10, tier=ServiceTier(gap_s=0.004)).wait()
+
+
+@pytest.mark.parametrize("name", ["ttft_s", "tpot_s", "gap_s", "weight"])
+def test_what_a_tier_promises_is_positive(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be positive"):
+        ServiceTier(**{name: 0.0})
 
 
 async def test_one_slow_request_among_many_causes_no_refusal() -> None:

@@ -1,0 +1,98 @@
+"""Prompt chunks beside streams whose longest gap between tokens is promised."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from decode_worker.scheduler import _GAP_SHARE, _MIN_CHUNK, _UNMEASURED_CHUNK
+from tests.support.decode_bench import Bench, make_submit
+from worker_runtime.config import WorkerConfig
+from worker_runtime.scheduling.step_model import StepShape
+
+BASE_S, TOKEN_S = 0.005, 20e-6
+TARGET_S = 0.012
+
+
+def bench_of(*, target_s: float = TARGET_S, measured: bool = True) -> Bench:
+    config = WorkerConfig(
+        max_num_seqs=8, max_num_batched_tokens=512, watermark=0.0, target_step_s=target_s
+    )
+    bench = Bench(num_blocks=2000, config=config)
+    for number in range(64 if measured else 0):
+        tokens = 64 + 7 * number
+        shape = StepShape(num_decodes=1, num_prompt_tokens=tokens)
+        bench.scheduler._inflight.model.add(shape, BASE_S + (tokens + 1) * TOKEN_S)
+    return bench
+
+
+def chunk_beside(bench: Bench, *gaps_s: float | None, remote: bool = False) -> int:
+    """Prompt tokens of the first step that runs a long prompt beside streams of these promises."""
+    for number, gap_s in enumerate(gaps_s):
+        submit = make_submit(f"stream{number}", [number], max_tokens=50, remote=remote)
+        bench.submit(replace(submit, gap_s=gap_s))
+        bench.turn()
+    bench.submit(make_submit("prompt", list(range(2000)), max_tokens=1))
+    planned = len(bench.planned)
+    bench.turn()
+    batch = bench.planned[planned]
+    return max(len(step.tokens) for step in batch.sequences)
+
+
+def fitting(seconds: float) -> int:
+    return round((seconds - BASE_S) / TOKEN_S)
+
+
+@pytest.mark.parametrize(
+    ("gaps_s", "step_s"),
+    [
+        ((None,), TARGET_S),
+        ((0.1, None), TARGET_S),
+        ((0.010,), 0.010 * _GAP_SHARE),
+        ((None, 0.011, 0.010, 0.1), 0.010 * _GAP_SHARE),
+    ],
+)
+def test_chunks_keep_the_strictest_promise_in_the_batch(gaps_s, step_s):
+    assert chunk_beside(bench_of(), *gaps_s) == pytest.approx(fitting(step_s), rel=0.05)
+
+
+def test_a_promise_alone_bounds_steps_without_a_target():
+    bench = bench_of(target_s=0.0)
+    assert chunk_beside(bench, None) == 511
+    assert chunk_beside(bench_of(target_s=0.0), 0.010) == pytest.approx(fitting(0.0085), rel=0.05)
+
+
+def test_a_promise_below_a_step_alone_leaves_the_smallest_chunk():
+    assert chunk_beside(bench_of(), 0.004) == _MIN_CHUNK
+
+
+def test_unmeasured_steps_take_the_smallest_chunk_beside_a_promise():
+    assert chunk_beside(bench_of(measured=False), None) == _UNMEASURED_CHUNK
+    assert chunk_beside(bench_of(measured=False), 0.5) == _UNMEASURED_CHUNK
+    assert chunk_beside(bench_of(measured=False), 0.010) == _MIN_CHUNK
+
+
+def test_a_stream_being_received_waits_for_one_step_and_its_own():
+    bench = bench_of()
+    bench.submit(replace(make_submit("strict", [1], remote=True), gap_s=0.018))
+    bench.turn()
+    assert bench.reserves  # granted, not committed
+    assert chunk_beside(bench) == pytest.approx(fitting(0.009 * _GAP_SHARE), rel=0.05)
+
+
+def test_a_finished_stream_holds_nothing_up():
+    bench = bench_of()
+    bench.submit(replace(make_submit("strict", [1], max_tokens=2), gap_s=0.010))
+    for _ in range(6):
+        bench.turn()
+    assert chunk_beside(bench, None) == pytest.approx(fitting(TARGET_S), rel=0.05)
+
+
+def test_the_load_reports_a_decode_step():
+    bench = bench_of()
+    assert bench.scheduler.load().decode_step_s == 0.0
+    bench.submit(make_submit("a", [1], max_tokens=5))
+    for _ in range(8):
+        bench.turn()
+    assert bench.scheduler.load().running == 0
+    assert 0.0 <= bench.scheduler.load().decode_step_s <= 1.0
