@@ -73,13 +73,12 @@ class AttentionSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionState:
-    """What all steps of an engine share: the pool's layers, the rotary tables, scratch. attended:
-    the output of steps under graphs; its padding rows stay finite."""
+    """What all steps of an engine share: the pool's layers, cos and sin of each layer, scratch.
+    attended: the output of steps under graphs; its padding rows stay finite."""
 
     sizes: AttentionSizes
     kv: Sequence[Tensor]
-    cos: Tensor
-    sin: Tensor
+    rotations: Sequence[tuple[Tensor, Tensor]]
     lane: StagingLane
     decode_scratch: DecodeScratch
     chunk_scratch: ChunkScratch
@@ -107,8 +106,7 @@ class DecodeAttention:
         state, sizes = self.state, self.state.sizes
         decode_attention(
             qkv,
-            state.cos,
-            state.sin,
+            *state.rotations[layer],
             state.kv[layer],
             self.inputs.indptr,
             self.inputs.blocks,
@@ -126,8 +124,7 @@ class DecodeAttention:
 def _rotate_and_write(state: AttentionState, inputs: ChunkInputs, layer: int, qkv: Tensor) -> None:
     rope_write(
         qkv,
-        state.cos,
-        state.sin,
+        *state.rotations[layer],
         inputs.positions[: qkv.shape[0]],
         inputs.slots[: qkv.shape[0]],
         state.kv[layer],
@@ -160,8 +157,7 @@ class MixedAttention:
             self._chunks(layer, qkv, out)
         decode_attention(
             qkv,
-            state.cos,
-            state.sin,
+            *state.rotations[layer],
             state.kv[layer],
             self.decodes.indptr,
             self.decodes.blocks,

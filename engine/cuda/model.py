@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.cuda.attention import LayerAttention
 from engine.cuda.comm import RankCollectives
-from engine.cuda.split_decode import SplitDecode
+from engine.cuda.split_decode import SplitDecode, norm_heads
 from engine.kernels.triton import elementwise
 from engine.kernels.triton.linear import linear, shared_linear
 from engine.kernels.triton.reduce import reduce_normed
@@ -36,6 +36,7 @@ class RankShape:
     num_ids: int
     eps: float
     attention_scale: float
+    embedding_scale: float
 
     @staticmethod
     def of(config: ModelConfig, share: RankShare) -> RankShape:
@@ -50,6 +51,7 @@ class RankShape:
             num_ids=share.vocab[1] - share.vocab[0],
             eps=config.rms_norm_eps,
             attention_scale=config.attention_scale,
+            embedding_scale=config.embedding_scale,
         )
 
     @property
@@ -113,6 +115,7 @@ class CudaModel:
         for index, layer in enumerate(layers):
             gain, weight, bias = layer.attention_norm, layer.qkv, layer.qkv_bias
             self._normed_product(h, gain, weight, bias, qkv[:rows])
+            norm_heads(qkv[:rows], layer, self._shape.eps)
             attention.write_kv(index, qkv)
             last = index == len(layers) - 1
             if last and kept is not None and not kept.shape[0]:
@@ -133,6 +136,7 @@ class CudaModel:
         qkv = h.new_empty(h.shape[0], self._shape.qkv_width)
         for index, (layer, gain) in enumerate(zip(weights.layers, gains, strict=True)):
             self._product(x, layer.qkv, layer.qkv_bias, qkv)
+            norm_heads(qkv, layer, self._shape.eps)
             attention.write_kv(index, qkv)
             attended = attention.attend(index, qkv)
             x = self._shared_product(attended, layer.out, layer.out_bias, h, layer.mlp_norm)
@@ -159,6 +163,8 @@ class CudaModel:
         partial = self.comm.partial(out)
         elementwise.embed(tokens, feed, previous, table, shape.first_id, out=partial)
         self.comm.reduce(partial, out)
+        if shape.embedding_scale != 1.0:
+            out.mul_(shape.embedding_scale)
         return out
 
     def _normed_product(

@@ -11,13 +11,11 @@ def check_served(model: ModelConfig, max_model_len: int) -> None:
     """Raise ModelRefused naming what this model has that the CUDA engine does not compute."""
     lacking = {
         "windows shorter than max_model_len": model.windowed(max_model_len),
-        "layers of several kinds of rotation": len({layer.rope for layer in model.layers}) > 1,
         "norms after attention and MLP": model.norms is not NormPlacement.BEFORE,
-        "norms of queries and keys": model.qk_norm is not QkNorm.NONE,
+        "norms of queries and keys over all heads": model.qk_norm is QkNorm.ALL,
         "an offset of norm weights": model.norm_offset != 0.0,
         "attention softcaps": model.attention_softcap is not None,
         "logit softcaps": model.final_softcap is not None,
-        "scaled embeddings": model.embedding_scale != 1.0,
         "a gate other than SiLU": model.activation is not Activation.SILU,
     }
     missing = [what for what, present in lacking.items() if present]

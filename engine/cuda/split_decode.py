@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.cuda.attention import LayerAttention
-from engine.kernels.triton.elementwise import rms_norm
+from engine.kernels.triton.elementwise import head_norm, rms_norm
 from engine.kernels.triton.split_linear import (
     MAX_ROWS,
     NextInput,
@@ -22,10 +22,16 @@ from engine.kernels.triton.split_linear import (
     split_linear,
     split_shape,
 )
-from engine.model.weights import ModelWeights
+from engine.model.weights import LayerWeights, ModelWeights
 
 #: Fewer rows than this stay with torch.
 MIN_ROWS = 2
+
+
+def norm_heads(qkv: Tensor, layer: LayerWeights, eps: float) -> None:
+    """Norm queries and keys of projected rows in place, where the model norms heads (Qwen 3)."""
+    if layer.q_norm.numel():
+        head_norm(qkv, layer.q_norm, layer.k_norm, eps, num_heads=layer.num_q_heads)
 
 
 class SplitDecode:
@@ -81,6 +87,7 @@ class SplitDecode:
         squares = None
         for index, (layer, gain) in enumerate(zip(weights.layers, gains, strict=True)):
             qkv = self._product(x, layer.qkv, squares, bias=layer.qkv_bias)
+            norm_heads(qkv, layer, self._eps)
             attention.write_kv(index, qkv)
             attended = attention.attend(index, qkv)
             following = self._following(x, layer.out, layer.mlp_norm)

@@ -77,14 +77,14 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWeights:
-    """All of a rank's weights; cos and sin are float32 `[positions, head_dim / 2]`."""
+    """All of a rank's weights. rotations: cos and sin of each layer, float32
+    `[positions, head_dim / 2]`."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     head: Tensor
-    cos: Tensor
-    sin: Tensor
+    rotations: tuple[tuple[Tensor, Tensor], ...]
 
 
 class WeightLoader:
@@ -99,16 +99,13 @@ class WeightLoader:
         self._device = device
 
     def load(self, max_positions: int) -> ModelWeights:
-        """Everything, layer by layer, of a model whose layers all have one rotation."""
-        ((cos, sin),) = self.rotations(max_positions)
-        embedding = self.embedding()
+        embedding, tables = self.embedding(), self.rotations(max_positions)
         return ModelWeights(
             embedding=embedding,
             layers=tuple(self.layer(index) for index in range(self.config.num_layers)),
             norm=self.norm(),
             head=self.head(embedding),
-            cos=cos,
-            sin=sin,
+            rotations=tuple(tables[kind] for kind, _ in self.layer_kinds(max_positions)),
         )
 
     def rotations(self, max_positions: int) -> list[tuple[Tensor, Tensor]]:

@@ -84,7 +84,7 @@ class Reference:
                 num_kv_heads=config.num_kv_heads,
                 head_dim=config.head_dim,
                 block_size=16,
-                scale=config.head_dim**-0.5,
+                scale=config.attention_scale,
                 dtype=torch.float32,
             )
         )

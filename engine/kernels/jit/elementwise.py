@@ -42,6 +42,22 @@ def rms_norm(x, gain, out, eps, HIDDEN, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 @triton.jit
+def head_norm(
+    qkv, q_gain, k_gain, eps, WIDTH, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_P: tl.constexpr
+):
+    """RMS norm of one query or key head of a row of qkv, in place."""
+    head = tl.program_id(1)
+    dims = tl.arange(0, DIM_P)
+    mask = dims < DIM
+    gain = tl.load((q_gain if head < HEADS else k_gain) + dims, mask=mask, other=0.0)
+    at = qkv + tl.program_id(0).to(tl.int64) * WIDTH + head * DIM + dims
+    value = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, axis=0) / DIM + eps)
+    normed = (value * scale).to(qkv.dtype.element_ty).to(tl.float32)
+    tl.store(at, (normed * gain.to(tl.float32)).to(qkv.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def silu_mul(gate_up, out, WIDTH, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out[r, c] = silu(gate_up[r, c]) * gate_up[r, WIDTH + c]."""
     pdl_wait(PDL)

@@ -9,6 +9,7 @@ from engine.kernels.jit import elementwise
 from engine.kernels.triton.launch import Repeated
 
 _RMS_NORM = Repeated(elementwise.rms_norm)
+_HEAD_NORM = Repeated(elementwise.head_norm)
 _SILU_MUL = Repeated(elementwise.silu_mul)
 _ROPE_WRITE = Repeated(elementwise.rope_write)
 _EMBED = Repeated(elementwise.embed)
@@ -40,6 +41,26 @@ def rms_norm(
         PDL=pdl,
         num_warps=min(16, max(1, block // 1024)) if block > 1024 else 4,
         **launch_options(pdl),
+    )
+
+
+def head_norm(
+    qkv: torch.Tensor, q_gain: torch.Tensor, k_gain: torch.Tensor, eps: float, *, num_heads: int
+) -> None:
+    """RMS norm of each query and key head of qkv `[rows, (heads + 2 kv_heads) * dim]`, in place."""
+    rows, width = qkv.shape
+    dim = q_gain.shape[0]
+    normed = (width // dim + num_heads) // 2  # heads + kv_heads
+    _HEAD_NORM[(rows, normed)](
+        qkv,
+        q_gain,
+        k_gain,
+        eps,
+        width,
+        HEADS=num_heads,
+        DIM=dim,
+        DIM_P=triton.next_power_of_2(dim),
+        num_warps=1,
     )
 
 

@@ -52,7 +52,21 @@ def flat(result: StepResult) -> dict:
 BIASED = {"attention_bias": True, "tie_word_embeddings": True, "num_hidden_layers": 3}
 
 
-@pytest.mark.parametrize(("changes", "num_batches"), [({}, None), (BIASED, 3)])
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 24}
+GRANITE = {
+    "architectures": ["GraniteForCausalLM"],
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 8.0,
+}
+SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_batches"),
+    [({}, None), (BIASED, 3), (QWEN3, 3), (GRANITE, 3), (SMOLLM3, 3)],
+)
 def test_prompts_chunks_and_decodes_give_the_reference_tokens(device, changes, num_batches):
     runner, reference = make_pair(device, tiny_config(**changes))
     for batch in mixed_script()[:num_batches]:

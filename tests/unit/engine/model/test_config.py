@@ -288,18 +288,19 @@ def test_what_a_family_cannot_have_is_refused_by_field(architecture, changes, fi
 @pytest.mark.parametrize(
     ("architecture", "missing"),
     [
-        ("Qwen3ForCausalLM", "norms of queries and keys"),
         ("Olmo2ForCausalLM", "norms after attention and MLP"),
         ("Gemma2ForCausalLM", "attention softcaps"),
-        ("SmolLM3ForCausalLM", "several kinds of rotation"),
+        ("Gemma3ForCausalLM", "windows shorter"),
     ],
 )
 def test_gpus_refuse_by_name_what_they_do_not_compute(architecture, missing):
-    config = parsed(architecture, num_hidden_layers=4, attn_logit_softcapping=50.0)
+    config = parsed(
+        architecture, num_hidden_layers=4, attn_logit_softcapping=50.0, sliding_window=512
+    )
     with pytest.raises(ModelRefused, match=missing):
         check_served(config, 4096)
 
 
-@pytest.mark.parametrize("architecture", ["MistralForCausalLM", "Qwen2ForCausalLM"])
-def test_gpus_compute_what_differs_in_weights_alone(architecture):
-    check_served(parsed(architecture, sliding_window=4096), 4096)
+@pytest.mark.parametrize("family", ["Mistral", "Qwen2", "Qwen3", "Phi3", "Granite", "SmolLM3"])
+def test_gpus_compute_these_families(family):
+    check_served(parsed(f"{family}ForCausalLM", sliding_window=4096), 4096)

@@ -35,6 +35,27 @@ def test_silu_mul(device, dtype, rows, width):
     assert relative_error(out, torch.nn.functional.silu(gate) * up) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (6, 2, 24), (1, 1, 128)])
+def test_head_norm(device, dtype, heads, kv_heads, dim):
+    """Queries and keys in place, each with its gain; values stay."""
+    qkv = torch.randn(5, (heads + 2 * kv_heads) * dim, device=device).to(dtype)
+    gains = [torch.rand(dim, device=device).to(dtype) for _ in range(2)]
+    wide = qkv.double().unflatten(1, (-1, dim))
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+    want = torch.cat(
+        (
+            normed[:, :heads] * gains[0].double(),
+            normed[:, heads : heads + kv_heads] * gains[1].double(),
+        ),
+        1,
+    ).flatten(1)
+    values = qkv[:, (heads + kv_heads) * dim :].clone()
+    ops.head_norm(qkv, *gains, 1e-6, num_heads=heads)
+    assert relative_error(qkv[:, : want.shape[1]], want) < TOLERANCE[dtype]
+    assert torch.equal(qkv[:, want.shape[1] :], values)
+
+
 def rotate(x, cos, sin):
     half = x.shape[-1] // 2
     a, b = x[..., :half], x[..., half:]
