@@ -18,9 +18,8 @@ from typing import Any
 
 import msgspec
 
-from cluster.config.load import env_name
+from cluster.config.load import bare_type, bounds, env_name
 from cluster.config.schema import DERIVED, ClusterConfig
-from cluster.config.tree import bare_type, bounds
 from observability import metrics
 from observability.metrics import Metric
 from router.request.chat_request import ChatRequest

@@ -64,7 +64,6 @@ class BusyWorkers:
         return sum(map(_is_locked, self._others.values()))
 
     def close(self) -> None:
-        """Remove this worker's file."""
         self._path.unlink(missing_ok=True)
         for file in (self._file, *self._others.values()):
             os.close(file)

@@ -1,9 +1,8 @@
 """The command `baton`; `arguments` names the module of each subcommand, imported on use.
 
 arguments  the parser, free of heavy imports
-up, down   start and stop a cluster; `session` connects to it, `waiting` waits for its pools
-status     pools, workers and routers of a live cluster
-operate    scale and drain it
+up         start and stop a cluster; `session` connects to it, `waiting` waits for its pools
+operate    status of a live cluster; scale and drain it
 generate   generate and chat; also prints timelines
 demo       model, cluster, one question, stop
 bench      the load generator

@@ -52,10 +52,10 @@ def _add_cluster_commands(commands: Any) -> None:
     text = "stay until interrupted, then stop the cluster"
     up.add_argument("--foreground", "--block", action="store_true", help=text)
 
-    down = _add(commands, "down", "drain the cluster, then end every process of it")
+    down = _add(commands, "down", "drain the cluster, then end every process of it", "up")
     down.add_argument("--now", action="store_true", help="do not wait for running requests")
 
-    _add(commands, "status", "show pools, workers, their state, KV blocks and load")
+    _add(commands, "status", "show pools, workers, their state, KV blocks and load", "operate")
 
     scale = _add(commands, "scale", "change the number of replicas of a live cluster", "operate")
     for pool in ("prefill", "decode", "router"):

@@ -43,7 +43,6 @@ def _measure(url: str, options: argparse.Namespace) -> int:
 
 
 def load_options(options: argparse.Namespace) -> Iterator[str]:
-    """The options that were given for the load generator."""
     for name in BENCH_OPTIONS:
         value = getattr(options, name.replace("-", "_"))
         if value is not None:

@@ -26,11 +26,9 @@ class Console:
         print(f"[{time.monotonic() - self._started:5.1f} s] {text}", file=sys.stderr, flush=True)
 
     def warn(self, text: str) -> None:
-        """Print a warning."""
         print(f"baton: warning: {text}", file=sys.stderr, flush=True)
 
     def error(self, text: str) -> None:
-        """Print why the command failed."""
         print(f"baton: error: {text}", file=sys.stderr, flush=True)
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -18,7 +18,6 @@ from protocol.wire.inference_pb2 import Message
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
-    """Run the demo; with --keep, leave the cluster up."""
     config = _config(options, console)
     state = up.bring_up(config, options.config, console)
     try:
@@ -50,7 +49,7 @@ def _ask(state: RunningCluster, options: argparse.Namespace, console: Console) -
 def _show_replicas(console: Console) -> None:
     with session.connected() as directory:
         view, secret = session.ask(directory.view.remote(), directory.secret.remote())
-    from cluster.cli.status import show_replicas
+    from cluster.cli.operate import show_replicas
 
     console.say()
     show_replicas(view, secret, console)

@@ -24,7 +24,6 @@ _FIELDS = (
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
-    """Answer one prompt or message, or hold a conversation."""
     with closing(open_client(options.target or default_target(), options)) as client:
         if options.command == "chat":
             _chat(client, options, console)
@@ -58,7 +57,6 @@ def default_target() -> str:
 
 
 def sampling(options: argparse.Namespace) -> dict[str, Any]:
-    """The request fields given on the command line."""
     given = {name: getattr(options, name, None) for name in _FIELDS}
     return {name: value for name, value in given.items() if value is not None}
 

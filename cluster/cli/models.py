@@ -12,7 +12,6 @@ from cluster.models.store import find_model, get_model, list_models
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
-    """Carry out the action."""
     if options.action == "get":
         console.say(str(get_model(options.name)))
     elif options.action == "path":

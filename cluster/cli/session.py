@@ -94,7 +94,6 @@ def quiet_serve() -> None:
 
 
 def disconnect() -> None:
-    """Disconnect from the cluster's Ray."""
     import ray
 
     with _sigterm_handler_kept(), contextlib.suppress(Unavailable):

@@ -1,4 +1,5 @@
-"""`baton up`: start a cluster, wait until it serves, and leave it running."""
+"""`baton up`: start a cluster, wait until it serves, and leave it running. `baton down`: drain it,
+then end all of its processes."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from cluster.cli import down, session
+from cluster.call_timeout import ANSWER_S, call_with_timeout
+from cluster.cli import session
 from cluster.cli.console import Console
 from cluster.config.checks import (
     check_config,
@@ -22,10 +24,11 @@ from cluster.config.checks import (
     warnings_of,
 )
 from cluster.config.load import load_config
-from cluster.config.schema import ClusterConfig
+from cluster.config.schema import ClusterConfig, LifecycleSection
 from cluster.local.local_ray import (
     RunningCluster,
     clean_up_dead,
+    forget_state,
     kept_logs,
     load_state,
     save_state,
@@ -37,14 +40,25 @@ from cluster.local.local_ray import (
 from cluster.local.paths import file_lock, models_dir, run_dir
 from cluster.membership.table import reachable
 from cluster.models.store import find_model
-from protocol.errors import InvalidRequest, Unavailable
+from protocol.errors import BatonError, InvalidRequest, Unavailable
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_S = 0.5
+#: Time to end replicas, beyond the time that their requests have.
+_GRACE_S = 30.0
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
-    """Start the cluster; with --foreground, keep it until interrupted."""
+    if options.command == "up":
+        _up(options, console)
+    elif clean_up_dead():
+        console.step("the cluster had died; its remains are removed")
+    else:
+        take_down(session.running(), console, now=options.now)
+        console.step("the cluster is down")
+
+
+def _up(options: argparse.Namespace, console: Console) -> None:
     config = read_config(options, console)
     state = bring_up(config, options.config, console)
     if not options.foreground:
@@ -109,10 +123,10 @@ def stop(state: RunningCluster, console: Console, *, now: bool) -> None:
     before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
     try:
         _handle_stop_signals(_ignore if now else _interrupt_once)
-        down.take_down(state, console, now=now)
+        take_down(state, console, now=now)
     except KeyboardInterrupt:
         console.step("stopping at once")
-        down.take_down(state, console, now=True)
+        take_down(state, console, now=True)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -169,7 +183,6 @@ def _exit_with_head(state: RunningCluster, console: Console) -> Iterator[None]:
 
 
 def show_endpoints(state: RunningCluster, config: ClusterConfig, console: Console) -> None:
-    """Print the addresses of the front ends."""
     name = config.model.served_name or find_model(config.model.name).name
     scheme = "https" if config.router.settings.tls.enabled else "http"
     console.say(f"{name} is served at {scheme}://{state.http}/v1 (OpenAI) and {state.grpc} (gRPC)")
@@ -244,3 +257,47 @@ def _check_free(config: ClusterConfig) -> None:
         raise Unavailable(
             f"a Baton cluster runs on this Ray already (actor {NAME} in namespace {NAMESPACE})"
         )
+
+
+def take_down(state: RunningCluster, console: Console, *, now: bool) -> None:
+    """Drain unless `now`, then end Baton on this Ray, and the Ray itself if Baton owns it. A
+    cluster without an address has not served yet."""
+    if state.address and not (now and state.owned):
+        try:
+            _drain(state, console)
+        except BatonError as error:
+            console.warn(error.message)
+    elif state.address:
+        session.disconnect()
+    if state.owned:
+        killed = stop_local_ray(state)
+        if killed:
+            console.warn(f"{killed} process(es) did not end in time and were killed")
+    forget_state(state)
+
+
+def _drain(state: RunningCluster, console: Console) -> None:
+    session.connect(state)
+    import ray
+
+    from cluster.membership.directory import find_directory
+    from cluster.serve.control import undeploy
+
+    directory, drain_s = None, LifecycleSection().drain_s
+    try:
+        try:
+            directory = find_directory()
+            drain_s = session.ask(directory.config.remote())[0].lifecycle.drain_s
+        except (ValueError, Unavailable):
+            console.step("no directory answers")
+        console.step(f"draining: running requests have {drain_s:.0f} s")
+        try:
+            undeploy(drain_s + _GRACE_S)
+        except Unavailable as error:
+            console.warn(error.message)
+        if directory is not None:
+            call_with_timeout(
+                ANSWER_S, "Ray did not end the directory", lambda: ray.kill(directory)
+            )
+    finally:
+        session.disconnect()

@@ -209,7 +209,6 @@ class Node:
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def matches(self, labels: Mapping[str, str]) -> bool:
-        """Whether the node has all of these labels."""
         return all(self.labels.get(name) == value for name, value in labels.items())
 
 

@@ -191,7 +191,6 @@ class ClusterConfig:
     ray: RaySection = field(default_factory=RaySection)
 
     def pool(self, role: Role) -> PoolSection:
-        """The pool of a role."""
         return self.prefill if role is Role.PREFILL else self.decode
 
     @property
@@ -202,16 +201,13 @@ class ClusterConfig:
         return not (authenticated or is_loopback(self.network.host))
 
     def engine_config(self, role: Role, model_path: Path) -> EngineConfig:
-        """A pool's engine settings, completed."""
         pool = self.pool(role)
         return self._completed(pool.engine, pool, model_path=str(model_path))
 
     def worker_config(self, role: Role, host: str) -> WorkerConfig:
-        """A pool's worker settings, listening on `host`."""
         return replace(self.pool(role).worker, host=host)
 
     def transfer_config(self, host: str) -> TransferConfig:
-        """The hand-off's settings, listening on `host`."""
         return replace(self.transfer, host=host)
 
     def router_config(self, model_path: Path) -> RouterConfig:

@@ -184,7 +184,6 @@ def lost_daemons(state: RunningCluster) -> list[str]:
 
 
 def session_logs(state: RunningCluster) -> Path:
-    """The log directory of an owned cluster's processes."""
     return Path(state.temp_dir) / _RAY_DIR / "session_latest" / "logs"
 
 

@@ -15,7 +15,6 @@ def baton_home() -> Path:
 
 
 def models_dir() -> Path:
-    """The directory with one folder per model."""
     return baton_home() / "models"
 
 

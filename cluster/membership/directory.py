@@ -38,11 +38,9 @@ class Directory:
         self._changed = asyncio.Event()
 
     async def secret(self) -> bytes:
-        """The secret of control calls and tickets."""
         return self._secret
 
     async def config(self) -> ClusterConfig:
-        """The configuration that the cluster was started with."""
         return self._config
 
     async def report(self, replica: Replica) -> None:
@@ -51,12 +49,10 @@ class Directory:
             self._announce()
 
     async def leave(self, name: str, epoch: int) -> None:
-        """A replica has stopped."""
         if self._table.leave(name, epoch):
             self._announce()
 
     async def view(self) -> View:
-        """The replicas now."""
         if self._table.expire(self._now()):
             self._announce()
         return self._table.view()

@@ -47,7 +47,6 @@ class DirectoryClient:
         self._tasks: tuple[asyncio.Task[None], ...] = ()
 
     def start(self) -> None:
-        """Begin heartbeats and following, until `leave`."""
         self._tasks = (
             asyncio.create_task(self._send_heartbeats(), name="heartbeat"),
             asyncio.create_task(self._follow(), name="directory watch"),

@@ -43,7 +43,6 @@ class Replica:
     metrics: str = ""
 
     def ref(self) -> WorkerRef:
-        """The worker, as routers address it."""
         return WorkerRef(
             worker_id=self.name,
             epoch=self.epoch,
@@ -100,7 +99,6 @@ class ReplicaTable:
         self._departed: BoundedMap[tuple[str, int], bool] = BoundedMap(_MAX_DEPARTED)
 
     def view(self) -> View:
-        """The table as it is."""
         replicas = sorted(self._replicas.values(), key=lambda r: (r.pool, r.name))
         return View(incarnation=self._incarnation, version=self._version, replicas=tuple(replicas))
 

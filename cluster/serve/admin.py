@@ -58,7 +58,6 @@ class ClusterAdmin:
         return replace(own, pools=pools, routers=own.routers + others)
 
     async def scale(self, *, prefill: int | None, decode: int | None) -> None:
-        """Set the targets of the pools that are not None."""
         given = {Pool.PREFILL: prefill, Pool.DECODE: decode}
         targets = {pool: replicas for pool, replicas in given.items() if replicas is not None}
         with _ray_errors_as_unavailable():

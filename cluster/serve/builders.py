@@ -31,17 +31,14 @@ log = get_logger(__name__)
 
 
 def router(args: Mapping[str, Any]) -> Any:
-    """The application of the routers."""
     return router_application(_prepare(args))
 
 
 def prefill(args: Mapping[str, Any]) -> Any:
-    """The application of the prefill pool."""
     return pool_application(_prepare(args), Role.PREFILL)
 
 
 def decode(args: Mapping[str, Any]) -> Any:
-    """The application of the decode pool."""
     return pool_application(_prepare(args), Role.DECODE)
 
 

@@ -50,7 +50,6 @@ def set_replicas(pool: Pool, replicas: int) -> bool:
 
 
 def pool_statuses() -> dict[Pool, PoolStatus]:
-    """Every pool that Serve runs."""
     known = _applications()
     return {pool: _pool_status(pool, known[pool.value]) for pool in Pool if pool.value in known}
 

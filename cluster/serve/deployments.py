@@ -106,7 +106,6 @@ def pool_application(config: ClusterConfig, role: Role, *, replicas: int | None 
 
 
 def router_application(config: ClusterConfig) -> Any:
-    """The application of the routers."""
     placement = config.router.placement
     deployment = serve.deployment(RouterReplica, name=Pool.ROUTER.value).options(
         num_replicas=config.router.replicas, **_options(config, placement, placement.env, ranks=1)

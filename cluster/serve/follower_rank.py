@@ -36,7 +36,6 @@ class FollowerRank:
     def run(
         self, invite: RankInvite, rank: int, engine: EngineConfig, transfer: TransferConfig
     ) -> None:
-        """Load the shard and execute rank 0's commands until it closes."""
         from worker_runtime.ranks import follow_rank
 
         follow_rank(invite, rank, on_own_gpu(engine), transfer, loaded=freeze_heap)

@@ -35,9 +35,7 @@ Handler = Callable[[bytes], "bytes | Future[bytes]"]
 class StepRunner(Protocol):
     """One rank's model and KV pool, as a follower drives it."""
 
-    def open(self, num_blocks: int) -> None:
-        """Allocate the KV pool."""
-        ...
+    def open(self, num_blocks: int) -> None: ...
 
     def follow_step(self, batch: StepBatch) -> None: ...
 

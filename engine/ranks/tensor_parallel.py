@@ -69,7 +69,6 @@ class TensorParallel:
         self._abandoned = error
 
     def close(self) -> None:
-        """Leave the group. Idempotent."""
         self._group = None
 
     def _joined_group(self) -> Any:

@@ -97,7 +97,6 @@ class PoolAccess:
             return allowed
 
     def leave(self) -> None:
-        """The pool is not touched any more."""
         with self._lock:
             self._state = advance(ACCESS_TRANSITIONS, self._state, AccessState.OVER)
             over = self._over

@@ -56,7 +56,6 @@ class Mapping:
         self.users = 0
 
     def unmap(self) -> None:
-        """Only when nothing uses it."""
         close_memory(self._base)
 
 
@@ -144,7 +143,6 @@ class _WriteStream:
         self._idle: list[_Write] = []
 
     def take(self) -> _Write:
-        """State for a write, to be returned with `give`."""
         try:
             return self._idle.pop()
         except IndexError:
@@ -175,7 +173,6 @@ class CudaIpcBackend:
         self._stream = torch.cuda.Stream(self._device)
 
     def listen(self) -> str:
-        """Export the pool."""
         try:
             with self._context:
                 handle, offset = export_memory(self._store.data.data_ptr())
@@ -194,7 +191,6 @@ class CudaIpcBackend:
         return CudaIpcLink(link, self, endpoint)
 
     def accept(self, link: LinkId, timeout_s: float) -> CudaIpcLink:
-        """The receiver waits for nothing."""
         return CudaIpcLink(link, self, None)
 
     def close(self) -> None:
@@ -212,7 +208,6 @@ class CudaIpcBackend:
             return mapping
 
     def leave(self, endpoint: str) -> None:
-        """Stop using a pool."""
         with self._lock:
             mapping = self._mappings[endpoint]
             mapping.users -= 1

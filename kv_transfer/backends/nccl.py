@@ -227,7 +227,6 @@ class NcclLink:
         *,
         gather: bool,
     ) -> None:
-        """One kernel between pool and buffer."""
         if gather and move.after and self._store.step_events is not None:
             last = chunk.first_layer + chunk.num_layers - 1
             self._store.step_events.follow(self._stream, move.after, last)

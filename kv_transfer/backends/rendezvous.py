@@ -128,17 +128,14 @@ class RendezvousBackend(ABC, Generic[L]):
         self._rendezvous = Rendezvous(host)
 
     def listen(self) -> str:
-        """Listen on a free port of `host`, once."""
         return self._rendezvous.listen()
 
     def connect(self, link: LinkId, endpoint: str, timeout_s: float) -> L:
-        """Connect to the receiver's endpoint."""
         limit = time.monotonic() + timeout_s
         channel = _connect(link, endpoint, limit)
         return self._build(link, channel, is_sender=True, limit=limit)
 
     def accept(self, link: LinkId, timeout_s: float) -> L:
-        """Wait for the sender."""
         limit = time.monotonic() + timeout_s
         channel = self._rendezvous.await_sender(link, limit)
         try:
@@ -148,7 +145,6 @@ class RendezvousBackend(ABC, Generic[L]):
         return self._build(link, channel, is_sender=False, limit=limit)
 
     def close(self) -> None:
-        """Stop listening."""
         self._rendezvous.close()
 
     @abstractmethod

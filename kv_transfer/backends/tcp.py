@@ -25,7 +25,6 @@ class TcpLink:
         self._move("send", self._channel.send_bulk, data, timeout_s)
 
     def recv(self, data: torch.Tensor, timeout_s: float) -> None:
-        """Blocks until all of `data` is there."""
         self._move("recv", self._channel.receive_bulk, data, timeout_s)
 
     def _move(

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.config.load import load_config
-from cluster.config.tree import leaf_paths
+from cluster.config.load import leaf_paths, load_config
 from protocol.ids import Role
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -46,7 +46,6 @@ class CacheFeed:
                     unsent[hint] = here
 
     def open(self, router_id: str) -> None:
-        """A router subscribed; it knows nothing yet."""
         self._unsent[router_id] = dict.fromkeys(self._held, True)
         self._new.add(router_id)
 

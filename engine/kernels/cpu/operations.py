@@ -171,7 +171,6 @@ class CpuKernels:
         up_bias: Tensor | None,
         activation: Activation = Activation.SILU,
     ) -> Product:
-        """Packed where that pays."""
         if activation is not Activation.SILU:
             return DenseGated(self.linear(gate, gate_bias), self.linear(up, up_bias), activation)
         if self._packs:
@@ -201,7 +200,6 @@ class CpuKernels:
         )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """The norm of each row."""
         return rms_norm(x, weight, eps)
 
     def rope_and_write_kv(self, qkv: Tensor, kv: Tensor, plan: CpuPlan) -> Tensor:

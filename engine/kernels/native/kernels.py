@@ -180,7 +180,6 @@ class NativeKernels:
         up_bias: Tensor | None,
         activation: Activation = Activation.SILU,
     ) -> Product:
-        """Packed into panels of both."""
         if gate.shape[1] % 2 or activation is not Activation.SILU:
             return DenseGated(self.linear(gate, gate_bias), self.linear(up, up_bias), activation)
         wide = None

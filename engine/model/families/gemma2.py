@@ -28,7 +28,6 @@ def parse(raw: Raw) -> ModelConfig:
 
 
 def gemma(raw: Raw) -> dict[str, object]:
-    """What Gemma 2 and 3 share."""
     head_dim, bias = positive(raw, "head_dim", 256), bool(raw.get("attention_bias", False))
     return {
         "head_dim": head_dim,

@@ -302,7 +302,7 @@ def test_interrupt_and_defect(
 
 def test_an_answer_shows_in_a_narrow_locale() -> None:
     code = (
-        "import cluster.cli.status as s; s.run = lambda _, console: console.say('caf\xe9 \u65e5');"
+        "import cluster.cli.operate as s; s.run = lambda _, console: console.say('caf\xe9 \u65e5');"
     )
     done = subprocess.run(
         [sys.executable, "-c", f"{code} import cluster.cli as c; c.main(['status'])"],
@@ -330,7 +330,7 @@ def test_a_start_that_is_refused_takes_nothing_down(monkeypatch: pytest.MonkeyPa
     """A shared Ray may run a cluster that was started elsewhere."""
     monkeypatch.setattr("cluster.cli.session.connect", lambda _: None)
     monkeypatch.setattr("cluster.membership.directory.find_directory", lambda: None)
-    monkeypatch.setattr(up_command.down, "take_down", None)
+    monkeypatch.setattr(up_command, "take_down", None)
     config = ClusterConfig(model=ModelSection(name="m"), ray=RaySection(address="h:1"))
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -384,9 +384,7 @@ def test_the_drain_lasts_as_long_as_configured(
     monkeypatch.setattr("cluster.membership.directory.find_directory", lambda: directory)
     monkeypatch.setattr("cluster.serve.control.undeploy", undeploy)
     monkeypatch.setattr("ray.kill", killed.append)
-    up_command.down.take_down(
-        RunningCluster(address="h:1", token="", config="c"), Console(), now=False
-    )
+    up_command.take_down(RunningCluster(address="h:1", token="", config="c"), Console(), now=False)
     assert limits == [drain_s + 30.0]
     assert killed == [directory]
     said = capsys.readouterr().err
@@ -406,7 +404,7 @@ def test_ctrl_c_while_stopping_leaves_no_process(
         signal.raise_signal(signal.SIGINT)
         calls.append(now)
 
-    monkeypatch.setattr(up_command.down, "take_down", take_down)
+    monkeypatch.setattr(up_command, "take_down", take_down)
     # A shell ignores it for background jobs, which the tests may be.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -556,11 +554,11 @@ def test_two_signals_at_once_do_not_leave_the_cluster_up(
     for name in ("read_config", "bring_up"):
         monkeypatch.setattr(up_command, name, lambda *_: None)
     monkeypatch.setattr(up_command, "show_endpoints", lambda *_: console.step("served"))
-    monkeypatch.setattr(up_command.down, "take_down", take_down)
+    monkeypatch.setattr(up_command, "take_down", take_down)
     numbers, console = (signal.SIGINT, signal.SIGTERM), Signalling()
     before = {number: signal.getsignal(number) for number in numbers}
     try:
-        up_command.run(SimpleNamespace(foreground=True, config=""), console)
+        up_command.run(SimpleNamespace(command="up", foreground=True, config=""), console)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

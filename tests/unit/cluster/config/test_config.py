@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from cluster.config.checks import check_config, warnings_of
-from cluster.config.load import RESERVED, env_name, load_config
+from cluster.config.load import RESERVED, env_name, leaf_paths, load_config
 from cluster.config.schema import DERIVED, ClusterConfig
-from cluster.config.tree import leaf_paths
 from kv_transfer.config import ChecksumKind
 from protocol.errors import InvalidRequest
 from protocol.ids import Role

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from cluster.cli.console import Console
-from cluster.cli.down import take_down
+from cluster.cli.up import take_down
 from cluster.config.schema import RaySection
 from cluster.local import local_ray, ray_head
 from cluster.local.local_ray import RunningCluster, load_state, save_state, stop_local_ray

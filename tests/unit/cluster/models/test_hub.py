@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from cluster.cli import EXIT_FAILED, EXIT_USAGE, main
-from cluster.models.hub import is_hub_name
-from cluster.models.store import find_model, get_model
+from cluster.models.store import find_model, get_model, is_hub_name
 
 COMMIT = "0" * 40
 FILES = {

@@ -10,7 +10,7 @@ from ray.exceptions import GetTimeoutError
 
 from cluster.cli import waiting
 from cluster.cli.console import Console
-from cluster.cli.status import _worker_row
+from cluster.cli.operate import _worker_row
 from cluster.cli.waiting import _last_line, _progress, _raise_failed, _raise_resized, _reached
 from cluster.config.schema import ClusterConfig, ModelSection, PlacementSection, PoolSection
 from cluster.membership.table import Pool, Replica, View
