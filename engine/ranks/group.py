@@ -8,15 +8,20 @@ rank has loaded.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import secrets
+import shutil
 import socket
+import tempfile
 import threading
 import time
+import weakref
 from concurrent.futures import Future, InvalidStateError
+from pathlib import Path
 
 from engine.batch import StepBatch
 from engine.errors import RankLost
-from engine.process_tempdir import ProcessTempdir, ranks_folder
 from engine.ranks.messages import (
     CHANNEL_PURPOSE,
     Command,
@@ -34,6 +39,8 @@ from protocol.errors import BatonError
 
 __all__ = ["RankGroup", "RankInvite"]
 log = get_logger(__name__)
+
+_OWNER = "owner"  # a file in each temporary folder, locked as long as its process lives
 
 
 class RankGroup:
@@ -55,7 +62,7 @@ class RankGroup:
         self._silence_s = silence_s
         self._server = socket.create_server((host, 0), backlog=size)
         # NCCL reads its store as long as it lives: the folder goes with this object or process.
-        self._folder = ProcessTempdir(ranks_folder())
+        self._folder = ProcessTempdir(_ranks_folder())
         self.invite = RankInvite(
             host=host,
             port=self._server.getsockname()[1],
@@ -227,3 +234,42 @@ class RankGroup:
         for future in (*calls, *self._loaded.values()):
             with contextlib.suppress(InvalidStateError):  # it has loaded, perhaps just now
                 future.set_exception(error)
+
+
+class ProcessTempdir:
+    """A new folder below `parent`, removed when this object or its process ends; after a kill, by
+    the next process that makes one there."""
+
+    def __init__(self, parent: Path) -> None:
+        parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _sweep(parent)
+        # Sweeps skip hidden folders: it gets its name once it is locked.
+        hidden = Path(tempfile.mkdtemp(prefix=".", dir=parent))
+        lock = os.open(hidden / _OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        self.path = hidden.rename(parent / hidden.name[1:])
+        weakref.finalize(self, _remove, self.path, lock)
+
+
+def _ranks_folder() -> Path:
+    """Parent of the folders in which ranks of this user's engines meet."""
+    return Path(tempfile.gettempdir()) / f"baton-{os.getuid()}" / "ranks"
+
+
+def _sweep(parent: Path) -> None:
+    """Remove folders of processes that are gone."""
+    for folder in parent.iterdir():
+        if folder.name.startswith("."):
+            continue
+        with contextlib.suppress(OSError):  # in use, or swept by another process
+            lock = os.open(folder / _OWNER, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def _remove(folder: Path, lock: int) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)

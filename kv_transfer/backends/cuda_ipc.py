@@ -23,9 +23,8 @@ from kv_transfer.config import ChecksumKind
 from kv_transfer.cuda.copying import (
     Extent,
     PageTable,
+    PoolCopies,
     PoolShape,
-    Rows,
-    copy_rows,
     dense_rows,
     load_copies,
     pool_rows,
@@ -36,14 +35,6 @@ from kv_transfer.plan.reshard import layer_groups
 from observability.logging import get_logger
 
 log = get_logger(__name__)
-
-
-def shape_of(store: PagedStore) -> PoolShape:
-    return PoolShape(
-        num_blocks=store.data.shape[1],
-        num_heads=store.num_heads,
-        page=store.block_size * store.head_dim * store.dtype.itemsize,
-    )
 
 
 class Mapping:
@@ -162,14 +153,12 @@ class CudaIpcBackend:
             raise ValueError("a pool must be contiguous to be shared")
         self._store = store
         self._owner = token_hex(8)  # a later process may export its pool by the same handle
-        self._shape = shape_of(store)
-        self._ctas = ctas
         self._device = store.device
         self._lock = threading.Lock()
         self._mappings: dict[str, Mapping] = {}
         self._streams: dict[int, _WriteStream] = {}
         self._context = Context(self._device)
-        self._kernel = load_copies(self._device)
+        self._pool = PoolCopies(store.data, kernel=load_copies(self._device), ctas=ctas)
         self._stream = torch.cuda.Stream(self._device)
 
     def listen(self) -> str:
@@ -182,7 +171,7 @@ class CudaIpcBackend:
             "owner": self._owner,
             "handle": base64.b64encode(handle).decode(),
             "offset": offset,
-            "shape": asdict(self._shape),
+            "shape": asdict(self._pool.shape),
         }
         return f"{host_id()}|{json.dumps(what)}"
 
@@ -226,7 +215,7 @@ class CudaIpcBackend:
         peer = move.peer_cells
         if peer is None or peer.count != move.cells.count:
             raise LinkBroken("the peer's cells are not as many")
-        if target.shape.page % self._cell_bytes(move):
+        if target.shape.page % self._pool.cell_bytes(move.cells):
             raise LinkBroken("the peer's pool has another shape")
         with self._context:
             queue = self._stream_of(move.stream_index)
@@ -243,10 +232,10 @@ class CudaIpcBackend:
         self, move: BlockMove, target: Mapping, write: _Write, stream: torch.cuda.Stream
     ) -> None:
         assert move.peer_cells is not None
-        size = self._cell_bytes(move)
+        size = self._pool.cell_bytes(move.cells)
         pages, peer_pages = write.pages.load(
             stream.cuda_stream,
-            self._shape.pages(move.cells, size),
+            self._pool.pages(move.cells),
             target.shape.pages(move.peer_cells, size),
         )
         marks = self._store.step_events if move.after else None
@@ -258,6 +247,9 @@ class CudaIpcBackend:
             if marks is not None and write.gated:
                 marks.follow(stream, move.after, first + count - 1)
                 write.gate.record(stream)
+            source = self._pool.rows(
+                move.cells, pages, first_layer=first, first_head=move.first_head
+            )
             to = pool_rows(
                 target.address,
                 target.shape,
@@ -266,7 +258,7 @@ class CudaIpcBackend:
                 cell_bytes=size,
                 pages=peer_pages,
             )
-            self._copy(move, self._rows(move, first, pages), to, count, stream)
+            self._pool.copy(source, to, self._extent(move, count), stream)
             first += count
 
     def land(self, move: BlockMove, write: _Write) -> int:
@@ -284,53 +276,24 @@ class CudaIpcBackend:
 
     def sum_of(self, move: BlockMove) -> int:
         """The checksum of blocks of this rank's pool."""
-        size = self._cell_bytes(move)
-        shape = (move.num_layers, move.cells.count, 2, move.num_heads, size)
+        extent = self._extent(move, move.num_layers)
+        size = extent.num_layers * extent.num_cells * 2 * extent.num_heads * extent.cell_bytes
         with self._context, torch.cuda.stream(self._stream):
-            data = torch.empty(shape, dtype=torch.uint8, device=self._device)
-            to = dense_rows(data.data_ptr(), self._extent(move, move.num_layers))
+            data = torch.empty(size, dtype=torch.uint8, device=self._device)
             table = PageTable(self._device)
-            (pages,) = table.load(self._stream.cuda_stream, self._shape.pages(move.cells, size))
-            rows = self._rows(move, move.first_layer, pages)
-            self._copy(move, rows, to, move.num_layers, self._stream)
-            return content_checksum(data.view(-1), move.checksum)
-
-    def _rows(self, move: BlockMove, first_layer: int, pages: int) -> Rows:
-        return pool_rows(
-            self._store.data.data_ptr(),
-            self._shape,
-            first_layer=first_layer,
-            first_head=move.first_head,
-            cell_bytes=self._cell_bytes(move),
-            pages=pages,
-        )
-
-    def _cell_bytes(self, move: BlockMove) -> int:
-        return self._shape.page * move.cells.size // self._store.block_size
+            (pages,) = table.load(self._stream.cuda_stream, self._pool.pages(move.cells))
+            source = self._pool.rows(
+                move.cells, pages, first_layer=move.first_layer, first_head=move.first_head
+            )
+            self._pool.copy(source, dense_rows(data.data_ptr(), extent), extent, self._stream)
+            return content_checksum(data, move.checksum)
 
     def _extent(self, move: BlockMove, num_layers: int) -> Extent:
         return Extent(
             num_layers=num_layers,
             num_cells=move.cells.count,
             num_heads=move.num_heads,
-            cell_bytes=self._cell_bytes(move),
-        )
-
-    def _copy(
-        self,
-        move: BlockMove,
-        source: Rows,
-        target: Rows,
-        num_layers: int,
-        stream: torch.cuda.Stream,
-    ) -> None:
-        copy_rows(
-            source,
-            target,
-            self._extent(move, num_layers),
-            kernel=self._kernel,
-            stream=stream.cuda_stream,
-            ctas=self._ctas,
+            cell_bytes=self._pool.cell_bytes(move.cells),
         )
 
     def _map(self, endpoint: str) -> Mapping:

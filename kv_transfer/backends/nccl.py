@@ -23,18 +23,15 @@ import torch
 
 from framing.channel import Channel
 from kv_transfer.backends.base import BlockMove, End, LinkBroken, LinkId, LinkMode, PagedStore
-from kv_transfer.backends.cuda_ipc import shape_of
 from kv_transfer.backends.rendezvous import RendezvousBackend
 from kv_transfer.config import ChecksumKind
 from kv_transfer.cuda.copying import (
     PAGE_NUMBER_BYTES,
     Extent,
     PageTable,
-    Rows,
-    copy_rows,
+    PoolCopies,
     dense_rows,
     load_copies,
-    pool_rows,
 )
 from kv_transfer.cuda.driver import Event
 from kv_transfer.cuda.nccl import Communicator, Staging, Watch, unique_id
@@ -91,7 +88,7 @@ class NcclLink:
         self._group = group
         self._backend = backend
         self._store = backend.store
-        self._shape = shape_of(backend.store)
+        self._pool = backend.pool
         self._device = backend.store.device
         self._chunk_bytes = chunk_bytes
         self._broken = threading.Event()
@@ -145,8 +142,7 @@ class NcclLink:
             with self._working(limit):
                 state = self._idle.popleft() if self._idle else _Move(self._device)
                 state.checksum = 0
-                size = self._cell_bytes(move)
-                numbers = self._shape.pages(move.cells, size)
+                numbers = self._pool.pages(move.cells)
                 (pages,) = state.pages.load(self._stream.cuda_stream, numbers)
                 for chunk in self._chunks(move):
                     self._keep_short()
@@ -230,35 +226,24 @@ class NcclLink:
         if gather and move.after and self._store.step_events is not None:
             last = chunk.first_layer + chunk.num_layers - 1
             self._store.step_events.follow(self._stream, move.after, last)
-        size = self._cell_bytes(move)
-        pool = pool_rows(
-            self._store.data.data_ptr(),
-            self._shape,
-            first_layer=chunk.first_layer,
-            first_head=move.first_head,
-            cell_bytes=size,
-            pages=pages + PAGE_NUMBER_BYTES * chunk.first_cell,
+        pages += PAGE_NUMBER_BYTES * chunk.first_cell
+        pool = self._pool.rows(
+            move.cells, pages, first_layer=chunk.first_layer, first_head=move.first_head
         )
         extent = Extent(
             num_layers=chunk.num_layers,
             num_cells=chunk.num_cells,
             num_heads=move.num_heads,
-            cell_bytes=size,
+            cell_bytes=self._pool.cell_bytes(move.cells),
         )
         staged = dense_rows(data.data_ptr(), extent)
-        ends: tuple[Rows, Rows] = (pool, staged) if gather else (staged, pool)
-        copy_rows(
-            *ends,
-            extent,
-            kernel=self._backend.kernel,
-            stream=self._stream.cuda_stream,
-            ctas=self._backend.copy_ctas,
-        )
+        source, target = (pool, staged) if gather else (staged, pool)
+        self._pool.copy(source, target, extent, self._stream)
 
     def _chunks(self, move: BlockMove) -> list[_Chunk]:
         """Whole layers, as many as a buffer holds, or else cells of one layer. Both ends compute
         the same list."""
-        cell = 2 * move.num_heads * self._cell_bytes(move)
+        cell = 2 * move.num_heads * self._pool.cell_bytes(move.cells)
         cells = move.cells.count
         layers = max(1, self._chunk_bytes // (cells * cell))
         step = min(cells, self._chunk_bytes // cell)
@@ -269,9 +254,6 @@ class NcclLink:
                 some = min(step, cells - first)
                 chunks.append(_Chunk(layer, count, first, some, count * some * cell))
         return chunks
-
-    def _cell_bytes(self, move: BlockMove) -> int:
-        return self._shape.page * move.cells.size // self._store.block_size
 
     @contextmanager
     def _working(self, limit: float) -> Iterator[None]:
@@ -306,10 +288,9 @@ class NcclBackend(RendezvousBackend[NcclLink]):
         super().__init__(host)
         self.store = store
         self.staging = staging
-        self.copy_ctas = copy_ctas
+        self.pool = PoolCopies(store.data, kernel=load_copies(store.device), ctas=copy_ctas)
         self.watch = Watch("kv-nccl-watch")
         self._ctas = ctas
-        self.kernel = load_copies(store.device)
 
     def close(self) -> None:
         super().close()
@@ -317,7 +298,8 @@ class NcclBackend(RendezvousBackend[NcclLink]):
 
     def _build(self, link: LinkId, channel: Channel, *, is_sender: bool, limit: float) -> NcclLink:
         with closing(channel):
-            size = self.staging.take(self._block_bytes)
+            # A block of one layer: less cannot be a message.
+            size = self.staging.take(2 * self.pool.shape.num_heads * self.pool.shape.page)
             try:
                 name, agreed = self._agree(channel, size, is_sender=is_sender, limit=limit)
                 self.staging.give(size - agreed)
@@ -338,12 +320,6 @@ class NcclBackend(RendezvousBackend[NcclLink]):
         except BaseException:  # there may be no memory for its buffers
             group.abort()
             raise
-
-    @property
-    def _block_bytes(self) -> int:
-        """A block of one layer: less cannot be a message."""
-        shape = shape_of(self.store)
-        return 2 * shape.num_heads * shape.page
 
     def _agree(
         self, channel: Channel, size: int, *, is_sender: bool, limit: float

@@ -1,7 +1,6 @@
 """What the GPU backends share.
 
-- driver: calls of the CUDA driver
-- program: compiles and launches kernels
+- driver: calls of the CUDA driver; compiles and launches kernels
 - copying: the paged copy
 - nccl: communicator of two ranks, deadlines, staging budget
 """

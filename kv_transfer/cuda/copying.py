@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from kv_transfer.cuda.driver import check, quick
-from kv_transfer.cuda.program import Kernel
+from kv_transfer.cuda.driver import Kernel, check, quick
 from protocol.kv_layout import Cells
 
 PAGE_NUMBER_BYTES = 4  # of one page number on the device
@@ -42,18 +41,19 @@ class PoolShape:
         return [block * step + number for block, number in zip(blocks, numbers, strict=True)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class Rows(ctypes.Structure):
     """Source or target of a copy. `address` is that of the first head of the first page of the
     first layer; strides in bytes; `pages` is the address of the page numbers (int32) on the copying
     device, None when cells are contiguous."""
 
-    address: int
-    layer: int
-    page: int
-    half: int
-    head: int
-    pages: int | None
+    _fields_ = (
+        ("address", ctypes.c_void_p),
+        ("pages", ctypes.c_void_p),
+        ("layer", ctypes.c_longlong),
+        ("page", ctypes.c_longlong),
+        ("half", ctypes.c_longlong),
+        ("head", ctypes.c_longlong),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,17 +135,6 @@ class PageTable:
         self._ids = torch.empty(size, dtype=torch.int32, device=self._device)
 
 
-class _Rows(ctypes.Structure):
-    _fields_ = (
-        ("base", ctypes.c_void_p),
-        ("pages", ctypes.c_void_p),
-        ("layer", ctypes.c_longlong),
-        ("page", ctypes.c_longlong),
-        ("half", ctypes.c_longlong),
-        ("head", ctypes.c_longlong),
-    )
-
-
 class _Size(ctypes.Structure):
     _fields_ = (
         ("cells", ctypes.c_int),
@@ -172,13 +161,8 @@ def copy_rows(
         raise ValueError(f"runs of {run} bytes at {source.address}, {target.address}: not aligned")
     tiles = -(-run // _TILE)
     chunks = extent.num_layers * extent.num_cells * halves * heads * tiles
-    kernel.launch(
-        min(chunks, ctas),
-        stream,
-        _rows(source),
-        _rows(target),
-        _Size(extent.num_cells, halves, heads, run, tiles, chunks),
-    )
+    size = _Size(extent.num_cells, halves, heads, run, tiles, chunks)
+    kernel.launch(min(chunks, ctas), stream, source, target, size)
 
 
 @cache
@@ -197,5 +181,38 @@ def load_copies(device: torch.device) -> Kernel:
     )
 
 
-def _rows(rows: Rows) -> _Rows:
-    return _Rows(rows.address, rows.pages, rows.layer, rows.page, rows.half, rows.head)
+class PoolCopies:
+    """Copies between one rank's pool and other memory that its GPU reaches. `data` is contiguous,
+    `[layer, block, k/v, kv_head, token, head_dim]`."""
+
+    def __init__(self, data: torch.Tensor, *, kernel: Kernel, ctas: int) -> None:
+        _, num_blocks, _, num_heads, self._block_size, head_dim = data.shape
+        page = self._block_size * head_dim * data.itemsize
+        self.shape = PoolShape(num_blocks=num_blocks, num_heads=num_heads, page=page)
+        self._address = data.data_ptr()
+        self._kernel = kernel
+        self._ctas = ctas
+
+    def cell_bytes(self, cells: Cells) -> int:
+        """Of one head of one cell."""
+        return self.shape.page * cells.size // self._block_size
+
+    def pages(self, cells: Cells) -> Sequence[int]:
+        return self.shape.pages(cells, self.cell_bytes(cells))
+
+    def rows(self, cells: Cells, pages: int, *, first_layer: int, first_head: int) -> Rows:
+        """Cells of the pool, or the later ones of them; `pages` is the device address of their page
+        numbers."""
+        return pool_rows(
+            self._address,
+            self.shape,
+            first_layer=first_layer,
+            first_head=first_head,
+            cell_bytes=self.cell_bytes(cells),
+            pages=pages,
+        )
+
+    def copy(self, source: Rows, target: Rows, extent: Extent, stream: torch.cuda.Stream) -> None:
+        """Queue the copy on a stream of the pool's device, which must be the current one."""
+        raw = stream.cuda_stream
+        copy_rows(source, target, extent, kernel=self._kernel, stream=raw, ctas=self._ctas)

@@ -2,8 +2,7 @@
 
 - rank_commands: what rank 0 tells a data plane, and the results
 - data_plane: carries commands out
-- link_thread: one incarnation of a link
-- staged_link: blocks over a link that carries bytes (tcp)
+- link_thread: one incarnation of a link; blocks over a link that carries bytes (tcp)
 - threads: a thread that calls functions in order
 
 Threads (all but the last two kinds are SerialThreads):

@@ -19,7 +19,7 @@ from kv_transfer.backends.base import (
 )
 from kv_transfer.backends.choice import build_backends
 from kv_transfer.config import ONE_SIDED, TransferConfig
-from kv_transfer.data.link_thread import LinkMessage, LinkThread
+from kv_transfer.data.link_thread import LinkMessage, LinkThread, StagedLink
 from kv_transfer.data.rank_commands import (
     CloseCommand,
     Listening,
@@ -32,7 +32,6 @@ from kv_transfer.data.rank_commands import (
     ReadyCommand,
     RevokeCommand,
 )
-from kv_transfer.data.staged_link import StagedLink
 from kv_transfer.data.threads import SerialThreads
 from kv_transfer.plan.checksum import place_checksum
 from protocol import codec

@@ -13,7 +13,7 @@ import torch
 from engine.kv.pool import KVPool
 from kv_transfer.backends import nccl
 from kv_transfer.config import ChecksumKind
-from kv_transfer.cuda.copying import load_copies
+from kv_transfer.cuda.copying import PoolCopies, load_copies
 from kv_transfer.cuda.nccl import Staging, Watch
 from tests.support import moves
 from tests.support.transfer import make_layout
@@ -89,8 +89,7 @@ def ends(device):
             backend = SimpleNamespace(
                 store=pool,
                 watch=Watch("test"),
-                copy_ctas=16,
-                kernel=load_copies(device),
+                pool=PoolCopies(pool.data, kernel=load_copies(device), ctas=16),
                 staging=Staging(1 << 30, largest=chunk_bytes, count=nccl.BUFFERS),
             )
             link = nccl.NcclLink("link", wire, backend, chunk_bytes)

@@ -105,5 +105,5 @@ def test_a_foreground_that_cannot_be_shown_is_stopped(monkeypatch):
     monkeypatch.setattr(up_command, "show_endpoints", gone)
     monkeypatch.setattr(up_command, "stop", lambda state, *_, now: stopped.append((state, now)))
     with pytest.raises(BrokenPipeError):
-        up_command.run(Namespace(foreground=True, config="c.yaml"), Console())
+        up_command.run(Namespace(command="up", foreground=True, config="c.yaml"), Console())
     assert stopped == [(here, False)]

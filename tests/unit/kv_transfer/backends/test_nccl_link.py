@@ -17,6 +17,7 @@ import torch
 from kv_transfer.backends import nccl
 from kv_transfer.backends.base import LinkBroken
 from kv_transfer.config import ChecksumKind
+from kv_transfer.cuda import copying
 from kv_transfer.cuda.nccl import Staging, Watch
 from kv_transfer.plan import checksum
 from tests.support import moves
@@ -194,7 +195,7 @@ class Pages:
 @pytest.fixture
 def links(monkeypatch):
     """(sender, receiver, wire, source pool, target pool), for messages of so many bytes."""
-    monkeypatch.setattr(nccl, "copy_rows", copy_rows)
+    monkeypatch.setattr(copying, "copy_rows", copy_rows)
     monkeypatch.setattr(nccl, "content_checksum", content_checksum)
     monkeypatch.setattr(nccl, "PageTable", Pages)
     DEVICE.streams.clear()
@@ -226,9 +227,8 @@ def links(monkeypatch):
             backend = SimpleNamespace(
                 store=store,
                 watch=Watch("test"),
-                copy_ctas=1,
+                pool=copying.PoolCopies(store.data, kernel=None, ctas=1),
                 staging=staging,
-                kernel=None,
             )
             link = nccl.NcclLink("link", Group(wire, kind), backend, chunk_bytes)
             ends.append((link, data))

@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from engine.process_tempdir import ProcessTempdir
+from engine.ranks.group import ProcessTempdir
 
 HOLD = """
 import sys
 from pathlib import Path
-from engine.process_tempdir import ProcessTempdir
+from engine.ranks.group import ProcessTempdir
 folder = ProcessTempdir(Path(sys.argv[1]))
 print(folder.path, flush=True)
 sys.stdin.read()
