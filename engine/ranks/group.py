@@ -38,6 +38,8 @@ from protocol import codec
 from protocol.errors import BatonError
 
 __all__ = ["RankGroup", "RankInvite"]
+#: Interval at which `accept` checks whether all ranks have joined.
+_JOIN_CHECK_S = 0.05
 log = get_logger(__name__)
 
 _OWNER = "owner"  # a file in each temporary folder, locked as long as its process lives
@@ -91,12 +93,15 @@ class RankGroup:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise RankLost(f"ranks {sorted(missing)} did not join in {timeout_s} s", param="tp")
-            self._server.settimeout(left)
+            self._server.settimeout(min(left, _JOIN_CHECK_S))
             try:
                 connection, _ = self._server.accept()
             except TimeoutError:
                 continue
-            self._admit(connection, missing)
+            # A thread each: a silent connection must not hold up the next one.
+            threading.Thread(
+                target=self._admit, args=(connection,), name="rank-handshake", daemon=True
+            ).start()
 
     def open(self, num_blocks: int, timeout_s: float) -> None:
         """Wait until every follower has loaded, open its pool of `num_blocks`, form the tensor
@@ -153,7 +158,7 @@ class RankGroup:
         self._server.close()
         self.tp.close()
 
-    def _admit(self, connection: socket.socket, missing: set[int]) -> None:
+    def _admit(self, connection: socket.socket) -> None:
         limit = self._limit()
         try:
             channel = Channel.server(
@@ -163,12 +168,15 @@ class RankGroup:
         except ChannelClosed as error:
             log.warning("refused a connection", extra={"reason": error})
             return
-        if rank not in missing:
+        with self._lock:
+            expected = 0 < rank < self.size and rank not in self._channels
+            if expected:
+                self._loaded[rank] = Future()
+                self._channels[rank] = channel
+        if not expected:
             log.warning("refused an unexpected rank", extra={"rank": rank})
             channel.close()
             return
-        self._channels[rank] = channel
-        self._loaded[rank] = Future()
         listen = threading.Thread(
             target=self._listen, args=(rank, channel), name=f"rank-{rank}", daemon=True
         )

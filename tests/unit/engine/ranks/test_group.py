@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 
@@ -33,6 +35,21 @@ def joined(group: RankGroup) -> dict[int, Follower]:
 
 def listeners() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("rank-")]
+
+
+def test_connections_that_prove_nothing_hold_no_rank_up(group: RankGroup) -> None:
+    """Silent ones, ones that send a byte at a time, and ones that end."""
+    address = group.invite.host, group.invite.port
+    with contextlib.ExitStack() as strangers:
+        for data in (b"", b"\0", b"\0\0\0\x20\0", b"GET / HTTP/1.1\r\n\r\n"):
+            stranger = strangers.enter_context(socket.create_connection(address))
+            stranger.sendall(data)
+        start = time.monotonic()
+        followers = joined(group)
+        assert time.monotonic() - start < 5  # a handshake may take 10 s
+        assert set(group._channels) == {1, 2}
+    for follower in followers.values():
+        follower.close()
 
 
 def test_a_rank_that_loads_after_another_was_lost_breaks_nothing(group: RankGroup) -> None:
