@@ -2,7 +2,7 @@
 
 Files, in reading order:
 
-    options       settings; the shapes that steps are rounded up to
+    options       settings; the shapes that steps are rounded up to; models that are not served
     plan          a step in device order: rows, query tiles, calls, as frozen values
     inputs        the plan's numbers in device memory, at fixed addresses
     attention     attention of decode rows, of mixed steps, of large chunks
@@ -13,5 +13,5 @@ Files, in reading order:
     graphs        steps captured by shape
     staging       streams, pinned buffers
     comm, group   sums over ranks: the interface; symmetric memory and NCCL
-    memory, warmup, served, build   pool size, compilation, refused models, construction
+    memory, warmup, build   pool size, compilation, construction
 """

@@ -8,9 +8,8 @@ import torch
 
 from engine.config import EngineConfig
 from engine.cuda.group import DeviceGroup
-from engine.cuda.options import CudaOptions
+from engine.cuda.options import CudaOptions, check_served
 from engine.cuda.runner import CudaRunner
-from engine.cuda.served import check_served
 from engine.errors import ModelRefused
 from engine.kv.sizing import kv_fingerprint
 from engine.model.checkpoint import Checkpoint

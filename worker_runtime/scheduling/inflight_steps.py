@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 from engine.batch import StepBatch
 from observability.clock import Rate
 from worker_runtime.scheduling.sequence import Sequence
-from worker_runtime.scheduling.step_model import StepModel, StepShape
+from worker_runtime.scheduling.step_model import StepModel, StepWork
 
 #: Share of the shortest predicted time of a step with prompts that is relied on.
 _RELIABLE_SHARE = 0.75
@@ -53,7 +53,7 @@ class _InflightStep(Generic[E]):
     rows: list[Row[E]]
     num_tokens: int
     launched_at: float
-    shape: StepShape | None
+    shape: StepWork | None
     timed: bool
 
     @property
@@ -172,7 +172,7 @@ class InflightSteps(Generic[E]):
         self._landed_at = now
 
 
-def _shape(rows: list[Row[E]]) -> StepShape:
+def _shape(rows: list[Row[E]]) -> StepWork:
     """What these rows run, before their sequences are launched."""
     num_decodes = context = num_prompt_tokens = num_pairs = 0
     for row in rows:
@@ -183,7 +183,7 @@ def _shape(rows: list[Row[E]]) -> StepShape:
         else:
             num_prompt_tokens += count
             num_pairs += count * start + count * count // 2
-    return StepShape(
+    return StepWork(
         num_decodes=num_decodes,
         context=context,
         num_prompt_tokens=num_prompt_tokens,

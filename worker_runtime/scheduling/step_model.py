@@ -31,7 +31,7 @@ _MAX_OUTLIERS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class StepShape:
+class StepWork:
     """What a step runs: `num_decodes` sequences with `context` tokens together, and
     `num_prompt_tokens` tokens of prompts, which attend to `num_pairs` (token, earlier) pairs."""
 
@@ -58,7 +58,7 @@ class StepModel:
         self._reset()
 
     def _reset(self) -> None:
-        size = len(StepShape().features)
+        size = len(StepWork().features)
         self._weights = [0.0] * size
         self._covariance = [[_PRIOR * (i == j) for j in range(size)] for i in range(size)]
         self._num_steps = 0
@@ -70,11 +70,11 @@ class StepModel:
         """Whether enough steps were seen to predict others."""
         return self._num_steps >= _MIN_STEPS
 
-    def predict(self, shape: StepShape) -> float:
+    def predict(self, shape: StepWork) -> float:
         """Seconds of such a step. Coefficients below zero, noise of the fit, count as zero."""
         return sum(max(0.0, w) * x for w, x in zip(self._weights, shape.features, strict=True))
 
-    def add(self, shape: StepShape, seconds: float) -> None:
+    def add(self, shape: StepWork, seconds: float) -> None:
         """Take in a step that ran. Steps without prompt tokens are another regime: ignored."""
         if not shape.num_prompt_tokens or not 0.0 < seconds < math.inf:
             return
@@ -101,7 +101,7 @@ class StepModel:
         keep = _FORGETTING if trace < _MAX_TRACE else 1.0
         self._covariance = [[value / keep for value in row] for row in settled]
 
-    def _is_outlier(self, shape: StepShape, seconds: float) -> bool:
+    def _is_outlier(self, shape: StepWork, seconds: float) -> bool:
         predicted = self.predict(shape)
         if not self.known or predicted <= 0.0:
             return False
@@ -117,7 +117,7 @@ class StepModel:
         their time is constant.
         """
         max_tokens = min(max_tokens, int(_GROWTH * self._largest))
-        base = self.predict(StepShape(num_decodes=num_decodes, context=context))
+        base = self.predict(StepWork(num_decodes=num_decodes, context=context))
         _, token, _, pair = (max(0.0, w) for w in self._weights)
         # A chunk of n tokens costs linear * n + square * n^2 seconds over the base.
         linear = token / 1e3 + pair * start / 1e6

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import pytest
 
 from engine.config import EngineConfig
-from engine.cuda.served import check_served
+from engine.cuda.options import check_served
 from engine.errors import ModelRefused
 from engine.model.config import ModelConfig, QkNorm
 from engine.model.registry import FAMILIES, load_model_config, parse_model_config

@@ -7,20 +7,20 @@ import statistics
 
 import pytest
 
-from worker_runtime.scheduling.step_model import StepModel, StepShape
+from worker_runtime.scheduling.step_model import StepModel, StepWork
 
 
-def device_seconds(shape: StepShape, slower: float = 1.0) -> float:
+def device_seconds(shape: StepWork, slower: float = 1.0) -> float:
     """An 8B model in bfloat16 on an H200: weights, arithmetic, KV reads, attention of a chunk."""
     tokens = shape.num_decodes + shape.num_prompt_tokens
     weights = max(3.85e-3, 2.2e-5 * tokens)
     return slower * (weights + 3.2e-8 * shape.context + 1.2e-9 * shape.num_pairs + 2.5e-4)
 
 
-def a_shape(source: random.Random) -> StepShape:
+def a_shape(source: random.Random) -> StepWork:
     num_decodes = source.randint(0, 64)
     chunk, start = source.randint(192, 768), source.randint(0, 4096)
-    return StepShape(
+    return StepWork(
         num_decodes=num_decodes,
         context=num_decodes * source.randint(200, 3000),
         num_prompt_tokens=chunk,
@@ -54,7 +54,7 @@ def test_a_chunk_chosen_for_a_time_takes_about_that_time(seed):
         chunk = model.prompt_tokens_within(
             0.012, num_decodes=num_decodes, context=context, start=start, max_tokens=2048
         )
-        shape = StepShape(
+        shape = StepWork(
             num_decodes=num_decodes,
             context=context,
             num_prompt_tokens=chunk,
@@ -66,7 +66,7 @@ def test_a_chunk_chosen_for_a_time_takes_about_that_time(seed):
 
 def test_the_first_steps_are_not_trusted():
     model = StepModel()
-    shape = StepShape(num_prompt_tokens=64, num_pairs=2048)
+    shape = StepWork(num_prompt_tokens=64, num_pairs=2048)
     for _ in range(7):
         model.add(shape, 1.2)
         assert not model.known
@@ -77,9 +77,9 @@ def test_the_first_steps_are_not_trusted():
 def test_steps_without_prompts_and_impossible_times_teach_nothing():
     model = StepModel()
     for _ in range(20):
-        model.add(StepShape(num_decodes=8, context=800), 0.005)
-        model.add(StepShape(num_prompt_tokens=8), 0.0)
-        model.add(StepShape(num_prompt_tokens=8), float("inf"))
+        model.add(StepWork(num_decodes=8, context=800), 0.005)
+        model.add(StepWork(num_prompt_tokens=8), 0.0)
+        model.add(StepWork(num_prompt_tokens=8), float("inf"))
     assert not model.known
 
 
@@ -120,7 +120,7 @@ def run_steps(
                 max_tokens=8192,
             )
         chunk = max(64, chunk)
-        shape = StepShape(
+        shape = StepWork(
             num_decodes=shape.num_decodes,
             context=shape.context,
             num_prompt_tokens=chunk,
@@ -137,7 +137,7 @@ def test_first_steps_that_compile_do_not_keep_chunks_small(stalls, seed):
     source = random.Random(seed)
     model = StepModel()
     for seconds in stalls:
-        model.add(StepShape(num_decodes=4, num_prompt_tokens=256, num_pairs=32_000), seconds)
+        model.add(StepWork(num_decodes=4, num_prompt_tokens=256, num_pairs=32_000), seconds)
     steps = run_steps(model, source, 200, target_s=0.012)
     assert statistics.mean(steps[-50:]) == pytest.approx(0.012, rel=0.15)
 
@@ -155,7 +155,7 @@ def test_chunks_follow_a_device_that_changes_its_speed(slower, seed):
 
 def test_a_few_equal_steps_do_not_allow_a_huge_one():
     model = StepModel()
-    shape = StepShape(num_decodes=4, context=2000, num_prompt_tokens=256, num_pairs=30_000)
+    shape = StepWork(num_decodes=4, context=2000, num_prompt_tokens=256, num_pairs=30_000)
     for _ in range(10):
         model.add(shape, device_seconds(shape))
     chunk = model.prompt_tokens_within(
@@ -175,10 +175,10 @@ def test_nothing_fits_when_decoding_alone_takes_longer():
 def test_equal_steps_do_not_wear_the_fit_out():
     """Forgetting without news must not let the covariance grow for ever (blow-up)."""
     model = trained(random.Random(6))
-    shape = StepShape(num_decodes=8, context=8000, num_prompt_tokens=300, num_pairs=45_000)
+    shape = StepWork(num_decodes=8, context=8000, num_prompt_tokens=300, num_pairs=45_000)
     for _ in range(20_000):
         model.add(shape, device_seconds(shape))
     model.add(shape, 1.5 * device_seconds(shape))
     assert model.predict(shape) < 1.6 * device_seconds(shape)
-    other = StepShape(num_decodes=40, context=60_000, num_prompt_tokens=600, num_pairs=180_000)
+    other = StepWork(num_decodes=40, context=60_000, num_prompt_tokens=600, num_pairs=180_000)
     assert model.predict(other) == pytest.approx(device_seconds(other), rel=0.5)
