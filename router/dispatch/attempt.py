@@ -87,7 +87,7 @@ class TokenMerger:
 class Attempt:
     """Takes the events of one attempt, on the event loop (router.workers.worker_client.EventSink).
     `ended` resolves exactly once; later events are dropped, except spans. `remote`: a prefill
-    worker takes part; `on_handoff` is called once decode goes on from its token."""
+    worker takes part; `on_decode` is called with decode's first token."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Attempt:
         output: TokenSink,
         remote: bool,
         clock: Callable[[], float],
-        on_handoff: Callable[[], None] = lambda: None,
+        on_decode: Callable[[], None] = lambda: None,
     ) -> None:
         self.key = key
         self.ended: asyncio.Future[AttemptEnd] = asyncio.get_running_loop().create_future()
@@ -109,7 +109,7 @@ class Attempt:
         self._num_before = len(merger.output_ids)  # tokens of earlier attempts
         self._output = output
         self._clock = clock
-        self._on_handoff = on_handoff
+        self._on_decode = on_decode
         if not remote:
             self.prefill_reported.set()
 
@@ -120,7 +120,7 @@ class Attempt:
             return
         if role is Role.DECODE and self.decode_started is None:
             self.decode_started = self._clock()
-            self._on_handoff()
+            self._on_decode()
         self._guarded(self._forward, event, role)
 
     def on_event(self, event: AttemptEvent, ref: WorkerRef) -> None:

@@ -167,7 +167,7 @@ class SequenceRun:
             output=self._output,
             remote=pair.prefill is not None,
             clock=self._dispatcher.clock,
-            on_handoff=partial(_note_handoff, pair, key),
+            on_decode=partial(self._note_decode, pair, key),
         )
         try:
             self._reserve(pair, attempt)
@@ -279,9 +279,16 @@ class SequenceRun:
         known = (self.num_cached_tokens, attempt.num_cached_tokens)
         self.num_cached_tokens = min((n for n in known if n is not None), default=None)
 
+    def _note_decode(self, pair: WorkerPair, key: RequestKey) -> None:
+        """The first token of decode has come: prefill did its part. Long outputs end much later."""
+        pair.decode.breaker.began(key, self._dispatcher.clock())
+        if pair.prefill is not None:
+            pair.prefill.breaker.succeeded(key)
+            pair.prefill.breaker.ended(key)
+
     def _record_outcome(self, pair: WorkerPair, attempt: Attempt) -> None:
-        """Tell the circuit breakers how the workers did. A failed hand-off counts for both: either
-        may be at fault, and a worker's next success takes it back."""
+        """Tell the circuit breakers how the workers did. A failed hand-off between live workers
+        counts for both: either may be at fault, and a worker's next success takes it back."""
         ended, key = self._ended, attempt.key
         if ended is None:
             return
@@ -295,7 +302,10 @@ class SequenceRun:
                 and not isinstance(ended.error, Overloaded)
                 and (
                     worker.ref.worker_id == ended.worker_id
-                    or isinstance(ended.error, HandoffFailed)
+                    or (
+                        isinstance(ended.error, HandoffFailed)
+                        and ended.outcome is not AttemptOutcome.LOST
+                    )
                 )
             ):
                 worker.breaker.failed(key, self._dispatcher.clock())
@@ -310,13 +320,6 @@ class SequenceRun:
 
     def _placed(self, span: Span, attempt: int) -> PlacedSpan:
         return PlacedSpan(span=span, choice=self._job.index, attempt=attempt)
-
-
-def _note_handoff(pair: WorkerPair, key: RequestKey) -> None:
-    """Prefill did its part. Long outputs end much later."""
-    if pair.prefill is not None:
-        pair.prefill.breaker.succeeded(key)
-        pair.prefill.breaker.ended(key)
 
 
 def _refusal(ref: WorkerRef, error: BatonError) -> AttemptEnd:

@@ -270,7 +270,7 @@ class BreakerState(StrEnum):
 class _BreakerEvent(Enum):
     FAILED = auto()  # too often, or the probe
     PAUSED = auto()  # for long enough
-    SUCCEEDED = auto()  # the probe
+    SUCCEEDED = auto()  # the probe, or its output began
 
 
 _NEXT_BREAKER = {
@@ -284,7 +284,8 @@ _NEXT_BREAKER = {
 class CircuitBreaker:
     """Keeps requests from a worker that keeps failing them, and that would draw the traffic because
     it has few sequences. After a few failures the breaker opens: no requests for a while, then one
-    at a time until one succeeds. `now` is in seconds on any steady clock."""
+    at a time until one begins its output; until outputs end well, one more failure opens it again,
+    for longer. `now` is in seconds on any steady clock."""
 
     def __init__(self) -> None:
         self.state = BreakerState.CLOSED
@@ -310,12 +311,21 @@ class CircuitBreaker:
         if self._probe == key:
             self._probe = None
 
+    def began(self, key: RequestKey, now: float) -> None:
+        """The first token of an attempt has come. Its last may take minutes."""
+        if self.state is BreakerState.HALF_OPEN and key == self._probe:
+            self.state = _NEXT_BREAKER[self.state, _BreakerEvent.SUCCEEDED]
+            self._failures, self._last_failure, self._probe = _MAX_FAILURES - 1, now, None
+            self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
+
     def succeeded(self, key: RequestKey) -> None:
         """The worker did its part of an attempt."""
         self._failures = max(0, self._failures - 1)
         if self.state is BreakerState.HALF_OPEN and key == self._probe:
             self.state = _NEXT_BREAKER[self.state, _BreakerEvent.SUCCEEDED]
-            self._failures, self._pause_s = 0, _FIRST_PAUSE_S
+            self._failures = 0
+        if self.state is BreakerState.CLOSED and not self._failures:
+            self._pause_s = _FIRST_PAUSE_S
 
     def failed(self, key: RequestKey, now: float) -> None:
         """The worker failed an attempt, or refused it though it is not full."""

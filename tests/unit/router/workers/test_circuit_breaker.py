@@ -50,6 +50,32 @@ def test_each_failed_probe_doubles_the_pause() -> None:
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
 
 
+def test_failures_after_the_first_token_double_the_pause_too() -> None:
+    breaker, now, pauses = opened(), 0.0, []
+    for i in range(8):
+        start = now
+        while not breaker.allows(now):
+            now += 0.7
+        pauses.append(now - start)
+        breaker.started(key(i))
+        breaker.began(key(i), now)
+        assert breaker.state is BreakerState.CLOSED
+        now += 10.0
+        breaker.failed(key(i), now)
+        breaker.ended(key(i))
+    assert pauses == pytest.approx([1.4, 2.1, 4.2, 8.4, 16.1, 30.1, 30.1, 30.1])
+    while not breaker.allows(now):
+        now += 0.5
+    breaker.started(key(8))
+    breaker.began(key(8), now)
+    for i in range(8, 10):
+        breaker.succeeded(key(i))
+    for i in range(10, 13):
+        assert breaker.allows(now)
+        breaker.failed(key(i), now)
+    assert breaker.allows(now + 1.0), "the first pause again"
+
+
 def test_a_probe_without_an_outcome_makes_way_for_another() -> None:
     breaker = opened()
     assert breaker.allows(1.0)
