@@ -29,7 +29,7 @@ from engine.cuda.plan import (
     DenseChunk,
     dense_length,
 )
-from engine.cuda.staging import StagingLane
+from engine.cuda.staging import DeviceStream
 from engine.kernels.triton.attention import DecodeScratch, DecodeShape, decode_attention
 from engine.kernels.triton.elementwise import rope_write
 from engine.kernels.triton.prefill_attention import (
@@ -79,7 +79,7 @@ class AttentionState:
     sizes: AttentionSizes
     kv: Sequence[Tensor]
     rotations: Sequence[tuple[Tensor, Tensor]]
-    lane: StagingLane
+    stream: DeviceStream
     decode_scratch: DecodeScratch
     chunk_scratch: ChunkScratch
     attended: Tensor
@@ -153,7 +153,7 @@ class MixedAttention:
         if not self.shape.decode_programs:
             self._chunks(layer, qkv, out)
             return out
-        with state.lane.beside():
+        with state.stream.beside():
             self._chunks(layer, qkv, out)
         decode_attention(
             qkv,
@@ -170,7 +170,7 @@ class MixedAttention:
             counts=self.chunks.counts,
             programs=self.shape.decode_programs,
         )
-        state.lane.join()
+        state.stream.join()
         return out
 
     def _chunks(self, layer: int, qkv: Tensor, out: Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.cuda.options import StepShape
-from engine.cuda.staging import StagingLane
+from engine.cuda.staging import DeviceStream
 
 
 class GraphSet:
@@ -19,9 +19,9 @@ class GraphSet:
     `run(shape)` must put the same work at the same addresses on the stream whenever it is called.
     """
 
-    def __init__(self, run: Callable[[StepShape], Tensor], lane: StagingLane) -> None:
+    def __init__(self, run: Callable[[StepShape], Tensor], stream: DeviceStream) -> None:
         self._run = run
-        self._lane = lane
+        self._stream = stream
         self._pool: Any = None
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
@@ -41,11 +41,11 @@ class GraphSet:
             gc.enable()
 
     def _capture(self, shape: StepShape) -> None:
-        with self._lane.active():
+        with self._stream.active():
             self._run(shape)
-        self._lane.synchronize()
+        self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._lane.stream):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream.stream):
             out = self._run(shape)
         self._pool = graph.pool()
         self._graphs[shape] = (graph, out)

@@ -1,7 +1,7 @@
 """Tensor-parallel collectives over NVLink: symmetric memory for small tensors, NCCL for large ones.
 
 Every decode step reduces twice a layer, so latency counts: those sums are part of the engine's own
-kernels, which reach into the peers' memory. All others are torch's, which read the peers' buffers:
+kernels, which write to the peers' memory. All others are torch's, which read the peers' buffers:
 one-shot (every rank reads all buffers), then two-shot (reduce-scatter, then gather). NVLink
 multicast is never used.
 """
@@ -20,11 +20,11 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 from engine.cuda.comm import RankCollectives
 from engine.errors import RankLost
-from engine.kernels.triton.reduce import Mailboxes, NormedSum, ReduceTurn
+from engine.kernels.triton.reduce import Mailboxes, NormedSum, Reduction
 
 
 class ReduceKind(StrEnum):
-    """How an all-reduce is done."""
+    """Algorithm of an all-reduce."""
 
     ONE_SHOT = "one_shot"
     TWO_SHOT = "two_shot"
@@ -33,7 +33,7 @@ class ReduceKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReduceTable:
-    """Which all-reduce serves which size: the largest of each kind in bytes, NCCL above."""
+    """Largest size of each kind of all-reduce in bytes; NCCL above."""
 
     one_shot: int
     two_shot: int
@@ -70,7 +70,7 @@ class DeviceGroup(RankCollectives):
         super().__init__(rank, size)
         self._name = name
         self._table = reduce_table(size)
-        self._turns = 0
+        self._num_reductions = 0
         nccl: Any = c10d.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = timedelta(seconds=timeout_s)
@@ -83,7 +83,7 @@ class DeviceGroup(RankCollectives):
             self._normed, outs = self._symmetric(self._table.two_shot, device)
             self._signals, signals = self._symmetric(4 * (size + 1), device)
             self._addresses = torch.tensor([buffers, outs, signals], device=device)
-            # No rank may write into a mailbox before its owner has zeroed it.
+            # No rank may write to a mailbox before its owner has zeroed it.
             self._nccl.allreduce([torch.zeros(1, device=device)]).wait()
             torch.cuda.synchronize(device)
         except RuntimeError as error:
@@ -101,7 +101,7 @@ class DeviceGroup(RankCollectives):
         self._group = group  # the registry holds it weakly
 
     def _symmetric(self, num_bytes: int, device: torch.device) -> tuple[Tensor, list[int]]:
-        """Memory that all ranks can address, zeroed, and where each rank's lies."""
+        """Zeroed memory that all ranks can address, and the address of each rank's."""
         memory: Any = _SymmetricMemory
         buffer: Tensor = memory.empty_strided_p2p(
             (num_bytes,), (1,), torch.uint8, device, self._name
@@ -123,11 +123,11 @@ class DeviceGroup(RankCollectives):
 
     @property
     def failed(self) -> Tensor:
-        """int32 `[1]`, not zero once a peer was found to be silent."""
+        """int32 `[1]`, nonzero after a wait for a peer timed out."""
         return self._boxes.failed
 
     def partial(self, h: Tensor) -> Tensor:
-        """Where the partial sum of `h` goes."""
+        """Destination of the partial sum of `h`."""
         return self.partial_for(self._table.kind(h, self.size), h)
 
     def partial_for(self, kind: ReduceKind, h: Tensor) -> Tensor:
@@ -137,11 +137,11 @@ class DeviceGroup(RankCollectives):
         return self._buffer[: h.nbytes].view(h.dtype).view(h.shape)
 
     def reduce(self, partial: Tensor, h: Tensor) -> None:
-        """h = the sum of all ranks' partial sums, the same bits on every rank."""
+        """Set h to the sum of all ranks' partial sums, bitwise equal on every rank."""
         self.reduce_by(self._table.kind(h, self.size), partial, h)
 
     def reduce_by(self, kind: ReduceKind, partial: Tensor, h: Tensor) -> None:
-        """`reduce` in a given way; `partial` is what `partial_for` gave."""
+        """`reduce` of a given kind; `partial` is the result of `partial_for`."""
         if kind is ReduceKind.NCCL:
             self._nccl.allreduce([h]).wait()
         elif kind is ReduceKind.ONE_SHOT:
@@ -152,21 +152,21 @@ class DeviceGroup(RankCollectives):
             torch.ops.symm_mem.two_shot_all_reduce_(partial, "sum", self._name)
             h.copy_(partial)
 
-    def turn(self, h: Tensor) -> ReduceTurn | None:
-        """A turn of the mailboxes for one row that fits them; the product pushes its own sums."""
+    def row_reduction(self, h: Tensor) -> Reduction | None:
+        """A reduction through the mailboxes for one row that fits them."""
         if h.shape[0] != 1 or h.numel() > self._boxes.capacity:
             return None
-        return self._next_turn()
+        return self._next_reduction()
 
     def sums_to_norm(self, h: Tensor) -> bool:
-        """Of several rows, as far as the buffers hold them."""
+        """True for several rows that fit the buffers."""
         return h.shape[0] > 1 and h.nbytes <= self._table.two_shot
 
     def normed_sum(self, h: Tensor) -> NormedSum:
-        """A reduction of what `sums_to_norm`."""
+        """All-reduce fused with the next RMSNorm; only where `sums_to_norm`."""
         partials, outs, signals = self._addresses
         return NormedSum(
-            turn=self._next_turn(),
+            reduction=self._next_reduction(),
             partial=self._buffer[: h.nbytes].view(h.dtype).view(h.shape),
             out=self._normed[: h.nbytes].view(h.dtype).view(h.shape),
             partials=partials,
@@ -174,15 +174,15 @@ class DeviceGroup(RankCollectives):
             signals=signals,
         )
 
-    def _next_turn(self) -> ReduceTurn:
-        self._turns += 1
-        return ReduceTurn(boxes=self._boxes, index=self._turns - 1)
+    def _next_reduction(self) -> Reduction:
+        self._num_reductions += 1
+        return Reduction(boxes=self._boxes, index=self._num_reductions - 1)
 
     def end_step(self) -> None:
-        """Count this step's turns on the device: a graph runs again with the same numbers."""
-        if self._turns:
-            self._boxes.done.add_(self._turns)
-            self._turns = 0
+        """Add this step's reductions to the device's count: graphs repeat their indexes."""
+        if self._num_reductions:
+            self._boxes.done.add_(self._num_reductions)
+            self._num_reductions = 0
 
     def gather(self, x: Tensor) -> Tensor:
         """`[size, *x.shape]` on every rank, by NCCL."""
@@ -191,7 +191,7 @@ class DeviceGroup(RankCollectives):
         return out
 
     def close(self) -> None:
-        """Leave the group; operations still in flight are given up."""
+        """Leave the group; aborts operations in flight."""
         registry: Any = c10d
         registry._unregister_process_group(self._name)
         self._nccl.abort()

@@ -12,7 +12,7 @@ from engine.cuda.inputs import ChunkCapacity, ChunkInputs, DecodeInputs
 from engine.cuda.model import RankShape
 from engine.cuda.options import CudaOptions, StepShape, StepShapes
 from engine.cuda.sampler import TokenSampler
-from engine.cuda.staging import StagingLane, StagingRing
+from engine.cuda.staging import DeviceStream, StagingRing
 from engine.errors import ModelRefused
 from engine.kernels.triton.attention import DecodeScratch, DecodeShape, decode_shape
 from engine.kernels.triton.prefill_attention import ChunkScratch, max_parts, query_tile
@@ -69,7 +69,7 @@ class StepMemory:
         sizes: RankShape,
         weights: ModelWeights,
         pool: KVPool,
-        lane: StagingLane,
+        stream: DeviceStream,
         *,
         max_model_len: int,
         vocab_size: int,
@@ -90,7 +90,9 @@ class StepMemory:
         return StepMemory(
             decodes=DecodeInputs(batch, table, device),
             chunks=ChunkInputs(capacity, device),
-            attention=_attention_state(options, shapes, sizes, weights, pool, lane, max_model_len),
+            attention=_attention_state(
+                options, shapes, sizes, weights, pool, stream, max_model_len
+            ),
             logits=head.new_empty(batch, head.shape[0]),
             sampler=TokenSampler(batch, vocab_size, sizes, device),
             results=StagingRing(batch + 1, 4, device),
@@ -103,7 +105,7 @@ def _attention_state(
     sizes: RankShape,
     weights: ModelWeights,
     pool: KVPool,
-    lane: StagingLane,
+    stream: DeviceStream,
     max_model_len: int,
 ) -> AttentionState:
     heads, dim, device, dtype = sizes.num_heads, sizes.head_dim, pool.device, pool.dtype
@@ -114,7 +116,7 @@ def _attention_state(
         kv_heads=sizes.kv_heads,
         head_dim=dim,
         scale=sizes.attention_scale,
-        pdl=lane.overlaps_launches,
+        pdl=stream.overlaps_launches,
     )
     dense = None
     if cudnn_serves(dtype, dim, device):
@@ -129,7 +131,7 @@ def _attention_state(
     graph_rows = max((shape.rows for shape in shapes.mixed), default=0)
     return AttentionState(
         sizes=attention,
-        lane=lane,
+        stream=stream,
         kv=pool.layers,
         rotations=weights.rotations,
         decode_scratch=DecodeScratch(options.max_batch, max(parts), heads, dim, device),

@@ -217,9 +217,9 @@ class CudaModel:
 
     def _add_product(self, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor) -> None:
         """h += x weight^T + bias, summed over the ranks."""
-        turn = self.comm.turn(h)
-        if turn is not None:
-            shared_linear(x, weight, turn, h=h, bias=bias, pdl=self._pdl)
+        reduction = self.comm.row_reduction(h)
+        if reduction is not None:
+            shared_linear(x, weight, reduction, h=h, bias=bias, pdl=self._pdl)
             return
         target = self.comm.partial(h)
         residual = h if self.comm.rank == 0 else None

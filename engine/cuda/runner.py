@@ -35,7 +35,7 @@ from engine.cuda.options import CudaOptions, StepShape, StepShapes
 from engine.cuda.pending import PendingTokens
 from engine.cuda.plan import BatchLimits, ChunkLayout, StepPlan, lay_out_chunks, plan_step
 from engine.cuda.split_decode import SplitDecode
-from engine.cuda.staging import StagingLane, to_device, to_host
+from engine.cuda.staging import DeviceStream, to_device, to_host
 from engine.cuda.warmup import largest_prompts, warmup_steps
 from engine.errors import RankLost
 from engine.kernels.triton.prefill_attention import query_tile
@@ -81,13 +81,13 @@ class CudaRunner:
         self.max_model_len = min(config.max_model_len or limit, limit)
         self._followed: deque[PendingTokens] = deque()  # a follower's steps not known to be over
         self.device = device or torch.device(config.device)
-        self._lane = StagingLane(self.device)
+        self._stream = DeviceStream(self.device)
         share = share_of(model_config, rank, config.tp_size)
         self._shape = shape = RankShape.of(model_config, share)
         with torch.inference_mode():
             loader = WeightLoader(model_config, share, source, self.device)
             self.weights = loader.load(self.max_model_len)
-        pdl = self._lane.overlaps_launches
+        pdl = self._stream.overlaps_launches
         split = None
         if config.tp_size == 1 and self._dtype is torch.bfloat16:
             split = SplitDecode(self.weights, shape.eps, options.split_rows, pdl=pdl)
@@ -132,10 +132,10 @@ class CudaRunner:
         before = torch.cuda.memory_allocated(self.device)
         self.open(1)
         torch.cuda.reset_peak_memory_stats(self.device)
-        with torch.inference_mode(), self._lane.active():
+        with torch.inference_mode(), self._stream.active():
             plan = plan_step(StepBatch(sequences=tuple(probes)), self._limits, [])
             self._forward(replace(plan, layout=self._lay_out(plan, ())))
-        self._lane.synchronize()
+        self._stream.synchronize()
         peak = torch.cuda.max_memory_allocated(self.device) - before
         rows = max((step.rows for step in self._shapes.mixed), default=0)
         peak += rows * (3 * shape.intermediate + 2 * shape.hidden) * self._dtype.itemsize
@@ -164,11 +164,11 @@ class CudaRunner:
             self._shape,
             self.weights,
             self.pool,
-            self._lane,
+            self._stream,
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
         )
-        self._graphs = GraphSet(self._run, self._lane)
+        self._graphs = GraphSet(self._run, self._stream)
         if self.device.type == "cuda":
             # All this was filled on another stream than the one that steps run on.
             torch.cuda.synchronize(self.device)
@@ -186,7 +186,7 @@ class CudaRunner:
         """Plan attention of up to `max_prompts` long prompts at once, for steps of this thread."""
         dense = self._memory.attention.dense
         if dense is not None:
-            with torch.inference_mode(), self._lane.active():
+            with torch.inference_mode(), self._stream.active():
                 dense.make_plans(max_prompts)
 
     # --- running ---------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class CudaRunner:
         rows = len(plan.sampled)
         logprobs = None
         events = self.pool.step_events
-        with torch.inference_mode(), self._lane.active():
+        with torch.inference_mode(), self._stream.active():
             if events is not None:
                 events.begin()
             logits, hidden = self._forward(plan)
@@ -339,7 +339,7 @@ class CudaRunner:
     def enter_thread(self) -> None:
         """Plan prompt attention again: plans belong to the thread that makes them. Equally long
         prompts in one step are too rare to start later for."""
-        self._lane.enter_thread()
+        self._stream.enter_thread()
         self._plan_attention(1)
 
     def warmup_batches(self) -> list[StepBatch]:
@@ -347,13 +347,14 @@ class CudaRunner:
         return warmup_steps(
             block_size=self.config.block_size,
             max_model_len=self.max_model_len,
+            max_chunk_tokens=self.options.max_chunk_tokens,
             vocab_size=self.vocab_size,
         )
 
     def close(self) -> None:
         """Leave the tensor-parallel group; a step that waits for a lost rank is given up."""
         if not self._peer_is_lost():
-            self._lane.synchronize()
+            self._stream.synchronize()
         self.model.comm.close()
 
     def _peer_is_lost(self) -> bool:

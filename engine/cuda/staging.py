@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-#: How often a watched wait looks: far below the time of a step.
-_LOOK_S = 50e-6
+#: Poll interval of a watched wait: far below the time of a step.
+_POLL_S = 50e-6
 
 
-class StagingLane:
-    """The stream that one runner's work is put on; on a device without streams, nothing."""
+class DeviceStream:
+    """The CUDA stream of one runner, and a second one beside it; no-ops on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -33,8 +33,8 @@ class StagingLane:
         return self._stream
 
     def enter_thread(self) -> None:
-        """Make its device the calling thread's own. Until told otherwise a thread is on the first
-        one that it sees, and whatever names no device costs that one half a GiB for a context."""
+        """Select the stream's device for the calling thread. A thread starts on the first visible
+        device, where a call that names no device would create a context of half a GiB."""
         if self._stream is not None:
             torch.cuda.set_device(self._stream.device)
 
@@ -44,8 +44,7 @@ class StagingLane:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Put work on a second stream: it follows what is on the current one, and what is put there
-        after `join` follows it."""
+        """Put work on the second stream, behind the current one's, which waits for it at `join`."""
         if self._side is None:
             yield
             return
@@ -59,24 +58,24 @@ class StagingLane:
             torch.cuda.current_stream(self._side.device).wait_stream(self._side)
 
     def synchronize(self) -> None:
-        """Block until everything put on it is over."""
+        """Block until all work on the stream has ended."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
 def to_host(x: Tensor) -> Tensor:
-    """`x` on the host once the current stream has come this far; does not wait for it."""
+    """A copy of x in pinned memory, complete once the current stream reaches it."""
     out = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
     return out.copy_(x, non_blocking=True)
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on the device, without waiting for either."""
+    """A copy of a host tensor on the device, without blocking."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 
 class StagingRing:
-    """A few equal pinned int32 buffers used in turn; one is taken again only once it was copied."""
+    """Pinned int32 buffers used round robin; `take` blocks while a buffer's copy is in flight."""
 
     def __init__(self, size: int, depth: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
@@ -88,7 +87,7 @@ class StagingRing:
         self._next = 0
 
     def take(self) -> tuple[Tensor, np.ndarray[Any, np.dtype[np.int32]], int]:
-        """(buffer, numpy view of it, its number for `sent`)."""
+        """The next (buffer, numpy view of it, index for `sent`)."""
         index = self._next
         self._next = (index + 1) % len(self._buffers)
         event = self._events[index]
@@ -97,7 +96,7 @@ class StagingRing:
         return self._buffers[index], self._views[index], index
 
     def sent(self, index: int) -> None:
-        """The copy from or to buffer `index` has just been put on the current stream."""
+        """Record that the copy from or to buffer `index` is on the current stream."""
         if self._buffers[index].is_pinned():
             event = self._events[index] or torch.cuda.Event()
             event.record()
@@ -109,10 +108,10 @@ class StagingRing:
         return event is None or event.query()
 
     def wait(self, index: int, watch: Callable[[], None] | None = None) -> None:
-        """Block until the copy of `sent` is over.
+        """Block until the copy of `sent` has ended.
 
-        `watch` is called meanwhile and may raise: a device that waits for another one's word cannot
-        tell that it is gone, and a device event has no wait with a timeout.
+        `watch` is polled meanwhile and may raise: a CUDA event has no wait with a timeout, and a
+        kernel that waits for a lost peer does not end soon.
         """
         event = self._events[index]
         if event is None:
@@ -122,4 +121,4 @@ class StagingRing:
             return
         while not event.query():
             watch()
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)

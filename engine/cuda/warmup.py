@@ -1,38 +1,57 @@
-"""What a CUDA engine runs before it serves: a step for every kernel that any step can need.
+"""Steps that a CUDA engine runs before it serves: one for every kernel that steps can need.
 
-Compiling one takes about a second, in which every request waits. A kernel is compiled anew for each
-combination of constants, data types and alignments it is called with, so that other steps must not
-bring new ones: buffers are laid out for that (`layout.ALIGNMENT`), and a test on a GPU holds it.
+Compiling a kernel takes about a second, in which every request waits. Triton compiles one for each
+combination of constants, data types and alignments, so later steps must not bring new ones: vectors
+are aligned (`engine.cuda.inputs`), and a test on a GPU checks that nothing is compiled.
 """
 
 from __future__ import annotations
 
 from engine.batch import SequenceStep, StepBatch
 from engine.cpu.runner import warmup_batches
+from engine.cuda.plan import DENSE_TOKENS, HISTORY_SEGMENTS
 from engine.kernels.masks import mask_bytes
 from protocol.sampling import SamplingParams
 
-#: One chunk for each size of query tile in prompt attention.
-_CHUNKS = (8, 40, 100)
 _PLAIN = SamplingParams(temperature=1.0)
 _FILTERED = SamplingParams(temperature=1.0, top_k=2)
+#: Tokens of a chunk in a step that has a graph, and in one that has none.
+_GRAPH_CHUNK, _LARGE_CHUNK = 40, 800
+#: Tokens of a history whose attention is cut into parts, and of one that ends within a segment.
+_CUT_HISTORY, _HISTORY = 4096, HISTORY_SEGMENTS[-1] + 100
 
 
-def warmup_steps(*, block_size: int, max_model_len: int, vocab_size: int) -> list[StepBatch]:
-    """Chunks of every kind, sampled in every way, beside a decode. All write to block 0, which no
-    request holds yet."""
+def warmup_steps(
+    *, block_size: int, max_model_len: int, max_chunk_tokens: int, vocab_size: int
+) -> list[StepBatch]:
+    """Chunks of every kind, sampled in every way, alone and beside a decode row. All write to block
+    0, which no request holds yet."""
     allowed = b"\xff" * mask_bytes(vocab_size)
     batches = warmup_batches(block_size, max_model_len)
     decode = batches[-1].sequences
-    for count in _CHUNKS:
-        tokens = (0,) * max(1, min(count, max_model_len - 1))
-        blocks = (0,) * -(-len(tokens) // block_size)
-        for sampling, mask in ((_PLAIN, allowed), (_FILTERED, None)):
-            chunk = SequenceStep(
-                tokens=tokens, start=0, block_ids=blocks, sampling=sampling, allowed=mask
-            )
-            batches.append(StepBatch(sequences=(chunk,)))
-            batches.append(StepBatch(sequences=(*decode, chunk)))
+
+    def add(count: int, start: int, sampling: SamplingParams, *, scored: bool = False) -> None:
+        if count > max_chunk_tokens or start + count >= max_model_len:
+            return
+        chunk = SequenceStep(
+            tokens=(0,) * count,
+            start=start,
+            block_ids=(0,) * -(-(start + count) // block_size),
+            sampling=sampling,
+            allowed=allowed if sampling is _PLAIN else None,
+            targets=(0,) * count if scored else (),
+        )
+        batches.append(StepBatch(sequences=(chunk,)))
+        batches.append(StepBatch(sequences=(*decode, chunk)))
+
+    few = max(1, min(_GRAPH_CHUNK, max_model_len - 2))
+    for sampling in (_PLAIN, _FILTERED):
+        add(few, 0, sampling)
+    for start in (0, _CUT_HISTORY) if few > 1 else ():
+        add(few, start, _PLAIN, scored=True)
+    add(_LARGE_CHUNK, 0, _PLAIN)
+    for start in (0, _HISTORY):
+        add(DENSE_TOKENS, start, _PLAIN)
     return batches
 
 

@@ -14,7 +14,7 @@ from engine.cuda.attention import (
 )
 from engine.cuda.inputs import ChunkCapacity, ChunkInputs, DecodeInputs
 from engine.cuda.plan import BatchLimits, lay_out_chunks, plan_step
-from engine.cuda.staging import StagingLane
+from engine.cuda.staging import DeviceStream
 from engine.kernels.triton.attention import DecodeScratch, decode_shape
 from engine.kernels.triton.prefill_attention import ChunkScratch
 from protocol.sampling import SamplingParams
@@ -35,10 +35,9 @@ def attend(plan, qkv, pool, angle, *, dense):
     cudnn = DenseAttention(SIZES, 8200, 8192, qkv.dtype, device, max_history=16384)
     state = AttentionState(
         sizes=SIZES,
-        lane=StagingLane(device),
+        stream=DeviceStream(device),
         kv=[pool],
-        cos=angle.cos(),
-        sin=angle.sin(),
+        rotations=[(angle.cos(), angle.sin())],
         decode_scratch=DecodeScratch(8, 8 * cut.splits, HEADS, DIM, device),
         chunk_scratch=ChunkScratch(HEADS, DIM, qkv.dtype, device),
         attended=qkv[:0],

@@ -36,8 +36,8 @@ def run_reductions(rank, size, port):
     for kind in ReduceKind:
         for rows in (1, 3):
             h = torch.empty(rows, 4096, dtype=torch.bfloat16, device=device)
-            for turn in range(50):
-                parts = [part(peer, turn, h) for peer in range(size)]
+            for seed in range(50):
+                parts = [part(peer, seed, h) for peer in range(size)]
                 check(group, kind, parts, rank, h, lambda run: run())
             stream = torch.cuda.Stream(device)
             parts = [part(peer, 99, h) for peer in range(size)]
@@ -77,8 +77,8 @@ def check_normed_sums(group, rank, size, device):
     assert int(group.failed) == 0
 
 
-def part(peer, turn, like):
-    generator = torch.Generator(like.device).manual_seed(1000 * turn + peer)
+def part(peer, seed, like):
+    generator = torch.Generator(like.device).manual_seed(1000 * seed + peer)
     return torch.randn(like.shape, generator=generator, device=like.device).to(like.dtype)
 
 

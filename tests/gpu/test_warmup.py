@@ -57,3 +57,32 @@ def test_nothing_is_compiled_while_serving(device, dtype, monkeypatch):
     for _ in range(150):
         executor.run(random_batch(rng))
     assert compiled == []
+
+
+def test_nothing_is_compiled_for_large_steps(device, monkeypatch):
+    """Steps that have no graph: long chunks, with and without history, and scored ones."""
+    compiled = []
+    config = tiny_config(max_position_embeddings=6000)
+    runner = make_runner(device, config, dtype="bfloat16", max_chunk_tokens=4096)
+    runner.open(800)
+    runner.start()
+    executor = Executor(runner, fingerprint=None)
+    executor.warmup()
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_post_compile_hook", lambda **event: compiled.append(event)
+    )
+    table = range(375)
+    for count, start in ((900, 0), (1100, 0), (1300, 3000), (2000, 2048), (800, 4500), (1, 70)):
+        decode = seq([5], 90, range(380, 386))
+        sampling = GREEDY if count > 1 else SEEDED
+        chunk = seq([7] * count, start, table, sampling)
+        scored = seq([7] * 30, start, table, None, targets=(1,) * 30)
+        for batch in (
+            [chunk],
+            [decode, chunk],
+            [scored],
+            [decode, scored],
+            [decode, chunk, scored],
+        ):
+            executor.run(StepBatch(sequences=tuple(batch)))
+    assert compiled == []

@@ -112,7 +112,7 @@ def make_runner(device, config, rank=0, tp_size=1, dtype="float32", **options):
         EngineConfig(model_path="unused", dtype=dtype, device=str(device), tp_size=tp_size),
         config,
         HostSource(device, getattr(torch, dtype)),
-        CudaOptions(max_batch=8, max_chunk_tokens=128, **options),
+        CudaOptions(**{"max_batch": 8, "max_chunk_tokens": 128} | options),
         rank=rank,
     )
     runner.open(NUM_BLOCKS)

@@ -130,7 +130,7 @@ def row_linear(
     tl.store(out + rows, acc.to(out.dtype.element_ty), mask=ok)
 
 
-@triton.jit(do_not_specialize=["turn", "max_polls", "rank"])
+@triton.jit(do_not_specialize=["index", "max_polls", "rank"])
 def shared_row_linear(
     x,
     w,
@@ -139,7 +139,7 @@ def shared_row_linear(
     mailboxes,
     done,
     failed,
-    turn,
+    index,
     max_polls,
     rank,
     N,
@@ -162,7 +162,7 @@ def shared_row_linear(
     each wait for COLLECT sums of all ranks and add them to h. They come last, and are few, so that
     they never keep the others from running.
     """
-    epoch = tl.load(done) + turn + 1
+    epoch = tl.load(done) + index + 1
     tiles = tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
     if pid < tiles:

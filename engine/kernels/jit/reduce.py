@@ -82,7 +82,7 @@ def at_least(flags, ok, wanted, max_polls, failed):
         tl.store(failed, 1)
 
 
-@triton.jit(do_not_specialize=["turn", "max_polls", "rank", "rows"])
+@triton.jit(do_not_specialize=["index", "max_polls", "rank", "rows"])
 def sum_and_norm(
     partials,
     outs,
@@ -92,7 +92,7 @@ def sum_and_norm(
     done,
     failed,
     eps,
-    turn,
+    index,
     max_polls,
     rank,
     rows,
@@ -111,7 +111,7 @@ def sum_and_norm(
     """
     pdl_wait(PDL)
     pid = tl.program_id(0)
-    epoch = tl.load(done) + turn + 1
+    epoch = tl.load(done) + index + 1
     here = tl.load(signals + rank).to(tl.pointer_type(tl.int32))
     if pid == 0:
         for peer in tl.static_range(SIZE):

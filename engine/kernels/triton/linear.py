@@ -10,7 +10,7 @@ import triton
 from engine.kernels.jit.linear import row_linear, shared_row_linear
 from engine.kernels.triton import reduce
 from engine.kernels.triton.elementwise import launch_options
-from engine.kernels.triton.reduce import ReduceTurn
+from engine.kernels.triton.reduce import Reduction
 
 #: Sums that one program of `shared_linear` collects.
 _COLLECT = 128
@@ -104,7 +104,7 @@ def linear(
 def shared_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
-    turn: ReduceTurn,
+    reduction: Reduction,
     *,
     h: torch.Tensor,
     bias: torch.Tensor | None = None,
@@ -118,7 +118,7 @@ def shared_linear(
     k, n = x.shape[1], h.shape[1]
     shape = shape or default_shape(n, k, gated=False)
     block_k = min(shape.block_k, triton.next_power_of_2(k))
-    boxes = turn.boxes
+    boxes = reduction.boxes
     shared_row_linear[(triton.cdiv(n, shape.block_n) + triton.cdiv(n, _COLLECT),)](
         x,
         weight,
@@ -127,7 +127,7 @@ def shared_linear(
         boxes.addresses,
         boxes.done,
         boxes.failed,
-        turn.index,
+        reduction.index,
         reduce.MAX_POLLS,
         boxes.rank,
         n,

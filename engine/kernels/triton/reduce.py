@@ -1,5 +1,4 @@
-"""What kernels of several ranks need to sum over them, and the typed wrapper of the one that goes
-straight into a norm."""
+"""Memory of sums over ranks, and the typed wrapper of the all-reduce fused with an RMSNorm."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import triton
 from engine.kernels.jit.reduce import sum_and_norm
 from engine.kernels.triton.elementwise import launch_options
 
-#: Looks at a silent peer before a reduction is given up: seconds, where microseconds are usual.
+#: Polls of a silent peer before a reduction times out: seconds, where microseconds are usual.
 MAX_POLLS = 1 << 24
 
 
@@ -33,7 +32,7 @@ class Mailboxes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReduceTurn:
+class Reduction:
     """One reduction: number `index` of its step."""
 
     boxes: Mailboxes
@@ -49,7 +48,7 @@ class NormedSum:
     `[size + 1]`, zero at first.
     """
 
-    turn: ReduceTurn
+    reduction: Reduction
     partial: torch.Tensor
     out: torch.Tensor
     partials: torch.Tensor
@@ -65,7 +64,7 @@ def reduce_normed(
     h `[rows, hidden]` becomes that sum in the rows that this rank owns; the others are not kept.
     """
     rows, hidden = h.shape
-    boxes = into.turn.boxes
+    boxes = into.reduction.boxes
     block = triton.next_power_of_2(hidden)
     sum_and_norm[(triton.cdiv(rows, boxes.size),)](
         into.partials,
@@ -76,7 +75,7 @@ def reduce_normed(
         boxes.done,
         boxes.failed,
         eps,
-        into.turn.index,
+        into.reduction.index,
         MAX_POLLS,
         boxes.rank,
         rows,

@@ -260,7 +260,9 @@ def test_what_is_run_before_serving_is_sound(max_model_len):
         max_batch=4,
         max_chunk_tokens=128,
     )
-    batches = warmup_steps(block_size=16, max_model_len=max_model_len, vocab_size=203)
+    batches = warmup_steps(
+        block_size=16, max_model_len=max_model_len, max_chunk_tokens=128, vocab_size=203
+    )
     plans = [plan_step(batch, limits, []) for batch in batches]
     assert {plan.filtered for plan in plans} == {True, False}
     assert any(plan.decodes and plan.chunks for plan in plans) == (max_model_len > 2)

@@ -111,7 +111,7 @@ def test_a_follower_stops_after_a_step_that_gave_up_waiting_for_a_peer(pair, dev
         runner.follow_step(batch)
     runner.model.comm.flag.fill_(1)
     runner.follow_step(batches[2])
-    runner._lane.synchronize()
+    runner._stream.synchronize()
     with pytest.raises(RankLost, match="stayed silent"):
         runner.follow_step(batches[3])
     with pytest.raises(RankLost, match="stayed silent"):
@@ -185,7 +185,7 @@ def test_the_thread_that_runs_steps_is_on_the_device_of_its_engine(device, monke
     runner = make_runner(device, tiny_config())
     monkeypatch.setattr(torch.cuda, "set_device", note)
     third = torch.device("cuda", 2)
-    monkeypatch.setattr(runner._lane, "_stream", SimpleNamespace(device=third))
+    monkeypatch.setattr(runner._stream, "_stream", SimpleNamespace(device=third))
     executor = Executor(runner, fingerprint=None)
     steps = threading.Thread(target=executor.enter_thread, name="steps")
     steps.start()

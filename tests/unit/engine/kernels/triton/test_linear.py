@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from engine.kernels.triton.linear import LinearShape, linear, shared_linear
-from engine.kernels.triton.reduce import Mailboxes, ReduceTurn
+from engine.kernels.triton.reduce import Mailboxes, Reduction
 
 #: The interpreter has no bfloat16 products.
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
@@ -66,7 +66,7 @@ def test_shared_linear_pushes_its_sums_and_adds_those_of_all_ranks(device, rank,
         for peer in set(range(size)) - {rank}:
             boxes[rank][epoch % 2, peer, :n] = words[peer]
         want = h + parts.sum(0)
-        shared_linear(x, weight, ReduceTurn(boxes=group, index=index), h=h, bias=b, shape=SHAPES[0])
+        shared_linear(x, weight, Reduction(boxes=group, index=index), h=h, bias=b, shape=SHAPES[0])
         torch.testing.assert_close(h, want, rtol=1e-5, atol=1e-4)
         for box in boxes:
             sent = box[epoch % 2, rank, :n]
@@ -89,5 +89,5 @@ def test_a_silent_peer_is_given_up_and_told(device, monkeypatch):
         size=2,
     )
     x, weight, h = (torch.ones(n, 64, device=device) for n in (1, 64, 1))
-    shared_linear(x, weight, ReduceTurn(boxes=group, index=0), h=h, shape=SHAPES[0])
+    shared_linear(x, weight, Reduction(boxes=group, index=0), h=h, shape=SHAPES[0])
     assert int(group.failed) == 1

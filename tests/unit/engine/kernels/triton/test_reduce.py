@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from engine.kernels.triton.reduce import Mailboxes, NormedSum, ReduceTurn, reduce_normed
+from engine.kernels.triton.reduce import Mailboxes, NormedSum, Reduction, reduce_normed
 
 
 @pytest.mark.parametrize(("rank", "size", "rows"), [(0, 2, 5), (1, 2, 5), (3, 4, 2), (1, 4, 8)])
@@ -27,7 +27,7 @@ def test_the_sum_goes_straight_into_the_norm(device, rank, size, rows):
         signals[rank, :size] = done + index + 1
         signals[rank, size] = rows - owned
         into = NormedSum(
-            turn=ReduceTurn(boxes=boxes, index=index),
+            reduction=Reduction(boxes=boxes, index=index),
             partial=partials[rank],
             out=outs[rank],
             partials=torch.tensor([part.data_ptr() for part in partials], device=device),
