@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,34 +12,62 @@ StepTime = Callable[[StepBatch], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Roofline:
-    """A model on a device: weights are read once a step, or arithmetic takes longer.
+class MeasuredDevice:
+    """A model on a device: its products by the rows of a step, and what comes on top.
 
-    weights_s: reading the weights. token_s: arithmetic of one token. context_s: reading the KV of
-    one token. pair_s: attention of one prompt token to one earlier token. launch_s: the rest.
+    products: rows and seconds of all products of such a step; others take the next larger entry.
+    context_s: reading the KV of one token. pair_s: attention of one prompt token to one earlier
+    token. step_s and row_s: everything else that prompt tokens cost, for a step and for a row.
+    Steps beyond the table take `large_row_s` a row and `large_pair_s` a pair.
     """
 
-    weights_s: float
-    token_s: float
+    products: tuple[tuple[int, float], ...]
+    large_row_s: float
+    large_pair_s: float
     context_s: float
     pair_s: float
-    launch_s: float
+    step_s: float
+    row_s: float
 
     def __call__(self, batch: StepBatch) -> float:
-        """Seconds of this step. Weights and arithmetic overlap, but for a soft corner."""
-        tokens, context, pairs = 0, 0, 0.0
+        """Seconds of this step."""
+        rows, context, pairs = 0, 0, 0.0
         for step in batch.sequences:
             count = len(step.tokens)
-            tokens += count
+            rows += count
             if count == 1:
                 context += step.start + 1
             else:
                 pairs += count * (step.start + count / 2)
-        products = math.sqrt(math.hypot(self.weights_s**2, (self.token_s * tokens) ** 2))
-        return products + self.context_s * context + self.pair_s * pairs + self.launch_s
+        products = next((seconds for size, seconds in self.products if size >= rows), None)
+        if products is None:
+            large_s = self.large_row_s * rows + self.large_pair_s * pairs
+            return large_s + self.context_s * context
+        rest = 0.0 if rows == len(batch.sequences) else self.step_s + self.row_s * rows
+        return products + rest + self.context_s * context + self.pair_s * pairs
 
 
-#: Llama-3.1-8B in bfloat16 on one H200.
-H200_8B = Roofline(
-    weights_s=3.85e-3, token_s=2.17e-5, context_s=3.16e-8, pair_s=1.17e-9, launch_s=2.5e-4
+#: Llama-3.1-8B in bfloat16 on one H200 (docs/adr/0036-fused-mixed-steps.md); a step of 16 decode
+#: rows takes 4.85 ms, with a chunk of 128 or 256 tokens 6.8 or 10.1 ms.
+H200_8B = MeasuredDevice(
+    products=(
+        (64, 4.1e-3),
+        (80, 4.3e-3),
+        (128, 4.5e-3),
+        (144, 4.6e-3),
+        (192, 5.2e-3),
+        (256, 5.9e-3),
+        (272, 6.6e-3),
+        (320, 6.9e-3),
+        (512, 9.8e-3),
+        (528, 11.2e-3),
+        (640, 12.5e-3),
+        (768, 15.3e-3),
+    ),
+    large_row_s=2.1e-5,
+    large_pair_s=1.0e-9,
+    context_s=3.16e-8,
+    pair_s=1.85e-9,
+    step_s=0.9e-3,
+    row_s=2.0e-6,
 )
