@@ -16,7 +16,7 @@ from tests.support.sources import ROOT
 from worker_runtime.config import WorkerConfig
 
 TRACE = ROOT.parent / "shared" / "traces" / "azure2023_conv.csv"
-TARGET_S = 0.0115
+TARGET_S = 0.0125
 
 
 def setup(*, target_s: float = TARGET_S, gain_s: float = 0.03, **changes: int) -> Setup:
@@ -75,15 +75,15 @@ def longest_gap(request: Request) -> float:
 
 @pytest.mark.parametrize("pools", [(0, 2), (1, 1)])
 def test_a_strict_tier_keeps_its_gap_beside_a_loose_one(pools):
-    """Every fourth stream is promised gaps of 10 ms, where steps take 11.5 ms otherwise."""
+    """Every fourth stream is promised gaps of 10 ms, where steps take 12.5 ms otherwise."""
     asks, gap_s = random_asks(120, 12.0), 0.010
     gaps_s = [None if number % 4 else gap_s for number in range(len(asks))]
     pools_of = {"num_prefill": pools[0], "num_decode": pools[1]}
     unpromised = World(setup(**pools_of), asks).run()[::4]
     promised = World(setup(**pools_of), asks, gaps_s).run()
     kept = [sum(longest_gap(r) <= gap_s for r in rs) for rs in (unpromised, promised[::4])]
-    assert kept[0] <= 20
     assert kept[1] >= 29
+    assert kept[0] <= kept[1] - 5
     loose = [request for number, request in enumerate(promised) if number % 4]
     assert good(loose, "500/20/25") >= 85
 
@@ -98,6 +98,6 @@ def test_prompts_that_prefill_would_reach_late_are_served_sooner_from_decode():
     shared = World(setup(), asks).run()
     assert not any(request.local for request in split)
     assert good(shared, "200/20") >= 298
-    assert good(split, "200/20") <= 270
+    assert good(split, "200/20") <= 280
     assert good(shared, "200/20/20") >= 290
     assert good(shared, "200/10") >= 295
