@@ -34,7 +34,7 @@ from engine.cuda.group import DeviceGroup
 from engine.cuda.options import CudaOptions
 from engine.cuda.pending import PendingTokens
 from engine.cuda.runner import CudaRunner
-from engine.model.registry import parse_model_config
+from engine.model.families import parse_model_config
 from protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)

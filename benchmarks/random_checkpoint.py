@@ -26,7 +26,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from benchmarks.random_weights import RandomSource
 from benchmarks.shapes import MODELS
 from engine.model.config import ModelConfig
-from engine.model.registry import parse_model_config
+from engine.model.families import parse_model_config
 
 _WRITERS = 8
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"

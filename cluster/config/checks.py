@@ -11,7 +11,7 @@ from pathlib import Path
 from cluster.config.schema import AUTO, ClusterConfig, NetworkSection, PoolSection
 from engine.kv.sizing import available_memory, block_bytes, num_kv_blocks
 from engine.model.config import ModelConfig
-from engine.model.registry import load_model_config
+from engine.model.families import load_model_config
 from engine.model.sharding import allowed_degrees
 from kv_transfer.config import BackendName
 from protocol.errors import BatonError, InvalidRequest

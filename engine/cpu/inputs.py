@@ -11,8 +11,7 @@ from engine.batch import SequenceStep, StepBatch
 from engine.kernels.base import StepInputs
 from engine.kernels.logprobs import LogprobRows
 from engine.kernels.masks import mask_bytes
-from engine.kernels.penalties import Penalties
-from engine.kernels.sampling import SamplingInputs
+from engine.kernels.sampling import Penalties, SamplingInputs
 from protocol.errors import Internal
 
 

@@ -18,7 +18,7 @@ from engine.kv.pool import KVPool
 from engine.kv.sizing import kv_fingerprint, kv_layout, num_kv_blocks
 from engine.model.checkpoint import Checkpoint
 from engine.model.decoder import Decoder, ForwardOutput
-from engine.model.registry import load_model_config
+from engine.model.families import load_model_config
 from engine.model.sharding import share_of
 from engine.model.weights import WeightLoader
 from engine.ranks.tensor_parallel import TensorParallel

@@ -14,7 +14,7 @@ from engine.errors import ModelRefused
 from engine.kv.sizing import kv_fingerprint
 from engine.model.checkpoint import Checkpoint
 from engine.model.config import ModelConfig
-from engine.model.registry import load_model_config
+from engine.model.families import load_model_config
 from engine.ranks.follower import Follower
 from engine.ranks.group import RankGroup, RankInvite
 from engine.ranks.messages import open_store

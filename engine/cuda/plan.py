@@ -13,7 +13,7 @@ from engine.cpu.inputs import StepLimits, check_step
 from engine.cuda.options import StepShape
 from engine.kernels.logprobs import LogprobRows
 from engine.kernels.masks import TokenMasks
-from engine.kernels.penalties import Penalties
+from engine.kernels.sampling import Penalties
 from engine.kernels.triton.attention import mixed_splits
 from engine.kernels.triton.prefill_attention import (
     MIXED_TILE,

@@ -1,10 +1,10 @@
 """Decoder models: configuration, split over ranks, weights, forward pass.
 
-registry, families/: served architectures; what the config.json of each family means.
+families: served architectures; what the config.json of each family means.
 config, reading, rope: a decoder's configuration and how it is read.
 sharding: which heads, columns and vocabulary rows each rank holds.
 checkpoint, digest: slices of tensors from safetensors files; a name of their content.
 weights: the weights of one rank, fused where they share an input.
-rotary, parallel: position tables; layers split over ranks.
-decoder: the forward pass.
+rotary: position tables.
+decoder: the forward pass, layers split over ranks.
 """

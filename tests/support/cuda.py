@@ -13,7 +13,7 @@ from engine.kernels.cpu.operations import CpuKernels
 from engine.kernels.masks import mask_bytes
 from engine.kv.pool import KVPool
 from engine.model.decoder import Decoder
-from engine.model.registry import parse_model_config
+from engine.model.families import parse_model_config
 from engine.model.sharding import share_of
 from engine.model.weights import WeightLoader
 from engine.ranks.tensor_parallel import TensorParallel

@@ -6,7 +6,7 @@ from benchmarks.random_checkpoint import shards_of, write_checkpoint
 from benchmarks.shapes import MODELS
 from engine.config import EngineConfig
 from engine.local import LocalEngine
-from engine.model.registry import parse_model_config
+from engine.model.families import parse_model_config
 from protocol.sampling import SamplingParams
 from router.text.tokenizer import ModelText
 

@@ -28,7 +28,7 @@ from engine.executor import build_executor
 from engine.kernels.sampling import noise_key
 from engine.kernels.triton.attention import decode_shape
 from engine.kernels.triton.linear import default_shape
-from engine.model.registry import parse_model_config
+from engine.model.families import parse_model_config
 from protocol.errors import Internal, InvalidRequest
 from protocol.sampling import SamplingParams
 

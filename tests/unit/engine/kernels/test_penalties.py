@@ -16,8 +16,7 @@ from transformers.generation.logits_process import (
 )
 
 from engine.batch import SequenceStep, TokenHistory
-from engine.kernels.penalties import Penalties
-from engine.kernels.sampling import SamplingInputs, sample
+from engine.kernels.sampling import Penalties, SamplingInputs, sample
 from engine.local import LocalEngine
 from protocol.sampling import SamplingParams
 from tests.support.engine import config, int32, prompt

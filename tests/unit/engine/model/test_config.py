@@ -11,7 +11,7 @@ from engine.config import EngineConfig
 from engine.cuda.options import check_served
 from engine.errors import ModelRefused
 from engine.model.config import ModelConfig, QkNorm
-from engine.model.registry import FAMILIES, load_model_config, parse_model_config
+from engine.model.families import FAMILIES, load_model_config, parse_model_config
 from engine.model.rope import RopeKind
 from protocol.errors import InvalidRequest
 

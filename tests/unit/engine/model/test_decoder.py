@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.batch import StepBatch
-from engine.model.registry import load_model_config
+from engine.model.families import load_model_config
 from engine.model.sharding import allowed_degrees
 from tests.support.engine import ThreadedRanks, chunk, hf_logits, logits_of, prompt, whole_runner
 from tests.support.tiny import save_tiny_llama

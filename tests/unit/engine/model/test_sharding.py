@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.errors import ModelRefused
 from engine.model.config import ModelConfig
-from engine.model.registry import parse_model_config
+from engine.model.families import parse_model_config
 from engine.model.sharding import allowed_degrees, rank_heads, share_of
 
 

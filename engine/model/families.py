@@ -1,0 +1,314 @@
+"""Served architectures: what the config.json of each family says and what it leaves unsaid.
+
+`parse_common` reads what all families share; the function of a family states the rest. Each raises
+ModelRefused naming the field.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ModelRefused
+from engine.kernels.activation import Activation
+from engine.model.config import LayerConfig, ModelConfig, NormPlacement, QkNorm
+from engine.model.reading import Raw, number, optional_number, optional_positive, positive, refused
+from engine.model.rope import RopeConfig, RopeKind, parse_rope
+
+_ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+}
+
+
+def parse_common(
+    raw: Raw, *, layers: tuple[LayerConfig, ...] | None = None, **family: Any
+) -> ModelConfig:
+    """A decoder as Llama has it, where `family` does not say otherwise (ModelConfig's fields).
+
+    Raises ModelRefused naming the field.
+    """
+    heads = positive(raw, "num_attention_heads")
+    kv_heads = positive(raw, "num_key_value_heads", heads)
+    hidden = positive(raw, "hidden_size")
+    head_dim = positive(raw, "head_dim", hidden // heads)
+    if heads % kv_heads:
+        raise refused("num_key_value_heads", f"{kv_heads} does not divide the {heads} query heads")
+    if head_dim % 2:
+        raise refused("head_dim", f"{head_dim} is odd: rotary embedding needs pairs")
+    if layers is None:
+        layers = uniform_layers(raw, parse_rope(raw))
+    for rope in {layer.rope for layer in layers if layer.rope is not None}:
+        _check_rope(rope, head_dim)
+    stated = positive(raw, "max_position_embeddings", 2048)
+    fields: dict[str, Any] = {
+        "architecture": raw["architectures"][0],
+        "hidden_size": hidden,
+        "intermediate_size": positive(raw, "intermediate_size"),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": positive(raw, "vocab_size"),
+        "max_position_embeddings": max(
+            (layer.rope.max_positions(stated) for layer in layers if layer.rope), default=stated
+        ),
+        "rms_norm_eps": number(raw, "rms_norm_eps", 1e-6),
+        "layers": layers,
+        "tie_word_embeddings": bool(raw.get("tie_word_embeddings", False)),
+        "activation": parse_activation(raw, "hidden_act"),
+        "attention_scale": head_dim**-0.5,
+    }
+    return ModelConfig(**fields | family)
+
+
+def parse_activation(raw: Raw, field: str, default: str = "silu") -> Activation:
+    """The gate of the MLP, by the name that `field` has."""
+    name = raw.get(field) or default
+    if name not in _ACTIVATIONS:
+        raise refused(field, f"{name!r} is not served (served: {', '.join(_ACTIVATIONS)})")
+    return _ACTIVATIONS[name]
+
+
+def uniform_layers(
+    raw: Raw, rope: RopeConfig | None, window: int | None = None
+) -> tuple[LayerConfig, ...]:
+    """Layers that are all alike."""
+    return (LayerConfig(rope=rope, window=window),) * positive(raw, "num_hidden_layers")
+
+
+def layer_types(raw: Raw, default: list[str]) -> list[str]:
+    """`layer_types`, or what older files left to the code."""
+    types = raw.get("layer_types") or default
+    known = {"full_attention", "sliding_attention"}
+    if not isinstance(types, list) or len(types) != len(default) or not set(types) <= known:
+        raise refused("layer_types", f"expected {len(default)} of {sorted(known)}, got {types!r}")
+    return types
+
+
+def alternating(num_layers: int, period: int) -> list[str]:
+    """Layer types where each `period`-th layer attends to everything."""
+    return [
+        "sliding_attention" if (index + 1) % period else "full_attention"
+        for index in range(num_layers)
+    ]
+
+
+def windowed_tail(raw: Raw) -> tuple[LayerConfig, ...]:
+    """Qwen's layers: with `use_sliding_window` those from `max_window_layers` on have a window."""
+    count, rope = positive(raw, "num_hidden_layers"), parse_rope(raw)
+    window = optional_positive(raw, "sliding_window") if raw.get("use_sliding_window") else None
+    if window is None:
+        return uniform_layers(raw, rope)
+    first = int(number(raw, "max_window_layers", 28))
+    types = ["full_attention" if i < first else "sliding_attention" for i in range(count)]
+    return tuple(
+        LayerConfig(rope=rope, window=None if kind == "full_attention" else window)
+        for kind in layer_types(raw, types)
+    )
+
+
+def _check_rope(rope: RopeConfig, head_dim: int) -> None:
+    dim = rope.rotary_dim(head_dim)
+    if dim < 2 or dim % 2:
+        raise refused("partial_rotary_factor", f"turns {dim} of {head_dim} dimensions of a head")
+    if rope.kind is RopeKind.LONGROPE:
+        for name in ("short_factor", "long_factor"):
+            if len(getattr(rope, name)) != dim // 2:
+                raise refused("rope_scaling", f"{name} must have {dim // 2} numbers")
+
+
+def llama(raw: Raw) -> ModelConfig:
+    """Llama 2 to 3.x, and what is published as Llama: biases only where config.json says so."""
+    bias = bool(raw.get("attention_bias", False))
+    return parse_common(
+        raw, qkv_bias=bias, out_bias=bias, mlp_bias=bool(raw.get("mlp_bias", False))
+    )
+
+
+def mistral(raw: Raw) -> ModelConfig:
+    """Mistral 7B to Small and Nemo: no biases; a window on all layers, or none (v0.1 has one)."""
+    window = optional_positive(raw, "sliding_window")
+    return parse_common(raw, layers=uniform_layers(raw, parse_rope(raw), window))
+
+
+def qwen2(raw: Raw) -> ModelConfig:
+    """Qwen 2 and 2.5: q, k and v have biases, the output projection has none, which no field of
+    config.json says."""
+    return parse_common(raw, layers=windowed_tail(raw), qkv_bias=True)
+
+
+def qwen3(raw: Raw) -> ModelConfig:
+    """Qwen 3, dense: norms of each query and key head, head_dim 128 whatever the hidden size."""
+    bias = bool(raw.get("attention_bias", False))
+    return parse_common(
+        raw,
+        layers=windowed_tail(raw),
+        head_dim=positive(raw, "head_dim", 128),
+        attention_scale=positive(raw, "head_dim", 128) ** -0.5,
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=QkNorm.HEAD,
+    )
+
+
+def gemma2(raw: Raw) -> ModelConfig:
+    """Gemma 2: four norms a layer, softcaps, a window on every other layer, scaled embeddings."""
+    rope, window = parse_rope(raw), positive(raw, "sliding_window", 4096)
+    types = layer_types(raw, alternating(positive(raw, "num_hidden_layers"), 2))
+    return parse_common(
+        raw,
+        layers=tuple(
+            LayerConfig(rope=rope, window=window if kind == "sliding_attention" else None)
+            for kind in types
+        ),
+        attention_softcap=optional_number(raw, "attn_logit_softcapping"),
+        final_softcap=optional_number(raw, "final_logit_softcapping"),
+        **_gemma(raw),
+    )
+
+
+def _gemma(raw: Raw) -> dict[str, object]:
+    head_dim, bias = positive(raw, "head_dim", 256), bool(raw.get("attention_bias", False))
+    return {
+        "head_dim": head_dim,
+        "attention_scale": number(raw, "query_pre_attn_scalar", 256.0) ** -0.5,
+        "activation": parse_activation(raw, "hidden_activation", "gelu_pytorch_tanh"),
+        "norms": NormPlacement.AROUND,
+        "norm_offset": 1.0,
+        "embedding_scale": positive(raw, "hidden_size") ** 0.5,
+        "tie_word_embeddings": bool(raw.get("tie_word_embeddings", True)),
+        "qkv_bias": bias,
+        "out_bias": bias,
+    }
+
+
+def gemma3(raw: Raw) -> ModelConfig:
+    """Gemma 3, text: five layers with a window to one without, each kind with its own rotation;
+    normed heads."""
+    if raw.get("use_bidirectional_attention"):
+        raise refused("use_bidirectional_attention", "only causal attention is served")
+    window = positive(raw, "sliding_window", 4096)
+    period = positive(raw, "sliding_window_pattern", positive(raw, "_sliding_window_pattern", 6))
+    types = layer_types(raw, alternating(positive(raw, "num_hidden_layers"), period))
+    kinds = {
+        "full_attention": LayerConfig(rope=_gemma3_rope(raw, "full_attention", 1e6)),
+        "sliding_attention": LayerConfig(
+            rope=_gemma3_rope(raw, "sliding_attention", 1e4), window=window
+        ),
+    }
+    return parse_common(
+        raw,
+        layers=tuple(kinds[kind] for kind in types),
+        qk_norm=QkNorm.HEAD,
+        **_gemma(raw),
+    )
+
+
+def _gemma3_rope(raw: Raw, kind: str, theta: float) -> RopeConfig:
+    """The rotation of one kind of layer: `rope_parameters` by kind, or the older
+    `rope_local_base_freq` for those with a window, which are never scaled."""
+    if raw.get("rope_parameters"):
+        return parse_rope(raw, kind)
+    if kind == "sliding_attention":
+        return RopeConfig(theta=number(raw, "rope_local_base_freq", theta))
+    return parse_rope({"rope_theta": theta, **raw})
+
+
+def phi3(raw: Raw) -> ModelConfig:
+    """Phi-3, Phi-3.5 and Phi-4 (mini and 14B): fused projections in the checkpoint; longrope, and
+    rotation of a part of each head."""
+    window = optional_positive(raw, "sliding_window")
+    return parse_common(
+        raw, layers=uniform_layers(raw, parse_rope(raw), window), fused_weights=True
+    )
+
+
+def smollm3(raw: Raw) -> ModelConfig:
+    """SmolLM3: every fourth layer, or those that `no_rope_layers` marks with 0, encode no
+    positions."""
+    count, rope = positive(raw, "num_hidden_layers"), parse_rope(raw)
+    if raw.get("use_sliding_window"):
+        raise refused("use_sliding_window", "only false is served for SmolLM3")
+    interval = positive(raw, "no_rope_layer_interval", 4)
+    turns = raw.get("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(count)]
+    if not isinstance(turns, list) or len(turns) != count:
+        raise refused("no_rope_layers", f"expected {count} numbers, got {turns!r}")
+    bias = bool(raw.get("attention_bias", False))
+    return parse_common(
+        raw,
+        layers=tuple(LayerConfig(rope=rope if turn else None) for turn in turns),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", True)),
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=bool(raw.get("mlp_bias", False)),
+    )
+
+
+def granite(raw: Raw) -> ModelConfig:
+    """IBM Granite 3.x, dense: Llama with four multipliers."""
+    bias = bool(raw.get("attention_bias", False))
+    return parse_common(
+        raw,
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=bool(raw.get("mlp_bias", False)),
+        attention_scale=number(raw, "attention_multiplier", 1.0),
+        embedding_scale=number(raw, "embedding_multiplier", 1.0),
+        residual_scale=number(raw, "residual_multiplier", 1.0),
+        logit_scale=1.0 / number(raw, "logits_scaling", 1.0),
+    )
+
+
+def olmo2(raw: Raw) -> ModelConfig:
+    """OLMo 2: norms after attention and MLP instead of before them; queries and keys normed over
+    all heads together."""
+    bias = bool(raw.get("attention_bias", False))
+    return parse_common(
+        raw, qkv_bias=bias, out_bias=bias, norms=NormPlacement.AFTER, qk_norm=QkNorm.ALL
+    )
+
+
+FAMILIES = {
+    "LlamaForCausalLM": llama,
+    "MistralForCausalLM": mistral,
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen3ForCausalLM": qwen3,
+    "Gemma2ForCausalLM": gemma2,
+    "Gemma3ForCausalLM": gemma3,
+    "Phi3ForCausalLM": phi3,
+    "SmolLM3ForCausalLM": smollm3,
+    "GraniteForCausalLM": granite,
+    "Olmo2ForCausalLM": olmo2,
+}
+
+
+def load_model_config(model_path: str | Path) -> ModelConfig:
+    """Parse `model_path`/config.json. Raises ModelRefused naming the file or field."""
+    path = Path(model_path) / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelRefused(f"{path} does not exist", param=str(path)) from error
+    except (OSError, ValueError) as error:
+        raise ModelRefused(f"{path} cannot be read: {error}", param=str(path)) from error
+    if not isinstance(raw, dict):
+        raise ModelRefused(f"{path} is not a JSON object", param=str(path))
+    return parse_model_config(raw)
+
+
+def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
+    """Parse a config.json object. Raises ModelRefused naming the field that is not served."""
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if name not in FAMILIES:
+        nearest = difflib.get_close_matches(str(name), FAMILIES, n=1, cutoff=0.0)[0]
+        raise refused(
+            "architectures",
+            f"{names} is not served; nearest is {nearest} (served: {', '.join(FAMILIES)})",
+        )
+    if raw.get("quantization_config"):
+        raise refused("quantization_config", "quantised weights are not served")
+    return FAMILIES[name](raw)
