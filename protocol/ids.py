@@ -34,8 +34,8 @@ class WorkerRef(Message):
     """Address and incarnation of a worker.
 
     `worker_id` is the stable name of the replica, `epoch` a random 62-bit number drawn when its
-    process started, `address` the `host:port` of its control service. `process` names its process
-    to workers on the same host (kv_transfer.backends.host); empty when unknown.
+    process started, `address` the `host:port` of its control service. `process` names the processes
+    of its ranks to workers on the same host (kv_transfer.backends.host); empty when unknown.
     """
 
     worker_id: str

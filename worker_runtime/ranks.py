@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -10,6 +11,7 @@ from engine.config import EngineConfig
 from engine.executor import Executor, build_executor, build_follower
 from engine.ranks.group import RankGroup
 from engine.ranks.messages import RankInvite
+from kv_transfer.backends.host import process_id, worker_processes
 from kv_transfer.config import TransferConfig
 from kv_transfer.data.data_plane import DataPlane
 from kv_transfer.data.rank_commands import RankCommand, RankResult
@@ -18,6 +20,8 @@ from protocol import codec
 
 #: Name of the call with which rank 0 sends a follower a transfer command.
 TRANSFER = "transfer"
+#: Name of the call that asks a follower which process it is.
+PROCESS = "process"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,6 +40,14 @@ class Ranks:
             return await await_callback(partial(self.plane.submit, command))
         call = self.group.call(rank, TRANSFER, command.encode())
         return codec.decode(RankResult, (await await_callback(call.add_done_callback)).result())
+
+    async def processes(self) -> str:
+        """The processes of all ranks (kv_transfer.backends.host). Raises RankLost."""
+        calls: list[Future[bytes]] = []
+        if self.group is not None:
+            calls = [self.group.call(rank, PROCESS, b"") for rank in range(1, self.group.size)]
+        answers = [(await await_callback(call.add_done_callback)).result() for call in calls]
+        return worker_processes([process_id(), *(answer.decode() for answer in answers)])
 
     def check(self) -> None:
         if self.group is not None:
@@ -77,6 +89,6 @@ def follow_rank(
     plane = DataPlane(executor.pool, transfer)
     loaded()
     try:
-        executor.follow({TRANSFER: plane.execute})
+        executor.follow({TRANSFER: plane.execute, PROCESS: lambda _: process_id().encode()})
     finally:
         plane.close()

@@ -18,7 +18,6 @@ from concurrency.threads import run_in_thread
 from engine.config import EngineConfig
 from engine.kv.allocator import BlockAllocator
 from engine.ranks.group import RankGroup
-from kv_transfer.backends.host import process_id
 from kv_transfer.config import TransferConfig
 from kv_transfer.control.context import Clock, EndpointContext
 from kv_transfer.control.receiver import Receiver
@@ -120,7 +119,7 @@ class Worker(ABC, Generic[C, Out, Endpoint]):
             epoch=new_epoch(),
             role=self.role,
             address=self._server.bind(self.settings.worker.host),
-            process=process_id(),
+            process=await self.ranks.processes(),
         )
         self._handoff = await self._open_handoff(
             EndpointContext(

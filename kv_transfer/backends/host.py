@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -20,14 +21,23 @@ def host_id() -> str:
 
 
 def process_id() -> str:
-    """This process, to be advertised to peers: host, PID namespace, PID, start time; empty when
-    unknown."""
+    """This process: host, PID namespace, PID and start time; empty when unknown."""
     host = host_id()
     try:
         started, namespace = _start_time(os.getpid()), _PID_NAMESPACE.readlink()
     except OSError:
         return ""
-    return f"{host}|{namespace}|{os.getpid()}|{started}" if host else ""
+    return f"{host}|{namespace}|{os.getpid()}:{started}" if host else ""
+
+
+def worker_processes(ranks: Sequence[str]) -> str:
+    """The processes (process_id) of a worker's ranks, rank 0 first, to be advertised to peers:
+    `host|PID namespace|PID:start,PID:start`; empty when one is unknown or elsewhere."""
+    places = {rank.rpartition("|")[0] for rank in ranks}
+    if len(places) != 1 or "" in ranks:
+        return ""
+    named = dict.fromkeys(rank.rpartition("|")[2] for rank in ranks)
+    return f"{places.pop()}|{','.join(named)}"
 
 
 def is_near(endpoint: str) -> bool:
@@ -36,17 +46,32 @@ def is_near(endpoint: str) -> bool:
     return host != "" and endpoint.partition("|")[0] == host
 
 
-def may_share_host(process: str) -> bool:
-    """Whether a process (process_id) may run on this host: unless it surely does not."""
-    return process == "" or host_id() == "" or is_near(process)
+def may_share_host(processes: str) -> bool:
+    """Whether a worker (worker_processes) may run on this host: unless it surely does not."""
+    return processes == "" or host_id() == "" or is_near(processes)
 
 
-def has_ended(process: str) -> bool:
-    """Whether a process (process_id) of this host has surely ended."""
-    mine = process_id()
-    if not mine or mine.split("|")[:2] != process.split("|")[:2]:
-        return False  # it cannot be seen from here
-    _, _, pid, started = process.split("|")
+def has_ended(processes: str) -> bool:
+    """Whether all processes (worker_processes) of a worker of this host have surely ended."""
+    return _can_be_seen(processes) and all(map(_ended, _ranks(processes)))
+
+
+def has_followers(processes: str) -> bool:
+    """Whether a process of a worker (worker_processes) other than rank 0's may run on this host."""
+    return _can_be_seen(processes) and not all(map(_ended, _ranks(processes)[1:]))
+
+
+def _can_be_seen(processes: str) -> bool:
+    place, _, _ = process_id().rpartition("|")
+    return place != "" and place == processes.rpartition("|")[0]
+
+
+def _ranks(processes: str) -> list[str]:
+    return processes.rpartition("|")[2].split(",")
+
+
+def _ended(rank: str) -> bool:
+    pid, _, started = rank.partition(":")
     try:
         return _start_time(int(pid)) != started
     except OSError:  # no file is left to look

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from kv_transfer.backends.host import has_ended, may_share_host
+from kv_transfer.backends.host import has_ended, has_followers, may_share_host
 from kv_transfer.config import ONE_SIDED
 from kv_transfer.control.context import CallResult, EndpointContext, as_failure, first_error
 from kv_transfer.control.endpoint import Endpoint
@@ -353,19 +353,21 @@ async def writer_stopped(
     """Ask a sender to confirm the end until it does, without a limit: a frozen one may still write
     when it thaws.
 
-    A sender counts as dead when for an operation's time its address refuses connections
-    (rpc.client: an error that names `address`; a frozen process still listens), or its process is
-    gone from this host.
+    A sender counts as dead when for an operation's time its processes are gone from this host, or
+    its address refuses connections (rpc.client: an error that names `address`; a frozen process
+    still listens) and no follower is left here: a frozen one outlives rank 0.
     """
     absent_since: float | None = None
     while True:
         answer = await ask()
         if answer.error is None:
             return
-        if answer.refused and not isinstance(answer.error, Internal):
+        alone = not has_followers(peer.process)
+        if answer.refused and not isinstance(answer.error, Internal) and alone:
             return  # its address belongs to a later epoch
         now = context.clock.monotonic()
-        if answer.error.param != "address" and not has_ended(peer.process):
+        absent = answer.error.param == "address" and alone
+        if not absent and not has_ended(peer.process):
             absent_since = None
         elif absent_since is None:
             absent_since = now

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import signal
 import subprocess
 import sys
 import time
@@ -15,7 +17,14 @@ from msgspec import structs
 
 from kv_transfer.backends import host
 from kv_transfer.backends.choice import choose_backend
-from kv_transfer.backends.host import has_ended, host_id, may_share_host, process_id
+from kv_transfer.backends.host import (
+    has_ended,
+    has_followers,
+    host_id,
+    may_share_host,
+    process_id,
+    worker_processes,
+)
 from kv_transfer.config import BackendName, ChecksumKind
 from kv_transfer.control.context import CallResult
 from kv_transfer.control.receiver import writer_stopped
@@ -265,7 +274,7 @@ async def test_a_dead_senders_blocks_come_back(backends, news):
 async def test_a_vanished_sender_on_another_host_frees_its_blocks(backends, error):
     """It cannot write over CUDA IPC, so nothing has to prove its death."""
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends, config=HASTY) as pair:
-        pair.prefill.ref = structs.replace(pair.prefill.ref, process="another host|pid:[1]|1|1")
+        pair.prefill.ref = structs.replace(pair.prefill.ref, process="another host|pid:[1]|1:1")
 
         async def gone(address, method, request):
             if address == pair.prefill.ref.address:
@@ -302,6 +311,71 @@ async def test_a_sender_whose_process_has_ended_counts_as_dead(backends):
         await process.wait()
         assert has_ended(name)
         await pair.decode.events.wait(lambda e: e.safe, 5)
+
+
+@contextlib.contextmanager
+def ranks_of_a_worker(count):
+    """Processes that end when a line comes, and their names."""
+    code = "from kv_transfer.backends.host import process_id; print(process_id()); input()"
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for _ in range(count):
+            rank = stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-uc", code],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            stack.callback(rank.kill)
+            ranks.append(rank)
+        yield ranks, [rank.stdout.readline().strip() for rank in ranks]
+
+
+@pytest.mark.parametrize("news", ["connection refused", "another incarnation", "no answer"])
+async def test_a_frozen_follower_may_write_after_rank_0_is_gone(backends, news):
+    """A rank of a tensor-parallel worker writes by itself, in a process of its own."""
+    errors = {
+        "connection refused": Unavailable("gone", param="address"),
+        "another incarnation": StaleMessage("not the one you mean", param="epoch"),
+        "no answer": DeadlineExceeded("no answer"),
+    }
+
+    async def gone(address, method, request):
+        if address == pair.prefill.ref.address:
+            await asyncio.sleep(0.01)
+            raise errors[news]
+
+    with ranks_of_a_worker(3) as (ranks, names):
+        async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends, config=HASTY) as pair:
+            processes = worker_processes(names)
+            pair.prefill.ref = structs.replace(pair.prefill.ref, process=processes)
+            await ready(pair)
+            pair.clients.intercept = gone
+            ranks[0].kill()
+            ranks[0].wait()
+            ranks[1].send_signal(signal.SIGSTOP)
+            await pair.receiver.end(KEY, True)
+            await asyncio.sleep(3 * HASTY.op_timeout_s)
+            assert pair.receiver.num_blocks(GrantState.QUARANTINED) == 5
+            for rank in ranks[1:]:
+                rank.kill()
+                rank.wait()
+            await pair.decode.events.wait(lambda e: e.safe, 5)
+            assert has_ended(processes)
+
+
+def test_processes_of_ranks_that_are_not_all_known_prove_nothing():
+    other = "another host|pid:[1]|1:1"
+    for ranks in (["", process_id()], [process_id(), ""], [process_id(), other]):
+        assert worker_processes(ranks) == ""
+    assert not has_ended("")
+    assert not has_followers("")
+    assert not has_followers(process_id())
+    assert has_followers(
+        worker_processes(["{}|{}|1:1".format(*process_id().split("|")), process_id()])
+    )
 
 
 def test_a_process_has_not_ended_while_one_of_its_threads_runs():
