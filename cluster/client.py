@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ssl
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,13 +78,15 @@ class InferenceClient:
         self._channel.close()
 
     def _generate(self, request: wire.GenerateRequest, outcome: GenerateOutcome) -> Iterator[str]:
-        with _typed_errors(self.address, outcome):
+        try:
             call = self._start(request, metadata=self._metadata)
             try:
                 for message in call:
                     yield from _take(message, outcome)
             finally:
                 call.cancel()
+        except grpc.RpcError as error:
+            raise _typed(error, self.address, began=bool(outcome.token_ids)) from error
 
 
 def _take(message: wire.GenerateResponse, outcome: GenerateOutcome) -> Iterator[str]:
@@ -100,14 +101,6 @@ def _take(message: wire.GenerateResponse, outcome: GenerateOutcome) -> Iterator[
         outcome.completion_tokens = message.usage.completion_tokens
     if message.HasField("timeline"):
         outcome.timeline = message.timeline
-
-
-@contextmanager
-def _typed_errors(address: str, outcome: GenerateOutcome) -> Iterator[None]:
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise _typed(error, address, began=bool(outcome.token_ids)) from error
 
 
 def _typed(error: Any, address: str, *, began: bool) -> BatonError:

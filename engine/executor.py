@@ -28,7 +28,6 @@ class PendingStep(Protocol):
 
     def wait(self) -> StepResult:
         """Block until its tokens are on the host."""
-        ...
 
 
 class Executor:

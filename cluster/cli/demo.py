@@ -9,6 +9,7 @@ from contextlib import closing
 from cluster.cli import session, up
 from cluster.cli.console import Console
 from cluster.cli.generate import open_client, show
+from cluster.cli.operate import show_replicas
 from cluster.client import GenerateOutcome
 from cluster.config.load import load_config
 from cluster.config.schema import ClusterConfig
@@ -23,7 +24,11 @@ def run(options: argparse.Namespace, console: Console) -> None:
     try:
         up.show_endpoints(state, config, console)
         _ask(state, options, console)
-        _show_replicas(console)
+        with session.connected() as directory:
+            view, secret = session.ask(directory.view.remote(), directory.secret.remote())
+        console.say()
+        show_replicas(view, secret, console)
+        console.say()
     finally:
         if not options.keep:
             up.stop(state, console, now=False)
@@ -44,13 +49,3 @@ def _ask(state: RunningCluster, options: argparse.Namespace, console: Console) -
     fields = {"max_tokens": options.max_tokens, "temperature": 0, "timeline": True, "timeout": 120}
     with closing(open_client(state.grpc, options)) as client:
         show(client.chat([message], fields, outcome), outcome, console, timeline=True)
-
-
-def _show_replicas(console: Console) -> None:
-    with session.connected() as directory:
-        view, secret = session.ask(directory.view.remote(), directory.secret.remote())
-    from cluster.cli.operate import show_replicas
-
-    console.say()
-    show_replicas(view, secret, console)
-    console.say()

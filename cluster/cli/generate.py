@@ -51,7 +51,6 @@ def open_client(address: str, options: argparse.Namespace) -> InferenceClient:
 
 
 def default_target() -> str:
-    """The gRPC address of the cluster started here, or the default one."""
     state = load_state()
     return state.grpc if state is not None and state.grpc else DEFAULT_GRPC
 

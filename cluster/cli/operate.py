@@ -120,7 +120,6 @@ def _scale(options: argparse.Namespace, console: Console) -> None:
 
 
 def _drain(worker_id: str, console: Console) -> None:
-    """Let one worker finish its requests; Serve then replaces it."""
     with session.connected() as directory:
         view, secret = session.ask(directory.view.remote(), directory.secret.remote())
         from cluster.serve.admin import drain_worker

@@ -230,7 +230,6 @@ class Demand:
 
 
 def demands_of(config: ClusterConfig) -> tuple[Demand, ...]:
-    """What each pool asks of Ray."""
     router = config.router
     pools = [("router", router.replicas, router.placement, 1)]
     for role in Role:

@@ -193,7 +193,6 @@ def kept_logs() -> Path:
 
 
 def head_log() -> Path:
-    """The head process's output."""
     return run_dir() / "head.log"
 
 

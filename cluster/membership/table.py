@@ -67,7 +67,6 @@ class View:
         )
 
     def workers(self) -> tuple[Replica, ...]:
-        """The replicas that are not routers."""
         return tuple(r for r in self.replicas if r.pool is not Pool.ROUTER)
 
     def ready_workers(self) -> tuple[WorkerRef, ...]:

@@ -126,8 +126,7 @@ def convert_gguf(gguf: Path, target: Path) -> None:
 
 def _without_gguf(config: dict[str, Any]) -> dict[str, Any]:
     dropped = {"quantization_config", "_name_or_path", "_model_name_or_path"}
-    kept = {key: value for key, value in config.items() if key not in dropped}
-    return kept
+    return {key: value for key, value in config.items() if key not in dropped}
 
 
 def _save_weights(model: Any, path: Path) -> None:

@@ -72,7 +72,6 @@ class Product(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[T, in] -> [T, out]`."""
-        ...
 
 
 class Linear(Product, Protocol):
@@ -80,7 +79,6 @@ class Linear(Product, Protocol):
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """The sum residual + x W^T + b."""
-        ...
 
 
 class Kernels(Protocol):
@@ -89,11 +87,9 @@ class Kernels(Protocol):
 
     def loaded(self) -> None:
         """Called once, after all weights were passed to `linear` and `gated_linear`."""
-        ...
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """A linear product; may keep only a packed form of `weight` `[out, in]`."""
-        ...
 
     def gated_linear(
         self,
@@ -104,23 +100,18 @@ class Kernels(Protocol):
         activation: Activation = Activation.SILU,
     ) -> Product:
         """The product act(x gate^T + b) * (x up^T + b): `[T, H] -> [T, I]`."""
-        ...
 
     def prepare(
         self, inputs: StepInputs, cos: Tensor, sin: Tensor, window: int | None = None
     ) -> Any:
         """Work done once per step and kind of layer. cos, sin: float32 tables `[positions, D / 2]`.
         window: tokens that a row sees, itself included; None: all."""
-        ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The norm x / sqrt(mean(x^2) + eps) * weight of each row: `[T, H]`."""
-        ...
 
     def rope_and_write_kv(self, qkv: Tensor, kv: Tensor, plan: Any) -> Tensor:
         """Rotate q and k of `qkv` `[T, (Q + 2 K) D]`, write k and v into `kv`; q as `[T, Q, D]`."""
-        ...
 
     def paged_attention(self, q: Tensor, kv: Tensor, plan: Any) -> Tensor:
         """Causal attention of each row over its sequence's KV: `[T, Q, D] -> [T, Q D]`."""
-        ...

@@ -40,7 +40,6 @@ class WeightSource(Protocol):
         columns: Span | None = None,
     ) -> Tensor:
         """The slice of tensor `name`, whose whole shape must be `shape`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -136,14 +136,8 @@ class PageTable:
 
 
 class _Size(ctypes.Structure):
-    _fields_ = (
-        ("cells", ctypes.c_int),
-        ("halves", ctypes.c_int),
-        ("heads", ctypes.c_int),
-        ("run", ctypes.c_int),
-        ("tiles", ctypes.c_int),
-        ("chunks", ctypes.c_int),
-    )
+    _names = ("cells", "halves", "heads", "run", "tiles", "chunks")
+    _fields_ = tuple((name, ctypes.c_int) for name in _names)
 
 
 def copy_rows(

@@ -39,25 +39,18 @@ def driver() -> ctypes.CDLL:
         library = ctypes.CDLL(_NAME)
     except OSError as error:
         raise DriverError(f"no CUDA driver: {error}") from error
-    library.cuIpcOpenMemHandle_v2.argtypes = (
-        ctypes.POINTER(ctypes.c_uint64),
-        _Handle,
-        ctypes.c_uint,
-    )
-    library.cuIpcGetMemHandle.argtypes = (ctypes.POINTER(_Handle), ctypes.c_uint64)
-    library.cuIpcCloseMemHandle.argtypes = (ctypes.c_uint64,)
-    pointer, number = ctypes.c_void_p, ctypes.c_uint
+    pointer, number, address = ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint64
+    to_address, to_size = ctypes.POINTER(address), ctypes.POINTER(ctypes.c_size_t)
+    library.cuIpcOpenMemHandle_v2.argtypes = (to_address, _Handle, number)
+    library.cuIpcGetMemHandle.argtypes = (ctypes.POINTER(_Handle), address)
+    library.cuIpcCloseMemHandle.argtypes = (address,)
     library.cuModuleLoadData.argtypes = (pointer, pointer)
     library.cuModuleGetFunction.argtypes = (pointer, pointer, ctypes.c_char_p)
     library.cuFuncSetAttribute.argtypes = (pointer, ctypes.c_int, ctypes.c_int)
     library.cuEventCreate.argtypes = (pointer, number)
     library.cuEventDestroy_v2.argtypes = (pointer,)
     library.cuCtxGetCurrent.argtypes = (ctypes.POINTER(pointer),)
-    library.cuMemGetAddressRange_v2.argtypes = (
-        ctypes.POINTER(ctypes.c_uint64),
-        ctypes.POINTER(ctypes.c_size_t),
-        ctypes.c_uint64,
-    )
+    library.cuMemGetAddressRange_v2.argtypes = (to_address, to_size, address)
     return library
 
 

@@ -56,16 +56,11 @@ def _library() -> ctypes.CDLL:
         library = ctypes.CDLL(_NAME)
     except OSError as error:
         raise NcclError(f"no NCCL: {error}") from error
-    pointer = ctypes.c_void_p
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    to_handle, to_config = ctypes.POINTER(pointer), ctypes.POINTER(_Config)
     library.ncclGetErrorString.restype = ctypes.c_char_p
     library.ncclGetUniqueId.argtypes = (ctypes.POINTER(_UniqueId),)
-    library.ncclCommInitRankConfig.argtypes = (
-        ctypes.POINTER(pointer),
-        ctypes.c_int,
-        _UniqueId,
-        ctypes.c_int,
-        ctypes.POINTER(_Config),
-    )
+    library.ncclCommInitRankConfig.argtypes = (to_handle, number, _UniqueId, number, to_config)
     library.ncclCommAbort.argtypes = (pointer,)
     return library
 
