@@ -94,7 +94,7 @@ class CudaRunner:
         comm = RankCollectives(rank, config.tp_size)
         self.model = CudaModel(self.weights, shape, comm, pdl=pdl, split=split)
         self._previous: list[int | None] = []
-        #: Raises when another rank is gone; asked while a step is waited for.
+        #: Raises when another rank is gone; polled while a step is waited for.
         self.watch: Callable[[], None] | None = None
         #: Bytes that were free once the weights were loaded; 0 when the pool's size was given.
         self.free_after_weights = 0
@@ -352,7 +352,7 @@ class CudaRunner:
         )
 
     def close(self) -> None:
-        """Leave the tensor-parallel group; a step that waits for a lost rank is given up."""
+        """Leave the tensor-parallel group; a step that waits for a lost rank is abandoned."""
         if not self._peer_is_lost():
             self._stream.synchronize()
         self.model.comm.close()

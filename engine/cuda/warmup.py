@@ -17,8 +17,9 @@ _PLAIN = SamplingParams(temperature=1.0)
 _FILTERED = SamplingParams(temperature=1.0, top_k=2)
 #: Tokens of a chunk in a step that has a graph, and in one that has none.
 _GRAPH_CHUNK, _LARGE_CHUNK = 40, 800
-#: Tokens of a history whose attention is cut into parts, and of one that ends within a segment.
-_CUT_HISTORY, _HISTORY = 4096, HISTORY_SEGMENTS[-1] + 100
+#: Tokens of a history whose attention is cut into parts, and of those that end with and within a
+#: segment.
+_CUT_HISTORY, _HISTORIES = 4096, (HISTORY_SEGMENTS[-1], HISTORY_SEGMENTS[-1] + 100)
 
 
 def warmup_steps(
@@ -50,7 +51,7 @@ def warmup_steps(
     for start in (0, _CUT_HISTORY) if few > 1 else ():
         add(few, start, _PLAIN, scored=True)
     add(_LARGE_CHUNK, 0, _PLAIN)
-    for start in (0, _HISTORY):
+    for start in (0, *_HISTORIES):
         add(DENSE_TOKENS, start, _PLAIN)
     return batches
 

@@ -12,7 +12,7 @@ from engine.kernels.jit.elementwise import pdl_wait
 def wait_for_words(box, ok, epoch, max_polls, failed):
     """The words at `box` (a tile of pointers) once all carry `epoch`.
 
-    After `max_polls` looks at a silent peer the wait is given up, and `failed` is set.
+    After `max_polls` polls of a silent peer the wait ends, and `failed` is set.
     """
     got = tl.load(box, mask=ok, other=0, volatile=True)
     missing = tl.max((ok & ((got >> 32) != epoch)).to(tl.int32))

@@ -11,7 +11,7 @@ from triton.runtime import driver
 from engine.kernels.jit.split_linear import split_linear as kernel
 from engine.kernels.triton.elementwise import launch_options
 
-#: Columns of each row of the weights that are asked for while the kernel before still runs.
+#: Columns of each row of the weights that are prefetched while the kernel before still runs.
 _PREFETCH_COLUMNS = 256
 #: Rows of one launch.
 MAX_ROWS = 128
