@@ -38,6 +38,8 @@ from worker_runtime.scheduling.sequence import Sequence
 
 #: Prompt tokens that a step takes at least: arithmetic has room for them while weights are read.
 _MIN_CHUNK = 64
+#: Products of GPUs take their rows in tiles: a few rows beyond one cost a whole one.
+_ROW_TILE = 64
 #: Chunk until enough steps are measured.
 _UNMEASURED_CHUNK = 256
 #: Share of `target_step_s` while a hand-off is being received.
@@ -165,6 +167,7 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
             start=first.num_launched,
             max_tokens=self._config.max_num_batched_tokens,
         )
+        num_tokens -= (len(self._rows) + num_tokens) % _ROW_TILE
         return max(_MIN_CHUNK, num_tokens)
 
     def _target_step_s(self) -> tuple[float, bool]:
