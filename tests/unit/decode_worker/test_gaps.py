@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from decode_worker.scheduler import _GAP_SHARE, _MIN_CHUNK, _UNMEASURED_CHUNK
 from tests.support.decode_bench import Bench, make_submit
 from worker_runtime.config import WorkerConfig
-from worker_runtime.scheduling.step_model import StepShape
+from worker_runtime.scheduling.step_model import StepWork
 
 BASE_S, TOKEN_S = 0.005, 20e-6
 TARGET_S = 0.012
@@ -21,7 +21,7 @@ def bench_of(*, target_s: float = TARGET_S, measured: bool = True) -> Bench:
     bench = Bench(num_blocks=2000, config=config)
     for number in range(64 if measured else 0):
         tokens = 64 + 7 * number
-        shape = StepShape(num_decodes=1, num_prompt_tokens=tokens)
+        shape = StepWork(num_decodes=1, num_prompt_tokens=tokens)
         bench.scheduler._inflight.model.add(shape, BASE_S + (tokens + 1) * TOKEN_S)
     return bench
 
