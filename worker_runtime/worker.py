@@ -238,16 +238,13 @@ class Worker(ABC, Generic[C, Out, Endpoint]):
             accept=self._queue,
             grammars=self._grammars,
             cancel=lambda message: self.inbox.put(RequestCancelled(keys=message.keys)),
-            router_gone=self._router_gone,
+            router_gone=lambda router_id: self.inbox.put(RouterGone(router_id=router_id)),
             handoff_counters=self._handoff.stats.counters,
         )
 
     def _queue(self, command: Submitted) -> int:
         self._accept(command.submit)
         return self.inbox.put(command)
-
-    def _router_gone(self, router_id: str) -> None:
-        self.inbox.put(RouterGone(router_id=router_id))
 
 
 def _shares_cores(engine: EngineConfig) -> bool:

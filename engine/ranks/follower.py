@@ -102,7 +102,7 @@ class Follower:
         try:
             answer = handlers[command.kind](command.payload)
         except Exception as error:  # noqa: BLE001 - the answer carries it to rank 0
-            self._answer(command.number, error)
+            self._answer(command.number, error=error)
             return
         if isinstance(answer, bytes):
             self._answer(command.number, answer)
@@ -111,14 +111,14 @@ class Follower:
 
     def _answer_later(self, number: int, future: Future[bytes]) -> None:
         error = future.exception()
-        self._answer(number, future.result() if error is None else error)
+        self._answer(number, b"" if error else future.result(), error)
 
-    def _answer(self, number: int, outcome: bytes | BaseException) -> None:
-        if isinstance(outcome, bytes):
-            self._report(Report(kind=ReportKind.ANSWER, number=number, payload=outcome), quiet=True)
-        else:
-            report = Report(kind=ReportKind.ANSWER, number=number, error=typed(outcome).info())
-            self._report(report, quiet=True)
+    def _answer(
+        self, number: int, payload: bytes = b"", error: BaseException | None = None
+    ) -> None:
+        info = None if error is None else typed(error).info()
+        report = Report(kind=ReportKind.ANSWER, number=number, payload=payload, error=info)
+        self._report(report, quiet=True)
 
     def _next(self) -> EngineCommand:
         try:

@@ -28,8 +28,8 @@ _ACCEPT_RETRY_S = 0.05
 
 
 class Rendezvous:
-    """The receiver's listening socket on `host`, and the senders that have connected. Safe from any
-    thread."""
+    """The receiver's listening socket on `host`, which it advertises, and the senders that have
+    connected. Safe from any thread."""
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -71,14 +71,13 @@ class Rendezvous:
             channel.close()
 
     def _open_listener(self) -> socket.socket:
-        listener = socket.socket(_family(self._host))
+        family = _family(self._host)
+        listener = socket.create_server((self._host, 0), family=family, backlog=_BACKLOG)
         try:
-            listener.bind((self._host, 0))
-            listener.listen(_BACKLOG)
             threading.Thread(
                 target=self._accept_all, args=(listener,), name="kv-accept", daemon=True
             ).start()
-        except (OSError, RuntimeError):  # the next call of `listen` may succeed
+        except RuntimeError:  # the next call of `listen` may succeed
             listener.close()
             raise
         return listener
@@ -120,15 +119,8 @@ class Rendezvous:
             stale.close()
 
 
-class RendezvousBackend(ABC, Generic[L]):
-    """A backend whose links begin with a connection to a socket of the receiver's. `host` is the
-    address to listen on and to advertise."""
-
-    def __init__(self, host: str) -> None:
-        self._rendezvous = Rendezvous(host)
-
-    def listen(self) -> str:
-        return self._rendezvous.listen()
+class RendezvousBackend(Rendezvous, ABC, Generic[L]):
+    """A backend whose links begin with a connection to a socket of the receiver's."""
 
     def connect(self, link: LinkId, endpoint: str, timeout_s: float) -> L:
         limit = time.monotonic() + timeout_s
@@ -137,15 +129,12 @@ class RendezvousBackend(ABC, Generic[L]):
 
     def accept(self, link: LinkId, timeout_s: float) -> L:
         limit = time.monotonic() + timeout_s
-        channel = self._rendezvous.await_sender(link, limit)
+        channel = self.await_sender(link, limit)
         try:
             channel.send(b"accepted", limit)
         except ChannelClosed as error:
             raise LinkBroken(f"link {link}: the sender is gone: {error}") from error
         return self._build(link, channel, is_sender=False, limit=limit)
-
-    def close(self) -> None:
-        self._rendezvous.close()
 
     @abstractmethod
     def _build(self, link: LinkId, channel: Channel, *, is_sender: bool, limit: float) -> L:

@@ -107,7 +107,7 @@ class ControlService:
         accept: Callable[[Submitted], int],
         grammars: Grammars,
         cancel: Callable[[Cancel], int],
-        router_gone: Callable[[str], None],
+        router_gone: Callable[[str], object],
         handoff_counters: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         self.ref = ref

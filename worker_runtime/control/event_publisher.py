@@ -117,7 +117,7 @@ class EventPublisher:
         heartbeat_s: float,
         patience_s: float = 20.0,
         load: Callable[[], WorkerLoad],
-        on_gone: Callable[[str], None],
+        on_gone: Callable[[str], object],
     ) -> None:
         self._epoch = epoch
         self._heartbeat_s = heartbeat_s
