@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from decode_worker.scheduler import _GAP_SHARE, _MIN_CHUNK, _UNMEASURED_CHUNK
+from decode_worker.scheduler import _GAP_SHARE, _MIN_CHUNK, _ROW_TILE, _UNMEASURED_CHUNK
 from tests.support.decode_bench import Bench, make_submit
 from worker_runtime.config import WorkerConfig
 from worker_runtime.scheduling.step_model import StepWork
@@ -39,8 +39,10 @@ def chunk_beside(bench: Bench, *gaps_s: float | None, remote: bool = False) -> i
     return max(len(step.tokens) for step in batch.sequences)
 
 
-def fitting(seconds: float) -> int:
-    return round((seconds - BASE_S) / TOKEN_S)
+def fitting(seconds: float, num_decodes: int = 1) -> int:
+    """Prompt tokens of a step of so many seconds, in whole tiles of rows."""
+    num_tokens = round((seconds - BASE_S) / TOKEN_S) - num_decodes
+    return num_tokens - (num_decodes + num_tokens) % _ROW_TILE
 
 
 @pytest.mark.parametrize(
@@ -53,13 +55,13 @@ def fitting(seconds: float) -> int:
     ],
 )
 def test_chunks_keep_the_strictest_promise_in_the_batch(gaps_s, step_s):
-    assert chunk_beside(bench_of(), *gaps_s) == pytest.approx(fitting(step_s), rel=0.05)
+    assert chunk_beside(bench_of(), *gaps_s) == fitting(step_s, len(gaps_s))
 
 
 def test_a_promise_alone_bounds_steps_without_a_target():
     bench = bench_of(target_s=0.0)
     assert chunk_beside(bench, None) == 511
-    assert chunk_beside(bench_of(target_s=0.0), 0.010) == pytest.approx(fitting(0.0085), rel=0.05)
+    assert chunk_beside(bench_of(target_s=0.0), 0.010) == fitting(0.0085)
 
 
 def test_a_promise_below_a_step_alone_leaves_the_smallest_chunk():
@@ -77,7 +79,7 @@ def test_a_stream_being_received_waits_for_one_step_and_its_own():
     bench.submit(replace(make_submit("strict", [1], remote=True), gap_s=0.018))
     bench.turn()
     assert bench.reserves  # granted, not committed
-    assert chunk_beside(bench) == pytest.approx(fitting(0.009 * _GAP_SHARE), rel=0.05)
+    assert chunk_beside(bench) == fitting(0.009 * _GAP_SHARE, 0)
 
 
 def test_a_finished_stream_holds_nothing_up():
@@ -85,7 +87,7 @@ def test_a_finished_stream_holds_nothing_up():
     bench.submit(replace(make_submit("strict", [1], max_tokens=2), gap_s=0.010))
     for _ in range(6):
         bench.turn()
-    assert chunk_beside(bench, None) == pytest.approx(fitting(TARGET_S), rel=0.05)
+    assert chunk_beside(bench, None) == fitting(TARGET_S)
 
 
 def test_the_load_reports_a_decode_step():
