@@ -23,7 +23,7 @@ class SequenceStep(Message):
         returned with those of the num_top likeliest.
     seen, counts: the distinct tokens that penalties apply to, and how often each is in the output
         (0: in the prompt only), as int32 (TokenHistory). Empty without penalties.
-    allowed: the ids that a grammar allows now, as bits (engine.kernels.masks); None allows all.
+    allowed: the ids that a grammar allows now, as bits (engine.kernels.sampling); None allows all.
         `banned` leaves at least one of them.
     previous: when set, `tokens` is one placeholder for the token that row `previous` of the step
         launched just before samples. Only for executors that launch ahead (Executor.depth).

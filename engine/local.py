@@ -12,7 +12,7 @@ from engine.kv.allocator import BlockAllocator
 from protocol.errors import ContextTooLong, Internal, InvalidRequest
 from protocol.sampling import SamplingParams
 
-#: Output ids so far to the allowed ids, packed as in engine.kernels.masks.
+#: Output ids so far to the allowed ids, packed as in engine.kernels.sampling.
 MaskOf = Callable[[Sequence[int]], bytes]
 
 

@@ -10,8 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from framing.keepalive import enable_keepalive
-from framing.session import HEAD_BYTES, MAX_PAYLOAD_BYTES, FrameError, Session
+from framing.session import HEAD_BYTES, MAX_PAYLOAD_BYTES, FrameError, Session, enable_keepalive
 
 _MESSAGE, _BULK = 2, 3
 _SIZE = struct.Struct("!Q")

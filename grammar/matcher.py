@@ -19,7 +19,7 @@ class Matcher:
     any worker.
 
     `ends` are the tokens that end an output; they are allowed where the grammar may end. `mask` has
-    a bit for each id (engine.kernels.masks); None until `compute_masks` has run after the last
+    a bit for each id (engine.kernels.sampling); None until `compute_masks` has run after the last
     token. `error` is set when there can be no mask.
     """
 

@@ -33,7 +33,6 @@ from router.admission.load_estimate import QueuedRequest
 from router.admission.queue import AdmissionQueue, AdmissionTicket
 from router.auth.keys import Caller, ServiceTier, tier_name
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.promises import record_promises
 from router.dispatch.request_run import RequestRun, RequestText
 from router.dispatch.sequence_jobs import (
     SequenceJob,
@@ -43,7 +42,7 @@ from router.dispatch.sequence_jobs import (
     check_prompt_ids,
     make_jobs,
 )
-from router.dispatch.telemetry import record_success, traced
+from router.dispatch.telemetry import record_promises, record_success, traced
 from router.request.generate_request import GenerateRequest, RequestId
 from router.request.text_requests import DetokenizeRequest, TokenizeRequest
 from router.served_model import ModelInfo, ServedModel

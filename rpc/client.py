@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
-from framing.streams import Connection
+from framing.session import Connection
 from protocol import codec
 from protocol.errors import BatonError, DeadlineExceeded, ErrorInfo, Unauthenticated, Unavailable
 from rpc.methods import ITEMS_PER_REPORT, FrameKind, Method, Rep, Req, pack_call

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from framing.streams import Connection
+from framing.session import Connection
 from observability.logging import get_logger
 from protocol import codec
 from protocol.errors import BatonError, Internal, Unavailable

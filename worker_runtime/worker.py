@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from concurrency.tasks import Tasks
+from concurrency.event_loop import Tasks
 from concurrency.threads import run_in_thread
 from engine.config import EngineConfig
 from engine.kv.allocator import BlockAllocator

@@ -10,8 +10,7 @@ import torch
 from engine.batch import SequenceStep, StepBatch
 from engine.kernels.base import StepInputs
 from engine.kernels.logprobs import LogprobRows
-from engine.kernels.masks import mask_bytes
-from engine.kernels.sampling import Penalties, SamplingInputs
+from engine.kernels.sampling import Penalties, SamplingInputs, mask_bytes
 from protocol.errors import Internal
 
 

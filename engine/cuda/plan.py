@@ -12,8 +12,7 @@ from engine.batch import SequenceStep, StepBatch
 from engine.cpu.inputs import StepLimits, check_step
 from engine.cuda.options import StepShape
 from engine.kernels.logprobs import LogprobRows
-from engine.kernels.masks import TokenMasks
-from engine.kernels.sampling import Penalties
+from engine.kernels.sampling import Penalties, TokenMasks
 from engine.kernels.triton.attention import mixed_splits
 from engine.kernels.triton.prefill_attention import (
     MIXED_TILE,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from engine.batch import SequenceStep, StepBatch
 from engine.cpu.runner import warmup_batches
 from engine.cuda.plan import DENSE_TOKENS, HISTORY_SEGMENTS
-from engine.kernels.masks import mask_bytes
+from engine.kernels.sampling import mask_bytes
 from protocol.sampling import SamplingParams
 
 _PLAIN = SamplingParams(temperature=1.0)

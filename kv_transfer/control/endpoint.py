@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from concurrency.bounded_map import BoundedMap
-from concurrency.tasks import Tasks
-from concurrency.timers import Deadlines
+from concurrency.event_loop import Deadlines, Tasks
 from kv_transfer.control.context import CallResult, EndpointContext
 from kv_transfer.plan.handoff_state import HandoffState, Verdict
 from observability import metrics

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from concurrency.bounded_map import BoundedMap
-from concurrency.tasks import Tasks
+from concurrency.event_loop import Tasks
 from kv_transfer.config import ChecksumKind
 from kv_transfer.control.context import EndpointContext, first_error, totals
 from kv_transfer.control.endpoint import ChannelMap, TransferStats

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
-from concurrency.tasks import Tasks
+from concurrency.event_loop import Tasks
 from kv_transfer.backends.base import LinkBroken
 from kv_transfer.backends.choice import choose_backend
 from kv_transfer.config import ONE_SIDED

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Protocol
 
-from concurrency.timers import silence_limit
+from concurrency.event_loop import silence_limit
 from observability.logging import get_logger
 from protocol.errors import BatonError, StaleMessage, Unavailable
 from protocol.ids import RequestKey, Role, WorkerRef

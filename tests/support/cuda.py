@@ -10,7 +10,7 @@ from engine.cuda.options import CudaOptions
 from engine.cuda.runner import CudaRunner
 from engine.kernels.base import Geometry
 from engine.kernels.cpu.operations import CpuKernels
-from engine.kernels.masks import mask_bytes
+from engine.kernels.sampling import mask_bytes
 from engine.kv.pool import KVPool
 from engine.model.decoder import Decoder
 from engine.model.families import parse_model_config

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Masks of tokens on the device: engine.kernels.masks."""
+"""Masks of tokens on the device: engine.kernels.sampling."""
 
 import triton
 import triton.language as tl

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from concurrency.timers import Deadlines
+from concurrency.event_loop import Deadlines
 from protocol.ids import RequestKey
 
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from concurrency.timers import silence_limit
+from concurrency.event_loop import silence_limit
 from tests.support.transfer_net import SimLoop
 
 

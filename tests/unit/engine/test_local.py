@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from engine.kernels.masks import mask_bytes
+from engine.kernels.sampling import mask_bytes
 from engine.kv import sizing
 from engine.local import LocalEngine
 from protocol.errors import ContextTooLong, InvalidRequest

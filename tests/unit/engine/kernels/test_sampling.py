@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from engine.kernels import sampling
-from engine.kernels.masks import TokenMasks, mask_bytes
-from engine.kernels.sampling import SamplingInputs, argmax, gumbel_noise, noise_key, sample
+from engine.kernels.sampling import (
+    SamplingInputs,
+    TokenMasks,
+    argmax,
+    gumbel_noise,
+    mask_bytes,
+    noise_key,
+    sample,
+)
 from protocol.sampling import SamplingParams
 
 VOCAB = 5000  # many times what the short sort looks at

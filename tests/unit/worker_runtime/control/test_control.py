@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 import pytest
 from msgspec.structs import replace
 
-from concurrency.tasks import Tasks
+from concurrency.event_loop import Tasks
 from grammar.matcher import Matcher
 from observability.clock import Rate
 from protocol.errors import (

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from engine.kernels import sampling as reference
-from engine.kernels.masks import TokenMasks, mask_on_device
+from engine.kernels.sampling import TokenMasks, mask_on_device
 from engine.kernels.triton.sampling import RowSampling, SamplingScratch, sample
 from protocol.sampling import SamplingParams
 
