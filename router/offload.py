@@ -81,7 +81,9 @@ def loads_in_pieces(text: str) -> Any:
 
     rest, hook = "".join(parts), put_back if arrays else None
     value = json.loads(rest, parse_constant=refuse_constant, object_hook=hook)
-    if not arrays or not isinstance(value, dict):
+    if not arrays:
+        return value
+    if not isinstance(value, dict):
         return _with_lists(value)
     return {n: item if n in _ID_FIELDS else _with_lists(item) for n, item in value.items()}
 

@@ -28,10 +28,7 @@ class CompletionRequest(GenerateRequest):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.prompts) > MAX_PROMPTS:
-            raise InvalidRequest(
-                f"prompt: at most {MAX_PROMPTS}, got {len(self.prompts)}", param="prompt"
-            )
+        check_num_prompts(self.prompts)
         for prompt in self.prompts:
             _check_prompt(prompt)
 
@@ -44,6 +41,11 @@ class CompletionRequest(GenerateRequest):
     @property
     def echoes_prompt(self) -> bool:
         return self.echo
+
+
+def check_num_prompts(prompts: Sequence[object]) -> None:
+    if len(prompts) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt: at most {MAX_PROMPTS}, got {len(prompts)}", param="prompt")
 
 
 def _check_prompt(prompt: object) -> None:

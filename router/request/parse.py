@@ -22,7 +22,7 @@ from router.offload import loads_in_pieces, refuse_constant
 from router.request.body import Body
 from router.request.chat_messages import ChatRole
 from router.request.chat_request import ChatRequest
-from router.request.completion_request import CompletionRequest
+from router.request.completion_request import CompletionRequest, check_num_prompts
 from router.request.generate_request import GenerateRequest, RequestKind
 
 #: Known fields that are not served: refused by name unless neutral, so that none is ignored. A
@@ -79,6 +79,9 @@ REQUESTS: dict[RequestKind, type[GenerateRequest]] = {
 LARGE_BYTES = 1 << 17
 #: Fields of token ids, which may be many.
 _ID_FIELDS = ("prompt", "tokens")
+#: Types of the values of plain JSON.
+_JSON = {str, int, float, bool, list, dict, type(None)}
+_HOLD_TEXT = {str, list, dict}
 
 
 def parse_json(body: bytes, kind: type[R]) -> R:
@@ -99,6 +102,9 @@ def parse_fields(fields: Mapping[str, Any], kind: type[R]) -> R:
     """
     fields = _served(fields, kind)
     ids = {name: fields[name] for name in _ID_FIELDS if _holds_ids(fields.get(name))}
+    prompt = fields.get("prompt")
+    if kind is CompletionRequest and isinstance(prompt, list) and list in set(map(type, prompt)):
+        check_num_prompts(prompt)  # converting thousands of arrays takes long
     fields |= {name: _stand_in(value) for name, value in ids.items()}
     try:
         request = msgspec.convert(_shape(kind).cleaned(fields, ""), kind)
@@ -187,7 +193,7 @@ def _named(error: InvalidRequest, fields: Mapping[str, Any]) -> InvalidRequest:
 
 
 def _holds_ids(value: object) -> bool:
-    return _are_ids(value) or (isinstance(value, list) and any(map(_are_ids, value)))
+    return _are_ids(value) or (isinstance(value, list) and not set(map(type, value)) <= _JSON)
 
 
 def _are_ids(value: object) -> bool:
@@ -213,7 +219,12 @@ class _Shape:
             if isinstance(struct, inspect.StructType)
         ]
         lists = [option for option in options if isinstance(option, inspect.ListType)]
-        self._items = _Shape(lists[0].item_type) if lists else None
+        items = _Shape(lists[0].item_type) if lists else None
+        self._items = items if items and items.holds_objects else None
+
+    @property
+    def holds_objects(self) -> bool:
+        return bool(self._structs) or self._items is not None
 
     def cleaned(self, value: Any, path: str) -> Any:
         """`value` without the fields of known objects that ask for nothing. Raises Unsupported
@@ -266,6 +277,6 @@ def _check_unicode(value: Any, path: str) -> None:
         for name, item in value.items():
             _check_unicode(name, path)
             _check_unicode(item, f"{path}.{name}".removeprefix("."))
-    elif isinstance(value, list):
+    elif isinstance(value, list) and not _HOLD_TEXT.isdisjoint(map(type, value)):
         for i, item in enumerate(value):
             _check_unicode(item, f"{path}[{i}]")
