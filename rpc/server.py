@@ -13,7 +13,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from framing.session import Connection
+from framing.session import Connection, FrameError
 from observability.logging import get_logger
 from protocol import codec
 from protocol.errors import BatonError, Internal, Unavailable
@@ -129,6 +129,8 @@ class _ClientConnection(Connection):
 
     def frame(self, kind: int, number: int, payload: bytes) -> None:
         """Start or cancel a call or stream, or grant a stream more items."""
+        if kind in (FrameKind.CALL, FrameKind.STREAM) and number in self._running:
+            raise FrameError(f"number {number} is in use")
         if kind == FrameKind.CALL:
             self._call(number, payload)
         elif kind == FrameKind.STREAM:

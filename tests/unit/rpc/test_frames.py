@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from protocol import codec
 from protocol.errors import (
     DeadlineExceeded,
     ErrorCode,
@@ -26,7 +27,7 @@ from protocol.messages import (
     WorkerLoad,
 )
 from rpc.client import ControlClient, _ServerConnection
-from rpc.methods import END, EVENTS, STREAM_ITEMS
+from rpc.methods import END, EVENTS, STREAM_ITEMS, FrameKind, pack_call
 from rpc.server import ControlServer
 
 SECRET = b"secret"
@@ -328,6 +329,47 @@ async def test_a_broken_connection_ends_streams_after_what_came_and_stops_their_
         again = client.stream(EVENTS, Subscribe(router_id="r"))  # over a new connection
         assert (await asyncio.wait_for(anext(again), 5)).epoch == 1
         await again.aclose()
+
+
+@pytest.mark.parametrize("kind", [FrameKind.CALL, FrameKind.STREAM])
+async def test_a_number_that_is_used_twice_at_once_breaks_the_connection(kind):
+    """The second would hide the first, which a lost connection could not cancel any more."""
+    begun, ended = [], []
+
+    async def events(_subscribe):
+        begun.append("stream")
+        try:
+            while True:
+                await asyncio.sleep(0.01)
+                yield EventBatch(epoch=1, load=WorkerLoad())
+        finally:
+            ended.append("stream")
+
+    async def wait(_end):
+        begun.append("call")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("call")
+
+    server = ControlServer({EVENTS: events, END: wait}, secret=SECRET)
+    connection = await _ServerConnection.connect(await server.start(), secret=SECRET)
+    frames = {
+        FrameKind.STREAM: pack_call(EVENTS.path, codec.encode(Subscribe(router_id="r"))),
+        FrameKind.CALL: pack_call(END.path, codec.encode(message())),
+    }
+    for other in frames:
+        connection.send(other, 7 + other, frames[other])
+    while len(begun) < 2:
+        await asyncio.sleep(0.01)
+    for number in {7 + other for other in frames}:
+        connection.send(kind, number, frames[kind])
+    async with asyncio.timeout(5):
+        while not (connection.lost and len(ended) == 2):
+            await asyncio.sleep(0.01)
+    assert not server.connections
+    assert sorted(begun) == ["call", "stream"]
+    await server.stop(0)
 
 
 async def test_a_server_that_stops_sends_what_it_has():
