@@ -16,7 +16,7 @@ from protocol.sampling import Grammar, GrammarKind
 from router.auth.keys import Caller
 from router.config import RouterConfig
 from router.request.chat_messages import AnyMessage
-from router.request.chat_request import ChatRequest
+from router.request.endpoints import ChatRequest
 from router.request.generate_request import GenerateRequest
 from router.request.structured_output import StructuredOutput
 from router.request.tools import ToolChoice, ToolUse

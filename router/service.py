@@ -43,8 +43,8 @@ from router.dispatch.sequence_jobs import (
     make_jobs,
 )
 from router.dispatch.telemetry import record_promises, record_success, traced
+from router.request.endpoints import DetokenizeRequest, TokenizeRequest
 from router.request.generate_request import GenerateRequest, RequestId
-from router.request.text_requests import DetokenizeRequest, TokenizeRequest
 from router.served_model import ModelInfo, ServedModel
 from router.text.text_stream import StopMatcher, TextStream
 

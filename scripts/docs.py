@@ -22,8 +22,7 @@ from cluster.config.load import bare_type, bounds, env_name
 from cluster.config.schema import DERIVED, ClusterConfig
 from observability import metrics
 from observability.metrics import Metric
-from router.request.chat_request import ChatRequest
-from router.request.completion_request import CompletionRequest
+from router.request.endpoints import ChatRequest, CompletionRequest
 from router.request.generate_request import GenerateRequest
 from router.request.parse import HARMLESS, UNSERVED
 

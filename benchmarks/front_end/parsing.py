@@ -17,8 +17,7 @@ from typing import Any
 
 from protocol.errors import InvalidRequest
 from router.request.body import Body
-from router.request.chat_request import ChatRequest
-from router.request.completion_request import CompletionRequest
+from router.request.endpoints import ChatRequest, CompletionRequest
 from router.request.parse import parse_json
 
 _LARGE_BYTES = 8 << 20

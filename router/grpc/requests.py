@@ -14,9 +14,9 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from protocol.errors import InvalidRequest
 from protocol.wire import inference_pb2 as pb
 from router.request.chat_messages import MAX_ITEMS, MAX_MESSAGES
+from router.request.endpoints import DetokenizeRequest, TokenizeRequest
 from router.request.generate_request import GenerateRequest, RequestKind
 from router.request.parse import REQUESTS, parse_fields
-from router.request.text_requests import DetokenizeRequest, TokenizeRequest
 
 #: Values of a field, or bytes of unknown fields, that are looked at one by one.
 _MAX_VALUES = 1 << 16

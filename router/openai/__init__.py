@@ -1,7 +1,6 @@
 """The HTTP front end: OpenAI's API in JSON and server-sent events, on uvicorn.
 
-server: the listener
-connection: one connection and its limits
+server: the listener, its connections and their limits
 app: the paths
 exchange: reading bodies, sending answers and errors, watching for disconnects
 chunks: the objects in answers and streams, log-probabilities in them

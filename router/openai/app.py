@@ -26,13 +26,13 @@ from router.dispatch.request_run import RequestRun
 from router.offload import off_loop
 from router.openai.chunks import ChunkWriter
 from router.openai.chunks import answer as answer_bytes
-from router.openai.connection import request_id_of
 from router.openai.document import openapi_document
 from router.openai.errors import JSON_TYPE, error_body, error_headers, error_status
 from router.openai.exchange import BodyReader, HttpAnswer, cancelled_when_gone
+from router.openai.server import request_id_of
+from router.request.endpoints import DetokenizeRequest, TokenizeRequest
 from router.request.generate_request import REQUEST_ID, GenerateRequest, RequestKind
 from router.request.parse import REQUESTS
-from router.request.text_requests import DetokenizeRequest, TokenizeRequest
 from router.served_model import ModelInfo, ServedModel
 from router.service import FrontEnd, InferenceService
 

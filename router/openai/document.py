@@ -11,10 +11,14 @@ import msgspec
 from protocol.errors import ErrorCode
 from protocol.sampling import MAX_STOP_TOKEN_IDS
 from router.request.body import Body
-from router.request.chat_request import ChatRequest
-from router.request.completion_request import MAX_PROMPTS, CompletionRequest
+from router.request.endpoints import (
+    MAX_PROMPTS,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from router.request.generate_request import GenerateRequest
-from router.request.text_requests import DetokenizeRequest, TokenizeRequest
 
 Schema = dict[str, Any]
 

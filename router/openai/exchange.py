@@ -22,8 +22,8 @@ from protocol.errors import (
     UnsupportedEncoding,
 )
 from router.offload import encode_in_pieces, off_loop
-from router.openai.connection import hang_up
 from router.openai.errors import JSON_TYPE, error_body, error_headers, error_status
+from router.openai.server import hang_up
 from router.request.body import Body
 from router.request.parse import LARGE_BYTES, parse_json
 

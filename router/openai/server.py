@@ -1,22 +1,182 @@
-"""The HTTP listener: uvicorn with httptools, on the running event loop and a socket bound here."""
+"""The HTTP listener: uvicorn with httptools, on the running event loop and a socket bound here. Its
+connections have limits for clients that neither send nor read."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import math
+import re
 import socket
 import ssl
 from collections.abc import Callable, Generator
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Scope
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from protocol.errors import Unavailable
-from router.openai.connection import HttpConnection
+from protocol.errors import BatonError, InvalidRequest, Unavailable
+from router.openai.errors import JSON_TYPE, error_body, error_headers, error_status
+from router.request.generate_request import REQUEST_ID, RequestId, make_request_id
 
+#: Bytes of a request's head.
+MAX_HEAD_BYTES = 1 << 16
+#: Time for the head of a request, from connecting or from its first byte, and for the rest of a
+#: body that has been answered.
+HEAD_S = 60.0
+#: Pipelined requests behind the one that is answered. One read of a connection may bring thousands.
+MAX_PIPELINED = 64
+#: Time for a client over the connection limit to send its request. A request to a closed connection
+#: is answered with a reset, after which some clients do not read the refusal.
+_REFUSAL_S = 1.0
+_HANG_UP = "baton.hang_up"
+_ID = "baton.request_id"
 _BACKLOG = 2048
+_HEAD_END = b"\r\n\r\n"
+_OFFER = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
+
+
+class HttpConnection(HttpToolsProtocol):
+    """Bounds heads in size and time, and drops answers that are not read. Every answer carries the
+    name of its request, errors included."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._head_bytes: int | None = 0  # of the head that is being read; None in a body
+        self._num_heads = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._answering: Any = None  # the request that is being answered
+        self._admitted = True
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for a request, or refuse it over the limit of connections."""
+        super().connection_made(transport)
+        self._admitted = self.connections.admit()  # type: ignore[attr-defined]
+        if self._admitted:
+            self._expect_head()
+        else:
+            self._timer = self.loop.call_later(_REFUSAL_S, self._refuse_connection)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell the request that is being answered; uvicorn tells the last one in the pipeline."""
+        if self._answering is not None and not self._answering.response_complete:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
+        super().connection_lost(exc)
+        self._head_came()
+
+    def data_received(self, data: bytes) -> None:
+        if not self._admitted:
+            self._refuse_connection()
+            return
+        in_head, heads = self._head_bytes, self._num_heads
+        super().data_received(data if in_head is None else _declined(data))
+        if in_head is None or heads != self._num_heads:
+            return
+        self._head_bytes = in_head + len(data)
+        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response(f"The head is larger than {MAX_HEAD_BYTES} bytes.")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._expect_head()
+
+    def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():  # split over two reads; the body would count as a request
+            raise ValueError("the client offers another protocol")
+        self._head_came()
+        self._head_bytes = None
+        self._num_heads += 1
+        self.scope[_HANG_UP] = self.transport.abort  # type: ignore[literal-required]
+        request_id = make_request_id(Headers(raw=self.headers).get(REQUEST_ID))
+        self.scope[_ID] = request_id  # type: ignore[literal-required]
+        super().on_headers_complete()
+        self.cycle.default_headers = [*self.cycle.default_headers, _header(request_id)]
+        if self.expect_100_continue:  # a client that gets an answer instead may leave the body out
+            self.cycle.keep_alive = False
+        if len(self.pipeline) > MAX_PIPELINED:
+            self.transport.abort()
+            raise ValueError("too many pipelined requests")  # stops the parser
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        if self.expect_100_continue:
+            self.cycle.keep_alive = self.parser.should_keep_alive()
+        self._head_bytes = 0
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request, or for the rest of an answered body."""
+        super().on_response_complete()
+        if self._head_bytes is None and self.cycle.response_complete:
+            self._expect_head()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close an idle connection; abort one whose last answer is still unread."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _refuse_connection(self) -> None:
+        self._refuse(Unavailable("too many connections are open"))
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP, unless another answer is half sent."""
+        answer = self._answering
+        if answer is not None and answer.response_started and not answer.response_complete:
+            self.transport.close()
+        else:
+            self._refuse(InvalidRequest(msg))
+
+    def _refuse(self, error: BatonError) -> None:
+        body = error_body(error)
+        headers = [
+            *(*self.server_state.default_headers, _header(make_request_id(None))),
+            *(JSON_TYPE, *error_headers(error), (b"connection", b"close")),
+            (b"content-length", b"%d" % len(body)),
+        ]
+        lines = [name + b": " + value + b"\r\n" for name, value in headers]
+        status = STATUS_LINE[error_status(error)]
+        self.transport.write(b"".join([status, *lines, b"\r\n", body]))
+        self.transport.close()
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _expect_head(self) -> None:
+        self._head_came()
+        self._timer = self.loop.call_later(HEAD_S, self.transport.abort)
+
+    def _head_came(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _declined(data: bytes) -> bytes:
+    """A head without its offer of another protocol (`Upgrade: h2c`, the default of Java's clients):
+    the parser would take the body for that protocol. Clients go on without it."""
+    head, end, rest = data.partition(_HEAD_END)
+    return _OFFER.sub(b"\r\nnot-taken:", head) + end + rest if _OFFER.search(head) else data
+
+
+def _header(request_id: RequestId) -> tuple[bytes, bytes]:
+    return REQUEST_ID.encode(), request_id.name.encode()
+
+
+def request_id_of(scope: Scope) -> RequestId:
+    request_id: RequestId = scope[_ID]
+    return request_id
+
+
+def hang_up(scope: Scope) -> None:
+    """Close the connection of a request at once and drop what is unsent."""
+    abort = scope.get(_HANG_UP)
+    if abort is not None:
+        abort()
 
 
 class HttpServer:

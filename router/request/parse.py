@@ -21,8 +21,7 @@ from protocol.errors import InvalidRequest, Unsupported, invalid_field
 from router.offload import loads_in_pieces, refuse_constant
 from router.request.body import Body
 from router.request.chat_messages import ChatRole
-from router.request.chat_request import ChatRequest
-from router.request.completion_request import CompletionRequest, check_num_prompts
+from router.request.endpoints import ChatRequest, CompletionRequest, check_num_prompts
 from router.request.generate_request import GenerateRequest, RequestKind
 
 #: Known fields that are not served: refused by name unless neutral, so that none is ignored. A

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from router.request.chat_messages import AnyMessage
-from router.request.chat_request import ChatRequest
-from router.request.completion_request import CompletionRequest
+from router.request.endpoints import ChatRequest, CompletionRequest
 from router.request.parse import parse_json
 from router.request.tools import ToolUse
 

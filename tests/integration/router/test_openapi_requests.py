@@ -22,8 +22,7 @@ from schemathesis.specs.openapi.checks import (
 
 from protocol.ids import Role
 from router.openai.document import openapi_document
-from router.request.chat_request import ChatRequest
-from router.request.completion_request import CompletionRequest
+from router.request.endpoints import ChatRequest, CompletionRequest
 from router.request.generate_request import GenerateRequest
 from tests.support.router_front_ends import open_front_ends
 from tests.support.stub_workers import StubFleet

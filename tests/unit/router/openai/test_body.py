@@ -18,7 +18,7 @@ from protocol.ids import Role
 from router.offload import MAX_STRUCTURE, loads_in_pieces
 from router.openai import exchange
 from router.openai.exchange import BodyReader
-from router.request.completion_request import CompletionRequest
+from router.request.endpoints import CompletionRequest
 from router.request.parse import parse_json
 from tests.support.router_front_ends import FrontEnds, MakeFrontEnds, until
 from tests.support.stub_workers import StubFleet

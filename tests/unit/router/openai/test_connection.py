@@ -167,7 +167,7 @@ async def test_a_client_that_sent_two_requests_and_left_has_neither_run(
 async def test_who_never_ends_a_body_that_was_answered_is_hung_up_on(
     front_ends: FrontEnds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.openai.connection.HEAD_S", 0.3)
+    monkeypatch.setattr("router.openai.server.HEAD_S", 0.3)
     async with connected(front_ends) as raw:
         raw.writer.write(b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n")
         assert (await raw.answer())[0] == 404

@@ -264,7 +264,7 @@ async def test_a_client_that_does_not_read_is_left_at_its_deadline(
 
 
 async def test_heads_have_bounds(front_ends: FrontEnds, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.openai.connection.HEAD_S", 0.3)
+    monkeypatch.setattr("router.openai.server.HEAD_S", 0.3)
     where = front_ends.router.addresses.http.split(":")
     reader, writer = await asyncio.open_connection(*where)
     writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n")

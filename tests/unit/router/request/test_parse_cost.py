@@ -10,8 +10,7 @@ import pytest
 
 from protocol.errors import InvalidRequest
 from router.request import parse
-from router.request.chat_request import ChatRequest
-from router.request.completion_request import CompletionRequest
+from router.request.endpoints import ChatRequest, CompletionRequest
 
 IDS = ",".join(["1"] * 40_000)
 
