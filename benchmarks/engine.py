@@ -48,7 +48,7 @@ def decode_rows(
         SequenceStep(
             tokens=(17,),
             start=context + step,
-            block_ids=table,
+            block_tables=(table,),
             sampling=sampling,
             previous=i if step else None,
         )
@@ -132,7 +132,7 @@ class Bench:
         tables = self.tables(count, length)
         prompt = tuple(7 * i % 4000 for i in range(length))
         sequences = [
-            SequenceStep(tokens=prompt, start=0, block_ids=table, sampling=GREEDY)
+            SequenceStep(tokens=prompt, start=0, block_tables=(table,), sampling=GREEDY)
             for table in tables
         ]
         batches = [
@@ -164,7 +164,7 @@ class Bench:
         tables = self.tables(decodes, 1500 + steps + 8)
         prompt = tuple(7 * i % 4000 for i in range(count))
         chunks = tuple(
-            SequenceStep(tokens=prompt, start=history, block_ids=table, sampling=GREEDY)
+            SequenceStep(tokens=prompt, start=history, block_tables=(table,), sampling=GREEDY)
             for table in self.tables(min(1, count), history + count)
         )
         times = self.pipelined(
@@ -187,7 +187,7 @@ class Bench:
             SequenceStep(
                 tokens=prompt,
                 start=start,
-                block_ids=table,
+                block_tables=(table,),
                 sampling=GREEDY if start + chunk == length else None,
             )
             for start in range(0, length, chunk)

@@ -32,6 +32,7 @@ class BlockAdmission:
         self._config = config
         self._blocks = blocks
         self._cache = cache
+        self._chunk = config.max_num_batched_tokens
         self._watermark = int(config.watermark * blocks.num_blocks)
         #: When a hand-off stops waiting for another one with the same prompt.
         self.next_check = math.inf
@@ -60,10 +61,11 @@ class BlockAdmission:
                 break
         return reserves
 
-    def num_needed(self, sequence: Sequence) -> int:
-        """Blocks for all known tokens plus the next one, if output is wanted."""
-        num_next = min(1, sequence.sampling.max_tokens)
-        return self._blocks.blocks_for(len(sequence.tokens) + num_next)
+    def num_needed(self, sequence: Sequence, *, computes: bool) -> int:
+        """Blocks for all known tokens plus the next one, if output is wanted; with KV windows for
+        as much of them as a step at a time needs."""
+        chunk = self._chunk if computes else 1
+        return self._blocks.pages_for(_num_tokens(sequence), chunk)
 
     def num_free_for_new(self, queued: Iterable[DecodeEntry]) -> int:
         """Blocks that a new request could get, after the watermark and the `queued` requests. One
@@ -89,7 +91,8 @@ class BlockAdmission:
         if sequence.in_flight or self._follows(entry, arriving, now):
             return False  # in flight: preempted, and its last step has not landed
         computes = entry.state is RequestState.WAITING
-        if not self._cache.allocate(sequence, entry.num_blocks, computes=computes, spare=spare):
+        num_tokens, chunk = _num_tokens(sequence), self._chunk if computes else None
+        if not self._cache.allocate(sequence, num_tokens, chunk=chunk, spare=spare):
             entry.retry_at = now + _RETRY_S
             return False
         sequence.stats.end(Phase.CREDIT_WAIT, now)
@@ -98,9 +101,12 @@ class BlockAdmission:
 
     def _reserve(self, sequence: Sequence) -> Reserve:
         num_granted = self._blocks.blocks_for(len(sequence.tokens))
+        tables = sequence.tables
         return Reserve(
             key=sequence.key,
-            block_ids=tuple(sequence.block_ids[:num_granted]),
+            block_tables=tuple(
+                tables.part(group, 0, num_granted) for group in range(len(tables.groups))
+            ),
             num_cached_blocks=sequence.num_computed // self._blocks.block_size,
             num_tokens=len(sequence.tokens),
         )
@@ -127,3 +133,8 @@ class BlockAdmission:
     def _origin(self, sequence: Sequence) -> _Origin:
         peer = sequence.submit.peer
         return self._cache.last_name(sequence) or b"", 0 if peer is None else peer.epoch
+
+
+def _num_tokens(sequence: Sequence) -> int:
+    """All known tokens plus the next one, if output is wanted."""
+    return len(sequence.tokens) + min(1, sequence.sampling.max_tokens)

@@ -61,10 +61,11 @@ Command = Committed | HandoffEnded | BlocksSafe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve:
-    """Blocks were allocated for the KV of `num_tokens` tokens: grant them to the prefill worker."""
+    """Blocks were allocated for the KV of `num_tokens` tokens: grant them to the prefill worker. A
+    table for each KV group."""
 
     key: RequestKey
-    block_ids: tuple[int, ...]
+    block_tables: tuple[tuple[int, ...], ...]
     num_cached_blocks: int
     num_tokens: int
 

@@ -72,7 +72,8 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
     def _new_entry(self, sequence: Sequence, order: int) -> DecodeEntry:
         remote = sequence.submit.peer is not None
         state = RequestState.AWAITING_GRANT if remote else RequestState.WAITING
-        return DecodeEntry(sequence, order, state, self._admission.num_needed(sequence))
+        num_blocks = self._admission.num_needed(sequence, computes=not remote)
+        return DecodeEntry(sequence, order, state, num_blocks)
 
     # --- hand-off -------------------------------------------------------------------------------
 
@@ -94,6 +95,7 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
         sequence = entry.sequence
         num_received = len(sequence.tokens) - sequence.num_computed
         sequence.resume_at(len(sequence.tokens))
+        sequence.tables.received(len(sequence.tokens))
         self._cache.publish(sequence, num_received)
         sequence.scoring = False  # prefill has scored the prompt
         sequence.append(first_token)
@@ -115,11 +117,9 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
     def _quarantine(self, entry: DecodeEntry) -> None:
         """Set aside the blocks that the hand-off may still write to: all but the cached ones."""
         sequence = entry.sequence
-        num_shared = sequence.num_computed // self._block_size
-        blocks = sequence.drop_kv()
-        self._blocks.free(blocks[:num_shared])
-        sequence.block_ids = blocks[num_shared:]
-        self._blocks.quarantine(sequence.block_ids)
+        self._blocks.free(sequence.tables.drop_before(sequence.num_computed // self._block_size))
+        sequence.resume_at(0)
+        self._blocks.quarantine(sequence.tables.blocks())
         entry.move(RequestState.ENDING)
 
     def _blocks_safe(self, entry: DecodeEntry) -> None:
@@ -224,17 +224,19 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
         A victim in flight frees its blocks when it lands: until then `entry`, and others that find
         no block, sit out, as those blocks may be enough for all.
         """
-        held = entry.sequence.block_ids
-        missing = -(-num_positions // self._block_size) - len(held)
+        tables = entry.sequence.tables
+        missing = tables.missing(num_positions)
         while missing > 0:
             fresh = self._blocks.allocate(missing)
             if fresh is not None:
-                held.extend(fresh)
+                tables.extend(num_positions, fresh)
                 break
             if self._short is not None:
                 return False
             running = (e for e in self._entries.values() if e.state is RequestState.RUNNING)
             victim = max(running, key=lambda e: e.order)
+            if victim is entry and entry.sequence.in_flight and self._blocks.has_windows:
+                return False  # once its step has landed, KV behind the window is freed
             self._preempt(victim)
             if victim is entry:
                 return False
@@ -273,7 +275,7 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
         self._emit_token(entry, token, logprobs, finish)
 
     def _stopped(self, entry: DecodeEntry) -> None:
-        entry.num_blocks = self._admission.num_needed(entry.sequence)
+        entry.num_blocks = self._admission.num_needed(entry.sequence, computes=True)
         self._release(entry)
 
     # --- ends -----------------------------------------------------------------------------------
@@ -342,7 +344,7 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
                     "chunks": stats.num_chunks,
                 },
                 Phase.CREDIT_WAIT: {
-                    "blocks": self._admission.num_needed(sequence),
+                    "blocks": self._admission.num_needed(sequence, computes=False),
                     "cached_tokens": stats.num_cached_tokens,
                 },
             },

@@ -37,7 +37,7 @@ class DecodeWorker(Worker[Command, DecodeOutput, Receiver]):
             self.tasks.start(
                 self._handoff.reserve(
                     reserve.key,
-                    reserve.block_ids,
+                    reserve.block_tables,
                     reserve.num_cached_blocks,
                     reserve.num_tokens,
                 )

@@ -13,8 +13,9 @@ from protocol.sampling import SamplingParams, TokenLogprobs
 class SequenceStep(Message):
     """One sequence's part of a step: run `tokens` at positions start, start + 1, ...
 
-    block_ids: the sequence's blocks in order, for at least start + len(tokens) positions; KV of
-        positions 0 .. start - 1 is written.
+    block_tables: of each KV group (protocol.kv_layout) the blocks in order, for at least start +
+        len(tokens) positions, from the block of the first token that the one at `start` sees. KV of
+        the positions before `start` is written.
     sampling: of the token after the last of `tokens`; None when nothing is sampled (a chunk before
         a prompt's last). Its noise is a function of (sampling.seed, start + len(tokens)), the
         absolute position of the sampled token.
@@ -31,7 +32,7 @@ class SequenceStep(Message):
 
     tokens: tuple[int, ...]
     start: int
-    block_ids: tuple[int, ...]
+    block_tables: tuple[tuple[int, ...], ...]
     banned: tuple[int, ...] = ()
     seen: bytes = b""
     counts: bytes = b""

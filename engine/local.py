@@ -9,6 +9,7 @@ from engine.batch import SequenceStep, StepBatch, TokenHistory
 from engine.config import EngineConfig
 from engine.executor import Executor, build_executor
 from engine.kv.allocator import BlockAllocator
+from engine.kv.tables import BlockTables
 from protocol.errors import ContextTooLong, Internal, InvalidRequest
 from protocol.sampling import SamplingParams
 
@@ -20,7 +21,11 @@ class _LocalSequence:
     """One request. KV of `computed` tokens of prompt + output exists."""
 
     def __init__(
-        self, prompt: Sequence[int], sampling: SamplingParams, mask_of: MaskOf | None
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        mask_of: MaskOf | None,
+        tables: BlockTables,
     ) -> None:
         self.tokens = list(prompt)
         self.mask_of = mask_of
@@ -28,7 +33,7 @@ class _LocalSequence:
         self.sampling = sampling
         self.history = TokenHistory(prompt, (), sampling) if sampling.penalised else None
         self.computed = 0
-        self.blocks: list[int] = []
+        self.tables = tables
         self.finished = False
 
     @property
@@ -56,7 +61,7 @@ class LocalEngine:
         self._config = config
         self.executor = executor or build_executor(config)
         layout = self.executor.layout
-        self._blocks = BlockAllocator(layout.num_blocks, layout.block_size)
+        self._blocks = BlockAllocator(layout.num_blocks, layout.block_size, layout.groups)
         self.preemptions = 0
         self.steps = 0
 
@@ -97,7 +102,8 @@ class LocalEngine:
             raise InvalidRequest(f"prompt has ids outside 0 .. {vocab_size - 1}", param="prompt")
         total = len(prompt) + sampling.max_tokens
         context = self.executor.max_model_len
-        capacity = self._blocks.num_blocks * self._blocks.block_size
+        layout, chunk = self.executor.layout, self._config.max_step_tokens
+        capacity = layout.tokens_in(layout.num_blocks, chunk=chunk, limit=context)
         if total > context:
             raise ContextTooLong(
                 f"prompt ({len(prompt)}) + max_tokens ({sampling.max_tokens}) exceed the context "
@@ -108,11 +114,12 @@ class LocalEngine:
             raise ContextTooLong(
                 f"{total} tokens do not fit the KV pool of {capacity} tokens", param="prompt"
             )
-        return _LocalSequence(prompt, sampling, mask_of)
+        return _LocalSequence(prompt, sampling, mask_of, self._blocks.new_tables())
 
     def _step(self, waiting: deque[_LocalSequence], running: list[_LocalSequence]) -> None:
         while waiting and len(running) < self._config.max_running:
-            if self._blocks.num_free < self._blocks.blocks_for(len(waiting[0].tokens)):
+            chunk = self._config.max_step_tokens
+            if self._blocks.num_free < self._blocks.pages_for(len(waiting[0].tokens), chunk):
                 break
             running.append(waiting.popleft())
         planned: list[tuple[_LocalSequence, SequenceStep]] = []
@@ -138,7 +145,7 @@ class LocalEngine:
         return SequenceStep(
             tokens=tuple(sequence.tokens[sequence.computed : end]),
             start=sequence.computed,
-            block_ids=tuple(sequence.blocks),
+            block_tables=sequence.tables.for_step(sequence.computed),
             sampling=sequence.sampling if last else None,
             banned=sequence.sampling.banned(len(sequence.output)) if last else (),
             seen=history.seen() if history else b"",
@@ -155,27 +162,27 @@ class LocalEngine:
         running: list[_LocalSequence],
     ) -> bool:
         """Allocate blocks for `count` more tokens, preempting younger sequences."""
-        missing = self._blocks.blocks_for(sequence.computed + count) - len(sequence.blocks)
-        while (blocks := self._blocks.allocate(max(0, missing))) is None:
+        num_tokens = sequence.computed + count
+        missing = sequence.tables.missing(num_tokens)
+        while (blocks := self._blocks.allocate(missing)) is None:
             victim = running.pop()
             self._preempt(victim)
             waiting.appendleft(victim)
             planned[:] = [entry for entry in planned if entry[0] is not victim]
             if victim is sequence:
                 return False
-        sequence.blocks += blocks
+        sequence.tables.extend(num_tokens, blocks)
         return True
 
     def _preempt(self, sequence: _LocalSequence) -> None:
-        self._blocks.free(sequence.blocks)
-        sequence.blocks = []
+        self._blocks.free(sequence.tables.take())
         sequence.computed = 0
         self.preemptions += 1
 
     def _apply(self, sequence: _LocalSequence, step: SequenceStep, token: int | None) -> None:
         sequence.computed += len(step.tokens)
+        self._blocks.free(sequence.tables.drop_unseen(sequence.computed))
         if token is not None:
             sequence.append(token)
         if sequence.finished:
-            self._blocks.free(sequence.blocks)
-            sequence.blocks = []
+            self._blocks.free(sequence.tables.take())

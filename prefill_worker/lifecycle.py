@@ -31,13 +31,15 @@ PREFILL_TRANSITIONS: Transitions = {
 @dataclass(slots=True)
 class PrefillEntry(SchedulerEntry):
     """num_cached: tokens found in the prefix cache on arrival, until it starts. num_pushed: blocks
-    handed to the sender. progress_at: time of the grant or of its last chunk."""
+    handed to the sender. num_reserved: blocks that it may hold at a time, while it holds any, with
+    KV windows. progress_at: time of the grant or of its last chunk."""
 
     transitions = PREFILL_TRANSITIONS
     without_blocks = frozenset({RequestState.AWAITING_GRANT, RequestState.GRANTED})
 
     num_cached: int = 0
     num_pushed: int = 0
+    num_reserved: int = 0
     granted_at: float = 0.0
     progress_at: float = 0.0
     report: TransferReport | None = None
@@ -64,10 +66,11 @@ Command = Granted | Delivered | HandoffEnded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
-    """Send these blocks, number first_block .. of the sequence. They are complete once the engine's
-    step `after` is over (0: now)."""
+    """Send these blocks of a KV group, number first_block .. of the sequence. They are complete
+    once the engine's step `after` is over (0: now)."""
 
     key: RequestKey
+    group: int
     block_ids: tuple[int, ...]
     first_block: int
     after: int

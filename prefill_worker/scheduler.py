@@ -7,6 +7,7 @@ flight. Blocks are pushed when the step that completes them is launched, and lea
 from __future__ import annotations
 
 from engine.batch import StepBatch
+from engine.kv.allocator import BlockAllocator
 from prefill_worker.lifecycle import (
     Command,
     CommitHandoff,
@@ -17,9 +18,11 @@ from prefill_worker.lifecycle import (
     Push,
 )
 from protocol.errors import ErrorInfo
+from protocol.kv_layout import KVFingerprint
 from protocol.messages import SpanEvent, WorkerLoad, size_class
 from protocol.sampling import TokenLogprobs
 from protocol.timeline import Phase, Span
+from worker_runtime.config import WorkerConfig
 from worker_runtime.scheduling.entry import RequestState
 from worker_runtime.scheduling.inflight_steps import Row
 from worker_runtime.scheduling.messages import FINISHED, RELEASED, EndHandoff, HandoffEnded
@@ -29,6 +32,18 @@ from worker_runtime.scheduling.sequence import Sequence
 
 class PrefillScheduler(Scheduler[PrefillEntry, Command, PrefillOutput]):
     """Decides what a prefill worker does next."""
+
+    def __init__(
+        self,
+        *,
+        config: WorkerConfig,
+        blocks: BlockAllocator,
+        fingerprint: KVFingerprint,
+        place: str,
+    ) -> None:
+        super().__init__(config=config, blocks=blocks, fingerprint=fingerprint, place=place)
+        self.max_chunk = 2 * config.max_num_batched_tokens  # a chunk in flight and the next one
+        self._num_reserved = 0  # blocks that running prompts may hold together, with KV windows
 
     def new_output(self) -> PrefillOutput:
         return PrefillOutput()
@@ -128,18 +143,34 @@ class PrefillScheduler(Scheduler[PrefillEntry, Command, PrefillOutput]):
         if not self._is_overdue(entry, now):
             return False
         usable = self._blocks.num_blocks - self._blocks.num_quarantined
-        fits = self._blocks.blocks_for(len(entry.sequence.tokens)) <= usable
-        return fits and any(e.sequence.block_ids for e in self._entries.values())
+        fits = self._num_needed(entry.sequence) <= usable
+        return fits and any(e.sequence.tables for e in self._entries.values())
 
     def _start(self, entry: PrefillEntry) -> bool:
-        """Allocate blocks for the whole prompt and push the cached ones; False without room."""
-        num_blocks = self._blocks.blocks_for(len(entry.sequence.tokens))
-        if not self._cache.allocate(entry.sequence, num_blocks):
+        """Allocate blocks for the whole prompt and push the cached ones; False without room.
+
+        KV groups with a window get blocks for one chunk, and later chunks allocate as earlier ones
+        leave the window: all that the running prompts may hold together fits the pool.
+        """
+        sequence = entry.sequence
+        if self._blocks.has_windows:
+            num_needed = self._num_needed(sequence)
+            if self._num_reserved + num_needed > self._blocks.num_blocks:
+                return False
+        chunk = self._config.max_num_batched_tokens
+        if not self._cache.allocate(sequence, len(sequence.tokens), chunk=chunk):
             return False
+        if self._blocks.has_windows:
+            entry.num_reserved = num_needed
+            self._num_reserved += num_needed
         entry.move(RequestState.RUNNING)
         entry.num_cached = 0
-        self._push(entry, entry.sequence.num_computed)
+        self._push(entry, sequence.num_computed)
         return True
+
+    def _num_needed(self, sequence: Sequence) -> int:
+        """The most blocks that a prompt holds at a time."""
+        return self._blocks.pages_for(len(sequence.tokens), self.max_chunk)
 
     def _plan_chunk(self, entry: PrefillEntry, budget: int, now: float) -> Row[PrefillEntry] | None:
         """The next chunk of a prompt; None while another sequence computes the same blocks."""
@@ -150,6 +181,11 @@ class PrefillScheduler(Scheduler[PrefillEntry, Command, PrefillOutput]):
         names = self._cache.names_ahead(sequence, num_tokens)
         if not self._inflight.claim(sequence, names):
             return None
+        if self._blocks.has_windows:
+            end = sequence.num_launched + num_tokens
+            fresh = self._blocks.allocate(sequence.tables.missing(end))
+            assert fresh is not None, "more blocks than are reserved"
+            sequence.tables.extend(end, fresh)
         if Phase.PREFILL not in stats.phases:
             stats.end(Phase.PREFILL_QUEUE, now)
             stats.begin(Phase.PREFILL, now)
@@ -170,16 +206,18 @@ class PrefillScheduler(Scheduler[PrefillEntry, Command, PrefillOutput]):
         if sequence.ends_next:
             return
         ready = -(-num_tokens // self._block_size) if last else num_tokens // self._block_size
-        if ready > entry.num_pushed:
-            self.output.handoffs.append(
-                Push(
-                    key=sequence.key,
-                    block_ids=tuple(sequence.block_ids[entry.num_pushed : ready]),
-                    first_block=entry.num_pushed,
-                    after=after,
+        if ready <= entry.num_pushed:
+            return
+        tables, num_known = sequence.tables, len(sequence.tokens)
+        for group in range(len(tables.groups)):
+            first = max(entry.num_pushed, tables.first_seen(group, num_known))
+            if first < ready:
+                ids = tables.part(group, first, ready)
+                push = Push(
+                    key=sequence.key, group=group, block_ids=ids, first_block=first, after=after
                 )
-            )
-            entry.num_pushed = ready
+                self.output.handoffs.append(push)
+        entry.num_pushed = ready
 
     # --- results --------------------------------------------------------------------------------
 
@@ -216,6 +254,12 @@ class PrefillScheduler(Scheduler[PrefillEntry, Command, PrefillOutput]):
 
     def _complete(self, entry: PrefillEntry) -> None:
         self._abort(entry, released=True, error=None)
+
+    def _release(self, entry: PrefillEntry) -> None:
+        super()._release(entry)
+        if not entry.sequence.in_flight:
+            self._num_reserved -= entry.num_reserved
+            entry.num_reserved = 0
 
     def _forget(self, entry: PrefillEntry) -> None:
         entry.move(RequestState.GONE)

@@ -48,8 +48,14 @@ class PrefillWorker(Worker[Command, PrefillOutput, Sender]):
 
     def _carry_out_one(self, handoff: Push | CommitHandoff | EndHandoff) -> None:
         match handoff:
-            case Push(key=key, block_ids=block_ids, first_block=first, after=step):
-                self._handoff.push(key, block_ids, first, after=step)
+            case Push():
+                self._handoff.push(
+                    handoff.key,
+                    handoff.block_ids,
+                    handoff.first_block,
+                    group=handoff.group,
+                    after=handoff.after,
+                )
             case CommitHandoff(key=key, first_token=token):
                 self._handoff.commit(key, token)
             case EndHandoff(key=key, released=released, error=error):

@@ -11,6 +11,7 @@ request's context.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
 
@@ -20,11 +21,46 @@ from protocol.message import Message
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-class KVLayout(Message):
-    """One worker's KV pool: `[layer][block, k/v, kv_head, token, head_dim]` on each rank.
+class KVGroup(Message):
+    """Layers of one kind that have a block table together; layer i of the group is in slot i of its
+    blocks.
 
-    `num_kv_heads` counts the whole model; `rank_heads[r]` is the half-open range of KV heads that
-    rank r holds (ranges overlap when ranks outnumber heads, because heads are then replicated).
+    window: a token sees itself and the window - 1 tokens before it; None: all. num_layers: slots in
+    use, None: all.
+    """
+
+    window: int | None = None
+    num_layers: int | None = None
+
+    def first_token(self, position: int) -> int:
+        """The first token that the one at `position` sees."""
+        return 0 if self.window is None else max(0, position - self.window + 1)
+
+    def num_blocks(self, num_tokens: int, block_size: int, chunk: int) -> int:
+        """The most blocks that it holds at a time while `num_tokens` run, up to `chunk` a step."""
+        total = -(-num_tokens // block_size)
+        if self.window is None:
+            return total
+        return min(total, -(-(self.window + chunk - 2) // block_size) + 1)
+
+
+#: The groups of a model whose layers all attend to everything.
+ONE_GROUP = (KVGroup(),)
+
+
+def pages_for(groups: tuple[KVGroup, ...], block_size: int, num_tokens: int, chunk: int = 1) -> int:
+    """The most blocks, of all groups, that a sequence of `num_tokens` holds at a time when up to
+    `chunk` of them run in one step."""
+    return sum(group.num_blocks(num_tokens, block_size, chunk) for group in groups)
+
+
+class KVLayout(Message):
+    """One worker's KV pool: `[slot][block, k/v, kv_head, token, head_dim]` on each rank.
+
+    `num_layers` counts slots: a block holds one layer of its group in each. The blocks of all
+    `groups` come from this pool. `num_kv_heads` counts the whole model; `rank_heads[r]` is the
+    half-open range of KV heads that rank r holds (ranges overlap when ranks outnumber heads,
+    because heads are then replicated).
     """
 
     num_layers: int
@@ -33,6 +69,7 @@ class KVLayout(Message):
     block_size: int
     num_blocks: int
     dtype: str
+    groups: tuple[KVGroup, ...] = ONE_GROUP
     rank_heads: tuple[tuple[int, int], ...]
 
     @property
@@ -40,12 +77,29 @@ class KVLayout(Message):
         return len(self.rank_heads)
 
     def token_bytes(self) -> int:
-        """KV bytes of one token over all layers and (unreplicated) heads."""
+        """KV bytes of one token over all slots and (unreplicated) heads."""
         per_head = 2 * self.head_dim * DTYPE_BYTES[self.dtype]
         return self.num_layers * self.num_kv_heads * per_head
 
     def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens of one group."""
         return -(-num_tokens // self.block_size)
+
+    def pages_for(self, num_tokens: int, chunk: int = 1) -> int:
+        """As the function `pages_for`, for these groups."""
+        return pages_for(self.groups, self.block_size, num_tokens, chunk)
+
+    def tokens_in(self, num_blocks: int, *, chunk: int = 1, limit: int | None = None) -> int:
+        """Tokens of the longest sequence that so many blocks hold, at most `limit`."""
+        lengths = range(1, (num_blocks * self.block_size if limit is None else limit) + 1)
+        if len(self.groups) == 1 and self.groups[0].window is None:
+            return min(num_blocks * self.block_size, len(lengths))
+        return bisect_right(lengths, num_blocks, key=lambda n: self.pages_for(n, chunk))
+
+    def granted_from(self, group: KVGroup, num_tokens: int) -> int:
+        """The first block of a group that a hand-off of `num_tokens` fills: what the next token
+        sees begins in it."""
+        return group.first_token(num_tokens) // self.block_size
 
 
 class KVFingerprint(Message):
@@ -102,6 +156,7 @@ class Cells(Message):
         return [self.blocks[n // per_block] for n in numbers], [n % per_block for n in numbers]
 
 
+DIGEST_BYTES = 32
 #: Bytes of a hint, the short form of a digest that routers work with. Two blocks may share one:
 #: a hint only ever decides where a request goes.
 HINT_BYTES = 8

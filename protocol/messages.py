@@ -246,15 +246,17 @@ class Grant(Message):
     """Decode -> prefill: blocks are reserved, start.
 
     `generation`: a number that this decode worker never reuses; later messages of the hand-off
-    repeat it. `block_ids`: decode's blocks, of decode's block size, in prompt order, for the KV of
-    `num_tokens` tokens; the first `num_cached_blocks` hold their KV already and are not sent.
+    repeat it. `block_tables`: decode's blocks, of decode's block size, for each KV group in prompt
+    order, for the KV of `num_tokens` tokens; groups with a window begin with the block of the first
+    token that the one after the prompt sees. The first `num_cached_blocks` blocks of the prompt
+    hold their KV already and are not sent.
     """
 
     key: RequestKey
     ticket: Ticket
     decode: WorkerRef
     generation: int
-    block_ids: tuple[int, ...]
+    block_tables: tuple[tuple[int, ...], ...]
     num_cached_blocks: int
     num_tokens: int
     layout: KVLayout
@@ -281,8 +283,8 @@ class LinkOffer(Message):
 
 
 class Piece(Message):
-    """Prefill -> decode: these cells (kv_layout.Cells, counted from the first token) and layers are
-    ready to move.
+    """Prefill -> decode: these cells (kv_layout.Cells, counted from the first token, KV group after
+    KV group) and layers are ready to move.
 
     The reply (Ack) means that decode has checked the ticket and posted its receives; the sender
     writes after it. `index` counts the pieces of a hand-off from 0. `incarnation` numbers the

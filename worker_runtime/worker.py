@@ -135,12 +135,12 @@ class Worker(ABC, Generic[C, Out, Endpoint]):
         )
         scheduler = self.scheduler(
             config=self.settings.worker,
-            blocks=BlockAllocator(layout.num_blocks, layout.block_size),
+            blocks=BlockAllocator(layout.num_blocks, layout.block_size, layout.groups),
             fingerprint=executor.fingerprint,
             place=self.settings.worker_id,
         )
         self._loop = self._new_step_loop(scheduler)
-        self.control = self._new_control()
+        self.control = self._new_control(scheduler.max_chunk)
         self._server.add(self.control.handlers())
         self._server.add(self._handoff.handlers())
         await self._server.start()
@@ -221,15 +221,18 @@ class Worker(ABC, Generic[C, Out, Endpoint]):
         self.control.deliver(out.events, snapshot, accepted)
         self._carry_out(out)
 
-    def _new_control(self) -> ControlService:
+    def _new_control(self, max_chunk: int) -> ControlService:
         executor = self.ranks.executor
+        layout = executor.layout
+        limit = executor.max_model_len
         return ControlService(
             ref=self.ref,
             limits=WorkerLimits(
-                layout=executor.layout,
+                layout=layout,
                 vocab_size=executor.vocab_size,
-                max_model_len=executor.max_model_len,
+                max_model_len=limit,
                 whole_output=self.whole_output,
+                capacity=layout.tokens_in(layout.num_blocks, chunk=max_chunk, limit=limit),
             ),
             fingerprint=executor.fingerprint,
             config=self.settings.worker,

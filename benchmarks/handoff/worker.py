@@ -195,7 +195,7 @@ class BenchWorker:
         for handoff in handoffs:
             self._events.expect(handoff.key)
             self._end.offer(handoff.key, handoff.ticket, handoff.prefill)
-            await self._end.reserve(handoff.key, handoff.dest, 0)
+            await self._end.reserve(handoff.key, (handoff.dest,), 0)
 
     async def send(self, handoffs: Sequence[Handoff], window: int) -> list[tuple[float, float]]:
         """Prefill: push and commit, `window` at a time; (push, commit acknowledged) of each."""

@@ -20,7 +20,7 @@ from kv_transfer.control.listeners import TransferReport
 from prefill_worker.lifecycle import CommitHandoff, Delivered, Granted, PrefillOutput
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.ids import RequestKey, Role, WorkerRef
-from protocol.kv_layout import KVFingerprint
+from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.messages import Submit, TokenEvent, WorkerLoad
 from protocol.sampling import SamplingParams
 from router.config import RouterConfig
@@ -129,13 +129,13 @@ class Worker:
         self._scheduler.handle(command, self._clock.now)
         self._plan_soon()
 
-    def view(self, capacity: int, block_size: int) -> WorkerView:
+    def view(self, layout: KVLayout) -> WorkerView:
         """This worker as the router sees it."""
         return WorkerView(
             ref=self.ref,
             load=self.load,
-            capacity=capacity,
-            block_size=block_size,
+            capacity=layout.num_blocks * layout.block_size,
+            layout=layout,
             fingerprint=_FINGERPRINT,
             unseen_sequences=self.reservations.sequences,
             unseen_tokens=self.reservations.tokens,
@@ -214,8 +214,16 @@ class World:
 
     def _arrive(self, key: RequestKey, ask: Ask, gap_s: float | None) -> None:
         setup = self._setup
-        capacity = setup.num_blocks * setup.block_size
-        views = {worker.ref: worker.view(capacity, setup.block_size) for worker in self.workers}
+        layout = KVLayout(
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=1,
+            block_size=setup.block_size,
+            num_blocks=setup.num_blocks,
+            dtype="float32",
+            rank_heads=((0, 1),),
+        )
+        views = {worker.ref: worker.view(layout) for worker in self.workers}
         choice = choose(
             Need(
                 prompt_tokens=ask.prompt_tokens, total_tokens=ask.prompt_tokens + ask.output_tokens

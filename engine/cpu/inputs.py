@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -12,22 +13,30 @@ from engine.kernels.base import StepInputs
 from engine.kernels.logprobs import LogprobRows
 from engine.kernels.sampling import Penalties, SamplingInputs, mask_bytes
 from protocol.errors import Internal
+from protocol.kv_layout import ONE_GROUP, KVGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedStep:
-    """A batch in rows. `order[i]` is the batch index of the i-th sequence in rows, `sampled[i]`
+    """A batch in rows. `groups`: for each KV group; they differ in slots, contexts and block_ids.
+    `inputs` is that of the first.
+
+    `order[i]` is the batch index of the i-th sequence in rows, `sampled[i]`
     that of the i-th sampled row.
 
     logprobs, scored: sampled tokens and targets whose log-probabilities are wanted, if any.
     """
 
-    inputs: StepInputs
+    groups: tuple[StepInputs, ...]
     sampling: SamplingInputs
     order: tuple[int, ...]
     sampled: tuple[int, ...]
     logprobs: LogprobRows | None
     scored: LogprobRows | None
+
+    @property
+    def inputs(self) -> StepInputs:
+        return self.groups[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +47,7 @@ class StepLimits:
     num_blocks: int
     vocab_size: int
     max_model_len: int
+    groups: tuple[KVGroup, ...] = ONE_GROUP
 
 
 def prepare_step(batch: StepBatch, limits: StepLimits) -> PreparedStep:
@@ -51,24 +61,24 @@ def prepare_step(batch: StepBatch, limits: StepLimits) -> PreparedStep:
     steps = [given[i] for i in order]
     if any(step.previous is not None for step in steps):
         raise Internal("this executor runs steps one by one: tokens must be known")
-    num_blocks = [check_step(step, limits) for step in steps]
+    for step in steps:
+        check_step(step, limits)
     rows, sampled = _sample_rows(order, steps)
     inputs = StepInputs(
         token_ids=torch.tensor([token for step in steps for token in step.tokens]),
         positions=torch.tensor(
             [position for step in steps for position in range(step.start, _end(step))]
         ),
-        slots=torch.tensor([slot for step in steps for slot in _slots(step, limits.block_size)]),
         queries=tuple(len(step.tokens) for step in steps),
-        contexts=tuple(_end(step) for step in steps),
-        block_ids=tuple(s.block_ids[:n] for s, n in zip(steps, num_blocks, strict=True)),
         num_decodes=sum(len(step.tokens) == 1 for step in steps),
         sample_rows=torch.tensor(rows, dtype=torch.int64),
         score_rows=torch.tensor(_score_rows(steps), dtype=torch.int64),
+        **_tables(steps, 0, limits),
     )
+    others = (_tables(steps, group, limits) for group in range(1, len(limits.groups)))
     chosen = [given[i] for i in sampled]
     return PreparedStep(
-        inputs=inputs,
+        groups=(inputs, *(replace(inputs, **tables) for tables in others)),
         sampling=SamplingInputs.build(
             [step.sampling for step in chosen if step.sampling is not None],
             [_end(step) for step in chosen],
@@ -87,12 +97,25 @@ def _end(step: SequenceStep) -> int:
     return step.start + len(step.tokens)
 
 
-def _slots(step: SequenceStep, block_size: int) -> list[int]:
-    blocks = step.block_ids
-    return [
-        blocks[position // block_size] * block_size + position % block_size
-        for position in range(step.start, _end(step))
-    ]
+def _tables(steps: list[SequenceStep], index: int, limits: StepLimits) -> dict[str, Any]:
+    """The slots, contexts and block_ids of a KV group. Of a group with a window they count from the
+    first block that the step sees."""
+    group, size = limits.groups[index], limits.block_size
+    slots: list[int] = []
+    contexts, block_ids = [], []
+    for step in steps:
+        blocks, end = step.block_tables[index], _end(step)
+        first = group.first_token(step.start) // size * size
+        slots += [
+            blocks[p // size] * size + p % size for p in range(step.start - first, end - first)
+        ]
+        contexts.append(end - first)
+        block_ids.append(blocks[: -(-(end - first) // size)])
+    return {
+        "slots": torch.tensor(slots),
+        "contexts": tuple(contexts),
+        "block_ids": tuple(block_ids),
+    }
 
 
 def _sample_rows(order: list[int], steps: list[SequenceStep]) -> tuple[list[int], list[int]]:
@@ -115,7 +138,8 @@ def _score_rows(steps: list[SequenceStep]) -> list[int]:
 
 
 def check_step(step: SequenceStep, limits: StepLimits) -> int:
-    """The number of blocks that the step needs; raises Internal when something is out of range."""
+    """The number of blocks that hold its tokens up to the last; raises Internal when something is
+    out of range."""
     end = _end(step)
     if not step.tokens or step.start < 0:
         raise Internal("a step without tokens or at a negative position")
@@ -129,12 +153,13 @@ def check_step(step: SequenceStep, limits: StepLimits) -> int:
         raise Internal(f"token id outside 0 .. {limits.vocab_size - 1}")
     if step.allowed is not None:
         _check_mask(step.allowed, limits.vocab_size)
-    count = -(-end // limits.block_size)
-    if len(step.block_ids) < count:
-        raise Internal(f"{len(step.block_ids)} blocks do not hold {end} tokens")
-    if min(step.block_ids) < 0 or max(step.block_ids) >= limits.num_blocks:
-        raise Internal(f"block outside 0 .. {limits.num_blocks - 1}")
-    return count
+    for group, table in zip(limits.groups, step.block_tables, strict=True):
+        first = group.first_token(step.start) // limits.block_size
+        if (first + len(table)) * limits.block_size < end:
+            raise Internal(f"{first} + {len(table)} blocks do not hold {end} tokens")
+        if min(table) < 0 or max(table) >= limits.num_blocks:
+            raise Internal(f"block outside 0 .. {limits.num_blocks - 1}")
+    return -(-end // limits.block_size)
 
 
 def _check_mask(allowed: bytes, vocab_size: int) -> None:

@@ -15,7 +15,7 @@ from engine.kernels.cpu.operations import CpuKernels
 from engine.kernels.native import kernels as native
 from engine.kernels.sampling import sample
 from engine.kv.pool import KVPool
-from engine.kv.sizing import kv_fingerprint, kv_layout, num_kv_blocks
+from engine.kv.sizing import context_length, kv_fingerprint, kv_layout, num_kv_blocks
 from engine.model.checkpoint import Checkpoint
 from engine.model.decoder import Decoder, ForwardOutput
 from engine.model.families import load_model_config
@@ -55,9 +55,7 @@ class RankRunner:
         self.config = config
         self.model_config = model
         self.vocab_size = model.vocab_size
-        self.max_model_len = min(
-            config.max_model_len or model.max_position_embeddings, model.max_position_embeddings
-        )
+        self.max_model_len = context_length(config, model)
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._device = torch.device(config.device)
         geometry = Geometry(
@@ -91,6 +89,7 @@ class RankRunner:
             num_blocks=num_blocks,
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
+            groups=self.layout.groups,
         )
         self.pool = KVPool(self.layout, self._tp.rank, self._dtype, self._device)
 
@@ -114,20 +113,24 @@ class RankRunner:
         """Nothing to prepare: no library keeps state per thread."""
 
     def warmup_batches(self) -> list[StepBatch]:
-        return warmup_batches(self.config.block_size, self.max_model_len)
+        num_groups = len(self.layout.groups)
+        return warmup_batches(self.config.block_size, self.max_model_len, num_groups)
 
     def close(self) -> None:
         self._tp.close()
 
 
-def warmup_batches(block_size: int, max_model_len: int) -> list[StepBatch]:
+def warmup_batches(block_size: int, max_model_len: int, num_groups: int = 1) -> list[StepBatch]:
     """A prompt of a few tokens and the decode after it, both in block 0."""
+    tables = ((0,),) * num_groups
     tokens = max(1, min(8, block_size - 1, max_model_len - 1))
     sampling = SamplingParams(temperature=1.0)
     shapes = [((0,) * tokens, 0), ((0,), min(tokens, block_size - 1))]
     return [
         StepBatch(
-            sequences=(SequenceStep(tokens=ids, start=start, block_ids=(0,), sampling=sampling),)
+            sequences=(
+                SequenceStep(tokens=ids, start=start, block_tables=tables, sampling=sampling),
+            )
         )
         for ids, start in shapes
     ]
@@ -138,7 +141,7 @@ def run_prepared(model: Decoder, kv: Sequence[Tensor], step: PreparedStep) -> St
     tokens: list[int | None] = [None] * len(step.inputs.queries)
     logprobs: dict[int, TokenLogprobs] = {}
     scores: dict[int, tuple[TokenLogprobs, ...]] = {}
-    output = model.forward(step.inputs, kv)
+    output = model.forward(step.groups, kv)
     non_finite = _non_finite(output, step)
     if output.logits is not None:
         sampled, logprobs = _sample(output.logits, step)

@@ -11,7 +11,7 @@ from engine.cuda.group import DeviceGroup
 from engine.cuda.options import CudaOptions, check_served
 from engine.cuda.runner import CudaRunner
 from engine.errors import ModelRefused
-from engine.kv.sizing import kv_fingerprint
+from engine.kv.sizing import context_length, kv_fingerprint
 from engine.model.checkpoint import Checkpoint
 from engine.model.config import ModelConfig
 from engine.model.families import load_model_config
@@ -52,8 +52,7 @@ def load_rank(config: EngineConfig, rank: int) -> tuple[CudaRunner, KVFingerprin
     model = load_model_config(config.model_path)
     source = Checkpoint(config.model_path, getattr(torch, config.dtype), device)
     source.check(tied=model.tie_word_embeddings)
-    limit = model.max_position_embeddings
-    check_served(model, min(config.max_model_len or limit, limit))
+    check_served(model, context_length(config, model))
     check_fits(config, model, device)
     runner = CudaRunner(config, model, source, options_for(config), rank=rank, device=device)
     return runner, kv_fingerprint(config, model, source.digest(), runner.max_model_len)

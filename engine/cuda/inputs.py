@@ -75,7 +75,7 @@ class DecodeInputs:
         to.indptr[: count + 1] = ends
         to.indptr[count + 1 :] = total
         pairs = zip(plan.decodes, plan.decode_blocks, strict=True)
-        tables = (step.block_ids[:n] for step, n in pairs)
+        tables = (step.block_tables[0][:n] for step, n in pairs)
         to.blocks[:total] = np.fromiter(chain.from_iterable(tables), np.int32, total)
         _write_sampling(to, plan.sampled)
         used = 10 * self._rows + 1 + total
@@ -167,7 +167,7 @@ class ChunkInputs:
             to["tokens"][part] = step.tokens
             at = np.arange(step.start, step.start + len(step.tokens), dtype=np.int32)
             to["positions"][part] = at
-            ids = np.array(step.block_ids[: table.count], np.int32)
+            ids = np.array(step.block_tables[0][: table.count], np.int32)
             to["blocks"][table.first : table.first + table.count] = ids
             to["slots"][part] = ids[at // block_size] * block_size + at % block_size
         to["kept"][: len(layout.kept)] = layout.kept

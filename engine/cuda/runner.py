@@ -40,7 +40,7 @@ from engine.cuda.warmup import largest_prompts, warmup_steps
 from engine.errors import RankLost
 from engine.kernels.triton.prefill_attention import query_tile
 from engine.kv.pool import KVPool
-from engine.kv.sizing import block_bytes, kv_layout, num_kv_blocks
+from engine.kv.sizing import block_bytes, context_length, kv_layout, num_kv_blocks
 from engine.model.config import ModelConfig
 from engine.model.sharding import share_of
 from engine.model.weights import WeightLoader, WeightSource
@@ -77,8 +77,7 @@ class CudaRunner:
         self.model_config = model_config
         self.options = options
         self.vocab_size = model_config.vocab_size
-        limit = model_config.max_position_embeddings
-        self.max_model_len = min(config.max_model_len or limit, limit)
+        self.max_model_len = context_length(config, model_config)
         self._followed: deque[PendingTokens] = deque()  # a follower's steps not known to be over
         self.device = device or torch.device(config.device)
         self._stream = DeviceStream(self.device)

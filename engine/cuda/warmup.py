@@ -37,7 +37,7 @@ def warmup_steps(
         chunk = SequenceStep(
             tokens=(0,) * count,
             start=start,
-            block_ids=(0,) * -(-(start + count) // block_size),
+            block_tables=((0,) * -(-(start + count) // block_size),),
             sampling=sampling,
             allowed=allowed if sampling is _PLAIN else None,
             targets=(0,) * count if scored else (),
@@ -67,7 +67,7 @@ def largest_prompts(
         SequenceStep(
             tokens=(0,) * count,
             start=0,
-            block_ids=(0,) * -(-count // block_size),
+            block_tables=((0,) * -(-count // block_size),),
             sampling=_PLAIN,
         )
         for count in counts

@@ -39,7 +39,8 @@ class StepInputs:
     """One step laid out in rows: sequences that run one token first, longer chunks after them.
 
     Host tensors, all int64. Sequence s runs `queries[s]` rows; afterwards `contexts[s]` tokens of
-    it are in the KV, in `block_ids[s]` (exactly the blocks they need).
+    it are in the KV, in `block_ids[s]` (exactly the blocks they need). Layers with a window have a
+    StepInputs whose contexts and blocks begin with the first block that the step sees.
 
     token_ids, positions, slots: `[T]`; slot = block * block_size + offset of the row's KV.
     num_decodes: how many leading sequences run exactly one token.

@@ -1,6 +1,7 @@
 """Paged KV cache of one engine.
 
 allocator: states, references and content names of blocks; pure Python.
+tables: the blocks of one sequence, by KV group.
 pool: the tensors, and copies of slices of them for transfers.
 sizing: number of blocks, layout, fingerprint.
 step_events: CUDA events that tell how far a step's KV is written.

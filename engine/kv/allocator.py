@@ -6,7 +6,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from enum import Enum
 
+from engine.kv.tables import BlockTables
 from protocol.errors import Internal
+from protocol.kv_layout import ONE_GROUP, KVGroup, pages_for
 
 
 class BlockState(Enum):
@@ -29,9 +31,14 @@ class BlockAllocator:
     of range or repeated) raises Internal and changes nothing.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, groups: tuple[KVGroup, ...] = ONE_GROUP
+    ) -> None:
+        """`groups`: the KV groups that share the blocks (protocol.kv_layout)."""
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.groups = groups
+        self.has_windows = any(group.window is not None for group in groups)
         self._states = [BlockState.FREE] * num_blocks
         self._references = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -64,7 +71,16 @@ class BlockAllocator:
         return self.num_blocks - len(self._free) - len(self._cached) - self._num_quarantined
 
     def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold so many tokens of one group."""
         return -(-num_tokens // self.block_size)
+
+    def pages_for(self, num_tokens: int, chunk: int = 1) -> int:
+        """The most blocks of all groups that a sequence holds at a time (kv_layout.pages_for)."""
+        return pages_for(self.groups, self.block_size, num_tokens, chunk)
+
+    def new_tables(self) -> BlockTables:
+        """Empty tables for a sequence."""
+        return BlockTables(self.groups, self.block_size)
 
     def allocate(self, n: int) -> list[int] | None:
         """`n` held blocks with one reference each, or None. Takes free blocks first, then cached

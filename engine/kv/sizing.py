@@ -7,6 +7,7 @@ from pathlib import Path
 from engine.config import EngineConfig
 from engine.errors import ModelRefused
 from engine.model.config import ModelConfig
+from engine.model.kv_groups import group_layers
 from engine.model.sharding import rank_heads
 from protocol.kv_layout import DTYPE_BYTES, KVFingerprint, KVLayout
 
@@ -31,14 +32,22 @@ def num_kv_blocks(config: EngineConfig, model: ModelConfig) -> int:
     return blocks
 
 
+def context_length(config: EngineConfig, model: ModelConfig) -> int:
+    """Tokens of the longest sequence: as configured, or as many as the model has positions."""
+    positions = model.max_position_embeddings
+    return min(config.max_model_len or positions, positions)
+
+
 def kv_layout(config: EngineConfig, model: ModelConfig, num_blocks: int) -> KVLayout:
+    layers = group_layers(model, context_length(config, model))
     return KVLayout(
-        num_layers=model.num_layers,
+        num_layers=layers.depth,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         block_size=config.block_size,
         num_blocks=num_blocks,
         dtype=config.dtype,
+        groups=layers.groups,
         rank_heads=rank_heads(model, config.tp_size),
     )
 
@@ -62,7 +71,7 @@ def kv_fingerprint(
 def block_bytes(config: EngineConfig, model: ModelConfig) -> int:
     """Bytes of one block on the rank that holds most KV heads."""
     heads = max(last - first for first, last in rank_heads(model, config.tp_size))
-    tokens = model.num_layers * config.block_size
+    tokens = group_layers(model, context_length(config, model)).depth * config.block_size
     return 2 * heads * model.head_dim * tokens * DTYPE_BYTES[config.dtype]
 
 

@@ -91,9 +91,16 @@ class ModelConfig:
     def group_size(self) -> int:
         return self.num_heads // self.num_kv_heads
 
+    def windows(self, max_model_len: int) -> list[int | None]:
+        """The window of each layer, None where no context of so many tokens exceeds it."""
+        return [
+            x.window if x.window is not None and x.window < max_model_len else None
+            for x in self.layers
+        ]
+
     def windowed(self, max_model_len: int) -> bool:
         """Whether any layer has a window that a context of so many tokens exceeds."""
-        return any(x.window is not None and x.window < max_model_len for x in self.layers)
+        return any(window is not None for window in self.windows(max_model_len))
 
     @property
     def rotary_dim(self) -> int:
@@ -114,11 +121,11 @@ class ModelConfig:
     def describe_positions(self, max_model_len: int) -> str:
         """A text that is equal for two deployments exactly when positions mean the same."""
         kinds: dict[str, list[int]] = {}
-        for index, layer in enumerate(self.layers):
+        windows = self.windows(max_model_len)
+        for index, (layer, window) in enumerate(zip(self.layers, windows, strict=True)):
             rope = layer.rope
             text = "none" if rope is None else rope.fixed(max_model_len, self.head_dim).describe()
-            windowed = layer.window is not None and layer.window < max_model_len
-            text += f" window={layer.window}" if windowed else ""
+            text += "" if window is None else f" window={window}"
             kinds.setdefault(text, []).append(index)
         if len(kinds) == 1:
             return next(iter(kinds))

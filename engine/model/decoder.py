@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from engine.kernels.base import Kernels, StepInputs
 from engine.model.config import ModelConfig, QkNorm
+from engine.model.kv_groups import group_layers
 from engine.model.sharding import RankShare
 from engine.model.weights import LayerWeights, WeightLoader
 from engine.ranks.tensor_parallel import TensorParallel
@@ -162,7 +163,13 @@ class Decoder:
         self._config = config
         self._kernels = kernels
         self._tables = loader.rotations(max_positions)
-        self._kinds = loader.layer_kinds(max_positions)
+        places = group_layers(config, max_positions).places
+        #: Of each layer: its rotation, window and KV group. Layers that are alike share a plan.
+        self._kinds = [
+            (*kind, group)
+            for kind, (group, _) in zip(loader.layer_kinds(max_positions), places, strict=True)
+        ]
+        self._slots = [slot for _, slot in places]
         table = loader.embedding()
         self._embedding = VocabularyEmbedding(table, loader.share, tp)
         self._layers = [
@@ -173,12 +180,13 @@ class Decoder:
         self._head = VocabularyHead(kernels, loader.head(table), config.vocab_size, tp)
         kernels.loaded()
 
-    def forward(self, inputs: StepInputs, kv: Sequence[Tensor]) -> ForwardOutput:
-        """Run a step. All its KV is in `kv` afterwards."""
+    def forward(self, groups: Sequence[StepInputs], pool: Sequence[Tensor]) -> ForwardOutput:
+        """Run a step, given for each KV group. All its KV is in `pool`, by slots, afterwards."""
         prepared = {
-            kind: self._kernels.prepare(inputs, *self._tables[kind[0]], kind[1])
-            for kind in dict.fromkeys(self._kinds)
+            (rope, window, group): self._kernels.prepare(groups[group], *self._tables[rope], window)
+            for rope, window, group in dict.fromkeys(self._kinds)
         }
+        inputs, kv = groups[0], [pool[slot] for slot in self._slots]
         plans = [prepared[kind] for kind in self._kinds]
         h = self._embedding(inputs.token_ids)
         if self._config.embedding_scale != 1.0:

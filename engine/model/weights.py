@@ -120,12 +120,10 @@ class WeightLoader:
     def layer_kinds(self, max_positions: int) -> list[tuple[int, int | None]]:
         """Of each layer: which of `rotations` it has, and its window if any context exceeds it."""
         ropes = self._ropes()
+        windows = self.config.windows(max_positions)
         return [
-            (
-                ropes.index(layer.rope),
-                layer.window if layer.window is not None and layer.window < max_positions else None,
-            )
-            for layer in self.config.layers
+            (ropes.index(layer.rope), window)
+            for layer, window in zip(self.config.layers, windows, strict=True)
         ]
 
     def embedding(self) -> Tensor:

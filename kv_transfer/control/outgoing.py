@@ -15,7 +15,7 @@ from kv_transfer.data.rank_commands import (
     RankResult,
     ReadyCommand,
 )
-from kv_transfer.plan.coverage import Area
+from kv_transfer.plan.coverage import Area, cells_in
 from kv_transfer.plan.handoff_state import OVER, OutboundHandoff
 from protocol.ids import WorkerRef
 from protocol.kv_layout import Cells, KVLayout
@@ -80,8 +80,11 @@ class OutgoingPiece:
         with it from then on; None when nothing."""
         if self.after == 0 or self.handoff.one_sided:
             return None
+        # Several KV groups write their layers in turn: wait for the end of the step.
+        last = self.area.first_layer + self.area.num_layers - 1
+        one_group = len(self.layout.groups) == 1
         return ReadyCommand(
-            after=self.after, layer=self.area.first_layer + self.area.num_layers - 1
+            after=self.after, layer=last if one_group else self.layout.num_layers - 1
         )
 
     @property
@@ -95,7 +98,7 @@ class OutgoingPiece:
             ticket=handoff.ticket,
             generation=handoff.generation,
             index=self.index,
-            first_cell=area.first_cell,
+            first_cell=handoff.cell_number(area),
             num_cells=area.num_cells,
             first_layer=area.first_layer,
             num_layers=area.num_layers,
@@ -132,11 +135,12 @@ class OutgoingPiece:
         if handoff.one_sided:
             grant = handoff.grant_message
             assert grant is not None
-            peer_cells = Cells.within(
-                grant.block_ids,
-                grant.layout.block_size,
+            peer_cells = cells_in(
+                grant.block_tables,
+                grant.layout,
+                grant.num_tokens,
                 size=handoff.cell_size,
-                first=area.first_cell,
+                first=handoff.cell_number(area),
                 count=area.num_cells,
             )
         return MoveCommand(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from itertools import chain
 from typing import Any
 
 from kv_transfer.backends.host import has_ended, has_followers, may_share_host
@@ -15,6 +16,7 @@ from kv_transfer.control.listeners import ReceiverListener
 from kv_transfer.control.receiver_channel import ReceiverChannels
 from kv_transfer.data.rank_commands import ListenCommand, RankCommand
 from kv_transfer.plan.block_grants import BlockGrants
+from kv_transfer.plan.coverage import Tables, check_sizes, writable_blocks
 from kv_transfer.plan.handoff_state import PiecesLost, Verdict
 from kv_transfer.plan.reshard import check_layout
 from kv_transfer.plan.states import GrantState
@@ -85,12 +87,12 @@ class Receiver(Endpoint[Incoming, FinishedIncoming]):
     async def reserve(
         self,
         key: RequestKey,
-        block_ids: tuple[int, ...],
+        block_tables: Tables,
         num_cached_blocks: int,
         num_tokens: int | None = None,
     ) -> None:
-        """Blocks are set aside for the KV of `num_tokens` tokens (None: all that they hold), in
-        prompt order, the first `num_cached_blocks` filled already: grant them.
+        """Blocks are set aside for the KV of `num_tokens` tokens (None: all that the first KV group
+        holds), in prompt order, the first `num_cached_blocks` filled already: grant them.
 
         Takes the blocks at once and returns when prefill has the grant. Never raises for a failure
         of the hand-off: then `ended` is called (unless it was) and `blocks_safe` gives the blocks
@@ -98,17 +100,17 @@ class Receiver(Endpoint[Incoming, FinishedIncoming]):
         """
         handoff = self._live.get(key)
         if handoff is None:
-            self._listener.blocks_safe(key, block_ids)
+            self._listener.blocks_safe(key, tuple(chain.from_iterable(block_tables)))
             return
         if not handoff.is_in(TransferState.OFFERED):
             raise ValueError(f"{key} has blocks already")
         try:
             if num_tokens is None:
-                num_tokens = len(block_ids) * self._context.layout.block_size
-            self._reserve(handoff, block_ids, num_cached_blocks, num_tokens)
+                num_tokens = len(block_tables[0]) * self._context.layout.block_size
+            self._reserve(handoff, block_tables, num_cached_blocks, num_tokens)
         except BatonError as error:
             self._finish(handoff, released=False, error=error.info(), tell=True)
-            self._listener.blocks_safe(key, block_ids)
+            self._listener.blocks_safe(key, tuple(chain.from_iterable(block_tables)))
             return
         # Once pieces come, prefill has the grant whatever became of the reply.
         await self._send_grant(handoff, unless=lambda: not handoff.is_in(TransferState.RESERVED))
@@ -227,16 +229,19 @@ class Receiver(Endpoint[Incoming, FinishedIncoming]):
         return handoff
 
     def _reserve(
-        self, handoff: Incoming, block_ids: tuple[int, ...], num_cached: int, num_tokens: int
+        self, handoff: Incoming, block_tables: Tables, num_cached: int, num_tokens: int
     ) -> None:
-        generation = self._grants.grant(block_ids[num_cached:])
+        layout = self._context.layout
+        check_sizes(block_tables, num_cached, num_tokens, layout)
+        writable = writable_blocks(block_tables, num_cached, num_tokens, layout)
+        generation = self._grants.grant(writable)
         try:
             handoff.reserve(
                 generation=generation,
-                block_ids=block_ids,
+                block_tables=block_tables,
                 num_cached=num_cached,
                 num_tokens=num_tokens,
-                layout=self._context.layout,
+                layout=layout,
             )
         except BatonError:
             self._grants.close(generation)
@@ -252,7 +257,7 @@ class Receiver(Endpoint[Incoming, FinishedIncoming]):
             ticket=handoff.ticket,
             decode=self._context.ref,
             generation=handoff.generation,
-            block_ids=handoff.block_ids,
+            block_tables=handoff.block_tables,
             num_cached_blocks=handoff.num_cached,
             num_tokens=handoff.num_tokens,
             layout=self._context.layout,

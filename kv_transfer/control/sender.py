@@ -61,30 +61,34 @@ class Sender(Endpoint[Outgoing, FinishedOutgoing]):
         block_ids: tuple[int, ...],
         first_block: int,
         *,
+        group: int = 0,
         after: int = 0,
     ) -> None:
-        """Send `block_ids`, finished blocks first_block, first_block + 1, ... of the sequence here.
+        """Send `block_ids`, finished blocks first_block, first_block + 1, ... of the sequence here,
+        of one KV group.
         Returns at once; the data leaves in the order of the pushes. With `after`, the blocks are
         finished by that step of the engine, which still runs: each layer leaves behind it.
 
-        The blocks must stay as they are until `committed` or `ended`. Blocks that decode has cached
-        are skipped. A push for a hand-off that is over is ignored; one that was never granted, or
-        that repeats blocks, raises StaleMessage.
+        The blocks must stay as they are until `committed` or `ended`. What decode has cached or
+        does not see is skipped. A push for a hand-off that is over is ignored; one that was never
+        granted, or that repeats blocks, raises StaleMessage.
         """
         handoff = self._live.get(key)
         if handoff is None:
             return
         layout = self._context.layout
-        groups = [layout.num_layers]
-        if after and not handoff.one_sided:  # a one-sided backend groups layers by itself
+        counts = [layout.groups[group].num_layers or layout.num_layers]
+        # A one-sided backend groups layers by itself.
+        if after and not handoff.one_sided and len(layout.groups) == 1:
             num_tokens = len(block_ids) * layout.block_size
             heads = layout.num_kv_heads
             size = kv_bytes(layout, num_tokens=num_tokens, num_layers=1, num_heads=heads)
-            groups = layer_groups(layout.num_layers, size)
+            counts = layer_groups(layout.num_layers, size)
         per_block = layout.block_size // max(1, handoff.cell_size)
         first_layer = 0
-        for count in groups:
+        for count in counts:
             area = Area(
+                group=group,
                 first_cell=first_block * per_block,
                 num_cells=len(block_ids) * per_block,
                 first_layer=first_layer,

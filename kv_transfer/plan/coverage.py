@@ -1,60 +1,100 @@
-"""Which layers of which cells a hand-off has announced so far. Pure."""
+"""Which cells and layers a hand-off moves, and which it has announced so far. Pure.
+
+The cells of a hand-off are numbered KV group after group: cell = group * cells of the prompt +
+number. Groups with a window send what the token after the prompt sees.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protocol.errors import StaleMessage
-from protocol.kv_layout import KVLayout
+from protocol.kv_layout import Cells, KVLayout
+
+#: Decode's blocks for a hand-off: of each KV group those for the prompt, from the first one that a
+#: token after the prompt sees on.
+Tables = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Area:
-    """A rectangle of a grant that one piece carries: cells (by index) and layers."""
+    """A rectangle of a grant that one piece carries: cells of a KV group, counted from the first of
+    the prompt, and layers (slots)."""
 
+    group: int = 0
     first_cell: int
     num_cells: int
     first_layer: int
     num_layers: int
 
 
-def check_sizes(num_blocks: int, num_cached: int, num_tokens: int, layout: KVLayout) -> None:
-    """Raise StaleMessage unless `num_tokens` need exactly `num_blocks` and fill the first
-    `num_cached` of them."""
-    if layout.block_size < 1 or layout.blocks_for(num_tokens) != num_blocks:
+def check_sizes(tables: Tables, num_cached: int, num_tokens: int, layout: KVLayout) -> None:
+    """Raise StaleMessage unless `num_tokens` need exactly the blocks of `tables` and fill the first
+    `num_cached` blocks of the prompt."""
+    sizes = [len(table) for table in tables]
+    if layout.block_size < 1 or sizes != [
+        layout.blocks_for(num_tokens) - layout.granted_from(group, num_tokens)
+        for group in layout.groups
+    ]:
         raise StaleMessage(
-            f"{num_blocks} blocks of {layout.block_size} for {num_tokens} tokens",
-            param="num_tokens",
+            f"{sizes} blocks of {layout.block_size} for {num_tokens} tokens", param="num_tokens"
         )
     if not 0 <= num_cached * layout.block_size <= num_tokens:
         raise StaleMessage(
-            f"{num_cached} blocks cached of {num_blocks}, {num_tokens} tokens",
-            param="num_cached_blocks",
+            f"{num_cached} blocks cached of {sizes}, {num_tokens} tokens", param="num_cached_blocks"
         )
 
 
-class Coverage:
-    """The set of announced (cell, layer) pairs over `num_cells` x `num_layers`. None may be
-    announced twice; of the first `num_cached` cells, which decode has already, none at all."""
+def writable_blocks(
+    tables: Tables, num_cached: int, num_tokens: int, layout: KVLayout
+) -> tuple[int, ...]:
+    """Those that the hand-off fills: all but the first `num_cached` of the prompt."""
+    return tuple(
+        block
+        for group, table in zip(layout.groups, tables, strict=True)
+        for block in table[max(0, num_cached - layout.granted_from(group, num_tokens)) :]
+    )
 
-    def __init__(self, *, num_cells: int, num_cached: int, num_layers: int) -> None:
+
+def cells_in(
+    tables: Tables, layout: KVLayout, num_tokens: int, *, size: int, first: int, count: int
+) -> Cells:
+    """Where cells of a hand-off, of `size` tokens, lie in the granted `tables` of `layout`."""
+    group, number = divmod(first, -(-num_tokens // size))
+    skipped = layout.granted_from(layout.groups[group], num_tokens) * layout.block_size // size
+    return Cells.within(
+        tables[group], layout.block_size, size=size, first=number - skipped, count=count
+    )
+
+
+class Coverage:
+    """The set of announced (cell, layer) pairs, over `num_cells` x `num_layers` of each KV group.
+    None may be announced twice; of the first `unsent[group]` cells, which decode has or does not
+    need, none at all, nor of layers beyond `depths[group]`."""
+
+    def __init__(
+        self, *, num_cells: int, num_layers: int, unsent: Sequence[int], depths: Sequence[int]
+    ) -> None:
         self._all_layers = (1 << num_layers) - 1
         self._num_layers = num_layers
-        self.num_cached = num_cached
-        self._layers = [self._all_layers] * num_cached + [0] * (num_cells - num_cached)
+        self.num_cells = num_cells
+        self.unsent = unsent
+        self._layers: list[int] = []
+        for count, depth in zip(unsent, depths, strict=True):
+            self._layers += [self._all_layers] * count
+            self._layers += [self._all_layers >> depth << depth] * (num_cells - count)
 
     @classmethod
     def of(cls, layout: KVLayout, *, cell_size: int, num_tokens: int, num_cached: int) -> Coverage:
         """For a grant of blocks of `layout`, of which `num_cached` are cached."""
+        cached = num_cached * layout.block_size
         return cls(
             num_cells=-(-num_tokens // cell_size),
-            num_cached=num_cached * layout.block_size // cell_size,
             num_layers=layout.num_layers,
+            unsent=[max(cached, g.first_token(num_tokens)) // cell_size for g in layout.groups],
+            depths=[g.num_layers or layout.num_layers for g in layout.groups],
         )
-
-    @property
-    def num_cells(self) -> int:
-        return len(self._layers)
 
     @property
     def complete(self) -> bool:
@@ -64,12 +104,10 @@ class Coverage:
     def add(self, first_cell: int, num_cells: int, first_layer: int, num_layers: int) -> None:
         """Announce a rectangle. Raises StaleMessage, changing nothing, when it is empty, out of
         range or overlaps what was announced or cached."""
-        if num_cells < 1 or first_cell < 0 or first_cell + num_cells > len(self._layers):
-            raise StaleMessage(
-                f"cells [{first_cell}, {first_cell + num_cells}) are not within the "
-                f"{len(self._layers)} granted",
-                param="first_cell",
-            )
+        end = first_cell + num_cells
+        within = 0 <= first_cell < end <= len(self._layers)
+        if not within or first_cell // self.num_cells != (end - 1) // self.num_cells:
+            raise self.outside(first_cell, end)
         if num_layers < 1 or first_layer < 0 or first_layer + num_layers > self._num_layers:
             raise StaleMessage(
                 f"layers [{first_layer}, {first_layer + num_layers}) are not within the model's "
@@ -77,7 +115,6 @@ class Coverage:
                 param="first_layer",
             )
         mask = ((1 << num_layers) - 1) << first_layer
-        end = first_cell + num_cells
         announced = self._layers[first_cell:end]
         if announced.count(0) == num_cells:  # the common case, at C speed
             self._layers[first_cell:end] = [mask] * num_cells
@@ -88,3 +125,10 @@ class Coverage:
                     f"cell {cell} is cached or announced already", param="first_cell"
                 )
         self._layers[first_cell:end] = [layers | mask for layers in announced]
+
+    def outside(self, first: int, end: int) -> StaleMessage:
+        """The error of a rectangle that is not within one KV group of the grant."""
+        return StaleMessage(
+            f"cells [{first}, {end}) are not within the {self.num_cells} granted",
+            param="first_cell",
+        )

@@ -11,10 +11,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 
 from kv_transfer.config import ONE_SIDED
 from kv_transfer.plan.checksum import combine
-from kv_transfer.plan.coverage import Area, Coverage, check_sizes
+from kv_transfer.plan.coverage import (
+    Area,
+    Coverage,
+    Tables,
+    cells_in,
+    check_sizes,
+    writable_blocks,
+)
 from kv_transfer.plan.reshard import cell_size
 from kv_transfer.plan.states import PIECE_TRANSITIONS, PieceState, advance
 from protocol.errors import BatonError, ErrorInfo, HandoffFailed, StaleMessage
@@ -108,7 +116,7 @@ class InboundHandoff(HandoffState):
     """On decode: grants blocks, accepts pieces, checks at commit that all of them arrived."""
 
     generation: int = 0
-    block_ids: tuple[int, ...] = ()
+    block_tables: Tables = ()
     num_cached: int = 0
     num_tokens: int = 0
     num_refused: int = 0  # commits, for lost pieces
@@ -119,28 +127,34 @@ class InboundHandoff(HandoffState):
     _pieces: dict[int, _Posted] = field(default_factory=dict)
 
     @property
+    def block_ids(self) -> tuple[int, ...]:
+        """The blocks of all KV groups."""
+        return tuple(chain.from_iterable(self.block_tables))
+
+    @property
     def writable(self) -> tuple[int, ...]:
-        return self.block_ids[self.num_cached :]
+        return writable_blocks(self.block_tables, self.num_cached, self.num_tokens, self._layout)
 
     def reserve(
         self,
         *,
         generation: int,
-        block_ids: tuple[int, ...],
+        block_tables: Tables,
         num_cached: int,
         num_tokens: int,
         layout: KVLayout,
     ) -> None:
         """Blocks of `layout` are set aside under `generation`, for `num_tokens` tokens."""
-        check_sizes(len(block_ids), num_cached, num_tokens, layout)
-        if len(block_ids) > self.ticket.num_blocks:
+        check_sizes(block_tables, num_cached, num_tokens, layout)
+        num_blocks = sum(map(len, block_tables))
+        if num_blocks > self.ticket.num_blocks:
             raise StaleMessage(
-                f"{len(block_ids)} blocks, the ticket allows {self.ticket.num_blocks}",
+                f"{num_blocks} blocks, the ticket allows {self.ticket.num_blocks}",
                 param="num_blocks",
             )
         self.move_to(TransferState.RESERVED)
         self.generation = generation
-        self.block_ids = block_ids
+        self.block_tables = block_tables
         self.num_cached = num_cached
         self.num_tokens = num_tokens
         self._layout = layout
@@ -174,9 +188,10 @@ class InboundHandoff(HandoffState):
 
     def cells(self, piece: Piece) -> Cells:
         """The cells of an announced piece in decode's blocks."""
-        return Cells.within(
-            self.block_ids,
-            self._layout.block_size,
+        return cells_in(
+            self.block_tables,
+            self._layout,
+            self.num_tokens,
             size=self.cell_size,
             first=piece.first_cell,
             count=piece.num_cells,
@@ -328,24 +343,34 @@ class OutboundHandoff(HandoffState):
         )
         return Verdict.NEW
 
+    def cell_number(self, area: Area) -> int:
+        """The number of an area's first cell among those of all KV groups."""
+        assert self._coverage is not None
+        return area.group * self._coverage.num_cells + area.first_cell
+
     def push(self, area: Area, *, max_cells: int) -> list[tuple[int, Area]]:
         """Accept a rectangle of finished cells; the pieces to send, with their indices. Cells that
-        decode has cached are skipped, and those beyond the last token in a half-full block."""
+        decode has or does not need are skipped, and those beyond the last token in a half-full
+        block."""
         coverage = self._coverage
         if coverage is None:
             raise StaleMessage(f"{self.key} has no grant", param="key")
         first, end = area.first_cell, area.first_cell + area.num_cells
-        first = max(first, coverage.num_cached)
+        first = max(first, coverage.unsent[area.group])
         if end <= self._num_held:
             end = min(end, coverage.num_cells)
         if first >= end:
             return []
-        coverage.add(first, end - first, area.first_layer, area.num_layers)
+        if end > coverage.num_cells:
+            raise coverage.outside(first, end)
+        number = area.group * coverage.num_cells + first
+        coverage.add(number, end - first, area.first_layer, area.num_layers)
         if self.state is TransferState.RESERVED:
             self.move_to(TransferState.MOVING)
         pieces = []
         for start in range(first, end, max_cells):
             part = Area(
+                group=area.group,
                 first_cell=start,
                 num_cells=min(max_cells, end - start),
                 first_layer=area.first_layer,
@@ -376,7 +401,11 @@ class OutboundHandoff(HandoffState):
             generation=grant.generation,
             first_token=self.first_token,
             num_pieces=self.num_pieces,
-            num_blocks=len(grant.block_ids) - grant.num_cached_blocks,
+            num_blocks=len(
+                writable_blocks(
+                    grant.block_tables, grant.num_cached_blocks, grant.num_tokens, grant.layout
+                )
+            ),
             checksum=combine([checksum for _, checksum in self._sent.values()]),
             written=written,
             number=number,
@@ -384,12 +413,13 @@ class OutboundHandoff(HandoffState):
 
 
 def _check_blocks(grant: Grant) -> None:
-    ids = grant.block_ids
-    check_sizes(len(ids), grant.num_cached_blocks, grant.num_tokens, grant.layout)
+    ids = list(chain.from_iterable(grant.block_tables))
+    check_sizes(grant.block_tables, grant.num_cached_blocks, grant.num_tokens, grant.layout)
     if len(ids) > grant.ticket.num_blocks:
         raise StaleMessage(
-            f"grant of {len(ids)} blocks, ticket for {grant.ticket.num_blocks}", param="block_ids"
+            f"grant of {len(ids)} blocks, ticket for {grant.ticket.num_blocks}",
+            param="block_tables",
         )
     within = not ids or 0 <= min(ids) <= max(ids) < grant.layout.num_blocks
     if not within or len(set(ids)) != len(ids):
-        raise StaleMessage("grant names a block twice or out of range", param="block_ids")
+        raise StaleMessage("grant names a block twice or out of range", param="block_tables")

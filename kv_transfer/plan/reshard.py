@@ -45,7 +45,7 @@ def check_fingerprint(mine: KVFingerprint, theirs: KVFingerprint) -> None:
 @lru_cache
 def check_layout(mine: KVLayout, theirs: KVLayout) -> None:
     """Raise HandoffFailed naming the first field in which two layouts must agree and do not."""
-    for field in ("num_layers", "num_kv_heads", "head_dim", "dtype"):
+    for field in ("num_layers", "num_kv_heads", "head_dim", "dtype", "groups"):
         if getattr(mine, field) != getattr(theirs, field):
             raise HandoffFailed(
                 f"KV layouts do not fit: {field} is {getattr(mine, field)!r} here, "

@@ -192,7 +192,7 @@ class SequenceRun:
         for worker, view in pair.sides:
             computes = worker is (pair.prefill or pair.decode)
             uncached = tokens - view.expected_tokens if computes else 0
-            blocks = -(-tokens // view.block_size)
+            blocks = view.layout.pages_for(tokens)
             worker.attach(attempt.key, attempt, self._job.blocks, tokens=uncached, blocks=blocks)
         if attempt.key.attempt == 0:
             self._on_submit()
@@ -223,7 +223,7 @@ class SequenceRun:
             key=key,
             prefill_epoch=pair.prefill.ref.epoch,
             decode_epoch=pair.decode.ref.epoch,
-            num_blocks=-(-num_tokens // pair.choice.decode.block_size),
+            num_blocks=pair.choice.decode.layout.pages_for(num_tokens),
             lifetime_s=time_left_s,
         ).signed(self._dispatcher.secret)
         return [

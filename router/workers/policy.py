@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from protocol.ids import WorkerRef
-from protocol.kv_layout import KVFingerprint
+from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.messages import WorkerLoad
 from router.config import RouterConfig
 
@@ -65,7 +65,7 @@ class WorkerView:
     ref: WorkerRef
     load: WorkerLoad
     capacity: int
-    block_size: int
+    layout: KVLayout
     fingerprint: KVFingerprint
     unseen_sequences: int = 0
     unseen_tokens: int = 0
@@ -318,7 +318,7 @@ def _reason(view: WorkerView, num_workers: int, *, has_room: bool) -> ChoiceReas
 def _blocks_left(need: Need, view: WorkerView) -> int:
     """Blocks that would be left. Cached blocks count as free, so those of this prompt are not taken
     off what it needs."""
-    return view.free_blocks + -(need.prompt_tokens + 1) // view.block_size
+    return view.free_blocks - view.layout.pages_for(need.prompt_tokens + 1)
 
 
 def _rate(view: WorkerView, unknown_rate: float) -> float:

@@ -112,19 +112,19 @@ class WorkerClient:
     def view(self, prompt: PromptBlocks, *, failing: bool = False) -> WorkerView:
         """This worker as the policy sees it for a prompt. Only while connected."""
         assert self.status is not None
-        unseen, block_size = self.reservations, self.status.layout.block_size
+        unseen, layout = self.reservations, self.status.layout
         blocks = self._blocks_of(prompt)
         return WorkerView(
             ref=self.ref,
             load=self.load,
             capacity=self.capacity,
-            block_size=block_size,
+            layout=layout,
             fingerprint=self.status.fingerprint,
             unseen_sequences=unseen.sequences,
             unseen_tokens=unseen.tokens,
             unseen_blocks=unseen.blocks,
-            cached_tokens=block_size * self.prefix.num_held(blocks),
-            expected_tokens=block_size * self.prefix.num_expected(blocks),
+            cached_tokens=layout.block_size * self.prefix.num_held(blocks),
+            expected_tokens=layout.block_size * self.prefix.num_expected(blocks),
             failing=failing,
         )
 
@@ -135,11 +135,12 @@ class WorkerClient:
 
     @property
     def free_tokens(self) -> int:
-        """Tokens of new sequences that its KV pool has blocks for."""
+        """Tokens of new sequences that its KV pool has blocks for; with KV windows, of one sequence
+        alone."""
         if self.status is None:
             return 0
         free_blocks = self.load.free_blocks - self.reservations.blocks
-        return max(0, free_blocks) * self.status.layout.block_size
+        return self.status.layout.tokens_in(max(0, free_blocks))
 
     def backlog_tokens(self, size: int) -> int:
         """Prompt tokens that it computes before a prompt of a size class."""

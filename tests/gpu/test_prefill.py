@@ -74,7 +74,9 @@ def test_dense_chunks_equal_paged_ones(device, chunks):
     order = torch.randperm(sum(needed)).tolist()
     tables = [tuple(order[sum(needed[:i]) : sum(needed[: i + 1])]) for i in range(len(chunks))]
     steps = [
-        SequenceStep(tokens=(1,) * count, start=start, block_ids=table, sampling=SamplingParams())
+        SequenceStep(
+            tokens=(1,) * count, start=start, block_tables=(table,), sampling=SamplingParams()
+        )
         for (start, count), table in zip(chunks, tables, strict=True)
     ]
     limits = BatchLimits(

@@ -30,9 +30,11 @@ class WatchedBlocks(BlockAllocator):
         """A step writes only to blocks that one sequence has for itself."""
         for step in batch.sequences:
             end = self.blocks_for(step.start + len(step.tokens))
-            for block in step.block_ids[step.start // self.block_size : end]:
-                assert self._references[block] == 1
-                assert block not in self._names
+            for group, table in zip(self.groups, step.block_tables, strict=True):
+                skipped = group.first_token(step.start) // self.block_size
+                for block in table[step.start // self.block_size - skipped : end - skipped]:
+                    assert self._references[block] == 1
+                    assert block not in self._names
 
 
 class StrictBlocks:

@@ -129,7 +129,7 @@ def make_pair(device, config, **options):
 
 def seq(tokens, start, blocks, sampling=GREEDY, **more):
     return SequenceStep(
-        tokens=tuple(tokens), start=start, block_ids=tuple(blocks), sampling=sampling, **more
+        tokens=tuple(tokens), start=start, block_tables=(tuple(blocks),), sampling=sampling, **more
     )
 
 

@@ -83,15 +83,18 @@ class Bench(SchedulerBench):
         for reserve in reserves:
             submit = self.submits[reserve.key]
             context = [*submit.prompt_ids, *submit.output_ids]
-            for position, token in enumerate(context):
-                index, offset = divmod(position, BLOCK)
-                slots = self.engine.slots[reserve.block_ids[index]]
-                if index < reserve.num_cached_blocks:
-                    assert slots[offset] == token
-                else:
-                    assert self.blocks._references[reserve.block_ids[index]] == 1
-                    slots[offset] = token
-                    self.num_sent += 1
+            for group, table in zip(self.groups, reserve.block_tables, strict=True):
+                start = group.first_token(len(context))
+                for position, token in enumerate(context[start:], start):
+                    index, offset = divmod(position, BLOCK)
+                    block = table[index - start // BLOCK]
+                    slots = self.engine.slots[block]
+                    if index < reserve.num_cached_blocks:
+                        assert slots[offset] == token
+                    else:
+                        assert self.blocks._references[block] == 1
+                        slots[offset] = token
+                        self.num_sent += 1
             first = next_token(context, submit.sampling.seed)
             self.tell(Committed(key=reserve.key, first_token=first))
 

@@ -66,14 +66,14 @@ def chunk(
 ) -> SequenceStep:
     """Part of a sequence."""
     return SequenceStep(
-        tokens=tuple(tokens), start=start, block_ids=tuple(blocks), sampling=sampling
+        tokens=tuple(tokens), start=start, block_tables=(tuple(blocks),), sampling=sampling
     )
 
 
 def logits_of(runner: RankRunner, batch: StepBatch) -> torch.Tensor | None:
     """The logits that a step samples from, in row order."""
     with torch.inference_mode():
-        return runner.model.forward(runner.prepare(batch).inputs, runner.pool.layers)[0]
+        return runner.model.forward(runner.prepare(batch).groups, runner.pool.layers)[0]
 
 
 class ThreadedRanks:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from engine.batch import SequenceStep, StepBatch, StepResult
+from protocol.kv_layout import ONE_GROUP, KVGroup
 from protocol.sampling import TokenLogprobs
 
 
@@ -24,11 +25,14 @@ def next_token(context: Sequence[int], seed: int, vocab: int = 1000) -> int:
     return int.from_bytes(digest, "big") % vocab
 
 
-def expected_output(prompt: Sequence[int], seed: int, num_tokens: int) -> list[int]:
-    """What a request must produce, wherever it runs."""
+def expected_output(
+    prompt: Sequence[int], seed: int, num_tokens: int, window: int | None = None
+) -> list[int]:
+    """What a request must produce, wherever it runs. `window`: what a token of the first KV group
+    sees."""
     context = list(prompt)
     for _ in range(num_tokens):
-        context.append(next_token(context, seed))
+        context.append(next_token(context[-window:] if window else context, seed))
     return context[len(prompt) :]
 
 
@@ -44,10 +48,14 @@ def prompts() -> st.SearchStrategy[list[int]]:
 
 
 class PagedTokens:
-    """Executor with `num_blocks` blocks of token slots; freed blocks keep their stale content."""
+    """Executor with `num_blocks` blocks of token slots; freed blocks keep their stale content.
+    Every KV group holds the same tokens in blocks of its own."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, groups: tuple[KVGroup, ...] = ONE_GROUP
+    ) -> None:
         self.block_size = block_size
+        self.groups = groups
         self.slots = [[-1] * block_size for _ in range(num_blocks)]
         self.steps: list[StepBatch] = []
 
@@ -56,11 +64,12 @@ class PagedTokens:
         self.steps.append(batch)
         written: set[tuple[int, int]] = set()
         for step in batch.sequences:
-            for offset, token in enumerate(step.tokens):
-                slot = self._slot(step, step.start + offset)
-                assert slot not in written, "two sequences write one slot in one step"
-                written.add(slot)
-                self.slots[slot[0]][slot[1]] = token
+            for group in range(len(self.groups)):
+                for offset, token in enumerate(step.tokens):
+                    slot = self._slot(step, group, step.start + offset)
+                    assert slot not in written, "two sequences write one slot in one step"
+                    written.add(slot)
+                    self.slots[slot[0]][slot[1]] = token
         return StepResult(
             tokens=tuple(self._sample(step) for step in batch.sequences),
             target_logprobs={
@@ -70,15 +79,27 @@ class PagedTokens:
             },
         )
 
-    def _slot(self, step: SequenceStep, position: int) -> tuple[int, int]:
-        return step.block_ids[position // self.block_size], position % self.block_size
+    def _slot(self, step: SequenceStep, group: int, position: int) -> tuple[int, int]:
+        first = self.groups[group].first_token(step.start) // self.block_size
+        number = position // self.block_size - first
+        assert number >= 0
+        return step.block_tables[group][number], position % self.block_size
+
+    def _seen(self, step: SequenceStep, group: int, first: int) -> list[int]:
+        """The tokens from `first` to the last of a step, as a group's blocks hold them."""
+        places = range(first, step.start + len(step.tokens))
+        return [self.slots[b][o] for b, o in (self._slot(step, group, i) for i in places)]
 
     def _sample(self, step: SequenceStep) -> int | None:
+        firsts = [group.first_token(step.start) for group in self.groups]
+        known = self._seen(step, 0, firsts[0])
+        for group, first in enumerate(firsts):
+            seen = self._seen(step, group, first)
+            assert known[-len(seen) :] == seen[-len(known) :], "KV groups differ"
         if step.sampling is None:
             return None
-        end = step.start + len(step.tokens)
-        context = [self.slots[b][o] for b, o in (self._slot(step, i) for i in range(end))]
-        return next_token(context, step.sampling.seed)
+        window = self.groups[0].window
+        return next_token(known[-window:] if window else known, step.sampling.seed)
 
 
 class LateSteps:
@@ -119,7 +140,8 @@ class LateSteps:
 
     def blocks(self) -> set[int]:
         """The blocks that queued steps read and write."""
-        return {b for batch in self.launched for step in batch.sequences for b in step.block_ids}
+        steps = (step for batch in self.launched for step in batch.sequences)
+        return {block for step in steps for table in step.block_tables for block in table}
 
     def _fed(self, step: SequenceStep) -> SequenceStep:
         if step.previous is None:

@@ -18,6 +18,7 @@ from kv_transfer.config import TransferConfig
 from prefill_worker.worker import PrefillWorker
 from protocol.errors import BatonError
 from protocol.ids import RequestKey, WorkerRef, new_request_id
+from protocol.kv_layout import KVLayout
 from protocol.messages import (
     Cancel,
     EventBatch,
@@ -135,7 +136,7 @@ class FakeRouter:
         decode: WorkerRef,
         prefill: WorkerRef | None,
         *,
-        block_size: int = 16,
+        layout: KVLayout | None = None,
         timeout_s: float = 120.0,
         output: Sequence[int] = (),
         attempt: int = 0,
@@ -159,7 +160,7 @@ class FakeRouter:
             key=key,
             prefill_epoch=prefill.epoch,
             decode_epoch=decode.epoch,
-            num_blocks=-(-(len(prompt) + len(output)) // block_size),
+            num_blocks=self._ticketed(len(prompt) + len(output), layout),
             lifetime_s=timeout_s,
         ).signed(SECRET)
         await asyncio.gather(
@@ -171,6 +172,11 @@ class FakeRouter:
             ),
         )
         return key
+
+    @staticmethod
+    def _ticketed(num_tokens: int, layout: KVLayout | None) -> int:
+        """Blocks of a hand-off, by default of a model without windows."""
+        return -(-num_tokens // 16) if layout is None else layout.pages_for(num_tokens)
 
     async def answer(self, key: RequestKey, timeout_s: float = 120.0) -> Answer:
         answer = self.answers[key]
@@ -213,7 +219,7 @@ class Pair:
             sampling,
             self.decode_refs[0],
             prefill,
-            block_size=self.decodes[0].status().layout.block_size,
+            layout=self.decodes[0].status().layout,
             output=output,
             grammar=grammar,
         )

@@ -55,7 +55,7 @@ class Bench(SchedulerBench):
         self.build(PrefillScheduler)
         self.tokens: list[TokenEvent] = []
         self.spans: list[SpanEvent] = []
-        self.arrived: dict[RequestKey, dict[int, list[int]]] = {}
+        self.arrived: dict[tuple[RequestKey, int], dict[int, list[int]]] = {}  # by KV group
         self.commits: list[CommitHandoff] = []
         self.ends: list[EndHandoff] = []
         self.pushes: list[Push] = []
@@ -78,7 +78,7 @@ class Bench(SchedulerBench):
             self.copy(self.waiting.pop(0))
 
     def copy(self, push: Push) -> None:
-        store = self.arrived.setdefault(push.key, {})
+        store = self.arrived.setdefault((push.key, push.group), {})
         for index, block in enumerate(push.block_ids, push.first_block):
             assert index not in store, "a block was pushed twice"
             store[index] = list(self.engine.slots[block])
@@ -96,7 +96,7 @@ class Bench(SchedulerBench):
         report = TransferReport(num_bytes=640, num_pieces=2, start=1.0, end=2.0)
         self.tell(Delivered(key=key, report=report))
 
-    def pushed_tokens(self, key: RequestKey, length: int) -> list[int]:
-        store = self.arrived[key]
+    def pushed_tokens(self, key: RequestKey, length: int, group: int = 0) -> list[int]:
+        store = self.arrived[key, group]
         flat = [token for index in sorted(store) for token in store[index]]
         return flat[:length]

@@ -8,6 +8,7 @@ from typing import Any
 
 from engine.batch import StepBatch, StepResult
 from protocol.ids import RequestKey
+from protocol.kv_layout import ONE_GROUP, KVGroup
 from protocol.messages import FailEvent, ScoreEvent
 from tests.support.blocks import FINGERPRINT, WatchedBlocks
 from tests.support.paged import LateSteps, PagedTokens
@@ -24,13 +25,13 @@ def not_finite_at(bench: SchedulerBench, key: RequestKey, position: int) -> None
     def checked(batch: StepBatch) -> StepResult:
         result = run(batch)
         entry = bench.scheduler._entries.get(key)
-        blocks = entry.sequence.block_ids[:1] if entry else [None]
+        blocks = entry.sequence.tables.ids[0][:1] if entry else [None]
         return replace(
             result,
             non_finite=frozenset(
                 index
                 for index, step in enumerate(batch.sequences)
-                if step.block_ids[0] in blocks and step.start + len(step.tokens) > position
+                if step.block_tables[0][0] in blocks and step.start + len(step.tokens) > position
             ),
         )
 
@@ -49,10 +50,11 @@ class SchedulerBench:
     )
     now: float = 100.0
     depth: int = 1
+    groups: tuple[KVGroup, ...] = ONE_GROUP
 
     def build(self, scheduler: Any) -> None:
-        self.blocks = WatchedBlocks(self.num_blocks, BLOCK)
-        self.engine = PagedTokens(self.num_blocks, BLOCK)
+        self.blocks = WatchedBlocks(self.num_blocks, BLOCK, self.groups)
+        self.engine = PagedTokens(self.num_blocks, BLOCK, self.groups)
         self.executor = LateSteps(self.engine.run, self.depth)
         self.scheduler = scheduler(
             config=self.config, blocks=self.blocks, fingerprint=FINGERPRINT, place="here"
@@ -106,5 +108,5 @@ class SchedulerBench:
     def check(self) -> None:
         """The held blocks are exactly those of sequences and of steps in flight."""
         self.scheduler.check()
-        owned = {block for entry in self.owners() for block in entry.sequence.block_ids}
+        owned = {block for entry in self.owners() for block in entry.sequence.tables.blocks()}
         assert self.blocks.held == owned | self.executor.blocks()

@@ -22,6 +22,7 @@ LIMITS = WorkerLimits(
     vocab_size=100,
     max_model_len=50,
     whole_output=True,
+    capacity=40,
 )
 
 

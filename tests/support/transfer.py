@@ -405,7 +405,7 @@ class Pair:
     ) -> None:
         """A whole hand-off, pushed in chunks; returns when both sides have committed."""
         self.submit(key, len(dest_blocks))
-        await self.receiver.reserve(key, dest_blocks, num_cached, num_tokens)
+        await self.receiver.reserve(key, (dest_blocks,), num_cached, num_tokens)
         there = num_cached * self.decode.layout.block_size // self.prefill.layout.block_size
         for first in range(there, len(source_blocks), chunk):
             blocks = source_blocks[first : first + chunk]

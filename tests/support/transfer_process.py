@@ -93,7 +93,7 @@ class _Host:
         (end.expect if self._role is Role.PREFILL else end.offer)(key, ticket, peer)
 
     async def reserve(self, which: int, key: RequestKey, blocks: tuple[int, ...]) -> None:
-        await self._ends[which].reserve(key, blocks, 0)
+        await self._ends[which].reserve(key, (blocks,), 0)
 
     async def send(
         self, which: int, key: RequestKey, blocks: tuple[int, ...], seed: int, chunk: int

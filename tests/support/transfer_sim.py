@@ -363,7 +363,7 @@ class World:
         key, ids, cached = self.handing_over.popleft()
         if key in self.decode.outcomes:  # what a worker does on `ended` with blocks in hand
             self.decode.forbid(ids, quarantine=True)
-        self.loop.run(self.receiver.reserve(key, ids, cached, self.num_tokens(key)))
+        self.loop.run(self.receiver.reserve(key, (ids,), cached, self.num_tokens(key)))
 
     def leave(self, key: RequestKey, released: bool) -> None:
         """Decode stops wanting a request, committed or not."""

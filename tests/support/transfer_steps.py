@@ -23,7 +23,7 @@ async def ready(pair, key=KEY, source=SOURCE, dest=DEST, seed=1):
     kv = random_kv(LAYOUT, len(source), seed=seed)
     fill(pair.prefill.pools, LAYOUT, source, kv)
     pair.submit(key, len(dest))
-    await pair.receiver.reserve(key, dest, 0)
+    await pair.receiver.reserve(key, (dest,), 0)
     return kv
 
 

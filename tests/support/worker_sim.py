@@ -32,7 +32,7 @@ from prefill_worker.lifecycle import PrefillOutput as PrefillOutput
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.errors import BatonError, ErrorInfo, Internal
 from protocol.ids import RequestKey, Role, WorkerRef
-from protocol.kv_layout import Cells, KVLayout
+from protocol.kv_layout import ONE_GROUP, Cells, KVGroup, KVLayout, pages_for
 from protocol.messages import Commit, Grant, Submit, Ticket
 from protocol.sampling import SamplingParams
 from tests.support.blocks import FINGERPRINT, WatchedBlocks
@@ -68,11 +68,15 @@ class SimWorker(ABC):
             watermark=0.0,
             starvation_s=choose([1.0, 5.0, 30.0]),
         )
-        num_blocks = max(num_blocks * 4 // block, LONGEST // block + 1)
+        groups = world.groups
+        num_blocks = max(
+            num_blocks * 4 // block * len(groups),
+            pages_for(groups, block, LONGEST, 2 * config.max_num_batched_tokens),
+        )
         self.world = world
         self.block = block
-        self.blocks = WatchedBlocks(num_blocks, block)
-        self.engine = PagedTokens(num_blocks, block)
+        self.blocks = WatchedBlocks(num_blocks, block, groups)
+        self.engine = PagedTokens(num_blocks, block, groups)
         self.executor = LateSteps(self.engine.run, choose([1, 2]))
         self.scheduler = scheduler(
             config=config, blocks=self.blocks, fingerprint=FINGERPRINT, place="here"
@@ -90,6 +94,7 @@ class SimWorker(ABC):
             block_size=self.block,
             num_blocks=self.blocks.num_blocks,
             dtype="float32",
+            groups=self.world.groups,
             rank_heads=((0, 1),),
         )
 
@@ -147,15 +152,18 @@ class SimPrefill(SimWorker):
 
     def gather(self, op: Op) -> Data:
         cells = op.command.cells
-        assert set(cells.blocks) <= set(self.entry(op).sequence.block_ids), "blocks given back"
+        assert set(cells.blocks) <= set(self.entry(op).sequence.tables.blocks()), (
+            "blocks given back"
+        )
         return [tuple(slots[part]) for slots, part in self.places(cells)]
 
     def carry_out(self, out: PrefillOutput) -> None:
         sender = self.world.sender
         for order in out.handoffs:
             match order:
-                case Push(key=key, block_ids=block_ids, first_block=first, after=step):
-                    sender.push(key, block_ids, first, after=step)
+                case Push():
+                    key, ids, first = order.key, order.block_ids, order.first_block
+                    sender.push(key, ids, first, group=order.group, after=order.after)
                 case CommitHandoff(key=key, first_token=token):
                     sender.commit(key, token)
                 case _:
@@ -187,7 +195,7 @@ class SimDecode(SimWorker):
     def _put(self, op: Op, cells: Cells, data: Data) -> None:
         entry = self.entry(op)
         assert entry.state in (RequestState.RECEIVING, RequestState.ENDING)
-        assert set(cells.blocks) <= set(entry.sequence.block_ids), "blocks of another request"
+        assert set(cells.blocks) <= set(entry.sequence.tables.blocks()), "blocks of another request"
         for block in cells.blocks:
             assert block not in self.blocks._names
             assert self.blocks._references[block] <= 1
@@ -197,7 +205,7 @@ class SimDecode(SimWorker):
     def carry_out(self, out: DecodeOutput) -> None:
         start, receiver = self.world.loop.create_task, self.world.receiver
         for reserve in out.reserves:
-            held, there = reserve.block_ids, reserve.num_cached_blocks
+            held, there = reserve.block_tables, reserve.num_cached_blocks
             start(receiver.reserve(reserve.key, held, there, reserve.num_tokens))
         for end in out.ends:
             start(receiver.end(end.key, end.released, end.error))
@@ -232,12 +240,14 @@ class Job:
     prompt: list[int]
     sampling: SamplingParams
     deadline: float
+    window: int | None = None
     attempt: int = -1
     tokens: dict[int, int] = field(default_factory=dict)
     done: bool = False
 
     def __post_init__(self) -> None:
-        self.wanted = expected_output(self.prompt, self.sampling.seed, self.sampling.max_tokens)
+        sampling = self.sampling
+        self.wanted = expected_output(self.prompt, sampling.seed, sampling.max_tokens, self.window)
 
     @property
     def output(self) -> list[int]:
@@ -249,7 +259,15 @@ class Job:
 class WorkerWorld:
     """A pair of workers and a router. `fault_rate` is the share of events that are faults."""
 
-    def __init__(self, seed: int, *, fault_rate: float, one_sided: bool) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        fault_rate: float,
+        one_sided: bool,
+        groups: tuple[KVGroup, ...] = ONE_GROUP,
+    ) -> None:
+        self.groups = groups
         self.random = random.Random(seed)
         self.fault_rate = fault_rate
         self.loop = SimLoop()
@@ -298,6 +316,7 @@ class WorkerWorld:
                 seed=choose([0, 1, 2]), max_tokens=choose([1, 2, 3, 8, 14]), ignore_eos=True
             ),
             deadline=self.loop.now + choose([30.0, 200.0]),
+            window=self.groups[0].window,
         )
         self._try(name)
 
@@ -317,7 +336,7 @@ class WorkerWorld:
                 key=key,
                 prefill_epoch=PREFILL.epoch,
                 decode_epoch=DECODE.epoch,
-                num_blocks=self.decode.blocks.blocks_for(len(job.prompt) + len(output)),
+                num_blocks=self.decode.blocks.pages_for(len(job.prompt) + len(output)),
                 lifetime_s=left,
             )
             return Submit(

@@ -41,21 +41,19 @@ log = get_logger(__name__)
 class WorkerLimits:
     """What one worker can hold. Routers check requests first; a worker still lets no bad id and no
     impossible length reach the engine. `whole_output`: requests generate all of their output here,
-    so the pool must hold prompt + max_tokens (decode), not just prompt + 1 (prefill)."""
+    so the pool must hold prompt + max_tokens (decode), not just prompt + 1 (prefill). `capacity`:
+    tokens of the longest sequence that the pool holds."""
 
     layout: KVLayout
     vocab_size: int
     max_model_len: int
     whole_output: bool
+    capacity: int
 
     @property
     def max_prompt_tokens(self) -> int:
         """Longest prompt that leaves room for one output token, in the context and in the pool."""
-        return min(self.max_model_len, self._capacity) - 1
-
-    @property
-    def _capacity(self) -> int:
-        return self.layout.num_blocks * self.layout.block_size
+        return min(self.max_model_len, self.capacity) - 1
 
     def check(self, submit: Submit) -> None:
         """Raise InvalidRequest or ContextTooLong, naming the field."""
@@ -82,9 +80,9 @@ class WorkerLimits:
             )
         known = len(ids) + len(submit.output_ids)
         needed = total if self.whole_output else known + min(1, max_tokens)
-        if needed > self._capacity:
+        if needed > self.capacity:
             raise ContextTooLong(
-                f"{needed} tokens do not fit the KV pool of {self._capacity} tokens", param="prompt"
+                f"{needed} tokens do not fit the KV pool of {self.capacity} tokens", param="prompt"
             )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 
 from engine.kv.allocator import BlockAllocator
-from protocol.kv_layout import KVFingerprint, chain_seed, extend_chain
+from protocol.kv_layout import DIGEST_BYTES, KVFingerprint, chain_seed, extend_chain
 from protocol.messages import Submit
 from worker_runtime.scheduling.messages import PREFIX_CACHE_HITS, PREFIX_CACHE_QUERIES
 from worker_runtime.scheduling.sequence import Sequence
@@ -21,8 +21,11 @@ HASH_SLICE = 64
 
 class PrefixCache:
     """Names blocks once their KV is computed, finds them for later sequences, and lets sequences
-    that run at the same time reuse each other's. Changes `block_ids`, `num_computed`, `digests` and
-    the cache statistics of a sequence. When not `enabled`, it only allocates."""
+    that run at the same time reuse each other's. Changes `tables`, `num_computed`, `digests` and
+    the cache statistics of a sequence. When not `enabled`, it only allocates.
+
+    In the first KV group a block's name is its digest; in the others the group's number follows.
+    """
 
     def __init__(
         self, blocks: BlockAllocator, *, fingerprint: KVFingerprint, enabled: bool
@@ -35,28 +38,39 @@ class PrefixCache:
         self._num_hit = 0
 
     def allocate(
-        self, sequence: Sequence, num_blocks: int, *, computes: bool = True, spare: int = 0
+        self, sequence: Sequence, num_tokens: int, *, chunk: int | None, spare: int = 0
     ) -> bool:
-        """Give a sequence `num_blocks` blocks, cached ones first; sets `num_computed`.
+        """Give a sequence blocks for `num_tokens` tokens, cached ones first; sets `num_computed`.
 
-        A sequence that `computes` here always runs its last token, so not all of its tokens count
-        as computed. False, with nothing changed, when fewer than `spare` blocks would stay free.
+        chunk: tokens of it that one step runs; groups with a window get no more blocks than that
+        takes at a time. It always runs its last token, so not all of its tokens count as computed.
+        None: a hand-off brings what is not cached, of groups with a window only what the next token
+        sees.
+        False, with nothing changed, when fewer than `spare` blocks would stay free.
         """
-        shared = self._blocks.find(self._reusable(sequence, computes=computes))
-        num_held = sum(map(self._blocks.is_held, shared))
-        if num_blocks - num_held + spare > self._blocks.num_available:
+        names = self._reusable(sequence, computes=chunk is not None)
+        position = None if chunk is not None else len(sequence.tokens)
+        num_shared, found = self._find(names, 0, position)
+        shared = [block for blocks in found for block in blocks]
+        tables = self._blocks.new_tables()
+        tables.drop_unseen(num_shared * self._block_size if position is None else position)
+        tables.reuse(num_shared, found)
+        num_missing = tables.missing(num_tokens, chunk)
+        num_cached = sum(not self._blocks.is_held(block) for block in shared)
+        if num_missing + num_cached + spare > self._blocks.num_available:
             return False
         self._blocks.retain(shared)
-        fresh = self._blocks.allocate(num_blocks - len(shared))
+        fresh = self._blocks.allocate(num_missing)
         assert fresh is not None
-        sequence.block_ids = [*shared, *fresh]
-        sequence.resume_at(len(shared) * self._block_size)
+        tables.extend(num_tokens, fresh, chunk)
+        sequence.tables = tables
+        sequence.resume_at(num_shared * self._block_size)
         self._count(sequence)
         return True
 
     def num_cached(self, sequence: Sequence) -> int:
         """Tokens that `allocate` would find cached now."""
-        return self._block_size * len(self._blocks.find(self._reusable(sequence)))
+        return self._block_size * self._find(self._reusable(sequence))[0]
 
     def catch_up(self, sequence: Sequence) -> bool:
         """Reuse blocks that other sequences have computed since `allocate`; whether there were any.
@@ -64,13 +78,13 @@ class PrefixCache:
         first = sequence.num_computed // self._block_size
         if sequence.in_flight:
             return False
-        found = self._blocks.find(self._reusable(sequence)[first:])
-        if not found:
+        end, found = self._find(self._reusable(sequence), first)
+        if end == first:
             return False
-        end = first + len(found)
-        self._blocks.retain(found)
-        self._blocks.free(sequence.block_ids[first:end])
-        sequence.block_ids[first:end] = found
+        for blocks in found:
+            self._blocks.retain(blocks)
+        self._blocks.free(sequence.tables.reuse(end, found))
+        self._blocks.free(sequence.tables.drop_unseen(end * self._block_size))
         known = max(sequence.num_computed, sequence.num_once_computed)
         num_spared = max(0, end * self._block_size - known)
         sequence.stats.num_cached_tokens += num_spared
@@ -84,13 +98,22 @@ class PrefixCache:
         full = sequence.num_computed // self._block_size
         if not self._enabled or full <= first:
             return
-        digests = self._digests(sequence)
-        for i in range(first, full):
-            self._blocks.name(sequence.block_ids[i], digests[i])
+        digests, tables = self._digests(sequence), sequence.tables
+        for group, ids in enumerate(tables.ids):
+            skipped = tables.first[group]
+            for number in range(max(first, skipped, tables.complete[group]), full):
+                self._blocks.name(ids[number - skipped], _name(digests[number], group))
 
     def withdraw(self, sequence: Sequence) -> None:
         """KV of a sequence is unusable: no later sequence finds its blocks."""
-        self._blocks.forget(sequence.block_ids)
+        self._blocks.forget(sequence.tables.blocks())
+
+    def take_changes(self) -> dict[bytes, bool]:
+        """Digests that the first KV group has gained (True) or lost (False) since the last call."""
+        changes = self._blocks.take_changes()
+        if len(self._blocks.groups) == 1:
+            return changes
+        return {name: kept for name, kept in changes.items() if len(name) == DIGEST_BYTES}
 
     def names_ahead(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
         """Names of the shareable blocks that the next `num_tokens` tokens to launch are in."""
@@ -106,6 +129,36 @@ class PrefixCache:
     def counters(self) -> dict[str, int]:
         """Tokens looked up and found since the start."""
         return {PREFIX_CACHE_QUERIES: self._num_queried, PREFIX_CACHE_HITS: self._num_hit}
+
+    def _find(
+        self, names: list[bytes], have: int = 0, position: int | None = None
+    ) -> tuple[int, list[list[int]]]:
+        """How many of the blocks `names` can be reused by a sequence that has the first `have`, and
+        for each KV group the cached blocks that it then takes, the last before that number.
+
+        Groups with a window take those that the next token sees: the one after the reused blocks,
+        or the one at `position`.
+        """
+        blocks, groups = self._blocks, self._blocks.groups
+        if not blocks.has_windows and len(groups) == 1:
+            found = blocks.find(names[have:])
+            return have + len(found), [found]
+        end = len(names)
+        starts = [have] * len(groups)
+        group = 0
+        while group < len(groups):
+            token = end * self._block_size if position is None else position
+            first = groups[group].first_token(token) // self._block_size
+            start = starts[group] = min(end, max(have, first))
+            cached = blocks.find(_name(names[i], group) for i in range(end - 1, start - 1, -1))
+            if len(cached) == end - start:
+                group += 1
+            else:  # the block before the cached ones is missing: end there, and start again
+                end, group = end - 1 - len(cached), 0
+        return end, [
+            blocks.find(_name(names[i], group) for i in range(start, end))
+            for group, start in enumerate(starts)
+        ]
 
     def _reusable(self, sequence: Sequence, *, computes: bool = True) -> list[bytes]:
         """Names of the blocks that may come from the cache."""
@@ -132,6 +185,11 @@ class PrefixCache:
         if self._enabled:
             self._num_queried += len(sequence.tokens)
             self._num_hit += sequence.num_computed
+
+
+def _name(digest: bytes, group: int) -> bytes:
+    """The name of a block of a KV group."""
+    return digest + bytes((group,)) if group else digest
 
 
 def hash_blocks(submit: Submit, fingerprint: KVFingerprint, block_size: int) -> tuple[bytes, ...]:

@@ -65,6 +65,8 @@ class Scheduler(ABC, Generic[E, C, Out]):
         self._cache = PrefixCache(
             blocks, fingerprint=fingerprint, enabled=config.enable_prefix_caching
         )
+        #: Tokens of one sequence whose KV the pool must have room for beside a window's.
+        self.max_chunk = config.max_num_batched_tokens
         self._dtype = fingerprint.dtype
         self._place = place
         self._entries: dict[RequestKey, E] = {}
@@ -150,7 +152,8 @@ class Scheduler(ABC, Generic[E, C, Out]):
         submit = command.submit
         if submit.key in self._entries:
             return
-        sequence = Sequence.from_submit(submit, now, command.matcher, command.digests)
+        tables = self._blocks.new_tables()
+        sequence = Sequence.from_submit(submit, now, command.matcher, command.digests, tables)
         sequence.stats.begin(Phase.CREDIT_WAIT, now)
         self._entries[submit.key] = self._new_entry(sequence, self._next_order)
         self._next_order += 1
@@ -180,6 +183,8 @@ class Scheduler(ABC, Generic[E, C, Out]):
                 self._reject(entry)
             elif entry.state is not RequestState.GONE:
                 self._cache.publish(sequence, row.num_tokens)
+                if self._blocks.has_windows:
+                    self._blocks.free(sequence.tables.drop_unseen(sequence.num_computed))
                 if sequence.scoring and self._wants_tokens(entry):
                     self._emit_scores(row, result.target_logprobs.get(index, ()))
                 if token is not None and self._wants_tokens(entry):
@@ -268,7 +273,7 @@ class Scheduler(ABC, Generic[E, C, Out]):
             load=self.load(),
             num_unfinished=self.num_unfinished,
             counters=self.counters(),
-            cache=self._blocks.take_changes(),
+            cache=self._cache.take_changes(),
         )
 
     def remaining_s(self, now: float) -> float:
@@ -311,7 +316,7 @@ class Scheduler(ABC, Generic[E, C, Out]):
             sequence.check(self._block_size)
             in_flight = sum(r.num_tokens for r in self._inflight.rows() if r.entry is entry)
             assert in_flight == sequence.num_launched - sequence.num_computed, sequence.key
-            held = [block for block in sequence.block_ids if self._blocks.is_held(block)]
+            held = [block for block in sequence.tables.blocks() if self._blocks.is_held(block)]
             assert not held or in_flight or entry.state not in entry.without_blocks, entry
             references.update(held)
         assert references == self._blocks.references()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.batch import SequenceStep, TokenHistory
+from engine.kv.tables import BlockTables
 from grammar.matcher import Matcher
 from protocol.ids import RequestKey
 from protocol.messages import PromptEvent, ScoreEvent, Submit
@@ -46,7 +47,7 @@ class SequenceStats:
 class Sequence:
     """Tokens and KV blocks of one request. Owned and changed by exactly one scheduler.
 
-    Positions of `tokens` (prompt + output so far), in the blocks `block_ids`:
+    Positions of `tokens` (prompt + output so far), in the blocks of `tables`:
 
         0 ............ num_computed ......... num_launched ......... len(tokens)
         KV is written  steps in flight write  not yet in a step
@@ -68,7 +69,7 @@ class Sequence:
     history: TokenHistory | None = None
     matcher: Matcher | None = None
     scoring: bool = False
-    block_ids: list[int] = field(default_factory=list)
+    tables: BlockTables = field(default_factory=BlockTables)
     num_computed: int = 0
     num_launched: int = 0
     row: int = 0
@@ -83,6 +84,7 @@ class Sequence:
         now: float,
         matcher: Matcher | None = None,
         digests: tuple[bytes, ...] = (),
+        tables: BlockTables | None = None,
     ) -> Sequence:
         prompt, output, sampling = submit.prompt_ids, submit.output_ids, submit.sampling
         return cls(
@@ -94,6 +96,7 @@ class Sequence:
             matcher=matcher,
             scoring=sampling.prompt_logprobs is not None,
             digests=list(digests),
+            tables=tables or BlockTables(),
         )
 
     # --- what follows from the state ------------------------------------------------------------
@@ -165,9 +168,10 @@ class Sequence:
         """Assert the relations between the fields, which hold before and after every step."""
         assert 0 <= self.num_computed <= self.num_launched <= len(self.tokens) + self.num_pending
         assert self.num_pending <= 2, self.num_pending
-        assert not self.in_flight or self.num_launched <= len(self.block_ids) * block_size
-        assert self.block_ids or not self.num_computed
-        assert len(set(self.block_ids)) == len(self.block_ids), self.block_ids
+        assert not self.in_flight or self.tables.holds(self.num_computed, self.num_launched)
+        assert self.tables or not self.num_computed
+        blocks = self.tables.blocks()
+        assert len(set(blocks)) == len(blocks), blocks
         assert len(self.digests) <= len(self.tokens) // block_size
 
     # --- steps ----------------------------------------------------------------------------------
@@ -187,7 +191,7 @@ class Sequence:
         step = SequenceStep(
             tokens=tuple(self.tokens[start : start + num_tokens]) if known else (0,),
             start=start,
-            block_ids=tuple(self.block_ids),
+            block_tables=self.tables.for_step(start),
             sampling=self.sampling if samples else None,
             banned=self._banned() if samples else (),
             allowed=self._allowed() if samples else None,
@@ -214,10 +218,9 @@ class Sequence:
 
     def drop_kv(self) -> list[int]:
         """Give up all KV, with no step in flight; returns the blocks that held it."""
-        blocks, self.block_ids = self.block_ids, []
         self.num_once_computed = max(self.num_once_computed, self.num_computed)
         self.resume_at(0)
-        return blocks
+        return self.tables.take()
 
     def append(self, token: int) -> FinishReason | None:
         """Add a sampled token; the reason when it is the last."""

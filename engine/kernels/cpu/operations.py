@@ -116,7 +116,7 @@ class AttentionGroup:
     pages: rows of the KV layer seen as `[(block, k/v, head), B D]`, ordered (k/v, sequence, head,
     block), so that gathering them gives dense k and v. mask: added to the scores,
     `[sequences K, 1, length]`; of a chunk to one tile of them, `[tile, 1, tile]`. unused: rows of
-    what is gathered, seen as `[(k/v, sequence, head, token), D]`, past the contexts of decodes.
+    what is gathered, seen as `[(k/v, sequence, head, token), D]`, that decodes do not see.
     window: tokens that a row of a chunk sees, itself included; None: all.
     """
 
@@ -245,14 +245,15 @@ def _decode_groups(
 def _decode_group(
     inputs: StepInputs, first: int, last: int, geometry: Geometry, window: int | None
 ) -> AttentionGroup:
-    longest = len(inputs.block_ids[first])
+    longest = max(map(len, inputs.block_ids[first:last]))
     # A shorter sequence is padded with its own last block: masked, and never another's KV.
     tables = [ids + ids[-1:] * (longest - len(ids)) for ids in inputs.block_ids[first:last]]
     contexts = torch.tensor(inputs.contexts[first:last])
     length = longest * geometry.block_size
     positions = torch.arange(length)[None, :]
-    unused = positions >= contexts[:, None]
-    hidden = unused if window is None else unused | (positions < contexts[:, None] - window)
+    hidden = positions >= contexts[:, None]
+    if window is not None:
+        hidden |= positions < contexts[:, None] - window
     mask = torch.zeros(hidden.shape, dtype=geometry.dtype).masked_fill_(hidden, -torch.inf)
     return AttentionGroup(
         rows=slice(first, last),
@@ -261,7 +262,7 @@ def _decode_group(
         length=length,
         pages=_pages(torch.tensor(tables), geometry),
         mask=mask.repeat_interleave(geometry.num_kv_heads, 0)[:, None],
-        unused=unused[:, None].expand(2, -1, geometry.num_kv_heads, -1).flatten().nonzero()[:, 0],
+        unused=hidden[:, None].expand(2, -1, geometry.num_kv_heads, -1).flatten().nonzero()[:, 0],
     )
 
 

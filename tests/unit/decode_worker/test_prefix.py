@@ -78,7 +78,7 @@ def test_of_a_prompt_that_is_all_there_nothing_is_sent() -> None:
         key = bench.submit(make_submit(name, prompt, remote=True))
         bench.turn()
         (reserve,) = bench.reserves
-        assert (len(reserve.block_ids), 4 * reserve.num_cached_blocks) == (3, 12 - sent)
+        assert (len(reserve.block_tables[0]), 4 * reserve.num_cached_blocks) == (3, 12 - sent)
         bench.finish()
         assert bench.num_sent == sent
         assert bench.output(key) == expected_output(prompt, 0, 5)[1:]
@@ -137,7 +137,7 @@ def test_those_that_wait_for_a_handoff_do_not_share_its_fate(how: str) -> None:
         bench.turn()
     assert [r.key for r in bench.reserves] == [second]
     assert bench.reserves[0].num_cached_blocks == 0
-    assert not set(bench.reserves[0].block_ids) & set(reserve.block_ids)
+    assert not set(bench.reserves[0].block_tables[0]) & set(reserve.block_tables[0])
     if how == "takes long":
         bench.reserves.append(reserve)
     else:

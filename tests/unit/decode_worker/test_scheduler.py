@@ -54,7 +54,7 @@ def test_grant_covers_the_prompt_and_one_more_token_is_reserved() -> None:
     bench = Bench()
     bench.submit(make_submit("a", list(range(8)), remote=True))
     bench.turn()
-    assert len(bench.reserves[0].block_ids) == 2
+    assert len(bench.reserves[0].block_tables[0]) == 2
     assert bench.blocks.num_held == 3
 
 

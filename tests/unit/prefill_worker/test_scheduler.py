@@ -35,7 +35,7 @@ def test_every_block_is_pushed_once_and_token_one_is_right(length: int) -> None:
     while bench.turn():
         pass
     assert bench.pushed_tokens(key, length) == prompt
-    assert len(bench.arrived[key]) == -(-length // BLOCK)
+    assert len(bench.arrived[key, 0]) == -(-length // BLOCK)
     first = next_token(prompt, 0)
     assert [(e.index, e.token, e.finish) for e in bench.tokens] == [(0, first, None)]
     assert bench.commits == [CommitHandoff(key=key, first_token=first)]
@@ -90,7 +90,7 @@ def test_blocks_that_decode_already_has_are_not_pushed() -> None:
     key = bench.submit(make_submit("a", list(range(14))), cached=2)
     while bench.turn():
         pass
-    assert sorted(bench.arrived[key]) == [2, 3]
+    assert sorted(bench.arrived[key, 0]) == [2, 3]
 
 
 def test_fully_cached_prompt_pushes_nothing_and_still_commits() -> None:

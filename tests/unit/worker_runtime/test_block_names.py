@@ -60,7 +60,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 @pytest.fixture
 async def control() -> Any:
     layout = structs.replace(LIMITS.layout, num_blocks=1024)
-    limits = replace(LIMITS, layout=layout, vocab_size=1000, max_model_len=4096)
+    limits = replace(LIMITS, layout=layout, vocab_size=1000, max_model_len=4096, capacity=4096)
     service = ControlService(
         ref=WorkerRef(worker_id="d0", epoch=9, role=Role.DECODE, address="x"),
         limits=limits,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from decode_worker.lifecycle import ADMITTED, DECODE_TRANSITIONS, QUEUED, DecodeEntry
+from engine.kv.tables import BlockTables
 from prefill_worker.lifecycle import PREFILL_TRANSITIONS, PrefillEntry
 from tests.support.submits import make_submit
 from worker_runtime.scheduling.entry import RequestState, SchedulerEntry, Transitions
@@ -58,7 +59,9 @@ def test_a_queued_request_of_decode_holds_no_blocks_and_no_place() -> None:
 def test_the_check_of_a_sequence_notices_every_relation_that_is_broken() -> None:
     def sequence(**changes: Any) -> Sequence:
         found = Sequence.from_submit(make_submit((1, 2, 3, 4, 5)), 0.0)
-        found.block_ids = [7, 8]
+        tables = changes.pop("tables", [7, 8])
+        found.tables = BlockTables(block_size=4)
+        found.tables.ids = [tables]
         for name, value in changes.items():
             setattr(found, name, value)
         return found
@@ -69,9 +72,9 @@ def test_the_check_of_a_sequence_notices_every_relation_that_is_broken() -> None
         {"num_computed": 3, "num_launched": 2},
         {"num_launched": 9},
         {"num_computed": 5, "num_launched": 9},
-        {"num_launched": 5, "block_ids": [7]},
-        {"num_computed": 4, "num_launched": 4, "block_ids": []},
-        {"block_ids": [7, 7]},
+        {"num_launched": 5, "tables": [7]},
+        {"num_computed": 4, "num_launched": 4, "tables": []},
+        {"tables": [7, 7]},
         {"digests": [b"a", b"b"]},
     ):
         with pytest.raises(AssertionError):

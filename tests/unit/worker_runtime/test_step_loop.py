@@ -58,7 +58,9 @@ class CountingScheduler:
             return None
         token = self.todo.pop(0)
         self.events.append(f"plan {token}")
-        step = SequenceStep(tokens=(token,), start=0, block_ids=(0,), sampling=SamplingParams())
+        step = SequenceStep(
+            tokens=(token,), start=0, block_tables=((0,),), sampling=SamplingParams()
+        )
         return StepBatch(sequences=(step,))
 
     def launched(self, step: int) -> None:

@@ -48,7 +48,9 @@ WARM = SamplingParams(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, seed=77)
 def seq(count, start, sampling=GREEDY, **more):
     blocks = tuple(range(-(-(start + count) // 16)))
     tokens = tuple(i % 100 for i in range(count))
-    return SequenceStep(tokens=tokens, start=start, block_ids=blocks, sampling=sampling, **more)
+    return SequenceStep(
+        tokens=tokens, start=start, block_tables=(blocks,), sampling=sampling, **more
+    )
 
 
 def plan(*sequences, previous=()):
@@ -84,14 +86,14 @@ def test_long_contexts_are_seen():
 @pytest.mark.parametrize(
     "bad",
     [
-        SequenceStep(tokens=(), start=0, block_ids=(0,), sampling=None),
-        SequenceStep(tokens=(100,), start=0, block_ids=(0,), sampling=None),
-        SequenceStep(tokens=(-1,), start=0, block_ids=(0,), sampling=None),
-        SequenceStep(tokens=(1,), start=16, block_ids=(0,), sampling=None),
-        SequenceStep(tokens=(1,), start=0, block_ids=(400,), sampling=None),
-        SequenceStep(tokens=(1,), start=-1, block_ids=(0,), sampling=None),
-        SequenceStep(tokens=(1, 2), start=0, block_ids=(0,), sampling=None, previous=0),
-        SequenceStep(tokens=(1,), start=0, block_ids=(0,), sampling=None, previous=0),
+        SequenceStep(tokens=(), start=0, block_tables=((0,),), sampling=None),
+        SequenceStep(tokens=(100,), start=0, block_tables=((0,),), sampling=None),
+        SequenceStep(tokens=(-1,), start=0, block_tables=((0,),), sampling=None),
+        SequenceStep(tokens=(1,), start=16, block_tables=((0,),), sampling=None),
+        SequenceStep(tokens=(1,), start=0, block_tables=((400,),), sampling=None),
+        SequenceStep(tokens=(1,), start=-1, block_tables=((0,),), sampling=None),
+        SequenceStep(tokens=(1, 2), start=0, block_tables=((0,),), sampling=None, previous=0),
+        SequenceStep(tokens=(1,), start=0, block_tables=((0,),), sampling=None, previous=0),
         seq(1, 6000),
         seq(4097, 0),
     ],

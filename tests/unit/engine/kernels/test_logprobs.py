@@ -37,7 +37,7 @@ def scored_chunks(ids, num_top, cut, sampling):
         yield SequenceStep(
             tokens=tuple(ids[start:end]),
             start=start,
-            block_ids=tuple(range(-(-len(ids) // 8))),
+            block_tables=(tuple(range(-(-len(ids) // 8))),),
             sampling=sampling if end == len(ids) else None,
             targets=tuple(ids[start + 1 : end + 1]),
             num_top=num_top,
@@ -75,7 +75,7 @@ def test_values_are_the_models_own_before_bias_penalty_and_temperature(tiny):
     step = SequenceStep(
         tokens=tuple(ids),
         start=0,
-        block_ids=tuple(range(5)),
+        block_tables=(tuple(range(5)),),
         sampling=params,
         banned=(5,),
         seen=int32(*sorted(set(ids))),
@@ -92,7 +92,7 @@ def test_values_are_the_models_own_before_bias_penalty_and_temperature(tiny):
 def test_ranks_of_a_tensor_parallel_engine_agree_with_the_whole(tiny):
     steps = [
         *scored_chunks(prompt(70), 2, 100, replace(GREEDY, logprobs=1)),
-        SequenceStep(tokens=(4, 5), start=0, block_ids=(20,), sampling=GREEDY),
+        SequenceStep(tokens=(4, 5), start=0, block_tables=((20,),), sampling=GREEDY),
     ]
     batch = codec.decode(StepBatch, codec.encode(StepBatch(sequences=tuple(steps))))
     runner = whole_runner(tiny)
@@ -115,6 +115,6 @@ def test_everything_is_finite():
 
 
 def test_more_targets_than_tokens_are_refused(tiny):
-    step = SequenceStep(tokens=(1,), start=0, block_ids=(0,), sampling=None, targets=(1, 2))
+    step = SequenceStep(tokens=(1,), start=0, block_tables=((0,),), sampling=None, targets=(1, 2))
     with pytest.raises(Internal):
         whole_runner(tiny).prepare(StepBatch(sequences=(step,)))

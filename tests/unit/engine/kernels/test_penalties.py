@@ -39,7 +39,7 @@ def step_of(params, prompt_ids, output_ids) -> SequenceStep:
     history = TokenHistory(prompt_ids, output_ids, params)
     seen, counts = (history.seen(), history.counts()) if params.penalised else (b"", b"")
     return SequenceStep(
-        tokens=(0,), start=0, block_ids=(0,), sampling=params, seen=seen, counts=counts
+        tokens=(0,), start=0, block_tables=((0,),), sampling=params, seen=seen, counts=counts
     )
 
 

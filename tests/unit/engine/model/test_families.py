@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from engine.batch import StepBatch
 from engine.local import LocalEngine
@@ -32,11 +33,24 @@ def family(request, tmp_path_factory):
     return path, ids, hf_logits(path, ids)
 
 
-def in_chunks(run, ids, sizes):
+NUM_BLOCKS = 512
+BLOCKS = [5, 3, 60, 7, 8, 9, 10, 11, 0, 1, 2, 40]
+
+
+def tables_at(layout, start):
+    """Tables of a sequence at position `start`: each group has 64 blocks of its own."""
+    return tuple(
+        tuple(64 * index + b for b in BLOCKS[group.first_token(start) // layout.block_size :])
+        for index, group in enumerate(layout.groups)
+    )
+
+
+def in_chunks(run, layout, ids, sizes):
     """Logits of the last position of every chunk."""
     found, start = [], 0
     for size in sizes:
-        step = chunk(ids[start : start + size], start, [5, 3, 60, 7, 8, 9, 10, 11, 0, 1, 2, 40])
+        step = chunk(ids[start : start + size], start, ())
+        step = replace(step, block_tables=tables_at(layout, start))
         found.append(run(StepBatch(sequences=(step,)))[0])
         start += size
     return torch.stack(found)
@@ -45,8 +59,8 @@ def in_chunks(run, ids, sizes):
 @pytest.mark.parametrize("sizes", CHUNKS, ids=["whole", "tokens", "around windows", "blocks"])
 def test_logits_equal_transformers_however_the_prompt_is_cut(family, sizes):
     path, ids, expected = family
-    runner = whole_runner(path)
-    found = in_chunks(lambda batch: logits_of(runner, batch), ids, sizes)
+    runner = whole_runner(path, num_blocks=NUM_BLOCKS)
+    found = in_chunks(lambda batch: logits_of(runner, batch), runner.layout, ids, sizes)
     ends = torch.tensor(sizes).cumsum(0) - 1
     torch.testing.assert_close(found, expected[ends], rtol=1e-3, atol=1e-3)
 
@@ -55,8 +69,8 @@ def test_logits_equal_transformers_however_the_prompt_is_cut(family, sizes):
 def test_ranks_give_the_same_logits(family, size):
     """Four ranks replicate the two KV heads."""
     path, ids, expected = family
-    with ThreadedRanks(path, size) as ranks:
-        found = in_chunks(ranks.logits, ids, [40, 1, 49])
+    with ThreadedRanks(path, size, num_blocks=NUM_BLOCKS) as ranks:
+        found = in_chunks(ranks.logits, ranks.layout, ids, [40, 1, 49])
     torch.testing.assert_close(found, expected[[39, 40, 89]], rtol=1e-3, atol=1e-3)
 
 
@@ -73,8 +87,9 @@ def test_greedy_ids_equal_transformers(family):
 
 def test_bfloat16_errs_no_more_than_transformers_does(family):
     path, ids, expected = family
-    step = StepBatch(sequences=(chunk(ids, 0, range(12)),))
-    found = logits_of(whole_runner(path, dtype="bfloat16"), step)[0].float()
+    runner = whole_runner(path, dtype="bfloat16", num_blocks=NUM_BLOCKS)
+    step = replace(chunk(ids, 0, ()), block_tables=tables_at(runner.layout, 0))
+    found = logits_of(runner, StepBatch(sequences=(step,)))[0].float()
     theirs = hf_logits(path, ids, torch.bfloat16)[-1].float()
 
     def error(logits):

@@ -62,7 +62,7 @@ async def running(pair, after=STEP):
     for pool in pair.prefill.pools:
         pool.step_events = marks
     pair.submit(KEY, len(DEST))
-    await pair.receiver.reserve(KEY, DEST, 0)
+    await pair.receiver.reserve(KEY, (DEST,), 0)
     pair.sender.push(KEY, SOURCE, 0, after=after)
     return marks
 

@@ -179,7 +179,7 @@ def granted(ticket, source, dest, *, num_tokens, num_cached=0):
         ticket=ticket,
         decode=DECODE,
         generation=5,
-        block_ids=tuple(range(dest.blocks_for(num_tokens))),
+        block_tables=(tuple(range(dest.blocks_for(num_tokens))),),
         num_cached_blocks=num_cached,
         num_tokens=num_tokens,
         layout=dest,
@@ -224,7 +224,9 @@ def test_only_the_last_block_may_reach_beyond_the_tokens():
 def test_a_piece_in_other_cells_than_the_first_is_refused():
     source, dest = layouts(1, 1, 32, 16, 40)
     handoff = InboundHandoff(key=KEY, ticket=TICKET, peer=PREFILL, deadline=100.0)
-    handoff.reserve(generation=5, block_ids=(3, 4, 5), num_cached=0, num_tokens=40, layout=dest)
+    handoff.reserve(
+        generation=5, block_tables=((3, 4, 5),), num_cached=0, num_tokens=40, layout=dest
+    )
     handoff.announce(piece(0, 0, 1, source))
     with pytest.raises(StaleMessage) as caught:
         handoff.announce(piece(1, 1, 1, structs.replace(source, block_size=8)))

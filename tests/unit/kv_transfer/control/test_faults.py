@@ -245,9 +245,9 @@ async def test_blocks_for_a_handoff_that_is_over_come_straight_back(memory):
         pair.submit(KEY, 5)
         await pair.sender.end(KEY, True)
         await pair.decode.events.wait(lambda e: e.ends)
-        await pair.receiver.reserve(KEY, DEST, 0)
+        await pair.receiver.reserve(KEY, (DEST,), 0)
         assert pair.decode.events.safe == [(KEY, DEST)]
-        await pair.receiver.reserve(RequestKey("never"), DEST, 0)
+        await pair.receiver.reserve(RequestKey("never"), (DEST,), 0)
         assert pair.decode.events.safe[1:] == [(RequestKey("never"), DEST)]
         assert moves(pair.clients, "Grant") == []
 

@@ -104,7 +104,7 @@ async def test_large_pushes_are_split_and_joined(any_backends):
     async with Pair(source=layout, dest=layout, backends=any_backends, config=config) as pair:
         fill(pair.prefill.pools, layout, SOURCE, kv)
         pair.submit(KEY, 5)
-        await pair.receiver.reserve(KEY, DEST, 0)
+        await pair.receiver.reserve(KEY, (DEST,), 0)
         pair.sender.push(KEY, SOURCE, 0)
         pair.sender.commit(KEY, 1)
         await pair.decode.events.wait(lambda e: e.is_over(KEY))
@@ -142,7 +142,7 @@ async def across(one, other, key):
     )
     other.receiver.offer(key, ticket, one.prefill.ref)
     one.sender.expect(key, ticket, other.decode.ref)
-    await other.receiver.reserve(key, DEST, 0)
+    await other.receiver.reserve(key, (DEST,), 0)
     one.sender.push(key, SOURCE, 0)
     one.sender.commit(key, 1)
 
@@ -200,7 +200,7 @@ async def test_a_pair_that_does_not_fit_is_refused_by_the_field(memory, field):
         source=layout, dest=layout, backends=memory, dest_fingerprint=fingerprint
     ) as pair:
         pair.submit(KEY, 5)
-        await pair.receiver.reserve(KEY, DEST, 0)
+        await pair.receiver.reserve(KEY, (DEST,), 0)
         for worker in (pair.prefill, pair.decode):
             await worker.events.wait(lambda e: e.is_over(KEY))
             error = worker.events.ended_with(KEY)
@@ -216,7 +216,7 @@ async def test_peers_with_another_backend_are_refused(memory):
             structs.replace(link, backend="carrier pigeon") for link in pair.receiver._links
         )
         pair.submit(KEY, 5)
-        await pair.receiver.reserve(KEY, DEST, 0)
+        await pair.receiver.reserve(KEY, (DEST,), 0)
         assert pair.decode.events.ended_with(KEY).param == "backend"
         assert pair.prefill.events.ended_with(KEY).param == "backend"
 

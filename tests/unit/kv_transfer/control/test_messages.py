@@ -141,7 +141,7 @@ async def test_a_grant_may_be_quicker_than_the_router(memory):
         fill(pair.prefill.pools, LAYOUT, SOURCE, kv)
         ticket = pair.ticket(KEY, 5)
         pair.receiver.offer(KEY, ticket, pair.prefill.ref)
-        await pair.receiver.reserve(KEY, DEST, 0)
+        await pair.receiver.reserve(KEY, (DEST,), 0)
         pair.sender.expect(KEY, ticket, pair.decode.ref)
         pair.sender.expect(KEY, ticket, pair.decode.ref)
         await pair.prefill.events.wait(lambda e: e.grants)
@@ -208,13 +208,13 @@ async def test_misuse_is_told_at_once(memory):
         with pytest.raises(ValueError, match="before all"):
             pair.sender.commit(KEY, 1)
         with pytest.raises(ValueError, match="already"):
-            await pair.receiver.reserve(KEY, LAND, 0)
+            await pair.receiver.reserve(KEY, (LAND,), 0)
 
 
 async def test_a_reservation_beyond_the_ticket_fails_the_handoff_and_returns_the_blocks(memory):
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
         pair.submit(KEY, 2)
-        await pair.receiver.reserve(KEY, DEST, 0)
+        await pair.receiver.reserve(KEY, (DEST,), 0)
         assert pair.decode.events.safe == [(KEY, DEST)]
         assert pair.decode.events.ended_with(KEY).param == "num_blocks"
         assert pair.receiver.num_blocks(GrantState.GRANTED) == 0
@@ -260,7 +260,7 @@ async def test_a_grant_whose_replies_are_all_lost_still_serves_if_pieces_come(me
         kv = random_kv(LAYOUT, 5, seed=1)
         fill(pair.prefill.pools, LAYOUT, SOURCE, kv)
         pair.submit(KEY, 5)
-        granting = asyncio.create_task(pair.receiver.reserve(KEY, DEST, 0))
+        granting = asyncio.create_task(pair.receiver.reserve(KEY, (DEST,), 0))
         await pair.prefill.events.wait(lambda e: e.grants)
         pair.sender.push(KEY, SOURCE[:2], 0)
         while pair.receiver.stats.num_pieces < 1:

@@ -34,7 +34,11 @@ TICKET = Ticket(key=KEY, prefill_epoch=1, decode_epoch=2, num_blocks=4, lifetime
 def inbound(kind=InboundHandoff, cached=1):
     handoff = kind(key=KEY, ticket=TICKET, peer=PREFILL, deadline=100.0)
     handoff.reserve(
-        generation=5, block_ids=(10, 11, 12, 13), num_cached=cached, num_tokens=16, layout=LAYOUT
+        generation=5,
+        block_tables=((10, 11, 12, 13),),
+        num_cached=cached,
+        num_tokens=16,
+        layout=LAYOUT,
     )
     return handoff
 
@@ -204,7 +208,7 @@ def test_a_reservation_keeps_to_the_ticket(blocks):
     def reserve(generation=1, num_cached=1, num_tokens=None):
         handoff.reserve(
             generation=generation,
-            block_ids=blocks,
+            block_tables=(blocks,),
             num_cached=num_cached,
             num_tokens=num_tokens or 4 * len(blocks),
             layout=LAYOUT,
@@ -233,7 +237,7 @@ def grant(**changes):
         "ticket": TICKET,
         "decode": DECODE,
         "generation": 5,
-        "block_ids": (1, 2, 3, 4),
+        "block_tables": ((1, 2, 3, 4),),
         "num_cached_blocks": 1,
         "num_tokens": 16,
         "layout": LAYOUT,
@@ -280,10 +284,10 @@ def test_a_whole_outbound_handoff():
 @pytest.mark.parametrize(
     "bad",
     [
-        grant(block_ids=(1, 2, 3, 4, 5)),
-        grant(block_ids=(1, 1, 2, 3)),
-        grant(block_ids=(1, 2, 3, LAYOUT.num_blocks)),
-        grant(block_ids=(-1, 2, 3, 4)),
+        grant(block_tables=((1, 2, 3, 4, 5),)),
+        grant(block_tables=((1, 1, 2, 3),)),
+        grant(block_tables=((1, 2, 3, LAYOUT.num_blocks),)),
+        grant(block_tables=((-1, 2, 3, 4),)),
         grant(num_cached_blocks=5),
         grant(decode=replace(DECODE, epoch=3)),
         grant(ticket=replace(TICKET, num_blocks=9)),
@@ -369,13 +373,13 @@ def test_a_block_is_in_one_grant_at_a_time():
 
 
 def test_coverage_counts_layers_per_block():
-    coverage = Coverage(num_cells=3, num_cached=1, num_layers=4)
+    coverage = Coverage(num_cells=3, num_layers=4, unsent=[1], depths=[4])
     coverage.add(1, 2, 0, 3)
     assert not coverage.complete
     coverage.add(1, 1, 3, 1)
     coverage.add(2, 1, 3, 1)
     assert coverage.complete
-    assert Coverage(num_cells=2, num_cached=2, num_layers=4).complete
+    assert Coverage(num_cells=2, num_layers=4, unsent=[2], depths=[4]).complete
 
 
 def test_old_attempts_are_refused_and_replaced():

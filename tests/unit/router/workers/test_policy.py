@@ -10,6 +10,7 @@ import pytest
 from msgspec import structs
 
 from protocol.ids import Role, WorkerRef
+from protocol.kv_layout import KVLayout
 from protocol.messages import WorkerLoad
 from router.config import RouterConfig
 from router.workers.policy import (
@@ -28,6 +29,15 @@ from tests.support.blocks import FINGERPRINT
 
 CONFIG = RouterConfig(model_path="tiny")
 NEED = Need(prompt_tokens=100, total_tokens=200)
+LAYOUT = KVLayout(
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=8,
+    block_size=16,
+    num_blocks=1000,
+    dtype="float32",
+    rank_heads=((0, 1),),
+)
 
 
 def view(name: str, role: Role = Role.DECODE, *, capacity: int = 8192, **load: float) -> WorkerView:
@@ -44,7 +54,7 @@ def view(name: str, role: Role = Role.DECODE, *, capacity: int = 8192, **load: f
         ref=WorkerRef(worker_id=name, epoch=1, role=role, address=name),
         load=WorkerLoad(**(defaults | load)),  # type: ignore[arg-type]
         capacity=capacity,
-        block_size=16,
+        layout=LAYOUT,
         fingerprint=FINGERPRINT,
         **unseen,
     )
