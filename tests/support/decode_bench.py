@@ -95,7 +95,8 @@ class Bench(SchedulerBench):
                         assert self.blocks._references[block] == 1
                         slots[offset] = token
                         self.num_sent += 1
-            first = next_token(context, submit.sampling.seed)
+            window = self.groups[0].window
+            first = next_token(context[-window:] if window else context, submit.sampling.seed)
             self.tell(Committed(key=reserve.key, first_token=first))
 
     def end_handoffs(self) -> None:
