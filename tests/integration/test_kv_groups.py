@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine.model.registry import load_model_config
 
 from engine.config import EngineConfig
 from engine.kv.sizing import kv_layout
+from engine.model.families import load_model_config
 from protocol.sampling import SamplingParams
 from protocol.timeline import Phase
 from tests.support.engine import prompt

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from engine.model.registry import load_model_config
 
 from engine.model.config import LayerConfig, ModelConfig
+from engine.model.families import load_model_config
 from engine.model.kv_groups import group_layers
 from protocol.kv_layout import ONE_GROUP, KVGroup
 from tests.support.tiny import save_tiny_llama
