@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from protocol.errors import StaleMessage
 from protocol.kv_layout import Cells, KVLayout
+from protocol.messages import Grant
 
 #: Decode's blocks for a hand-off: of each KV group those for the prompt, from the first one that a
 #: token after the prompt sees on.
@@ -55,6 +56,12 @@ def writable_blocks(
         for group, table in zip(layout.groups, tables, strict=True)
         for block in table[max(0, num_cached - layout.granted_from(group, num_tokens)) :]
     )
+
+
+def num_writable(grant: Grant) -> int:
+    """The number of blocks that a granted hand-off fills."""
+    num_cached, num_tokens = grant.num_cached_blocks, grant.num_tokens
+    return len(writable_blocks(grant.block_tables, num_cached, num_tokens, grant.layout))
 
 
 def cells_in(

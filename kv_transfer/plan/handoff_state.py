@@ -21,6 +21,7 @@ from kv_transfer.plan.coverage import (
     Tables,
     cells_in,
     check_sizes,
+    num_writable,
     writable_blocks,
 )
 from kv_transfer.plan.reshard import cell_size
@@ -146,8 +147,7 @@ class InboundHandoff(HandoffState):
     ) -> None:
         """Blocks of `layout` are set aside under `generation`, for `num_tokens` tokens."""
         check_sizes(block_tables, num_cached, num_tokens, layout)
-        num_blocks = sum(map(len, block_tables))
-        if num_blocks > self.ticket.num_blocks:
+        if (num_blocks := sum(map(len, block_tables))) > self.ticket.num_blocks:
             raise StaleMessage(
                 f"{num_blocks} blocks, the ticket allows {self.ticket.num_blocks}",
                 param="num_blocks",
@@ -349,14 +349,13 @@ class OutboundHandoff(HandoffState):
         return area.group * self._coverage.num_cells + area.first_cell
 
     def push(self, area: Area, *, max_cells: int) -> list[tuple[int, Area]]:
-        """Accept a rectangle of finished cells; the pieces to send, with their indices. Cells that
-        decode has or does not need are skipped, and those beyond the last token in a half-full
-        block."""
+        """Accept a rectangle of finished cells; the pieces to send, with their indices. Skipped are
+        cells that decode has or does not need, and those beyond the last token."""
         coverage = self._coverage
         if coverage is None:
             raise StaleMessage(f"{self.key} has no grant", param="key")
-        first, end = area.first_cell, area.first_cell + area.num_cells
-        first = max(first, coverage.unsent[area.group])
+        first = max(area.first_cell, coverage.unsent[area.group])
+        end = area.first_cell + area.num_cells
         if end <= self._num_held:
             end = min(end, coverage.num_cells)
         if first >= end:
@@ -401,11 +400,7 @@ class OutboundHandoff(HandoffState):
             generation=grant.generation,
             first_token=self.first_token,
             num_pieces=self.num_pieces,
-            num_blocks=len(
-                writable_blocks(
-                    grant.block_tables, grant.num_cached_blocks, grant.num_tokens, grant.layout
-                )
-            ),
+            num_blocks=num_writable(grant),
             checksum=combine([checksum for _, checksum in self._sent.values()]),
             written=written,
             number=number,
