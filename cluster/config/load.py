@@ -41,6 +41,8 @@ RESERVED = frozenset(
 )
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)", re.IGNORECASE)
 _POWER = {"b": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+#: As in YAML: 16_384.
+_SEPARATOR = re.compile(r"(?<=\d)_(?=\d)")
 _WORDS = {int: "a whole number", float: "a finite number", bool: "true or false"}
 _MIN_LIKENESS = 0.65
 #: Fields that name files of routers, which run in another directory: paths become absolute.
@@ -250,8 +252,11 @@ def _scalar(kind: Any, value: object, path: str) -> Any:
         return str(Path(value).absolute())
     if bare is int and isinstance(value, str) and path.endswith("_bytes"):
         value = _num_bytes(value)
+    plain = value
+    if bare in _WORDS and isinstance(value, str):
+        plain = _SEPARATOR.sub("", value.strip())
     with contextlib.suppress(msgspec.ValidationError):
-        converted = msgspec.convert(value, kind, strict=not isinstance(value, str))
+        converted = msgspec.convert(plain, kind, strict=not isinstance(plain, str))
         if not isinstance(converted, float) or math.isfinite(converted):
             return converted
     expected = _WORDS.get(bare, bare.__name__)

@@ -64,6 +64,8 @@ def test_defaults(base: Path) -> None:
         ("model.dtype=float32", lambda c: c.model.dtype, "float32"),
         ("model.name=123", lambda c: c.model.name, "123"),
         ("model.max_model_len=64", lambda c: c.model.max_model_len, 64),
+        ("model.max_model_len=16_384", lambda c: c.model.max_model_len, 16_384),
+        ("decode.worker.stall_s=1_000.5", lambda c: c.decode.worker.stall_s, 1000.5),
         ("model.max_model_len=none", lambda c: c.model.max_model_len, None),
         ("model.aliases=a, b", lambda c: c.model.aliases, ("a", "b")),
         ("model.aliases=[x]", lambda c: c.model.aliases, ("x",)),
@@ -95,6 +97,20 @@ def test_order_of_precedence(tmp_path: Path) -> None:
     assert load(path, **environ).prefill.replicas == 3
     assert load(path, **environ).model.dtype == "bfloat16"
     assert load(path, "model.dtype=float32", **environ).model.dtype == "float32"
+
+
+def test_space_around_numbers_of_the_environment_is_ignored(base: Path) -> None:
+    """Values read from files end with a line break."""
+    environ = {
+        "BATON_MODEL_MAX_MODEL_LEN": "64\n",
+        "BATON_DECODE_WORKER_STALL_S": " 9.5 ",
+        "BATON_ROUTER_SETTINGS_REUSE_PORT": "false\n",
+    }
+    config = load(base, **environ)
+    assert (config.model.max_model_len, config.decode.worker.stall_s) == (64, 9.5)
+    assert config.router.settings.reuse_port is False
+    with pytest.raises(InvalidRequest, match=r"a whole number, got '_6 4' \(str\)"):
+        load(base, BATON_MODEL_MAX_MODEL_LEN="_6 4")
 
 
 def test_every_field_has_one_environment_variable() -> None:
