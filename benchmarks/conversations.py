@@ -19,10 +19,12 @@ from dataclasses import dataclass, field
 from statistics import mean
 
 from benchmarks import report
-from benchmarks.front_end.http_stream import Answer, Connection
-from benchmarks.measure import Result, read_answer, summarise
-from benchmarks.serve import add_seed, first_model
-from benchmarks.workload import random_ids
+from cluster.bench import facts
+from cluster.bench.http_stream import Answer, HttpClientConnection
+from cluster.bench.measure import Result, Run, read_answer, summarise
+from cluster.bench.options import add_seed
+from cluster.bench.runs import first_model
+from cluster.bench.workload import random_ids
 
 
 def parser() -> argparse.ArgumentParser:
@@ -80,7 +82,7 @@ async def run(options: argparse.Namespace) -> list[Turns]:
 async def _client(
     options: argparse.Namespace, repeat: int, number: int, system: list[int], turns: Turns
 ) -> None:
-    connection = Connection(options.url)
+    connection = HttpClientConnection(options.url)
     for conversation in range(1 if repeat < 0 else options.conversations):
         history = list(system)
         for turn in range(options.turns):
@@ -126,7 +128,7 @@ def _read(answer: Answer) -> tuple[list[int], dict[str, object]]:
     return ids, usage
 
 
-def runs_of(options: argparse.Namespace, repeats: Sequence[Turns]) -> list[report.Run]:
+def runs_of(options: argparse.Namespace, repeats: Sequence[Turns]) -> list[Run]:
     """A line for each turn, with the share of its prompt tokens that was cached."""
     made = []
     for turn in range(options.turns):
@@ -134,7 +136,7 @@ def runs_of(options: argparse.Namespace, repeats: Sequence[Turns]) -> list[repor
         prompt = sum(sum(turns.prompts[turn]) for turns in repeats)
         length = mean(n for turns in repeats for n in turns.prompts[turn])
         made.append(
-            report.Run(
+            Run(
                 label=f"turn {turn + 1}: {cached / max(1, prompt):.0%} cached",
                 prompt_tokens=round(length),
                 output_tokens=options.output_tokens,
@@ -151,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     runs = runs_of(options, asyncio.run(run(options)))
     for one in runs:
-        report.say(report.overview(one.label, one.repeats))
+        facts.say(facts.overview(one.label, one.repeats))
     report.write_if_asked(
         options,
         command=f"python -m benchmarks.conversations {shlex.join(arguments)}",

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import commit
+from cluster.bench.facts import commit
 from engine.cuda.group import DeviceGroup, ReduceKind
 
 

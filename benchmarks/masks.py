@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import report
-from benchmarks.measure import percentile
+from cluster.bench.measure import percentile
 from grammar.compiler import Compiler
 from grammar.matcher import Matcher, compute_masks
 from grammar.vocabulary import load_vocabulary

@@ -23,8 +23,8 @@ import decode_worker.lifecycle as decode
 import prefill_worker.lifecycle as prefill
 from benchmarks.engine import Bench, Ranks, build, engine_parser
 from benchmarks.gpu_limits import begin_report
-from benchmarks.measure import milliseconds
 from benchmarks.trace import report_trace
+from cluster.bench.measure import milliseconds
 from decode_worker.scheduler import DecodeScheduler
 from engine.batch import StepBatch, StepResult
 from engine.cuda.runner import CudaRunner

@@ -6,6 +6,7 @@ In reading order:
     local       a Ray cluster on this machine, owned by Baton
     membership  the directory: one actor that knows which routers and workers are ready
     models      models on this machine: find, fetch, convert
+    bench       the load generator of `baton bench`
     serve       the Ray Serve deployments of routers and workers, and control of them
     client      a gRPC client of a router, for the command line
     cli         the command `baton`

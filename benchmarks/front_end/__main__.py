@@ -26,8 +26,9 @@ import uvloop
 
 from benchmarks import report
 from benchmarks.front_end.clients import Client, DirectClient, GrpcClient, SseClient
-from benchmarks.load import Reader
-from benchmarks.measure import Result, milliseconds
+from cluster.bench import facts
+from cluster.bench.load import Reader
+from cluster.bench.measure import Result, milliseconds
 from cluster.models.store import find_model
 
 _TICK = os.sysconf("SC_CLK_TCK")
@@ -252,7 +253,7 @@ def _line(figures: Figures) -> str:
 
 
 def _times(milliseconds: dict[str, float]) -> str:
-    return report.times(milliseconds, digits=2)
+    return facts.times(milliseconds, digits=2)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from benchmarks.front_end.grpc_stream import GrpcConnection, read_messages
-from benchmarks.front_end.http_stream import Connection
 from benchmarks.front_end.stub_router import read_refs
 from benchmarks.front_end.stub_worker import SECRET
-from benchmarks.load import Reader
-from benchmarks.measure import Result, read_answer
+from cluster.bench.grpc_stream import GrpcConnection, read_messages, request_of
+from cluster.bench.http_stream import HttpClientConnection
+from cluster.bench.load import Reader
+from cluster.bench.measure import Result, read_answer
 from protocol.ids import RequestKey, Role
 from protocol.messages import EventBatch, Submit, Subscribe
 from protocol.sampling import SamplingParams
@@ -47,14 +47,14 @@ class SseClient:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._idle: list[Connection] = []
+        self._idle: list[HttpClientConnection] = []
 
     async def open(self) -> None:
         """Requests connect."""
 
     async def ask(self, tokens: int) -> Reader:
         """POST /v1/completions."""
-        connection = self._idle.pop() if self._idle else Connection(self._url)
+        connection = self._idle.pop() if self._idle else HttpClientConnection(self._url)
         body = {"prompt": PROMPT, "max_tokens": tokens, "stream": True, "ignore_eos": True}
         answer = await connection.post("/v1/completions", body, timeout_s=_TIMEOUT_S)
         self._idle.append(connection)
@@ -79,7 +79,7 @@ class GrpcClient:
     async def ask(self, tokens: int) -> Reader:
         """Generate."""
         body = {"prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True}
-        answer = await next(self._turns).generate(body, timeout_s=_TIMEOUT_S)
+        answer = await next(self._turns).generate(request_of(body), timeout_s=_TIMEOUT_S)
         return partial(read_messages, answer, expected_tokens=tokens)
 
     async def close(self) -> None:

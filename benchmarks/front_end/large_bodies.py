@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from benchmarks.front_end import __main__
 from benchmarks.front_end.clients import SseClient
-from benchmarks.measure import percentile
+from cluster.bench.measure import percentile
 from cluster.models.store import find_model
 
 _POLL_S = 0.005

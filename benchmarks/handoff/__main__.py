@@ -36,10 +36,10 @@ from typing import Any
 
 import torch
 
-from benchmarks import report
 from benchmarks.handoff.process import Process
 from benchmarks.handoff.worker import Handoff, make_handoff
-from benchmarks.measure import milliseconds
+from cluster.bench import facts
+from cluster.bench.measure import milliseconds
 from kv_transfer.config import BackendName, TransferConfig
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import KVLayout
@@ -298,16 +298,14 @@ def _print(case: Case) -> None:
 
 
 def _machine() -> dict[str, str]:
-    gpus = report.output_of(
-        "nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"
-    )
+    gpus = facts.output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     return {
         "gpus": gpus.replace("\n", "; "),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "python": platform.python_version(),
         "command": " ".join(sys.argv),
-        **report.facts(),
+        **facts.facts(),
     }
 
 

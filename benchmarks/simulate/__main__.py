@@ -7,10 +7,10 @@ import itertools
 import math
 from pathlib import Path
 
-from benchmarks.measure import Slo
 from benchmarks.simulate.devices import H200_8B
 from benchmarks.simulate.world import Request, Setup, World
-from benchmarks.workload import fit_trace, read_trace
+from cluster.bench.measure import Slo
+from cluster.bench.workload import fit_trace, read_trace
 from cluster.config.load import load_config
 
 _SLOS = ("200/20", "200/20/50", "200/20/30", "200/20/20", "200/20/12", "500/20", "200/10", "100/10")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.simulate.devices import StepTime
-from benchmarks.workload import Ask
+from cluster.bench.workload import Ask
 from decode_worker.lifecycle import Committed, DecodeOutput
 from decode_worker.scheduler import DecodeScheduler
 from engine.batch import StepBatch, StepResult

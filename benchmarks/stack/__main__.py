@@ -25,12 +25,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.load import Target, closed_loop, timed_arrivals
-from benchmarks.measure import Slo, summarise
-from benchmarks.serve import first_model
 from benchmarks.stack.checks import Check, checks_of, until_idle
 from benchmarks.stack.page import Act, Replay, Variant, details, raw
-from benchmarks.workload import Ask, Style, fit_trace, read_trace
+from cluster.bench import facts
+from cluster.bench.load import Target, closed_loop, timed_arrivals
+from cluster.bench.measure import Run, Slo, summarise
+from cluster.bench.runs import first_model
+from cluster.bench.workload import Ask, Style, fit_trace, read_trace
 from cluster.config.load import load_config
 from cluster.config.schema import ClusterConfig
 from cluster.local.local_ray import load_state
@@ -187,7 +188,7 @@ async def _replay_all(
             number=number, speed=speed, asks=tuple(asks), results=tuple(results), acts=acts
         )
         replays.append(replay)
-        report.say(report.overview(replay.name, [summarise(results)]))
+        facts.say(facts.overview(replay.name, [summarise(results)]))
     results = [result for replay in replays for result in replay.results]
     after = await until_idle(state.http)
     checks = [
@@ -242,14 +243,14 @@ def _last_line(text: str) -> str:
     return text.strip().rpartition("\n")[2]
 
 
-def runs_of(variants: Sequence[Variant], slo: Slo) -> list[report.Run]:
+def runs_of(variants: Sequence[Variant], slo: Slo) -> list[Run]:
     """A row of the report for each replay that has results."""
     found = []
     for variant in variants:
         for replay in variant.replays:
             summary = summarise(replay.results, slo)
             found.append(
-                report.Run(
+                Run(
                     label=f"{variant.name}, {replay.name}",
                     prompt_tokens=summary.prompt_tokens,
                     output_tokens=summary.output_tokens,
@@ -277,13 +278,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if variants[-1].error == _INTERRUPTED:
                 break
     except KeyboardInterrupt:
-        report.say(f"interrupted after {len(variants)} of {len(plans)} variants")
+        facts.say(f"interrupted after {len(variants)} of {len(plans)} variants")
     page = details(variants, slos)
-    report.say(page)
+    facts.say(page)
     if options.theme:
         made = report.Report(
             theme=options.theme,
-            hardware=options.hardware or report.processor(),
+            hardware=options.hardware or facts.processor(),
             command=f"python -m benchmarks.stack {shlex.join(arguments)}",
             server="baton, whole stack under Ray Serve, clients over gRPC",
             model=next((o.partition("=")[2] for o in options.overrides if "model.name=" in o), ""),
@@ -296,7 +297,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             details=page,
             data=raw(variants),
         )
-        report.say(f"written: {report.write(made, revision=options.commit)}")
+        facts.say(f"written: {report.write(made, revision=options.commit)}")
     sound = [variant.sound and not variant.error for variant in variants]
     return int(not all(sound) or len(sound) < len(plans))
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.front_end.http_stream import Connection
-from benchmarks.measure import Result
+from cluster.bench.http_stream import HttpClientConnection
+from cluster.bench.measure import Result
 
 _IDLE_S = 10.0
 _LOOK_S = 0.25
@@ -68,7 +68,7 @@ class Figures:
 
 async def until_idle(http: str) -> Figures:
     """The metrics once nothing is held, or as they are after a while."""
-    connection = Connection(f"http://{http}")
+    connection = HttpClientConnection(f"http://{http}")
     deadline = time.monotonic() + _IDLE_S
     try:
         while True:

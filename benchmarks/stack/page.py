@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.measure import Result, Slo, milliseconds
-from benchmarks.report import table, times
 from benchmarks.stack.checks import Check
-from benchmarks.workload import Ask
+from cluster.bench.facts import table, times
+from cluster.bench.measure import Result, Slo, milliseconds
+from cluster.bench.workload import Ask
 from protocol.timeline import Phase
 
 

@@ -7,6 +7,8 @@ import os
 from functools import partial
 from typing import Any
 
+from cluster.bench.options import add_load, add_requests, add_results
+
 #: Environment variables of options; those of configuration fields are in cluster.config.load.
 CONFIG_ENV = "BATON_CONFIG"
 API_KEY_ENV = "BATON_API_KEY"
@@ -14,23 +16,6 @@ TLS_ENV = "BATON_TLS_"
 DEFAULT_CONFIG = "deploy/configs/local-cpu.yaml"
 DEFAULT_GRPC = "127.0.0.1:9000"
 DEFAULT_QUESTION = "What is the capital of France?"
-
-#: Options that `baton bench` passes to the load generator.
-BENCH_OPTIONS = {
-    "concurrency": "concurrent clients of each run, e.g. 1,4,16",
-    "prompt-tokens": "tokens per prompt; the maximum for prompts of a trace",
-    "output-tokens": "tokens per output; the maximum for outputs of a trace",
-    "requests": "requests per run",
-    "repeats": "runs for each number of clients",
-    "vocab-size": "prompts are random token ids below this",
-    "trace": "file of arrivals to replay, in place of closed-loop clients",
-    "speed": "factor by which the trace is replayed faster",
-    "limit": "number of requests of the trace",
-    "slo-ttft": "for goodput: maximum seconds to the first token",
-    "slo-tpot": "for goodput: maximum seconds per token after the first",
-    "theme": "write a report of this name under benchmarks/results",
-    "note": "text for the report",
-}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -87,8 +72,12 @@ def _add_client_commands(commands: Any) -> None:
     )
     _add_overrides(bench)
     add_connection(bench)
-    for name, text in BENCH_OPTIONS.items():
-        bench.add_argument(f"--{name}", metavar="X", help=text)
+    add_load(bench.add_argument_group("load"))
+    add_requests(bench.add_argument_group("requests"))
+    group = bench.add_argument_group("results")
+    add_results(group)
+    group.add_argument("--hardware", default="", help="of the server, for the report")
+    group.add_argument("--note", default="", help="text for the report")
 
 
 def _add_local_commands(commands: Any) -> None:

@@ -61,7 +61,12 @@ def test_generated_code_is_used_by_the_grpc_front_end_only():
         if path.parent.name != "wire"
         and any("_pb2" in name or name == "protocol.wire" for name in imports_of(path))
     }
-    assert users <= {("router", "grpc"), ("cluster", "cli"), ("cluster", "client")}
+    assert users <= {
+        ("router", "grpc"),
+        ("cluster", "cli"),
+        ("cluster", "client"),
+        ("cluster", "bench"),
+    }
 
 
 def test_nothing_imports_tests_benchmarks_or_examples():

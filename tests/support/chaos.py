@@ -29,7 +29,7 @@ from typing import Any
 
 import grpc
 
-from benchmarks import report
+from cluster.bench import facts
 from protocol.ids import WorkerRef
 from protocol.wire import inference_pb2 as wire
 from router.config import RouterConfig
@@ -465,8 +465,8 @@ router with {CLIENTS} clients. Something breaks every second.
 | process | resident MiB | threads | sockets |
 | --- | --- | --- | --- |
 {usage}
-- machine: {report.machine()}, Python {platform.python_version()}
-- commit: {report.commit()}
+- machine: {facts.machine()}, Python {platform.python_version()}
+- commit: {facts.commit()}
 - command: `{command}`
 """
 

@@ -1,7 +1,7 @@
 """The benchmark of conversations: what it sends and what it says."""
 
 from benchmarks import conversations
-from tests.unit.benchmarks.stub_server import Stub, running
+from tests.unit.cluster.bench.stub_server import Stub, running
 
 
 async def test_a_second_run_has_conversations_of_its_own() -> None:

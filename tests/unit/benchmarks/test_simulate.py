@@ -10,7 +10,7 @@ import pytest
 from benchmarks.simulate.__main__ import figures, slo_of, within
 from benchmarks.simulate.devices import H200_8B
 from benchmarks.simulate.world import Request, Setup, World
-from benchmarks.workload import Ask, fit_trace, read_trace
+from cluster.bench.workload import Ask, fit_trace, read_trace
 from router.config import RouterConfig
 from tests.support.sources import ROOT
 from worker_runtime.config import WorkerConfig

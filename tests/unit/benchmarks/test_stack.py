@@ -1,10 +1,10 @@
 import pytest
 
-from benchmarks.measure import Result, Slo
 from benchmarks.stack.__main__ import Later, Plan, parser
 from benchmarks.stack.checks import Figures, checks_of
 from benchmarks.stack.page import Act, Replay, Variant, details, phases, raw
-from benchmarks.workload import Ask
+from cluster.bench.measure import Result, Slo
+from cluster.bench.workload import Ask
 from protocol.timeline import Phase
 
 METRICS = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import signal
@@ -15,12 +16,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import serve
+from cluster.bench.runs import Measured
 from cluster.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, main
 from cluster.cli import models as models_command
 from cluster.cli import up as up_command
-from cluster.cli.arguments import BENCH_OPTIONS, DEFAULT_QUESTION, make_parser
-from cluster.cli.bench import load_options
+from cluster.cli.arguments import DEFAULT_QUESTION, make_parser
 from cluster.cli.console import Console
 from cluster.cli.generate import default_target, sampling, show
 from cluster.client import GenerateOutcome
@@ -35,7 +35,6 @@ from cluster.local.local_ray import RunningCluster, load_state, save_state
 from cluster.local.paths import file_lock, run_dir
 from protocol.errors import Internal, InvalidRequest, Unavailable
 from router.auth.keys import load_keys
-from tests.support.certificates import Authority
 
 
 @pytest.fixture(autouse=True)
@@ -94,15 +93,6 @@ def test_demo_and_scale_and_drain() -> None:
     assert parse("drain", "decode-1").worker == "decode-1"
 
 
-def test_bench_passes_its_options_to_the_load_generator() -> None:
-    options = parse("bench", "http://h:1", "--concurrency", "1,4", "--slo-ttft", "0.2")
-    given = list(load_options(options))
-    assert given == ["--concurrency", "1,4", "--slo-ttft", "0.2"]
-    assert serve.parser().parse_args(given).concurrency == [1, 4]
-    known = {action.option_strings[-1] for action in serve.parser()._actions}
-    assert {f"--{name}" for name in BENCH_OPTIONS} <= known
-
-
 @pytest.mark.parametrize(
     ("argv", "url"),
     [
@@ -114,40 +104,17 @@ def test_bench_passes_its_options_to_the_load_generator() -> None:
 def test_bench_measures_what_was_named(
     argv: list[str], url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ((command, _),) = measured(argv, monkeypatch)
-    more = [argument for argument in argv[1:] if argument != url]
-    assert command == [sys.executable, "-m", "benchmarks.serve", "--url", url, *more]
+    measured: list[argparse.Namespace] = []
 
+    def measure(options: argparse.Namespace) -> list[Measured]:
+        measured.append(options)
+        raise Unavailable("no server")
 
-def test_bench_calls_like_other_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And hides the key from process lists."""
-    authority = Authority(tmp_path)
-    mine = authority.issue("client")
-    argv = ["bench", "--tls-ca", authority.ca_file, "--tls-cert", mine.cert, "--api-key", "k"]
-    ((command, env),) = measured([*argv, "--tls-key", mine.key], monkeypatch)
-    assert command == [sys.executable, "-m", "benchmarks.serve", "--url", "https://h:8"]
-    monkeypatch.setattr("os.environ", env)
-    options = serve.parser().parse_args([])
-    assert (options.tls_ca, options.tls_cert) == (authority.ca_file, mine.cert)
-    assert (options.tls_key, options.api_key) == (mine.key, "k")
-
-
-def measured(
-    argv: list[str], monkeypatch: pytest.MonkeyPatch
-) -> list[tuple[list[str], dict[str, str]]]:
-    """What `baton bench` runs, and in which environment, while a cluster serves at h:8."""
-    runs: list[tuple[list[str], dict[str, str]]] = []
-
-    def run(
-        command: list[str], check: bool, env: dict[str, str]
-    ) -> subprocess.CompletedProcess[bytes]:
-        runs.append((command, env))
-        return subprocess.CompletedProcess(command, 1)
-
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr("cluster.bench.output.measure_now", measure)
     save_state(RunningCluster(address="h:1", token="", config="c", http="h:8"))
     assert main(argv) == EXIT_FAILED
-    return runs
+    (options,) = measured
+    assert (options.url, options.limit) == (url, 3 if "--limit" in argv else 200)
 
 
 @pytest.mark.parametrize(

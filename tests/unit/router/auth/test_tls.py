@@ -15,6 +15,7 @@ import pytest
 from grpc import aio
 
 from benchmarks import serve
+from cluster.bench.runs import measure
 from cluster.cli.arguments import make_parser
 from cluster.cli.generate import open_client
 from cluster.client import GenerateOutcome
@@ -134,11 +135,11 @@ async def test_the_load_generator_is_let_in(
     async with serving(fleet, model_folder, tls) as router:
         address = {"https": router.addresses.http, "grpc": router.addresses.grpc}[front_end]
         arguments = ["--url", f"{front_end}://{address}", "--tls-ca", authority.ca_file, *load]
-        (run,) = await serve.run(serve.parser().parse_args([*arguments, *certificates]))
-        assert [(repeat.failures, repeat.output_tokens) for repeat in run.repeats] == [(0, 8)]
+        (one,) = await measure(serve.parser().parse_args([*arguments, *certificates]))
+        assert [(repeat.failures, repeat.output_tokens) for repeat in one.run.repeats] == [(0, 8)]
         stranger = serve.parser().parse_args([*arguments, "--model", "m"])
-        (run,) = await serve.run(stranger)
-        assert [repeat.failures for repeat in run.repeats] == [2]
+        (one,) = await measure(stranger)
+        assert [repeat.failures for repeat in one.run.repeats] == [2]
 
 
 async def test_a_renewed_certificate_is_taken_without_a_restart(

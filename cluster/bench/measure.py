@@ -3,7 +3,8 @@
 Definitions: TTFT = send to first chunk with content; TPOT = (end-to-end - TTFT) / (tokens - 1) of a
 request; ITL = gaps between chunks with content, pooled over all requests; E2E = send to last chunk
 with content; output tokens/s = all output tokens / wall seconds from the first send to the last
-end; goodput = requests that met every SLO / wall seconds, failures counted as not met.
+end; longest gap = the largest ITL of a request; goodput = requests that kept every promise / wall
+seconds, failures counted as not kept.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.front_end.http_stream import Answer
+from cluster.bench.http_stream import Answer
 
 PERCENTILES = (50, 90, 99)
 
@@ -55,22 +56,35 @@ class Result:
         """Seconds between successive chunks with content."""
         return [b - a for a, b in zip(self.chunk_times, self.chunk_times[1:], strict=False)]
 
+    def figure(self, name: str) -> float:
+        """ttft, tpot, gap (the longest) or e2e, in seconds; 0 where there is none."""
+        if name == "gap":
+            return max(self.gaps, default=0.0)
+        return float(getattr(self, name) or 0.0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
     """What a request must keep to count as good: seconds to first token, a token after it on
-    average, and of any one gap."""
+    average, of any one gap, and end to end."""
 
-    ttft: float
-    tpot: float
+    ttft: float = math.inf
+    tpot: float = math.inf
     gap: float = math.inf
+    e2e: float = math.inf
+
+    def kept_by(self, result: Result) -> dict[str, bool]:
+        """Each promise, and whether a request kept it; a failed one keeps none."""
+        promised = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {
+            name: not result.error and result.figure(name) <= seconds
+            for name, seconds in promised.items()
+            if seconds < math.inf
+        }
 
     def met_by(self, result: Result) -> bool:
-        """Whether a request kept it; a failed one never does."""
-        if result.error:
-            return False
-        steady = (result.tpot or 0.0) <= self.tpot and max(result.gaps, default=0.0) <= self.gap
-        return result.ttft <= self.ttft and steady
+        """Whether a request kept every promise; a failed one never does."""
+        return not result.error and all(self.kept_by(result).values())
 
 
 def read_answer(answer: Answer, *, expected_tokens: int | None) -> Result:
@@ -127,7 +141,8 @@ def _content(choice: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Many requests together. Latencies in milliseconds: {"p50": ..., "p90": ..., "p99": ...}."""
+    """Many requests together. Latencies in milliseconds: {"p50": ..., "p90": ..., "p99": ...}.
+    `kept`: the share of requests that kept each promise, and `all` of them."""
 
     requests: int
     failures: int
@@ -141,8 +156,26 @@ class Summary:
     tpot_ms: dict[str, float]
     itl_ms: dict[str, float]
     e2e_ms: dict[str, float]
+    longest_gap_ms: dict[str, float]
     max_gap_ms: float
     goodput_per_s: float | None = None
+    kept: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One line of a report: what was sent, and every repeat's summary."""
+
+    label: str
+    prompt_tokens: int
+    output_tokens: int
+    concurrency: int | None
+    repeats: tuple[Summary, ...]
+
+    def typical(self) -> Summary:
+        """The repeat with the median rate of output tokens (the lower of two in the middle)."""
+        ordered = sorted(self.repeats, key=lambda summary: summary.output_tokens_per_s)
+        return ordered[(len(ordered) - 1) // 2]
 
 
 def summarise(results: Sequence[Result], slo: Slo | None = None) -> Summary:
@@ -166,9 +199,18 @@ def summarise(results: Sequence[Result], slo: Slo | None = None) -> Summary:
         tpot_ms=milliseconds([r.tpot for r in good if r.tpot is not None]),
         itl_ms=milliseconds(gaps),
         e2e_ms=milliseconds([result.e2e for result in good]),
+        longest_gap_ms=milliseconds([result.figure("gap") for result in good]),
         max_gap_ms=max(gaps, default=0.0) * 1000,
         goodput_per_s=None if slo is None else sum(map(slo.met_by, results)) / wall,
+        kept={} if slo is None else _kept(results, slo),
     )
+
+
+def _kept(results: Sequence[Result], slo: Slo) -> dict[str, float]:
+    outcomes = [slo.kept_by(result) for result in results]
+    counts = Counter(name for kept in outcomes for name, is_kept in kept.items() if is_kept)
+    counts["all"] = sum(map(slo.met_by, results))
+    return {name: counts[name] / len(results) for name in (*outcomes[0], "all")}
 
 
 def milliseconds(seconds: Sequence[float]) -> dict[str, float]:

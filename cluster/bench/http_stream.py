@@ -45,6 +45,10 @@ class Answer:
         return found
 
 
+def to_json(body: dict[str, Any]) -> bytes:
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
 @dataclass(slots=True)
 class _Exchange:
     done: asyncio.Future[None]
@@ -53,7 +57,7 @@ class _Exchange:
     pieces: list[tuple[float, bytes]] = field(default_factory=list)
 
 
-class Connection(asyncio.Protocol):
+class HttpClientConnection(asyncio.Protocol):
     """One keep-alive connection, one request at a time; made again when the server closed it."""
 
     def __init__(
@@ -72,12 +76,12 @@ class Connection(asyncio.Protocol):
         self._parser: Any = None
         self._exchange: _Exchange | None = None
 
-    async def post(self, path: str, body: dict[str, Any], *, timeout_s: float) -> Answer:
-        """Send `body` as JSON; the answer when it is complete.
+    async def post(self, path: str, body: dict[str, Any] | bytes, *, timeout_s: float) -> Answer:
+        """Send `body`, JSON or what becomes it; the answer when it is complete.
 
         Raises TimeoutError, or OSError when the connection cannot be made or breaks.
         """
-        payload = json.dumps(body, separators=(",", ":")).encode()
+        payload = body if isinstance(body, bytes) else to_json(body)
         head = (
             f"POST {self._prefix}{path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n"

@@ -1,8 +1,8 @@
 import pytest
 
-from benchmarks.front_end.grpc_stream import request_of
-from benchmarks.load import Target, closed_loop, timed_arrivals
-from benchmarks.workload import Ask, Style
+from cluster.bench.grpc_stream import request_of
+from cluster.bench.load import Target, closed_loop, timed_arrivals
+from cluster.bench.workload import Ask, Style
 from protocol.ids import Role
 from tests.support.router_front_ends import open_front_ends
 from tests.support.stub_workers import StubFleet

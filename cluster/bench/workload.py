@@ -134,6 +134,50 @@ def _spread(asks: Sequence[Ask], following: dict[float, float]) -> Iterator[Ask]
             yield replace(ask, at=tick + width * place / len(group))
 
 
+def cut_window(asks: Sequence[Ask], start_s: float, end_s: float) -> list[Ask]:
+    """The requests that arrive in a window of a trace, times from its start. Raises ValueError when
+    there are none."""
+    chosen = [replace(ask, at=ask.at - start_s) for ask in asks if start_s <= ask.at < end_s]
+    if not chosen:
+        raise ValueError(f"no request arrives from {start_s:g} to {end_s:g} s")
+    return chosen
+
+
+def scale_lengths(asks: Sequence[Ask], inputs: float, outputs: float) -> list[Ask]:
+    """Prompts and outputs so many times as long, one token at least."""
+    return [
+        replace(
+            ask,
+            prompt_tokens=max(1, round(ask.prompt_tokens * inputs)),
+            output_tokens=max(1, round(ask.output_tokens * outputs)),
+        )
+        for ask in asks
+    ]
+
+
+def mean_rate(asks: Sequence[Ask]) -> float:
+    """Requests per second; 0 where all come at once."""
+    length_s = asks[-1].at - asks[0].at if asks else 0.0
+    return (len(asks) - 1) / length_s if length_s > 0 else 0.0
+
+
+def at_rate(asks: Sequence[Ask], rate: float) -> list[Ask]:
+    """The same pattern of arrivals, stretched or squeezed to a mean rate."""
+    factor = mean_rate(asks) / rate
+    return [replace(ask, at=(ask.at - asks[0].at) * factor) for ask in asks]
+
+
+def drawn_arrivals(asks: Sequence[Ask], rate: float, *, cv: float, seed: int) -> list[Ask]:
+    """The same requests at times of a renewal process: gaps are Gamma distributed with the mean
+    1 / rate and the coefficient of variation `cv`. 1 is a Poisson process, more comes in bursts."""
+    source, at, drawn = random.Random(f"arrivals/{seed}"), 0.0, []
+    shape = 1 / (cv * cv)
+    for ask in asks:
+        drawn.append(replace(ask, at=at))
+        at += source.gammavariate(shape, 1 / (rate * shape))
+    return drawn
+
+
 def fit_trace(
     asks: Sequence[Ask], *, limit: int, speed: float, max_prompt: int, max_output: int
 ) -> list[Ask]:

@@ -1,6 +1,6 @@
 import pytest
 
-from benchmarks.measure import Result, Slo, percentile, summarise
+from cluster.bench.measure import Result, Slo, percentile, summarise
 
 
 def result(sent=0.0, times=(1.0, 2.0, 4.0), **changes):

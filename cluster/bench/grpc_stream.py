@@ -13,7 +13,7 @@ from typing import Any, cast
 from google.protobuf.json_format import MessageToDict
 from grpc import aio
 
-from benchmarks.measure import Result
+from cluster.bench.measure import Result
 from cluster.client import ClientTls
 from protocol.wire import inference_pb2 as wire
 
@@ -46,9 +46,8 @@ class GrpcConnection:
         )
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
-    async def generate(self, body: dict[str, Any], *, timeout_s: float) -> Messages:
-        """Send an HTTP body's request; its stream when it has ended, whether well or not."""
-        request = request_of(body)
+    async def generate(self, request: wire.GenerateRequest, *, timeout_s: float) -> Messages:
+        """Send a request; its stream when it has ended, whether well or not."""
         pieces: list[tuple[float, bytes]] = []
         error = ""
         sent = time.perf_counter()

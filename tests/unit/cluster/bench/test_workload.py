@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from benchmarks.workload import Ask, Style, fit_trace, read_trace, spread_ticks
+from cluster.bench.workload import Ask, Style, fit_trace, read_trace, spread_ticks
 
 
 def test_prompts_repeat_by_seed_and_number_only():

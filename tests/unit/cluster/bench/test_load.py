@@ -3,11 +3,11 @@ import time
 
 import pytest
 
-from benchmarks.load import Target, closed_loop, timed_arrivals
-from benchmarks.measure import summarise
-from benchmarks.serve import first_model
-from benchmarks.workload import Ask, Style
-from tests.unit.benchmarks.stub_server import Stub, running
+from cluster.bench.load import Target, closed_loop, timed_arrivals
+from cluster.bench.measure import summarise
+from cluster.bench.runs import first_model
+from cluster.bench.workload import Ask, Style
+from tests.unit.cluster.bench.stub_server import Stub, running
 
 ASK = Ask(prompt_tokens=5, output_tokens=4)
 

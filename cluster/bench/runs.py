@@ -1,0 +1,212 @@
+"""The runs that the options ask for: closed loops, arrivals at given times, a search for a rate."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import uvloop
+from tqdm import tqdm
+
+from cluster.bench.facts import overview, say
+from cluster.bench.http_stream import HttpClientConnection
+from cluster.bench.load import GRPC, Monitor, Target, closed_loop, timed_arrivals
+from cluster.bench.measure import Result, Run, Slo, Summary, milliseconds, summarise
+from cluster.bench.rate_search import RateSearch
+from cluster.bench.workload import (
+    Ask,
+    Style,
+    at_rate,
+    cut_window,
+    drawn_arrivals,
+    fit_trace,
+    mean_rate,
+    read_trace,
+    scale_lengths,
+    spread_ticks,
+)
+from cluster.client import ClientTls, client_tls
+from protocol.errors import InvalidRequest, Unavailable
+
+#: Requests of an open loop without a trace.
+_OPEN_REQUESTS = 200
+#: Numbers of the requests of one run: none is used twice, so that no prompt is sent twice.
+_RUN_NUMBERS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A run, its last repeat's requests and how late the generator was. `rate`: requests a second
+    of an open loop."""
+
+    run: Run
+    results: Sequence[Result]
+    lag_ms: dict[str, float]
+    rate: float | None = None
+
+
+def slo_of(options: argparse.Namespace) -> Slo | None:
+    """The promises that are counted, None without any."""
+    given = {name: getattr(options, f"slo_{name}") for name in ("ttft", "tpot", "gap", "e2e")}
+    promised = {name: seconds for name, seconds in given.items() if seconds is not None}
+    return Slo(**promised) if promised else None
+
+
+def measure_now(options: argparse.Namespace) -> list[Measured]:
+    """All runs, in an event loop of their own. Raises Unavailable without a server."""
+    try:
+        return uvloop.run(measure(options))
+    except OSError as error:
+        raise Unavailable(
+            f"{options.url}: {error} (if it wants TLS: --tls or --tls-ca, https:// in a URL)"
+        ) from None
+
+
+async def measure(options: argparse.Namespace) -> list[Measured]:
+    """All runs, each announced as it ends. Raises InvalidRequest for options that do not fit."""
+    if options.find_rate is not None and slo_of(options) is None:
+        raise InvalidRequest("--find-rate needs a promise, such as --slo-ttft", param="--find-rate")
+    if not options.model and not options.url.startswith(GRPC):
+        options.model = await first_model(options.url, options.api_key, client_tls(options))
+    if options.find_rate is not None:
+        return await _find_rate(options)
+    if options.trace or options.rate:
+        asks = open_loop(options, options.rate)
+        return [await _open(options, asks, number=1)]
+    return [await _closed(options, clients) for clients in options.concurrency]
+
+
+def open_loop(options: argparse.Namespace, rate: float | None) -> list[Ask]:
+    """The requests of an open loop, at their times."""
+    if options.trace is None:
+        ask = Ask(prompt_tokens=options.prompt_tokens, output_tokens=options.output_tokens)
+        asks = [ask] * (options.requests or _OPEN_REQUESTS)
+        return drawn_arrivals(asks, rate or 1.0, cv=options.cv or 1.0, seed=options.seed)
+    try:
+        asks = read_trace(options.trace)
+        if options.spread_ticks:
+            asks = spread_ticks(asks)
+        if options.window:
+            asks = cut_window(asks, *options.window)
+    except ValueError as error:
+        raise InvalidRequest(str(error), param="--trace") from None
+    asks = asks[options.first : options.first + (options.requests or options.limit)]
+    if not asks:
+        raise InvalidRequest(f"the trace has no request {options.first}", param="--first")
+    asks = fit_trace(
+        scale_lengths(asks, options.input_scale, options.output_scale),
+        limit=len(asks),
+        speed=options.speed,
+        max_prompt=options.prompt_tokens,
+        max_output=options.output_tokens,
+    )
+    if options.cv:
+        return drawn_arrivals(asks, rate or mean_rate(asks), cv=options.cv, seed=options.seed)
+    return asks if rate is None else at_rate(asks, rate)
+
+
+async def _find_rate(options: argparse.Namespace) -> list[Measured]:
+    start = options.rate or (mean_rate(open_loop(options, None)) if options.trace else 1.0)
+    search = RateSearch(start, wanted=options.find_rate)
+    measured: list[Measured] = []
+    while (rate := search.next_rate()) is not None:
+        one = await _open(options, open_loop(options, rate), number=len(measured) + 1)
+        measured.append(one)
+        search.add(rate, one.run.repeats[-1].kept["all"])
+    share = f"{options.find_rate:.0%} of the requests good"
+    say(f"highest rate with {share}: {search.best:.3g} a second")
+    return sorted(measured, key=lambda one: one.rate or 0.0)
+
+
+async def _open(options: argparse.Namespace, asks: Sequence[Ask], *, number: int) -> Measured:
+    target = target_of(options)
+    if options.warmup and number == 1:
+        await closed_loop(target, asks[: options.warmup], concurrency=1)
+    name = options.trace.name if options.trace else "Poisson" if not options.cv else "Gamma"
+    label = f"{name}, {mean_rate(asks):.3g}/s"
+    with tqdm(total=len(asks), desc=label, leave=False, disable=None) as bar:
+        monitor = Monitor(on_end=bar.update)
+        first = number * _RUN_NUMBERS
+        results = await timed_arrivals(target, asks, first_number=first, monitor=monitor)
+    summary = summarise(results, slo_of(options))
+    say(overview(label, [summary]))
+    run = Run(
+        label=label,
+        prompt_tokens=summary.prompt_tokens,
+        output_tokens=summary.output_tokens,
+        concurrency=None,
+        repeats=(summary,),
+    )
+    lag_ms = lag_of(monitor)
+    return Measured(run=run, results=results, lag_ms=lag_ms, rate=mean_rate(asks))
+
+
+async def _closed(options: argparse.Namespace, clients: int) -> Measured:
+    ask = Ask(prompt_tokens=options.prompt_tokens, output_tokens=options.output_tokens)
+    count = options.requests or max(8, 4 * clients)
+    target, slo = target_of(options), slo_of(options)
+    # Numbers determine the prompts: none is sent twice in a run, so no prefix cache can help.
+    first = _RUN_NUMBERS * clients
+    warm = [ask] * (options.warmup * clients)
+    if warm:
+        await closed_loop(target, warm, concurrency=clients, first_number=first)
+    label = f"{clients} client{'s' if clients > 1 else ''}"
+    summaries: list[Summary] = []
+    monitor, results = Monitor(), list[Result]()
+    for _ in range(options.repeats):
+        first += max(count, len(warm))
+        with tqdm(total=count, desc=label, leave=False, disable=None) as bar:
+            monitor.on_end = bar.update
+            results = await closed_loop(
+                target, [ask] * count, concurrency=clients, first_number=first, monitor=monitor
+            )
+        summaries.append(summarise(results, slo))
+        say(overview(label, summaries))
+    run = Run(
+        label=label,
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+        concurrency=clients,
+        repeats=tuple(summaries),
+    )
+    return Measured(run=run, results=results, lag_ms=lag_of(monitor))
+
+
+def lag_of(monitor: Monitor) -> dict[str, float]:
+    """The generator's lag in milliseconds: percentiles and the largest."""
+    return milliseconds(monitor.lags) | {"max": max(monitor.lags, default=0.0) * 1000}
+
+
+def target_of(options: argparse.Namespace) -> Target:
+    """The server, and how it is asked."""
+    style = Style(
+        api=options.api,
+        text=options.text,
+        model=options.model,
+        vocab_size=options.vocab_size,
+        seed=options.seed,
+        temperature=options.temperature,
+        ignore_eos=not options.respect_eos,
+    )
+    return Target(
+        url=options.url,
+        style=style,
+        timeout_s=options.timeout,
+        api_key=options.api_key or "",
+        tls=client_tls(options),
+    )
+
+
+async def first_model(url: str, api_key: str | None = None, tls: ClientTls | None = None) -> str:
+    """The first model that the server lists. Raises OSError when it does not."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    connection = HttpClientConnection(url, headers, tls)
+    try:
+        answer = await connection.get("/v1/models", timeout_s=30)
+    finally:
+        connection.close()
+    if answer.status != 200:
+        raise ConnectionError(f"HTTP {answer.status}: {answer.body.decode(errors='replace')}")
+    return str(json.loads(answer.body)["data"][0]["id"])
