@@ -56,8 +56,9 @@ class AttemptEnd:
 
 
 class TokenMerger:
-    """Orders the tokens of an output: token 1 comes from prefill and the rest from decode, on two
-    streams that race. Early tokens wait, repeated ones are dropped."""
+    """Orders the tokens of an output over all its attempts: token 1 comes from prefill and the rest
+    from decode, on two streams that race. Early tokens wait; late ones of a lost attempt are
+    dropped. A new attempt gets `output_ids` as input, so its workers repeat none."""
 
     def __init__(self) -> None:
         self.output_ids: list[int] = []
@@ -80,7 +81,7 @@ class TokenMerger:
         return ready
 
     def restart(self) -> None:
-        """A new attempt begins, which sends early tokens again."""
+        """A new attempt begins: it computes the tokens that were early again."""
         self._early.clear()
 
 

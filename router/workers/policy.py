@@ -2,8 +2,9 @@
 
 Decode is chosen first, because its KV blocks run out first: of the workers with blocks for the
 prompt, the one with the fewest sequences, where cached prompt tokens make up for sequences. Then
-whether decode prefills by itself: it does if little of the prompt is uncached there. Otherwise the
-prefill worker that would be done first, by its backlog and by what it has cached.
+whether decode prefills by itself: if little of the prompt is uncached there, if no prefill worker
+can, or if some decode worker would be done `local_gain_s` sooner. Otherwise the prefill worker that
+would be done first, by its backlog and by what it has cached.
 """
 
 from __future__ import annotations
@@ -150,6 +151,7 @@ def choose(
                 f"backlog {wait_s:.2f} s; {decode_note}",
             )
         decode, reason = sooner, LocalReason.PREFILL_BUSY
+        decode_reason = _reason(decode, len(decodes), has_room=True)
         decode_note = f"decode: {decode.backlog} tokens of backlog"
     return WorkerChoice(
         decode=decode,
