@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cluster.bench.facts import config_hash, facts, say
+from cluster.bench.facts import config_hash, facts, output_of, say
 from cluster.bench.measure import Result, Summary
 from cluster.bench.page import distribution, page
 from cluster.bench.runs import Measured, measure_now
@@ -86,6 +86,7 @@ def publish(options: argparse.Namespace, measured: Sequence[Measured], *, comman
         return
     about = facts() | {
         "hardware": options.hardware,
+        "gpus": output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader"),
         "note": options.note,
         "model": options.model,
         "server": options.url,
