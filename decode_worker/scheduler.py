@@ -207,7 +207,9 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
             if not self._inflight.claim(sequence, names):
                 return 0
         num_tokens, samples = sequence.chunk(num_runnable, budget)
-        if not self._make_room(entry, sequence.num_launched + num_tokens):
+        start = sequence.num_launched
+        in_last_block = num_tokens == 1 and start % self._block_size
+        if not in_last_block and not self._make_room(entry, start + num_tokens):
             return 0
         phase = Phase.DECODE if num_runnable == 1 else Phase.LOCAL_PREFILL
         phases = sequence.stats.phases

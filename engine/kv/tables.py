@@ -10,7 +10,7 @@ class BlockTables:
     group with a window gives up blocks that no later token sees. Those from number `complete[g]` on
     hold the KV of all their tokens. Does not allocate or free."""
 
-    __slots__ = ("_block_size", "_whole", "complete", "first", "groups", "ids")
+    __slots__ = ("_block_size", "_single", "_step", "_whole", "complete", "first", "groups", "ids")
 
     def __init__(self, groups: tuple[KVGroup, ...] = ONE_GROUP, block_size: int = 1) -> None:
         self.groups = groups
@@ -19,6 +19,9 @@ class BlockTables:
         self.complete = [0] * len(groups)
         self._block_size = block_size
         self._whole = all(group.window is None for group in groups)
+        # The usual case has to be quick: its tables of a step are kept until they change.
+        self._single = self._whole and len(groups) == 1
+        self._step: tuple[tuple[int, ...], ...] | None = None
 
     def __bool__(self) -> bool:
         return any(self.ids)
@@ -37,11 +40,15 @@ class BlockTables:
     def missing(self, num_tokens: int, chunk: int | None = None) -> int:
         """Blocks that it lacks for so many tokens. With `chunk`, groups with a window get no more
         than they need at a time while up to so many tokens run in a step."""
+        if self._single:
+            count = -(-num_tokens // self._block_size) - len(self.ids[0])
+            return count if count > 0 else 0
         return sum(self._missing(num_tokens, chunk))
 
     def extend(self, num_tokens: int, fresh: list[int], chunk: int | None = None) -> None:
         """Take blocks for so many tokens, as many as are `missing`."""
         start = 0
+        self._step = None
         for ids, count in zip(self.ids, self._missing(num_tokens, chunk), strict=True):
             ids += fresh[start : start + count]
             start += count
@@ -51,6 +58,7 @@ class BlockTables:
         """Take found[g] as the last blocks before number `end` of the sequence; returns the blocks
         that it gives up for them."""
         given_up: list[int] = []
+        self._step = None
         for group, blocks in enumerate(found):
             ids, first = self.ids[group], end - len(blocks) - self.first[group]
             if blocks and first > len(ids):  # what lies before is out of the window
@@ -81,6 +89,7 @@ class BlockTables:
     def take(self) -> list[int]:
         """Give up all blocks."""
         blocks = self.blocks()
+        self._step = None
         self.ids = [[] for _ in self.groups]
         self.first = [0] * len(self.groups)
         self.complete = [0] * len(self.groups)
@@ -93,8 +102,10 @@ class BlockTables:
 
     def for_step(self, start: int) -> tuple[tuple[int, ...], ...]:
         """The tables of a step from position `start` on (SequenceStep.block_tables)."""
-        if self._whole:
-            return tuple(tuple(ids) for ids in self.ids)
+        if self._single:
+            if self._step is None:
+                self._step = (tuple(self.ids[0]),)
+            return self._step
         return tuple(
             tuple(ids[self.first_seen(group, start) - self.first[group] :])
             for group, ids in enumerate(self.ids)
@@ -121,6 +132,7 @@ class BlockTables:
 
     def _drop(self, numbers: list[int]) -> list[int]:
         dropped: list[int] = []
+        self._step = None
         for group, number in enumerate(numbers):
             count = number - self.first[group]
             if count > 0:
