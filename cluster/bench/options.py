@@ -31,15 +31,6 @@ def add_load(group: Any) -> None:
         help="coefficient of variation of the gaps between drawn arrivals (Gamma; Poisson: 1)",
     )
     number(
-        "--find-rate",
-        type=_share,
-        nargs="?",
-        const=0.9,
-        metavar="SHARE",
-        help="search the highest rate at which this share of the requests keeps every --slo "
-        "(default: 0.9); --rate is where it starts",
-    )
-    number(
         "--trace",
         type=Path,
         metavar="FILE",
@@ -63,6 +54,27 @@ def add_load(group: Any) -> None:
         help="requests before a run, not counted (default: 2, for each client of a closed loop)",
     )
     number("--repeats", type=int, default=3, help="runs of each closed loop (default: 3)")
+    _add_search(number)
+
+
+def _add_search(number: Any) -> None:
+    number(
+        "--find-rate",
+        type=_share,
+        nargs="?",
+        const=0.9,
+        metavar="SHARE",
+        help="search the highest rate at which this share of the requests keeps every --slo "
+        "(default: 0.9); --rate is where it starts",
+    )
+    number(
+        "--min-seconds",
+        type=_positive,
+        default=10.0,
+        metavar="S",
+        help="arrivals at each rate of a search last so long; it ends where the requests that "
+        "--requests or --limit allow do not (default: 10)",
+    )
 
 
 def add_requests(group: Any) -> None:

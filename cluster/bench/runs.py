@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -82,8 +83,10 @@ def open_loop(options: argparse.Namespace, rate: float | None) -> list[Ask]:
     """The requests of an open loop, at their times."""
     if options.trace is None:
         ask = Ask(prompt_tokens=options.prompt_tokens, output_tokens=options.output_tokens)
-        asks = [ask] * (options.requests or _OPEN_REQUESTS)
-        return drawn_arrivals(asks, rate or 1.0, cv=options.cv or 1.0, seed=options.seed)
+        rate = rate or 1.0
+        enough = math.ceil(rate * options.min_seconds) if options.find_rate else 0
+        asks = [ask] * (options.requests or max(_OPEN_REQUESTS, enough))
+        return drawn_arrivals(asks, rate, cv=options.cv or 1.0, seed=options.seed)
     try:
         asks = read_trace(options.trace)
         if options.spread_ticks:
@@ -112,7 +115,14 @@ async def _find_rate(options: argparse.Namespace) -> list[Measured]:
     search = RateSearch(start, wanted=options.find_rate)
     measured: list[Measured] = []
     while (rate := search.next_rate()) is not None:
-        one = await _open(options, open_loop(options, rate), number=len(measured) + 1)
+        asks = open_loop(options, rate)
+        length_s = asks[-1].at
+        if measured and length_s < 0.8 * options.min_seconds:
+            say(
+                f"{len(asks)} requests last {length_s:.1f} s at {rate:.3g}/s: the search needs more"
+            )
+            break
+        one = await _open(options, asks, number=len(measured) + 1)
         measured.append(one)
         search.add(rate, one.run.repeats[-1].kept["all"])
     share = f"{options.find_rate:.0%} of the requests good"

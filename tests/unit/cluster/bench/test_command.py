@@ -139,7 +139,7 @@ async def test_the_search_finds_where_a_server_stops_keeping_up(capsys):
     async with running(Limited(gap=0.002)) as url:
         options = bench(
             *("--find-rate", "0.9", "--rate", "20", "--requests", "40", "--output-tokens", "8"),
-            *("--slo-ttft", "0.05"),
+            *("--slo-ttft", "0.05", "--min-seconds", "0.05"),
             url=url,
         )
         measured = await measure(options)
@@ -148,6 +148,20 @@ async def test_the_search_finds_where_a_server_stops_keeping_up(capsys):
     assert rates == sorted(rates)
     assert measured[0].run.repeats[0].kept["all"] >= 0.9 > measured[-1].run.repeats[0].kept["all"]
     assert "highest rate with 90% of the requests good" in capsys.readouterr().out
+
+
+async def test_a_search_ends_where_its_requests_would_be_one_burst(capsys):
+    async with running(Stub()) as url:
+        options = bench(
+            *("--find-rate", "--rate", "100", "--requests", "40", "--slo-ttft", "5"),
+            *("--min-seconds", "0.3"),
+            url=url,
+        )
+        measured = await measure(options)
+        assert len(measured) == 1
+        assert "the search needs more" in capsys.readouterr().out
+        options.requests = 0
+        assert len(open_loop(options, 5000.0)) == 1500
 
 
 async def test_a_search_needs_a_promise():
