@@ -16,8 +16,8 @@ class EngineConfig:
     dtype: of weights, activations and KV.
     device: `cpu` or `cuda`.
     block_size: tokens per KV block; the two pools of a cluster may differ in it.
-    num_blocks, kv_memory_bytes: size of the pool, in blocks or in bytes per rank; by default it
-        follows from the free memory.
+    num_blocks, kv_memory_bytes: size of the pool, in blocks (each of one KV group) or in bytes per
+        rank; by default it follows from the free memory.
     spare_bytes: memory of each GPU left free by a pool sized from free memory; workers leave what
         their links need.
     max_model_len: longest sequence, prompt plus output; None takes the model's own limit.

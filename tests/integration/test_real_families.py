@@ -20,13 +20,13 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 TEXTS = ["The capital of France is", "def fibonacci(n):\n    "]
 
 
-def answers(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+def answers(folder: Path, prompts: list[list[int]], *, num_blocks: int = 120) -> list[list[int]]:
     engine = LocalEngine(
         EngineConfig(
             model_path=str(folder),
             dtype="float32",
             num_threads=1,
-            num_blocks=120,
+            num_blocks=num_blocks,
             block_size=16,
             max_model_len=1024,
             max_step_tokens=256,
@@ -67,6 +67,7 @@ def test_gemma_3_says_what_it_says_in_transformers() -> None:
     long = "The quick brown fox jumps over the lazy dog and runs away from the hunters. " * 40
     prompts = [tokenizer.encode(text).ids for text in [*TEXTS, long]]
     assert len(prompts[2]) > 600
-    outputs = answers(folder, prompts)
+    # As many bytes: a block holds 3 of its 18 layers.
+    outputs = answers(folder, prompts, num_blocks=6 * 120)
     assert tokenizer.decode(outputs[0]).startswith(" the capital of the country of France")
     assert TeacherForced(folder).differences(prompts, outputs) == {}
