@@ -1,11 +1,11 @@
-"""The whole stack under a real trace: `python -m benchmarks.stack CONFIG --trace FILE --help`.
+"""The whole stack under a real trace: `python -m benchmarks.stack CONFIG --help`.
 
-For each variant of a configuration: `baton up`, warm-up, the trace over gRPC at its own arrival
-times, checks of what must hold afterwards, `baton down`. One page for all variants, with where the
-time went as the requests' own timelines say it.
+For each variant of a configuration: `baton up`, warm-up, windows of traces over gRPC at their own
+arrival times, checks of what must hold afterwards, `baton down`. One page for all variants, with
+where the time went as the requests' own timelines say it.
 
     python -m benchmarks.stack deploy/configs/gpu-1p1d.yaml --set model.name=/models/llama-3.1-8b
-        --trace azure2023_conv.csv --limit 300 --theme stack-conv
+        --window "conv azure2023_conv.csv 10585 300 1,2" --theme stack-conv
         --variant "nccl transfer.backend=nccl"
         --variant "colocated prefill.replicas=0 decode.replicas=2"
 """
@@ -71,6 +71,33 @@ def _later(text: str) -> Later:
     return Later(at=float(at), replay=int(replay) if replay else None, arguments=tuple(arguments))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Consecutive requests of a trace, replayed once at each speed."""
+
+    name: str
+    trace: Path
+    first: int
+    limit: int
+    speeds: tuple[float, ...]
+
+    @property
+    def described(self) -> str:
+        """For the page."""
+        return f"requests {self.first} to {self.first + self.limit - 1} of {self.trace.name}"
+
+
+def _window(text: str) -> Window:
+    name, trace, first, limit, speeds = shlex.split(text)
+    return Window(
+        name=name,
+        trace=Path(trace),
+        first=int(first),
+        limit=int(limit),
+        speeds=tuple(map(float, speeds.split(","))),
+    )
+
+
 def _slo(text: str) -> Slo:
     ttft, tpot, *gap = (float(part) / 1000 for part in text.split("/"))
     return Slo(ttft=ttft, tpot=tpot, gap=min(gap, default=math.inf))
@@ -89,10 +116,16 @@ def parser() -> argparse.ArgumentParser:
         metavar="'NAME FIELD=VALUE ...'",
         help="one more run of everything (repeatable; default: the configuration as it is)",
     )
-    made.add_argument("--trace", type=Path, required=True)
-    made.add_argument("--first", type=int, default=0, help="begin with this request of the trace")
-    made.add_argument("--limit", type=int, default=300, help="so many requests from there")
-    made.add_argument("--speeds", default="1", help="replays, each so many times as fast: 1,4")
+    made.add_argument(
+        "--window",
+        dest="windows",
+        action="append",
+        required=True,
+        type=_window,
+        metavar="'NAME FILE FIRST LIMIT SPEEDS'",
+        help="replay so many requests of a trace, from the FIRST on, at each speed (repeatable): "
+        "'conv azure2023_conv.csv 10585 300 1,2'",
+    )
     made.add_argument("--prompt-tokens", type=int, default=1 << 20, help="clips those of the trace")
     made.add_argument("--output-tokens", type=int, default=1 << 20, help="clips those of the trace")
     made.add_argument(
@@ -169,13 +202,13 @@ async def _replay_all(
         timeline=True,
     )
     target = Target(url=f"grpc://{state.grpc}", style=style)
-    speeds = [float(speed) for speed in options.speeds.split(",")]
-    await _warm_up(target, _asks(options, 1.0))
+    windows = [(window, speed) for window in options.windows for speed in window.speeds]
+    await _warm_up(target, [ask for window in options.windows for ask in _asks(options, window)])
     before = await until_idle(state.http)
-    for number, speed in enumerate(speeds, start=1):
+    for number, (window, speed) in enumerate(windows, start=1):
         # Prompts follow from the style's seed: none is sent twice, so that no cache can help.
         fresh = replace(target, style=replace(style, seed=number))
-        asks = _asks(options, speed)
+        asks = _asks(options, window, speed)
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(_act(later))
@@ -185,9 +218,15 @@ async def _replay_all(
             results = await timed_arrivals(fresh, asks)
         acts = tuple(task.result() for task in tasks)
         replay = Replay(
-            number=number, speed=speed, asks=tuple(asks), results=tuple(results), acts=acts
+            window=window.name,
+            number=number,
+            speed=speed,
+            asks=tuple(asks),
+            results=tuple(results),
+            acts=acts,
         )
         replays.append(replay)
+        await until_idle(state.http)
         facts.say(facts.overview(replay.name, [summarise(results)]))
     results = [result for replay in replays for result in replay.results]
     after = await until_idle(state.http)
@@ -209,10 +248,10 @@ async def _act(later: Later) -> Act:
     return Act(command=command, at=later.at, took=took, ok=done.returncode == 0)
 
 
-def _asks(options: argparse.Namespace, speed: float) -> list[Ask]:
+def _asks(options: argparse.Namespace, window: Window, speed: float = 1.0) -> list[Ask]:
     return fit_trace(
-        read_trace(options.trace)[options.first :],
-        limit=options.limit,
+        read_trace(window.trace)[window.first :],
+        limit=window.limit,
         speed=speed,
         max_prompt=options.prompt_tokens,
         max_output=options.output_tokens,
@@ -288,9 +327,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command=f"python -m benchmarks.stack {shlex.join(arguments)}",
             server="baton, whole stack under Ray Serve, clients over gRPC",
             model=next((o.partition("=")[2] for o in options.overrides if "model.name=" in o), ""),
-            workload=f"requests {options.first} to {options.first + options.limit - 1} of "
-            f"{options.trace.name} at their own arrival times (xN: N times as fast), prompts of "
-            "random token ids, ignore_eos",
+            workload=f"{', '.join(window.described for window in options.windows)} at their own "
+            "arrival times (xN: N times as fast), prompts of random token ids, ignore_eos",
             note=options.note,
             config=options.config,
             runs=tuple(runs_of(variants, slos[0])),

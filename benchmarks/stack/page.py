@@ -26,8 +26,9 @@ class Act:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """One pass over the trace, counted from 1; results are in the order of the asks."""
+    """One pass over a window of a trace, counted from 1; results are in the order of the asks."""
 
+    window: str
     number: int = 1
     speed: float
     asks: tuple[Ask, ...]
@@ -36,8 +37,8 @@ class Replay:
 
     @property
     def name(self) -> str:
-        """Its speed, and which it is behind the first."""
-        return f"x{self.speed:g}" + (f" (replay {self.number})" if self.number > 1 else "")
+        """Its window and speed."""
+        return f"{self.window} x{self.speed:g}"
 
     @property
     def good(self) -> list[Result]:
@@ -186,6 +187,7 @@ def raw(variants: Sequence[Variant]) -> dict[str, Any]:
             "checks": [asdict(check) for check in variant.checks],
             "replays": [
                 {
+                    "window": replay.window,
                     "speed": replay.speed,
                     "acts": [asdict(act) for act in replay.acts],
                     "requests": list(_requests(replay)),

@@ -1,6 +1,8 @@
+from pathlib import Path
+
 import pytest
 
-from benchmarks.stack.__main__ import Later, Plan, parser
+from benchmarks.stack.__main__ import Later, Plan, Window, parser
 from benchmarks.stack.checks import Figures, checks_of
 from benchmarks.stack.page import Act, Replay, Variant, details, phases, raw
 from cluster.bench.measure import Result, Slo
@@ -94,7 +96,7 @@ def test_the_page():
     results = (result(), result(1.0), Result(sent=2.0, ended=2.5, error="lost"))
     checks = tuple(checks_of(results, figures(), figures(3)))
     act = Act(command="scale --decode 2", at=8.0, took=20.04, ok=True)
-    replay = Replay(speed=1.0, asks=asks, results=results, acts=(act,))
+    replay = Replay(window="conv", speed=1.0, asks=asks, results=results, acts=(act,))
     variants = [
         Variant(
             name="nccl", overrides=("transfer.backend=nccl",), replays=(replay,), checks=checks
@@ -102,12 +104,12 @@ def test_the_page():
         Variant(name="broken", overrides=(), error="no GPU"),
     ]
     page = details(variants, [Slo(ttft=0.2, tpot=0.3), Slo(ttft=0.05, tpot=1.0, gap=0.05)])
-    assert "| nccl, x1 | 2/3 (0.80/s) | 0/3 (0.00/s) | 370.0 / 370.0 / 370.0 | 30.0 /" in page
+    assert "| nccl, conv x1 | 2/3 (0.80/s) | 0/3 (0.00/s) | 370.0 / 370.0 / 370.0 | 30.0 /" in page
     assert "TTFT <= 50 ms, TPOT <= 1000 ms, every gap <= 50 ms" in page
     assert "| 2.5 / 2.5 / 2.5 |" in page
     assert "| prefill | 10.00 | 10.00 | p | tokens 9 |" in page
     assert "| transfer | 20.00 | 2.00 | router |  |" in page
-    assert "`baton scale --decode 2` 8 s into x1 took 20.0 s." in page
+    assert "`baton scale --decode 2` 8 s into conv x1 took 20.0 s." in page
     assert "| prefill | p | 2 | 0.0 | 1.0 |" in page
     assert "Longest gap of any stream: 370.0 ms." in page
     assert "**Did not finish: no GPU**" in page
@@ -136,10 +138,14 @@ def test_phases_are_pooled_in_the_order_of_a_life():
 
 
 def test_variants_slos_and_commands_on_the_command_line():
-    arguments = ["c.yaml", "--trace", "t.csv", "--variant", "nccl a.b=1 c=2", "--slo", "200/20/50"]
+    window = ["--window", "conv t.csv 7 300 1,2.5"]
+    arguments = ["c.yaml", *window, "--variant", "nccl a.b=1 c=2", "--slo", "200/20/50"]
     during = ["--during", "8 scale --decode 2", "--during", "0.5@3 down"]
     options = parser().parse_args([*arguments, *during])
     assert options.plans == [Plan(name="nccl", overrides=("a.b=1", "c=2"))]
+    assert options.windows == [
+        Window(name="conv", trace=Path("t.csv"), first=7, limit=300, speeds=(1.0, 2.5))
+    ]
     assert options.slos == [Slo(ttft=0.2, tpot=0.02, gap=0.05)]
     assert options.laters == [
         Later(at=8.0, arguments=("scale", "--decode", "2")),
