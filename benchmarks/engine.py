@@ -211,9 +211,9 @@ class Bench:
         """This rank's products of every prompt token, causal attention, the head once a prompt."""
         model = self.runner.model_config
         weights = self.runner.weights
-        linear = (self.weight_bytes() - weights.head.nbytes) / weights.head.element_size()
+        linear = (self.weight_bytes() - weights.head.nbytes) / weights.embedding.element_size()
         attention = 2 * length * length * weights.layers[0].out.shape[1] * model.num_layers
-        return count * (2 * length * linear + attention + 2 * weights.head.numel())
+        return count * (2 * length * linear + attention + 2 * weights.embedding.numel())
 
 
 def profile_decode(bench: Bench, ranks: Ranks, batch: int, context: int, steps: int = 12) -> None:

@@ -7,6 +7,7 @@ Wings, in reading order:
     executor            what workers drive; builds the engine for a CPU or a GPU
     kv/                 block allocator, KV tensors, pool sizing
     model/              checkpoint, weights of a rank, forward pass
+    quantization/       quantised matrices as values
     cpu/                one rank on a CPU
     ranks/              tensor parallelism: several processes run the same steps
     kernels/            operations of a device; skip at first reading

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from protocol.errors import InvalidRequest
 from protocol.kv_layout import DTYPE_BYTES
+
+
+class Quantization(StrEnum):
+    """What the matrices of an unquantised checkpoint become at load."""
+
+    FP8 = "fp8"  # e4m3, a scale per output
+    INT8 = "int8"  # a scale per output
+    INT4 = "int4"  # a scale and a zero point per output and group of inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,7 +22,9 @@ class EngineConfig:
     """Model, arithmetic and KV memory of one engine.
 
     model_path: folder with config.json and *.safetensors.
-    dtype: of weights, activations and KV.
+    dtype: of activations and KV, and of weights that are not quantised.
+    quantization: what the weights of an unquantised checkpoint become at load, `fp8`, `int8` or
+        `int4`; None leaves them as the checkpoint has them.
     device: `cpu` or `cuda`.
     block_size: tokens per KV block; the two pools of a cluster may differ in it.
     num_blocks, kv_memory_bytes: size of the pool, in blocks (each of one KV group) or in bytes per
@@ -30,6 +41,7 @@ class EngineConfig:
 
     model_path: str
     dtype: str = "bfloat16"
+    quantization: str | None = None
     device: str = "cpu"
     block_size: int = 16
     num_blocks: int | None = None
@@ -47,6 +59,11 @@ class EngineConfig:
         if self.dtype not in DTYPE_BYTES:
             known = ", ".join(DTYPE_BYTES)
             raise InvalidRequest(f"dtype {self.dtype!r} is not one of {known}", param="dtype")
+        if self.quantization is not None and self.quantization not in list(Quantization):
+            known = ", ".join(Quantization)
+            raise InvalidRequest(
+                f"quantization {self.quantization!r} is not one of {known}", param="quantization"
+            )
         if self.spare_bytes < 0:
             raise InvalidRequest("spare_bytes is negative", param="spare_bytes")
         for name in _AT_LEAST_ONE:

@@ -127,6 +127,14 @@ def _add_overrides(parser: Any) -> None:
         metavar="FIELD=VALUE",
         help="override a field by its dotted path, e.g. --set model.dtype=float32 (repeatable)",
     )
+    parser.add_argument(
+        "--quantization",
+        dest="overrides",
+        action="append",
+        type="model.quantization={}".format,
+        metavar="fp8|int8|int4",
+        help="quantise the weights while they load: --set model.quantization=...",
+    )
 
 
 def add_connection(parser: Any) -> None:

@@ -43,7 +43,9 @@ class ModelSection:
 
     name: of a fetched model, or the path of a model folder. served_name: the name clients use; the
     folder's name when empty. aliases: further names.
-    dtype: of weights, activations and KV, in both pools. max_model_len: longest prompt plus output,
+    dtype: of activations and KV, and of weights that are not quantised, in both pools.
+    quantization: what the weights of an unquantised checkpoint become at load, `fp8`, `int8` or
+    `int4`, in pools whose engine does not say otherwise. max_model_len: longest prompt plus output,
     in tokens; None takes the model's own limit.
     """
 
@@ -51,6 +53,7 @@ class ModelSection:
     served_name: str = ""
     aliases: tuple[str, ...] = ()
     dtype: str = "bfloat16"
+    quantization: str | None = None
     max_model_len: int | None = None
 
 
@@ -202,7 +205,8 @@ class ClusterConfig:
 
     def engine_config(self, role: Role, model_path: Path) -> EngineConfig:
         pool = self.pool(role)
-        return self._completed(pool.engine, pool, model_path=str(model_path))
+        engine = self._completed(pool.engine, pool, model_path=str(model_path))
+        return replace(engine, quantization=engine.quantization or self.model.quantization)
 
     def worker_config(self, role: Role, host: str) -> WorkerConfig:
         return replace(self.pool(role).worker, host=host)

@@ -19,6 +19,7 @@ from engine.kv.sizing import context_length, kv_fingerprint, kv_layout, num_kv_b
 from engine.model.checkpoint import Checkpoint
 from engine.model.decoder import Decoder, ForwardOutput
 from engine.model.families import load_model_config
+from engine.model.matrices import matrix_reader
 from engine.model.sharding import share_of
 from engine.model.weights import WeightLoader
 from engine.ranks.tensor_parallel import TensorParallel
@@ -75,7 +76,8 @@ class RankRunner:
             source = Checkpoint(config.model_path, self._dtype, self._device)
             source.check(tied=model.tie_word_embeddings)
             self.fingerprint = kv_fingerprint(config, model, source.digest(), self.max_model_len)
-            loader = WeightLoader(model, share, source, self._device)
+            matrices = matrix_reader(source, config.quantization)
+            loader = WeightLoader(model, share, source, self._device, matrices)
             self.model = Decoder(loader, self.kernels, tp, self.max_model_len)
         self._tp = tp
 

@@ -86,14 +86,14 @@ class StepMemory:
             tiles=2 * (options.max_chunk_tokens // tile + batch) + max_parts(sizes.num_heads),
             blocks=table + 4 * batch,  # each table begins at a multiple of 16 bytes
         )
-        head = weights.head
+        num_ids = weights.head.shape[0]
         return StepMemory(
             decodes=DecodeInputs(batch, table, device),
             chunks=ChunkInputs(capacity, device),
             attention=_attention_state(
                 options, shapes, sizes, weights, pool, stream, max_model_len
             ),
-            logits=head.new_empty(batch, head.shape[0]),
+            logits=weights.embedding.new_empty(batch, num_ids),
             sampler=TokenSampler(batch, vocab_size, sizes, device),
             results=StagingRing(batch + 1, 4, device),
         )

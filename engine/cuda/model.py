@@ -21,6 +21,7 @@ from engine.kernels.triton.reduce import reduce_normed
 from engine.model.config import ModelConfig
 from engine.model.sharding import RankShare
 from engine.model.weights import LayerWeights, ModelWeights
+from engine.quantization.weight import Weight, dense
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +149,7 @@ class CudaModel:
         return out
 
     def _shared_product(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, gain: Tensor
+        self, x: Tensor, weight: Weight, bias: Tensor | None, h: Tensor, gain: Tensor
     ) -> Tensor:
         """h += x weight^T + bias, summed over the ranks; the norm of it."""
         into = self.comm.normed_sum(h)
@@ -168,12 +169,12 @@ class CudaModel:
         return out
 
     def _normed_product(
-        self, h: Tensor, gain: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
+        self, h: Tensor, gain: Tensor, weight: Weight, bias: Tensor | None, out: Tensor
     ) -> None:
         """out = norm(h) weight^T + bias."""
         if h.shape[0] == 1:
             eps = self._shape.eps
-            linear(h, weight, out=out, bias=bias, gain=gain, eps=eps, pdl=self._pdl)
+            linear(h, dense(weight), out=out, bias=bias, gain=gain, eps=eps, pdl=self._pdl)
             return
         self._product(self._normed(h, gain), weight, bias, out)
 
@@ -182,11 +183,11 @@ class CudaModel:
         elementwise.rms_norm(h, gain, self._shape.eps, out=x, pdl=self._pdl)
         return x
 
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    def _product(self, x: Tensor, weight: Weight, bias: Tensor | None, out: Tensor) -> None:
         if bias is None:
-            torch.mm(x, weight.t(), out=out)
+            torch.mm(x, dense(weight).t(), out=out)
         else:
-            torch.addmm(bias, x, weight.t(), out=out)
+            torch.addmm(bias, x, dense(weight).t(), out=out)
 
     def _finish(self, attended: Tensor, h: Tensor, layer: LayerWeights) -> None:
         """h += attention's output projection; h += MLP of the norm of h."""
@@ -195,7 +196,7 @@ class CudaModel:
             act = h.new_empty(1, self._shape.intermediate)
             linear(
                 h,
-                layer.gate_up,
+                dense(layer.gate_up),
                 out=act,
                 gain=layer.mlp_norm,
                 eps=self._shape.eps,
@@ -208,15 +209,16 @@ class CudaModel:
 
     def _gated_product(self, x: Tensor, layer: LayerWeights) -> Tensor:
         if self._split is not None and self._split.gates(x.shape[0]):
-            return self._split.gated(x, layer.gate_up)
+            return self._split.gated(x, dense(layer.gate_up))
         gate_up = x.new_empty(x.shape[0], 2 * self._shape.intermediate)
         self._product(x, layer.gate_up, layer.gate_up_bias, gate_up)
         act = x.new_empty(x.shape[0], self._shape.intermediate)
         elementwise.silu_mul(gate_up, out=act, pdl=self._pdl)
         return act
 
-    def _add_product(self, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor) -> None:
+    def _add_product(self, x: Tensor, weight: Weight, bias: Tensor | None, h: Tensor) -> None:
         """h += x weight^T + bias, summed over the ranks."""
+        weight = dense(weight)
         reduction = self.comm.row_reduction(h)
         if reduction is not None:
             shared_linear(x, weight, reduction, h=h, bias=bias, pdl=self._pdl)

@@ -42,8 +42,9 @@ from engine.kernels.triton.prefill_attention import query_tile
 from engine.kv.pool import KVPool
 from engine.kv.sizing import block_bytes, context_length, kv_layout, num_kv_blocks
 from engine.model.config import ModelConfig
+from engine.model.matrices import WeightSource
 from engine.model.sharding import share_of
-from engine.model.weights import WeightLoader, WeightSource
+from engine.model.weights import WeightLoader
 from protocol.kv_layout import KVLayout
 
 

@@ -23,6 +23,7 @@ from engine.kernels.triton.split_linear import (
     split_shape,
 )
 from engine.model.weights import LayerWeights, ModelWeights
+from engine.quantization.weight import Weight, dense
 
 #: Fewer rows than this stay with torch.
 MIN_ROWS = 2
@@ -98,7 +99,7 @@ class SplitDecode:
             squares = following.squares
         return self._product(x, weights.head, squares, out=out)
 
-    def _following(self, x: Tensor, weight: Tensor, gain: Tensor) -> NextInput:
+    def _following(self, x: Tensor, weight: Weight, gain: Tensor) -> NextInput:
         n, k = weight.shape
         shape = split_shape(x.shape[0], n, k, gated=False)
         assert shape is not None
@@ -109,7 +110,7 @@ class SplitDecode:
     def _product(
         self,
         x: Tensor,
-        weight: Tensor,
+        weight: Weight,
         squares: Tensor | None,
         *,
         bias: Tensor | None = None,
@@ -126,7 +127,7 @@ class SplitDecode:
             out = x.new_empty(x.shape[0], n) if h is None else h
         split_linear(
             x,
-            weight,
+            dense(weight),
             self._scratch,
             shape,
             out=out,

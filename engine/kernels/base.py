@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.activation import Activation
+from engine.quantization.weight import Weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,13 +90,13 @@ class Kernels(Protocol):
     def loaded(self) -> None:
         """Called once, after all weights were passed to `linear` and `gated_linear`."""
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         """A linear product; may keep only a packed form of `weight` `[out, in]`."""
 
     def gated_linear(
         self,
-        gate: Tensor,
-        up: Tensor,
+        gate: Weight,
+        up: Weight,
         gate_bias: Tensor | None,
         up_bias: Tensor | None,
         activation: Activation = Activation.SILU,

@@ -59,7 +59,7 @@ def kv_fingerprint(
     the context for which rotary embeddings are fixed."""
     return KVFingerprint(
         model=model.describe(),
-        weights=digest,
+        weights=digest if config.quantization is None else f"{digest} {config.quantization}",
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,

@@ -5,6 +5,7 @@ config, reading, rope: a decoder's configuration and how it is read.
 kv_groups: layers that share block tables.
 sharding: which heads, columns and vocabulary rows each rank holds.
 checkpoint, digest: slices of tensors from safetensors files; a name of their content.
+matrices: readers of matrices, as they are or quantised.
 weights: the weights of one rank, fused where they share an input.
 rotary: position tables.
 decoder: the forward pass, layers split over ranks.

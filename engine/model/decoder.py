@@ -19,6 +19,7 @@ from engine.model.config import ModelConfig, QkNorm
 from engine.model.kv_groups import group_layers
 from engine.model.sharding import RankShare
 from engine.model.weights import LayerWeights, WeightLoader
+from engine.quantization.weight import Weight, halves
 from engine.ranks.tensor_parallel import TensorParallel
 
 
@@ -29,7 +30,7 @@ class RowParallelLinear:
     """
 
     def __init__(
-        self, kernels: Kernels, weight: Tensor, bias: Tensor | None, tp: TensorParallel
+        self, kernels: Kernels, weight: Weight, bias: Tensor | None, tp: TensorParallel
     ) -> None:
         self._linear = kernels.linear(weight, bias)
         self._tp = tp
@@ -65,7 +66,7 @@ class VocabularyHead:
     """Vectors to logits, gathered on rank 0."""
 
     def __init__(
-        self, kernels: Kernels, weight: Tensor, vocab_size: int, tp: TensorParallel
+        self, kernels: Kernels, weight: Weight, vocab_size: int, tp: TensorParallel
     ) -> None:
         self._linear = kernels.linear(weight, None)
         self._vocab_size = vocab_size
@@ -101,7 +102,7 @@ class DecoderLayer:
         self._tp = tp
         self._qkv = kernels.linear(weights.qkv, weights.qkv_bias)
         self._out = RowParallelLinear(kernels, weights.out, weights.out_bias, tp)
-        gate, up = weights.gate_up.chunk(2)
+        gate, up = halves(weights.gate_up)
         bias = weights.gate_up_bias
         gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
         self._gate_up = kernels.gated_linear(gate, up, gate_bias, up_bias, config.activation)

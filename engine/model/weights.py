@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from engine.model.checkpoint import EMBEDDING, HEAD
+from engine.model.checkpoint import EMBEDDING
 from engine.model.config import ModelConfig, NormPlacement, QkNorm
+from engine.model.matrices import HEAD_MODULE, MatrixReader, PlainMatrices, WeightSource
 from engine.model.rope import RopeConfig
 from engine.model.rotary import rotary_order, rotary_tables
 from engine.model.sharding import RankShare, Span
+from engine.quantization.weight import QuantizedWeight, Weight, joined
 
 #: Names of a layer's norms: before and after attention, before and after the MLP.
 _NORM_NAMES = {
@@ -28,20 +29,6 @@ _NORM_NAMES = {
 }
 
 
-class WeightSource(Protocol):
-    """Slices of named tensors, in the dtype and on the device of the engine."""
-
-    def read(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        *,
-        rows: Span | None = None,
-        columns: Span | None = None,
-    ) -> Tensor:
-        """The slice of tensor `name`, whose whole shape must be `shape`."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
     """One decoder layer. Matrices are `[out, in]`; gate rows precede up rows.
@@ -53,19 +40,19 @@ class LayerWeights:
 
     attention_norm: Tensor
     attention_post_norm: Tensor
-    qkv: Tensor
+    qkv: Weight
     qkv_bias: Tensor | None
     q_norm: Tensor
     k_norm: Tensor
     num_q_heads: int
     num_kv_heads: int
-    out: Tensor
+    out: Weight
     out_bias: Tensor | None
     mlp_norm: Tensor
     mlp_post_norm: Tensor
-    gate_up: Tensor
+    gate_up: Weight
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Weight
     down_bias: Tensor | None
 
     def head_norms(self) -> Iterator[tuple[Tensor, int, int]]:
@@ -82,7 +69,7 @@ class ModelWeights:
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     norm: Tensor
-    head: Tensor
+    head: Weight
     rotations: tuple[tuple[Tensor, Tensor], ...]
 
 
@@ -90,11 +77,18 @@ class WeightLoader:
     """Reads one rank's share of a checkpoint."""
 
     def __init__(
-        self, config: ModelConfig, share: RankShare, source: WeightSource, device: torch.device
+        self,
+        config: ModelConfig,
+        share: RankShare,
+        source: WeightSource,
+        device: torch.device,
+        matrices: MatrixReader | None = None,
     ) -> None:
+        """`matrices`: reads those that may be quantised; None: none is."""
         self.config = config
         self.share = share
         self._source = source
+        self._matrices = matrices or PlainMatrices(source)
         self._device = device
 
     def load(self, max_positions: int) -> ModelWeights:
@@ -128,12 +122,18 @@ class WeightLoader:
 
     def embedding(self) -> Tensor:
         """This rank's rows of the vocabulary, zeros behind them up to `vocab_rows`."""
-        return self._vocabulary(EMBEDDING)
+        shape, rows = self._vocabulary()
+        table = self._source.read(EMBEDDING, shape, rows=rows)
+        return _padded(table, self.share.vocab_rows)
 
-    def head(self, embedding: Tensor) -> Tensor:
+    def head(self, embedding: Tensor) -> Weight:
         """Rows of the output head, which is the embedding in a tied model."""
-        tied = self.config.tie_word_embeddings
-        return embedding if tied else self._vocabulary(HEAD)
+        if self.config.tie_word_embeddings:
+            return embedding
+        head = self._matrices.read(HEAD_MODULE, *self._vocabulary())
+        if isinstance(head, QuantizedWeight):
+            return head.padded(self.share.vocab_rows)
+        return _padded(head, self.share.vocab_rows)
 
     def norm(self) -> Tensor:
         """That of the whole model; it scales the logits, too."""
@@ -157,19 +157,19 @@ class WeightLoader:
         return LayerWeights(
             attention_norm=before,
             attention_post_norm=after,
-            qkv=torch.cat([self._ordered(part, self._matrix(part)) for part in qkv]),
+            qkv=joined([self._matrix(part) for part in qkv]),
             qkv_bias=self._biases(qkv, config.qkv_bias),
             q_norm=self._head_norm(f"{attention}q_norm", config.num_heads, share.q_heads),
             k_norm=self._head_norm(f"{attention}k_norm", config.num_kv_heads, share.kv_heads),
             num_q_heads=share.num_q_heads,
             num_kv_heads=share.num_kv_heads,
-            out=_scaled(self._columns(f"{attention}o_proj", *heads), scale),
+            out=_scaled_matrix(self._columns(f"{attention}o_proj", *heads), scale),
             out_bias=None if out_bias is None else _scaled(out_bias, scale),
             mlp_norm=before_mlp,
             mlp_post_norm=after_mlp,
-            gate_up=torch.cat([self._matrix(part) for part in gate_up]),
+            gate_up=joined([self._matrix(part) for part in gate_up]),
             gate_up_bias=self._biases(gate_up, config.mlp_bias),
-            down=_scaled(
+            down=_scaled_matrix(
                 self._columns(f"{mlp}down_proj", config.intermediate_size, share.intermediate),
                 scale,
             ),
@@ -198,37 +198,38 @@ class WeightLoader:
         names = (f"{prefix}{name}_proj" for name in ("gate", "up"))
         return [_TensorRows(*part) for part in zip(names, sizes, spans, strict=True)]
 
-    def _matrix(self, part: _TensorRows) -> Tensor:
+    def _matrix(self, part: _TensorRows) -> Weight:
         shape = (part.total, self.config.hidden_size)
-        return self._source.read(f"{part.name}.weight", shape, rows=part.rows)
+        matrix, order = self._matrices.read(part.name, shape, part.rows), self._row_order(part)
+        if order is None:
+            return matrix
+        return matrix[order] if isinstance(matrix, Tensor) else matrix.take(order)
 
     def _biases(self, parts: list[_TensorRows], wanted: bool) -> Tensor | None:
         if not wanted:
             return None
         read = self._source.read
+        biases = (read(f"{part.name}.bias", (part.total,), rows=part.rows) for part in parts)
+        orders = (self._row_order(part) for part in parts)
         return torch.cat(
-            [
-                self._ordered(part, read(f"{part.name}.bias", (part.total,), rows=part.rows))
-                for part in parts
-            ]
+            [x if order is None else x[order] for x, order in zip(biases, orders, strict=True)]
         )
 
-    def _ordered(self, part: _TensorRows, rows: Tensor) -> Tensor:
-        """Rows of q or k with each head's dimensions in the order that kernels turn."""
+    def _row_order(self, part: _TensorRows) -> Tensor | None:
+        """The rows of q or k with each head's dimensions in the order that kernels turn; None: as
+        they are."""
         dim = self.config.head_dim
         order = rotary_order(self.config.rotary_dim, dim) if part.turned else None
         if order is None:
-            return rows
-        heads: Tensor = rows.unflatten(0, (-1, dim))
-        return heads[:, order.to(rows.device)].flatten(0, 1)
+            return None
+        heads: Tensor = torch.arange(part.rows[1] - part.rows[0], device=self._device).unflatten(
+            0, (-1, dim)
+        )
+        return heads[:, order.to(self._device)].flatten()
 
-    def _vocabulary(self, name: str) -> Tensor:
-        shape = (self.config.vocab_size, self.config.hidden_size)
-        table = self._source.read(name, shape, rows=self.share.vocab)
-        missing = self.share.vocab_rows - table.shape[0]
-        if missing == 0:
-            return table
-        return torch.cat((table, table.new_zeros(missing, table.shape[1])))
+    def _vocabulary(self) -> tuple[tuple[int, int], Span]:
+        """The whole shape of a table of the vocabulary, and this rank's rows."""
+        return (self.config.vocab_size, self.config.hidden_size), self.share.vocab
 
     def _norm(self, name: str) -> Tensor:
         return self._offset(self._source.read(f"{name}.weight", (self.config.hidden_size,)))
@@ -247,9 +248,8 @@ class WeightLoader:
         offset = self.config.norm_offset
         return weight.float() + offset if offset else weight
 
-    def _columns(self, name: str, total: int, columns: Span) -> Tensor:
-        shape = (self.config.hidden_size, total)
-        return self._source.read(f"{name}.weight", shape, columns=columns)
+    def _columns(self, name: str, total: int, columns: Span) -> Weight:
+        return self._matrices.read(name, (self.config.hidden_size, total), columns=columns)
 
     def _row_bias(self, name: str, wanted: bool) -> Tensor | None:
         if not wanted or self.share.rank:
@@ -282,6 +282,17 @@ def _stacked(
 def _scaled(weight: Tensor, scale: float) -> Tensor:
     """The weight times `scale`, rounded once."""
     return weight if scale == 1.0 else (weight.float() * scale).to(weight.dtype)
+
+
+def _scaled_matrix(weight: Weight, scale: float) -> Weight:
+    return weight.scaled(scale) if isinstance(weight, QuantizedWeight) else _scaled(weight, scale)
+
+
+def _padded(table: Tensor, num_rows: int) -> Tensor:
+    missing = num_rows - table.shape[0]
+    if missing == 0:
+        return table
+    return torch.cat((table, table.new_zeros(missing, table.shape[1])))
 
 
 def _times(span: Span, factor: int) -> Span:

@@ -15,6 +15,7 @@ from torch.nn import functional
 from engine.kernels.activation import Activation
 from engine.kernels.base import Geometry, Linear, Product, StepInputs
 from engine.kernels.cpu.huge_pages import advise_huge_pages
+from engine.quantization.weight import Weight, dense
 
 #: Rows of queries that one attention product of a prompt chunk takes.
 _QUERY_TILE = 128
@@ -156,7 +157,8 @@ class CpuKernels:
         advise_huge_pages(self._weights)
         self._weights.clear()
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
+        weight = dense(weight)
         if not self._packs:
             return DenseLinear(weight, bias)
         linear = PackedLinear(weight, bias)
@@ -165,12 +167,13 @@ class CpuKernels:
 
     def gated_linear(
         self,
-        gate: Tensor,
-        up: Tensor,
+        gate: Weight,
+        up: Weight,
         gate_bias: Tensor | None,
         up_bias: Tensor | None,
         activation: Activation = Activation.SILU,
     ) -> Product:
+        gate, up = dense(gate), dense(up)
         if activation is not Activation.SILU:
             return DenseGated(self.linear(gate, gate_bias), self.linear(up, up_bias), activation)
         if self._packs:

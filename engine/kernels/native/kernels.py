@@ -21,6 +21,7 @@ from engine.kernels.base import Geometry, Linear, Product, StepInputs
 from engine.kernels.cpu.huge_pages import advise_huge_pages
 from engine.kernels.cpu.operations import CpuKernels, CpuPlan, DenseGated, DenseLinear, rms_norm
 from engine.kernels.native.build import AttentionShape, has_matrix_unit, load_library
+from engine.quantization.weight import Weight, dense
 
 _PANEL = 32  # outputs of one panel of packed weights
 _HEAD_DIMS = (64, 96, 128)
@@ -164,7 +165,8 @@ class NativeKernels:
         advise_huge_pages(self._weights)
         self._weights.clear()
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
+        weight = dense(weight)
         if weight.shape[1] % 2:  # panels hold inputs in pairs
             return DenseLinear(weight, bias)
         wide = None if self._wide is None else self._wide.linear(weight, bias)
@@ -174,12 +176,13 @@ class NativeKernels:
 
     def gated_linear(
         self,
-        gate: Tensor,
-        up: Tensor,
+        gate: Weight,
+        up: Weight,
         gate_bias: Tensor | None,
         up_bias: Tensor | None,
         activation: Activation = Activation.SILU,
     ) -> Product:
+        gate, up = dense(gate), dense(up)
         if gate.shape[1] % 2 or activation is not Activation.SILU:
             return DenseGated(self.linear(gate, gate_bias), self.linear(up, up_bias), activation)
         wide = None

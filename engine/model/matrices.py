@@ -1,0 +1,85 @@
+"""Readers of the matrices of a checkpoint, as they are or quantised."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.config import Quantization
+from engine.model.checkpoint import HEAD
+from engine.model.sharding import Span
+from engine.quantization.at_load import quantise
+from engine.quantization.weight import Weight
+
+#: The output head, which keeps its precision unless the checkpoint has it quantised.
+HEAD_MODULE = HEAD.removesuffix(".weight")
+
+
+class WeightSource(Protocol):
+    """Slices of named tensors, in the dtype and on the device of the engine."""
+
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: Span | None = None,
+        columns: Span | None = None,
+    ) -> Tensor:
+        """The slice of tensor `name`, whose whole shape must be `shape`."""
+
+
+class MatrixReader(Protocol):
+    """The matrices of products, by the names that their modules have."""
+
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        rows: Span | None = None,
+        columns: Span | None = None,
+    ) -> Weight:
+        """Rows or columns of the matrix of module `name`, whose whole shape must be `shape`."""
+
+
+class PlainMatrices:
+    """Matrices that are not quantised."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        rows: Span | None = None,
+        columns: Span | None = None,
+    ) -> Tensor:
+        return self._source.read(f"{name}.weight", shape, rows=rows, columns=columns)
+
+
+class QuantisingMatrices:
+    """Matrices of an unquantised checkpoint, quantised as they are read. Each rank reads whole
+    rows, which scales belong to."""
+
+    def __init__(self, source: WeightSource, kind: Quantization) -> None:
+        self._source = source
+        self._kind = kind
+
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        rows: Span | None = None,
+        columns: Span | None = None,
+    ) -> Weight:
+        matrix = self._source.read(f"{name}.weight", shape, rows=rows)
+        return matrix if name == HEAD_MODULE else quantise(matrix, self._kind, columns)
+
+
+def matrix_reader(source: WeightSource, quantization: str | None) -> MatrixReader:
+    """The reader of a checkpoint that is to be quantised like that at load, if at all."""
+    if quantization is None:
+        return PlainMatrices(source)
+    return QuantisingMatrices(source, Quantization(quantization))
