@@ -19,6 +19,7 @@ from llguidance import (
 from concurrency.bounded_map import BoundedMap
 from grammar.bounds import JSON_WHITESPACE, check_source
 from grammar.matcher import Matcher, compute_masks
+from grammar.schema import for_library, lark_for_library
 from protocol.errors import InvalidRequest
 from protocol.sampling import Grammar, GrammarKind
 
@@ -102,7 +103,9 @@ def _spelled(text: str, kind: GrammarKind) -> str:
 def _to_llguidance(grammar: Grammar) -> str:
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            return LLMatcher.grammar_from_json_schema(grammar.source, defaults=_JSON_STYLE)
+            return LLMatcher.grammar_from_json_schema(
+                for_library(grammar.source), defaults=_JSON_STYLE
+            )
         case GrammarKind.REGEX:
             # \d is 0-9, as most regular expressions mean it, not the digits of every script.
             return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.source, 'd')}/")
@@ -111,4 +114,4 @@ def _to_llguidance(grammar: Grammar) -> str:
             # A terminal: thousands of alternatives of a rule are too many.
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
         case GrammarKind.LARK:
-            return grammar_from("grammar", grammar.source)
+            return grammar_from("grammar", lark_for_library(grammar.source))

@@ -34,6 +34,10 @@ class OutputGrammars:
         self._has_end = bool(text.eos_ids)
         # Grammars treat all added tokens as special.
         self._special_ids = {token: i for i, token in text.added_tokens.items()}
+        tool_format = text.chat.tool_format
+        marks = () if tool_format is None else tool_format.marks
+        #: Special tokens that are part of tool calls.
+        self.special_marks = {i: t for i, t in text.special_tokens.items() if t in marks}
         self._trial = Trial(text.added_tokens)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 

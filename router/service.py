@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -316,7 +317,7 @@ class InferenceService:
             request_id=request_id.key,
             jobs=jobs,
             text=RequestText(
-                stream=lambda: self._text_stream(request),
+                stream=partial(self._text_stream, request),
                 token_table=self._model.text.token_table,
                 echoed=echoed,
                 whole=not request.stream,
@@ -337,16 +338,20 @@ class InferenceService:
         )
         return AdmissionTicket(self._queue, queued)
 
-    def _text_stream(self, request: GenerateRequest) -> TextStream:
+    def _text_stream(self, request: GenerateRequest, prompt: Sequence[int]) -> TextStream:
         parser = self._model.grammars.call_parser(request)
-        # Some models mark tool calls by special tokens.
-        skip = request.skip_special_tokens and parser is None
+        text, skip = self._model.text, request.skip_special_tokens
+        # Stop strings and calls may be spelled by special tokens that are left out of the text.
+        hidden = text.special_tokens if skip and request.stops else {}
+        marks = self._model.grammars.special_marks if skip and parser is not None else {}
         return TextStream(
-            self._model.text.detokenizer(skip_special_tokens=skip),
+            text.detokenizer(skip_special_tokens=skip, prompt=prompt),
             StopMatcher(request.stops, include=request.include_stop_str_in_output),
             min_tokens=request.min_tokens,
             include_stop=request.include_stop_str_in_output,
             parser=parser,
+            hidden={i: t for i, t in hidden.items() if i not in marks} if marks else hidden,
+            marks=marks,
         )
 
 

@@ -65,11 +65,12 @@ class Delta:
 class RequestText:
     """The text side of a request.
 
-    stream: makes the text stream of a choice. token_table: single tokens as text. echoed: prompts
-    to be sent before the output, by their ids. whole: each choice is sent at its end.
+    stream: makes the text stream of a choice, given the ids of its prompt. token_table: single
+    tokens as text. echoed: prompts to be sent before the output, by their ids. whole: each choice
+    is sent at its end.
     """
 
-    stream: Callable[[], TextStream]
+    stream: Callable[[Sequence[int]], TextStream]
     token_table: TokenTable
     echoed: Mapping[tuple[int, ...], PromptText]
     whole: bool
@@ -91,7 +92,7 @@ class OutputStream:
         emit: Callable[[Delta], None],
     ) -> None:
         self.job = job
-        self.stream = text.stream()
+        self.stream = text.stream(job.prompt_ids)
         self.first_token = self.last_token = 0.0
         self.longest_gap = 0.0  # seconds between two tokens
         self._whole = text.whole

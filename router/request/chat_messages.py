@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal
@@ -35,10 +36,11 @@ class TextPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A function's name and its arguments, a JSON object as text."""
+    """A function's name and its arguments: the text of a JSON object, as answers have it; from
+    other places an object, or text that was cut short."""
 
     name: str
-    arguments: str
+    arguments: str | dict[str, Any] | list[Any] | None = ""
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,12 +50,19 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["function"] = "function"
     function: FunctionCall
 
-    def arguments(self) -> dict[str, Any]:
-        """The arguments as an object: templates write them as JSON themselves.
-
-        Raises msgspec.DecodeError or RecursionError when the text is not a JSON object.
-        """
-        return _OBJECT.decode(self.function.arguments or "{}")
+    def arguments(self) -> dict[str, Any] | str:
+        """The arguments as an object, which templates write as JSON themselves; as text when they
+        are none. Raises RecursionError."""
+        arguments = self.function.arguments
+        if isinstance(arguments, dict):
+            return arguments
+        if not arguments:
+            return {}
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        try:
+            return _OBJECT.decode(text)
+        except msgspec.DecodeError:
+            return text
 
 
 _OBJECT = msgspec.json.Decoder(dict[str, Any])
@@ -140,7 +149,5 @@ def _check_calls(message: AssistantMessage, path: str) -> None:
         param = f"{path}.tool_calls[{j}].function.arguments"
         try:
             check_depth(call.arguments(), param)
-        except (msgspec.DecodeError, RecursionError):
-            raise InvalidRequest(
-                f"{param} must be the text of a JSON object", param=param
-            ) from None
+        except RecursionError:
+            raise InvalidRequest(f"{param} is nested too deeply", param=param) from None

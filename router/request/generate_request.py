@@ -114,7 +114,8 @@ class GenerateRequest(Body, dict=True):
     max_tokens: unset: chat: the rest of the context, completions: 16, cut to what fits. An explicit
         value that does not fit behind the prompt is refused. 0 is for `echo` or `prompt_logprobs`.
     min_tokens: no end, stop token or stop string counts before.
-    stop: the output is cut exactly before the first of these to be completed.
+    stop: the output is cut exactly before the first of these to be completed; special tokens count
+        by their spelling, whether they are shown or not.
     stop_token_ids: a stop token counts as output but is not part of the text.
     ignore_eos: the model's own end tokens do not end the output.
     response_format: `text`, `json_object`, or `json_schema` with a schema:

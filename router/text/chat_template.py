@@ -20,10 +20,17 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from observability.logging import get_logger
 from protocol.errors import InvalidRequest, Unsupported
 from router.request.chat_messages import AnyMessage, AssistantMessage, ChatRole, ToolMessage
 from router.text.tool_formats import ToolFormat, detect_format
 
+log = get_logger(__name__)
+
+#: Special tokens that templates may name.
+SPECIAL_NAMES = (
+    *("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"),
+)
 #: Neutralises control tokens in a text of a role (router.text.tokenizer).
 Hide = Callable[[str, ChatRole], str]
 #: What a template can raise because of its messages.
@@ -37,6 +44,7 @@ class ChatTemplate:
     """A compiled template. Raises ValueError when the template itself does not parse.
 
     knows_tools, knows_calls: whether it renders tool definitions, and tool calls in messages.
+    unset: special tokens that it names and that have no value.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -54,6 +62,7 @@ class ChatTemplate:
         self.source = source
         self.knows_tools = "tools" in names
         self.knows_calls = "tool_calls" in source
+        self.unset = sorted(names & set(SPECIAL_NAMES) - set(special_tokens))
         self._special_tokens = dict(special_tokens)
 
     def render(
@@ -91,8 +100,20 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
-def _to_json(value: object, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,10 +135,15 @@ class ChatTemplates:
             raise InvalidRequest("this model has no chat template", param="messages")
         if not template.knows_calls and any(map(_has_calls, messages)):
             raise Unsupported("the model's chat template has no tool calls", param="messages")
-        return template.render(
-            [_plain(message, hide) for message in messages],
-            [_hidden(tool, ChatRole.SYSTEM, hide) for tool in tools],
-        )
+        plain = [_plain(message, hide) for message in messages]
+        definitions = [_hidden(tool, ChatRole.SYSTEM, hide) for tool in tools]
+        try:
+            return template.render(plain, definitions)
+        except InvalidRequest:
+            wrapped = _with_wrapped_arguments(plain)
+            if wrapped is None:
+                raise
+            return template.render(wrapped, definitions)
 
     def require_tools(self) -> ToolFormat:
         """How tool calls are written. Raises Unsupported when this model takes no tools."""
@@ -149,20 +175,18 @@ def load_templates(
 ) -> ChatTemplates:
     """The templates in `folder`, or in the file `chosen`; `tool_format` overrides detection. Raises
     ValueError when a template cannot be read or does not parse."""
-    file = folder / "chat_template.jinja"
-    source: Any = settings.get("chat_template")
-    if chosen:
-        source = chosen_source(chosen)
-    elif file.is_file():
-        source = file.read_text(encoding="utf-8")
-    named = {"default": source}
-    if isinstance(source, list):  # variants by name
-        named = {item["name"]: item["template"] for item in source}
+    named = {"default": chosen_source(chosen)} if chosen else _named_sources(folder, settings)
     tokens = special_texts(settings)
     plain = _template(named.get("default"), tokens)
     with_tools = _template(named.get("tool_use"), tokens) or plain
     if with_tools is not None and not with_tools.knows_tools:
         with_tools = None
+    for template in {plain, with_tools} - {None}:
+        if template is not None and template.unset:
+            names = ", ".join(template.unset)
+            log.warning(
+                "the chat template uses tokens that the model's folder does not name: %s", names
+            )
     found = None if with_tools is None else detect_format(with_tools.source)
     return ChatTemplates(
         plain=plain,
@@ -171,9 +195,27 @@ def load_templates(
     )
 
 
+def _named_sources(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """The templates in a model's folder by name: files go before settings, as in transformers."""
+    source: Any = settings.get("chat_template")
+    named: dict[str, str] = {}
+    if isinstance(source, list):
+        named = {item["name"]: item["template"] for item in source}
+    elif source:
+        named["default"] = source
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {file.stem: file for file in (folder / "additional_chat_templates").glob("*.jinja")}
+    found = {name: file.read_text("utf-8") for name, file in files.items() if file.is_file()}
+    return found or named
+
+
 def special_texts(settings: Mapping[str, Any]) -> dict[str, str]:
-    names = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
-    texts = {name: token_text(settings.get(name)) for name in names}
+    """The special tokens that templates may name, with their texts."""
+    more = settings.get("extra_special_tokens")
+    named = {name: settings.get(name) for name in SPECIAL_NAMES}
+    texts = {
+        k: token_text(v) for k, v in ((more if isinstance(more, dict) else {}) | named).items()
+    }
     return {name: text for name, text in texts.items() if text is not None}
 
 
@@ -213,6 +255,23 @@ def _plain(message: AnyMessage, hide: Hide) -> dict[str, Any]:
             for call in message.tool_calls
         ]
     return plain
+
+
+def _with_wrapped_arguments(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """The messages with an object around arguments that are no JSON object, for templates that look
+    into arguments; None when there are no such arguments."""
+    found = False
+    wrapped = []
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls", ()):
+            arguments = call["function"]["arguments"]
+            if isinstance(arguments, str):
+                found = True
+                call = call | {"function": call["function"] | {"arguments": {"text": arguments}}}
+            calls.append(call)
+        wrapped.append(message | {"tool_calls": calls} if calls else message)
+    return wrapped if found else None
 
 
 def _hidden(value: Any, role: ChatRole, hide: Hide) -> Any:

@@ -46,13 +46,13 @@ class WindowDetokenizer:
     """For any other tokenizer: decodes a small window again and returns what is new.
 
     The window starts one token before the last emitted text, for decoders that depend on the token
-    before (leading spaces, byte runs).
+    before (leading spaces, byte runs); at first with the end of `prompt`, which the output goes on.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, decode: Callable[[list[int]], str], *, prompt: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._window: list[int] = []
-        self._num_emitted = 0  # leading tokens of the window whose text was returned
+        self._window = _end_of(prompt, decode)
+        self._num_emitted = len(self._window)  # leading tokens whose text was returned
 
     def push(self, token: int) -> str:
         self._window.append(token)
@@ -74,6 +74,17 @@ class WindowDetokenizer:
     def _texts(self) -> tuple[str, str]:
         before = self._decode(self._window[: self._num_emitted]) if self._num_emitted else ""
         return before, self._decode(self._window)
+
+
+def _end_of(prompt: Sequence[int], decode: Callable[[list[int]], str]) -> list[int]:
+    """The last tokens of a prompt, so many that they have text that begins with a character."""
+    size = _MAX_HELD_TOKENS
+    while True:
+        end = list(prompt[-size:])
+        text = decode(end)
+        if size >= len(prompt) or (text and not text.startswith(_REPLACEMENT)):
+            return end
+        size *= 4
 
 
 Detokenizer = ByteDetokenizer | WindowDetokenizer

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from protocol.states import FinishReason
 from router.text.detokenizer import Detokenizer
 from router.text.tool_parser import CallDelta, CallParser
+
+_NONE: Mapping[int, str] = MappingProxyType({})
 
 
 class TextStream:
@@ -16,6 +19,9 @@ class TextStream:
     first token after `min_tokens`; a match must lie wholly behind it. `tokens` counts every output
     token, `characters` those of their text, cut or not, up to the last complete one. With a
     `parser`, tool calls are taken out of the text; `calls` is what the last token adds to them.
+
+    Where the detokenizer leaves special tokens out, stop strings match the spellings of those in
+    `hidden` (by id) all the same, and those in `marks` are put into the text for the parser.
     """
 
     def __init__(
@@ -26,12 +32,16 @@ class TextStream:
         min_tokens: int,
         include_stop: bool = False,
         parser: CallParser | None = None,
+        hidden: Mapping[int, str] = _NONE,
+        marks: Mapping[int, str] = _NONE,
     ) -> None:
         self._detokenizer = detokenizer
         self._stops = stops
         self._min_tokens = min_tokens
         self._include_stop = include_stop
         self._parser = parser
+        self._hidden = hidden
+        self._marks = marks
         self.tokens = 0
         self.characters = 0
         self.finish: FinishReason | None = None
@@ -40,13 +50,16 @@ class TextStream:
     def push(self, token: int, finish: FinishReason | None) -> str:
         """Add a token. Returns the text that becomes certain; sets `finish` at the end."""
         self.tokens += 1
-        hidden = finish is FinishReason.STOP and not self._include_stop
-        text = "" if hidden else self._detokenizer.push(token)
+        left_out = finish is FinishReason.STOP and not self._include_stop
+        text = "" if left_out else self._detokenizer.push(token)
+        if token in self._marks and not left_out:
+            text += self._marks[token]
         self.characters += len(text)
         if finish is not None:
             text += self._detokenizer.flush()
         if self.tokens > self._min_tokens:
-            text = self._stops.push(text)
+            hidden = "" if left_out else self._hidden.get(token, "")
+            text = self._stops.push(text, hidden)
         if self._stops.matched:
             self.finish = FinishReason.STOP
         elif finish is not None:
@@ -75,34 +88,53 @@ class StopMatcher:
         self._include = include
         self._automata = [_Automaton(stop) for stop in stops]
         self._held = ""
+        self._hidden: list[tuple[int, int]] = []  # parts of the held text that are not shown
         self.matched = False
 
-    def push(self, text: str) -> str:
-        """Add text. Returns what is certain; nothing after a match, which sets `matched`."""
+    def push(self, text: str, hidden: str = "") -> str:
+        """Add text, and behind it hidden text, which matches and is not returned unless it is part
+        of an included stop string.
+
+        Returns what is certain; nothing after a match, which sets `matched`.
+        """
         if self.matched:
             return ""
         if not self._automata:
             return text
-        held = self._held + text
         offset = len(self._held)
-        for i, char in enumerate(text):
+        added = text + hidden
+        self._held += added
+        if hidden:
+            self._hidden.append((offset + len(text), len(self._held)))
+        for i, char in enumerate(added, start=offset + 1):
             longest = 0
             for automaton in self._automata:
                 if automaton.step(char):
                     longest = max(longest, automaton.length)
             if longest:
                 self.matched = True
+                stop = self._held[i - longest : i] if self._include else ""
+                text = self._release(i - longest)
                 self._held = ""
-                return held[: offset + i + 1 - (0 if self._include else longest)]
-        keep = max(automaton.state for automaton in self._automata)
-        cut = len(held) - keep
-        self._held = held[cut:]
-        return held[:cut]
+                return text + stop
+        return self._release(len(self._held) - max(one.state for one in self._automata))
 
     def flush(self) -> str:
         """The text held back, at the end."""
-        held, self._held = self._held, ""
-        return held
+        return self._release(len(self._held))
+
+    def _release(self, cut: int) -> str:
+        """Hold only what is behind `cut`; returns what is shown of the rest."""
+        text, self._held = self._held[:cut], self._held[cut:]
+        if not self._hidden:
+            return text
+        shown, end = [], 0
+        for start, stop in self._hidden:
+            shown.append(text[end:start])
+            end = stop
+        shown.append(text[end:])
+        self._hidden = [(max(0, a - cut), b - cut) for a, b in self._hidden if b > cut]
+        return "".join(shown)
 
 
 class _Automaton:

@@ -1,15 +1,14 @@
 """A model's text side, read from its folder: tokenizer, chat template, end tokens.
 
-Reads tokenizer.json, tokenizer_config.json, config.json, generation_config.json and
-chat_template.jinja as transformers writes them; nothing of transformers or torch is needed.
+Reads tokenizer.json, tokenizer_config.json, special_tokens_map.json, config.json,
+generation_config.json and chat templates as transformers writes them; nothing of transformers or
+torch is needed.
 """
 
 from __future__ import annotations
 
 import json
-import re
-import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,8 +17,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from protocol.errors import ContextTooLong
-from router.request.chat_messages import AnyMessage, ChatRole
+from router.request.chat_messages import AnyMessage
 from router.text.chat_template import load_templates, token_text
+from router.text.control_tokens import ControlTokens, HiddenControlTokens
 from router.text.detokenizer import (
     ByteDetokenizer,
     Detokenizer,
@@ -28,78 +28,10 @@ from router.text.detokenizer import (
     byte_table,
 )
 
-_Encode = Callable[[str], tuple[int, ...]]
 #: Of a text with more characters per allowed token than this, the start is tokenised first.
 _CHARS_PER_TOKEN = 8
 #: Cutting a text can change the tokens around the cut by no more than this.
 _CUT_EFFECT = 64
-
-
-class ControlTokens:
-    """The spellings of one tokenizer's control tokens, which are text inside chat content.
-
-    A user who writes `<|im_end|>` must not end the user message and forge another. A placeholder
-    stands for each control token's spelling while the template runs; then the prompt is tokenised
-    around the placeholders, and each spelling in two parts, so that it becomes ordinary tokens of
-    the same text. Prompts without such spellings are tokenised in one piece.
-
-    Special tokens are neutralised in all content, added tokens not flagged special (`<think>`) in
-    that of users and tools only: an assistant's message may mean them.
-    """
-
-    def __init__(self, *, special: Sequence[str], plain: Sequence[str], encode: _Encode) -> None:
-        self.special = _pattern(special)
-        self.all = _pattern([*special, *plain])
-        self.encode = encode
-
-
-class HiddenControlTokens:
-    """Those found in one prompt. Placeholders are random, so content cannot contain them."""
-
-    def __init__(self, tokens: ControlTokens) -> None:
-        self._tokens = tokens
-        self._nonce = ""
-        self._found: list[str] = []
-
-    @property
-    def used(self) -> bool:
-        return bool(self._found)
-
-    def hide(self, content: str, role: ChatRole) -> str:
-        """`content` with a placeholder for each control token it spells."""
-        trusted = role in (ChatRole.SYSTEM, ChatRole.ASSISTANT)
-        pattern = self._tokens.special if trusted else self._tokens.all
-        if pattern is None or pattern.search(content) is None:
-            return content
-        self._nonce = self._nonce or secrets.token_hex(8)
-        return pattern.sub(self._placeholder, content)
-
-    def encode(self, prompt: str) -> tuple[int, ...]:
-        ids: list[int] = []
-        parts = re.split(f"\ue000{self._nonce}:([0-9]+)\ue001", prompt)
-        for i, part in enumerate(parts):
-            ids += self._spelled(self._found[int(part)]) if i % 2 else self._tokens.encode(part)
-        return tuple(ids)
-
-    def _placeholder(self, match: re.Match[str]) -> str:
-        self._found.append(match.group())
-        return f"\ue000{self._nonce}:{len(self._found) - 1}\ue001"
-
-    def _spelled(self, token: str) -> list[int]:
-        """The token's spelling as ordinary ids: cut where neither part is a control token."""
-        known = self._tokens.all
-        if len(token) < 2 or known is None:
-            return []  # a single character cannot be spelled any other way
-        for cut in range(1, len(token)):
-            parts = token[:cut], token[cut:]
-            if not any(known.search(part) for part in parts):
-                return [i for part in parts for i in self._tokens.encode(part)]
-        return []
-
-
-def _pattern(tokens: Sequence[str]) -> re.Pattern[str] | None:
-    ordered = sorted({token for token in tokens if token}, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +62,7 @@ class ModelText:
     ) -> None:
         self._tokenizer = _load_tokenizer(folder / "tokenizer.json")
         model = _read_json(folder / "config.json", required=True)
-        settings = _read_json(folder / "tokenizer_config.json")
+        settings = _tokenizer_settings(folder)
         generation = _read_json(folder / "generation_config.json")
         text_model = model.get("text_config") or model
         self.vocab_size = int(text_model.get("vocab_size") or self._tokenizer.get_vocab_size())
@@ -140,13 +72,7 @@ class ModelText:
         decoder = self._tokenizer.get_added_tokens_decoder()
         self.special_tokens = {i: token.content for i, token in decoder.items() if token.special}
         self.added_tokens = {i: token.content for i, token in decoder.items()}
-        added = decoder.values()
-        self._control = ControlTokens(
-            special=[token.content for token in added if token.special],
-            plain=[token.content for token in added if not token.special],
-            encode=lambda text: self.encode(text, add_special_tokens=False),
-        )
-        self._neutralise = neutralise_control_tokens
+        self._control = ControlTokens(self._tokenizer) if neutralise_control_tokens else None
         self.chat = load_templates(folder, settings, chosen=chat_template, tool_format=tool_format)
         self._byte_table = self._make_byte_table()
         self._whole_table = self._byte_table and [
@@ -175,7 +101,7 @@ class ModelText:
         Raises InvalidRequest when the model has no template or the template refuses the messages,
         ContextTooLong when the prompt has far more than `limit` tokens.
         """
-        hidden = HiddenControlTokens(self._control) if self._neutralise else None
+        hidden = None if self._control is None else HiddenControlTokens(self._control)
         hide = (lambda text, _role: text) if hidden is None else hidden.hide
         prompt = self.chat.render(messages, tools, hide)
         if limit is not None and self.longer_than(prompt, limit):
@@ -191,11 +117,15 @@ class ModelText:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
+    def detokenizer(
+        self, *, skip_special_tokens: bool = True, prompt: Sequence[int] = ()
+    ) -> Detokenizer:
+        """A fresh detokenizer of an output that follows `prompt`."""
         table = self._byte_table if skip_special_tokens else self._whole_table
         if table is not None:
             return ByteDetokenizer(table)
-        return WindowDetokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens))
+        decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
+        return WindowDetokenizer(decode, prompt=prompt)
 
     def show(
         self, prompt: str | Sequence[int], ids: Sequence[int], *, skip_special_tokens: bool
@@ -259,6 +189,15 @@ def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
         return {}
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return content
+
+
+def _tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json; older folders name the special tokens in a file of their own, which
+    counts where the first does not list the added tokens (as in transformers 5)."""
+    settings = _read_json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" in settings:
+        return settings
+    return settings | _read_json(folder / "special_tokens_map.json")
 
 
 def _ids(value: object) -> Iterator[int]:

@@ -31,6 +31,11 @@ class ToolFormat(StrEnum):
         return _BEGINS[self]
 
     @property
+    def marks(self) -> tuple[str, ...]:
+        """The marks that calls have, which may be special tokens."""
+        return _MARKS[self]
+
+    @property
     def arguments(self) -> str:
         return "parameters" if self is ToolFormat.LLAMA else "arguments"
 
@@ -39,6 +44,11 @@ _BEGINS = {
     ToolFormat.HERMES: "<tool_call>",
     ToolFormat.LLAMA: "",
     ToolFormat.MISTRAL: "[TOOL_CALLS]",
+}
+_MARKS = {
+    ToolFormat.HERMES: ("<tool_call>", "</tool_call>"),
+    ToolFormat.LLAMA: (PYTHON_TAG,),
+    ToolFormat.MISTRAL: ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
 }
 
 

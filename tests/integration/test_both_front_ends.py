@@ -146,6 +146,20 @@ async def test_text_of_random_tokens_is_the_same_every_way(
     assert (cut.only.text, cut.only.finish) == (text[: text.index(stop)], "stop")
 
 
+@pytest.mark.parametrize("skip", [True, False])
+async def test_a_stop_string_may_spell_a_special_token(
+    front_ends: BothFrontEnds, skip: bool
+) -> None:
+    """It ends the output whether special tokens are shown or not."""
+    for asked in (asking(), {"messages": HELLO, "max_tokens": 16}):
+        asked |= {"logit_bias": {"1": 100.0}, "skip_special_tokens": skip}
+        said = await front_ends.ask(**asked, stop=["<|im_start|>"])
+        assert (said.only.text, said.only.ids, said.only.finish) == ("", [1], "stop")
+        said = await front_ends.ask(**asked, stop=["start|><|im"], min_tokens=1)
+        left = "" if skip else "<|im_start|><|im_"
+        assert (said.only.text, said.only.ids, said.only.finish) == (left, [1] * 3, "stop")
+
+
 async def test_choices_are_all_there_and_each_has_its_seed(front_ends: BothFrontEnds) -> None:
     alone = [
         (await front_ends.over_grpc(asking(temperature=1.0, seed=seed, max_tokens=5))).only.ids

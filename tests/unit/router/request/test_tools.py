@@ -117,6 +117,24 @@ def test_calls_and_their_results_are_messages() -> None:
     assert (messages[2].tool_call_id, messages[2].text) == ("c1", "5 C")
 
 
+@pytest.mark.parametrize(
+    ("sent", "taken"),
+    [
+        ({"city": "Oslo"}, {"city": "Oslo"}),
+        (None, {}),
+        ([], {}),
+        ([1], "[1]"),
+        ("null", "null"),
+        ('{"city": "Os', '{"city": "Os'),
+    ],
+)
+def test_arguments_come_back_in_any_form(sent: object, taken: object) -> None:
+    """A conversation goes on after arguments that were cut short, or that are no object."""
+    (message,) = chat_messages([{"role": "assistant", "tool_calls": [call(arguments=sent)]}])
+    assert isinstance(message, AssistantMessage)
+    assert [c.arguments() for c in message.tool_calls or ()] == [taken]
+
+
 WRONG_MESSAGES: list[tuple[dict[str, Any], ErrorCode, str]] = [
     ({"role": "tool", "content": "x"}, BAD, "messages[0].tool_call_id"),
     ({"role": "tool", "tool_call_id": "c"}, BAD, "messages[0].content"),
@@ -141,12 +159,12 @@ WRONG_MESSAGES: list[tuple[dict[str, Any], ErrorCode, str]] = [
         "messages[0].tool_calls[0].id",
     ),
     (
-        {"role": "assistant", "tool_calls": [call(arguments="[1]")]},
+        {"role": "assistant", "tool_calls": [call(arguments=5)]},
         BAD,
         "messages[0].tool_calls[0].function.arguments",
     ),
     (
-        {"role": "assistant", "tool_calls": [call(arguments="{")]},
+        {"role": "assistant", "tool_calls": [call(arguments='{"a":' * 80 + "1" + "}" * 80)]},
         BAD,
         "messages[0].tool_calls[0].function.arguments",
     ),

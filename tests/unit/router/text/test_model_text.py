@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from protocol.errors import InvalidRequest
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import ModelText
-from tests.support.tiny_text import STRICT, byte_level, write_model_text
+from tests.support.tiny_text import STRICT, byte_level, sentencepiece_like, write_model_text
 from tests.support.typed_requests import chat_messages
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -84,6 +85,22 @@ def test_template_conventions_of_transformers() -> None:
     assert rendered == '{"role": "user", "content": "é<"}4</s>'
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *("", "ensure_ascii=False", "ensure_ascii=True", "True", "sort_keys=True", "indent=2"),
+        *("False, 2", "separators=(',', ':')", "ensure_ascii=False, indent=None, sort_keys=True"),
+    ],
+)
+def test_tojson_takes_what_transformers_takes(tmp_path: Path, arguments: str) -> None:
+    template = "{{ messages[0] | tojson(" + arguments + ") }}"
+    write_model_text(tmp_path, template=template)
+    messages = [{"role": "user", "content": "é <b>"}]
+    oracle = PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+    expected = oracle.apply_chat_template(messages, tokenize=False)
+    assert ChatTemplate(template, {}).render(messages) == expected
+
+
 def test_a_template_that_does_not_parse_is_a_start_up_error() -> None:
     with pytest.raises(ValueError, match="chat template"):
         ChatTemplate("{% if %}", {})
@@ -109,6 +126,36 @@ def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).unlink()
     with pytest.raises(FileNotFoundError, match=name):
         ModelText(tmp_path)
+
+
+NAMED = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_special_tokens_may_be_named_in_a_file_of_their_own(tmp_path: Path, listed: bool) -> None:
+    write_model_text(tmp_path, tokenizer=sentencepiece_like(), template=NAMED)
+    settings: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if listed:  # then transformers does not read the other file
+        settings["added_tokens_decoder"] = {"1": {"content": "<s>", "special": True}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    names = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
+    oracle = PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+    expected = oracle.apply_chat_template(HELLO, tokenize=False)
+    assert ("<s>" in expected) is not listed
+    text = ModelText(tmp_path)
+    assert list(text.encode_chat(chat_messages(HELLO))) == oracle.encode(
+        expected, add_special_tokens=False
+    )
+
+
+def test_a_special_token_without_a_value_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_model_text(tmp_path, template=NAMED)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    ModelText(tmp_path)
+    assert "bos_token, eos_token" in caplog.text
 
 
 # --- role markers in content ----------------------------------------------------------------------

@@ -137,3 +137,32 @@ def test_an_end_at_the_first_token_is_an_empty_text() -> None:
     stream = text_stream(["x"])
     assert feed(stream, [0], FinishReason.STOP) == ""
     assert stream.finish is FinishReason.STOP
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    stops=st.lists(st.text("ab<>", min_size=1, max_size=4), min_size=1, max_size=3),
+    pieces=st.lists(
+        st.tuples(st.text("ab<", max_size=3), st.sampled_from(["", "<a>"])), max_size=6
+    ),
+    include=st.booleans(),
+)
+def test_hidden_text_matches_and_is_not_shown(
+    stops: list[str], pieces: list[tuple[str, str]], include: bool
+) -> None:
+    text = "".join(shown + hidden for shown, hidden in pieces)
+    mask = "".join("s" * len(shown) + "h" * len(hidden) for shown, hidden in pieces)
+    cut = first_cut(stops, text)
+    matcher, out = StopMatcher(stops, include=include), ""
+    for shown, hidden in pieces:
+        out += matcher.push(shown, hidden)
+    assert matcher.matched == (cut is not None)
+    out += matcher.flush()
+    end = len(text) if cut is None else cut
+    wanted = "".join(c for c, m in zip(text[:end], mask[:end], strict=True) if m == "s")
+    if include and cut is not None:
+        assert out.startswith(wanted)
+        assert out[len(wanted) :] in stops
+        assert text[cut:].startswith(out[len(wanted) :])
+    else:
+        assert out == wanted

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from protocol.errors import Unsupported
 from router.text.tokenizer import ModelText
@@ -79,3 +80,39 @@ def test_the_format_is_told_from_the_template_or_set(tmp_path: Path) -> None:
     with pytest.raises(Unsupported):
         ModelText(unknown).chat.require_tools()
     assert ModelText(unknown, tool_format="llama").chat.require_tools() is ToolFormat.LLAMA
+
+
+@pytest.mark.parametrize(
+    ("call", "shown"),
+    [
+        ("{{ c.function.arguments | tojson }}", '"{\\"zone\\": \\"UT"'),
+        ("{{ c.function.arguments }}", '{"zone": "UT'),
+        ("{{ c.function.arguments.items() | list }}", "[('text', '{\"zone\": \"UT')]"),
+    ],
+)
+def test_arguments_that_are_no_object_are_shown_as_they_are(
+    tmp_path: Path, call: str, shown: str
+) -> None:
+    template = "{% for m in messages %}{% for c in m.tool_calls %}" + call
+    template += "{% endfor %}{% endfor %}"
+    text = ModelText(write_model_text(tmp_path, template=template))
+    calls = [{"id": "c1", "function": {"name": "now", "arguments": '{"zone": "UT'}}]
+    ids = text.encode_chat(chat_messages([{"role": "assistant", "tool_calls": calls}]))
+    assert text.decode(ids) == shown
+
+
+def test_templates_in_a_folder_of_their_own_are_found(tmp_path: Path) -> None:
+    """As transformers saves a model with several."""
+    assert TOOLS is not None
+    write_model_text(tmp_path, template="plain")
+    (tmp_path / "additional_chat_templates").mkdir()
+    variant = tmp_path / "additional_chat_templates" / "tool_use.jinja"
+    variant.write_text("{{ tools | length }} <tool_call>", encoding="utf-8")
+    text = ModelText(tmp_path)
+    hello = chat_messages(TALK[:1])
+    assert text.decode(text.encode_chat(hello)) == "plain"
+    assert text.decode(text.encode_chat(hello, TOOLS.definitions)) == "1 <tool_call>"
+    oracle = PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+    for tools in (None, list(TOOLS.definitions)):
+        rendered = oracle.apply_chat_template(TALK[:1], tools=tools, tokenize=False)
+        assert text.decode(text.encode_chat(hello, tools or ())) == rendered

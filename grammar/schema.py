@@ -1,0 +1,134 @@
+"""JSON Schemas as the library takes them.
+
+A schema is rewritten only where the library refuses what asks for nothing, or lets more through
+than the schema allows. What comes out follows the original.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from protocol.errors import InvalidRequest
+
+#: Keywords whose value is data, not a schema.
+_DATA = frozenset({"const", "enum", "default", "example", "examples", "required"})
+#: Keywords whose value has schemas by names that clients choose.
+_BY_NAME = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
+)
+#: Formats that the library enforces for strings; all others are annotations (JSON Schema 2020-12,
+#: Validation, section 7.2).
+FORMATS = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+)
+_LOWER_BOUNDS = ("minimum", "exclusiveMinimum")
+_BOUNDS = (*_LOWER_BOUNDS, "maximum", "exclusiveMaximum")
+#: Beyond these the library has no numbers.
+_MAX_INT, _MIN_INT, _MAX_FLOAT = 2**63 - 1, 1024 - 2**63, 9.0e18
+
+#: All control characters but those with a short escape in JSON: \b \t \n \f \r.
+_RARE = r"\x00-\x07\x0b\x0e-\x1f"
+#: A string or a regular expression in Lark, or what comes before a schema.
+_JSON_RULE = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|/(?:[^/\\\n]|\\.)++/?|(%json\s*)(?=[{\[])')
+_DECODER = json.JSONDecoder()
+
+
+def for_library(schema: str) -> str:
+    """The text of a schema as the library takes it."""
+    parsed = json.loads(schema)
+    return json.dumps(_rewritten(parsed), ensure_ascii=False)
+
+
+def lark_for_library(source: str) -> str:
+    """A grammar in Lark's syntax with the schemas of its `%json` rules as the library takes them.
+
+    Raises InvalidRequest for such a rule without valid JSON.
+    """
+    parts: list[str] = []
+    at = 0
+    while (found := _JSON_RULE.search(source, at)) is not None:
+        parts.append(source[at : found.end()])
+        at = found.end()
+        if found[1] is not None:
+            try:
+                schema, at = _DECODER.raw_decode(source, at)
+                parts.append(json.dumps(_rewritten(schema), ensure_ascii=False))
+            except (ValueError, RecursionError) as error:
+                raise InvalidRequest(f"%json: {error}") from None
+    return "".join([*parts, source[at:]])
+
+
+def _rewritten(value: Any) -> Any:
+    """The same for a schema, or an array of schemas."""
+    if isinstance(value, list):
+        return [_rewritten(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    changed = {}
+    for key, item in value.items():
+        if key in _BY_NAME and isinstance(item, dict):
+            rename = without_rare if key == "patternProperties" else str
+            changed[key] = {rename(name): _rewritten(schema) for name, schema in item.items()}
+        elif not _asks_nothing(key, item):
+            changed[key] = _keyword(key, item)
+    return changed
+
+
+def _asks_nothing(key: str, value: Any) -> bool:
+    return (key == "format" and value not in FORMATS) or (key == "uniqueItems" and value is False)
+
+
+def _keyword(key: str, value: Any) -> Any:
+    if key in _DATA:
+        return value
+    if key == "pattern" and isinstance(value, str):
+        return without_rare(value)
+    if key in _BOUNDS and isinstance(value, int | float) and not isinstance(value, bool):
+        return _within(value, lower=key in _LOWER_BOUNDS)
+    return _rewritten(value)
+
+
+def _within(bound: float, *, lower: bool) -> float:
+    """A bound that the library has: the numbers it leaves out are beyond 2^63."""
+    is_int = isinstance(bound, int)
+    if lower:
+        return bound if bound >= (_MIN_INT if is_int else -_MAX_FLOAT) else -int(_MAX_FLOAT)
+    return bound if bound <= (_MAX_INT if is_int else _MAX_FLOAT) else int(_MAX_FLOAT)
+
+
+def without_rare(pattern: str) -> str:
+    """A regular expression whose classes leave rare control characters out.
+
+    Where a class has all control characters, the library also lets the escapes of `"` and of the
+    backslash through in JSON, whether the class has these or not.
+    """
+    parts: list[str] = []
+    at = 0
+    while at < len(pattern):
+        if pattern[at] == "[":
+            end = _class_end(pattern, at)
+            parts.append(f"[{pattern[at:end]}&&[^{_RARE}]]")
+        else:
+            end = at + (2 if pattern[at] == "\\" else 1)
+            parts.append(pattern[at:end])
+        at = end
+    return "".join(parts)
+
+
+def _class_end(pattern: str, at: int) -> int:
+    """Where the class that begins at `at` ends, classes within it included."""
+    depth = 0
+    while at < len(pattern):
+        char = pattern[at]
+        at += 2 if char == "\\" else 1
+        if char == "[":
+            depth += 1
+            at += pattern.startswith("^", at)
+            at += pattern.startswith("]", at)  # there it is an ordinary character
+        elif char == "]":
+            depth -= 1
+            if not depth:
+                break
+    return at
