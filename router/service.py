@@ -47,7 +47,8 @@ from router.dispatch.telemetry import record_promises, record_success, traced
 from router.request.endpoints import DetokenizeRequest, TokenizeRequest
 from router.request.generate_request import GenerateRequest, RequestId
 from router.served_model import ModelInfo, ServedModel
-from router.text.text_stream import StopMatcher, TextStream
+from router.text.stop_strings import StopMatcher
+from router.text.text_stream import TextStream
 
 if TYPE_CHECKING:
     from observability.tracing import Tracing

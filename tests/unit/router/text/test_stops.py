@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from protocol.states import FinishReason
 from router.text.detokenizer import ByteDetokenizer
-from router.text.text_stream import StopMatcher, TextStream
+from router.text.stop_strings import StopMatcher
+from router.text.text_stream import TextStream
 
 
 def run(stops: list[str], pieces: list[str]) -> tuple[list[str], bool]:

@@ -83,7 +83,7 @@ def test_the_format_is_told_from_the_template_or_set(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "shown"),
+    ("call", "written"),
     [
         ("{{ c.function.arguments | tojson }}", '"{\\"zone\\": \\"UT"'),
         ("{{ c.function.arguments }}", '{"zone": "UT'),
@@ -91,14 +91,14 @@ def test_the_format_is_told_from_the_template_or_set(tmp_path: Path) -> None:
     ],
 )
 def test_arguments_that_are_no_object_are_shown_as_they_are(
-    tmp_path: Path, call: str, shown: str
+    tmp_path: Path, call: str, written: str
 ) -> None:
     template = "{% for m in messages %}{% for c in m.tool_calls %}" + call
     template += "{% endfor %}{% endfor %}"
     text = ModelText(write_model_text(tmp_path, template=template))
     calls = [{"id": "c1", "function": {"name": "now", "arguments": '{"zone": "UT'}}]
     ids = text.encode_chat(chat_messages([{"role": "assistant", "tool_calls": calls}]))
-    assert text.decode(ids) == shown
+    assert text.decode(ids) == written
 
 
 def test_templates_in_a_folder_of_their_own_are_found(tmp_path: Path) -> None:

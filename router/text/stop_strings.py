@@ -1,0 +1,100 @@
+"""Stop strings: found in a text that arrives in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopMatcher:
+    """Finds stop strings in a text that arrives in pieces.
+
+    Text that may be the start of a stop string is held back; the output is cut exactly before the
+    first stop string to be completed, wherever the pieces split. One automaton per stop string
+    (Knuth, Morris, Pratt 1977): constant time per character, however long the strings.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        """`include`: the output is cut right behind the stop string instead of before it."""
+        self._include = include
+        self._automata = [_Automaton(stop) for stop in stops]
+        self._held = ""
+        self._hidden: list[tuple[int, int]] = []  # parts of the held text that are not shown
+        self.matched = False
+
+    def push(self, text: str, hidden: str = "") -> str:
+        """Add text, and behind it hidden text, which matches and is not returned unless it is part
+        of an included stop string.
+
+        Returns what is certain; nothing after a match, which sets `matched`.
+        """
+        if self.matched:
+            return ""
+        if not self._automata:
+            return text
+        offset = len(self._held)
+        added = text + hidden
+        self._held += added
+        if hidden:
+            self._hidden.append((offset + len(text), len(self._held)))
+        for i, char in enumerate(added, start=offset + 1):
+            longest = 0
+            for automaton in self._automata:
+                if automaton.step(char):
+                    longest = max(longest, automaton.length)
+            if longest:
+                self.matched = True
+                stop = self._held[i - longest : i] if self._include else ""
+                text = self._release(i - longest)
+                self._held = ""
+                return text + stop
+        return self._release(len(self._held) - max(one.state for one in self._automata))
+
+    def flush(self) -> str:
+        """The text held back, at the end."""
+        return self._release(len(self._held))
+
+    def _release(self, cut: int) -> str:
+        """Hold only what is behind `cut`; returns what is shown of the rest."""
+        text, self._held = self._held[:cut], self._held[cut:]
+        if not self._hidden:
+            return text
+        shown, end = [], 0
+        for start, stop in self._hidden:
+            shown.append(text[end:start])
+            end = stop
+        shown.append(text[end:])
+        self._hidden = [(max(0, a - cut), b - cut) for a, b in self._hidden if b > cut]
+        return "".join(shown)
+
+
+class _Automaton:
+    """`state` is the length of the longest prefix of the string that the text so far ends with."""
+
+    def __init__(self, stop: str) -> None:
+        self.length = len(stop)
+        self.state = 0
+        self._stop = stop
+        self._fallback = _fallbacks(stop)
+
+    def step(self, char: str) -> bool:
+        """Add one character. Returns whether the whole string has been seen."""
+        state = self.state
+        while state and self._stop[state] != char:
+            state = self._fallback[state - 1]
+        if self._stop[state] == char:
+            state += 1
+        self.state = state
+        return state == self.length
+
+
+def _fallbacks(stop: str) -> list[int]:
+    """fallback[i]: length of the longest proper prefix of stop[: i + 1] that is also its suffix."""
+    fallback = [0] * len(stop)
+    length = 0
+    for i in range(1, len(stop)):
+        while length and stop[i] != stop[length]:
+            length = fallback[length - 1]
+        if stop[i] == stop[length]:
+            length += 1
+        fallback[i] = length
+    return fallback
