@@ -76,7 +76,7 @@ class RankRunner:
             source = Checkpoint(config.model_path, self._dtype, self._device)
             source.check(tied=model.tie_word_embeddings)
             self.fingerprint = kv_fingerprint(config, model, source.digest(), self.max_model_len)
-            matrices = matrix_reader(source, config.quantization)
+            matrices = matrix_reader(source, model, config.quantization, self._dtype)
             loader = WeightLoader(model, share, source, self._device, matrices)
             self.model = Decoder(loader, self.kernels, tp, self.max_model_len)
         self._tp = tp

@@ -50,7 +50,7 @@ def load_rank(config: EngineConfig, rank: int) -> tuple[CudaRunner, KVFingerprin
     device = rank_device(config, rank)
     torch.cuda.set_device(device)
     model = load_model_config(config.model_path)
-    if config.quantization is not None:
+    if config.quantization is not None or model.quantization is not None:
         raise ModelRefused("quantised weights are not served on GPUs yet", param="quantization")
     source = Checkpoint(config.model_path, getattr(torch, config.dtype), device)
     source.check(tied=model.tie_word_embeddings)

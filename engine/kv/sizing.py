@@ -59,13 +59,19 @@ def kv_fingerprint(
     the context for which rotary embeddings are fixed."""
     return KVFingerprint(
         model=model.describe(),
-        weights=digest if config.quantization is None else f"{digest} {config.quantization}",
+        weights=" ".join(filter(None, (digest, weight_format(config, model)))),
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         dtype=config.dtype,
         rope=model.describe_positions(max_model_len),
     )
+
+
+def weight_format(config: EngineConfig, model: ModelConfig) -> str:
+    """How the matrices are quantised, in the checkpoint or at load; empty: not at all."""
+    stored = model.quantization
+    return config.quantization or ("" if stored is None else stored.describe())
 
 
 def block_bytes(config: EngineConfig, model: ModelConfig) -> int:

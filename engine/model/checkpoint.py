@@ -65,14 +65,45 @@ class Checkpoint:
                 )
             if part.get_dtype() not in _WEIGHT_TYPES:
                 raise ModelRefused(
-                    f"{path}: tensor {name} is {part.get_dtype()}: quantised weights are not "
-                    "served",
+                    f"{path}: tensor {name} is {part.get_dtype()}, which config.json states "
+                    "no quantization_config for",
                     param=name,
                 )
             data = _slice(part, rows, columns)
         except SafetensorError as error:
             raise ModelRefused(f"{path}: tensor {name}: {error}", param=name) from error
         return data.to(device=self._device, dtype=self._dtype).contiguous()
+
+    def header(self, name: str) -> tuple[str, tuple[int, ...]] | None:
+        """Type and shape of a tensor, None where the checkpoint has none of this name."""
+        path = self._owners.get(name)
+        if path is None:
+            return None
+        try:
+            part = self._open(path).get_slice(name)
+            return str(part.get_dtype()), tuple(part.get_shape())
+        except SafetensorError as error:
+            raise ModelRefused(f"{path}: tensor {name}: {error}", param=name) from error
+
+    def stored(self, name: str, rows: Span | None = None, columns: Span | None = None) -> Tensor:
+        """Rows and columns of a tensor that exists, in the type that it is stored in."""
+        path = self._owners[name]
+        try:
+            file = self._open(path)
+            if rows is None and columns is None:  # a scalar cannot be sliced
+                data: Tensor = file.get_tensor(name)
+            else:
+                data = _slice(file.get_slice(name), rows, columns)
+        except SafetensorError as error:
+            raise ModelRefused(f"{path}: tensor {name}: {error}", param=name) from error
+        return data.to(self._device).contiguous()
+
+    def place(self, name: str) -> Path:
+        """The file of a tensor, or of another of its module; the folder where there is none."""
+        if name in self._owners:
+            return self._owners[name]
+        paths = (path for own, path in self._owners.items() if own.startswith(f"{name}."))
+        return next(paths, self._folder)
 
     def check(self, *, tied: bool = False) -> None:
         """Open every file that owns a tensor, so that truncated and missing shards show before

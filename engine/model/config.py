@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 
 from engine.kernels.activation import Activation
+from engine.model.formats.stated import CheckpointFormat
 from engine.model.rope import RopeConfig
 
 
@@ -42,6 +43,7 @@ _NOT_DESCRIBED = frozenset(
     {
         *("vocab_size", "max_position_embeddings", "tie_word_embeddings", "fused_weights"),
         *("final_softcap", "logit_scale", "num_kv_heads", "head_dim", "layers"),
+        "quantization",
     }
 )
 
@@ -54,6 +56,7 @@ class ModelConfig:
     embedding_scale, residual_scale and logit_scale multiply the embeddings, what attention and MLP
     add to the residual stream, and the logits. norm_offset is added to the weights of RMS norms.
     fused_weights: the checkpoint stores q, k, v in one tensor, and gate and up in another.
+    quantization: how it stores matrices, None: as they are.
     """
 
     architecture: str
@@ -71,6 +74,7 @@ class ModelConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     fused_weights: bool = False
+    quantization: CheckpointFormat | None = None
     activation: Activation = Activation.SILU
     norms: NormPlacement = NormPlacement.BEFORE
     norm_offset: float = 0.0

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import difflib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelRefused
 from engine.kernels.activation import Activation
 from engine.model.config import LayerConfig, ModelConfig, NormPlacement, QkNorm
+from engine.model.formats.stated import parse_quantization
 from engine.model.reading import Raw, number, optional_number, optional_positive, positive, refused
 from engine.model.rope import RopeConfig, RopeKind, parse_rope
 
@@ -296,6 +298,8 @@ def load_model_config(model_path: str | Path) -> ModelConfig:
         raise ModelRefused(f"{path} cannot be read: {error}", param=str(path)) from error
     if not isinstance(raw, dict):
         raise ModelRefused(f"{path} is not a JSON object", param=str(path))
+    if path.with_name("hf_quant_config.json").exists() and not raw.get("quantization_config"):
+        raw["quantization_config"] = {"quant_method": "modelopt"}  # stated in a file of its own
     return parse_model_config(raw)
 
 
@@ -309,6 +313,4 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
             "architectures",
             f"{names} is not served; nearest is {nearest} (served: {', '.join(FAMILIES)})",
         )
-    if raw.get("quantization_config"):
-        raise refused("quantization_config", "quantised weights are not served")
-    return FAMILIES[name](raw)
+    return replace(FAMILIES[name](raw), quantization=parse_quantization(raw))

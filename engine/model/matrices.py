@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from engine.config import Quantization
-from engine.model.checkpoint import HEAD
+from engine.errors import ModelRefused
+from engine.model.checkpoint import HEAD, Checkpoint
+from engine.model.config import ModelConfig
+from engine.model.formats.reader import QuantizedMatrices
 from engine.model.sharding import Span
 from engine.quantization.at_load import quantise
 from engine.quantization.weight import Weight
@@ -78,8 +82,20 @@ class QuantisingMatrices:
         return matrix if name == HEAD_MODULE else quantise(matrix, self._kind, columns)
 
 
-def matrix_reader(source: WeightSource, quantization: str | None) -> MatrixReader:
-    """The reader of a checkpoint that is to be quantised like that at load, if at all."""
-    if quantization is None:
-        return PlainMatrices(source)
-    return QuantisingMatrices(source, Quantization(quantization))
+def matrix_reader(
+    source: WeightSource, model: ModelConfig, quantization: str | None, dtype: torch.dtype
+) -> MatrixReader:
+    """The reader of a checkpoint that is quantised, or to be quantised like that at load, or
+    neither. Raises ModelRefused for both."""
+    if model.quantization is None:
+        if quantization is None:
+            return PlainMatrices(source)
+        return QuantisingMatrices(source, Quantization(quantization))
+    if quantization is not None:
+        raise ModelRefused(
+            f"quantization {quantization!r}: the checkpoint is quantised already "
+            f"({model.quantization.describe()})",
+            param="quantization",
+        )
+    assert isinstance(source, Checkpoint)
+    return QuantizedMatrices(source, model.quantization, dtype)

@@ -122,7 +122,8 @@ def test_different_rope_reads_differently():
         ({"architectures": []}, "architectures"),
         ({"architectures": None}, "architectures"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config.quant_method"),
+        ({"quantization_config": "gptq"}, "quantization_config"),
         ({"rope_scaling": {"type": "ntk", "factor": 4.0}}, "rope_scaling"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling"),
         ({"rope_scaling": {"type": "dynamic"}}, "factor"),
@@ -202,6 +203,7 @@ def windows(config):
 APART = {
     *("vocab_size", "max_position_embeddings", "tie_word_embeddings", "fused_weights"),
     *("final_softcap", "logit_scale", "num_kv_heads", "head_dim", "layers"),
+    "quantization",
 }
 
 

@@ -1,0 +1,58 @@
+"""The real small model's first layers in quantised formats, against transformers on the matrices
+that the formats mean: 576 inputs are no multiple of 128."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from engine.config import EngineConfig
+from engine.local import LocalEngine
+from protocol.sampling import SamplingParams
+from tests.support.engine import prompt
+from tests.support.packing import PACKINGS, pack_checkpoint
+from tests.support.smollm2 import TeacherForced
+
+pytestmark = pytest.mark.slow
+LAYERS = 2
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+FORMATS = {
+    "fp8-blocks": replace(PACKINGS["fp8-blocks"], block=128),
+    "awq": replace(PACKINGS["awq"], group=64),
+    "gptq-ordered": replace(PACKINGS["gptq-ordered"], group=128),
+}
+
+
+@pytest.fixture(scope="module")
+def first_layers(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("layers") / "smollm2"
+    shutil.copytree(smollm2, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": LAYERS}))
+    kept = {f"model.layers.{index}." for index in range(LAYERS)}
+    tensors = {
+        name: tensor
+        for name, tensor in load_file(smollm2 / "model.safetensors").items()
+        if ".layers." not in name or any(name.startswith(prefix) for prefix in kept)
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_greedy_ids_are_those_of_transformers(
+    first_layers: Path, tmp_path: Path, name: str
+) -> None:
+    quantised, reference = tmp_path / "quantised", tmp_path / "reference"
+    pack_checkpoint(first_layers, quantised, reference, FORMATS[name])
+    engine = LocalEngine(
+        EngineConfig(model_path=str(quantised), dtype="float32", num_threads=1, num_blocks=80)
+    )
+    prompts = [prompt(length, vocab=49152) for length in (1, 17, 100)]
+    outputs = engine.generate([(ids, GREEDY) for ids in prompts])
+    assert TeacherForced(reference).differences(prompts, outputs) == {}
