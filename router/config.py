@@ -26,6 +26,8 @@ class RouterConfig:
     dispatch_window_s: seconds of prefill work that workers are given ahead; the rest waits in the
         router, in fair order.
     service_tiers: classes of requests by name: latency targets and weight.
+    strict_requests: refuse HTTP requests with fields that are unknown or without effect; otherwise
+        they are served and a header `baton-ignored-fields` names those fields.
     max_body_bytes, max_message_bytes: largest HTTP body and gRPC message read. Parsing one holds up
         every stream for about 10 ms per MiB.
     max_connections: open connections of each front end, idle ones included; beyond it HTTP answers
@@ -76,6 +78,7 @@ class RouterConfig:
     max_queued_tokens: int = 4 << 20
     dispatch_window_s: float = 2.0
     service_tiers: dict[str, ServiceTier] = field(default_factory=dict)
+    strict_requests: bool = False
     max_body_bytes: int = 8 << 20
     max_message_bytes: int = 8 << 20
     max_connections: int = 4096

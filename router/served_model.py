@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +17,7 @@ from protocol.errors import ContextTooLong, InvalidRequest, NotFound, Permission
 from protocol.sampling import Grammar, GrammarKind
 from router.auth.keys import Caller
 from router.config import RouterConfig
-from router.request.chat_messages import AnyMessage
+from router.request.chat_messages import PLAIN, AnyMessage, TemplateOptions
 from router.request.endpoints import ChatRequest
 from router.request.generate_request import GenerateRequest
 from router.request.structured_output import StructuredOutput
@@ -141,6 +143,28 @@ class ModelInfo:
     id: str
     created: int
     max_model_len: int
+    fingerprint: str
+
+
+#: Files that decide what a router makes of a request.
+_TEXT_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+
+
+def _fingerprint(folder: Path, chat_template: str) -> str:
+    """OpenAI's `system_fingerprint`: another one after a change of Baton's version or of the
+    model's text side."""
+    digest = hashlib.sha256(baton_version().encode())
+    files = [folder / name for name in (*_TEXT_FILES, "chat_template.jinja")]
+    for path in [*files, *([Path(chat_template)] if chat_template else [])]:
+        digest.update(path.read_bytes() if path.is_file() else b"-")
+    return f"fp_{digest.hexdigest()[:12]}"
+
+
+def baton_version() -> str:
+    try:
+        return version("baton")
+    except PackageNotFoundError:
+        return "unknown"
 
 
 class ServedModel:
@@ -160,6 +184,7 @@ class ServedModel:
         if not known:
             raise ValueError("max_model_len must be set: the model's config does not state it")
         self.context = min(known)
+        self._fingerprint = _fingerprint(Path(config.model_path), config.chat_template)
         self.grammars = OutputGrammars(self.text)
         self._short = ThreadPoolExecutor(config.text_threads, thread_name_prefix="text")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="long-text")
@@ -175,7 +200,12 @@ class ServedModel:
             )
 
     def info(self) -> ModelInfo:
-        return ModelInfo(id=self.name, created=self._created, max_model_len=self.context)
+        return ModelInfo(
+            id=self.name,
+            created=self._created,
+            max_model_len=self.context,
+            fingerprint=self._fingerprint,
+        )
 
     async def show_prompts(
         self, request: GenerateRequest, ids: Sequence[tuple[int, ...]]
@@ -197,7 +227,11 @@ class ServedModel:
         Raises ContextTooLong for text of far more than `limit` tokens without tokenising all of it.
         """
         if isinstance(request, ChatRequest):
-            return [await self.encode_chat(request.messages, request.tool_use, limit=limit)]
+            return [
+                await self.encode_chat(
+                    request.messages, request.tool_use, request.template_options, limit=limit
+                )
+            ]
         texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
         if not texts:
             return [tuple(prompt) for prompt in request.prompts if not isinstance(prompt, str)]
@@ -225,6 +259,7 @@ class ServedModel:
         self,
         messages: Sequence[AnyMessage],
         tools: ToolUse | None = None,
+        options: TemplateOptions = PLAIN,
         *,
         add_special_tokens: bool = False,
         limit: int,
@@ -242,7 +277,7 @@ class ServedModel:
             self._check_lengths(texts, limit, "messages")
             self._check_lengths(schemas, limit, "tools")
             return self.text.encode_chat(
-                messages, definitions, add_special_tokens=add_special_tokens, limit=limit
+                messages, definitions, options, add_special_tokens=add_special_tokens, limit=limit
             )
 
         return await self._in_thread(encode, sum(map(len, [*texts, *schemas])))

@@ -88,12 +88,11 @@ class Router:
         self._service = InferenceService(self._model, dispatcher, tracing=self._tracing)
         app = make_app(
             self._service,
+            config=config,
             access=self._access,
             metrics_text=self.metrics_text,
-            max_body_bytes=config.max_body_bytes,
             model=self._model,
             metrics_targets=lambda: self._targets or (self.addresses.metrics,),
-            cors_origins=config.cors_origins,
         )
         self._http = self._listener(app)
         self._scrapes = self._listener(make_metrics_app(self.metrics_text))

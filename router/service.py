@@ -203,6 +203,7 @@ class InferenceService:
                 ids = await self._model.encode_chat(
                     request.messages,
                     request.tool_use(),
+                    request.template_options(),
                     add_special_tokens=special or False,
                     limit=limit,
                 )
@@ -247,6 +248,10 @@ class InferenceService:
     def model_name(self) -> str:
         return self._model.name
 
+    @property
+    def model_info(self) -> ModelInfo:
+        return self._model.info()
+
     def models(self, caller: Caller) -> list[ModelInfo]:
         return [self._model.info()] if caller.may_use(self._model.names) else []
 
@@ -290,7 +295,11 @@ class InferenceService:
         check_prompt_ids(request, limits)
         grammar = await self._model.grammars.grammar(request)
         start = self.clock()
-        prompts = await self._model.encode_request(request, limit=limits.total)
+        cut = request.truncate_prompt_tokens
+        limit = limits.total if cut is None else _TOKENIZE_CONTEXTS * limits.total
+        prompts = await self._model.encode_request(request, limit=limit)
+        if cut is not None:
+            prompts = [ids[-cut:] for ids in prompts]
         echoed = await self._model.show_prompts(request, prompts) if request.echoes_prompt else {}
         jobs = make_jobs(
             request,

@@ -24,7 +24,7 @@ from observability import metrics
 from observability.metrics import Metric
 from router.request.endpoints import ChatRequest, CompletionRequest
 from router.request.generate_request import GenerateRequest
-from router.request.parse import HARMLESS, UNSERVED
+from router.request.parse import HARMLESS, HINTS, UNSERVED
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 MAX_COLUMNS = 110
@@ -180,12 +180,12 @@ def api_page() -> str:
         for names, meaning in _meanings(kind)
     ]
     head = "\n\n| field | type | default | meaning |\n| --- | --- | --- | --- |\n"
-    unserved, harmless = (
-        ", ".join(f"`{name}`" for name in names) for names in (UNSERVED, sorted(HARMLESS))
+    unserved, hints, harmless = (
+        ", ".join(f"`{name}`" for name in names) for names in (UNSERVED, HINTS, sorted(HARMLESS))
     )
     lists = (
         _wrapped(f"Known but not served, refused by name unless neutral: {unserved}."),
-        _wrapped(f"Accepted without effect: {harmless}. Any other field is refused by name."),
+        _wrapped(f"Without effect here: {hints}; labels: {harmless}."),
     )
     table = head + "".join(rows) + "\n" + "\n\n".join(lists) + "\n\n"
     return before + _FIELDS_BEGIN + table + _FIELDS_END + after

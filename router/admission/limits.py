@@ -23,6 +23,16 @@ class _Use:
     recent: deque[float] = field(default_factory=deque)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateLimit:
+    """A caller's requests a minute, as far as this router counts them: how many it may start, and
+    in how many seconds the next of those already started no longer counts."""
+
+    limit: int
+    remaining: int
+    reset_s: float
+
+
 class InflightLimits:
     """Counts sequences in flight. Checked before any text is processed."""
 
@@ -64,6 +74,16 @@ class InflightLimits:
             yield
         finally:
             self._add(use, -sequences)
+
+    def rate(self, caller: Caller) -> RateLimit | None:
+        """Where the caller stands with its requests a minute; None without such a limit."""
+        limit = share(caller.requests_per_minute, self.num_routers)
+        if limit is None:
+            return None
+        now, use = self._clock(), self._uses.get(caller.name, _Use())
+        recent = [start for start in use.recent if start > now - _MINUTE_S]
+        reset_s = recent[0] + _MINUTE_S - now if recent else 0.0
+        return RateLimit(limit=limit, remaining=max(0, limit - len(recent)), reset_s=reset_s)
 
     @asynccontextmanager
     async def until_closed(self) -> AsyncIterator[None]:

@@ -45,7 +45,8 @@ class Delta:
     """What one message adds to one choice. Mutable only for speed of construction.
 
     `scores` are those of `token_ids`, None when not requested. `prompt_scores` come with the first
-    delta, one for every prompt token. `calls` is what it adds to tool calls.
+    delta, one for every prompt token. `calls` is what it adds to tool calls. `stop` is the stop
+    string or token that ended the output, if one of the request's did.
     """
 
     index: int
@@ -55,6 +56,7 @@ class Delta:
     scores: list[Score] | None = None
     prompt_scores: list[Score] | None = None
     calls: Sequence[CallDelta] = ()
+    stop: str | int | None = None
 
     @property
     def num_scores(self) -> int:
@@ -159,6 +161,8 @@ class OutputStream:
         text = self._texts[0] if len(self._texts) == 1 else "".join(self._texts)
         delta = Delta(self.job.index, text, self._ids, self.stream.finish, self._scores)
         delta.calls = self._calls
+        if self.stream.finish is FinishReason.STOP:
+            delta.stop = self._stop()
         self._texts, self._ids, self._calls = [], [], []
         if self._scores is not None:
             self._scores = []
@@ -166,6 +170,12 @@ class OutputStream:
             delta.prompt_scores = self._prompt_scores(self._prompt_logprobs)
             self._prompt_logprobs = None
         self._emit(delta)
+
+    def _stop(self) -> str | int | None:
+        last = self._ids[-1] if self._ids else None
+        if self.stream.stop is None and last in self.job.sampling.stop_token_ids:
+            return last
+        return self.stream.stop
 
     def _prompt_scores(self, logprobs: list[TokenLogprobs]) -> list[Score]:
         ids = self.job.prompt_ids

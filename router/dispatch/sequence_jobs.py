@@ -99,7 +99,7 @@ def check_prompt_ids(request: GenerateRequest, limits: TokenLimits) -> None:
     """Check the prompts that came as ids, their lengths first."""
     for prompt in request.prompts:
         if not isinstance(prompt, str):
-            if len(prompt) > limits.total:
+            if min(len(prompt), request.truncate_prompt_tokens or len(prompt)) > limits.total:
                 raise _too_long(f"the prompt has {len(prompt)} tokens", limits, param="prompt")
             check_ids(prompt, limits, param="prompt")
 

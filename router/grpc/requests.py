@@ -101,7 +101,20 @@ def _with_inputs(fields: Fields, _: str) -> Fields:
         if name in fields:
             fields["prompt"] = fields.pop(name)
     fields.update(fields.pop("chat", {}))
+    if "chat_template_kwargs" in fields:
+        name = "chat_template_kwargs"
+        fields[name] = _json_value(fields[name], name)
+    if "documents" in fields:
+        texts = enumerate(fields["documents"])
+        fields["documents"] = [_json_value(text, f"documents[{i}]") for i, text in texts]
     return fields
+
+
+def _json_value(text: str, param: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        raise InvalidRequest(f"{param} is not valid JSON", param=param) from None
 
 
 def _message(fields: Fields, path: str) -> Fields:
@@ -120,10 +133,7 @@ def _tool_call(fields: Fields, _: str) -> Fields:
 def _tool(fields: Fields, path: str) -> Fields:
     if "parameters" in fields:
         param = f"{path}.function.parameters"
-        try:
-            fields["parameters"] = msgspec.json.decode(fields["parameters"])
-        except (msgspec.DecodeError, RecursionError):
-            raise InvalidRequest(f"{param} is not valid JSON", param=param) from None
+        fields["parameters"] = _json_value(fields["parameters"], param)
     return {"type": "function", "function": fields}
 
 

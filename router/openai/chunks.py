@@ -7,12 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from protocol.errors import BatonError
 from protocol.sampling import TokenLogprobs
 from protocol.states import FinishReason
 from router.dispatch.request_run import Delta, RequestRun, Score
 from router.offload import encode as _encode
 from router.offload import encode_in_pieces
+from router.openai.errors import error_body
 from router.request.generate_request import GenerateRequest, RequestKind
+from router.served_model import ModelInfo
 from router.text.detokenizer import TokenTable
 from router.text.tool_parser import CallDelta
 
@@ -95,6 +98,26 @@ def _ranked(token: int, logprobs: TokenLogprobs, count: int) -> Iterator[tuple[i
         yield token, logprobs.logprob, logprobs.rank
 
 
+class OpenAiExchange:
+    """A chat or completion and its answers (router.openai.paths.ApiExchange)."""
+
+    def __init__(self, request: GenerateRequest, model: ModelInfo) -> None:
+        self.request = request
+        self._model = model
+
+    def stream(self, run: RequestRun) -> ChunkWriter:
+        return ChunkWriter(self.request, run, model=self._model)
+
+    def whole(self, run: RequestRun, deltas: Sequence[Delta]) -> bytes:
+        return answer(self.request, run, deltas, model=self._model)
+
+    def failed(self, error: BatonError) -> bytes:
+        return b"data: " + error_body(error) + b"\n\n"
+
+    def named(self, error: BatonError) -> BatonError:
+        return error
+
+
 DONE = b"data: [DONE]\n\n"
 #: They end no line of an event stream, but clients that split lines by their language's rules
 #: (httpx's iter_lines) take them for line ends, so they are escaped.
@@ -104,7 +127,7 @@ _LINE_ENDS = "\x85\u2028\u2029"
 class ChunkWriter:
     """Writes the server-sent events of one stream."""
 
-    def __init__(self, request: GenerateRequest, run: RequestRun, *, model: str) -> None:
+    def __init__(self, request: GenerateRequest, run: RequestRun, *, model: ModelInfo) -> None:
         chat = request.kind is RequestKind.CHAT
         self._request = request
         self._run = run
@@ -125,6 +148,8 @@ class ChunkWriter:
         for delta in deltas:
             self._num_tokens += len(delta.token_ids)
             extra = self._extra(delta) if self._request.return_token_ids else ""
+            if delta.stop is not None:
+                extra += f',"stop_reason":{_encode(delta.stop)}'
             if self._first is not None and delta.index not in self._started:
                 out.append(self._event(delta.index, self._first, "null", ""))
             self._started.add(delta.index)
@@ -188,7 +213,7 @@ class ChunkWriter:
 
 
 def answer(
-    request: GenerateRequest, run: RequestRun, deltas: Sequence[Delta], *, model: str
+    request: GenerateRequest, run: RequestRun, deltas: Sequence[Delta], *, model: ModelInfo
 ) -> bytes:
     """The response of a request that is not streamed, from the one delta of each choice."""
     chat = request.kind is RequestKind.CHAT
@@ -199,6 +224,8 @@ def answer(
         choice |= {"message": _message(delta)} if chat else {"text": delta.text}
         choice["logprobs"] = logprobs_json(request, pieces, delta)
         choice["finish_reason"] = delta.finish
+        if delta.stop is not None:
+            choice["stop_reason"] = delta.stop
         if request.return_token_ids:
             choice["token_ids"] = delta.token_ids
             choice["prompt_token_ids"] = run.prompts[delta.index]
@@ -235,7 +262,7 @@ def _call(call: CallDelta) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _head(request: GenerateRequest, run: RequestRun, *, model: str, stream: bool) -> str:
+def _head(request: GenerateRequest, run: RequestRun, *, model: ModelInfo, stream: bool) -> str:
     if request.kind is RequestKind.CHAT:
         prefix, kind = "chatcmpl", "chat.completion.chunk" if stream else "chat.completion"
     else:
@@ -244,7 +271,8 @@ def _head(request: GenerateRequest, run: RequestRun, *, model: str, stream: bool
         "id": f"{prefix}-{run.request_id}",
         "object": kind,
         "created": int(run.arrival),
-        "model": model,
+        "model": model.id,
+        "system_fingerprint": model.fingerprint,
     }
     if request.service_tier is not None:
         head["service_tier"] = run.tier_name

@@ -35,6 +35,8 @@ def _nullable(schema: Schema) -> Schema:
 
 _COUNT: Schema = {"type": "integer", "minimum": 0}
 _TEXT: Schema = {"type": "string"}
+#: One server-sent event.
+_EVENT = _object({"data": _TEXT}, "data")
 _ERROR = _object(
     {
         "error": _object(
@@ -63,10 +65,11 @@ _MODEL_NAME = {"name": "model", "in": "path", "required": True, "schema": _TEXT}
 
 
 def openapi_document(
-    *, version: str, names: Sequence[str], context: int, vocab_size: int
+    *, version: str, names: Sequence[str], context: int, vocab_size: int, strict: bool
 ) -> Schema:
     """The document that /openapi.json serves, for a model with these names, a context of so many
-    tokens and such a vocabulary."""
+    tokens and such a vocabulary; if `strict`, fields that are not in it are refused."""
+    schemas = _request_schemas(names, context, vocab_size, strict=strict)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Baton", "version": version},
@@ -84,11 +87,13 @@ def openapi_document(
             "/metrics": {"get": _operation(_TEXT, media="text/plain")},
             "/openapi.json": {"get": _operation({"type": "object"})},
         },
-        "components": {"schemas": {"Error": _ERROR} | _request_schemas(names, context, vocab_size)},
+        "components": {"schemas": {"Error": _ERROR} | schemas},
     }
 
 
-def _request_schemas(names: Sequence[str], context: int, vocab_size: int) -> dict[str, Schema]:
+def _request_schemas(
+    names: Sequence[str], context: int, vocab_size: int, *, strict: bool
+) -> dict[str, Schema]:
     """What a field may be, as far as its own value says: what depends on other fields or on the
     cluster is refused later."""
     _, schemas = msgspec.json.schema_components(_REQUESTS, ref_template=_REFERENCE)
@@ -114,7 +119,7 @@ def _request_schemas(names: Sequence[str], context: int, vocab_size: int) -> dic
     schemas["CompletionRequest"]["properties"]["prompt"] = prompt
     neutral = {kind.__name__: kind.neutral for kind in _subclasses(Body)}
     for title, schema in schemas.items():
-        _allow_null(schema, neutral.get(title, ()))
+        _allow_null(schema, neutral.get(title, ()) if strict else None)
     return schemas
 
 
@@ -127,13 +132,13 @@ def _subclasses(kind: type[Body]) -> Iterator[type[Body]]:
         yield from _subclasses(subclass)
 
 
-def _allow_null(schema: Schema, neutral: Sequence[Any]) -> None:
-    """Null means unset; unknown fields are refused unless null or as neutral."""
+def _allow_null(schema: Schema, neutral: Sequence[Any] | None) -> None:
+    """Null means unset; unknown fields may be anything, or only null or as neutral."""
     properties = schema.get("properties", {})
     for name in properties.keys() - set(schema.get("required", ())):
         properties[name] = _nullable(properties[name])
     if schema.get("additionalProperties") is False:
-        schema["additionalProperties"] = {"enum": [None, *neutral]}
+        schema["additionalProperties"] = True if neutral is None else {"enum": [None, *neutral]}
 
 
 def _generate(kind: type[GenerateRequest], name: str) -> Schema:
@@ -149,7 +154,7 @@ def _generate(kind: type[GenerateRequest], name: str) -> Schema:
         *("id", "object", "created", "model", "choices", "usage"),
     )
     operation = _with_body(kind, answer)
-    operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": _TEXT}
+    operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": _EVENT}
     return {"post": operation}
 
 

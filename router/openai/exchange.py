@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -44,8 +45,11 @@ class BodyReader:
         self._limit = limit
         self._unparsed_bytes = 0
 
-    async def read(self, scope: Scope, receive: Receive, kind: type[R]) -> R:
+    async def read(
+        self, scope: Scope, receive: Receive, kind: type[R], ignored: list[str] | None
+    ) -> R:
         """The request of this type in the JSON body; compressed with gzip if the headers say so.
+        The names of fields that are left out go into `ignored`; without it they are refused.
 
         Raises PayloadTooLarge over the limit, before or after decompression, UnsupportedEncoding
         for other compressions, InvalidRequest for a body that is not such a request,
@@ -66,11 +70,11 @@ class BodyReader:
                 raise DeadlineExceeded(f"no body within {_BODY_TIMEOUT_S:g} s") from None
             if encoding != "identity":  # one call: no more bodies are unzipped than threads parse
                 return await asyncio.to_thread(
-                    lambda: parse_json(_unzipped(body, self._limit), kind)
+                    lambda: parse_json(_unzipped(body, self._limit), kind, ignored)
                 )
             if len(body) <= LARGE_BYTES:
-                return parse_json(body, kind)
-            return await asyncio.to_thread(parse_json, body, kind)
+                return parse_json(body, kind, ignored)
+            return await asyncio.to_thread(parse_json, body, kind, ignored)
 
     @contextmanager
     def _counted(self) -> Iterator[Callable[[int], None]]:
@@ -132,6 +136,7 @@ def _too_large(limit: int) -> PayloadTooLarge:
 
 
 HeaderList = list[tuple[bytes, bytes]]
+IGNORED_FIELDS = b"baton-ignored-fields"
 
 #: The last one keeps proxies like nginx from holding events back.
 STREAM_HEADERS: HeaderList = [
@@ -143,11 +148,34 @@ STREAM_HEADERS: HeaderList = [
 _END_TIMEOUT_S = 30.0
 
 
-class HttpAnswer:
-    """One HTTP answer. `started` says whether its status line was sent."""
+#: Of the fields that were left out, so many are named, each cut to so many characters.
+_MAX_NAMED, _MAX_NAME_CHARS = 32, 64
+_INDEX = re.compile(r"\[\d+\]")
+_NOT_A_NAME = re.compile(r"[^\w.\[\]-]", re.ASCII)
 
-    def __init__(self, scope: Scope, send: Send) -> None:
+
+def ignored_header(ignored: Sequence[str]) -> HeaderList:
+    """The header that names the fields of a request that were left out; none without any."""
+    if not ignored:
+        return []
+    names = list(dict.fromkeys(_INDEX.sub("[]", name) for name in ignored))
+    shown = [_NOT_A_NAME.sub("?", name)[:_MAX_NAME_CHARS] for name in names[:_MAX_NAMED]]
+    more = ["..."] if len(names) > _MAX_NAMED else []
+    return [(IGNORED_FIELDS, ", ".join([*shown, *more]).encode())]
+
+
+class HttpAnswer:
+    """One HTTP answer. `started` says whether its status line was sent. `headers` are sent with it,
+    whatever it is."""
+
+    def __init__(
+        self, scope: Scope, send: Send, body_of: Callable[[BatonError], bytes] = error_body
+    ) -> None:
+        """`body_of` writes an error in the form of the path's API."""
         self.started = False
+        self.headers: HeaderList = []
+        self._body_of = body_of
+        self.failed: Callable[[BatonError], bytes] = self._failed
         self._scope = scope
         self._send = send
 
@@ -175,10 +203,12 @@ class HttpAnswer:
             return
         if not self.started:
             headers = [JSON_TYPE, *error_headers(error)]
-            await self.whole(error_status(error), error_body(error), headers)
+            await self.whole(error_status(error), self._body_of(error), headers)
             return
-        last = b"data: " + error_body(error) + b"\n\n"
-        await self.ended(partial(self.part, last, last=True))
+        await self.ended(partial(self.part, self.failed(error), last=True))
+
+    def _failed(self, error: BatonError) -> bytes:
+        return b"data: " + self._body_of(error) + b"\n\n"
 
     async def ended(self, send: Callable[[], Awaitable[None]]) -> None:
         """Send the end of an answer; close the connection of a client that does not read it."""
@@ -190,7 +220,8 @@ class HttpAnswer:
 
     async def _start(self, status: int, headers: HeaderList) -> None:
         self.started = True
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        start = {"type": "http.response.start", "status": status}
+        await self._send({**start, "headers": [*headers, *self.headers]})
 
 
 @asynccontextmanager

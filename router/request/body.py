@@ -19,10 +19,12 @@ MAX_DEPTH = 64
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
 class Body(msgspec.Struct, metaclass=KeywordOnly, frozen=True, forbid_unknown_fields=True):
-    """An object of a request. `neutral` are values besides null with which an unknown field asks
-    for nothing and passes; with any other it is refused by name."""
+    """An object of a request. Fields that it does not know are left out and named (strictly: they
+    are refused unless null or one of `neutral`); those of `unserved` would change the result, and
+    are refused unless null, empty or neutral."""
 
     neutral: ClassVar[tuple[Any, ...]] = ()
+    unserved: ClassVar[frozenset[str]] = frozenset()
 
 
 def check_depth(value: object, param: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -105,12 +106,16 @@ class UserMessage(ChatMessage, tag="user"):
 
 
 class AssistantMessage(ChatMessage, tag="assistant"):
-    """What the model said. It has no content when it only called tools."""
+    """What the model said. It has no content when it only called tools, or said nothing. Templates
+    decide which reasoning of earlier answers the model sees again; `reasoning` is another name."""
 
+    unserved = frozenset({"function_call", "audio"})
     role = ChatRole.ASSISTANT
     content: Content | None = None
     tool_calls: Annotated[Sequence[ToolCall], Meta(max_length=MAX_PARTS)] | None = None
     refusal: None = None  # in every answer, so in the messages that clients send back
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class ToolMessage(ChatMessage, tag="tool"):
@@ -125,6 +130,54 @@ AnyMessage = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage |
 Messages = Annotated[Sequence[AnyMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateOptions:
+    """What a template is given besides messages and tools. The prompt ends where the assistant's
+    answer begins (`generate`), or inside the last message, which the model continues."""
+
+    generate: bool = True
+    continues: bool = False
+    documents: Sequence[Mapping[str, Any]] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+PLAIN = TemplateOptions()
+#: Names in templates that no variable of a request may take.
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+def template_options(
+    messages: Sequence[AnyMessage],
+    *,
+    generate: bool | None,
+    continues: bool,
+    documents: Sequence[Mapping[str, Any]] = (),
+    variables: Mapping[str, Any],
+) -> TemplateOptions:
+    """Checked options of a request. Raises InvalidRequest naming the field."""
+    if continues and generate:
+        raise InvalidRequest(
+            "add_generation_prompt and continue_final_message exclude each other",
+            param="add_generation_prompt",
+        )
+    if continues and not messages[-1].text.strip():
+        raise InvalidRequest(
+            "continue_final_message needs a last message with text", param="continue_final_message"
+        )
+    taken = sorted(_RESERVED & variables.keys())
+    if taken:
+        param = f"chat_template_kwargs.{taken[0]}"
+        raise InvalidRequest(f"{param} is a field of its own", param=param)
+    check_depth(variables, "chat_template_kwargs")
+    check_depth(documents, "documents")
+    return TemplateOptions(
+        generate=not continues if generate is None else generate,
+        continues=continues,
+        documents=documents,
+        variables=variables,
+    )
+
+
 def check_messages(messages: Sequence[AnyMessage]) -> None:
     """Raise InvalidRequest naming what the types of the fields do not say."""
     num_items = 0
@@ -132,8 +185,8 @@ def check_messages(messages: Sequence[AnyMessage]) -> None:
         content = message.content
         if isinstance(content, list):
             num_items += len(content)
-        if isinstance(message, AssistantMessage) and (content is None or message.tool_calls):
-            num_items += len(message.tool_calls or ())
+        if isinstance(message, AssistantMessage) and message.tool_calls:
+            num_items += len(message.tool_calls)
             _check_calls(message, f"messages[{i}]")
     if num_items > MAX_ITEMS:
         raise InvalidRequest(
@@ -143,8 +196,6 @@ def check_messages(messages: Sequence[AnyMessage]) -> None:
 
 
 def _check_calls(message: AssistantMessage, path: str) -> None:
-    if message.content is None and not message.tool_calls:
-        raise InvalidRequest(f"{path}.content is required", param=f"{path}.content")
     for j, call in enumerate(message.tool_calls or ()):
         param = f"{path}.tool_calls[{j}].function.arguments"
         try:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, cast
+from typing import Annotated, Any, Literal, cast
 
 from msgspec import Meta
 
 from protocol.errors import InvalidRequest
 from router.request.body import Body, Int64
-from router.request.chat_messages import Messages, check_messages
+from router.request.chat_messages import (
+    Messages,
+    TemplateOptions,
+    check_messages,
+    template_options,
+)
 from router.request.generate_request import GenerateRequest, Prompt, RequestKind
-from router.request.tools import NamedTool, Tools, ToolUse, tool_use
+from router.request.tools import Choice, Tools, ToolUse, tool_use
 
 MAX_PROMPTS = 256
 
@@ -33,6 +38,10 @@ class CompletionRequest(GenerateRequest):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_num_prompts(self.prompts)
+        if self.echo and self.truncate_prompt_tokens is not None:
+            raise InvalidRequest(
+                "echo and truncate_prompt_tokens exclude each other", param="truncate_prompt_tokens"
+            )
         for prompt in self.prompts:
             _check_prompt(prompt)
 
@@ -63,6 +72,13 @@ def _check_prompt(prompt: object) -> None:
             raise InvalidRequest("prompt must be an array of integers", param="prompt")
 
 
+MAX_DOCUMENTS = 1 << 10
+Documents = Annotated[Sequence[dict[str, Any]], Meta(max_length=MAX_DOCUMENTS)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+#: What templates call it: Qwen and GLM, DeepSeek.
+_NO_THINKING: dict[str, Any] = {"enable_thinking": False, "thinking": False}
+
+
 class ChatRequest(GenerateRequest):
     """POST /v1/chat/completions.
 
@@ -72,16 +88,28 @@ class ChatRequest(GenerateRequest):
     tool_choice: none, auto, required, or the function to call; auto when unset.
     parallel_tool_calls: false allows one call at most.
     max_completion_tokens: another name of `max_tokens`.
+    add_generation_prompt: false ends the prompt behind the last message, before the mark of an
+        answer.
+    continue_final_message: the model continues the last message.
+    documents: given to the model's template, if that knows documents.
+    chat_template_kwargs: variables of the template, such as `enable_thinking` or `thinking_budget`.
+    reasoning_effort: the template's variable of that name; `none` sets `enable_thinking` to false,
+        the others to true.
     """
 
     kind = RequestKind.CHAT
 
     messages: Messages
     tools: Tools = ()
-    tool_choice: str | NamedTool | None = None
+    tool_choice: Choice | None = None
     parallel_tool_calls: bool = True
     max_completion_tokens: Int64 | None = None
     logprobs: bool = False
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    documents: Documents = ()
+    chat_template_kwargs: dict[str, Any] = {}  # noqa: RUF012 - msgspec copies it
+    reasoning_effort: Effort | None = None
 
     def __post_init__(self) -> None:
         old, new = self.max_tokens, self.max_completion_tokens
@@ -94,6 +122,21 @@ class ChatRequest(GenerateRequest):
         check_messages(self.messages)
         if self.tools or self.tool_choice is not None:
             _ = self.tool_use
+        _ = self.template_options
+
+    @cached_property
+    def template_options(self) -> TemplateOptions:
+        thinks = {None: {}, "none": _NO_THINKING}.get(self.reasoning_effort)
+        if thinks is None:
+            thinks = {name: not off for name, off in _NO_THINKING.items()}
+            thinks |= {"reasoning_effort": self.reasoning_effort}
+        return template_options(
+            self.messages,
+            generate=self.add_generation_prompt,
+            continues=self.continue_final_message,
+            documents=self.documents,
+            variables=thinks | self.chat_template_kwargs,
+        )
 
     @property
     def output_limit(self) -> int | None:
@@ -121,13 +164,17 @@ class TokenizeRequest(Body):
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     tools: Tools = ()
-    tool_choice: str | NamedTool | None = None
+    tool_choice: Choice | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}  # noqa: RUF012 - msgspec copies it
 
     def __post_init__(self) -> None:
         if self.messages is not None:
             if self.prompt is not None:
                 raise InvalidRequest("give either prompt or messages", param="messages")
             check_messages(self.messages)
+            self.template_options()
         tools = self.tool_use()
         if self.messages is None and tools is not None:
             raise InvalidRequest("tools need messages", param="tools")
@@ -136,6 +183,14 @@ class TokenizeRequest(Body):
 
     def tool_use(self) -> ToolUse | None:
         return tool_use(self.tools, self.tool_choice)
+
+    def template_options(self) -> TemplateOptions:
+        return template_options(
+            self.messages or (),
+            generate=self.add_generation_prompt,
+            continues=self.continue_final_message,
+            variables=self.chat_template_kwargs,
+        )
 
 
 class DetokenizeRequest(Body):

@@ -125,6 +125,7 @@ class GenerateRequest(Body, dict=True):
     logprobs: log-probabilities of output tokens; completions may give `top_logprobs` here.
     top_logprobs: how many of the likeliest tokens to show beside each output token.
     prompt_logprobs: the same for the tokens of the prompt; unset shows nothing.
+    truncate_prompt_tokens: only so many of the prompt's last tokens are kept.
     skip_special_tokens: false writes special tokens out.
     include_stop_str_in_output: the output ends behind the stop string (or stop token), not before.
     stream: over gRPC true when unset.
@@ -170,6 +171,7 @@ class GenerateRequest(Body, dict=True):
     logprobs: bool | NumLogprobs = False
     top_logprobs: NumLogprobs | None = None
     prompt_logprobs: NumLogprobs | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=1, le=2**63 - 1)] | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     stream: bool = False

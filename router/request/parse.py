@@ -2,7 +2,8 @@
 
 A body is decoded straight into its type. Only when that fails is it read again as plain JSON: null,
 which means unset, and values that ask for nothing are removed, and what is still wrong then is the
-error.
+error. Fields that are unknown, or that change nothing here, are left out; their names go into the
+list `ignored`. Without that list they are refused.
 """
 
 from __future__ import annotations
@@ -36,25 +37,23 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
-    "reasoning_effort": (),
-    "verbosity": (),
     "web_search_options": (),
-    "store": (False,),
     "moderation": (),
-    "prompt_cache_options": (),
     "spaces_between_special_tokens": (True,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "documents": ([],),
-    "truncate_prompt_tokens": (),
     "bad_words": ([],),
     "allowed_token_ids": (),
 }
 
-#: Accepted and without effect on the output: labels for the operator, or hints.
+#: Known fields that change no result here: hints, and what is done with the answer elsewhere.
+HINTS: dict[str, tuple[Any, ...]] = {
+    "prediction": (),
+    "verbosity": ("medium",),
+    "store": (False,),
+    "prompt_cache_options": (),
+}
+
+#: Labels for the operator, or names for a cache that needs none: accepted in strict mode too.
 HARMLESS = frozenset(
     {"metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
 )
@@ -83,7 +82,7 @@ _JSON = {str, int, float, bool, list, dict, type(None)}
 _HOLD_TEXT = {str, list, dict}
 
 
-def parse_json(body: bytes, kind: type[R]) -> R:
+def parse_json(body: bytes, kind: type[R], ignored: list[str] | None = None) -> R:
     """The request in a JSON body. Raises InvalidRequest naming the first wrong field."""
     if len(body) <= LARGE_BYTES:
         decoder: msgspec.json.Decoder[R] = _decoder(kind)
@@ -91,22 +90,22 @@ def parse_json(body: bytes, kind: type[R]) -> R:
             return decoder.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             pass
-    return parse_fields(_load_object(body), kind)
+    return parse_fields(_load_object(body), kind, ignored)
 
 
-def parse_fields(fields: Mapping[str, Any], kind: type[R]) -> R:
+def parse_fields(fields: Mapping[str, Any], kind: type[R], ignored: list[str] | None = None) -> R:
     """The request with these fields, named as in JSON. Raises InvalidRequest as above.
 
     Sequences other than lists in `prompt` and `tokens` are token ids and are kept as they are.
     """
-    fields = _served(fields, kind)
+    fields = _served(fields, kind, ignored)
     ids = {name: fields[name] for name in _ID_FIELDS if _holds_ids(fields.get(name))}
     prompt = fields.get("prompt")
     if kind is CompletionRequest and isinstance(prompt, list) and list in set(map(type, prompt)):
         check_num_prompts(prompt)  # converting thousands of arrays takes long
     fields |= {name: _stand_in(value) for name, value in ids.items()}
     try:
-        request = msgspec.convert(_shape(kind).cleaned(fields, ""), kind)
+        request = msgspec.convert(_shape(kind).cleaned(fields, "", ignored), kind)
     except msgspec.ValidationError as error:
         raise _named(invalid_field(error), fields) from None
     except RecursionError:
@@ -150,30 +149,44 @@ def _load_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def _served(fields: Mapping[str, Any], kind: type[Body]) -> dict[str, Any]:
+def _served(
+    fields: Mapping[str, Any], kind: type[Body], ignored: list[str] | None
+) -> dict[str, Any]:
     """The fields of a request of this kind. Raises Unsupported or InvalidRequest naming the first
     that is not served and asks for something."""
     served = {}
     for name, value in fields.items():
-        if value is None or name in HARMLESS:
+        if value is None:
             continue
         if name in kind.__struct_fields__:
             served[name] = value
-        elif name not in UNSERVED:
-            raise _unknown(name, kind)
-        elif name == "best_of" and value == fields.get("n"):
-            continue  # the best n of n: all of them
-        elif not is_neutral(value, UNSERVED[name]):
-            raise Unsupported(f"{name} is not supported yet", param=name)
+        elif not _asks_for_nothing(name, value, fields):
+            if name in UNSERVED or name in kind.unserved:
+                raise Unsupported(f"{name} is not supported yet", param=name)
+            if _is_of_another_kind(name, kind) and (value or ignored is None):
+                known, other = ("completions", "chat")[:: -1 if kind is CompletionRequest else 1]
+                raise InvalidRequest(f"{name} is a field of {known}, not of {other}", param=name)
+            if ignored is None and name in HINTS:
+                raise Unsupported(f"{name} has no effect here", param=name)
+            if ignored is None:
+                raise InvalidRequest(f"unknown field: {name}", param=name)
+            ignored.append(name)
+        elif ignored is not None and name in HARMLESS:
+            ignored.append(name)
     return served
 
 
-def _unknown(name: str, kind: type[Body]) -> InvalidRequest:
-    if kind is ChatRequest and name in CompletionRequest.__struct_fields__:
-        return InvalidRequest(f"{name} is a field of completions, not of chat", param=name)
-    if kind is CompletionRequest and name in ChatRequest.__struct_fields__:
-        return InvalidRequest(f"{name} is a field of chat, not of completions", param=name)
-    return InvalidRequest(f"unknown field: {name}", param=name)
+def _asks_for_nothing(name: str, value: object, fields: Mapping[str, Any]) -> bool:
+    if name in HARMLESS or (name == "best_of" and value == fields.get("n")):
+        return True  # the best n of n are all of them
+    neutral = UNSERVED.get(name, HINTS.get(name))
+    return neutral is not None and is_neutral(value, neutral)
+
+
+def _is_of_another_kind(name: str, kind: type[Body]) -> bool:
+    if kind is ChatRequest:
+        return name in CompletionRequest.__struct_fields__
+    return kind is CompletionRequest and name in ChatRequest.__struct_fields__
 
 
 def _named(error: InvalidRequest, fields: Mapping[str, Any]) -> InvalidRequest:
@@ -225,15 +238,16 @@ class _Shape:
     def holds_objects(self) -> bool:
         return bool(self._structs) or self._items is not None
 
-    def cleaned(self, value: Any, path: str) -> Any:
-        """`value` without the fields of known objects that ask for nothing. Raises Unsupported
-        naming the first unknown field that asks for something."""
+    def cleaned(self, value: Any, path: str, ignored: list[str] | None) -> Any:
+        """`value` without the fields of known objects that ask for nothing or are unknown. Raises
+        Unsupported naming the first of those that must not be left out."""
         if isinstance(value, list) and self._items is not None:
-            return [self._items.cleaned(item, f"{path}[{i}]") for i, item in enumerate(value)]
+            items = self._items
+            return [items.cleaned(item, f"{path}[{i}]", ignored) for i, item in enumerate(value)]
         if isinstance(value, dict):
             for struct, shapes in self._structs:
                 if struct.tag is None or value.get(str(struct.tag_field)) == struct.tag:
-                    return dict(_cleaned_fields(value, struct, shapes, path))
+                    return dict(_cleaned_fields(value, struct, shapes, path, ignored))
         return value
 
 
@@ -248,18 +262,26 @@ def _options(kind: inspect.Type) -> Iterator[inspect.Type]:
 
 
 def _cleaned_fields(
-    value: Mapping[str, Any], struct: inspect.StructType, shapes: Mapping[str, _Shape], path: str
+    value: Mapping[str, Any],
+    struct: inspect.StructType,
+    shapes: Mapping[str, _Shape],
+    path: str,
+    ignored: list[str] | None,
 ) -> Iterator[tuple[str, Any]]:
     for name, item in value.items():
         if item is None:
             continue
         place = f"{path}.{name}" if path else name
         if name in shapes:
-            yield name, shapes[name].cleaned(item, place)
+            yield name, shapes[name].cleaned(item, place, ignored)
         elif name == struct.tag_field:
             yield name, item
         elif issubclass(struct.cls, Body) and not is_neutral(item, struct.cls.neutral):
-            raise Unsupported(f"{place} is not supported", param=place)
+            if ignored is None or name in struct.cls.unserved:
+                raise Unsupported(f"{place} is not supported", param=place)
+            ignored.append(place)
+        elif ignored is not None and not issubclass(struct.cls, Body):
+            ignored.append(place)
 
 
 def _check_unicode(value: Any, path: str) -> None:

@@ -70,6 +70,7 @@ class StructuredOutputs(Body):
     """vLLM's way to say it; exactly one field is needed."""
 
     neutral = (False,)
+    unserved = frozenset({"structural_tag"})
 
     json: Schema | None = None
     regex: str | None = None

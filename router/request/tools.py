@@ -60,14 +60,27 @@ class FunctionTool(Body):
     function: Function
 
 
-class NamedTool(Body):
+class NamedTool(Body, tag_field="type", tag="function"):
     """The tool that must be called."""
 
-    type: Literal["function"]
     function: FunctionName
 
 
+class NamedTools(Body):
+    """Tools by their names, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[Sequence[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(Body, tag_field="type", tag="allowed_tools"):
+    """The tools that may be called. The prompt keeps all of them, so that its KV stays cached."""
+
+    allowed_tools: NamedTools
+
+
 Tools = Annotated[Sequence[FunctionTool], Meta(max_length=MAX_TOOLS)]
+Choice = str | NamedTool | AllowedTools
 
 
 class ToolChoice(StrEnum):
@@ -80,19 +93,20 @@ class ToolChoice(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """The tools of a request and how they are to be used."""
+    """The tools of a request and how they are to be used; `allowed` are the names that calls may
+    have, None: all of them."""
 
     tools: tuple[Function, ...]
     choice: ToolChoice
-    named: str | None
+    allowed: frozenset[str] | None
     parallel: bool
 
     @property
     def callable_tools(self) -> tuple[Function, ...]:
-        """The tools that a forced call may name: all of them, or the one that was named."""
-        if self.named is None:
+        """The tools that a call may name."""
+        if self.allowed is None:
             return self.tools
-        return tuple(tool for tool in self.tools if tool.name == self.named)
+        return tuple(tool for tool in self.tools if tool.name in self.allowed)
 
     @property
     def definitions(self) -> list[Mapping[str, Any]]:
@@ -101,7 +115,7 @@ class ToolUse:
 
 def tool_use(
     tools: Sequence[FunctionTool],
-    choice: str | NamedTool | None,
+    choice: Choice | None,
     *,
     parallel: bool = True,
     ignore_eos: bool = False,
@@ -120,7 +134,7 @@ def tool_use(
                 f"{path}.name {function.name!r} is there twice", param=f"{path}.name"
             )
         names.append(function.name)
-    kind, named = _choice(choice, names)
+    kind, allowed = _choice(choice, names)
     if kind is None or not tools:
         return None
     if kind is not ToolChoice.AUTO and ignore_eos:
@@ -128,7 +142,7 @@ def tool_use(
             "ignore_eos cannot be combined with tool_choice: the output ends with the calls",
             param="ignore_eos",
         )
-    return ToolUse(tools=functions, choice=kind, named=named, parallel=parallel)
+    return ToolUse(tools=functions, choice=kind, allowed=allowed, parallel=parallel)
 
 
 def _check_function(function: Function, path: str) -> None:
@@ -148,9 +162,9 @@ def _check_name(name: str, path: str) -> None:
 
 
 def _choice(
-    choice: str | NamedTool | None, names: Sequence[str]
-) -> tuple[ToolChoice | None, str | None]:
-    """How tools are chosen, None for no tools at all; and the name of the forced one."""
+    choice: Choice | None, names: Sequence[str]
+) -> tuple[ToolChoice | None, frozenset[str] | None]:
+    """How tools are chosen, None for no tools at all; and the names of those that may be."""
     param = "tool_choice"
     if choice is None or choice == "auto":
         return ToolChoice.AUTO, None
@@ -164,8 +178,20 @@ def _choice(
         raise InvalidRequest(
             f"tool_choice must be none, auto, required or a function, got {choice!r}", param=param
         )
-    name = choice.function.name
-    _check_name(name, f"{param}.function.name")
+    if isinstance(choice, NamedTool):
+        return ToolChoice.NAMED, frozenset({_known(choice, names, param)})
+    allowed = choice.allowed_tools
+    found = (
+        _known(tool, names, f"{param}.allowed_tools.tools[{i}]")
+        for i, tool in enumerate(allowed.tools)
+    )
+    kind = ToolChoice.REQUIRED if allowed.mode == "required" else ToolChoice.AUTO
+    return kind, frozenset(found)
+
+
+def _known(tool: NamedTool, names: Sequence[str], path: str) -> str:
+    name = tool.function.name
+    _check_name(name, f"{path}.function.name")
     if name not in names:
-        raise InvalidRequest(f"tool_choice: there is no tool {name!r}", param=param)
-    return ToolChoice.NAMED, name
+        raise InvalidRequest(f"{path}: there is no tool {name!r}", param=path)
+    return name

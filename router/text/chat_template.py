@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from observability.logging import get_logger
 from protocol.errors import InvalidRequest, Unsupported
-from router.request.chat_messages import AnyMessage, AssistantMessage, ChatRole, ToolMessage
+from router.request.chat_messages import (
+    PLAIN,
+    AnyMessage,
+    AssistantMessage,
+    ChatRole,
+    TemplateOptions,
+    ToolMessage,
+)
 from router.text.tool_formats import ToolFormat, detect_format
 
 log = get_logger(__name__)
@@ -66,18 +73,23 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: TemplateOptions = PLAIN,
     ) -> str:
-        """The prompt for `messages`, up to the assistant's answer. Raises InvalidRequest with the
-        template's own message when it refuses them."""
+        """The prompt for `messages`. Raises InvalidRequest with the template's own message when it
+        refuses them."""
+        given = {
+            **self._special_tokens,
+            **options.variables,
+            "messages": list(messages),
+            "add_generation_prompt": options.generate,
+            "tools": list(tools) or None,
+            "documents": list(options.documents) or None,
+        }
         try:
-            return self._template.render(
-                messages=list(messages),
-                add_generation_prompt=True,
-                tools=list(tools) or None,
-                documents=None,
-                **self._special_tokens,
-            )
+            return self._template.render(given)
         except _RENDER_ERRORS as error:
             raise InvalidRequest(f"messages: {error}", param="messages") from error
 
@@ -126,7 +138,11 @@ class ChatTemplates:
     tool_format: ToolFormat | None
 
     def render(
-        self, messages: Sequence[AnyMessage], tools: Sequence[Mapping[str, Any]], hide: Hide
+        self,
+        messages: Sequence[AnyMessage],
+        tools: Sequence[Mapping[str, Any]],
+        hide: Hide,
+        options: TemplateOptions = PLAIN,
     ) -> str:
         """The prompt. Raises InvalidRequest when there is no template for it, or when the template
         refuses the messages."""
@@ -136,14 +152,22 @@ class ChatTemplates:
         if not template.knows_calls and any(map(_has_calls, messages)):
             raise Unsupported("the model's chat template has no tool calls", param="messages")
         plain = [_plain(message, hide) for message in messages]
+        if options.continues:
+            plain[-1]["content"] += _CONTINUED
+        options = replace(
+            options,
+            documents=_hidden(list(options.documents), ChatRole.USER, hide),
+            variables=_hidden(options.variables, ChatRole.USER, hide),
+        )
         definitions = [_hidden(tool, ChatRole.SYSTEM, hide) for tool in tools]
         try:
-            return template.render(plain, definitions)
+            prompt = template.render(plain, definitions, options)
         except InvalidRequest:
             wrapped = _with_wrapped_arguments(plain)
             if wrapped is None:
                 raise
-            return template.render(wrapped, definitions)
+            prompt = template.render(wrapped, definitions, options)
+        return _cut_at_end_of_message(prompt) if options.continues else prompt
 
     def require_tools(self) -> ToolFormat:
         """How tool calls are written. Raises Unsupported when this model takes no tools."""
@@ -230,6 +254,23 @@ def _template(source: str | None, tokens: Mapping[str, str]) -> ChatTemplate | N
     return ChatTemplate(source, tokens) if source else None
 
 
+#: Put behind a message that the model continues, to find its end in the prompt. A character of
+#: Unicode's private use, which no tokenizer needs.
+_CONTINUED = "\ue002 "
+
+
+def _cut_at_end_of_message(prompt: str) -> str:
+    """A prompt up to where its last message ends; as transformers does, without the white space
+    behind it where the template takes that off."""
+    text, mark, _ = prompt.rpartition(_CONTINUED.strip())
+    if not mark:
+        raise InvalidRequest(
+            "continue_final_message: the chat template leaves the last message out",
+            param="continue_final_message",
+        )
+    return text if prompt.startswith(_CONTINUED, len(text)) else text.rstrip()
+
+
 def _has_calls(message: AnyMessage) -> bool:
     return isinstance(message, AssistantMessage) and bool(message.tool_calls)
 
@@ -242,6 +283,10 @@ def _plain(message: AnyMessage, hide: Hide) -> dict[str, Any]:
         plain["name"] = message.name
     if isinstance(message, ToolMessage):
         plain["tool_call_id"] = hide(message.tool_call_id, role)
+    if isinstance(message, AssistantMessage):
+        reasoning = message.reasoning_content or message.reasoning
+        if reasoning:
+            plain["reasoning_content"] = hide(reasoning, role)
     if isinstance(message, AssistantMessage) and message.tool_calls:
         plain["tool_calls"] = [
             {

@@ -19,7 +19,7 @@ class StopMatcher:
         self._automata = [_Automaton(stop) for stop in stops]
         self._held = ""
         self._hidden: list[tuple[int, int]] = []  # parts of the held text that are not shown
-        self.matched = False
+        self.matched: str | None = None
 
     def push(self, text: str, hidden: str = "") -> str:
         """Add text, and behind it hidden text, which matches and is not returned unless it is part
@@ -27,7 +27,7 @@ class StopMatcher:
 
         Returns what is certain; nothing after a match, which sets `matched`.
         """
-        if self.matched:
+        if self.matched is not None:
             return ""
         if not self._automata:
             return text
@@ -37,16 +37,12 @@ class StopMatcher:
         if hidden:
             self._hidden.append((offset + len(text), len(self._held)))
         for i, char in enumerate(added, start=offset + 1):
-            longest = 0
-            for automaton in self._automata:
-                if automaton.step(char):
-                    longest = max(longest, automaton.length)
-            if longest:
-                self.matched = True
-                stop = self._held[i - longest : i] if self._include else ""
-                text = self._release(i - longest)
+            found = [automaton.stop for automaton in self._automata if automaton.step(char)]
+            if found:
+                self.matched = max(found, key=len)
+                text = self._release(i - len(self.matched))
                 self._held = ""
-                return text + stop
+                return text + (self.matched if self._include else "")
         return self._release(len(self._held) - max(one.state for one in self._automata))
 
     def flush(self) -> str:
@@ -71,20 +67,19 @@ class _Automaton:
     """`state` is the length of the longest prefix of the string that the text so far ends with."""
 
     def __init__(self, stop: str) -> None:
-        self.length = len(stop)
+        self.stop = stop
         self.state = 0
-        self._stop = stop
         self._fallback = _fallbacks(stop)
 
     def step(self, char: str) -> bool:
         """Add one character. Returns whether the whole string has been seen."""
         state = self.state
-        while state and self._stop[state] != char:
+        while state and self.stop[state] != char:
             state = self._fallback[state - 1]
-        if self._stop[state] == char:
+        if self.stop[state] == char:
             state += 1
         self.state = state
-        return state == self.length
+        return state == len(self.stop)
 
 
 def _fallbacks(stop: str) -> list[int]:

@@ -48,6 +48,11 @@ class TextStream:
         self.finish: FinishReason | None = None
         self.calls: list[CallDelta] = []
 
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the output."""
+        return self._stops.matched
+
     def push(self, token: int, finish: FinishReason | None) -> str:
         """Add a token. Returns the text that becomes certain; sets `finish` at the end."""
         self.tokens += 1
@@ -61,7 +66,7 @@ class TextStream:
         if self.tokens > self._min_tokens:
             hidden = "" if left_out else self._hidden.get(token, "")
             text = self._stops.push(text, hidden)
-        if self._stops.matched:
+        if self._stops.matched is not None:
             self.finish = FinishReason.STOP
         elif finish is not None:
             self.finish = finish

@@ -17,7 +17,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from protocol.errors import ContextTooLong
-from router.request.chat_messages import AnyMessage
+from router.request.chat_messages import PLAIN, AnyMessage, TemplateOptions
 from router.text.chat_template import load_templates, token_text
 from router.text.control_tokens import ControlTokens, HiddenControlTokens
 from router.text.detokenizer import (
@@ -92,6 +92,7 @@ class ModelText:
         self,
         messages: Sequence[AnyMessage],
         tools: Sequence[Mapping[str, Any]] = (),
+        options: TemplateOptions = PLAIN,
         *,
         add_special_tokens: bool = False,
         limit: int | None = None,
@@ -103,7 +104,7 @@ class ModelText:
         """
         hidden = None if self._control is None else HiddenControlTokens(self._control)
         hide = (lambda text, _role: text) if hidden is None else hidden.hide
-        prompt = self.chat.render(messages, tools, hide)
+        prompt = self.chat.render(messages, tools, hide, options)
         if limit is not None and self.longer_than(prompt, limit):
             raise ContextTooLong(
                 f"the chat has {len(prompt)} characters, which are more than {limit} tokens",

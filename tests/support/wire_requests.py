@@ -60,4 +60,6 @@ def _message(fields: dict[str, Any]) -> pb.Message:
             message.parts.add(**part)
     if "name" in fields:
         message.name = fields["name"]
+    for call in fields.get("tool_calls", ()):
+        message.tool_calls.add(id=call["id"], **call["function"])
     return message

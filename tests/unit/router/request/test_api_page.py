@@ -17,7 +17,7 @@ from router.request.endpoints import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from router.request.parse import HARMLESS, UNSERVED
+from router.request.parse import HARMLESS, HINTS, UNSERVED
 
 PAGE = (Path(__file__).parents[4] / "docs" / "api.md").read_text(encoding="utf-8")
 FIELDS = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
@@ -29,6 +29,8 @@ MESSAGES = {
     pb.TokenizeRequest: (TokenizeRequest,),
     pb.DetokenizeRequest: (DetokenizeRequest,),
 }
+#: Texts of JSON objects in protobuf.
+JSON_TEXTS = {"chat_template_kwargs": "object", "documents": "array"}
 SCALARS = {
     FieldDescriptor.TYPE_DOUBLE: "number",
     FieldDescriptor.TYPE_INT64: "integer",
@@ -37,7 +39,7 @@ SCALARS = {
 }
 
 
-@pytest.mark.parametrize("field", sorted(FIELDS | UNSERVED.keys() | HARMLESS))
+@pytest.mark.parametrize("field", sorted(FIELDS | UNSERVED.keys() | HINTS.keys() | HARMLESS))
 def test_every_field_is_on_the_page(field: str) -> None:
     assert f"`{field}`" in PAGE
 
@@ -60,6 +62,10 @@ def test_json_and_protobuf_fields_have_the_same_types(message: type) -> None:
         if field.name in INPUTS | UNSERVED.keys():
             continue
         kinds = json_types(MESSAGES[message], field.name)
+        if field.name in JSON_TEXTS:
+            assert field.type == FieldDescriptor.TYPE_STRING
+            assert JSON_TEXTS[field.name] in kinds
+            continue
         if field.is_repeated and not is_map(field):
             assert "array" in kinds, field.name
         elif field.message_type is not None:
@@ -79,5 +85,5 @@ def json_types(requests: tuple[type, ...], name: str) -> set[str]:
     for request in requests:
         schema: dict[str, Any] = schemas[request.__name__]["properties"].get(name, {})
         for option in schema.get("anyOf", [schema]):
-            found.add(option.get("type", "object"))
+            found.add(option.get("type", "string" if "enum" in option else "object"))
     return found

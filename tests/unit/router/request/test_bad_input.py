@@ -235,7 +235,7 @@ async def shared(model_folder: Path) -> AsyncIterator[FrontEnds]:
     fleet = StubFleet()
     await fleet.add(Role.PREFILL)
     await fleet.add(Role.DECODE)
-    async with open_front_ends(fleet, model_folder) as front_ends:
+    async with open_front_ends(fleet, model_folder, strict_requests=True) as front_ends:
         yield front_ends
     await fleet.stop()
 
@@ -378,7 +378,9 @@ async def test_a_client_that_leaves_while_sending(front_ends: FrontEnds) -> None
 
 
 @pytest.mark.parametrize("field", ["model", "role", "unknown"])
-async def test_what_a_client_sent_is_echoed_only_in_part(front_ends: FrontEnds, field: str) -> None:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_a_client_sent_is_echoed_only_in_part(shared: FrontEnds, field: str) -> None:
+    front_ends = shared
     huge = "é\n" * 20_000
     bodies = {
         "model": {"messages": HI, "model": huge},

@@ -53,8 +53,9 @@ def test_any_other_is_ignored(given: str | None) -> None:
     ("path", "method", "status"),
     [
         ("/v1/completions", "POST", 200),
-        ("/tokenize", "POST", 400),
+        ("/tokenize", "POST", 200),
         ("/v1/chat/completions", "POST", 400),
+        ("/detokenize", "POST", 400),
         ("/nowhere", "GET", 404),
         ("/health", "POST", 405),
         ("/health", "GET", 200),

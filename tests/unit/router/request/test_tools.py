@@ -22,6 +22,14 @@ def function(**fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "x", **fields}}
 
 
+ALLOWED = "tool_choice.allowed_tools"
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 def refusal(fields: dict[str, Any]) -> tuple[ErrorCode, str | None]:
     with pytest.raises(InvalidRequest) as caught:
         chat_tools(fields)
@@ -34,7 +42,7 @@ def test_tools_and_how_they_are_chosen() -> None:
     assert chat_tools({"tools": [WEATHER], "tool_choice": "none"}) is None
     auto = chat_tools({"tools": [WEATHER, NOW]})
     assert auto is not None
-    assert (auto.choice, auto.named, auto.parallel) == (ToolChoice.AUTO, None, True)
+    assert (auto.choice, auto.allowed, auto.parallel) == (ToolChoice.AUTO, None, True)
     assert [tool.name for tool in auto.callable_tools] == ["weather", "now"]
     assert json.loads(auto.tools[0].schema) == CITY
     assert auto.definitions[0] == WEATHER
@@ -48,6 +56,15 @@ def test_tools_and_how_they_are_chosen() -> None:
     assert named is not None
     assert (named.choice, named.parallel) == (ToolChoice.NAMED, False)
     assert [tool.name for tool in named.callable_tools] == ["now"]
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_calls_may_be_limited_to_some_of_the_tools(mode: str) -> None:
+    use = chat_tools({"tools": [WEATHER, NOW], "tool_choice": allowed(mode, "now")})
+    assert use is not None
+    assert use.choice == mode
+    assert [tool.name for tool in use.callable_tools] == ["now"]
+    assert [tool.name for tool in use.tools] == ["weather", "now"]  # the prompt has all of them
 
 
 def test_a_function_without_parameters_takes_none_and_one_without_a_type_takes_an_object() -> None:
@@ -82,7 +99,10 @@ WRONG: list[tuple[dict[str, Any], ErrorCode, str]] = [
     ({"tool_choice": NAMED}, BAD, "tool_choice"),
     ({"tools": [NOW], "tool_choice": "any"}, BAD, "tool_choice"),
     ({"tools": [NOW], "tool_choice": 5}, BAD, "tool_choice"),
-    ({"tools": [NOW], "tool_choice": {"type": "allowed_tools"}}, NOT_SERVED, "tool_choice.type"),
+    ({"tools": [NOW], "tool_choice": {"type": "custom"}}, NOT_SERVED, "tool_choice.type"),
+    ({"tools": [NOW], "tool_choice": allowed("auto", "no")}, BAD, f"{ALLOWED}.tools[0]"),
+    ({"tools": [NOW], "tool_choice": allowed("auto")}, BAD, f"{ALLOWED}.tools"),
+    ({"tools": [NOW], "tool_choice": allowed("must", "now")}, BAD, f"{ALLOWED}.mode"),
     ({"tools": [WEATHER], "tool_choice": NAMED}, BAD, "tool_choice"),
     ({"tools": [NOW], "parallel_tool_calls": "no"}, BAD, "parallel_tool_calls"),
 ]
@@ -139,7 +159,6 @@ WRONG_MESSAGES: list[tuple[dict[str, Any], ErrorCode, str]] = [
     ({"role": "tool", "content": "x"}, BAD, "messages[0].tool_call_id"),
     ({"role": "tool", "tool_call_id": "c"}, BAD, "messages[0].content"),
     ({"role": "function", "name": "f", "content": "x"}, NOT_SERVED, "messages[0].role"),
-    ({"role": "assistant", "content": None}, BAD, "messages[0].content"),
     (
         {"role": "assistant", "content": "", "function_call": {"name": "f"}},
         NOT_SERVED,
