@@ -3,8 +3,10 @@ log-probabilities that are reported."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -18,6 +20,8 @@ MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1024
 MAX_STOP_TOKEN_IDS = 64
+#: Fields that a model's generation_config.json may set for requests that leave them out.
+WITH_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 #: Reported for anything lower, minus infinity included: JSON has no infinities.
 LOWEST_LOGPROB = -9999.0
 
@@ -167,6 +171,16 @@ _TYPES = get_type_hints(SamplingParams, include_extras=True)
 _NamedFields = msgspec.defstruct(
     "_NamedFields", [(name, _TYPES[name]) for name in SamplingParams.__struct_fields__]
 )
+
+
+def usable_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of WITH_DEFAULTS in a generation_config.json that are in range."""
+    found = {}
+    for name in WITH_DEFAULTS:
+        with contextlib.suppress(msgspec.ValidationError):
+            if config.get(name) is not None:
+                found[name] = msgspec.convert(config[name], _TYPES[name])
+    return found
 
 
 def _require(condition: bool, param: str, message: str) -> None:

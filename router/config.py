@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 
 from router.auth.keys import ServiceTier
 from router.auth.tls import TlsConfig
 from router.text.tool_formats import ToolFormat
+
+
+class DefaultsOf(StrEnum):
+    """Whose defaults sampling has."""
+
+    MODEL = "model"
+    OPENAI = "openai"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +67,9 @@ class RouterConfig:
     chat_template: a file to use instead of the model's own chat template.
     tool_format: how the model writes tool calls (hermes, llama or mistral); detected from the chat
         template when empty.
+    sampling_defaults: where temperature, top_k, top_p, min_p and repetition_penalty of a request
+        that leaves them out come from: `model`, its generation_config.json; or `openai`, which is
+        1.0, off, 1.0, 0.0 and 1.0.
     reuse_port: whether several routers of one host may share a port (SO_REUSEPORT).
     admin_enabled: whether gRPC serves baton.v1.Admin, which scales and drains.
     drain_s: time for requests in flight to end when the router stops.
@@ -102,6 +113,7 @@ class RouterConfig:
     neutralise_control_tokens: bool = True
     chat_template: str = ""
     tool_format: str = ""
+    sampling_defaults: DefaultsOf = DefaultsOf.MODEL
     reuse_port: bool = True
     admin_enabled: bool = True
     drain_s: float = 30.0

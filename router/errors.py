@@ -29,4 +29,5 @@ def _retry_after_s(error: BatonError) -> float | None:
 
 
 def _cut(text: str, length: int) -> str:
+    text = text.encode("utf-8", "replace").decode()  # lone surrogates have no form in UTF-8
     return text if len(text) <= length else text[: length - 3] + "..."

@@ -16,7 +16,7 @@ from grammar.trial import Trial
 from protocol.errors import ContextTooLong, InvalidRequest, NotFound, PermissionDenied, Unsupported
 from protocol.sampling import Grammar, GrammarKind
 from router.auth.keys import Caller
-from router.config import RouterConfig
+from router.config import DefaultsOf, RouterConfig
 from router.request.chat_messages import PLAIN, AnyMessage, TemplateOptions
 from router.request.endpoints import ChatRequest
 from router.request.generate_request import GenerateRequest
@@ -185,6 +185,8 @@ class ServedModel:
             raise ValueError("max_model_len must be set: the model's config does not state it")
         self.context = min(known)
         self._fingerprint = _fingerprint(Path(config.model_path), config.chat_template)
+        own = config.sampling_defaults is DefaultsOf.MODEL
+        self.sampling_defaults: Mapping[str, Any] = self.text.sampling_defaults if own else {}
         self.grammars = OutputGrammars(self.text)
         self._short = ThreadPoolExecutor(config.text_threads, thread_name_prefix="text")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="long-text")

@@ -290,7 +290,11 @@ class InferenceService:
     ) -> RequestRun:
         limits = self._limits()
         sampling = base_sampling(
-            request, limits, eos_ids=self._model.text.eos_ids, seed=secrets.randbelow(MAX_SEED)
+            request,
+            limits,
+            eos_ids=self._model.text.eos_ids,
+            seed=secrets.randbelow(MAX_SEED),
+            defaults=self._model.sampling_defaults,
         )
         check_prompt_ids(request, limits)
         grammar = await self._model.grammars.grammar(request)

@@ -18,6 +18,7 @@ from cluster.cli import session
 from cluster.cli.console import Console
 from cluster.config.checks import (
     check_config,
+    check_folder,
     check_listening,
     check_resources,
     demands_of,
@@ -81,6 +82,8 @@ def read_config(options: argparse.Namespace, console: Console) -> ClusterConfig:
     for warning in (*loaded.warnings, *warnings_of(config)):
         console.warn(warning)
     check_config(config, model)
+    if config.ray.local:  # elsewhere workers and routers read their own machines' files
+        check_folder(config, model)
     if model.is_relative_to(models_dir()):
         return config
     # Replicas run in another directory and need the absolute path.

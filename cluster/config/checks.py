@@ -13,12 +13,15 @@ from engine.kv.sizing import available_memory, block_bytes, num_kv_blocks
 from engine.model.config import ModelConfig
 from engine.model.families import load_model_config
 from engine.model.sharding import allowed_degrees
+from engine.model.weight_files import check_weight_files
 from kv_transfer.config import BackendName
 from protocol.errors import BatonError, InvalidRequest
 from protocol.ids import Role
 from router.auth.keys import KeyFile
 from router.auth.tls import Tls
+from router.dispatch.telemetry import has_tracing
 from router.text.chat_template import chosen_source
+from router.text.tokenizer import ModelText
 
 Bundle = Mapping[str, float]
 GIB = 1 << 30
@@ -41,6 +44,24 @@ def check_config(config: ClusterConfig, model_path: Path) -> None:
     check_devices(config, [role for role in Role if config.pool(role).replicas])
     if config.ray.local:
         _check_memory(config, model)
+
+
+def check_folder(config: ClusterConfig, model_path: Path) -> None:
+    """Raise InvalidRequest when workers or routers on this machine could not read the model's
+    files, or lack an optional package."""
+    settings = config.router.settings
+    try:
+        check_weight_files(model_path)
+        ModelText(model_path, neutralise_control_tokens=False)
+    except BatonError as error:
+        raise _refuse("model.name", error.message) from error
+    except (OSError, ValueError) as error:
+        raise _refuse("model.name", str(error)) from error
+    if settings.otlp_endpoint and not has_tracing():
+        raise _refuse(
+            "router.settings.otlp_endpoint",
+            "needs the packages of the extra `tracing`: pip install 'baton[tracing]'",
+        )
 
 
 def warnings_of(config: ClusterConfig) -> list[str]:

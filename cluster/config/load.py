@@ -136,6 +136,8 @@ def _parse(text: str, where: str) -> object:
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise InvalidRequest(f"{where} is not valid YAML: {reason}", param=where) from error
+    except RecursionError as error:
+        raise InvalidRequest(f"{where} is nested too deeply", param=where) from error
 
 
 # --- building the sections --------------------------------------------------------------------

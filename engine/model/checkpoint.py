@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,9 @@ from torch import Tensor
 
 from engine.errors import ModelRefused
 from engine.model.digest import TensorBytes, checkpoint_digest
+from engine.model.weight_files import read_header, weight_owners
 from observability.logging import get_logger
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 _COMPARED_ROWS = 4096
@@ -40,7 +37,7 @@ class Checkpoint:
         self._folder = Path(model_path)
         self._dtype = dtype
         self._device = device or torch.device("cpu")
-        self._owners = _owners(self._folder)
+        self._owners = weight_owners(self._folder)
         self._files: dict[Path, Any] = {}
 
     def read(
@@ -133,7 +130,7 @@ class Checkpoint:
 
     def digest(self) -> str:
         """A name of the content, equal for the same weights however they are sharded."""
-        headers = {path: _read_header(path) for path in set(self._owners.values())}
+        headers = {path: read_header(path) for path in set(self._owners.values())}
         tensors = {}
         for name, path in self._owners.items():
             entries, start = headers[path]
@@ -159,48 +156,3 @@ def _slice(part: Any, rows: Span | None, columns: Span | None) -> Tensor:
     row_slice = slice(None) if rows is None else slice(*rows)
     data: Tensor = part[row_slice] if columns is None else part[row_slice, slice(*columns)]
     return data
-
-
-def _owners(folder: Path) -> dict[str, Path]:
-    index = folder / INDEX_FILE
-    if index.exists():
-        return _owners_by_index(folder, index)
-    single = folder / SINGLE_FILE
-    if not single.exists():
-        raise ModelRefused(
-            f"{folder} has neither {INDEX_FILE} nor {SINGLE_FILE}", param=str(single)
-        )
-    tensors, _ = _read_header(single)
-    return dict.fromkeys(tensors, single)
-
-
-def _owners_by_index(folder: Path, index: Path) -> dict[str, Path]:
-    try:
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        owners = {str(name): folder / Path(file).name for name, file in names.items()}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelRefused(f"{index} cannot be read: {error!r}", param=str(index)) from error
-    for path in set(owners.values()):
-        if not path.exists():
-            raise ModelRefused(f"{path} is missing, but {INDEX_FILE} names it", param=str(path))
-    return owners
-
-
-def _read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """The header of a safetensors file and where its data starts.
-
-    https://huggingface.co/docs/safetensors: eight bytes of length, then a JSON object.
-    """
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > path.stat().st_size:
-                raise ValueError("it is no safetensors file (a pointer of git-lfs?)")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except (OSError, ValueError, struct.error, KeyError, TypeError, MemoryError) as error:
-        raise ModelRefused(f"{path} cannot be read: {error!r}", param=str(path)) from error
-    if path.stat().st_size < 8 + length + end:
-        raise ModelRefused(f"{path} is truncated", param=str(path))
-    return header, 8 + length

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 from msgspec.structs import replace
 
 from protocol.errors import ContextTooLong, InvalidRequest
-from protocol.sampling import MAX_SEED, Grammar, SamplingParams
+from protocol.sampling import MAX_SEED, WITH_DEFAULTS, Grammar, SamplingParams
 from protocol.timeline import TraceContext
 from router.request.generate_request import (
     DEFAULT_COMPLETION_TOKENS,
@@ -20,6 +22,7 @@ from router.workers.bookkeeping import PromptBlocks
 
 #: Log-probabilities of prompt tokens in one answer.
 MAX_PROMPT_SCORES = 1 << 18
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,17 +61,23 @@ class TokenLimits:
 
 
 def base_sampling(
-    request: GenerateRequest, limits: TokenLimits, *, eos_ids: Sequence[int], seed: int
+    request: GenerateRequest,
+    limits: TokenLimits,
+    *,
+    eos_ids: Sequence[int],
+    seed: int,
+    defaults: Mapping[str, Any] = _NONE,
 ) -> SamplingParams:
-    """The request's sampling parameters, checked except for what depends on the prompt."""
+    """The request's sampling parameters, checked except for what depends on the prompt.
+
+    `defaults` are the model's own, for what the request leaves unset.
+    """
+    requested = {name: getattr(request, name) for name in WITH_DEFAULTS}
+    chosen = dict(defaults) | {name: v for name, v in requested.items() if v is not None}
     sampling = SamplingParams(
-        temperature=request.temperature,
-        top_k=request.top_k,
-        top_p=request.top_p,
-        min_p=request.min_p,
+        **chosen,
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
-        repetition_penalty=request.repetition_penalty,
         logit_bias=request.biases,
         seed=seed if request.seed is None else request.seed,
         logprobs=request.num_logprobs,

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from observability import metrics
@@ -133,6 +134,11 @@ def _described(run: RequestRun | None) -> dict[str, str | int | float]:
         "gen_ai.usage.output_tokens": usage.completion_tokens,
         **({"baton.time_to_first_token": first - run.arrival} if first else {}),
     }
+
+
+def has_tracing() -> bool:
+    """Whether the packages of the extra `tracing` are installed."""
+    return find_spec("opentelemetry") is not None and find_spec("opentelemetry.sdk") is not None
 
 
 def make_tracing(endpoint: str, router_id: str) -> Tracing | None:

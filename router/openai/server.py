@@ -10,11 +10,12 @@ import re
 import socket
 import ssl
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any
 
 import uvicorn
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Scope
+from starlette.types import ASGIApp, Message, Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from protocol.errors import BatonError, InvalidRequest, Unavailable
@@ -93,6 +94,9 @@ class HttpConnection(HttpToolsProtocol):
         request_id = make_request_id(Headers(raw=self.headers).get(REQUEST_ID))
         self.scope[_ID] = request_id  # type: ignore[literal-required]
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            send = partial(_send_unchunked, self.cycle, self.cycle.send)
+            self.cycle.send = send  # type: ignore[method-assign]
         self.cycle.default_headers = [*self.cycle.default_headers, _header(request_id)]
         if self.expect_100_continue:  # a client that gets an answer instead may leave the body out
             self.cycle.keep_alive = False
@@ -154,6 +158,17 @@ class HttpConnection(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+async def _send_unchunked(cycle: Any, send: Callable[[Any], Any], message: Message) -> None:
+    """Send a part of an answer over HTTP/1.0, which has no chunks (RFC 9112, section 6.1): one
+    without a length ends with the connection."""
+    if message["type"] == "http.response.body":
+        if cycle.expected_content_length == 0:
+            cycle.expected_content_length = len(message.get("body", b""))
+    elif all(name.lower() != b"content-length" for name, _ in message.get("headers", ())):
+        cycle.chunked_encoding = False
+    await send(message)
 
 
 def _declined(data: bytes) -> bytes:

@@ -102,7 +102,9 @@ class GenerateRequest(Body, dict=True):
     not say is checked when a request is made: InvalidRequest names the field.
 
     model: the served one when unset; 404 for any other name; aliases are configured.
-    temperature: below 1e-4 is greedy.
+    temperature: below 1e-4 is greedy. This and the next three and repetition_penalty, when unset:
+        the model's own (generation_config.json, `router.settings.sampling_defaults`), or else 1.0,
+        1.0, 0, 0.0 and 1.0.
     top_p: only the likeliest tokens that have this probability together.
     top_k: 0 and -1 are off.
     min_p: least probability, relative to the likeliest token's.
@@ -147,13 +149,13 @@ class GenerateRequest(Body, dict=True):
     kind: ClassVar[RequestKind]
 
     model: str | None = None
-    temperature: Temperature = 1.0
-    top_p: TopP = 1.0
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = 0
-    min_p: MinP = 0.0
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: MinP | None = None
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    repetition_penalty: RepetitionPenalty = 1.0
+    repetition_penalty: RepetitionPenalty | None = None
     logit_bias: LogitBias = {}  # noqa: RUF012 - msgspec copies it
     seed: Seed | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
@@ -187,7 +189,7 @@ class GenerateRequest(Body, dict=True):
     def __post_init__(self) -> None:
         if self.user:
             force_setattr(self, "user", "")  # it may be large
-        if self.top_k < 0:
+        if self.top_k is not None and self.top_k < 0:
             force_setattr(self, "top_k", 0)
         if self.top_logprobs is not None:
             self._check_top_logprobs()

@@ -17,6 +17,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from protocol.errors import ContextTooLong
+from protocol.sampling import usable_defaults
 from router.request.chat_messages import PLAIN, AnyMessage, TemplateOptions
 from router.text.chat_template import load_templates, token_text
 from router.text.control_tokens import ControlTokens, HiddenControlTokens
@@ -32,6 +33,8 @@ from router.text.detokenizer import (
 _CHARS_PER_TOKEN = 8
 #: Cutting a text can change the tokens around the cut by no more than this.
 _CUT_EFFECT = 64
+#: What git-lfs leaves in place of a file that was not fetched is smaller.
+_POINTER_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +71,8 @@ class ModelText:
         self.vocab_size = int(text_model.get("vocab_size") or self._tokenizer.get_vocab_size())
         context = text_model.get("max_position_embeddings")
         self.max_position = None if context is None else int(context)
+        #: Values of generation_config.json for requests that leave them out.
+        self.sampling_defaults = usable_defaults(generation)
         self.eos_ids = self._end_tokens(settings, text_model, generation)
         decoder = self._tokenizer.get_added_tokens_decoder()
         self.special_tokens = {i: token.content for i, token in decoder.items() if token.special}
@@ -177,7 +182,11 @@ class ModelText:
 def _load_tokenizer(path: Path) -> Tokenizer:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
-    tokenizer = Tokenizer.from_file(str(path))
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # what the library raises has no type of its own
+        hint = " (a pointer of git-lfs?)" if path.stat().st_size < _POINTER_BYTES else ""
+        raise ValueError(f"{path} cannot be read: {error}{hint}") from error
     tokenizer.no_truncation()  # some files carry the training setting
     tokenizer.no_padding()
     return tokenizer
@@ -188,7 +197,12 @@ def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
         if required:
             raise FileNotFoundError(f"{path} is missing")
         return {}
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must be a JSON object")
     return content
 
 

@@ -168,7 +168,8 @@ def test_replicas_get_absolute_paths_of_models_and_plain_names(
         (folder / "config.json").write_text("{}")
         (folder / "model.safetensors").touch()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(up_command, "check_config", lambda *_: None)
+    for check in ("check_config", "check_folder"):
+        monkeypatch.setattr(up_command, check, lambda *_: None)
     for given, expected in (("mine", str(tmp_path / "mine")), ("fetched", "fetched")):
         Path("c.yaml").write_text(f"model: {{name: {given}}}")
         config = up_command.read_config(parse("up", "c.yaml"), Console())

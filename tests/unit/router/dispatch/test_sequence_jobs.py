@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from protocol.errors import ContextTooLong, InvalidRequest
-from protocol.sampling import MAX_SEED
+from protocol.sampling import MAX_SEED, usable_defaults
 from router.dispatch.sequence_jobs import TokenLimits, base_sampling, check_ids, make_jobs
 from router.dispatch.sequence_run import SequenceJob
-from router.request.generate_request import make_request_id
+from router.request.generate_request import GenerateRequest, make_request_id
 from tests.support.typed_requests import chat, completion
 
 WIDE = TokenLimits(vocab_size=100, context=64, capacity=1000)
@@ -111,3 +113,36 @@ def test_sampling_out_of_range_is_refused_by_name(field: str, value: object) -> 
     with pytest.raises(InvalidRequest) as caught:
         jobs(WIDE, 3, **{field: value})
     assert caught.value.param == field
+
+
+OWN = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1, "repetition_penalty": 1.05}
+
+
+@pytest.mark.parametrize("kind", [chat, completion])
+def test_the_models_defaults_are_for_what_a_request_leaves_out(
+    kind: Callable[..., GenerateRequest],
+) -> None:
+    def chosen(**fields: object) -> dict[str, object]:
+        sampling = base_sampling(kind(**fields), WIDE, eos_ids=[2], seed=1, defaults=OWN)
+        return {name: getattr(sampling, name) for name in OWN}
+
+    assert chosen() == OWN
+    assert chosen(temperature=None, top_p=None) == OWN
+    neutral = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
+    assert chosen(**neutral) == neutral
+    assert chosen(temperature=0, top_k=-1) == OWN | {"temperature": 0, "top_k": 0}
+
+
+@pytest.mark.parametrize(
+    ("config", "usable"),
+    [
+        (OWN | {"do_sample": False, "max_new_tokens": 9, "eos_token_id": [1]}, OWN),
+        ({"temperature": None, "top_k": 50}, {"top_k": 50}),
+        ({"temperature": -1, "top_p": 0, "top_k": "many", "min_p": 2}, {}),
+        ({"temperature": 1, "top_k": 2}, {"temperature": 1.0, "top_k": 2}),
+    ],
+)
+def test_values_out_of_range_are_no_defaults(
+    config: dict[str, object], usable: dict[str, object]
+) -> None:
+    assert usable_defaults(config) == usable

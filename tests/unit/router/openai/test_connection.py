@@ -80,6 +80,23 @@ async def test_a_body_behind_an_offer_is_never_another_request(front_ends: Front
     assert answers.count(b"HTTP/1.1") == 1
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_over_http_1_0_has_no_chunks(front_ends: FrontEnds, stream: bool) -> None:
+    """Proxies like nginx speak it to servers by default."""
+    async with connected(front_ends) as raw:
+        raw.writer.write(post(stream=stream).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        head, _, body = (await raw.reader.read()).partition(b"\r\n\r\n")  # to the end
+    assert b"transfer-encoding" not in head.lower()
+    assert b"\r\nconnection: close" in head
+    if stream:
+        events = body.decode().split("\n\n")
+        assert (events[-2], events[-1]) == ("data: [DONE]", "")
+        assert all(json.loads(event.removeprefix("data: ")) for event in events[:-2])
+    else:
+        assert b"content-length: %d\r\n" % len(body) in head + b"\r\n"
+        assert json.loads(body)["usage"]["completion_tokens"] == 3
+
+
 async def test_what_is_not_http_is_refused_and_not_logged(
     front_ends: FrontEnds, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ import pytest
 from observability import metrics
 from protocol.errors import Internal
 from protocol.ids import Role
+from protocol.wire import inference_pb2 as pb
+from router.config import DefaultsOf
 from tests.support.router_front_ends import FrontEnds, MakeFrontEnds, letters, until
 from tests.support.stub_workers import StubFleet
+from tests.support.tiny_text import write_model_text
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -341,3 +345,26 @@ async def test_idle_connections_are_kept(front_ends: FrontEnds) -> None:
     for _ in range(3):
         await front_ends.post("/v1/completions", body)
     assert len(front_ends.http.connector._conns) == 1  # one connection served them all
+
+
+@pytest.mark.parametrize(("source", "temperature"), [("model", 0.6), ("openai", 1.0)])
+async def test_sampling_defaults_are_the_models_unless_switched_off(
+    fleet: StubFleet,
+    make_front_ends: MakeFrontEnds,
+    tmp_path: Path,
+    source: str,
+    temperature: float,
+) -> None:
+    worker = await fleet.add(Role.DECODE)
+    write_model_text(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": 2}')
+    settings = {"model_path": str(tmp_path), "sampling_defaults": DefaultsOf(source)}
+    async with make_front_ends(fleet, **settings) as front_ends:
+        for fields in ({}, {"temperature": 0.2}):
+            body = {"prompt": "hello", "max_tokens": 2} | fields
+            assert (await front_ends.post("/v1/completions", body))[0] == 200
+            request = pb.GenerateRequest(prompt="hello", max_tokens=2, **fields)
+            async for _ in front_ends.inference.Generate(request):
+                pass
+    seen = [submit.sampling.temperature for submit in worker.submitted]
+    assert seen == [temperature, temperature, 0.2, 0.2]

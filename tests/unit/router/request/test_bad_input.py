@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import msgspec
 import pytest
 import pytest_asyncio
 from google.rpc import error_details_pb2, status_pb2
@@ -375,6 +376,27 @@ async def test_a_client_that_leaves_while_sending(front_ends: FrontEnds) -> None
     sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
     sock.close()
     await assert_serving(front_ends)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt":"a","max_tokens":1,"\\ud83d":1}',
+        b'{"prompt":"a","stream_options":{"\\udc00x":1}}',
+        b'{"prompt":"a","model":"\\ud83d"}',
+        b'{"prompt":"a","logit_bias":{"\\ud83d":1}}',
+        b'{"prompt":"a","tool_choice":{"\\ud83d":{"\\ud83d":1}}}',
+        b'{"prompt":"a","response_format":{"type":"\\ud83d"}}',
+    ],
+)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_lone_surrogate_is_not_echoed(shared: FrontEnds, body: bytes) -> None:
+    """Strict readers of JSON refuse it, and UTF-8 has no form of it."""
+    async with shared.http.post(f"{shared.url}/v1/completions", data=body) as response:
+        raw = await response.read()
+    assert response.status == 400
+    error = msgspec.json.decode(raw)["error"]
+    json.dumps(error, ensure_ascii=False).encode()
 
 
 @pytest.mark.parametrize("field", ["model", "role", "unknown"])

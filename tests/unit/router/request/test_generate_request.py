@@ -19,7 +19,7 @@ def refusal(call, **fields: object) -> tuple[ErrorCode, str | None]:
 
 def test_defaults() -> None:
     request = completion()
-    assert (request.temperature, request.top_p, request.top_k, request.min_p) == (1.0, 1.0, 0, 0.0)
+    assert (request.temperature, request.top_p, request.top_k, request.min_p) == (None,) * 4
     assert (request.n, request.output_limit, request.min_tokens, request.seed) == (1, None, 0, None)
     assert (request.stops, request.stop_token_ids, request.ignore_eos) == ((), (), False)
     assert (request.stream, request.include_usage, request.model) == (False, False, None)
