@@ -60,7 +60,7 @@ def check_folder(config: ClusterConfig, model_path: Path) -> None:
     if settings.otlp_endpoint and not has_tracing():
         raise _refuse(
             "router.settings.otlp_endpoint",
-            "needs the packages of the extra `tracing`: pip install 'baton[tracing]'",
+            "needs the packages of the extra `tracing`",
         )
 
 
