@@ -2,6 +2,7 @@
 
 lifecycle: states of a request, commands and outputs.
 admission: which waiting request gets blocks.
+chunking: how many prompt tokens ride along.
 scheduler: the batch of each step, preemption.
 worker: joins the scheduler to the receiver of kv_transfer.
 """

@@ -10,6 +10,7 @@ can be in flight.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from protocol.ids import RequestKey
@@ -32,13 +33,24 @@ ADMITTED = frozenset({RequestState.RECEIVING, RequestState.RUNNING})
 @dataclass(slots=True)
 class DecodeEntry(SchedulerEntry):
     """num_blocks: blocks that it needs while it is queued. retry_at: when a request that found no
-    room is matched with the prefix cache again."""
+    room is matched with the prefix cache again. commit_due: when its commit should be here.
+    committed_at: when it came, until the first step with it is planned."""
 
     transitions = DECODE_TRANSITIONS
     without_blocks = QUEUED | {RequestState.ENDING}
 
     num_blocks: int = 0
     retry_at: float = 0.0
+    commit_due: float = math.inf
+    committed_at: float = math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitAnnounced:
+    """The commit should come `at` this time of the worker's clock."""
+
+    key: RequestKey
+    at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +68,7 @@ class BlocksSafe:
     key: RequestKey
 
 
-Command = Committed | HandoffEnded | BlocksSafe
+Command = CommitAnnounced | Committed | HandoffEnded | BlocksSafe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,11 +11,13 @@ import math
 from collections.abc import Iterable
 
 from decode_worker.admission import BlockAdmission
+from decode_worker.chunking import chunk_within, prompt_rate, seconds_left
 from decode_worker.lifecycle import (
     ADMITTED,
     QUEUED,
     BlocksSafe,
     Command,
+    CommitAnnounced,
     Committed,
     DecodeEntry,
     DecodeOutput,
@@ -36,14 +38,10 @@ from worker_runtime.scheduling.messages import PREEMPTIONS, RELEASED, EndHandoff
 from worker_runtime.scheduling.scheduler import Scheduler
 from worker_runtime.scheduling.sequence import Sequence
 
-#: Prompt tokens that a step takes at least: arithmetic has room for them while weights are read.
-_MIN_CHUNK = 64
-#: Products of GPUs take their rows in tiles: a few rows beyond one cost a whole one.
-_ROW_TILE = 64
-#: Chunk until enough steps are measured.
-_UNMEASURED_CHUNK = 256
-#: Share of `target_step_s` while a hand-off is being received.
-_RECEIVING_SHARE = 0.75
+#: From the end of a prompt's last chunk until its commit can be in a plan here.
+_COMMIT_S = 0.0025
+#: A commit that is so late is not waited for any longer.
+_MAX_LATE_S = 0.05
 #: Share of a promised gap that a step takes: its tokens still have to reach the client.
 _GAP_SHARE = 0.85
 
@@ -82,6 +80,8 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
         if entry is None:
             return
         match command:
+            case CommitAnnounced(at=at):
+                entry.commit_due = at + _COMMIT_S
             case Committed(first_token=token):
                 self._committed(entry, token, now)
             case HandoffEnded(error=error):
@@ -100,6 +100,7 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
         sequence.scoring = False  # prefill has scored the prompt
         sequence.append(first_token)
         sequence.stats.begin(Phase.DECODE_QUEUE, now)
+        entry.committed_at = now
         entry.move(RequestState.RUNNING)
 
     def _handoff_ended(self, entry: DecodeEntry, error: ErrorInfo | None) -> None:
@@ -142,45 +143,43 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
         self._short = None
         self._rows = []
         budget = self._config.max_num_batched_tokens
-        cut = False
-        for entry, num_runnable in self._runnable():
+        cut, since = False, now
+        for entry, num_runnable in self._runnable(now):
             if num_runnable > 1 and not cut:
-                budget, cut = min(budget, self._prompt_budget(entry.sequence)), True
+                budget, cut = min(budget, self._prompt_budget(entry.sequence, now, since)), True
+            since = min(since, entry.committed_at)
+            entry.committed_at = math.inf
             if budget == 0 or len(self._rows) == self._config.max_num_seqs:
                 break
             if entry.state is RequestState.RUNNING:  # not preempted by an older one just now
                 budget -= self._add_row(entry, num_runnable, budget, now)
         return self._inflight.launch(self._rows, now)
 
-    def _prompt_budget(self, first: Sequence) -> int:
-        """Prompt tokens for a step of about `_target_step_s` beside the decode rows so far."""
-        target_s, promised = self._target_step_s()
-        if target_s == math.inf:
-            return self._config.max_num_batched_tokens
-        model = self._inflight.model
-        if not model.known:
-            return _MIN_CHUNK if promised else _UNMEASURED_CHUNK
-        num_tokens = model.prompt_tokens_within(
-            target_s,
-            num_decodes=len(self._rows),
-            context=sum(row.entry.sequence.num_launched for row in self._rows),
+    def _prompt_budget(self, first: Sequence, now: float, since: float) -> int:
+        """Prompt tokens for a step of about `_target_step_s` beside the decode rows so far, one of
+        which has waited for its second token `since` then."""
+        target_s, promised = self._target_step_s(now)
+        return chunk_within(
+            target_s - (now - since),
+            self._inflight.model,
+            contexts=[row.entry.sequence.num_launched for row in self._rows],
             start=first.num_launched,
             max_tokens=self._config.max_num_batched_tokens,
+            strict=promised,
         )
-        num_tokens -= (len(self._rows) + num_tokens) % _ROW_TILE
-        return max(_MIN_CHUNK, num_tokens)
 
-    def _target_step_s(self) -> tuple[float, bool]:
+    def _target_step_s(self, now: float) -> tuple[float, bool]:
         """`target_step_s`, or less for the strictest stream in the batch, and whether it is less.
 
-        A sequence that is committed while a step runs waits for its end and for the next step: both
-        are shorter while one is being received.
+        A sequence that is committed while a step runs waits for its end and for the next step: a
+        step ends where the next commit is due.
         """
         target_s = self._config.target_step_s or math.inf
         gap_s = min((_gap_s(row.entry) for row in self._rows), default=math.inf)
         received = [e for e in self._entries.values() if e.state is RequestState.RECEIVING]
         if received:
-            target_s *= _RECEIVING_SHARE
+            due_s = (e.commit_due - now for e in received)
+            target_s = min([target_s, *(max(0.0, s) for s in due_s if s > -_MAX_LATE_S)])
             gap_s = min(gap_s, min(map(_gap_s, received)) / 2)
         gap_s *= _GAP_SHARE
         return min(target_s, gap_s), gap_s < target_s
@@ -190,11 +189,20 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
         for key, error in constrain(alive):
             self._fail_and_abort(self._entries[key], error, retriable=False)
 
-    def _runnable(self) -> list[tuple[DecodeEntry, int]]:
-        """Decoding sequences first, so that prompt chunks never take their place; then by age."""
+    def _runnable(self, now: float) -> list[tuple[DecodeEntry, int]]:
+        """Decoding sequences first, so that prompt chunks never take their place, by age. Then
+        prompts, the smallest first: a second of waiting counts as a second less of work."""
         running = (e for e in self._entries.values() if e.state is RequestState.RUNNING)
         counted = [(e, count) for e in running if (count := e.sequence.num_runnable)]
-        return sorted(counted, key=lambda pair: (pair[1] > 1, pair[0].order))
+        decodes = sorted((pair for pair in counted if pair[1] == 1), key=lambda pair: pair[0].order)
+        prompts = [pair for pair in counted if pair[1] > 1]
+        if len(prompts) > 1:
+            rate = self._prompt_rate([entry.sequence.num_launched for entry, _ in decodes])
+            speed = rate or float(self._config.max_num_batched_tokens)
+            prompts.sort(
+                key=lambda pair: (seconds_left(pair[0].sequence, speed, now), pair[0].order)
+            )
+        return decodes + prompts
 
     def _add_row(self, entry: DecodeEntry, num_runnable: int, budget: int, now: float) -> int:
         """Plan a sequence's part of the step; its number of tokens, 0 when it has to wait."""
@@ -302,17 +310,29 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
 
     # --- views ----------------------------------------------------------------------------------
 
+    def _prompt_rate(self, contexts: list[int]) -> float:
+        """Prompt tokens per second beside sequences with so many tokens each."""
+        return prompt_rate(
+            self._config.target_step_s or math.inf,
+            self._inflight.model,
+            contexts=contexts,
+            max_tokens=self._config.max_num_batched_tokens,
+        )
+
     def load(self) -> WorkerLoad:
         running = num_tokens = 0
-        queued = []
+        queued, contexts = [], []
         for entry in self._entries.values():  # one pass: thousands may wait, and steps are short
             if entry.state in QUEUED:
                 queued.append(entry)
             elif entry.state in ADMITTED:
                 running += 1
             computed_here = entry.state in (RequestState.WAITING, RequestState.RUNNING)
-            if computed_here and (left := entry.sequence.num_uncomputed) > 1:
-                num_tokens += left
+            if computed_here:
+                if (left := entry.sequence.num_uncomputed) > 1:
+                    num_tokens += left
+                else:
+                    contexts.append(entry.sequence.num_launched)
         return WorkerLoad(
             running=running,
             waiting=len(queued),
@@ -320,7 +340,7 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
             free_blocks=self._admission.num_free_for_new(queued),
             total_blocks=self._blocks.num_blocks,
             tokens_per_second=self._inflight.tokens_per_second(),
-            prompt_tokens_per_second=self._inflight.prompt_tokens_per_second(),
+            prompt_tokens_per_second=self._prompt_rate(contexts),
             decode_step_s=self._inflight.decode_step_s(),
             held_blocks=self._blocks.num_held,
             cached_blocks=self._blocks.num_cached,

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from decode_worker.lifecycle import BlocksSafe, Command, Committed, DecodeOutput
+from decode_worker.lifecycle import (
+    BlocksSafe,
+    Command,
+    CommitAnnounced,
+    Committed,
+    DecodeOutput,
+)
 from decode_worker.scheduler import DecodeScheduler
 from kv_transfer.control.context import EndpointContext
 from kv_transfer.control.receiver import Receiver
@@ -46,6 +52,10 @@ class DecodeWorker(Worker[Command, DecodeOutput, Receiver]):
             self.tasks.start(self._handoff.end(end.key, end.released, end.error))
 
     # --- the receiver's listener, on the event loop -----------------------------------------------
+
+    def commit_announced(self, key: RequestKey, in_s: float) -> None:
+        """Prefill has launched the last chunk."""
+        self.inbox.put(CommitAnnounced(key=key, at=self.clock() + in_s))
 
     def committed(self, key: RequestKey, commit: Commit) -> None:
         token = commit.first_token

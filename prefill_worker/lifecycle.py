@@ -77,6 +77,14 @@ class Push:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AnnounceCommit:
+    """The last chunk was launched; token 1 is known in about `in_s` seconds."""
+
+    key: RequestKey
+    in_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CommitHandoff:
     """All blocks were pushed and token 1 is known."""
 
@@ -84,8 +92,11 @@ class CommitHandoff:
     first_token: int
 
 
+HandoffAction = Push | AnnounceCommit | CommitHandoff | EndHandoff
+
+
 @dataclass(slots=True)
 class PrefillOutput(StepOutput):
     """`handoffs` are carried out in this order."""
 
-    handoffs: list[Push | CommitHandoff | EndHandoff] = field(default_factory=list)
+    handoffs: list[HandoffAction] = field(default_factory=list)

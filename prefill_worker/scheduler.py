@@ -9,6 +9,7 @@ from __future__ import annotations
 from engine.batch import StepBatch
 from engine.kv.allocator import BlockAllocator
 from prefill_worker.lifecycle import (
+    AnnounceCommit,
     Command,
     CommitHandoff,
     Delivered,
@@ -196,6 +197,9 @@ class PrefillScheduler(Scheduler[PrefillEntry, Command, PrefillOutput]):
         for row in self._inflight.newest:
             num_tokens = row.entry.sequence.num_launched
             self._push(row.entry, num_tokens, last=row.samples, after=step)
+            if row.samples and self._inflight.expected_s and not row.entry.sequence.ends_next:
+                key, in_s = row.entry.sequence.key, self._inflight.expected_s
+                self.output.handoffs.append(AnnounceCommit(key=key, in_s=in_s))
 
     def _push(
         self, entry: PrefillEntry, num_tokens: int, *, last: bool = False, after: int = 0

@@ -6,7 +6,16 @@ from kv_transfer.control.context import EndpointContext
 from kv_transfer.control.listeners import TransferReport
 from kv_transfer.control.sender import Sender
 from observability.logging import get_logger
-from prefill_worker.lifecycle import Command, CommitHandoff, Delivered, Granted, PrefillOutput, Push
+from prefill_worker.lifecycle import (
+    AnnounceCommit,
+    Command,
+    CommitHandoff,
+    Delivered,
+    Granted,
+    HandoffAction,
+    PrefillOutput,
+    Push,
+)
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.errors import BatonError, ErrorInfo, Internal, InvalidRequest
 from protocol.ids import RequestKey, Role, WorkerRef
@@ -46,7 +55,7 @@ class PrefillWorker(Worker[Command, PrefillOutput, Sender]):
                 failure = Internal(f"{type(error).__name__}: {error}").info()
                 self.tasks.start(self._handoff.end(handoff.key, False, failure))
 
-    def _carry_out_one(self, handoff: Push | CommitHandoff | EndHandoff) -> None:
+    def _carry_out_one(self, handoff: HandoffAction) -> None:
         match handoff:
             case Push():
                 self._handoff.push(
@@ -56,6 +65,8 @@ class PrefillWorker(Worker[Command, PrefillOutput, Sender]):
                     group=handoff.group,
                     after=handoff.after,
                 )
+            case AnnounceCommit(key=key, in_s=in_s):
+                self._handoff.announce_commit(key, in_s)
             case CommitHandoff(key=key, first_token=token):
                 self._handoff.commit(key, token)
             case EndHandoff(key=key, released=released, error=error):

@@ -310,6 +310,15 @@ class Piece(Message):
     num_layers: int
 
 
+class CommitNotice(Message):
+    """Prefill -> decode: the last chunk of a prompt has been launched; the commit follows in about
+    `in_s` seconds. For decode's planning alone: it may be lost, late or wrong."""
+
+    key: RequestKey
+    epoch: int  # of the prefill worker
+    in_s: float
+
+
 class Commit(Message):
     """Prefill -> decode: everything was sent. The reply (Ack) means that all of it arrived and that
     decode owns the sequence.

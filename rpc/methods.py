@@ -14,6 +14,7 @@ from protocol.messages import (
     Ack,
     Cancel,
     Commit,
+    CommitNotice,
     DrainCommand,
     EventBatch,
     Grant,
@@ -95,6 +96,7 @@ GRANT = Method(_HANDOFF, "Grant", Grant, Ack)
 # prefill -> decode
 OPEN_LINKS = Method(_HANDOFF, "OpenLinks", OpenLinks, LinkOffer)
 PIECE = Method(_HANDOFF, "Piece", Piece, Ack)
+COMMIT_NOTICE = Method(_HANDOFF, "CommitNotice", CommitNotice, Ack)
 COMMIT = Method(_HANDOFF, "Commit", Commit, Ack)
 # either way
 END = Method(_HANDOFF, "End", HandoffEnd, Ack)

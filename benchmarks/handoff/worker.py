@@ -97,6 +97,9 @@ class _Ends:
                 future.set_exception(RuntimeError(code))
                 future.exception()  # retrieved here: it may never be awaited
 
+    def commit_announced(self, key: RequestKey, in_s: float) -> None:
+        pass
+
     def blocks_safe(self, key: RequestKey, block_ids: tuple[int, ...]) -> None:
         self.safe.add(key)
 

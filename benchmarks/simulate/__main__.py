@@ -7,7 +7,7 @@ import itertools
 import math
 from pathlib import Path
 
-from benchmarks.simulate.devices import H200_8B
+from benchmarks.simulate.devices import H200_8B_SERVING
 from benchmarks.simulate.world import Request, Setup, World
 from cluster.bench.measure import Slo
 from cluster.bench.workload import fit_trace, read_trace
@@ -35,7 +35,7 @@ def main() -> None:
     options = parser.parse_args()
     config = load_config(options.config, overrides=options.overrides).config
     setup = Setup(
-        step_time=H200_8B,
+        step_time=H200_8B_SERVING,
         num_prefill=config.prefill.replicas,
         num_decode=config.decode.replicas,
         prefill=config.prefill.worker,

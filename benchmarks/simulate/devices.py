@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.batch import StepBatch
 
@@ -18,7 +18,8 @@ class MeasuredDevice:
     products: rows and seconds of all products of such a step; others take the next larger entry.
     context_s: reading the KV of one token. pair_s: attention of one prompt token to one earlier
     token. step_s and row_s: everything else that prompt tokens cost, for a step and for a row.
-    Steps beyond the table take `large_row_s` a row and `large_pair_s` a pair.
+    Steps beyond the table take `large_row_s` a row and `large_pair_s` a pair. stack_s,
+    stack_sequence_s: what a step, and a sequence in it, takes longer in a serving worker.
     """
 
     products: tuple[tuple[int, float], ...]
@@ -28,10 +29,13 @@ class MeasuredDevice:
     pair_s: float
     step_s: float
     row_s: float
+    stack_s: float = 0.0
+    stack_sequence_s: float = 0.0
 
     def __call__(self, batch: StepBatch) -> float:
         """Seconds of this step."""
         rows, context, pairs = 0, 0, 0.0
+        stack_s = self.stack_s + self.stack_sequence_s * len(batch.sequences)
         for step in batch.sequences:
             count = len(step.tokens)
             rows += count
@@ -42,9 +46,9 @@ class MeasuredDevice:
         products = next((seconds for size, seconds in self.products if size >= rows), None)
         if products is None:
             large_s = self.large_row_s * rows + self.large_pair_s * pairs
-            return large_s + self.context_s * context
+            return stack_s + large_s + self.context_s * context
         rest = 0.0 if rows == len(batch.sequences) else self.step_s + self.row_s * rows
-        return products + rest + self.context_s * context + self.pair_s * pairs
+        return stack_s + products + rest + self.context_s * context + self.pair_s * pairs
 
 
 #: Llama-3.1-8B in bfloat16 on one H200 (docs/adr/0036-fused-mixed-steps.md); a step of 16 decode
@@ -71,3 +75,7 @@ H200_8B = MeasuredDevice(
     step_s=0.9e-3,
     row_s=2.0e-6,
 )
+
+#: The same in a worker of a whole stack, as the inter-token times of its replays show
+#: (benchmarks/results/stack, 2 x H200): 0.6 ms more beside 14 sequences, 1.3 ms beside 70.
+H200_8B_SERVING = replace(H200_8B, stack_s=0.4e-3, stack_sequence_s=1.3e-5)

@@ -12,12 +12,18 @@ from typing import Any
 
 from benchmarks.simulate.devices import StepTime
 from cluster.bench.workload import Ask
-from decode_worker.lifecycle import Committed, DecodeOutput
+from decode_worker.lifecycle import CommitAnnounced, Committed, DecodeOutput
 from decode_worker.scheduler import DecodeScheduler
 from engine.batch import StepBatch, StepResult
 from engine.kv.allocator import BlockAllocator
 from kv_transfer.control.listeners import TransferReport
-from prefill_worker.lifecycle import CommitHandoff, Delivered, Granted, PrefillOutput
+from prefill_worker.lifecycle import (
+    AnnounceCommit,
+    CommitHandoff,
+    Delivered,
+    Granted,
+    PrefillOutput,
+)
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import KVFingerprint, KVLayout
@@ -167,10 +173,15 @@ class Worker:
         self._plan_soon()
 
     def _report(self) -> None:
+        """Load travels with events: a worker that emits none tells the router nothing new."""
         out = self._scheduler.take_output()
-        self.load = self._scheduler.load()
-        self.reservations.reported(self._num_submits)
+        if out.events:
+            self._clock.after(_MESSAGE_S, self._reported, self._scheduler.load(), self._num_submits)
         self._publish(self, out)
+
+    def _reported(self, load: WorkerLoad, num_submits: int) -> None:
+        self.load = load
+        self.reservations.reported(num_submits)
 
 
 class World:
@@ -272,6 +283,10 @@ class World:
         for handoff in out.handoffs:
             if isinstance(handoff, CommitHandoff):
                 self._commit(worker, handoff)
+            elif isinstance(handoff, AnnounceCommit):
+                at = self._clock.now + handoff.in_s
+                announced = CommitAnnounced(key=handoff.key, at=at)
+                self._clock.after(_MESSAGE_S, self._pairs[handoff.key][0].tell, announced)
             elif isinstance(handoff, EndHandoff):
                 ended = HandoffEnded(key=handoff.key, error=None)
                 for informed in (self._pairs[handoff.key][0], worker):

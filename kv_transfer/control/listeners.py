@@ -46,6 +46,9 @@ class ReceiverListener(Protocol):
     blocks and KV; or through `blocks_safe`.
     """
 
+    def commit_announced(self, key: RequestKey, in_s: float) -> None:
+        """The commit will come in about `in_s` seconds, if nothing fails."""
+
     def committed(self, key: RequestKey, commit: Commit) -> None:
         """All KV arrived and was checked: the sequence is decode's."""
 

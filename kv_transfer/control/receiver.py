@@ -25,6 +25,7 @@ from protocol.ids import RequestKey, WorkerRef
 from protocol.messages import (
     Ack,
     Commit,
+    CommitNotice,
     Grant,
     HandoffEnd,
     LinkAddress,
@@ -68,6 +69,7 @@ class Receiver(Endpoint[Incoming, FinishedIncoming]):
         return {
             methods.OPEN_LINKS: self.on_open_links,
             methods.PIECE: self.on_piece,
+            methods.COMMIT_NOTICE: self.on_commit_notice,
             methods.COMMIT: self.on_commit,
             methods.END: self.on_end,
         }
@@ -161,6 +163,13 @@ class Receiver(Endpoint[Incoming, FinishedIncoming]):
         self._channels.announced(handoff, piece)
         if waiting:
             self._start_lease(handoff)
+        return Ack()
+
+    def on_commit_notice(self, notice: CommitNotice) -> Ack:
+        """A commit will follow soon. Ignored for a hand-off that is not in progress."""
+        handoff = self._live.get(notice.key)
+        if handoff is not None and handoff.peer.epoch == notice.epoch:
+            self._listener.commit_announced(notice.key, notice.in_s)
         return Ack()
 
     def on_commit(self, commit: Commit) -> Ack | Coroutine[Any, Any, Ack]:

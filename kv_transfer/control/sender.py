@@ -17,7 +17,7 @@ from kv_transfer.plan.reshard import cells_per_piece, kv_bytes, layer_groups
 from protocol.errors import BatonError, ErrorInfo, HandoffFailed, StaleMessage
 from protocol.ids import RequestKey, WorkerRef
 from protocol.kv_layout import Cells
-from protocol.messages import Ack, Grant, HandoffEnd, Ticket
+from protocol.messages import Ack, CommitNotice, Grant, HandoffEnd, Ticket
 from protocol.states import TransferState
 from rpc import methods
 from rpc.methods import Handler, Method
@@ -120,6 +120,16 @@ class Sender(Endpoint[Outgoing, FinishedOutgoing]):
             self._send(piece)
         if waiting and handoff.state is TransferState.MOVING:
             self._start_lease(handoff)
+
+    def announce_commit(self, key: RequestKey, in_s: float) -> None:
+        """The commit of a hand-off will follow in about `in_s` seconds: tell decode, once. Ignored
+        for a hand-off that is over."""
+        handoff = self._live.get(key)
+        if handoff is not None:
+            notice = CommitNotice(key=key, epoch=self._context.ref.epoch, in_s=in_s)
+            self._tasks.start(
+                self._context.call(handoff.peer, methods.COMMIT_NOTICE, notice, attempts=1)
+            )
 
     def commit(self, key: RequestKey, first_token: int) -> None:
         """Everything was pushed and token 1 is known: commit once all pieces are delivered. Returns

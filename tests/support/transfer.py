@@ -205,6 +205,7 @@ class Events:
     """Calls that a listener received; the futures of `wait` resolve on the next matching call."""
 
     grants: dict[RequestKey, Grant] = field(default_factory=dict)
+    announced: list[tuple[RequestKey, float]] = field(default_factory=list)
     commits: list[tuple[RequestKey, Commit | TransferReport]] = field(default_factory=list)
     ends: list[tuple[RequestKey, ErrorInfo | None]] = field(default_factory=list)
     safe: list[tuple[RequestKey, tuple[int, ...]]] = field(default_factory=list)
@@ -221,6 +222,10 @@ class Events:
 
     def ended(self, key: RequestKey, error: ErrorInfo | None) -> None:
         self.ends.append((key, error))
+        self.changed.set()
+
+    def commit_announced(self, key: RequestKey, in_s: float) -> None:
+        self.announced.append((key, in_s))
         self.changed.set()
 
     def blocks_safe(self, key: RequestKey, block_ids: tuple[int, ...]) -> None:

@@ -222,6 +222,9 @@ class SimDecode(Worker):
         if ids is not None and key not in self.in_hand():
             self.forbid(ids, quarantine=True)
 
+    def commit_announced(self, key: RequestKey, in_s: float) -> None:
+        pass
+
     def blocks_safe(self, key: RequestKey, block_ids: tuple[int, ...]) -> None:
         assert self.reserved.pop(key) == block_ids
         ids = self.held.pop(key)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from decode_worker.lifecycle import BlocksSafe, Committed
+from decode_worker.lifecycle import BlocksSafe, CommitAnnounced, Committed
 from decode_worker.lifecycle import DecodeOutput as DecodeOutput
 from decode_worker.scheduler import DecodeScheduler
 from kv_transfer.config import TransferConfig
@@ -27,7 +27,7 @@ from kv_transfer.control.listeners import TransferReport
 from kv_transfer.control.receiver import Receiver
 from kv_transfer.control.sender import Sender
 from kv_transfer.data.rank_commands import RankCommand, RankResult
-from prefill_worker.lifecycle import CommitHandoff, Delivered, Granted, Push
+from prefill_worker.lifecycle import AnnounceCommit, CommitHandoff, Delivered, Granted, Push
 from prefill_worker.lifecycle import PrefillOutput as PrefillOutput
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.errors import BatonError, ErrorInfo, Internal
@@ -164,6 +164,8 @@ class SimPrefill(SimWorker):
                 case Push():
                     key, ids, first = order.key, order.block_ids, order.first_block
                     sender.push(key, ids, first, group=order.group, after=order.after)
+                case AnnounceCommit(key=key, in_s=in_s):
+                    sender.announce_commit(key, in_s)
                 case CommitHandoff(key=key, first_token=token):
                     sender.commit(key, token)
                 case _:
@@ -209,6 +211,9 @@ class SimDecode(SimWorker):
             start(receiver.reserve(reserve.key, held, there, reserve.num_tokens))
         for end in out.ends:
             start(receiver.end(end.key, end.released, end.error))
+
+    def commit_announced(self, key: RequestKey, in_s: float) -> None:
+        self.inbox.append(CommitAnnounced(key=key, at=self.world.loop.time() + in_s))
 
     def committed(self, key: RequestKey, commit: Commit) -> None:
         self.inbox.append(Committed(key=key, first_token=commit.first_token))

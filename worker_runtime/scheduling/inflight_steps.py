@@ -71,10 +71,12 @@ class InflightSteps(Generic[E]):
         self._landed_at = -math.inf
         self.model = StepModel()
         self._rate = Rate()
-        self._prompt_rate = Rate()
         self._fastest = math.inf  # seconds per token of the fastest step so far
         self._decodes: deque[tuple[int, float]] = deque(maxlen=_HISTORY)  # rows, seconds
         self._shortest_decode = math.inf
+        self._ends_at = -math.inf  # of the newest step, as the model predicts
+        #: Predicted seconds from the launch of the newest step to its end; 0 when unknown.
+        self.expected_s = 0.0
 
     def claim(self, sequence: Sequence, names: list[bytes]) -> bool:
         """Have the step being planned compute the blocks `names`. False when another sequence
@@ -92,6 +94,7 @@ class InflightSteps(Generic[E]):
             return None
         num_tokens = sum(row.num_tokens for row in rows)
         shape = None if num_tokens == len(rows) else _shape(rows)
+        self._predict(shape, now)
         self._steps.append(_InflightStep(rows, num_tokens, now, shape, timed))
         for row in rows:
             if row.names:  # most have none, and updating with nothing is slow
@@ -142,10 +145,6 @@ class InflightSteps(Generic[E]):
         """Smoothed over the time of timed steps; 0 before the first."""
         return self._rate.per_second()
 
-    def prompt_tokens_per_second(self) -> float:
-        """Prompt tokens over the time of steps that ran any, smoothed; 0 before the first."""
-        return self._prompt_rate.per_second()
-
     def decode_step_s(self) -> float:
         """Seconds of a step without prompt tokens: the median of the latest ones while steps run,
         else the shortest so far; 0 before the first."""
@@ -154,6 +153,14 @@ class InflightSteps(Generic[E]):
         if not self._steps:
             return self._shortest_decode
         return sorted(seconds for _, seconds in self._decodes)[len(self._decodes) // 2]
+
+    def _predict(self, shape: StepWork | None, now: float) -> None:
+        begins_at = max(now, self._ends_at) if self._steps else now
+        if shape is None or not self.model.known:
+            self._ends_at = now
+        else:
+            self._ends_at = begins_at + self.model.predict(shape)
+        self.expected_s = self._ends_at - now
 
     def _measure(self, step: _InflightStep[E], now: float) -> None:
         # Steps run one after the other: one launched early began when the one before ended.
@@ -165,7 +172,6 @@ class InflightSteps(Generic[E]):
             self._decodes.append((step.num_tokens, seconds))
             self._shortest_decode = min(self._shortest_decode, seconds)
         else:
-            self._prompt_rate.add(step.shape.num_prompt_tokens, seconds)
             self.model.add(step.shape, seconds)
         if seconds >= _MIN_MEASURED_S:
             self._fastest = min(self._fastest, seconds / step.num_tokens)

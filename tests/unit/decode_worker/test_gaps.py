@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from decode_worker.scheduler import _GAP_SHARE, _MIN_CHUNK, _ROW_TILE, _UNMEASURED_CHUNK
+from decode_worker.chunking import _MIN_CHUNK, _ROW_TILE, _UNMEASURED_CHUNK
+from decode_worker.lifecycle import CommitAnnounced
+from decode_worker.scheduler import _COMMIT_S, _GAP_SHARE, _MAX_LATE_S
+from protocol.ids import RequestKey
 from tests.support.decode_bench import Bench, make_submit
 from worker_runtime.config import WorkerConfig
 from worker_runtime.scheduling.step_model import StepWork
@@ -98,3 +101,63 @@ def test_the_load_reports_a_decode_step():
         bench.turn()
     assert bench.scheduler.load().running == 0
     assert 0.0 <= bench.scheduler.load().decode_step_s <= 1.0
+
+
+def receiving(bench: Bench) -> RequestKey:
+    """A stream whose KV is on its way."""
+    key = bench.submit(make_submit("remote", [1], remote=True, max_tokens=50))
+    bench.turn()
+    assert bench.reserves
+    return key
+
+
+@pytest.mark.parametrize(
+    ("due_s", "step_s"), [(0.008, 0.008), (0.02, TARGET_S), (-_MAX_LATE_S - 0.001, TARGET_S)]
+)
+def test_a_step_ends_where_the_next_commit_is_due(due_s, step_s):
+    bench = bench_of()
+    next_plan = bench.now + 2.0
+    key = receiving(bench)
+    bench.tell(CommitAnnounced(key=key, at=next_plan - _COMMIT_S + due_s))
+    assert chunk_beside(bench) == fitting(step_s, 0)
+
+
+def test_a_late_commit_is_waited_for_with_the_smallest_chunks():
+    bench = bench_of()
+    key = receiving(bench)
+    bench.tell(CommitAnnounced(key=key, at=bench.now + 0.99))
+    assert chunk_beside(bench) == _MIN_CHUNK
+
+
+def test_the_first_step_of_a_committed_stream_makes_up_for_its_wait():
+    bench = bench_of()
+    receiving(bench)
+    bench.submit(make_submit("prompt", list(range(2000)), max_tokens=1))
+    bench.turn()
+    bench.serve_reserves()
+    chunks = []
+    for _ in range(2):
+        bench.turn()
+        chunks.append(max(len(step.tokens) for step in bench.planned[-1].sequences))
+    assert chunks == [_MIN_CHUNK, fitting(TARGET_S)]
+
+
+def test_the_smallest_prompt_goes_first_and_a_long_one_does_not_starve():
+    bench = bench_of()
+    rate = bench.scheduler.load().prompt_tokens_per_second
+    bench.submit(make_submit("long", list(range(1500)), max_tokens=1))
+    bench.submit(make_submit("short", list(range(3000, 3100)), max_tokens=1))
+    bench.turn()
+    assert bench.planned[-1].sequences[0].tokens[0] == 3000
+    bench.now += 1500 / rate
+    bench.submit(make_submit("later", list(range(4000, 4100)), max_tokens=1))
+    bench.turn()
+    assert bench.planned[-1].sequences[0].tokens[0] < 1500
+
+
+def test_the_load_reports_the_rate_of_prompts_at_this_length_of_step():
+    assert bench_of(measured=False).scheduler.load().prompt_tokens_per_second == 0.0
+    bench = bench_of()
+    tokens = fitting(TARGET_S, 0)
+    expected = tokens / (BASE_S + tokens * TOKEN_S)
+    assert bench.scheduler.load().prompt_tokens_per_second == pytest.approx(expected, rel=0.01)

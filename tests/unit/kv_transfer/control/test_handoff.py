@@ -12,6 +12,7 @@ from msgspec import structs
 from kv_transfer.config import ChecksumKind
 from protocol.errors import ErrorCode, HandoffFailed
 from protocol.ids import RequestKey
+from protocol.messages import Ack, CommitNotice
 from tests.support.transfer import (
     PATIENT,
     SECRET,
@@ -22,7 +23,7 @@ from tests.support.transfer import (
     make_layout,
     random_kv,
 )
-from tests.support.transfer_steps import DEST, KEY, OTHER, SOURCE
+from tests.support.transfer_steps import DEST, KEY, LAYOUT, OTHER, SOURCE, finish, ready
 
 SIZES = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4)]
 
@@ -231,3 +232,23 @@ async def test_a_rank_that_cannot_listen_fails_the_start(memory):
     with pytest.raises(HandoffFailed, match="cannot listen"):
         await pair.receiver.start()
     await pair.__aexit__()
+
+
+async def test_decode_learns_when_a_commit_is_due(any_backends):
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=any_backends) as pair:
+        await ready(pair)
+        pair.sender.announce_commit(KEY, 0.25)
+        await pair.decode.events.wait(lambda e: e.announced)
+        assert pair.decode.events.announced == [(KEY, 0.25)]
+        await finish(pair)
+        pair.sender.announce_commit(KEY, 0.25)  # over: nothing is sent
+        stale = CommitNotice(key=KEY, epoch=pair.prefill.ref.epoch, in_s=1.0)
+        assert pair.receiver.on_commit_notice(stale) == Ack()
+        assert len(pair.decode.events.announced) == 1
+
+
+async def test_a_notice_of_another_epoch_is_ignored(memory):
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
+        await ready(pair)
+        pair.receiver.on_commit_notice(CommitNotice(key=KEY, epoch=12345, in_s=1.0))
+        assert pair.decode.events.announced == []

@@ -1,0 +1,67 @@
+"""How many prompt tokens a decode step takes, and how fast prompts get on so. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from worker_runtime.scheduling.sequence import Sequence
+from worker_runtime.scheduling.step_model import StepModel, StepWork
+
+#: Prompt tokens that a step takes at least: arithmetic has room for them while weights are read.
+_MIN_CHUNK = 64
+#: Products of GPUs take their rows in tiles: a few rows beyond one cost a whole one.
+_ROW_TILE = 64
+#: Chunk until enough steps are measured.
+_UNMEASURED_CHUNK = 256
+
+
+def chunk_within(
+    seconds: float,
+    model: StepModel,
+    *,
+    contexts: Collection[int],
+    start: int,
+    max_tokens: int,
+    strict: bool = False,
+) -> int:
+    """Prompt tokens, from position `start` on, for a step of about `seconds` beside decode rows
+    with `contexts` tokens each. `strict`: a promise depends on it, so guesses are small."""
+    if seconds == math.inf:
+        return max_tokens
+    if not model.known:
+        return _MIN_CHUNK if strict else _UNMEASURED_CHUNK
+    num_tokens = model.prompt_tokens_within(
+        seconds,
+        num_decodes=len(contexts),
+        context=sum(contexts),
+        start=start,
+        max_tokens=max_tokens,
+    )
+    num_tokens -= (len(contexts) + num_tokens) % _ROW_TILE
+    return max(_MIN_CHUNK, num_tokens)
+
+
+def prompt_rate(
+    seconds: float, model: StepModel, *, contexts: Collection[int], max_tokens: int
+) -> float:
+    """Prompt tokens per second of such steps, for a prompt from its start; 0 until enough steps
+    were seen to tell."""
+    if not model.known:
+        return 0.0
+    count = chunk_within(seconds, model, contexts=contexts, start=0, max_tokens=max_tokens)
+    work = StepWork(
+        num_decodes=len(contexts),
+        context=sum(contexts),
+        num_prompt_tokens=count,
+        num_pairs=count * count // 2,
+    )
+    step_s = model.predict(work)
+    return count / step_s if step_s > 0.0 else 0.0
+
+
+def seconds_left(sequence: Sequence, tokens_per_second: float, now: float) -> float:
+    """Order of prompts: the smallest first, where a second of waiting counts as a second less of
+    work, so that none starves."""
+    work = len(sequence.tokens) - sequence.stats.num_cached_tokens
+    return work / tokens_per_second - (now - sequence.arrival)
