@@ -1,6 +1,7 @@
 """The engine on one GPU against the limits of the card, measured in the same run.
 
     python -m benchmarks.engine --model llama-3.1-8b --out benchmarks/results/engine-h100.json
+    python -m benchmarks.engine --model gemma-3-12b
 
 Weights are random and made on the device; the KV pool holds random values. Decode steps are
 launched as a worker launches them: step n + 1 before the tokens of step n are known. Every figure
@@ -14,23 +15,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from benchmarks.gpu_limits import Report, begin_report, measure_all_reduce
 from benchmarks.random_weights import RandomSource
-from benchmarks.shapes import MODELS
+from benchmarks.ranks import Ranks
+from benchmarks.shapes import MODELS, Tables, block_tables, kv_tokens, visible_pairs
 from benchmarks.trace import report_trace
 from engine.batch import SequenceStep, StepBatch
 from engine.config import EngineConfig
 from engine.cuda.comm import RankCollectives
-from engine.cuda.group import DeviceGroup
 from engine.cuda.options import CudaOptions
 from engine.cuda.pending import PendingTokens
 from engine.cuda.runner import CudaRunner
@@ -38,22 +37,6 @@ from engine.model.families import parse_model_config
 from protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
-
-
-def decode_rows(
-    tables: list[tuple[int, ...]], context: int, step: int, sampling: SamplingParams
-) -> tuple[SequenceStep, ...]:
-    """Decode rows of one of a series of steps, whose tokens are those of the step before."""
-    return tuple(
-        SequenceStep(
-            tokens=(17,),
-            start=context + step,
-            block_tables=(table,),
-            sampling=sampling,
-            previous=i if step else None,
-        )
-        for i, table in enumerate(tables)
-    )
 
 
 class Bench:
@@ -65,13 +48,32 @@ class Bench:
         self.report = report
         self._next = 0
 
-    def tables(self, count: int, length: int) -> list[tuple[int, ...]]:
-        """Block tables of `count` sequences of `length` tokens, shuffled over the pool."""
-        per_sequence = -(-length // self.runner.layout.block_size)
-        order = torch.randperm(self.runner.layout.num_blocks)[: count * per_sequence].tolist()
-        if len(order) < count * per_sequence:
+    def tables(self, count: int, length: int) -> list[Tables]:
+        """Block tables of `count` sequences of `length` tokens, one for each KV group, shuffled
+        over the pool."""
+        layout = self.runner.layout
+        per_table, groups = -(-length // layout.block_size), len(layout.groups)
+        order = torch.randperm(layout.num_blocks)[: count * groups * per_table].tolist()
+        if len(order) < count * groups * per_table:
             raise SystemExit("the KV pool is too small for this shape")
-        return [tuple(order[i * per_sequence : (i + 1) * per_sequence]) for i in range(count)]
+        parts = [tuple(order[i : i + per_table]) for i in range(0, len(order), per_table)]
+        return [tuple(parts[i : i + groups]) for i in range(0, len(parts), groups)]
+
+    def decode_rows(
+        self, tables: list[Tables], context: int, step: int, sampling: SamplingParams = GREEDY
+    ) -> tuple[SequenceStep, ...]:
+        """Decode rows of one of a series of steps, whose tokens are those of the step before."""
+        layout, start = self.runner.layout, context + step
+        return tuple(
+            SequenceStep(
+                tokens=(17,),
+                start=start,
+                block_tables=block_tables(table, layout, start),
+                sampling=sampling,
+                previous=i if step else None,
+            )
+            for i, table in enumerate(tables)
+        )
 
     def pipelined(self, batches: Iterable[StepBatch]) -> list[tuple[float, float]]:
         """Run steps one ahead: when each but the last had ended, and how long its launch took."""
@@ -93,7 +95,7 @@ class Bench:
         """Median seconds of a pipelined decode step; contexts grow from `context`."""
         tables = self.tables(batch, context + steps + 8)
         times = self.pipelined(
-            StepBatch(sequences=decode_rows(tables, context, step, sampling))
+            StepBatch(sequences=self.decode_rows(tables, context, step, sampling))
             for step in range(steps + 6)
         )
         return median(b[0] - a[0] for a, b in pairwise(times[4:]))
@@ -102,7 +104,7 @@ class Bench:
         """Measure a decode shape and set it against the bytes it must read."""
         seconds = self.decode(batch, context, steps)
         weights = self.weight_bytes()
-        kv = batch * (context + steps // 2) * self.token_bytes()
+        kv = batch * self.kv_bytes(context + steps // 2)
         floor = (weights + kv) / self.limits.copy
         self.report.add(
             f"decode batch {batch} context {context}",
@@ -121,10 +123,13 @@ class Bench:
             total += layer.qkv.nbytes + layer.out.nbytes + layer.gate_up.nbytes + layer.down.nbytes
         return total
 
-    def token_bytes(self) -> int:
-        """KV bytes of one token on this rank."""
-        pool = self.runner.pool
-        return pool.data[:, 0].nbytes // pool.block_size
+    def kv_bytes(self, context: int) -> int:
+        """KV bytes that a decode row of so many tokens reads on this rank."""
+        pool, windows = self.runner.pool, self._windows()
+        return kv_tokens(windows, context) * pool.data[0, 0].nbytes // pool.block_size
+
+    def _windows(self) -> list[int | None]:
+        return self.runner.model_config.windows(self.runner.max_model_len)
 
     def prefill(self, count: int, length: int, repeats: int) -> None:
         """Prompts of one length, packed into steps of the token budget, against the matrix rate."""
@@ -132,7 +137,7 @@ class Bench:
         tables = self.tables(count, length)
         prompt = tuple(7 * i % 4000 for i in range(length))
         sequences = [
-            SequenceStep(tokens=prompt, start=0, block_tables=(table,), sampling=GREEDY)
+            SequenceStep(tokens=prompt, start=0, block_tables=table, sampling=GREEDY)
             for table in tables
         ]
         batches = [
@@ -164,11 +169,16 @@ class Bench:
         tables = self.tables(decodes, 1500 + steps + 8)
         prompt = tuple(7 * i % 4000 for i in range(count))
         chunks = tuple(
-            SequenceStep(tokens=prompt, start=history, block_tables=(table,), sampling=GREEDY)
+            SequenceStep(
+                tokens=prompt,
+                start=history,
+                block_tables=block_tables(table, self.runner.layout, history),
+                sampling=GREEDY,
+            )
             for table in self.tables(min(1, count), history + count)
         )
         times = self.pipelined(
-            StepBatch(sequences=(*decode_rows(tables, 1500, step, GREEDY), *chunks))
+            StepBatch(sequences=(*self.decode_rows(tables, 1500, step), *chunks))
             for step in range(steps + 6)
         )
         gaps = sorted(b[0] - a[0] for a, b in pairwise(times[4:]))
@@ -187,7 +197,7 @@ class Bench:
             SequenceStep(
                 tokens=prompt,
                 start=start,
-                block_tables=(table,),
+                block_tables=block_tables(table, self.runner.layout, start),
                 sampling=GREEDY if start + chunk == length else None,
             )
             for start in range(0, length, chunk)
@@ -209,10 +219,10 @@ class Bench:
 
     def prefill_flops(self, count: int, length: int) -> float:
         """This rank's products of every prompt token, causal attention, the head once a prompt."""
-        model = self.runner.model_config
         weights = self.runner.weights
         linear = (self.weight_bytes() - weights.head.nbytes) / weights.embedding.element_size()
-        attention = 2 * length * length * weights.layers[0].out.shape[1] * model.num_layers
+        pairs = sum(visible_pairs(window, length) for window in self._windows())
+        attention = 4 * pairs * weights.layers[0].out.shape[1]
         return count * (2 * length * linear + attention + 2 * weights.embedding.numel())
 
 
@@ -231,32 +241,6 @@ def profile_decode(bench: Bench, ranks: Ranks, batch: int, context: int, steps: 
         bench.decode(batch, context, steps)
         torch.cuda.synchronize()
     report_trace(bench.report, f"batch {batch}", trace.events())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
-    """This process's place among the ranks of one engine; all of them run the same benchmark."""
-
-    rank: int
-    size: int
-    store: Any
-
-    def smallest(self, key: str, value: int) -> int:
-        """The smallest of all ranks' values."""
-        if self.size == 1:
-            return value
-        self.store.set(f"{key}/{self.rank}", str(value))
-        return min(int(self.store.get(f"{key}/{rank}")) for rank in range(self.size))
-
-    def meet(self, key: str) -> None:
-        """Wait until all ranks have come here."""
-        self.smallest(key, 0)
-
-    def join(self, device: torch.device) -> DeviceGroup | None:
-        """The group of all ranks' GPUs."""
-        if self.size == 1:
-            return None
-        return DeviceGroup(self.store, self.rank, self.size, device, name="benchmark")
 
 
 def build(
@@ -333,6 +317,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--batches", default="1,32,128,256")
     parser.add_argument("--profile", default="64", help="batches with a table of kernels")
+    parser.add_argument("--context", type=int, default=32768, help="tokens of a long context")
     parser.add_argument("--tp", type=int, default=1, help="ranks, one GPU each")
     parser.add_argument("--prompts", default="1x8192,8x2048", help="prompts of prefill steps")
     parser.add_argument(
@@ -396,8 +381,8 @@ def measure(bench: Bench, ranks: Ranks, args: argparse.Namespace, skip: set[str]
             bench.report_decode(batch, 512 if batch == 1 else 608, args.steps)
     if "long" not in skip:
         short = bench.report_decode(1, 512, args.steps)
-        long = bench.report_decode(1, 32768, args.steps)
-        extra = (32768 - 512) * bench.token_bytes() / bench.limits.copy
+        long = bench.report_decode(1, args.context, args.steps)
+        extra = (bench.kv_bytes(args.context) - bench.kv_bytes(512)) / bench.limits.copy
         bench.report.add(
             "long context", extra_ms=(long - short) * 1e3, ratio=(long - short) / extra
         )
@@ -410,7 +395,7 @@ def measure(bench: Bench, ranks: Ranks, args: argparse.Namespace, skip: set[str]
         for rows, count, history in product(*sizes):
             bench.mixed(rows, count, history, args.steps)
     if "chunked" not in skip:
-        bench.long_prompt(131072, 8192)
+        bench.long_prompt(min(131072, bench.runner.max_model_len // 8192 * 8192), 8192)
     batches = [] if "profile" in skip else args.profile.split(",")
     for batch in map(int, batches):
         profile_decode(bench, ranks, batch, 608)

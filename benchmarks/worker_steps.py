@@ -21,8 +21,9 @@ import torch
 
 import decode_worker.lifecycle as decode
 import prefill_worker.lifecycle as prefill
-from benchmarks.engine import Bench, Ranks, build, engine_parser
+from benchmarks.engine import Bench, build, engine_parser
 from benchmarks.gpu_limits import begin_report
+from benchmarks.ranks import Ranks
 from benchmarks.trace import report_trace
 from cluster.bench.measure import milliseconds
 from decode_worker.scheduler import DecodeScheduler

@@ -2,16 +2,15 @@
 
 Files, in reading order:
 
-    options       settings; the shapes that steps are rounded up to; models that are not served
+    options       settings; the shapes that steps are rounded up to
     plan          a step in device order: rows, query tiles, calls, as frozen values
     inputs        the plan's numbers in device memory, at fixed addresses
-    attention     attention of decode rows, of mixed steps, of large chunks
+    attention     attention of decode rows, of mixed steps, of large chunks; dense: by cuDNN
     model         the forward pass
     split_decode  its products and norms for some dozens of rows
     sampler       from logits to tokens that stay on the device
     runner        loads a rank, plans and submits steps; pending: their results
-    graphs        steps captured by shape
-    staging       streams, pinned buffers
+    staging       streams, graphs by shape, pinned buffers
     comm, group   sums over ranks: the interface; symmetric memory and NCCL
     memory, warmup, build   pool size, compilation, construction
 """

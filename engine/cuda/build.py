@@ -8,10 +8,10 @@ import torch
 
 from engine.config import EngineConfig
 from engine.cuda.group import DeviceGroup
-from engine.cuda.options import CudaOptions, check_served
+from engine.cuda.options import CudaOptions
 from engine.cuda.runner import CudaRunner
 from engine.errors import ModelRefused
-from engine.kv.sizing import context_length, kv_fingerprint
+from engine.kv.sizing import kv_fingerprint
 from engine.model.checkpoint import Checkpoint
 from engine.model.config import ModelConfig
 from engine.model.families import load_model_config
@@ -54,7 +54,6 @@ def load_rank(config: EngineConfig, rank: int) -> tuple[CudaRunner, KVFingerprin
         raise ModelRefused("quantised weights are not served on GPUs yet", param="quantization")
     source = Checkpoint(config.model_path, getattr(torch, config.dtype), device)
     source.check(tied=model.tie_word_embeddings)
-    check_served(model, context_length(config, model))
     check_fits(config, model, device)
     runner = CudaRunner(config, model, source, options_for(config), rank=rank, device=device)
     return runner, kv_fingerprint(config, model, source.digest(), runner.max_model_len)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,18 +16,21 @@ from engine.batch import SequenceStep
 from engine.cuda.plan import ChunkLayout, StepPlan
 from engine.cuda.staging import StagingRing
 from engine.kernels.sampling import noise_key
-from engine.kernels.triton.prefill_attention import TILE_FIELDS
+from engine.kernels.triton.prefill_attention import TILE_FIELDS, Ints
 from engine.kernels.triton.sampling import RowSampling
 from protocol.errors import Internal
+from protocol.kv_layout import ONE_GROUP, KVGroup
 
 _DEPTH = 4
 #: Vectors begin at multiples of 16 bytes: kernels are compiled for aligned pointers.
 _ALIGNMENT = 4
 
 
-def _decode_views(ints: Any, floats: Any, rows: int) -> SimpleNamespace:
+def _decode_views(ints: Any, floats: Any, rows: int, groups: int) -> SimpleNamespace:
     """The vectors of DecodeInputs in one tensor or array; `floats` is the same memory."""
     part = [slice(rows * i, rows * (i + 1)) for i in range(9)]
+    stride, first = _aligned(rows), _aligned(9 * rows)
+    blocks = first + groups * stride
     return SimpleNamespace(
         tokens=ints[part[0]],
         feed=ints[part[1]],
@@ -37,50 +40,100 @@ def _decode_views(ints: Any, floats: Any, rows: int) -> SimpleNamespace:
         temperature=floats[part[6]],
         top_p=floats[part[7]],
         min_p=floats[part[8]],
-        indptr=ints[9 * rows : 10 * rows + 1],
-        blocks=ints[10 * rows + 1 :],
+        starts=ints[first:blocks].reshape(groups, stride)[:, :rows],
+        blocks=ints[blocks:],
+        header=blocks,
     )
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+class _Arrays:
+    """Block tables as arrays. A sequence's table is the same in most steps: the array of the step
+    before is used again."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], tuple[tuple[int, ...], Ints]] = {}
+
+    def of(self, group: int, row: int, ids: tuple[int, ...]) -> Ints:
+        """The table that a group has in a row."""
+        known = self._known.get((group, row))
+        if known is None or (known[0] is not ids and known[0] != ids):
+            known = self._known[group, row] = ids, np.array(ids, np.int32)
+        return known[1]
 
 
 class DecodeInputs:
     """Inputs of up to `rows` decoding sequences, and the sampling of up to `rows` rows of logits.
 
-    tokens, feed, lengths: int32 `[rows]`; indptr: `[rows + 1]`; blocks: the block tables one after
-    another. Where feed[r] >= 0 the row's token is the one sampled last step in row feed[r]. Rows of
-    length 0 are padding.
+    tokens, feed, lengths: int32 `[rows]`; blocks: the block tables of all KV groups, one after
+    another; starts `[groups, rows]`: where block 0 of a sequence would be among them, which has no
+    block before the first that its window sees. Where feed[r] >= 0 the row's token is the one
+    sampled last step in row feed[r]. Rows of length 0 are padding.
     """
 
-    def __init__(self, rows: int, max_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        rows: int,
+        max_blocks: int,
+        device: torch.device,
+        *,
+        block_size: int,
+        groups: tuple[KVGroup, ...] = ONE_GROUP,
+    ) -> None:
+        """max_blocks: of all groups' tables together."""
         self._rows = rows
-        size = 10 * rows + 1 + max_blocks
+        self._groups = groups
+        self._block_size = block_size
+        self._arrays = _Arrays()
+        size = _aligned(9 * rows) + len(groups) * _aligned(rows) + max_blocks
         self._ring = StagingRing(size, _DEPTH, device)
         self._ints = torch.zeros(size, dtype=torch.int32, device=device)
-        views = _decode_views(self._ints, self._ints.view(torch.float32), rows)
+        floats = self._ints.view(torch.float32)
+        views = _decode_views(self._ints, floats, rows, len(groups))
         self.tokens, self.feed, self.lengths = views.tokens, views.feed, views.lengths
-        self.indptr, self.blocks = views.indptr, views.blocks
+        self.starts, self.blocks = views.starts, views.blocks
         self._views = views
 
     def upload(self, plan: StepPlan) -> None:
         """Copy a plan's decode rows and sampled rows to the device; later rows become padding."""
         buffer, view, index = self._ring.take()
-        to, count = _decode_views(view, view.view(np.float32), self._rows), len(plan.decodes)
-        ends = [0, *accumulate(plan.decode_blocks)]
-        total = ends[-1]
-        if total > len(to.blocks):
-            raise Internal(f"{total} blocks in one step, at most {len(to.blocks)}")
+        groups = len(self._groups)
+        to = _decode_views(view, view.view(np.float32), self._rows, groups)
+        count = len(plan.decodes)
         to.tokens[:count] = [step.tokens[0] for step in plan.decodes]
         to.feed[:count] = plan.feeds
         to.lengths[:count] = [step.start + 1 for step in plan.decodes]
         to.lengths[count:] = 0
-        to.indptr[: count + 1] = ends
-        to.indptr[count + 1 :] = total
-        pairs = zip(plan.decodes, plan.decode_blocks, strict=True)
-        tables = (step.block_tables[0][:n] for step, n in pairs)
-        to.blocks[:total] = np.fromiter(chain.from_iterable(tables), np.int32, total)
+        to.starts[:, count:] = 0
+        total = self._write_tables(to, plan)
         _write_sampling(to, plan.sampled)
-        used = 10 * self._rows + 1 + total
+        used = to.header + total
         self._ints[:used].copy_(buffer[:used], non_blocking=True)
         self._ring.sent(index)
+
+    def _write_tables(self, to: SimpleNamespace, plan: StepPlan) -> int:
+        """Write all tables one after another; how many blocks they have."""
+        tables: list[Ints] = []
+        end = 0
+        for number, group in enumerate(self._groups):
+            starts = []
+            for row, (step, blocks) in enumerate(
+                zip(plan.decodes, plan.decode_blocks, strict=True)
+            ):
+                first = group.first_token(step.start) // self._block_size
+                ids = self._arrays.of(number, row, step.block_tables[number])
+                tables.append(ids[: blocks - first])
+                starts.append(end - first)
+                end += blocks - first
+            to.starts[number, : len(starts)] = starts
+        if end > len(to.blocks):
+            raise Internal(f"{end} blocks in one step, at most {len(to.blocks)}")
+        if tables:
+            np.concatenate(tables, out=to.blocks[:end])
+        return end
 
     def sampling(self, count: int, filtered: bool) -> RowSampling:
         """The sampling of the first `count` rows of logits."""
@@ -110,28 +163,33 @@ def _write_sampling(to: SimpleNamespace, sampled: Sequence[SequenceStep]) -> Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkCapacity:
-    """The largest step with prompt chunks: rows, kept rows, query tiles, numbers of blocks."""
+    """The largest step with prompt chunks: rows, kept rows, query tiles of a KV group, numbers of
+    blocks of all groups, groups."""
 
     rows: int
     kept: int
     tiles: int
     blocks: int
+    groups: int = 1
 
 
 class ChunkInputs:
     """All rows of a step with prompt chunks, decode rows first, and its chunks' attention.
 
-    tokens, feed, positions, slots: int32 `[rows]`; feed as in DecodeInputs; slots are -1 for rows
-    whose KV attention writes and for padding. kept: rows of the logits, then those scored. counts:
-    see AttentionCut. tiles: int32 `[n, TILE_FIELDS]`; blocks: the chunks' block tables.
+    tokens, feed, positions: int32 `[rows]`; feed as in DecodeInputs. kept: rows of the logits, then
+    those scored. Of each KV group: slots `[rows]`, -1 for rows whose KV attention writes and for
+    padding; counts: see GroupCut; tiles: int32 `[n, TILE_FIELDS]`. blocks: all block tables.
     """
 
     def __init__(self, capacity: ChunkCapacity, device: torch.device) -> None:
-        sizes = {"counts": 4}
-        sizes |= dict.fromkeys(("tokens", "feed", "positions", "slots"), capacity.rows)
-        sizes |= {"kept": capacity.kept, "tiles": capacity.tiles * TILE_FIELDS}
+        groups = range(capacity.groups)
+        sizes: dict[str, int] = {f"counts{g}": 4 for g in groups}
+        sizes |= dict.fromkeys(("tokens", "feed", "positions"), capacity.rows)
+        sizes |= {f"slots{g}": capacity.rows for g in groups}
+        sizes["kept"] = capacity.kept
+        sizes |= {f"tiles{g}": capacity.tiles * TILE_FIELDS for g in groups}
         sizes["blocks"] = capacity.blocks
-        ends = [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes.values())]
+        ends = [0, *accumulate(map(_aligned, sizes.values()))]
         self._parts = {
             name: slice(end, end + size)
             for (name, size), end in zip(sizes.items(), ends, strict=False)
@@ -139,41 +197,60 @@ class ChunkInputs:
         self._ring = StagingRing(ends[-1], _DEPTH, device)
         self._ints = torch.zeros(ends[-1], dtype=torch.int32, device=device)
         views = {name: self._ints[part] for name, part in self._parts.items()}
-        self.counts, self.tokens, self.feed = views["counts"], views["tokens"], views["feed"]
-        self.positions, self.slots, self.kept = views["positions"], views["slots"], views["kept"]
-        self.tiles = views["tiles"].view(-1, TILE_FIELDS)
+        self.tokens, self.feed = views["tokens"], views["feed"]
+        self.positions, self.kept = views["positions"], views["kept"]
+        self.counts = [views[f"counts{g}"] for g in groups]
+        self.slots = [views[f"slots{g}"].fill_(-1) for g in groups]
+        self.tiles = [views[f"tiles{g}"].view(-1, TILE_FIELDS) for g in groups]
         self.blocks = views["blocks"]
-        self.slots.fill_(-1)
 
     def upload(self, plan: StepPlan, layout: ChunkLayout, block_size: int) -> None:
         """Copy a step's rows to the device, padding behind them up to layout.padded_rows."""
         buffer, view, index = self._ring.take()
         to = {name: view[part] for name, part in self._parts.items()}
+        if layout.num_blocks > len(to["blocks"]):
+            raise Internal("a step has more blocks than the engine was made for")
         decodes, rows = len(plan.decodes), layout.padded_rows
-        tiles = layout.cut.tiles.reshape(-1)
-        if layout.num_blocks > len(to["blocks"]) or tiles.size > len(to["tiles"]):
-            raise Internal("a step has more blocks or tiles than the engine was made for")
-        to["counts"][:] = layout.cut.counts
         to["tokens"][:decodes] = [step.tokens[0] for step in plan.decodes]
         to["feed"][:decodes] = plan.feeds
         to["feed"][decodes:rows] = -1
         to["positions"][:decodes] = 0
-        to["slots"][:decodes] = -1
         to["tokens"][layout.rows : rows] = 0
         to["positions"][layout.rows : rows] = 0
-        to["slots"][layout.rows : rows] = -1
-        for step, first, table in zip(plan.chunks, layout.first_rows, layout.tables, strict=True):
+        for step, first in zip(plan.chunks, layout.first_rows, strict=True):
             part = slice(first, first + len(step.tokens))
             to["tokens"][part] = step.tokens
-            at = np.arange(step.start, step.start + len(step.tokens), dtype=np.int32)
-            to["positions"][part] = at
-            ids = np.array(step.block_tables[0][: table.count], np.int32)
-            to["blocks"][table.first : table.first + table.count] = ids
-            to["slots"][part] = ids[at // block_size] * block_size + at % block_size
+            to["positions"][part] = np.arange(step.start, step.start + len(step.tokens))
         to["kept"][: len(layout.kept)] = layout.kept
-        if layout.cut.shape is not None:
-            to["kept"][len(layout.kept) : layout.cut.shape.samples] = 0
-        to["tiles"][: tiles.size] = tiles
+        if layout.shape is not None:
+            to["kept"][len(layout.kept) : layout.shape.samples] = 0
+        for group in range(len(self.slots)):
+            self._write_group(to, plan, layout, group, block_size)
         used = self._parts["blocks"].start + layout.num_blocks
         self._ints[:used].copy_(buffer[:used], non_blocking=True)
         self._ring.sent(index)
+
+    def _write_group(
+        self,
+        to: dict[str, Ints],
+        plan: StepPlan,
+        layout: ChunkLayout,
+        group: int,
+        block_size: int,
+    ) -> None:
+        """The slots, tables and tiles of one KV group."""
+        cut = layout.cuts[group]
+        slots, tiles = to[f"slots{group}"], cut.tiles.reshape(-1)
+        if tiles.size > len(to[f"tiles{group}"]):
+            raise Internal("a step has more tiles than the engine was made for")
+        to[f"counts{group}"][:] = cut.counts
+        to[f"tiles{group}"][: tiles.size] = tiles
+        slots[: len(plan.decodes)] = -1
+        slots[layout.rows : layout.padded_rows] = -1
+        places = zip(plan.chunks, layout.first_rows, layout.tables[group], strict=True)
+        for step, first, table in places:
+            at = np.arange(step.start, step.start + len(step.tokens), dtype=np.int32)
+            ids = np.array(step.block_tables[group][: table.count], np.int32)
+            to["blocks"][table.first : table.first + table.count] = ids
+            part = slice(first, first + len(step.tokens))
+            slots[part] = ids[at // block_size - table.number] * block_size + at % block_size

@@ -7,17 +7,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.cuda.attention import AttentionSizes, AttentionState, DenseAttention, cudnn_serves
+from engine.cuda.attention import AttentionLayer, AttentionState, decode_cut
+from engine.cuda.dense import AttentionSizes, DenseAttention, cudnn_serves
 from engine.cuda.inputs import ChunkCapacity, ChunkInputs, DecodeInputs
 from engine.cuda.model import RankShape
-from engine.cuda.options import CudaOptions, StepShape, StepShapes
+from engine.cuda.options import CudaOptions, StepShapes
 from engine.cuda.sampler import TokenSampler
 from engine.cuda.staging import DeviceStream, StagingRing
 from engine.errors import ModelRefused
-from engine.kernels.triton.attention import DecodeScratch, DecodeShape, decode_shape
+from engine.kernels.triton.attention import DecodeScratch, ScoreRule
+from engine.kernels.triton.elementwise import HeadNorms
 from engine.kernels.triton.prefill_attention import ChunkScratch, max_parts, query_tile
 from engine.kv.pool import KVPool
+from engine.model.config import ModelConfig, QkNorm
+from engine.model.kv_groups import group_layers
 from engine.model.weights import ModelWeights
+from protocol.kv_layout import KVGroup, pages_for
 
 #: Part of the free memory (after weights) that KV blocks and working memory may use.
 MEMORY_SHARE = 0.98
@@ -46,11 +51,6 @@ def blocks_that_fit(
     return blocks
 
 
-def decode_cut(sizes: RankShape, shape: StepShape) -> DecodeShape:
-    """How attention of a step of decode rows alone is cut."""
-    return decode_shape(shape.rows, sizes.kv_heads, sizes.head_dim, shape.long_context)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory:
     """What steps need beside the KV pool, at fixed addresses; logits: of steps under graphs."""
@@ -67,34 +67,38 @@ class StepMemory:
         options: CudaOptions,
         shapes: StepShapes,
         sizes: RankShape,
+        model: ModelConfig,
         weights: ModelWeights,
         pool: KVPool,
         stream: DeviceStream,
         *,
+        groups: tuple[KVGroup, ...],
         max_model_len: int,
-        vocab_size: int,
     ) -> StepMemory:
         """The memory of one rank's steps."""
-        batch, device = options.max_batch, pool.device
+        batch, device, page = options.max_batch, pool.device, pool.block_size
         # However few blocks there are: any number of sequences may share those of a long prefix.
-        table = batch * -(-max_model_len // pool.block_size)
+        table = batch * pages_for(groups, page, max_model_len)
+        chunk = batch * pages_for(groups, page, max_model_len, chunk=2)
+        chunk += len(groups) * (options.max_chunk_tokens // page + 4 * batch)  # aligned by 16 bytes
         rows = options.max_chunk_tokens + batch
         tile = query_tile(pool.dtype, sizes.head_dim)
         capacity = ChunkCapacity(
             rows=rows,
             kept=rows,
             tiles=2 * (options.max_chunk_tokens // tile + batch) + max_parts(sizes.num_heads),
-            blocks=table + 4 * batch,  # each table begins at a multiple of 16 bytes
+            blocks=chunk,
+            groups=len(groups),
         )
         num_ids = weights.head.shape[0]
         return StepMemory(
-            decodes=DecodeInputs(batch, table, device),
+            decodes=DecodeInputs(batch, table, device, block_size=page, groups=groups),
             chunks=ChunkInputs(capacity, device),
             attention=_attention_state(
-                options, shapes, sizes, weights, pool, stream, max_model_len
+                options, shapes, sizes, model, weights, pool, stream, max_model_len
             ),
             logits=weights.embedding.new_empty(batch, num_ids),
-            sampler=TokenSampler(batch, vocab_size, sizes, device),
+            sampler=TokenSampler(batch, model.vocab_size, sizes, device),
             results=StagingRing(batch + 1, 4, device),
         )
 
@@ -103,23 +107,30 @@ def _attention_state(
     options: CudaOptions,
     shapes: StepShapes,
     sizes: RankShape,
+    model: ModelConfig,
     weights: ModelWeights,
     pool: KVPool,
     stream: DeviceStream,
     max_model_len: int,
 ) -> AttentionState:
     heads, dim, device, dtype = sizes.num_heads, sizes.head_dim, pool.device, pool.dtype
-    parts = [shape.rows * decode_cut(sizes, shape).splits for shape in shapes.decode]
-    parts += [shape.decode_programs // sizes.kv_heads for shape in shapes.mixed]
     attention = AttentionSizes(
         num_heads=heads,
         kv_heads=sizes.kv_heads,
         head_dim=dim,
-        scale=sizes.attention_scale,
+        scale=model.attention_scale,
         pdl=stream.overlaps_launches,
     )
+    layers = _attention_layers(model, weights, pool, max_model_len)
+    parts = [
+        shape.rows * decode_cut(attention, shape.rows, shape.long_context, window).splits
+        for shape in shapes.decode
+        for window in {layer.rule.window for layer in layers}
+    ]
+    parts += [shape.decode_programs // sizes.kv_heads for shape in shapes.mixed]
     dense = None
-    if cudnn_serves(dtype, dim, device):
+    plain = any(not layer.rule.window and not layer.rule.softcap for layer in layers)
+    if plain and cudnn_serves(dtype, dim, device):
         dense = DenseAttention(
             attention,
             options.max_chunk_tokens + options.max_batch,
@@ -132,10 +143,31 @@ def _attention_state(
     return AttentionState(
         sizes=attention,
         stream=stream,
-        kv=pool.layers,
-        rotations=weights.rotations,
+        layers=layers,
         decode_scratch=DecodeScratch(options.max_batch, max(parts), heads, dim, device),
         chunk_scratch=ChunkScratch(heads, dim, dtype, device),
         attended=torch.zeros(graph_rows, attention.width, dtype=dtype, device=device),
         dense=dense,
     )
+
+
+def _attention_layers(
+    model: ModelConfig, weights: ModelWeights, pool: KVPool, max_model_len: int
+) -> tuple[AttentionLayer, ...]:
+    places = group_layers(model, max_model_len).places
+    windows = model.windows(max_model_len)
+    found = []
+    for index, (cos, sin) in enumerate(weights.rotations):
+        group, slot = places[index]
+        layer, norms = weights.layers[index], None
+        if model.qk_norm is QkNorm.HEAD:
+            norms = HeadNorms(q=layer.q_norm, k=layer.k_norm, eps=model.rms_norm_eps)
+        rule = ScoreRule(
+            scale=model.attention_scale,
+            softcap=model.attention_softcap or 0.0,
+            window=windows[index] or 0,
+            norms=norms,
+        )
+        kv = pool.layers[slot]
+        found.append(AttentionLayer(kv=kv, cos=cos, sin=sin, group=group, rule=rule))
+    return tuple(found)

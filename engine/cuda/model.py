@@ -1,8 +1,9 @@
-"""Llama-family forward pass on a GPU: one rank's share, over paged KV.
+"""Forward pass of every family on a GPU: one rank's share, over paged KV.
 
 The residual stream `h` is updated in place: the products after attention and after the MLP add into
 it (with several ranks, rank 0 brings it into the all-reduce). Steps of one row run five kernels a
-layer, each a single stream over its weights; larger ones use cuBLAS for the products.
+layer, each a single stream over its weights; larger ones use cuBLAS for the products. Where a norm
+stands behind a product (Gemma, OLMo 2), one kernel takes it, adds it to h and takes the next norm.
 """
 
 from __future__ import annotations
@@ -14,19 +15,25 @@ from torch import Tensor
 
 from engine.cuda.attention import LayerAttention
 from engine.cuda.comm import RankCollectives
-from engine.cuda.split_decode import SplitDecode, norm_heads
+from engine.cuda.split_decode import SplitDecode
+from engine.kernels.activation import Activation
 from engine.kernels.triton import elementwise
 from engine.kernels.triton.linear import linear, shared_linear
 from engine.kernels.triton.reduce import reduce_normed
-from engine.model.config import ModelConfig
-from engine.model.sharding import RankShare
+from engine.model.config import ModelConfig, NormPlacement, QkNorm
+from engine.model.sharding import RankShare, share_of
 from engine.model.weights import LayerWeights, ModelWeights
 from engine.quantization.weight import Weight, dense
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShape:
-    """Sizes of one rank's share: it holds `num_ids` rows of the vocabulary from `first_id` on."""
+    """One rank's share of a model: its sizes and what its family computes.
+
+    It holds `num_ids` rows of the vocabulary from `first_id` on. post_norms: norms stand behind
+    attention and MLP. normed_widths: of queries and keys of all ranks together, where they are
+    normed over all heads.
+    """
 
     hidden: int
     num_heads: int
@@ -36,12 +43,20 @@ class RankShape:
     first_id: int
     num_ids: int
     eps: float
-    attention_scale: float
     embedding_scale: float
+    activation: Activation = Activation.SILU
+    post_norms: bool = False
+    final_softcap: float = 0.0
+    normed_widths: tuple[int, int] | None = None
 
     @staticmethod
-    def of(config: ModelConfig, share: RankShare) -> RankShape:
-        """The sizes that `share` of a model has."""
+    def of(config: ModelConfig, share: RankShare, size: int, dtype: torch.dtype) -> RankShape:
+        """`share` of a model that `size` ranks compute in `dtype`."""
+        shares = [share_of(config, rank, size) for rank in range(size)]
+        normed = None
+        if config.qk_norm is QkNorm.ALL:
+            heads = (sum(x.num_q_heads for x in shares), sum(x.num_kv_heads for x in shares))
+            normed = (heads[0] * config.head_dim, heads[1] * config.head_dim)
         return RankShape(
             hidden=config.hidden_size,
             num_heads=share.num_q_heads,
@@ -51,8 +66,12 @@ class RankShape:
             first_id=share.vocab[0],
             num_ids=share.vocab[1] - share.vocab[0],
             eps=config.rms_norm_eps,
-            attention_scale=config.attention_scale,
-            embedding_scale=config.embedding_scale,
+            # It has the precision of the model, as transformers rounds it.
+            embedding_scale=torch.tensor(config.embedding_scale, dtype=dtype).item(),
+            activation=config.activation,
+            post_norms=config.norms is not NormPlacement.BEFORE,
+            final_softcap=config.final_softcap or 0.0,
+            normed_widths=normed,
         )
 
     @property
@@ -95,13 +114,13 @@ class CudaModel:
         whenever it is called with tensors of the same shapes.
         """
         h = self.embed(tokens, feed, previous)
-        rows = h.shape[0]
-        if self._split is not None and self._split.serves(rows):
+        rows, fused = h.shape[0], not self._shape.post_norms
+        if fused and self._split is not None and self._split.serves(rows):
             if kept is None:
                 return self._split.logits(h, attention, out)
             logits = self._split.logits(h, attention, out.new_empty(rows, out.shape[1]))
             return torch.index_select(logits, 0, kept, out=out)
-        if self.comm.sums_to_norm(h):
+        if fused and self.comm.sums_to_norm(h):
             return self._logits_by_normed_sums(h, attention, out, kept)
         return self.logits(self.hidden(h, attention, kept), out)
 
@@ -113,10 +132,14 @@ class CudaModel:
         rows, layers = h.shape[0], self._weights.layers
         qkv = h.new_empty(rows + overhang, self._shape.qkv_width)
         qkv[rows:].zero_()
-        for index, layer in enumerate(layers):
-            gain, weight, bias = layer.attention_norm, layer.qkv, layer.qkv_bias
-            self._normed_product(h, gain, weight, bias, qkv[:rows])
-            norm_heads(qkv[:rows], layer, self._shape.eps)
+        gains = [*(layer.attention_norm for layer in layers[1:]), None]
+        x: Tensor | None = None
+        for index, (layer, gain) in enumerate(zip(layers, gains, strict=True)):
+            if x is None:
+                self._normed_product(h, layer.attention_norm, layer.qkv, layer.qkv_bias, qkv[:rows])
+            else:
+                self._product(x, layer.qkv, layer.qkv_bias, qkv[:rows])
+            self._norm_heads(qkv[:rows], layer)
             attention.write_kv(index, qkv)
             last = index == len(layers) - 1
             if last and kept is not None and not kept.shape[0]:
@@ -124,8 +147,51 @@ class CudaModel:
             attended = attention.attend(index, qkv)
             if last and kept is not None:
                 h, attended = h.index_select(0, kept), attended.index_select(0, kept)
-            self._finish(attended, h, layer)
+            if self._shape.post_norms:
+                x = self._finish_normed(attended, h, layer, gain)
+            else:
+                self._finish(attended, h, layer)
         return h
+
+    def _finish_normed(
+        self, attended: Tensor, h: Tensor, layer: LayerWeights, gain: Tensor | None
+    ) -> Tensor:
+        """h += norm of attention's output projection; h += norm of the MLP of h. The input of the
+        next layer's projection, normed by `gain`."""
+        y = self._summed(attended, layer.out, layer.out_bias)
+        x = self._add_normed(y, layer.attention_post_norm, h, layer.mlp_norm)
+        y = self._summed(self._gated_product(x, layer), layer.down, layer.down_bias)
+        return self._add_normed(y, layer.mlp_post_norm, h, gain)
+
+    def _add_normed(self, y: Tensor, post: Tensor, h: Tensor, gain: Tensor | None) -> Tensor:
+        """h += norm(y); the norm of h, or h where there is none before the next product."""
+        gain = gain if gain is not None and gain.numel() else None
+        out = h if gain is None else torch.empty_like(h)
+        elementwise.add_normed(y, post, h, gain, self._shape.eps, out=out, pdl=self._pdl)
+        return out
+
+    def _summed(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        """The product x weight^T + bias, summed over the ranks."""
+        out = x.new_empty(x.shape[0], weight.shape[0])
+        partial = self.comm.partial(out)
+        self._product(x, weight, bias, partial)
+        self.comm.reduce(partial, out)
+        return out
+
+    def _norm_heads(self, qkv: Tensor, layer: LayerWeights) -> None:
+        """Norm queries and keys over the heads of all ranks, where the family does; norms of single
+        heads are part of attention."""
+        widths, eps = self._shape.normed_widths, self._shape.eps
+        if widths is None:
+            return
+        squares = qkv.new_empty(qkv.shape[0], 2, dtype=torch.float32)
+        gains = layer.q_norm, layer.k_norm
+        if self.comm.size > 1:
+            partial = self.comm.partial(squares)
+            elementwise.norm_parts(qkv, *gains, partial, eps, widths, write=True)
+            self.comm.reduce(partial, squares)
+        read = self.comm.size > 1
+        elementwise.norm_parts(qkv, *gains, squares, eps, widths, read=read)
 
     def _logits_by_normed_sums(
         self, h: Tensor, attention: LayerAttention, out: Tensor, kept: Tensor | None
@@ -137,7 +203,6 @@ class CudaModel:
         qkv = h.new_empty(h.shape[0], self._shape.qkv_width)
         for index, (layer, gain) in enumerate(zip(weights.layers, gains, strict=True)):
             self._product(x, layer.qkv, layer.qkv_bias, qkv)
-            norm_heads(qkv, layer, self._shape.eps)
             attention.write_kv(index, qkv)
             attended = attention.attend(index, qkv)
             x = self._shared_product(attended, layer.out, layer.out_bias, h, layer.mlp_norm)
@@ -146,7 +211,7 @@ class CudaModel:
         if kept is not None:
             x = x.index_select(0, kept)
         self._product(x, weights.head, None, out)
-        return out
+        return self._capped(out)
 
     def _shared_product(
         self, x: Tensor, weight: Weight, bias: Tensor | None, h: Tensor, gain: Tensor
@@ -162,21 +227,22 @@ class CudaModel:
         table, shape = self._weights.embedding, self._shape
         out = table.new_empty(tokens.shape[0], shape.hidden)
         partial = self.comm.partial(out)
-        elementwise.embed(tokens, feed, previous, table, shape.first_id, out=partial)
+        scale = shape.embedding_scale
+        elementwise.embed(tokens, feed, previous, table, shape.first_id, out=partial, scale=scale)
         self.comm.reduce(partial, out)
-        if shape.embedding_scale != 1.0:
-            out.mul_(shape.embedding_scale)
         return out
 
     def _normed_product(
         self, h: Tensor, gain: Tensor, weight: Weight, bias: Tensor | None, out: Tensor
     ) -> None:
-        """out = norm(h) weight^T + bias."""
-        if h.shape[0] == 1:
+        """out = norm(h) weight^T + bias; h itself where the family has no norm there."""
+        if not gain.numel():
+            self._product(h, weight, bias, out)
+        elif h.shape[0] == 1:
             eps = self._shape.eps
             linear(h, dense(weight), out=out, bias=bias, gain=gain, eps=eps, pdl=self._pdl)
-            return
-        self._product(self._normed(h, gain), weight, bias, out)
+        else:
+            self._product(self._normed(h, gain), weight, bias, out)
 
     def _normed(self, h: Tensor, gain: Tensor) -> Tensor:
         x = torch.empty_like(h)
@@ -184,7 +250,11 @@ class CudaModel:
         return x
 
     def _product(self, x: Tensor, weight: Weight, bias: Tensor | None, out: Tensor) -> None:
-        if bias is None:
+        if x.shape[0] == 1:
+            linear(x, dense(weight), out=out, bias=bias, pdl=self._pdl)
+        elif self._split is not None and self._split.multiplies(x.shape[0]):
+            self._split.product(x, dense(weight), bias=bias, out=out)
+        elif bias is None:
             torch.mm(x, dense(weight).t(), out=out)
         else:
             torch.addmm(bias, x, dense(weight).t(), out=out)
@@ -193,27 +263,37 @@ class CudaModel:
         """h += attention's output projection; h += MLP of the norm of h."""
         self._add_product(attended, layer.out, layer.out_bias, h)
         if h.shape[0] == 1 and layer.gate_up_bias is None:
-            act = h.new_empty(1, self._shape.intermediate)
-            linear(
-                h,
-                dense(layer.gate_up),
-                out=act,
-                gain=layer.mlp_norm,
-                eps=self._shape.eps,
-                gated=True,
-                pdl=self._pdl,
-            )
+            act = self._gated_row(h, layer, layer.mlp_norm)
         else:
             act = self._gated_product(self._normed(h, layer.mlp_norm), layer)
         self._add_product(act, layer.down, layer.down_bias, h)
 
+    def _gated_row(self, x: Tensor, layer: LayerWeights, gain: Tensor | None) -> Tensor:
+        """The MLP's gate of one row, or of its norm."""
+        act, activation = x.new_empty(1, self._shape.intermediate), self._shape.activation
+        linear(
+            x,
+            dense(layer.gate_up),
+            out=act,
+            gain=gain,
+            eps=self._shape.eps,
+            gated=True,
+            activation=activation,
+            pdl=self._pdl,
+        )
+        return act
+
     def _gated_product(self, x: Tensor, layer: LayerWeights) -> Tensor:
-        if self._split is not None and self._split.gates(x.shape[0]):
-            return self._split.gated(x, dense(layer.gate_up))
-        gate_up = x.new_empty(x.shape[0], 2 * self._shape.intermediate)
+        rows, activation = x.shape[0], self._shape.activation
+        if layer.gate_up_bias is None:
+            if rows == 1:
+                return self._gated_row(x, layer, None)
+            if self._split is not None and self._split.gates(rows):
+                return self._split.gated(x, dense(layer.gate_up))
+        gate_up = x.new_empty(rows, 2 * self._shape.intermediate)
         self._product(x, layer.gate_up, layer.gate_up_bias, gate_up)
-        act = x.new_empty(x.shape[0], self._shape.intermediate)
-        elementwise.silu_mul(gate_up, out=act, pdl=self._pdl)
+        act = x.new_empty(rows, self._shape.intermediate)
+        elementwise.gated_product(gate_up, out=act, activation=activation, pdl=self._pdl)
         return act
 
     def _add_product(self, x: Tensor, weight: Weight, bias: Tensor | None, h: Tensor) -> None:
@@ -242,4 +322,9 @@ class CudaModel:
         if out is None:
             out = h.new_empty(h.shape[0], head.shape[0])
         self._normed_product(h, self._weights.norm, head, None, out)
-        return out
+        return self._capped(out)
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        if self._shape.final_softcap:
+            elementwise.cap_logits(logits, self._shape.final_softcap)
+        return logits

@@ -22,6 +22,7 @@ from engine.kernels.triton.prefill_attention import (
     plan_tiles,
 )
 from protocol.errors import Internal
+from protocol.kv_layout import KVGroup
 
 #: Contexts longer than this get more splits of decode attention.
 LONG_CONTEXT = 4096
@@ -29,6 +30,8 @@ LONG_CONTEXT = 4096
 DENSE_TOKENS = 1024
 #: Their lengths are rounded up to this, so that few plans of such a call exist.
 DENSE_STEP = 512
+#: The field of a query tile that says where its block table is.
+_TILE_TABLE = 3
 #: Lengths of the segments of a long chunk's history that have such a call.
 HISTORY_SEGMENTS = (8192, 2048)
 
@@ -47,7 +50,8 @@ class StepPlan:
     """A checked batch in device order.
 
     decodes, chunks: the sequences; feeds[r]: the row of the step before whose token decode row r
-    runs, or -1; *_blocks: how many blocks each sequence needs. sampled: the sequences of the
+    runs, or -1; *_blocks: how many blocks hold the tokens of each sequence, in a group without a
+    window. sampled: the sequences of the
     logits' rows (every decode row, then the chunks that sample); results[i]: the logits row of
     sequence i of the batch, or None. banned: (logits row, token id) pairs. masks: logits rows with
     few allowed tokens, if any. penalties: other changes of the logits, if any. logprobs,
@@ -153,10 +157,17 @@ def history_segments(start: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTable:
-    """Where a chunk's block table lies among the step's blocks."""
+    """Where a chunk's table of one KV group lies among the step's blocks: `count` of them from
+    number `number` of the sequence on."""
 
     first: int
     count: int
+    number: int = 0
+
+    @property
+    def origin(self) -> int:
+        """Where block 0 of the sequence would be."""
+        return self.first - self.number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,131 +184,171 @@ class DenseChunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionCut:
-    """How attention of a step with chunks is cut into query tiles and calls.
+class GroupCut:
+    """How attention in the layers of one KV group is cut into query tiles and calls.
 
-    shape: the CUDA graph that serves the step; counts: its query tiles, decode rows, splits of a
-    decode row, least tiles of a split. Without a shape, attention is launched by kind: query tiles
-    `paged` in one launch, which are cut into parts where `split`, and the `dense` chunks one after
-    another.
+    counts, of a step with a graph: its query tiles, decode rows, splits of a decode row, least
+    tiles of a split. Without a graph, attention is launched by kind: query tiles `paged` in one
+    launch, which are cut into parts where `split`, and the `dense` chunks one after another.
     """
 
     tiles: Ints
-    shape: StepShape | None = None
     counts: tuple[int, int, int, int] = (0, 0, 1, 1)
     paged: range = range(0)
     split: bool = False
     dense: tuple[DenseChunk, ...] = ()
+
+    def at(self, tables: tuple[BlockTable, ...]) -> GroupCut:
+        """The same where tiles and chunks name their block table by its number in `tables`."""
+        tiles = self.tiles.copy()
+        origins = np.array([table.origin for table in tables], np.int32)
+        tiles[:, _TILE_TABLE] = origins[tiles[:, _TILE_TABLE]]
+        dense = tuple(replace(chunk, table=tables[chunk.table].first) for chunk in self.dense)
+        return replace(self, tiles=tiles, dense=dense)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkLayout:
     """The rows of a step with prompt chunks: decode rows, then the chunks'.
 
-    first_rows, tables: of each chunk. kept: rows whose logits are wanted, then the scored ones.
+    shape: the CUDA graph that serves the step, if any does. first_rows: of each chunk. kept: rows
+    whose logits are wanted, then the scored ones. tables, cuts: of each KV group, tables of each
+    chunk.
     """
 
+    shape: StepShape | None
     rows: int
     first_rows: tuple[int, ...]
-    tables: tuple[BlockTable, ...]
+    tables: tuple[tuple[BlockTable, ...], ...]
     num_blocks: int
     kept: tuple[int, ...]
-    cut: AttentionCut
+    cuts: tuple[GroupCut, ...]
 
     @property
     def padded_rows(self) -> int:
         """Rows that the forward pass computes."""
-        return self.rows if self.cut.shape is None else self.cut.shape.rows
+        return self.rows if self.shape is None else self.shape.rows
 
     @property
     def overhang(self) -> int:
         """Rows behind the last one that calls of dense chunks read."""
-        ends = (chunk.first + dense_length(chunk.count) for chunk in self.cut.dense)
+        dense = (chunk for cut in self.cuts for chunk in cut.dense)
+        ends = (chunk.first + dense_length(chunk.count) for chunk in dense)
         return max(0, max(ends, default=0) - self.rows)
 
 
-def lay_out_chunks(
-    plan: StepPlan,
-    shapes: tuple[StepShape, ...],
-    *,
-    heads: int,
-    kv_heads: int,
-    tile: int,
-    dense: bool,
-) -> ChunkLayout:
-    """Lay out a step with chunks. shapes: those that have graphs, ascending; tile: queries of a
-    tile where none serves the step; dense: whether long chunks may have calls of their own."""
-    decodes = len(plan.decodes)
-    counts = [len(step.tokens) for step in plan.chunks]
-    *first_rows, rows = accumulate(counts, initial=decodes)
-    *firsts, num_blocks = accumulate((-(-n // 4) * 4 for n in plan.chunk_blocks), initial=0)
-    chunks = list(zip(plan.chunks, first_rows, counts, firsts, strict=True))
-    sampled = [first + n - 1 for step, first, n, _ in chunks if step.sampling is not None]
-    scored = [first + i for step, first, _, _ in chunks for i in range(len(step.targets))]
-    spans = [
-        ChunkSpan(first_row=first, count=n, start=step.start, table=table)
-        for step, first, n, table in chunks
-    ]
-    cut = None
-    if not scored and shapes and rows <= shapes[-1].rows:
-        samples = decodes + len(sampled)
-        cut = _mixed_cut(plan, spans, shapes, rows, samples, heads, kv_heads)
-    return ChunkLayout(
-        rows=rows,
-        first_rows=tuple(first_rows),
-        tables=tuple(
-            BlockTable(first=first, count=count)
-            for first, count in zip(firsts, plan.chunk_blocks, strict=True)
-        ),
-        num_blocks=num_blocks,
-        kept=(*range(decodes), *sampled, *scored),
-        cut=cut or _cut_by_kind(spans, heads, tile, dense=dense),
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionPlanner:
+    """Lays out the attention of steps with chunks, for one engine.
 
+    groups: KV groups of blocks of `block_size` tokens. tile: queries of a tile where no graph
+    serves the step; dense: whether long chunks may have calls of their own, in layers that attend
+    to everything.
+    """
 
-def _mixed_cut(
-    plan: StepPlan,
-    spans: list[ChunkSpan],
-    shapes: tuple[StepShape, ...],
-    rows: int,
-    samples: int,
-    heads: int,
-    kv_heads: int,
-) -> AttentionCut | None:
-    """The smallest shape that holds the step; None where none does."""
-    decodes = len(plan.decodes)
-    tiles = plan_tiles(spans, heads, MIXED_TILE, wave=mixed_wave(rows, decodes)).tiles
-    for shape in shapes:
-        if shape.holds(rows, samples, heads * len(tiles), kv_heads * decodes):
-            room = shape.decode_programs
-            splits = mixed_splits(decodes, kv_heads, plan.long_context, room)
-            return AttentionCut(tiles=tiles, shape=shape, counts=(len(tiles), decodes, *splits))
-    return None
+    groups: tuple[KVGroup, ...]
+    block_size: int
+    heads: int
+    kv_heads: int
+    tile: int
+    dense: bool
 
-
-def _cut_by_kind(spans: list[ChunkSpan], heads: int, tile: int, *, dense: bool) -> AttentionCut:
-    long = [span for span in spans if dense and span.count >= DENSE_TOKENS]
-    paged = plan_tiles([span for span in spans if span not in long], heads, tile)
-    tiles, at, chunks = [paged.tiles], len(paged.tiles), []
-    for span in long:
-        segments = history_segments(span.start)
-        if sum(segments) < span.start:
-            rest = replace(span, begin=sum(segments), end=span.start)
-            tiles.append(plan_tiles([rest], heads, tile, wave=0).tiles)
-        end = sum(map(len, tiles))
-        chunks.append(
-            DenseChunk(
-                first=span.first_row,
-                count=span.count,
-                table=span.table,
-                segments=segments,
-                tiles=range(at, end),
-            )
+    def lay_out(self, plan: StepPlan, shapes: tuple[StepShape, ...]) -> ChunkLayout:
+        """Lay out a step. shapes: those that have graphs, ascending."""
+        decodes = len(plan.decodes)
+        counts = [len(step.tokens) for step in plan.chunks]
+        *first_rows, rows = accumulate(counts, initial=decodes)
+        tables, num_blocks = self._tables(plan)
+        chunks = list(zip(plan.chunks, first_rows, counts, strict=True))
+        sampled = [first + n - 1 for step, first, n in chunks if step.sampling is not None]
+        scored = [first + i for step, first, _ in chunks for i in range(len(step.targets))]
+        spans = [
+            ChunkSpan(first_row=first, count=n, start=step.start, table=index)
+            for index, (step, first, n) in enumerate(chunks)
+        ]
+        windows = tuple(group.window for group in self.groups)
+        shape, cuts = None, None
+        if not scored and shapes and rows <= shapes[-1].rows:
+            samples = decodes + len(sampled)
+            shape, cuts = self._mixed(plan, spans, shapes, rows, samples)
+        if cuts is None:
+            cuts = {window: self._by_kind(spans, window) for window in dict.fromkeys(windows)}
+        return ChunkLayout(
+            shape=shape,
+            rows=rows,
+            first_rows=tuple(first_rows),
+            tables=tables,
+            num_blocks=num_blocks,
+            kept=(*range(decodes), *sampled, *scored),
+            cuts=tuple(cuts[w].at(table) for w, table in zip(windows, tables, strict=True)),
         )
-        at = end
-    return AttentionCut(
-        tiles=np.concatenate(tiles),
-        paged=range(len(paged.tiles)),
-        split=paged.split,
-        dense=tuple(chunks),
-    )
+
+    def _tables(self, plan: StepPlan) -> tuple[tuple[tuple[BlockTable, ...], ...], int]:
+        """Where the tables lie, group after group, each at a multiple of 16 bytes."""
+        tables, end = [], 0
+        for group in self.groups:
+            row = []
+            for step, total in zip(plan.chunks, plan.chunk_blocks, strict=True):
+                number = group.first_token(step.start) // self.block_size
+                row.append(BlockTable(first=end, count=total - number, number=number))
+                end += -(-(total - number) // 4) * 4
+            tables.append(tuple(row))
+        return tuple(tables), end
+
+    def _mixed(
+        self,
+        plan: StepPlan,
+        spans: list[ChunkSpan],
+        shapes: tuple[StepShape, ...],
+        rows: int,
+        samples: int,
+    ) -> tuple[StepShape | None, dict[int | None, GroupCut] | None]:
+        """The smallest shape that holds the step, and a cut for each window; None where none
+        does."""
+        decodes, wave = len(plan.decodes), mixed_wave(rows, len(plan.decodes))
+        tiles = {
+            group.window: plan_tiles(
+                spans, self.heads, MIXED_TILE, wave=wave, window=group.window or 0
+            ).tiles
+            for group in self.groups
+        }
+        most = max(map(len, tiles.values()))
+        for shape in shapes:
+            if not shape.holds(rows, samples, self.heads * most, self.kv_heads * decodes):
+                continue
+            cuts = {}
+            for window, cut in tiles.items():
+                long = plan.long_context and window is None
+                splits = mixed_splits(decodes, self.kv_heads, long, shape.decode_programs)
+                cuts[window] = GroupCut(tiles=cut, counts=(len(cut), decodes, *splits))
+            return shape, cuts
+        return None, None
+
+    def _by_kind(self, spans: list[ChunkSpan], window: int | None) -> GroupCut:
+        dense = self.dense and window is None
+        long = [span for span in spans if dense and span.count >= DENSE_TOKENS]
+        short = [span for span in spans if span not in long]
+        paged = plan_tiles(short, self.heads, self.tile, window=window or 0)
+        tiles, at, chunks = [paged.tiles], len(paged.tiles), []
+        for span in long:
+            segments = history_segments(span.start)
+            if sum(segments) < span.start:
+                rest = replace(span, begin=sum(segments), end=span.start)
+                tiles.append(plan_tiles([rest], self.heads, self.tile, wave=0).tiles)
+            end = sum(map(len, tiles))
+            chunks.append(
+                DenseChunk(
+                    first=span.first_row,
+                    count=span.count,
+                    table=span.table,
+                    segments=segments,
+                    tiles=range(at, end),
+                )
+            )
+            at = end
+        return GroupCut(
+            tiles=np.concatenate(tiles),
+            paged=range(len(paged.tiles)),
+            split=paged.split,
+            dense=tuple(chunks),
+        )

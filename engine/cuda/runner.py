@@ -22,26 +22,25 @@ from engine.cuda.attention import (
     MixedAttention,
 )
 from engine.cuda.comm import RankCollectives
-from engine.cuda.graphs import GraphSet
 from engine.cuda.memory import (
     MEMORY_SHARE,
     RESERVE_BYTES,
     StepMemory,
     blocks_that_fit,
-    decode_cut,
 )
 from engine.cuda.model import CudaModel, RankShape
 from engine.cuda.options import CudaOptions, StepShape, StepShapes
 from engine.cuda.pending import PendingTokens
-from engine.cuda.plan import BatchLimits, ChunkLayout, StepPlan, lay_out_chunks, plan_step
+from engine.cuda.plan import AttentionPlanner, BatchLimits, ChunkLayout, StepPlan, plan_step
 from engine.cuda.split_decode import SplitDecode
-from engine.cuda.staging import DeviceStream, to_device, to_host
+from engine.cuda.staging import DeviceStream, GraphSet, to_device, to_host
 from engine.cuda.warmup import largest_prompts, warmup_steps
 from engine.errors import RankLost
 from engine.kernels.triton.prefill_attention import query_tile
 from engine.kv.pool import KVPool
 from engine.kv.sizing import block_bytes, context_length, kv_layout, num_kv_blocks
 from engine.model.config import ModelConfig
+from engine.model.kv_groups import group_layers
 from engine.model.matrices import WeightSource
 from engine.model.sharding import share_of
 from engine.model.weights import WeightLoader
@@ -61,6 +60,7 @@ class CudaRunner:
     pool: KVPool
     _memory: StepMemory
     _limits: BatchLimits
+    _planner: AttentionPlanner
     _graphs: GraphSet
     _shapes: StepShapes
 
@@ -79,18 +79,27 @@ class CudaRunner:
         self.options = options
         self.vocab_size = model_config.vocab_size
         self.max_model_len = context_length(config, model_config)
+        groups = group_layers(model_config, self.max_model_len)
+        self._num_groups, self._filled = len(groups.groups), groups.filled()
         self._followed: deque[PendingTokens] = deque()  # a follower's steps not known to be over
         self.device = device or torch.device(config.device)
         self._stream = DeviceStream(self.device)
         share = share_of(model_config, rank, config.tp_size)
-        self._shape = shape = RankShape.of(model_config, share)
+        self._shape = shape = RankShape.of(model_config, share, config.tp_size, self._dtype)
         with torch.inference_mode():
             loader = WeightLoader(model_config, share, source, self.device)
             self.weights = loader.load(self.max_model_len)
         pdl = self._stream.overlaps_launches
         split = None
         if config.tp_size == 1 and self._dtype is torch.bfloat16:
-            split = SplitDecode(self.weights, shape.eps, options.split_rows, pdl=pdl)
+            split = SplitDecode(
+                self.weights,
+                shape.eps,
+                options.split_rows,
+                activation=shape.activation,
+                post_norms=shape.post_norms,
+                pdl=pdl,
+            )
         comm = RankCollectives(rank, config.tp_size)
         self.model = CudaModel(self.weights, shape, comm, pdl=pdl, split=split)
         self._previous: list[int | None] = []
@@ -128,13 +137,14 @@ class CudaRunner:
             max_sequences=options.max_batch,
             max_model_len=self.max_model_len,
             block_size=self.config.block_size,
+            num_groups=self._num_groups,
         )
         before = torch.cuda.memory_allocated(self.device)
         self.open(1)
         torch.cuda.reset_peak_memory_stats(self.device)
         with torch.inference_mode(), self._stream.active():
             plan = plan_step(StepBatch(sequences=tuple(probes)), self._limits, [])
-            self._forward(replace(plan, layout=self._lay_out(plan, ())))
+            self._forward(replace(plan, layout=self._planner.lay_out(plan, ())))
         self._stream.synchronize()
         peak = torch.cuda.max_memory_allocated(self.device) - before
         rows = max((step.rows for step in self._shapes.mixed), default=0)
@@ -155,6 +165,7 @@ class CudaRunner:
             max_batch=options.max_batch,
             max_chunk_tokens=options.max_chunk_tokens,
             pinned=self.device.type == "cuda",
+            groups=self.layout.groups,
         )
         self._shapes = StepShapes.of(options)
         self.pool = KVPool(self.layout, self.model.comm.rank, self._dtype, self.device)
@@ -162,11 +173,20 @@ class CudaRunner:
             options,
             self._shapes,
             self._shape,
+            self.model_config,
             self.weights,
             self.pool,
             self._stream,
+            groups=self.layout.groups,
             max_model_len=self.max_model_len,
-            vocab_size=self.vocab_size,
+        )
+        self._planner = AttentionPlanner(
+            groups=self.layout.groups,
+            block_size=config.block_size,
+            heads=self._shape.num_heads,
+            kv_heads=self._shape.kv_heads,
+            tile=query_tile(self._dtype, self._shape.head_dim),
+            dense=self._memory.attention.dense is not None,
         )
         self._graphs = GraphSet(self._run, self._stream)
         if self.device.type == "cuda":
@@ -196,18 +216,7 @@ class CudaRunner:
         plan = plan_step(batch, self._limits, self._previous)
         if not plan.chunks:
             return plan
-        return replace(plan, layout=self._lay_out(plan, self._shapes.mixed))
-
-    def _lay_out(self, plan: StepPlan, shapes: tuple[StepShape, ...]) -> ChunkLayout:
-        shape = self._shape
-        return lay_out_chunks(
-            plan,
-            shapes,
-            heads=shape.num_heads,
-            kv_heads=shape.kv_heads,
-            tile=query_tile(self._dtype, shape.head_dim),
-            dense=self._memory.attention.dense is not None,
-        )
+        return replace(plan, layout=self._planner.lay_out(plan, self._shapes.mixed))
 
     def submit(self, plan: StepPlan) -> PendingTokens:
         """Put a step on the stream. Its sampled tokens stay on the device for the next step."""
@@ -251,8 +260,8 @@ class CudaRunner:
         if layout is None:
             return self._graphs.run(self._decode_shape(plan)), None
         memory.chunks.upload(plan, layout, self.config.block_size)
-        if layout.cut.shape is not None:
-            return self._graphs.run(layout.cut.shape), None
+        if layout.shape is not None:
+            return self._graphs.run(layout.shape), None
         return self._run_large(plan, layout)
 
     def _run(self, shape: StepShape) -> Tensor:
@@ -270,8 +279,8 @@ class CudaRunner:
                 chunks.kept[: shape.samples],
             )
         else:
-            decodes = memory.decodes
-            attention = DecodeAttention(memory.attention, decodes, decode_cut(self._shape, shape))
+            decodes, long = memory.decodes, shape.long_context
+            attention = DecodeAttention(memory.attention, decodes, rows, long)
             logits = self.model.logits_of_step(
                 decodes.tokens[:rows],
                 decodes.feed[:rows],
@@ -287,14 +296,14 @@ class CudaRunner:
     ) -> tuple[Tensor | None, Tensor | None]:
         """Logits and hidden states of a step with chunks that no graph serves."""
         memory, model, rows = self._memory, self.model, layout.rows
-        chunks, events = memory.chunks, self.pool.step_events
-        cut = decode_cut(self._shape, self._decode_shape(plan))
+        chunks = memory.chunks
+        shape = self._decode_shape(plan)
         attention = LargeStepAttention(
-            DecodeAttention(memory.attention, memory.decodes, cut),
+            DecodeAttention(memory.attention, memory.decodes, shape.rows, shape.long_context),
             chunks,
             layout,
             len(plan.decodes),
-            (lambda layer: None) if events is None else events.mark,
+            self._mark_written,
         )
         h = model.embed(chunks.tokens[:rows], chunks.feed[:rows], memory.sampler.tokens)
         kept = chunks.kept[: len(layout.kept)]
@@ -303,6 +312,12 @@ class CudaRunner:
         logits = model.logits(h[:sampled]) if sampled else None
         model.comm.end_step()
         return logits, h[sampled:] if plan.scored is not None else None
+
+    def _mark_written(self, layer: int) -> None:
+        """A layer's KV is on the stream."""
+        if self.pool.step_events is not None:
+            for slot in self._filled[layer]:
+                self.pool.step_events.mark(slot)
 
     def _decode_shape(self, plan: StepPlan) -> StepShape:
         return self._shapes.for_decodes(len(plan.decodes), long_context=plan.long_context)
@@ -349,6 +364,7 @@ class CudaRunner:
             max_model_len=self.max_model_len,
             max_chunk_tokens=self.options.max_chunk_tokens,
             vocab_size=self.vocab_size,
+            num_groups=self._num_groups,
         )
 
     def close(self) -> None:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from engine.cuda.attention import LayerAttention
-from engine.kernels.triton.elementwise import head_norm, rms_norm
+from engine.kernels.activation import Activation
+from engine.kernels.triton.elementwise import rms_norm
 from engine.kernels.triton.split_linear import (
     MAX_ROWS,
     NextInput,
@@ -22,27 +23,32 @@ from engine.kernels.triton.split_linear import (
     split_linear,
     split_shape,
 )
-from engine.model.weights import LayerWeights, ModelWeights
+from engine.model.weights import ModelWeights
 from engine.quantization.weight import Weight, dense
 
 #: Fewer rows than this stay with torch.
 MIN_ROWS = 2
 
 
-def norm_heads(qkv: Tensor, layer: LayerWeights, eps: float) -> None:
-    """Norm queries and keys of projected rows in place, where the model norms heads (Qwen 3)."""
-    if layer.q_norm.numel():
-        head_norm(qkv, layer.q_norm, layer.k_norm, eps, num_heads=layer.num_q_heads)
-
-
 class SplitDecode:
     """One rank's products; calls only put work on the current stream."""
 
-    def __init__(self, weights: ModelWeights, eps: float, max_rows: int, *, pdl: bool) -> None:
+    def __init__(
+        self,
+        weights: ModelWeights,
+        eps: float,
+        max_rows: int,
+        *,
+        pdl: bool,
+        activation: Activation = Activation.SILU,
+        post_norms: bool = False,
+    ) -> None:
         """Serves steps of 2 to `max_rows` rows, if the device and the sizes of all products allow
-        it."""
+        it: whole ones with `logits`, or, with post_norms, single products."""
         self._weights = weights
         self._eps = eps
+        self._activation = activation
+        self._post_norms = post_norms
         self._max_rows = max_rows
         self._pdl = pdl
         device = weights.head.device
@@ -68,16 +74,27 @@ class SplitDecode:
         """Whether steps of so many rows are to run here."""
         return self._possible and MIN_ROWS <= rows <= self._max_rows
 
+    def multiplies(self, rows: int) -> bool:
+        """Whether single products of such a step run here."""
+        return self._post_norms and self.serves(rows)
+
     def gates(self, rows: int) -> bool:
-        """Whether `gated` beats cuBLAS and a kernel for the activation, though `serves` does not:
-        above 64 rows, where its tiles fill the card without sharing one."""
+        """Whether `gated` is to be used where `logits` is not: in all steps that it serves with
+        post_norms; above 64 rows it beats cuBLAS and a kernel for the activation where its tiles
+        fill the card without sharing one."""
+        if self.multiplies(rows):
+            return True
         n = self._weights.layers[0].down.shape[1]
         shape = split_shape(rows, n, self._weights.head.shape[1], gated=True)
         return self._possible and 64 < rows <= MAX_ROWS and shape is not None and shape.splits == 1
 
     def gated(self, x: Tensor, weight: Tensor) -> Tensor:
-        """silu(x gate^T) * (x up^T)."""
+        """act(x gate^T) * (x up^T)."""
         return self._product(x, weight, None, gated=True)
+
+    def product(self, x: Tensor, weight: Tensor, *, bias: Tensor | None, out: Tensor) -> None:
+        """out = x weight^T + bias."""
+        self._product(x, weight, None, bias=bias, out=out)
 
     def logits(self, h: Tensor, attention: LayerAttention, out: Tensor) -> Tensor:
         """out = the logits of embedded rows h."""
@@ -88,7 +105,6 @@ class SplitDecode:
         squares = None
         for index, (layer, gain) in enumerate(zip(weights.layers, gains, strict=True)):
             qkv = self._product(x, layer.qkv, squares, bias=layer.qkv_bias)
-            norm_heads(qkv, layer, self._eps)
             attention.write_kv(index, qkv)
             attended = attention.attend(index, qkv)
             following = self._following(x, layer.out, layer.mlp_norm)
@@ -137,6 +153,7 @@ class SplitDecode:
             eps=self._eps,
             following=following,
             gated=gated,
+            activation=self._activation,
             pdl=self._pdl,
         )
         return out

@@ -1,15 +1,19 @@
-"""Pinned host memory on its way to the device and back, without waiting for either."""
+"""How work reaches the device: streams, steps captured as CUDA graphs, and pinned host memory on
+its way there and back."""
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from engine.cuda.options import StepShape
 
 #: Poll interval of a watched wait: far below the time of a step.
 _POLL_S = 50e-6
@@ -61,6 +65,53 @@ class DeviceStream:
         """Block until all work on the stream has ended."""
         if self._stream is not None:
             self._stream.synchronize()
+
+
+class GraphSet:
+    """Graphs by shape; all share one memory pool, for one runs at a time.
+
+    `run(shape)` must put the same work at the same addresses on the stream whenever it is called.
+    """
+
+    def __init__(self, run: Callable[[StepShape], Tensor], stream: DeviceStream) -> None:
+        self._run = run
+        self._stream = stream
+        self._pool: Any = None
+        self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+
+    def capture_all(self, shapes: Iterable[StepShape]) -> None:
+        """Capture them in this order: the largest first, so that the smaller ones reuse its
+        memory.
+
+        Nothing is collected meanwhile: graphs of an engine that is gone, freed then, would end the
+        capture.
+        """
+        gc.collect()
+        gc.disable()
+        try:
+            for shape in shapes:
+                self._capture(shape)
+        finally:
+            gc.enable()
+
+    def _capture(self, shape: StepShape) -> None:
+        with self._stream.active():
+            self._run(shape)
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream.stream):
+            out = self._run(shape)
+        self._pool = graph.pool()
+        self._graphs[shape] = (graph, out)
+
+    def run(self, shape: StepShape) -> Tensor:
+        """The step's output on the current stream, valid until the next run: by its graph, where it
+        was captured."""
+        if shape not in self._graphs:
+            return self._run(shape)
+        graph, out = self._graphs[shape]
+        graph.replay()
+        return out
 
 
 def to_host(x: Tensor) -> Tensor:

@@ -23,12 +23,17 @@ _CUT_HISTORY, _HISTORIES = 4096, (HISTORY_SEGMENTS[-1], HISTORY_SEGMENTS[-1] + 1
 
 
 def warmup_steps(
-    *, block_size: int, max_model_len: int, max_chunk_tokens: int, vocab_size: int
+    *,
+    block_size: int,
+    max_model_len: int,
+    max_chunk_tokens: int,
+    vocab_size: int,
+    num_groups: int = 1,
 ) -> list[StepBatch]:
     """Chunks of every kind, sampled in every way, alone and beside a decode row. All write to block
     0, which no request holds yet."""
     allowed = b"\xff" * mask_bytes(vocab_size)
-    batches = warmup_batches(block_size, max_model_len)
+    batches = warmup_batches(block_size, max_model_len, num_groups)
     decode = batches[-1].sequences
 
     def add(count: int, start: int, sampling: SamplingParams, *, scored: bool = False) -> None:
@@ -37,7 +42,7 @@ def warmup_steps(
         chunk = SequenceStep(
             tokens=(0,) * count,
             start=start,
-            block_tables=((0,) * -(-(start + count) // block_size),),
+            block_tables=((0,) * -(-(start + count) // block_size),) * num_groups,
             sampling=sampling,
             allowed=allowed if sampling is _PLAIN else None,
             targets=(0,) * count if scored else (),
@@ -57,7 +62,12 @@ def warmup_steps(
 
 
 def largest_prompts(
-    *, max_tokens: int, max_sequences: int, max_model_len: int, block_size: int
+    *,
+    max_tokens: int,
+    max_sequences: int,
+    max_model_len: int,
+    block_size: int,
+    num_groups: int = 1,
 ) -> list[SequenceStep]:
     """As many prompt tokens as one step can run, in as few prompts as hold them; all in block 0."""
     longest = max(1, max_model_len - 1)
@@ -67,7 +77,7 @@ def largest_prompts(
         SequenceStep(
             tokens=(0,) * count,
             start=0,
-            block_tables=((0,) * -(-count // block_size),),
+            block_tables=((0,) * -(-count // block_size),) * num_groups,
             sampling=_PLAIN,
         )
         for count in counts

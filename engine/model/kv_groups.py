@@ -7,6 +7,7 @@ cut into groups of `depth` layers, and a block is `depth` layers deep whatever g
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise, takewhile
 
 from engine.model.config import ModelConfig
 from protocol.kv_layout import KVGroup
@@ -23,6 +24,17 @@ class LayerGroups:
     groups: tuple[KVGroup, ...]
     places: tuple[tuple[int, int], ...]
 
+    def filled(self) -> tuple[range, ...]:
+        """The slots that hold all their KV once that of a layer is written, and those before."""
+        last = [0] * self.depth
+        for layer, (_, slot) in enumerate(self.places):
+            last[slot] = layer
+        ends = [
+            0,
+            *(sum(1 for _ in takewhile(layer.__ge__, last)) for layer in range(len(self.places))),
+        ]
+        return tuple(range(first, end) for first, end in pairwise(ends))
+
 
 def group_layers(config: ModelConfig, max_model_len: int) -> LayerGroups:
     """The groups of a model; those that attend to everything come first. A window that no context
@@ -35,8 +47,9 @@ def group_layers(config: ModelConfig, max_model_len: int) -> LayerGroups:
     groups: list[KVGroup] = []
     places = [(0, 0)] * config.num_layers
     for window, layers in kinds.items():
-        for first in range(0, len(layers), depth):
-            part = layers[first : first + depth]
+        count = -(-len(layers) // depth)
+        for first in range(count):
+            part = layers[first::count]  # neighbours share a slot, so that slots fill up in order
             for slot, layer in enumerate(part):
                 places[layer] = len(groups), slot
             num_layers = len(part) if len(part) < depth else None

@@ -80,11 +80,8 @@ class OutgoingPiece:
         with it from then on; None when nothing."""
         if self.after == 0 or self.handoff.one_sided:
             return None
-        # Several KV groups write their layers in turn: wait for the end of the step.
-        last = self.area.first_layer + self.area.num_layers - 1
-        one_group = len(self.layout.groups) == 1
         return ReadyCommand(
-            after=self.after, layer=last if one_group else self.layout.num_layers - 1
+            after=self.after, layer=self.area.first_layer + self.area.num_layers - 1
         )
 
     @property

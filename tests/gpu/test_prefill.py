@@ -5,18 +5,18 @@ import torch
 
 from engine.batch import SequenceStep, StepBatch
 from engine.cuda.attention import (
-    AttentionSizes,
+    AttentionLayer,
     AttentionState,
     DecodeAttention,
-    DenseAttention,
     LargeStepAttention,
-    cudnn_serves,
 )
+from engine.cuda.dense import AttentionSizes, DenseAttention, cudnn_serves
 from engine.cuda.inputs import ChunkCapacity, ChunkInputs, DecodeInputs
-from engine.cuda.plan import BatchLimits, lay_out_chunks, plan_step
+from engine.cuda.plan import AttentionPlanner, BatchLimits, plan_step
 from engine.cuda.staging import DeviceStream
-from engine.kernels.triton.attention import DecodeScratch, decode_shape
+from engine.kernels.triton.attention import DecodeScratch, ScoreRule
 from engine.kernels.triton.prefill_attention import ChunkScratch
+from protocol.kv_layout import ONE_GROUP
 from protocol.sampling import SamplingParams
 
 HEADS, KV_HEADS, DIM, PAGE = 8, 2, 128, 16
@@ -26,26 +26,35 @@ SIZES = AttentionSizes(num_heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, scale=D
 def attend(plan, qkv, pool, angle, *, dense):
     """The output of attention and the layout of a step."""
     device = qkv.device
-    layout = lay_out_chunks(plan, (), heads=HEADS, kv_heads=KV_HEADS, tile=128, dense=dense)
-    decodes = DecodeInputs(8, 4096, device)
+    planner = AttentionPlanner(
+        groups=ONE_GROUP, block_size=PAGE, heads=HEADS, kv_heads=KV_HEADS, tile=128, dense=dense
+    )
+    layout = planner.lay_out(plan, ())
+    decodes = DecodeInputs(8, 4096, device, block_size=PAGE)
     chunks = ChunkInputs(ChunkCapacity(rows=8200, kept=8200, tiles=400, blocks=4096), device)
     decodes.upload(plan)
     chunks.upload(plan, layout, PAGE)
-    cut = decode_shape(8, KV_HEADS, DIM, False)
     cudnn = DenseAttention(SIZES, 8200, 8192, qkv.dtype, device, max_history=16384)
     state = AttentionState(
         sizes=SIZES,
         stream=DeviceStream(device),
-        kv=[pool],
-        rotations=[(angle.cos(), angle.sin())],
-        decode_scratch=DecodeScratch(8, 8 * cut.splits, HEADS, DIM, device),
+        layers=[
+            AttentionLayer(
+                kv=pool,
+                cos=angle.cos(),
+                sin=angle.sin(),
+                group=0,
+                rule=ScoreRule(scale=SIZES.scale),
+            )
+        ],
+        decode_scratch=DecodeScratch(8, 8 * 128, HEADS, DIM, device),
         chunk_scratch=ChunkScratch(HEADS, DIM, qkv.dtype, device),
         attended=qkv[:0],
         dense=cudnn if dense else None,
     )
     written = []
     attention = LargeStepAttention(
-        DecodeAttention(state, decodes, cut), chunks, layout, len(plan.decodes), written.append
+        DecodeAttention(state, decodes, 8, False), chunks, layout, len(plan.decodes), written.append
     )
     wide = torch.cat((qkv, qkv.new_zeros(layout.overhang, qkv.shape[1])))
     attention.write_kv(0, wide)
@@ -94,7 +103,7 @@ def test_dense_chunks_equal_paged_ones(device, chunks):
     qkv = torch.randn(rows, (HEADS + 2 * KV_HEADS) * DIM, device=device).bfloat16()
     got, layout = attend(plan, qkv, pool.clone(), angle, dense=True)
     want, paged = attend(plan, qkv, pool.clone(), angle, dense=False)
-    assert len(layout.cut.dense) == sum(count >= 1024 for _, count in chunks)
-    assert paged.cut.dense == ()
+    assert len(layout.cuts[0].dense) == sum(count >= 1024 for _, count in chunks)
+    assert paged.cuts[0].dense == ()
     assert not got.isnan().any()
     assert (got - want).norm() / want.norm() < 5e-3

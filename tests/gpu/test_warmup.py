@@ -10,7 +10,16 @@ import triton.language as tl
 from engine.batch import StepBatch
 from engine.executor import Executor
 from protocol.sampling import SamplingParams
-from tests.support.cuda import GREEDY, NUM_BLOCKS, SEEDED, make_runner, mask, seq, tiny_config
+from tests.support.cuda import (
+    GREEDY,
+    NUM_BLOCKS,
+    SEEDED,
+    for_groups,
+    make_runner,
+    mask,
+    seq,
+    tiny_config,
+)
 
 SAMPLINGS = (GREEDY, SEEDED, SamplingParams(temperature=1.0, seed=3), None)
 
@@ -38,24 +47,34 @@ def newcomer(x, value: tl.constexpr):
     tl.store(x, value)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_nothing_is_compiled_while_serving(device, dtype, monkeypatch):
+GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "num_hidden_layers": 6,
+    "sliding_window": 18,
+    "query_pre_attn_scalar": 24,
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "changes"), [("float32", {}), ("bfloat16", {}), ("bfloat16", GEMMA3)]
+)
+def test_nothing_is_compiled_while_serving(device, dtype, changes, monkeypatch):
     compiled = []
 
     def note(**event):
         compiled.append(event["repr"])
 
-    runner = make_runner(device, tiny_config(), dtype=dtype)
+    runner = make_runner(device, tiny_config(**changes), dtype=dtype)
     runner.start()
     executor = Executor(runner, fingerprint=None)
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
     executor.warmup()
-    newcomer[(1,)](torch.zeros(1, device=device), value=2 if dtype == "float32" else 3)
+    newcomer[(1,)](torch.zeros(1, device=device), value=len(dtype) + len(changes))
     assert len([name for name in compiled if "newcomer" in name]) == 1
     compiled.clear()
     rng = random.Random(11)
     for _ in range(150):
-        executor.run(random_batch(rng))
+        executor.run(for_groups(random_batch(rng), runner.layout))
     assert compiled == []
 
 

@@ -1,6 +1,7 @@
 """A tiny model on the CUDA runner and, with the same weights, on the plain CPU model."""
 
 import torch
+from msgspec.structs import replace
 
 from engine.batch import SequenceStep, StepBatch
 from engine.config import EngineConfig
@@ -14,6 +15,7 @@ from engine.kernels.sampling import mask_bytes
 from engine.kv.pool import KVPool
 from engine.model.decoder import Decoder
 from engine.model.families import parse_model_config
+from engine.model.kv_groups import group_layers
 from engine.model.sharding import share_of
 from engine.model.weights import WeightLoader
 from engine.ranks.tensor_parallel import TensorParallel
@@ -85,6 +87,7 @@ class Reference:
                 head_dim=config.head_dim,
                 block_size=16,
                 scale=config.attention_scale,
+                softcap=config.attention_softcap,
                 dtype=torch.float32,
             )
         )
@@ -93,16 +96,17 @@ class Reference:
         self.model = Decoder(loader, self.kernels, tp, 160)
 
     def open(self, layout):
+        self.limits = StepLimits(
+            block_size=16,
+            num_blocks=layout.num_blocks,
+            vocab_size=self.config.vocab_size,
+            max_model_len=160,
+            groups=layout.groups,
+        )
         self.pool = KVPool(layout, 0, torch.float32, torch.device("cpu"))
 
     def run(self, batch):
-        limits = StepLimits(
-            block_size=16,
-            num_blocks=NUM_BLOCKS,
-            vocab_size=self.config.vocab_size,
-            max_model_len=160,
-        )
-        step = prepare_step(batch, limits)
+        step = prepare_step(batch, self.limits)
         with torch.inference_mode():
             return run_prepared(self.model, self.pool.layers, step)
 
@@ -115,7 +119,7 @@ def make_runner(device, config, rank=0, tp_size=1, dtype="float32", **options):
         CudaOptions(**{"max_batch": 8, "max_chunk_tokens": 128} | options),
         rank=rank,
     )
-    runner.open(NUM_BLOCKS)
+    runner.open(NUM_BLOCKS * len(group_layers(config, runner.max_model_len).groups))
     return runner
 
 
@@ -130,6 +134,25 @@ def make_pair(device, config, **options):
 def seq(tokens, start, blocks, sampling=GREEDY, **more):
     return SequenceStep(
         tokens=tuple(tokens), start=start, block_tables=(tuple(blocks),), sampling=sampling, **more
+    )
+
+
+def for_groups(batch, layout):
+    """The same with tables of every KV group, each of blocks of its own."""
+    return StepBatch(
+        sequences=tuple(
+            replace(
+                step,
+                block_tables=tuple(
+                    tuple(
+                        NUM_BLOCKS * index + block
+                        for block in step.block_tables[0][group.first_token(step.start) // 16 :]
+                    )
+                    for index, group in enumerate(layout.groups)
+                ),
+            )
+            for step in batch.sequences
+        )
     )
 
 

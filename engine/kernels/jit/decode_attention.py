@@ -8,7 +8,7 @@ split to finish merges the partial results, or a second kernel does where there 
 import triton
 import triton.language as tl
 
-from engine.kernels.jit.elementwise import pdl_wait, rotated
+from engine.kernels.jit.elementwise import capped, pdl_wait, rotated
 
 
 @triton.jit
@@ -19,13 +19,24 @@ def active_splits(tiles, splits, min_tiles):
 
 @triton.jit
 def new_token(
-    qkv_row, kvh, cos, sin, dims, ok, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr
+    qkv_row,
+    kvh,
+    cos,
+    sin,
+    dims,
+    ok,
+    gain,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    NORM: tl.constexpr,
 ):
     """The new token's rotated key and its value, `[1, DIM_P]` in the pool's type."""
     one = tl.arange(0, 1)[:, None]
     k_base = qkv_row + (HEADS + kvh) * DIM + one
     v_base = qkv_row + (HEADS + KV_HEADS + kvh) * DIM + one
-    k = rotated(k_base, one == 0, cos, sin, dims, ok, DIM // 2, DIM)
+    k = rotated(k_base, one == 0, cos, sin, dims, ok, gain, eps, DIM // 2, DIM, NORM)
     v = tl.load(v_base + dims[None, :], mask=ok[None, :], other=0.0)
     return k.to(qkv_row.dtype.element_ty), v
 
@@ -93,13 +104,68 @@ def dealt(program, counts, KV_HEADS: tl.constexpr):
     return program % KV_HEADS, pair % rows, pair // rows, splits, tl.load(counts + 3)
 
 
+@triton.jit
+def attend_context(
+    q,
+    table,
+    head_pool,
+    start,
+    end,
+    scale,
+    dims,
+    dim_ok,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Attention of q `[rows, DIM_P]` to context tokens start .. end: sums, totals, peaks."""
+    page_size: tl.constexpr = PAGE * DIM
+    peak = tl.full([q.shape[0]], -float("inf"), tl.float32)
+    total = tl.zeros([q.shape[0]], tl.float32)
+    acc = tl.zeros(q.shape, tl.float32)
+    for at in tl.range(start, end, TILE, num_stages=STAGES):
+        tokens = at + tl.arange(0, TILE)
+        ok = tokens < end
+        block = tl.load(table + tokens // PAGE, mask=ok, other=0).to(tl.int64)
+        cell = head_pool + block * (2 * KV_HEADS * page_size) + (tokens % PAGE) * DIM
+        k = tl.load(cell[None, :] + dims[:, None], mask=ok[None, :] & dim_ok[:, None], other=0.0)
+        score = tl.dot(q, k, input_precision=PRECISION)
+        if SOFTCAP:
+            score = capped(score * scale, SOFTCAP) * 1.4426950408889634
+        else:
+            score *= scale * 1.4426950408889634
+        score = tl.where(ok[None, :], score, -float("inf"))
+        new_peak = tl.maximum(peak, tl.max(score, axis=1))
+        weight = tl.exp2(score - new_peak[:, None])
+        shrink = tl.exp2(peak - new_peak)
+        total = total * shrink + tl.sum(weight, axis=1)
+        v = tl.load(
+            cell[:, None] + KV_HEADS * page_size + dims[None, :],
+            mask=ok[:, None] & dim_ok[None, :],
+            other=0.0,
+        )
+        acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        peak = new_peak
+    return acc, total, peak
+
+
+@triton.jit
+def seen_from(length, WINDOW: tl.constexpr):
+    """The first token of a context that its last one sees; WINDOW 0: all."""
+    return tl.maximum(length - WINDOW, 0) if WINDOW else 0
+
+
 @triton.jit(do_not_specialize=["splits", "min_tiles"])
 def paged_decode(
     qkv,
     cos_table,
     sin_table,
     pool,
-    indptr,
+    starts,
     blocks,
     lengths,
     out,
@@ -107,6 +173,9 @@ def paged_decode(
     stats,
     counters,
     counts,
+    q_gain,
+    k_gain,
+    eps,
     scale,
     splits,
     min_tiles,
@@ -124,14 +193,18 @@ def paged_decode(
     APART: tl.constexpr,
     MIXED: tl.constexpr,
     STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    NORM: tl.constexpr,
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One (KV head, split, sequence) of out[b] = softmax(q k^T * scale) v over a paged context.
 
-    qkv: [batch, (HEADS + 2 KV_HEADS) * DIM], not yet rotated;
+    qkv: [batch, (HEADS + 2 KV_HEADS) * DIM], not yet rotated, nor normed by head where NORM;
     pool: [block, 2, KV_HEADS, PAGE, DIM].
-    lengths[b] counts the new token; a sequence's blocks are blocks[indptr[b]: indptr[b + 1]].
+    lengths[b] counts the new token; block n of a sequence is blocks[starts[b] + n]. With a WINDOW
+    only the last so many tokens are read, and only their blocks have to be there.
     Rows of length 0 are padding: they touch no KV and give zeros. out: [batch, HEADS * DIM].
     APART: the results of a context's splits are left to merge_parts. MIXED: counts[1] rows, of
     counts[2] splits of at least counts[3] tiles, are dealt to a grid of one axis; other rows of
@@ -143,13 +216,14 @@ def paged_decode(
     if MIXED:
         kvh, b, split, splits, min_tiles = dealt(kvh, counts, KV_HEADS)
     length = tl.load(lengths + b)
-    table = blocks + tl.load(indptr + b)
-    tiles = tl.cdiv(length, TILE)
+    table = blocks + tl.load(starts + b)
+    first = seen_from(length, WINDOW)
+    tiles = tl.cdiv(length - first, TILE)
     active = active_splits(tiles, splits, min_tiles)
     page_size: tl.constexpr = PAGE * DIM
     head_pool = pool + kvh * page_size
-    start = split * tiles // tl.maximum(active, 1) * TILE
-    end = tl.minimum(length, (split + 1) * tiles // tl.maximum(active, 1) * TILE)
+    start = first + split * tiles // tl.maximum(active, 1) * TILE
+    end = tl.minimum(length, first + (split + 1) * tiles // tl.maximum(active, 1) * TILE)
     last = tl.maximum(length - 1, 0)
     half: tl.constexpr = DIM // 2
     dims = tl.arange(0, DIM_P)
@@ -169,39 +243,22 @@ def paged_decode(
         newest = end == length
         qkv_row = qkv + b.to(tl.int64) * (HEADS + 2 * KV_HEADS) * DIM
         q_base = qkv_row + (kvh * GROUP + group)[:, None] * DIM
-        q = rotated(q_base, (group < GROUP)[:, None], cos, sin, dims, dim_ok, half, DIM)
+        q_ok = (group < GROUP)[:, None]
+        q = rotated(q_base, q_ok, cos, sin, dims, dim_ok, q_gain, eps, half, DIM, NORM)
         q = q.to(qkv.dtype.element_ty)
         new_ok = dims < tl.where(newest, DIM, 0)
-        new_k, new_v = new_token(qkv_row, kvh, cos, sin, dims, new_ok, HEADS, KV_HEADS, DIM)
+        new_k, new_v = new_token(
+            qkv_row, kvh, cos, sin, dims, new_ok, k_gain, eps, HEADS, KV_HEADS, DIM, NORM
+        )
         spot = head_pool + last_block * (2 * KV_HEADS * page_size) + (last % PAGE) * DIM
         spot += tl.arange(0, 1)[:, None] + dims[None, :]
         tl.store(spot, new_k, mask=new_ok[None, :])
         tl.store(spot + KV_HEADS * page_size, new_v, mask=new_ok[None, :])
         tl.debug_barrier()
-        peak = tl.full([GROUP_P], -float("inf"), tl.float32)
-        total = tl.zeros([GROUP_P], tl.float32)
-        acc = tl.zeros([GROUP_P, DIM_P], tl.float32)
-        for at in tl.range(start, end, TILE, num_stages=STAGES):
-            tokens = at + tl.arange(0, TILE)
-            ok = tokens < end
-            block = tl.load(table + tokens // PAGE, mask=ok, other=0).to(tl.int64)
-            cell = head_pool + block * (2 * KV_HEADS * page_size) + (tokens % PAGE) * DIM
-            k = tl.load(
-                cell[None, :] + dims[:, None], mask=ok[None, :] & dim_ok[:, None], other=0.0
-            )
-            score = tl.dot(q, k, input_precision=PRECISION) * (scale * 1.4426950408889634)
-            score = tl.where(ok[None, :], score, -float("inf"))
-            new_peak = tl.maximum(peak, tl.max(score, axis=1))
-            weight = tl.exp2(score - new_peak[:, None])
-            shrink = tl.exp2(peak - new_peak)
-            total = total * shrink + tl.sum(weight, axis=1)
-            v = tl.load(
-                cell[:, None] + KV_HEADS * page_size + dims[None, :],
-                mask=ok[:, None] & dim_ok[None, :],
-                other=0.0,
-            )
-            acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-            peak = new_peak
+        acc, total, peak = attend_context(
+            q, table, head_pool, start, end, scale, dims, dim_ok,
+            KV_HEADS, DIM, PAGE, TILE, STAGES, SOFTCAP, PRECISION,
+        )  # fmt: skip
         out_row = out + b.to(tl.int64) * (HEADS * DIM) + kvh * GROUP * DIM
         if active == 1:
             tl.store(
@@ -211,8 +268,8 @@ def paged_decode(
             )
         else:
             pair = b * KV_HEADS + kvh
-            first = pair * splits
-            at_group = (first + split) * GROUP + group
+            part = pair * splits
+            at_group = (part + split) * GROUP + group
             in_group = group < GROUP
             tl.store(
                 partial + at_group[:, None] * DIM_P + dims[None, :],
@@ -226,7 +283,7 @@ def paged_decode(
                 finished = tl.atomic_add(counters + pair, 1, sem="acq_rel", scope="gpu")
                 if finished == active - 1:
                     merge_splits(
-                        partial, stats, first, active, out_row, dims, dim_ok,
+                        partial, stats, part, active, out_row, dims, dim_ok,
                         GROUP, MERGE_P, DIM, DIM_P, MAX_SPLITS, AT_ONCE,
                     )  # fmt: skip
                     tl.store(counters + pair, 0)
@@ -247,6 +304,7 @@ def merge_parts(
     TILE: tl.constexpr,
     PIECE: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One (head, piece of its dims, sequence) of what paged_decode gives with APART.
@@ -258,7 +316,8 @@ def merge_parts(
     head = tl.program_id(0)
     b = tl.program_id(2)
     length = tl.load(lengths + b)
-    active = active_splits(tl.cdiv(length, TILE), splits, min_tiles)
+    tiles = tl.cdiv(length - seen_from(length, WINDOW), TILE)
+    active = active_splits(tiles, splits, min_tiles)
     split = tl.arange(0, MAX_SPLITS)
     dims = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     part = (b * KV_HEADS + head // group) * splits + split

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Row-wise kernels: RMSNorm, SwiGLU, RoPE with the paged KV write, embedding."""
+"""Row-wise kernels: norms, gates of the MLP, RoPE with the paged KV write, embedding, softcaps."""
 
 import triton
 import triton.language as tl
@@ -37,47 +37,153 @@ def rms_norm(x, gain, out, eps, HIDDEN, BLOCK: tl.constexpr, PDL: tl.constexpr):
     pdl_wait(PDL)
     value = tl.load(x + row * HIDDEN + cols, mask=mask, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / HIDDEN + eps)
-    normed = (value * scale).to(out.dtype.element_ty).to(tl.float32)
+    normed = (value * scale).to(gain.dtype.element_ty).to(tl.float32)
     tl.store(out + row * HIDDEN + cols, (normed * weight).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def head_norm(
-    qkv, q_gain, k_gain, eps, WIDTH, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_P: tl.constexpr
+def add_normed(
+    y,
+    post_gain,
+    h,
+    gain,
+    out,
+    eps,
+    HIDDEN,
+    BLOCK: tl.constexpr,
+    NEXT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """RMS norm of one query or key head of a row of qkv, in place."""
-    head = tl.program_id(1)
-    dims = tl.arange(0, DIM_P)
-    mask = dims < DIM
-    gain = tl.load((q_gain if head < HEADS else k_gain) + dims, mask=mask, other=0.0)
-    at = qkv + tl.program_id(0).to(tl.int64) * WIDTH + head * DIM + dims
-    value = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value, axis=0) / DIM + eps)
-    normed = (value * scale).to(qkv.dtype.element_ty).to(tl.float32)
-    tl.store(at, (normed * gain.to(tl.float32)).to(qkv.dtype.element_ty), mask=mask)
+    """h += rms(y) * post_gain; with NEXT, out = rms(h) * gain of the new h."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < HIDDEN
+    post = tl.load(post_gain + cols, mask=mask, other=0.0)
+    if NEXT:
+        following = tl.load(gain + cols, mask=mask, other=0.0)
+    pdl_wait(PDL)
+    at = row * HIDDEN + cols
+    value = tl.load(y + at, mask=mask, other=0.0).to(tl.float32)
+    before = tl.load(h + at, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, axis=0) / HIDDEN + eps)
+    normed = (value * scale).to(post.dtype).to(tl.float32) * post.to(tl.float32)
+    after = (before + normed.to(h.dtype.element_ty).to(tl.float32)).to(h.dtype.element_ty)
+    tl.store(h + at, after, mask=mask)
+    if NEXT:
+        value = after.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(value * value, axis=0) / HIDDEN + eps)
+        normed = (value * scale).to(following.dtype).to(tl.float32) * following.to(tl.float32)
+        tl.store(out + at, normed.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def silu_mul(gate_up, out, WIDTH, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """out[r, c] = silu(gate_up[r, c]) * gate_up[r, WIDTH + c]."""
+def norm_parts(
+    qkv,
+    q_gain,
+    k_gain,
+    squares,
+    eps,
+    STRIDE,
+    Q_WIDTH,
+    K_WIDTH,
+    Q_TOTAL,
+    K_TOTAL,
+    BLOCK: tl.constexpr,
+    WRITE: tl.constexpr,
+    READ: tl.constexpr,
+):
+    """RMS norm of a row's queries (part 0) or keys (part 1) over all heads, in place.
+
+    Heads of several ranks: first each WRITEs the sums of its squares `[rows, 2]`, then it READs
+    the sums of all ranks, of Q_TOTAL and K_TOTAL numbers.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    width = tl.where(part == 0, Q_WIDTH, K_WIDTH)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < width
+    at = qkv + row * STRIDE + part * Q_WIDTH + cols
+    value = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    if READ:
+        total = tl.load(squares + row * 2 + part)
+    else:
+        total = tl.sum(value * value, axis=0)
+    if WRITE:
+        tl.store(squares + row * 2 + part, total)
+    else:
+        gain = tl.load(q_gain + cols, mask=cols < tl.where(part == 0, width, 0), other=0.0)
+        gain += tl.load(k_gain + cols, mask=cols < tl.where(part == 0, 0, width), other=0.0)
+        scale = tl.rsqrt(total / tl.where(part == 0, Q_TOTAL, K_TOTAL) + eps)
+        normed = value * scale * gain.to(tl.float32)
+        tl.store(at, normed.to(qkv.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def activated(gate, GELU: tl.constexpr):
+    """silu(gate), or the tanh approximation of GELU; both are gate * sigmoid(z)."""
+    z = gate
+    if GELU:
+        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
+    return gate / (1.0 + tl.exp(-z))
+
+
+@triton.jit
+def gated_product(gate_up, out, WIDTH, BLOCK: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr):
+    """out[r, c] = act(gate_up[r, c]) * gate_up[r, WIDTH + c]."""
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < WIDTH
     gate = tl.load(gate_up + row * 2 * WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
-    act = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
+    act = activated(gate, GELU).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * WIDTH + cols, (act * up).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def rotated(base, row_ok, cos, sin, dims, dim_ok, HALF: tl.constexpr, DIM: tl.constexpr):
-    """Load rows at `base` (pointers [rows, 1]) and rotate them by halves; returns float32."""
+def capped(x, CAP: tl.constexpr):
+    """CAP * tanh(x / CAP) in float32."""
+    return CAP - 2.0 * CAP / (tl.exp2(x * (2.8853900817779268 / CAP)) + 1.0)
+
+
+@triton.jit
+def cap_logits(logits, WIDTH, BLOCK: tl.constexpr, CAP: tl.constexpr):
+    """Softcap of logits `[rows, WIDTH]` in place."""
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = logits + tl.program_id(0).to(tl.int64) * WIDTH + cols
+    value = tl.load(at, mask=cols < WIDTH, other=0.0).to(tl.float32)
+    tl.store(at, capped(value, CAP).to(logits.dtype.element_ty), mask=cols < WIDTH)
+
+
+@triton.jit
+def rotated(
+    base,
+    row_ok,
+    cos,
+    sin,
+    dims,
+    dim_ok,
+    gain,
+    eps,
+    HALF: tl.constexpr,
+    DIM: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Load rows at `base` (pointers [rows, 1]) and rotate them by halves; returns float32. NORM:
+    each is RMS-normed first, times gain."""
     mask = row_ok & dim_ok[None, :]
     other = tl.where(dims < HALF, dims + HALF, dims - HALF)
     sign = tl.where(dims < HALF, -1.0, 1.0)
     value = tl.load(base + dims[None, :], mask=mask, other=0.0).to(tl.float32)
     partner = tl.load(base + other[None, :], mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(value * value, axis=1) / DIM + eps)[:, None]
+        own = tl.load(gain + dims, mask=dim_ok, other=0.0)
+        others = tl.load(gain + other, mask=dim_ok, other=0.0)
+        kind = base.dtype.element_ty
+        value = (value * scale).to(own.dtype).to(tl.float32) * own.to(tl.float32)[None, :]
+        partner = (partner * scale).to(own.dtype).to(tl.float32) * others.to(tl.float32)[None, :]
+        value, partner = value.to(kind).to(tl.float32), partner.to(kind).to(tl.float32)
     return value * cos[None, :] + sign[None, :] * partner * sin[None, :]
 
 
@@ -89,6 +195,9 @@ def rope_write(
     positions,
     slots,
     pool,
+    q_gain,
+    k_gain,
+    eps,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -96,8 +205,10 @@ def rope_write(
     HEADS_P: tl.constexpr,
     KV_HEADS_P: tl.constexpr,
     DIM_P: tl.constexpr,
+    NORM: tl.constexpr,
 ):
-    """Rotate q and k of one token in place and write k and v into the paged pool.
+    """Rotate q and k of one token in place, normed by head with NORM, and write k and v into the
+    paged pool.
 
     qkv: [tokens, (HEADS + 2 KV_HEADS) * DIM]; pool: [block, 2, KV_HEADS, PAGE, DIM] of one layer;
     slots: block * PAGE + offset, or negative for a padding row, which is left alone.
@@ -120,8 +231,9 @@ def rope_write(
         q_base = row + heads * DIM
         k_base = row + (HEADS + kv_heads) * DIM
         v_base = row + (HEADS + KV_HEADS + kv_heads) * DIM
-        q = rotated(q_base, q_ok, cos, sin, dims, dim_ok, half, DIM).to(qkv.dtype.element_ty)
-        k = rotated(k_base, kv_ok, cos, sin, dims, dim_ok, half, DIM).to(qkv.dtype.element_ty)
+        q = rotated(q_base, q_ok, cos, sin, dims, dim_ok, q_gain, eps, half, DIM, NORM)
+        k = rotated(k_base, kv_ok, cos, sin, dims, dim_ok, k_gain, eps, half, DIM, NORM)
+        q, k = q.to(qkv.dtype.element_ty), k.to(qkv.dtype.element_ty)
         v = tl.load(v_base + dims[None, :], mask=kv_ok & dim_ok[None, :], other=0.0)
         tl.debug_barrier()
         tl.store(q_base + dims[None, :], q, mask=q_ok & dim_ok[None, :])
@@ -142,9 +254,10 @@ def embed(
     first_id,
     num_ids,
     HIDDEN,
+    scale,
     BLOCK: tl.constexpr,
 ):
-    """out[r] = table[token - first_id], zero outside the table.
+    """out[r] = scale * table[token - first_id], zero outside the table.
 
     token = previous[feed[r]] where feed[r] >= 0, else tokens[r].
     """
@@ -157,4 +270,5 @@ def embed(
     local = token.to(tl.int64) - first_id
     held = tl.where((local >= 0) & (local < num_ids), HIDDEN, 0)
     value = tl.load(table + local * HIDDEN + cols, mask=cols < held, other=0.0)
+    value = (value.to(tl.float32) * scale).to(out.dtype.element_ty)
     tl.store(out + row * HIDDEN + cols, value, mask=cols < HIDDEN)

@@ -5,7 +5,7 @@ ranks fused."""
 import triton
 import triton.language as tl
 
-from engine.kernels.jit.elementwise import pdl_wait
+from engine.kernels.jit.elementwise import activated, pdl_wait
 from engine.kernels.jit.reduce import collect_sums, push_sums
 
 
@@ -109,11 +109,12 @@ def row_linear(
     BIAS: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
+    GELU: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[1, N] = f(norm(x)[1, K] @ w[N, K]^T + bias) + residual.
 
-    GATED: w is [2 N, K], gate rows first, and f(gate, up) = silu(gate) * up.
+    GATED: w is [2 N, K], gate rows first, and f(gate, up) = act(gate) * up.
     """
     acc, acc_up = row_sums(
         x, w, gain, eps, N, K,
@@ -124,7 +125,7 @@ def row_linear(
     if BIAS:
         acc += tl.load(bias + rows, mask=ok, other=0.0).to(tl.float32)
     if GATED:
-        acc = acc / (1.0 + tl.exp(-acc)) * acc_up
+        acc = activated(acc, GELU) * acc_up
     if RESIDUAL:
         acc += tl.load(residual + rows, mask=ok, other=0.0).to(tl.float32)
     tl.store(out + rows, acc.to(out.dtype.element_ty), mask=ok)

@@ -5,6 +5,8 @@ of query tiles. The context of a tile may be cut into parts, merged by the part 
 import triton
 import triton.language as tl
 
+from engine.kernels.jit.elementwise import capped
+
 
 @triton.jit
 def attend_tiles(
@@ -26,11 +28,13 @@ def attend_tiles(
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Fold context tokens begin .. end into the running softmax; MASKED applies causality and
-    leaves out tokens from `length` on."""
+    """Fold context tokens begin .. end into the running softmax; MASKED applies causality and the
+    WINDOW, if any, and leaves out tokens from `length` on."""
     page_size: tl.constexpr = PAGE * DIM
     for at in tl.range(begin, end, TILE, num_stages=STAGES):
         tokens = at + tl.arange(0, TILE)
@@ -47,11 +51,19 @@ def attend_tiles(
             k = tl.load(k_at, mask=k_mask, other=0.0)
         else:
             k = tl.load(k_at)
-        score = tl.dot(q, k, input_precision=PRECISION) * scale
+        score = tl.dot(q, k, input_precision=PRECISION)
+        if SOFTCAP:
+            score = capped(score * scale, SOFTCAP) * 1.4426950408889634
+        else:
+            score *= scale * 1.4426950408889634
         if MASKED:
             visible = (tokens[None, :] <= q_at[:, None]) & (tokens < length)[None, :]
+            if WINDOW:
+                visible &= tokens[None, :] > q_at[:, None] - WINDOW
             score = tl.where(visible, score, -float("inf"))
         new_peak = tl.maximum(peak, tl.max(score, axis=1))
+        if MASKED and WINDOW:  # a query may see nothing of the first tiles
+            new_peak = tl.maximum(new_peak, -1e30)
         weight = tl.exp2(score - new_peak[:, None])
         shrink = tl.exp2(peak - new_peak)
         total = total * shrink + tl.sum(weight, axis=1)
@@ -123,16 +135,18 @@ def paged_prefill(
     MIXED: tl.constexpr,
     LSE: tl.constexpr,
     STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One (head, tile) of attention. q is rotated and the new KV is in the pool already.
 
     A tile is FIELDS integers: row of its first query, queries (0: no tile), position of the first
-    query, where its block table begins in `blocks`, the context tokens begin .. end to attend to,
-    and with SPLIT: scratch slot of the tile's first part, number of this part, number of parts.
-    `begin` is a multiple of TILE; the last part of a tile holds the token of its first query. With
-    LSE, the natural logarithm of each row's softmax sum goes to lse `[row, HEADS]`. MIXED: only the
-    first counts[0] tiles count.
+    query, where block 0 of its sequence would be in `blocks`, the context tokens begin .. end to
+    attend to, and with SPLIT: scratch slot of the tile's first part, number of this part, number of
+    parts. The last part of a tile holds the token of its first query; with a WINDOW `begin` is not
+    before what that query sees. With LSE, the natural logarithm of each row's softmax sum goes to
+    lse `[row, HEADS]`. MIXED: only the first counts[0] tiles count.
     """
     head = tl.program_id(0)
     at = tiles + tl.program_id(1) * FIELDS
@@ -154,18 +168,25 @@ def paged_prefill(
         column = head * DIM + dims[None, :]
         query = tl.load(q + rows[:, None] * q_stride + column, mask=inside, other=0.0)
         head_pool = pool + (head // (HEADS // KV_HEADS)) * (PAGE * DIM)
-        full = tl.maximum(begin, tl.minimum(start, end) // TILE * TILE)
+        full = begin + tl.maximum(tl.minimum(start, end) - begin, 0) // TILE * TILE
         acc = tl.zeros([BLOCK_M, DIM_P], tl.float32)
         peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        log2_scale = scale * 1.4426950408889634
+        if WINDOW:  # tiles that the last query does not see whole
+            left = tl.cdiv(tl.maximum(start + count - WINDOW - begin, 0), TILE) * TILE
+            left = tl.minimum(begin + left, full)
+            acc, peak, total = attend_tiles(
+                query, q_at, acc, peak, total, table, head_pool, begin, left, end, scale, dims,
+                dim_ok, KV_HEADS, DIM, PAGE, TILE, True, WINDOW, SOFTCAP, STAGES, PRECISION,
+            )  # fmt: skip
+            begin = left
         acc, peak, total = attend_tiles(
-            query, q_at, acc, peak, total, table, head_pool, begin, full, end, log2_scale,
-            dims, dim_ok, KV_HEADS, DIM, PAGE, TILE, False, STAGES, PRECISION,
+            query, q_at, acc, peak, total, table, head_pool, begin, full, end, scale, dims,
+            dim_ok, KV_HEADS, DIM, PAGE, TILE, False, WINDOW, SOFTCAP, STAGES, PRECISION,
         )  # fmt: skip
         acc, peak, total = attend_tiles(
-            query, q_at, acc, peak, total, table, head_pool, full, end, end, log2_scale,
-            dims, dim_ok, KV_HEADS, DIM, PAGE, TILE, True, STAGES, PRECISION,
+            query, q_at, acc, peak, total, table, head_pool, full, end, end, scale, dims,
+            dim_ok, KV_HEADS, DIM, PAGE, TILE, True, WINDOW, SOFTCAP, STAGES, PRECISION,
         )  # fmt: skip
         if LSE:
             sums = (peak + tl.log2(total)) * 0.6931471805599453
@@ -189,6 +210,8 @@ def paged_prefill(
                     )
                     tl.store(counters + slot, 0)
         if whole:
+            if WINDOW:  # rows behind the last query may have seen nothing
+                total = tl.where(local < count, total, 1.0)
             value = (acc / total[:, None]).to(out.dtype.element_ty)
             tl.store(out + rows[:, None] * out_stride + column, value, mask=inside)
 

@@ -5,7 +5,7 @@ of outputs by splitting K; the last to finish adds the parts, always in the same
 import triton
 import triton.language as tl
 
-from engine.kernels.jit.elementwise import pdl_wait, prefetch_lines
+from engine.kernels.jit.elementwise import activated, pdl_wait, prefetch_lines
 
 
 @triton.jit
@@ -46,6 +46,7 @@ def write_rows(
     RESIDUAL: tl.constexpr,
     BIAS: tl.constexpr,
     NEXT: tl.constexpr,
+    GELU: tl.constexpr,
 ):
     """out[m, rows] = f(acc + bias) + residual, from sums [BLOCK_N, BLOCK_M]; what the next product
     needs of it when NEXT."""
@@ -53,7 +54,7 @@ def write_rows(
         acc += tl.load(bias + rows).to(tl.float32)[:, None]
     if GATED:
         gate = acc.to(out.dtype.element_ty).to(tl.float32)
-        act = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
+        act = activated(gate, GELU).to(out.dtype.element_ty).to(tl.float32)
         acc = act * acc_up.to(out.dtype.element_ty).to(tl.float32)
     where = m[None, :].to(tl.int64) * N + rows[:, None]
     ok = (m < M)[None, :] & (rows < N)[:, None]
@@ -126,10 +127,11 @@ def split_linear(
     RESIDUAL: tl.constexpr,
     BIAS: tl.constexpr,
     NEXT: tl.constexpr,
+    GELU: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[M, N] = f(x[M, K] @ w[N, K]^T + bias) + residual for M <= BLOCK_M; BLOCK_N divides N,
-    BLOCK_K divides K. GATED: w is [2 N, K], gate rows first, f(gate, up) = silu(gate) * up.
+    BLOCK_K divides K. GATED: w is [2 N, K], gate rows first, f(gate, up) = act(gate) * up.
 
     An RMS norm between two products takes no kernel: with NEXT the first leaves x_next = out * gain
     and, for each of its tiles, the sum of the squares of a row of out; with SQUARES_P the next one,
@@ -172,7 +174,7 @@ def split_linear(
     if not SHARE:
         write_rows(
             acc, acc_up, bias, residual, out, gain, x_next, squares_next, tile, rows, m, M, N,
-            STRIDE, GATED, RESIDUAL, BIAS, NEXT,
+            STRIDE, GATED, RESIDUAL, BIAS, NEXT, GELU,
         )  # fmt: skip
     else:
         spot = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
@@ -182,5 +184,5 @@ def split_linear(
             tl.store(arrived + tile, 0)
             write_rows(
                 acc, acc_up, bias, residual, out, gain, x_next, squares_next, tile, rows, m, M, N,
-                STRIDE, GATED, RESIDUAL, BIAS, NEXT,
+                STRIDE, GATED, RESIDUAL, BIAS, NEXT, GELU,
             )  # fmt: skip

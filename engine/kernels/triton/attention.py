@@ -8,7 +8,7 @@ import torch
 import triton
 
 from engine.kernels.jit.decode_attention import merge_parts, paged_decode
-from engine.kernels.triton.elementwise import launch_options
+from engine.kernels.triton.elementwise import HeadNorms, launch_options, norm_arguments
 
 #: Programs that run at once on a Hopper card: four on each of 132 multiprocessors.
 _WAVE = 528
@@ -25,6 +25,8 @@ _AT_ONCE = 2
 #: for: few sequences need many programs to be quick, of many sequences (8) each program costs.
 _PIECE = 32
 _MANY, _MANY_PIECE, _MANY_SPLITS = 8, 128, 32
+#: Windows of up to so many tokens are not worth a kernel that merges splits.
+_SHORT_WINDOW = 2048
 #: Sequences times splits where one context may be much longer than the others.
 _LONG_PARTS = 4096
 
@@ -45,22 +47,47 @@ class DecodeShape:
         return self.splits > _MERGED_WITHIN
 
 
-def decode_shape(batch: int, kv_heads: int, head_dim: int, long_context: bool) -> DecodeShape:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRule:
+    """Scores of one layer: `scale` times q . k, through a softcap where that is not 0; of the last
+    `window` tokens where that is not 0, else of all; norms: of heads before they turn, if any."""
+
+    scale: float
+    softcap: float = 0.0
+    window: int = 0
+    norms: HeadNorms | None = None
+
+    def constants(self) -> dict[str, float]:
+        """What kernels are compiled for."""
+        return {"WINDOW": self.window, "SOFTCAP": self.softcap}
+
+
+def decode_tile(head_dim: int) -> int:
+    """Context tokens that a program of decode attention takes at once."""
+    return 64 if head_dim <= 128 else 32
+
+
+def decode_shape(
+    batch: int, kv_heads: int, head_dim: int, long_context: bool, window: int = 0
+) -> DecodeShape:
     """Splits for a batch: enough programs to fill the card, more where one context may be long.
+    A window is short: the last of few splits merges them.
 
     Tile, stages and warps are the best of those measured on an H100 over contexts of 512 to 32,768
     tokens and batches of 1 to 256, splits on an H200.
     """
     splits = min(_MAX_SPLITS, max(1, _WAVE // (batch * kv_heads)))
     min_tiles = 1
-    if long_context and splits < 32:
+    if window:
+        splits = min(splits, _MERGED_WITHIN if window <= _SHORT_WINDOW else _MAX_SPLITS)
+    elif long_context and splits < 32:
         splits = max(splits, min(32, _LONG_PARTS // batch))
         min_tiles = 16
     return DecodeShape(
         splits=splits,
-        tile=64 if head_dim <= 128 else 32,
+        tile=decode_tile(head_dim),
         min_tiles=min_tiles,
-        stages=2 if batch == 1 and not long_context else 3,
+        stages=2 if batch == 1 and not long_context and not window else 3,
     )
 
 
@@ -97,14 +124,14 @@ def decode_attention(
     cos: torch.Tensor,
     sin: torch.Tensor,
     pool: torch.Tensor,
-    indptr: torch.Tensor,
+    starts: torch.Tensor,
     blocks: torch.Tensor,
     lengths: torch.Tensor,
     scratch: DecodeScratch,
     shape: DecodeShape,
+    rule: ScoreRule,
     *,
     num_heads: int,
-    scale: float,
     out: torch.Tensor,
     pdl: bool = False,
     counts: torch.Tensor | None = None,
@@ -113,7 +140,7 @@ def decode_attention(
     """Rotate and store each row's new token, then attend over its whole paged context.
 
     qkv: `[batch, (heads + 2 kv_heads) * dim]` straight from the projection; pool: one layer,
-    `[block, 2, kv_heads, page, dim]`; row b's blocks are blocks[indptr[b]:], its context of
+    `[block, 2, kv_heads, page, dim]`; block n of row b is blocks[starts[b] + n], its context of
     lengths[b] tokens includes the new one; length 0 marks padding. out: `[batch, heads * dim]`.
     counts: of a mixed step, see `paged_decode`, for at least KV heads * rows * splits `programs`.
     """
@@ -124,17 +151,15 @@ def decode_attention(
         cos,
         sin,
         pool,
-        indptr,
+        starts,
         blocks,
         lengths,
         out,
-        scratch.partial,
-        scratch.stats,
-        scratch.counters,
+        *(scratch.partial, scratch.stats, scratch.counters),
         scratch.counters if counts is None else counts,
-        scale,
-        shape.splits,
-        shape.min_tiles,
+        *norm_arguments(rule.norms, cos),
+        rule.scale,
+        *(shape.splits, shape.min_tiles),
         **head_sizes(pool, num_heads),
         GROUP=group,
         GROUP_P=max(16, triton.next_power_of_2(group)),
@@ -145,13 +170,15 @@ def decode_attention(
         APART=shape.apart,
         MIXED=counts is not None,
         STAGES=shape.stages,
+        **rule.constants(),
+        NORM=rule.norms is not None,
         PDL=pdl,
         PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
         num_warps=shape.warps,
         **launch_options(pdl),
     )
     if shape.apart:
-        _merge(lengths, scratch, shape, pool, num_heads, out, pdl=pdl)
+        _merge(lengths, scratch, shape, pool, num_heads, out, window=rule.window, pdl=pdl)
 
 
 def _merge(
@@ -162,6 +189,7 @@ def _merge(
     num_heads: int,
     out: torch.Tensor,
     *,
+    window: int,
     pdl: bool,
 ) -> None:
     _, _, kv_heads, _, dim = pool.shape
@@ -184,6 +212,7 @@ def _merge(
         TILE=shape.tile,
         PIECE=piece,
         MAX_SPLITS=room,
+        WINDOW=window,
         PDL=pdl,
         num_warps=4,
         **launch_options(pdl),

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 
+from engine.kernels.activation import Activation
 from engine.kernels.jit import elementwise
 from engine.kernels.triton.launch import Repeated
 
 _RMS_NORM = Repeated(elementwise.rms_norm)
-_HEAD_NORM = Repeated(elementwise.head_norm)
-_SILU_MUL = Repeated(elementwise.silu_mul)
+_ADD_NORMED = Repeated(elementwise.add_normed)
+_NORM_PARTS = Repeated(elementwise.norm_parts)
+_GATED_PRODUCT = Repeated(elementwise.gated_product)
+_CAP_LOGITS = Repeated(elementwise.cap_logits)
 _ROPE_WRITE = Repeated(elementwise.rope_write)
 _EMBED = Repeated(elementwise.embed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadNorms:
+    """RMS norms of each query head and of each key head: weights `[dim]`."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    eps: float
+
+
+def norm_arguments(
+    norms: HeadNorms | None, unused: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Gains and epsilon as kernels take them, a tensor that they do not read where there are
+    none."""
+    return (unused, unused, 0.0) if norms is None else (norms.q, norms.k, norms.eps)
 
 
 def launch_options(pdl: bool) -> dict[str, bool]:
@@ -39,39 +61,111 @@ def rms_norm(
         hidden,
         BLOCK=block,
         PDL=pdl,
-        num_warps=min(16, max(1, block // 1024)) if block > 1024 else 4,
+        num_warps=_row_warps(block),
         **launch_options(pdl),
     )
 
 
-def head_norm(
-    qkv: torch.Tensor, q_gain: torch.Tensor, k_gain: torch.Tensor, eps: float, *, num_heads: int
+def _row_warps(block: int) -> int:
+    return min(16, max(1, block // 1024)) if block > 1024 else 4
+
+
+def add_normed(
+    y: torch.Tensor,
+    post_gain: torch.Tensor,
+    h: torch.Tensor,
+    gain: torch.Tensor | None,
+    eps: float,
+    *,
+    out: torch.Tensor,
+    pdl: bool = False,
 ) -> None:
-    """RMS norm of each query and key head of qkv `[rows, (heads + 2 kv_heads) * dim]`, in place."""
+    """h += rms(y) * post_gain over rows `[tokens, hidden]`; with a gain, out = rms(h) * gain."""
+    rows, hidden = h.shape
+    block = triton.next_power_of_2(hidden)
+    _ADD_NORMED[(rows,)](
+        y,
+        post_gain,
+        h,
+        post_gain if gain is None else gain,
+        out,
+        eps,
+        hidden,
+        BLOCK=block,
+        NEXT=gain is not None,
+        PDL=pdl,
+        num_warps=8 if rows <= _FEW_ROWS and block > 1024 else _row_warps(block),
+        **launch_options(pdl),
+    )
+
+
+#: Rows that do not fill a card: more warps each.
+_FEW_ROWS = 64
+
+
+def norm_parts(
+    qkv: torch.Tensor,
+    q_gain: torch.Tensor,
+    k_gain: torch.Tensor,
+    squares: torch.Tensor,
+    eps: float,
+    totals: tuple[int, int],
+    *,
+    write: bool = False,
+    read: bool = False,
+) -> None:
+    """RMS norm of the queries and of the keys of rows of qkv over all heads, in place.
+
+    The gains are as wide as this rank's heads; totals: widths of all ranks' queries and keys, of
+    which `squares` float32 `[rows, 2]` holds the sums of squares with `read`. `write` leaves this
+    rank's there and norms nothing.
+    """
     rows, width = qkv.shape
-    dim = q_gain.shape[0]
-    normed = (width // dim + num_heads) // 2  # heads + kv_heads
-    _HEAD_NORM[(rows, normed)](
+    _NORM_PARTS[(rows, 2)](
         qkv,
         q_gain,
         k_gain,
+        squares,
         eps,
         width,
-        HEADS=num_heads,
-        DIM=dim,
-        DIM_P=triton.next_power_of_2(dim),
-        num_warps=1,
+        q_gain.shape[0],
+        k_gain.shape[0],
+        *totals,
+        BLOCK=triton.next_power_of_2(max(q_gain.shape[0], k_gain.shape[0])),
+        WRITE=write,
+        READ=read,
+        num_warps=4,
     )
 
 
-def silu_mul(gate_up: torch.Tensor, *, out: torch.Tensor, pdl: bool = False) -> None:
-    """out `[tokens, width]` = silu(left half) * right half of gate_up `[tokens, 2 width]`."""
+def gated_product(
+    gate_up: torch.Tensor,
+    *,
+    out: torch.Tensor,
+    activation: Activation = Activation.SILU,
+    pdl: bool = False,
+) -> None:
+    """out `[tokens, width]` = act(left half) * right half of gate_up `[tokens, 2 width]`."""
     rows, width = out.shape
     block = 1024 if rows < 1024 else 4096
     block = min(block, triton.next_power_of_2(width))
-    _SILU_MUL[(rows, triton.cdiv(width, block))](
-        gate_up, out, width, BLOCK=block, PDL=pdl, num_warps=4, **launch_options(pdl)
+    _GATED_PRODUCT[(rows, triton.cdiv(width, block))](
+        gate_up,
+        out,
+        width,
+        BLOCK=block,
+        GELU=activation is Activation.GELU_TANH,
+        PDL=pdl,
+        num_warps=4,
+        **launch_options(pdl),
     )
+
+
+def cap_logits(logits: torch.Tensor, cap: float) -> None:
+    """Contiguous logits `[rows, ids]` = cap * tanh(logits / cap)."""
+    rows, width = logits.shape
+    block = min(4096, triton.next_power_of_2(width))
+    _CAP_LOGITS[(rows, triton.cdiv(width, block))](logits, width, BLOCK=block, CAP=cap)
 
 
 def rope_write(
@@ -82,10 +176,11 @@ def rope_write(
     slots: torch.Tensor,
     pool: torch.Tensor,
     num_heads: int,
+    norms: HeadNorms | None = None,
 ) -> None:
     """Rotate q and k of qkv `[rows, (heads + 2 kv_heads) * dim]` in place; write k, v to the pool.
 
-    Only the first rows, as many as there are positions, are tokens.
+    Only the first rows, as many as there are positions, are tokens. norms: of each head before.
 
     pool: one layer, `[block, 2, kv_heads, page, dim]`; slots: block * page + offset per token,
     negative for padding; cos, sin: float32 `[positions, dim / 2]`.
@@ -98,6 +193,7 @@ def rope_write(
         positions,
         slots,
         pool,
+        *norm_arguments(norms, cos),
         HEADS=num_heads,
         KV_HEADS=kv_heads,
         DIM=dim,
@@ -105,6 +201,7 @@ def rope_write(
         HEADS_P=triton.next_power_of_2(num_heads),
         KV_HEADS_P=triton.next_power_of_2(kv_heads),
         DIM_P=triton.next_power_of_2(dim),
+        NORM=norms is not None,
         num_warps=4,
     )
 
@@ -117,8 +214,10 @@ def embed(
     first_id: int,
     *,
     out: torch.Tensor,
+    scale: float = 1.0,
 ) -> None:
-    """Rows of the (vocabulary slice of the) table; ids held by other ranks give zero rows.
+    """Rows of the (vocabulary slice of the) table times `scale`; ids held by other ranks give zero
+    rows.
 
     Where feed[r] >= 0 the id is previous[feed[r]], a token sampled on the device a step ago;
     otherwise it is tokens[r].
@@ -134,5 +233,6 @@ def embed(
         first_id,
         table.shape[0],
         hidden,
+        scale,
         BLOCK=block,
     )

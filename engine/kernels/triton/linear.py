@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from engine.kernels.activation import Activation
 from engine.kernels.jit.linear import row_linear, shared_row_linear
 from engine.kernels.triton import reduce
 from engine.kernels.triton.elementwise import launch_options
@@ -66,12 +67,13 @@ def linear(
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
     gated: bool = False,
+    activation: Activation = Activation.SILU,
     pdl: bool = False,
     shape: LinearShape | None = None,
 ) -> None:
     """out `[1, n]` = f(norm(x) weight^T + bias) + residual for one row.
 
-    weight: `[n, k]`, or `[2 n, k]` when gated (gate rows first; f = silu(gate) * up; no bias then).
+    weight: `[n, k]`, or `[2 n, k]` when gated (gate rows first; f = act(gate) * up; no bias then).
     `gain` turns the RMS norm of x on. `residual` may be `out` itself.
     """
     k, n = x.shape[1], out.shape[1]
@@ -96,6 +98,7 @@ def linear(
         BIAS=bias is not None,
         EVEN_N=n % shape.block_n == 0,
         EVEN_K=k % block_k == 0,
+        GELU=activation is Activation.GELU_TANH,
         PDL=pdl,
         **shape.options(pdl),
     )

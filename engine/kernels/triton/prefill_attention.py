@@ -12,7 +12,7 @@ import torch
 import triton
 
 from engine.kernels.jit import prefill_attention as kernels
-from engine.kernels.triton.attention import head_sizes
+from engine.kernels.triton.attention import ScoreRule, head_sizes
 from engine.kernels.triton.launch import Repeated
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
@@ -27,7 +27,7 @@ TILE_FIELDS = 12  # the last three are unused: tiles begin at multiples of 16 by
 CHUNK_WAVE = 132
 #: Queries of a tile in a mixed step, and rows of one in which chunks are not most of the work.
 MIXED_TILE, _FEW_ROWS = 64, 144
-#: Parts of contexts begin at multiples of this, and of every kernel's tile of keys.
+#: Parts of contexts begin a multiple of this behind the first, which each tile of keys divides.
 _PART_STEP = 64
 #: Least context tokens of a part of a query tile.
 _MIN_PART = 256
@@ -35,9 +35,9 @@ _MIN_PART = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkSpan:
-    """New tokens of one sequence: rows first_row .. + count, positions start ..; its block table
-    begins at `table` in the step's blocks. Context tokens before `begin` are left out, and, where
-    `end` is given, those from `end` on."""
+    """New tokens of one sequence: rows first_row .. + count, positions start ..; block 0 of its
+    sequence would be at `table` in the step's blocks. Context tokens before `begin` are left out,
+    and, where `end` is given, those from `end` on."""
 
     first_row: int
     count: int
@@ -71,27 +71,31 @@ def max_parts(heads: int) -> int:
 
 
 def plan_tiles(
-    spans: Sequence[ChunkSpan], heads: int, rows: int, *, wave: int = CHUNK_WAVE
+    spans: Sequence[ChunkSpan],
+    heads: int,
+    rows: int,
+    *,
+    wave: int = CHUNK_WAVE,
+    window: int = 0,
 ) -> TilePlan:
     """Cut chunks into tiles of `rows` queries, and their contexts into parts where the tiles of all
-    heads are fewer than the `wave` of programs that run at once; 0: no parts."""
+    heads are fewer than the `wave` of programs that run at once; 0: no parts. With a window a tile
+    attends to what its queries see."""
     whole = [
-        (span, first, min(rows, span.count - first), _end(span, first, rows))
+        (span, first, min(rows, span.count - first), *_context(span, first, rows, window))
         for span in spans
         for first in range(0, span.count, rows)
     ]
-    total = sum(end - span.begin for span, _, _, end in whole)
+    total = sum(end - begin for *_, begin, end in whole)
     fair = max(_MIN_PART, total * heads / max(1, wave))
     room, slot = max_parts(heads), 0
     tiles: list[tuple[int, ...]] = []
-    for span, first, count, end in whole:
-        parts = max(1, round((end - span.begin) / fair))
+    for span, first, count, start, end in whole:
+        parts = max(1, round((end - start) / fair))
         if slot + parts > room or not wave:
             parts = 1
-        last = min(span.start + first, end) - span.begin  # the last part sees the first query
-        cuts = sorted(
-            {span.begin + last * i // parts // _PART_STEP * _PART_STEP for i in range(parts)}
-        )
+        last = min(span.start + first, end) - start  # the last part sees the first query
+        cuts = sorted({start + last * i // parts // _PART_STEP * _PART_STEP for i in range(parts)})
         fields = span.first_row + first, count, span.start + first, span.table
         for part, (begin, stop) in enumerate(pairwise((*cuts, end))):
             tiles.append((*fields, begin, stop, slot, part, len(cuts), 0, 0, 0))
@@ -101,10 +105,12 @@ def plan_tiles(
     return TilePlan(tiles=table, split=slot > 0)
 
 
-def _end(span: ChunkSpan, first: int, rows: int) -> int:
+def _context(span: ChunkSpan, first: int, rows: int, window: int) -> tuple[int, int]:
+    """The context tokens that a tile attends to."""
+    begin = max(span.begin, span.start + first - window + 1) if window else span.begin
     if span.end is not None:
-        return span.end
-    return span.start + min(first + rows, span.count)
+        return begin, span.end
+    return begin, span.start + min(first + rows, span.count)
 
 
 def mixed_wave(rows: int, decodes: int) -> int:
@@ -134,16 +140,16 @@ def prefill_attention(
     tiles: torch.Tensor,
     blocks: torch.Tensor,
     scratch: ChunkScratch,
+    rule: ScoreRule,
     *,
     queries: int,
     split: bool,
     num_heads: int,
-    scale: float,
     out: torch.Tensor,
     counts: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> None:
-    """Causal attention of every chunk's rotated queries over its paged context.
+    """Causal attention of every chunk's rotated and normed queries over its paged context.
 
     q: rows of at least heads * dim values (a slice of the qkv rows will do), out likewise; the
     chunks' own keys and values are in the pool already. tiles: int32 `[n, TILE_FIELDS]`, of which
@@ -164,7 +170,7 @@ def prefill_attention(
         scratch.counters,
         scratch.counters if counts is None else counts,
         scratch.stats if lse is None else lse,
-        scale,
+        rule.scale,
         **head_sizes(pool, num_heads),
         BLOCK_M=queries,
         TILE=_context_tile(q.dtype, pool.shape[4]),
@@ -173,6 +179,7 @@ def prefill_attention(
         MIXED=counts is not None,
         LSE=lse is not None,
         STAGES=3 if queries == 128 else 2,
+        **rule.constants(),
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=8 if queries == 128 else 4,
     )

@@ -8,6 +8,7 @@ import torch
 import triton
 from triton.runtime import driver
 
+from engine.kernels.activation import Activation
 from engine.kernels.jit.split_linear import split_linear as kernel
 from engine.kernels.triton.elementwise import launch_options
 
@@ -112,11 +113,12 @@ def split_linear(
     eps: float = 0.0,
     following: NextInput | None = None,
     gated: bool = False,
+    activation: Activation = Activation.SILU,
     pdl: bool = False,
 ) -> None:
     """out `[m, n]` = f(x weight^T + bias) + residual for up to MAX_ROWS rows m of half precision.
 
-    weight: `[n, k]`, or `[2 n, k]` when gated (gate rows first; f = silu(gate) * up; no bias then);
+    weight: `[n, k]`, or `[2 n, k]` when gated (gate rows first; f = act(gate) * up; no bias then);
     n and k are multiples of the shape's tile. `residual` may be `out` itself. With the `squares` of
     the product that has left x, x stands for the RMS norm it is the input of.
     """
@@ -151,6 +153,7 @@ def split_linear(
         RESIDUAL=residual is not None,
         BIAS=bias is not None,
         NEXT=following is not None,
+        GELU=activation is Activation.GELU_TANH,
         PDL=pdl,
         num_warps=shape.warps,
         **launch_options(pdl),

@@ -1,10 +1,12 @@
 """What the CUDA engine decides before anything touches a GPU."""
 
 import random
+from dataclasses import replace as replace_fields
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -16,9 +18,9 @@ from engine.cuda.memory import blocks_that_fit
 from engine.cuda.options import CudaOptions, StepShape, StepShapes, graph_batches
 from engine.cuda.plan import (
     LONG_CONTEXT,
+    AttentionPlanner,
     BatchLimits,
     history_segments,
-    lay_out_chunks,
     plan_step,
 )
 from engine.cuda.staging import StagingRing
@@ -30,6 +32,7 @@ from engine.kernels.triton.attention import decode_shape
 from engine.kernels.triton.linear import default_shape
 from engine.model.families import parse_model_config
 from protocol.errors import Internal, InvalidRequest
+from protocol.kv_layout import ONE_GROUP, KVGroup
 from protocol.sampling import SamplingParams
 
 CPU = torch.device("cpu")
@@ -108,8 +111,11 @@ def test_too_many_sequences_are_refused():
         plan(*(seq(1, 0) for _ in range(7)))
 
 
-def lay_out(result, shapes=(), *, heads=8, dense=False):
-    return lay_out_chunks(result, shapes, heads=heads, kv_heads=2, tile=128, dense=dense)
+def lay_out(result, shapes=(), *, heads=8, kv_heads=2, dense=False, groups=ONE_GROUP):
+    planner = AttentionPlanner(
+        groups=groups, block_size=16, heads=heads, kv_heads=kv_heads, tile=128, dense=dense
+    )
+    return planner.lay_out(result, shapes)
 
 
 def chunk_inputs():
@@ -117,12 +123,12 @@ def chunk_inputs():
 
 
 def test_decode_rows_lie_where_the_kernels_read_them():
-    inputs = DecodeInputs(4, 64, CPU)
+    inputs = DecodeInputs(4, 64, CPU, block_size=16)
     result = plan(seq(1, 20, WARM), seq(1, 3, previous=0), previous=[2])
     inputs.upload(result)
     assert inputs.lengths.tolist() == [21, 4, 0, 0]
     assert inputs.feed[:2].tolist() == [-1, 2]
-    assert inputs.indptr.tolist() == [0, 2, 3, 3, 3]
+    assert inputs.starts.tolist() == [[0, 2, 0, 0]]
     assert inputs.blocks[:3].tolist() == [0, 1, 0]
     sampling = inputs.sampling(2, filtered=True)
     assert sampling.temperature.tolist() == [0.5, 0.0]
@@ -133,14 +139,14 @@ def test_decode_rows_lie_where_the_kernels_read_them():
 
 
 def test_rows_of_an_earlier_larger_step_become_padding():
-    inputs = DecodeInputs(4, 64, CPU)
+    inputs = DecodeInputs(4, 64, CPU, block_size=16)
     for count in (4, 1):
         inputs.upload(plan(*(seq(1, 5) for _ in range(count))))
     assert inputs.lengths.tolist() == [6, 0, 0, 0]
 
 
 def test_tables_that_do_not_fit_are_refused():
-    inputs = DecodeInputs(2, 3, CPU)
+    inputs = DecodeInputs(2, 3, CPU, block_size=16)
     with pytest.raises(Internal, match="4 blocks in one step"):
         inputs.upload(plan(seq(1, 20), seq(1, 20)))
 
@@ -155,13 +161,14 @@ def test_chunks_are_packed_and_the_long_ones_set_apart(dense):
     assert layout.first_rows == (1, 6, 1036, 1039)
     assert layout.kept == (0, 5, 1035, 2138)
     assert inputs.positions[:7].tolist() == [0, 16, 17, 18, 19, 20, 0]
-    assert inputs.slots[:6].tolist() == [-1, 16, 17, 18, 19, 20]
+    (slots,) = inputs.slots
+    assert slots[:6].tolist() == [-1, 16, 17, 18, 19, 20]
     assert inputs.kept[:4].tolist() == [0, 5, 1035, 2138]
     assert inputs.feed[:2139].unique().tolist() == [-1]
-    tables = [(table.first, table.count) for table in layout.tables]
+    tables = [(table.first, table.count) for table in layout.tables[0]]
     assert tables == [(0, 2), (4, 65), (72, 1), (76, 198)]
     assert inputs.blocks[76:80].tolist() == [0, 1, 2, 3]
-    cut = layout.cut
+    (cut,) = layout.cuts
     paged = cut.tiles[: len(cut.paged)]
     firsts = sorted({int(row) for row in paged[:, 0]})
     if dense:
@@ -189,7 +196,7 @@ SHAPES = StepShapes.of(OPTIONS).mixed
 def test_steps_of_some_hundreds_of_rows_run_in_a_shape_that_has_a_graph(heads):
     result = plan(seq(1, 1500), seq(64, 2048), seq(1, 20), seq(30, 0, None))
     layout = lay_out(result, SHAPES, heads=heads)
-    cut, shape = layout.cut, layout.cut.shape
+    (cut,), shape = layout.cuts, layout.shape
     assert (layout.rows, layout.padded_rows) == (96, 96)
     assert shape == StepShape(rows=96, samples=6, chunk_programs=384, decode_programs=768)
     tiles, decodes, splits, min_tiles = cut.counts
@@ -202,26 +209,62 @@ def test_steps_of_some_hundreds_of_rows_run_in_a_shape_that_has_a_graph(heads):
     for step in (result, smaller):
         layout = lay_out(step, SHAPES, heads=heads)
         inputs.upload(step, layout, 16)
-    assert inputs.counts.tolist() == list(layout.cut.counts)
-    assert inputs.slots[:33].tolist() == [-1, *range(16, 36), *([-1] * 11), *inputs.slots[32:33]]
+    (slots,), (counts,) = inputs.slots, inputs.counts
+    assert counts.tolist() == list(layout.cuts[0].counts)
+    assert slots[:33].tolist() == [-1, *range(16, 36), *([-1] * 11), *slots[32:33]]
     assert inputs.kept[:6].tolist() == [0, 20, 0, 0, 0, 0]
+
+
+GROUPS = (KVGroup(), KVGroup(window=100))
+
+
+def windowed(count, start):
+    """A step whose second group has blocks from the first that its first token sees."""
+    first = max(0, start - 99) // 16
+    blocks = tuple(range(100, 100 + -(-(start + count) // 16)))
+    return replace(seq(count, start), block_tables=(blocks, blocks[first:]))
+
+
+@pytest.mark.parametrize("shapes", [(), SHAPES])
+def test_a_group_with_a_window_has_its_own_tables_and_shorter_contexts(shapes):
+    """Only blocks within the window are in its table, addressed as if all were."""
+    limits = replace_fields(LIMITS, groups=GROUPS)
+    steps = (windowed(64, 2048), windowed(1, 1500), windowed(1, 30), windowed(30, 0))
+    result = plan_step(StepBatch(sequences=steps), limits, [])
+    layout = lay_out(result, shapes, groups=GROUPS)
+    decodes = DecodeInputs(6, 400, CPU, block_size=16, groups=GROUPS)
+    chunks = ChunkInputs(ChunkCapacity(rows=4102, kept=4102, tiles=200, blocks=800, groups=2), CPU)
+    decodes.upload(result)
+    chunks.upload(result, layout, 16)
+    for group, seen in enumerate(GROUPS):
+        for row, step in enumerate(result.decodes):
+            for block in range(seen.first_token(step.start) // 16, step.start // 16 + 1):
+                assert decodes.blocks[decodes.starts[group, row] + block] == 100 + block
+        slots = chunks.slots[group]
+        assert slots[:2].tolist() == [-1, -1]
+        assert slots[2:66].tolist() == [1600 + at for at in range(2048, 2112)]
+        tiles = layout.cuts[group].tiles
+        assert {tuple(row) for row in tiles[:, 1:3].tolist()} == {(64, 2048), (30, 0)}
+        for _, _, start, table, begin, *_ in tiles.tolist():
+            number = begin // 16
+            assert chunks.blocks[table + number] == 100 + number
+            assert begin >= seen.first_token(start)
+    assert sum(table.count for table in layout.tables[0]) == 132 + 2
+    assert sum(table.count for table in layout.tables[1]) == 132 - 121 + 2
 
 
 def test_steps_that_no_shape_holds_are_launched_by_kind():
     scored = plan(seq(20, 0, None, targets=(1,) * 20))
     large = plan(seq(1000, 0), seq(1, 7))
-    assert lay_out(scored, SHAPES).cut.shape is None
+    assert lay_out(scored, SHAPES).shape is None
     assert lay_out(scored, SHAPES).kept == tuple(range(20))
-    assert lay_out(large, SHAPES).cut.shape is None
+    assert lay_out(large, SHAPES).shape is None
     many = plan(seq(700, 0), *(seq(1, 7) for _ in range(5)))
-    found = [
-        lay_out_chunks(many, SHAPES, heads=32, kv_heads=heads, tile=128, dense=False).cut.shape
-        for heads in (8, 200, 900)
-    ]
+    found = [lay_out(many, SHAPES, heads=32, kv_heads=heads).shape for heads in (8, 200, 900)]
     assert [shape and shape.decode_programs for shape in found] == [768, 4096, None]
-    alone = lay_out(plan(seq(300, 0), seq(8, 0))).cut.shape
+    alone = lay_out(plan(seq(300, 0), seq(8, 0))).shape
     assert alone is None
-    alone = lay_out(plan(seq(300, 0), seq(8, 0)), SHAPES).cut.shape
+    alone = lay_out(plan(seq(300, 0), seq(8, 0)), SHAPES).shape
     assert (alone.rows, alone.decode_programs, alone.samples) == (320, 0, 6)
 
 
@@ -234,8 +277,8 @@ def test_every_vector_of_a_step_is_aligned():
     """Kernels are compiled for aligned pointers; another alignment would cost a second of it."""
     inputs = chunk_inputs()
     rng = random.Random(3)
-    vectors = [inputs.counts, inputs.tokens, inputs.feed, inputs.positions, inputs.slots]
-    vectors += [inputs.kept, inputs.blocks, inputs.tiles[1:]]
+    vectors = [*inputs.counts, inputs.tokens, inputs.feed, inputs.positions, *inputs.slots]
+    vectors += [inputs.kept, inputs.blocks, *(tiles[1:] for tiles in inputs.tiles)]
     base = inputs._ints.data_ptr()
     assert all((vector.data_ptr() - base) % 16 == 0 for vector in vectors)
     for _ in range(60):
@@ -246,7 +289,7 @@ def test_every_vector_of_a_step_is_aligned():
         result = plan(*steps)
         layout = lay_out(result)
         inputs.upload(result, layout, 16)
-        assert all(table.first % 4 == 0 for table in layout.tables)
+        assert all(table.first % 4 == 0 for table in layout.tables[0])
         assert inputs.positions[: layout.rows].tolist() == [
             step.start + i for step in result.chunks for i in range(len(step.tokens))
         ]

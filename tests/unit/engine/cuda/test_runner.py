@@ -17,6 +17,7 @@ from tests.support.cuda import (
     GREEDY,
     NUM_BLOCKS,
     SEEDED,
+    for_groups,
     make_pair,
     make_runner,
     mixed_script,
@@ -61,16 +62,51 @@ GRANITE = {
     "logits_scaling": 8.0,
 }
 SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 4}
+OLMO2 = {"architectures": ["Olmo2ForCausalLM"]}
+MISTRAL = {"architectures": ["MistralForCausalLM"], "sliding_window": 21}
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "num_hidden_layers": 3,
+    "use_sliding_window": True,
+    "sliding_window": 40,
+    "max_window_layers": 1,
+}
+GEMMA2 = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "num_hidden_layers": 4,
+    "sliding_window": 19,
+    "query_pre_attn_scalar": 24,
+    "attn_logit_softcapping": 3.0,
+    "final_logit_softcapping": 2.0,
+    "tie_word_embeddings": True,
+}
+GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "num_hidden_layers": 6,
+    "sliding_window": 18,
+    "query_pre_attn_scalar": 24,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}
+FAMILIES = {
+    "llama": ({}, None),
+    "llama-biased": (BIASED, 3),
+    "qwen3": (QWEN3, 3),
+    "granite": (GRANITE, 3),
+    "smollm3": (SMOLLM3, 3),
+    "olmo2": (OLMO2, 3),
+    "mistral-window": (MISTRAL, 4),
+    "qwen2-window": (QWEN2, 3),
+    "gemma2": (GEMMA2, 3),
+    "gemma3": (GEMMA3, 3),
+}
 
 
-@pytest.mark.parametrize(
-    ("changes", "num_batches"),
-    [({}, None), (BIASED, 3), (QWEN3, 3), (GRANITE, 3), (SMOLLM3, 3)],
-)
+@pytest.mark.parametrize(("changes", "num_batches"), FAMILIES.values(), ids=FAMILIES)
 def test_prompts_chunks_and_decodes_give_the_reference_tokens(device, changes, num_batches):
     runner, reference = make_pair(device, tiny_config(**changes))
     for batch in mixed_script()[:num_batches]:
-        assert_same(runner.run(batch), reference.run(batch))
+        step = for_groups(batch, runner.layout)
+        assert_same(runner.run(step), reference.run(step))
     got, want = runner.pool.data.cpu(), reference.pool.data
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
@@ -85,7 +121,7 @@ def test_steps_of_every_shape_give_the_reference_tokens(device, prompt_graphs):
         plan = runner.prepare(batch)
         if plan.layout is not None:
             graph = prompt_graphs and plan.scored is None
-            assert (plan.layout.cut.shape is not None) == graph
+            assert (plan.layout.shape is not None) == graph
         assert_same(runner.submit(plan).wait(), reference.run(batch))
     torch.testing.assert_close(runner.pool.data.cpu(), reference.pool.data, rtol=1e-4, atol=1e-4)
 
@@ -201,7 +237,7 @@ def test_the_thread_that_runs_steps_plans_prompt_attention_for_itself(device, mo
         name = threading.current_thread().name
         planned.append((name, q.shape[0], q.shape[2], None if causal else k.shape[2]))
 
-    monkeypatch.setattr("engine.cuda.attention.DenseAttention._call", call)
+    monkeypatch.setattr("engine.cuda.dense.DenseAttention._call", call)
     monkeypatch.setattr("engine.cuda.memory.cudnn_serves", lambda *args: True)
     runner = make_runner(device, tiny_config(max_position_embeddings=4096))
     runner.options = replace(runner.options, max_chunk_tokens=2100)

@@ -8,7 +8,6 @@ from dataclasses import fields, replace
 import pytest
 
 from engine.config import EngineConfig
-from engine.cuda.options import check_served
 from engine.errors import ModelRefused
 from engine.model.config import ModelConfig, QkNorm
 from engine.model.families import FAMILIES, load_model_config, parse_model_config
@@ -285,24 +284,3 @@ def test_what_a_family_cannot_have_is_refused_by_field(architecture, changes, fi
     with pytest.raises(ModelRefused) as caught:
         parsed(architecture, **changes)
     assert caught.value.param == field
-
-
-@pytest.mark.parametrize(
-    ("architecture", "missing"),
-    [
-        ("Olmo2ForCausalLM", "norms after attention and MLP"),
-        ("Gemma2ForCausalLM", "attention softcaps"),
-        ("Gemma3ForCausalLM", "windows shorter"),
-    ],
-)
-def test_gpus_refuse_by_name_what_they_do_not_compute(architecture, missing):
-    config = parsed(
-        architecture, num_hidden_layers=4, attn_logit_softcapping=50.0, sliding_window=512
-    )
-    with pytest.raises(ModelRefused, match=missing):
-        check_served(config, 4096)
-
-
-@pytest.mark.parametrize("family", ["Mistral", "Qwen2", "Qwen3", "Phi3", "Granite", "SmolLM3"])
-def test_gpus_compute_these_families(family):
-    check_served(parsed(f"{family}ForCausalLM", sliding_window=4096), 4096)

@@ -26,10 +26,10 @@ def with_layers(model: ModelConfig, windows: list[int | None]) -> ModelConfig:
     ("num_layers", "period", "depth", "sizes"),
     [
         (18, 6, 3, [None] * 6),  # Gemma 3 270M
-        (26, 6, 4, [None] * 6 + [2]),  # 1B
+        (26, 6, 4, [None] * 5 + [3] * 2),  # 1B
         (34, 6, 5, [None] * 6 + [4]),  # 4B
         (48, 6, 8, [None] * 6),  # 12B
-        (62, 6, 10, [None] * 6 + [2]),  # 27B
+        (62, 6, 10, [None] + [9] * 4 + [8] * 2),  # 27B
         (26, 2, 13, [None] * 2),  # Gemma 2 2B
     ],
 )
@@ -43,6 +43,16 @@ def test_models_with_windows(model, num_layers, period, depth, sizes):
     for window, (group, slot) in zip(windows, found.places, strict=True):
         assert found.groups[group].window == window
         assert slot < (found.groups[group].num_layers or depth)
+
+
+def test_slots_fill_up_one_after_another(model):
+    """So that a hand-off can follow a step layer by layer, as without windows."""
+    windows = [512 if (layer + 1) % 6 else None for layer in range(48)]
+    filled = group_layers(with_layers(model, windows), 8192).filled()
+    assert [slot for slots in filled for slot in slots] == list(range(8))
+    assert [layer for layer, slots in enumerate(filled) if slots] == list(range(5, 48, 6))
+    plain = group_layers(with_layers(model, [None] * 7), 8192)
+    assert plain.filled() == tuple(range(layer, layer + 1) for layer in range(7))
 
 
 def test_layers_of_one_kind_are_one_group(model):

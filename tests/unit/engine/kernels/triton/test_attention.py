@@ -4,19 +4,25 @@ import torch
 
 from engine.kernels.triton import attention as ops
 from engine.kernels.triton import prefill_attention as pre
+from engine.kernels.triton.elementwise import HeadNorms
 
 #: The interpreter has no bfloat16 products.
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 PAGE = 16
 
 
-def dense_attention(q, k, v, start, scale):
+def dense_attention(q, k, v, start, rule):
     """q [t, heads, dim] at positions start.. over k, v [length, kv_heads, dim], in float64."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1).double(), v.repeat_interleave(group, 1).double()
-    score = torch.einsum("thd,lhd->htl", q.double(), k) * scale
+    score = torch.einsum("thd,lhd->htl", q.double(), k) * rule.scale
+    if rule.softcap:
+        score = rule.softcap * torch.tanh(score / rule.softcap)
     at = torch.arange(k.shape[0], device=q.device)
-    allowed = at[None, :] <= start + torch.arange(q.shape[0], device=q.device)[:, None]
+    positions = start + torch.arange(q.shape[0], device=q.device)[:, None]
+    allowed = at[None, :] <= positions
+    if rule.window:
+        allowed &= at[None, :] > positions - rule.window
     score = score.masked_fill(~allowed, float("-inf"))
     return torch.einsum("htl,lhd->thd", score.softmax(-1), v)
 
@@ -27,10 +33,20 @@ def rotate(x, cos, sin):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
+def rule(dim, window=0, softcap=0.0, norms=None):
+    return ops.ScoreRule(scale=dim**-0.5, softcap=softcap, window=window, norms=norms)
+
+
+def normed(x, gain, eps=1e-6):
+    wide = x.double()
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * gain.double()
+
+
 class Paged:
     """Contexts spread over shuffled blocks of a pool whose unused cells are NaN."""
 
-    def __init__(self, lengths, kv_heads, dim, device, dtype):
+    def __init__(self, lengths, kv_heads, dim, device, dtype, seen=None):
+        """Cells before token seen[i] of a context are NaN, too."""
         counts = [-(-n // PAGE) for n in lengths]
         order = torch.randperm(sum(counts) + 3)
         shape = (len(order), 2, kv_heads, PAGE, dim)
@@ -41,7 +57,7 @@ class Paged:
             table = order[first : first + count].tolist()
             first += count
             kv = torch.randn(2, length, kv_heads, dim, device=device).to(dtype)
-            for at in range(length):
+            for at in range(seen[len(self.tables)] if seen else 0, length):
                 self.pool[table[at // PAGE], :, :, at % PAGE] = kv[:, at]
             self.tables.append(table)
             self.keys.append(kv[0])
@@ -49,7 +65,7 @@ class Paged:
         flat = [block for table in self.tables for block in table]
         starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
         self.blocks = torch.tensor(flat or [0], device=device, dtype=torch.int32)
-        self.indptr = torch.tensor(starts, device=device, dtype=torch.int32)
+        self.starts = torch.tensor(starts, device=device, dtype=torch.int32)
 
 
 @pytest.mark.parametrize(
@@ -59,29 +75,53 @@ class Paged:
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("splits", [1, 3, 8, 9])
 def test_decode_attention(device, heads, kv_heads, dim, dtype, splits):
+    decode(device, heads, kv_heads, dim, dtype, splits, rule(dim))
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "splits", "window", "softcap"),
+    [
+        (4, 96, 1, 20, 0.0),
+        (4, 96, 3, 37, 0.7),
+        (4, 256, 3, 100, 0.0),
+        (2, 256, 9, 100, 0.7),
+        (4, 96, 3, 0, 0.7),
+    ],
+)
+def test_decode_attention_reads_its_window_only(device, heads, dim, splits, window, softcap):
+    """With norms of heads and softcaps, as Gemma has them."""
+    gains = [torch.rand(dim, device=device) + 0.5 for _ in range(2)]
+    norms = HeadNorms(q=gains[0], k=gains[1], eps=1e-6)
+    decode(device, heads, 2, dim, torch.float32, splits, rule(dim, window, softcap, norms))
+
+
+def decode(device, heads, kv_heads, dim, dtype, splits, scores):
     lengths = [1, 16, 17, 70, 131] * (1 if splits < 9 else 2)
-    paged = Paged(lengths, kv_heads, dim, device, dtype)
+    window = scores.window
+    seen = [max(0, n - window) if window else 0 for n in lengths]
+    paged = Paged(lengths, kv_heads, dim, device, dtype, seen)
     batch = len(lengths) + 1
     qkv = torch.randn(batch, (heads + 2 * kv_heads) * dim, device=device).to(dtype)
     angle = torch.rand(160, dim // 2, device=device) * 6.3
     shape = ops.DecodeShape(splits=splits, tile=32, min_tiles=1, stages=2)
     scratch = ops.DecodeScratch(batch, batch * splits, heads, dim, device)
     length_row = torch.tensor([*lengths, 0], device=device, dtype=torch.int32)
-    indptr = torch.cat([paged.indptr, paged.indptr[-1:]])
+    starts = torch.cat([paged.starts, paged.starts[-1:]])
     out = torch.full((batch, heads * dim), float("nan"), device=device).to(dtype)
-    scale = dim**-0.5
     for _ in range(2):  # twice: the split counters must be left at zero
         ops.decode_attention(
-            qkv, angle.cos(), angle.sin(), paged.pool, indptr, paged.blocks, length_row,
-            scratch, shape, num_heads=heads, scale=scale, out=out,
+            qkv, angle.cos(), angle.sin(), paged.pool, starts, paged.blocks, length_row,
+            scratch, shape, scores, num_heads=heads, out=out,
         )  # fmt: skip
     for row, length in enumerate(lengths):
         q, k, v = qkv[row].view(-1, dim).split([heads, kv_heads, kv_heads])
+        if scores.norms is not None:
+            q, k = normed(q, scores.norms.q), normed(k, scores.norms.k)
         cos, sin = angle[length - 1].double().cos(), angle[length - 1].double().sin()
         q, k = rotate(q.double(), cos, sin), rotate(k.double(), cos, sin)
         keys, values = paged.keys[row].clone(), paged.values[row].clone()
         keys[-1], values[-1] = k.to(dtype), v
-        want = dense_attention(q.to(dtype)[None], keys, values, length - 1, scale)[0]
+        want = dense_attention(q.to(dtype)[None], keys, values, length - 1, scores)[0]
         got = out[row].view(heads, dim).double()
         assert (got - want).norm() / want.norm() < (1e-5 if dtype == torch.float32 else 1e-2)
         cell = paged.pool[paged.tables[row][(length - 1) // PAGE], :, :, (length - 1) % PAGE]
@@ -91,23 +131,23 @@ def test_decode_attention(device, heads, kv_heads, dim, dtype, splits):
     assert int(out[-1].count_nonzero()) == 0
 
 
-def prefill(qkv, paged, chunks, heads, dim):
+def prefill(qkv, paged, chunks, heads, dim, scores):
     """The output of chunk attention, and the plan's tiles."""
     firsts = [sum(count for _, count in chunks[:i]) for i in range(len(chunks))]
     spans = [
         pre.ChunkSpan(first_row=first, count=count, start=start, table=int(table))
-        for first, (start, count), table in zip(firsts, chunks, paged.indptr, strict=False)
+        for first, (start, count), table in zip(firsts, chunks, paged.starts, strict=False)
     ]
-    plan = pre.plan_tiles(spans, heads, pre.query_tile(qkv.dtype, dim))
+    rows = pre.query_tile(qkv.dtype, dim)
+    plan = pre.plan_tiles(spans, heads, rows, window=scores.window)
     padding = np.zeros((2, pre.TILE_FIELDS), np.int32)
     tiles = torch.from_numpy(np.concatenate([plan.tiles, padding])).to(qkv.device)
     scratch = pre.ChunkScratch(heads, dim, qkv.dtype, qkv.device)
     out = torch.full((qkv.shape[0], heads * dim), float("nan"), device=qkv.device).to(qkv.dtype)
     for _ in range(2):  # twice: the parts' counters must be left at zero
         pre.prefill_attention(
-            qkv, paged.pool, tiles, paged.blocks, scratch,
-            queries=pre.query_tile(qkv.dtype, dim), split=plan.split, num_heads=heads,
-            scale=dim**-0.5, out=out,
+            qkv, paged.pool, tiles, paged.blocks, scratch, scores,
+            queries=rows, split=plan.split, num_heads=heads, out=out,
         )  # fmt: skip
     assert int(scratch.counters.abs().sum()) == 0
     return out, plan
@@ -121,19 +161,40 @@ def prefill(qkv, paged, chunks, heads, dim):
 @pytest.mark.parametrize("part", [64, 256])
 def test_prefill_attention(device, monkeypatch, heads, kv_heads, dim, dtype, chunks, part):
     monkeypatch.setattr(pre, "_MIN_PART", part)
-    paged = Paged([start + count for start, count in chunks], kv_heads, dim, device, dtype)
+    plan = prefill_equals_dense(device, heads, kv_heads, dim, dtype, chunks, rule(dim))
+    assert plan.split == (part == 64 and max(start + count for start, count in chunks) > 100)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(2, 1, 96), (1, 1, 256)])
+@pytest.mark.parametrize(("window", "softcap"), [(3, 0.0), (37, 0.7), (100, 0.0), (0, 0.7)])
+@pytest.mark.parametrize("chunks", [[(0, 70), (63, 33)], [(130, 80)]])
+@pytest.mark.parametrize("part", [16, 256])
+def test_prefill_attention_of_windows(
+    device, monkeypatch, heads, kv_heads, dim, window, softcap, chunks, part
+):
+    """What no query of a chunk sees may be NaN; parts of which a query sees nothing add nothing."""
+    monkeypatch.setattr(pre, "_MIN_PART", part)
+    monkeypatch.setattr(pre, "_PART_STEP", 32)
+    scores = rule(dim, window, softcap)
+    prefill_equals_dense(device, heads, kv_heads, dim, torch.float32, chunks, scores)
+
+
+def prefill_equals_dense(device, heads, kv_heads, dim, dtype, chunks, scores):
+    lengths, window = [start + count for start, count in chunks], scores.window
+    seen = [max(0, start - window + 1) if window else 0 for start, _ in chunks]
+    paged = Paged(lengths, kv_heads, dim, device, dtype, seen)
     total = sum(count for _, count in chunks)
     qkv = torch.randn(total, (heads + 2 * kv_heads) * dim, device=device).to(dtype)
-    out, plan = prefill(qkv, paged, chunks, heads, dim)
-    assert plan.split == (part == 64 and max(start + count for start, count in chunks) > 100)
+    out, plan = prefill(qkv, paged, chunks, heads, dim, scores)
     first = 0
     for i, (start, count) in enumerate(chunks):
         rows = slice(first, first + count)
         first += count
         q = qkv[rows, : heads * dim].view(count, heads, dim)
-        want = dense_attention(q, paged.keys[i], paged.values[i], start, dim**-0.5)
+        want = dense_attention(q, paged.keys[i], paged.values[i], start, scores)
         got = out[rows].view(count, heads, dim).double()
         assert (got - want).norm() / want.norm() < (1e-5 if dtype == torch.float32 else 1e-2)
+    return plan
 
 
 def test_tiles_cover_every_query_and_the_context_that_it_sees():
@@ -188,19 +249,23 @@ def test_attention_to_history_and_to_the_chunk_merge(device):
     scratch = pre.ChunkScratch(heads, dim, qkv.dtype, device)
     pre.prefill_attention(
         qkv, paged.pool, torch.from_numpy(plan.tiles).to(device), paged.blocks, scratch,
-        queries=64, split=False, num_heads=heads, scale=dim**-0.5, out=rest, lse=lse,
+        rule(dim), queries=64, split=False, num_heads=heads, out=rest, lse=lse,
     )  # fmt: skip
     pre.merge_attention(acc, acc_lse, rest.view(count, heads, dim), lse, first=False, out=out)
-    want = dense_attention(q, paged.keys[0], paged.values[0], start, dim**-0.5)
+    want = dense_attention(q, paged.keys[0], paged.values[0], start, rule(dim))
     got = out.view(count, heads, dim).double()
     assert (got - want).norm() / want.norm() < 1e-5
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 1, 96), (8, 2, 128), (3, 1, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("part", [64, 256])
-def test_mixed_attention(device, monkeypatch, heads, kv_heads, dim, dtype, splits, part):
+@pytest.mark.parametrize(
+    ("splits", "part", "window", "softcap"),
+    [(1, 64, 0, 0.0), (1, 256, 0, 0.0), (3, 64, 0, 0.0), (3, 256, 0, 0.0), (3, 64, 100, 0.7)],
+)
+def test_mixed_attention(
+    device, monkeypatch, heads, kv_heads, dim, dtype, splits, part, window, softcap
+):
     """Decode rows and chunks give what they give without the other, and no other row changes."""
     monkeypatch.setattr(pre, "_MIN_PART", part)
     decodes, chunks = [1, 17, 131], [(63, 33), (0, 70), (130, 5)]
@@ -211,11 +276,11 @@ def test_mixed_attention(device, monkeypatch, heads, kv_heads, dim, dtype, split
     angle = torch.rand(160, dim // 2, device=device) * 6.3
     scratch = ops.DecodeScratch(3, 3 * splits, heads, dim, device)
     first, spans = len(decodes), []
-    for (start, count), table in zip(chunks, paged.indptr[len(decodes) :], strict=False):
+    for (start, count), table in zip(chunks, paged.starts[len(decodes) :], strict=False):
         spans.append(pre.ChunkSpan(first_row=first, count=count, start=start, table=int(table)))
         first += count
-    plan = pre.plan_tiles(spans, heads, pre.MIXED_TILE)
-    assert plan.split == (part == 64)
+    plan = pre.plan_tiles(spans, heads, pre.MIXED_TILE, window=window)
+    assert plan.split == (part == 64 and not window)
     length_row = torch.tensor([*decodes, 0, 0], device=device, dtype=torch.int32)
     counts = [len(plan.tiles), len(decodes), splits, 1]
     padding = np.zeros((2, pre.TILE_FIELDS), np.int32) + 1  # no tiles, whatever they hold
@@ -223,27 +288,27 @@ def test_mixed_attention(device, monkeypatch, heads, kv_heads, dim, dtype, split
     counts = torch.tensor(counts, device=device, dtype=torch.int32)
     chunk_scratch = pre.ChunkScratch(heads, dim, dtype, device)
     out = torch.full((rows + 2, heads * dim), float("nan"), device=device).to(dtype)
-    want, scale = out.clone(), dim**-0.5
-    sizes = {"num_heads": heads, "scale": scale, "out": out}
+    want, scores = out.clone(), rule(dim, window, softcap)
+    sizes = {"num_heads": heads, "out": out}
     for _ in range(2):  # twice: all counters must be left at zero
         pre.prefill_attention(
-            qkv, paged.pool, tiles, paged.blocks, chunk_scratch, queries=pre.MIXED_TILE,
+            qkv, paged.pool, tiles, paged.blocks, chunk_scratch, scores, queries=pre.MIXED_TILE,
             split=True, counts=counts, **sizes,
         )  # fmt: skip
         ops.decode_attention(
-            qkv, angle.cos(), angle.sin(), paged.pool, paged.indptr, paged.blocks, length_row,
-            scratch, ops.DecodeShape(splits=1), counts=counts,
+            qkv, angle.cos(), angle.sin(), paged.pool, paged.starts, paged.blocks, length_row,
+            scratch, ops.DecodeShape(splits=1), scores, counts=counts,
             programs=kv_heads * len(decodes) * splits + 5, **sizes,
         )  # fmt: skip
     assert int(scratch.counters.abs().sum() + chunk_scratch.counters.abs().sum()) == 0
     ops.decode_attention(
-        qkv[:3], angle.cos(), angle.sin(), paged.pool, paged.indptr, paged.blocks, length_row,
-        scratch, ops.DecodeShape(splits=splits), num_heads=heads, scale=scale, out=want[:3],
+        qkv[:3], angle.cos(), angle.sin(), paged.pool, paged.starts, paged.blocks, length_row,
+        scratch, ops.DecodeShape(splits=splits), scores, num_heads=heads, out=want[:3],
     )  # fmt: skip
-    tiles = pre.plan_tiles(spans, heads, pre.query_tile(dtype, dim)).tiles
+    tiles = pre.plan_tiles(spans, heads, pre.query_tile(dtype, dim), window=window).tiles
     pre.prefill_attention(
-        qkv, paged.pool, torch.from_numpy(tiles).to(device), paged.blocks, chunk_scratch,
-        queries=pre.query_tile(dtype, dim), split=True, num_heads=heads, scale=scale, out=want,
+        qkv, paged.pool, torch.from_numpy(tiles).to(device), paged.blocks, chunk_scratch, scores,
+        queries=pre.query_tile(dtype, dim), split=True, num_heads=heads, out=want,
     )  # fmt: skip
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(out, want, rtol=tolerance, atol=tolerance, equal_nan=True)

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from engine.kernels.activation import Activation
 from engine.kernels.triton import elementwise as ops
 
 #: The interpreter has no bfloat16 products.
@@ -27,33 +28,69 @@ def test_rms_norm(device, dtype, rows, hidden):
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize(("rows", "width"), [(1, 1536), (3, 1024), (2, 100)])
-def test_silu_mul(device, dtype, rows, width):
+@pytest.mark.parametrize("activation", list(Activation))
+def test_gated_product(device, dtype, rows, width, activation):
     gate_up = torch.randn(rows, 2 * width, device=device).to(dtype)
     out = torch.full((rows, width), float("nan"), device=device).to(dtype)
-    ops.silu_mul(gate_up, out=out)
+    ops.gated_product(gate_up, out=out, activation=activation)
     gate, up = gate_up.double().split(width, dim=-1)
-    assert relative_error(out, torch.nn.functional.silu(gate) * up) < TOLERANCE[dtype]
+    if activation is Activation.SILU:
+        gate = torch.nn.functional.silu(gate)
+    else:
+        gate = torch.nn.functional.gelu(gate, approximate="tanh")
+    assert relative_error(out, gate * up) < TOLERANCE[dtype]
+
+
+def normed(x, gain, eps=1e-6):
+    wide = x.double()
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * gain.double()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (6, 2, 24), (1, 1, 128)])
-def test_head_norm(device, dtype, heads, kv_heads, dim):
-    """Queries and keys in place, each with its gain; values stay."""
-    qkv = torch.randn(5, (heads + 2 * kv_heads) * dim, device=device).to(dtype)
-    gains = [torch.rand(dim, device=device).to(dtype) for _ in range(2)]
-    wide = qkv.double().unflatten(1, (-1, dim))
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
-    want = torch.cat(
-        (
-            normed[:, :heads] * gains[0].double(),
-            normed[:, heads : heads + kv_heads] * gains[1].double(),
-        ),
-        1,
-    ).flatten(1)
-    values = qkv[:, (heads + kv_heads) * dim :].clone()
-    ops.head_norm(qkv, *gains, 1e-6, num_heads=heads)
-    assert relative_error(qkv[:, : want.shape[1]], want) < TOLERANCE[dtype]
-    assert torch.equal(qkv[:, want.shape[1] :], values)
+@pytest.mark.parametrize("gains", [None, torch.float32])
+@pytest.mark.parametrize("following", [True, False])
+def test_a_norm_behind_a_product_is_added_and_the_next_taken(device, dtype, gains, following):
+    y, h = (torch.randn(3, 96, device=device).to(dtype) for _ in range(2))
+    post, gain = (torch.rand(96, device=device).to(gains or dtype) for _ in range(2))
+    want = h.double() + normed(y, post)
+    out = torch.full_like(h, float("nan"))
+    ops.add_normed(y, post, h, gain if following else None, 1e-6, out=out)
+    assert relative_error(h, want) < TOLERANCE[dtype]
+    if following:
+        assert relative_error(out, normed(h, gain)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_norms_over_all_heads(device, dtype):
+    """In place; of one rank, and of two that add up their squares."""
+    qkv = torch.randn(5, 12 * 24, device=device).to(dtype)
+    gains = [torch.rand(n * 24, device=device).to(dtype) for n in (6, 4)]
+    want = torch.cat([normed(qkv[:, :144], gains[0]), normed(qkv[:, 144:240], gains[1])], dim=1)
+    for ranks in (1, 2):
+        parts = [
+            torch.cat([x.chunk(ranks, 1)[rank] for x in qkv.split((144, 96, 48), dim=1)], dim=1)
+            for rank in range(ranks)
+        ]
+        mine = [[g.chunk(ranks)[rank] for g in gains] for rank in range(ranks)]
+        sums = [torch.zeros(5, 2, device=device) for _ in parts]
+        if ranks > 1:
+            for part, own, squares in zip(parts, mine, sums, strict=True):
+                ops.norm_parts(part, *own, squares, 1e-6, (144, 96), write=True)
+            sums = [sum(sums)] * 2
+        for part, own, squares in zip(parts, mine, sums, strict=True):
+            ops.norm_parts(part, *own, squares, 1e-6, (144, 96), read=ranks > 1)
+        q = torch.cat([part[:, : 144 // ranks] for part in parts], dim=1)
+        k = torch.cat([part[:, 144 // ranks : 240 // ranks] for part in parts], dim=1)
+        assert relative_error(torch.cat([q, k], dim=1), want) < TOLERANCE[dtype]
+        values = torch.cat([part[:, 240 // ranks :] for part in parts], dim=1)
+        assert torch.equal(values, qkv[:, 240:])
+
+
+def test_softcap_of_logits(device):
+    logits = torch.randn(3, 5000, device=device) * 40
+    want = 30 * torch.tanh(logits.double() / 30)
+    ops.cap_logits(logits, 30.0)
+    torch.testing.assert_close(logits.double(), want, rtol=1e-5, atol=1e-5)
 
 
 def rotate(x, cos, sin):
@@ -95,6 +132,6 @@ def test_embed_takes_device_tokens_and_skips_foreign_ids(device):
     feed = torch.tensor([-1, 1, -1, -1], device=device, dtype=torch.int32)
     previous = torch.tensor([50, 5], device=device, dtype=torch.int32)
     out = torch.full((4, 48), float("nan"), device=device)
-    ops.embed(tokens, feed, previous, table, 3, out=out)
+    ops.embed(tokens, feed, previous, table, 3, out=out, scale=8.0)
     want = torch.stack([table[0], table[2], torch.zeros_like(table[0]), table[9]])
-    assert torch.equal(out, want)
+    assert torch.equal(out, 8.0 * want)
